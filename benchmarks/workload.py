@@ -1,0 +1,195 @@
+"""What the benchmarks share: a transformer in plain JAX, steps by three means, and honest timing.
+
+Every figure is a ratio to plain `jax.jit` on one device, taken in the same process, the contestants in turn, medians.
+Devices are set up before JAX is imported, so `prepare` comes first in every benchmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The flags that all benchmarks take."""
+    flags = argparse.ArgumentParser(description=description)
+    flags.add_argument("--platform", default="cpu", choices=["cpu", "gpu", "tpu"])
+    flags.add_argument("--stages", type=int, default=4)
+    flags.add_argument("--microbatches", type=int, default=64)
+    flags.add_argument("--blocks", type=int, default=None, help="default: one for each stage")
+    flags.add_argument("--width", type=int, default=16)
+    flags.add_argument("--length", type=int, default=8)
+    flags.add_argument("--batch", type=int, default=1, help="examples in a microbatch")
+    flags.add_argument("--repeats", type=int, default=20)
+    flags.add_argument("--json", default=None, help="also write the rows to this file")
+    return flags
+
+
+def prepare(arguments: argparse.Namespace, devices: int) -> None:
+    """Choose the platform, with virtual devices on CPU. Before JAX is imported."""
+    if "jax" in sys.modules:
+        raise RuntimeError("jax is already imported: call prepare() first")
+    os.environ["JAX_PLATFORMS"] = {"gpu": "cuda"}.get(arguments.platform, arguments.platform)
+    if arguments.platform == "cpu":
+        flag = f"--xla_force_host_platform_device_count={devices}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+
+
+def mesh(ranks: int) -> Any:
+    """One device for each rank; on a machine with fewer devices, several ranks on one."""
+    import jax
+    import numpy as np
+
+    from jaxpp_flax.api import MpmdMesh
+
+    devices = jax.devices()
+    chosen = [devices[rank % len(devices)] for rank in range(ranks)]
+    return MpmdMesh(jax.sharding.Mesh(np.array(chosen), ("stage",)), "stage")
+
+
+def block(p: Mapping[str, Any], x: Any) -> Any:
+    """A transformer block: attention of one head, and a feed-forward layer."""
+    import jax
+
+    def norm(x: Any, scale: Any) -> Any:
+        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+
+    y = norm(x, p["n1"])
+    q, k, v = y @ p["q"], y @ p["k"], y @ p["v"]
+    x = x + jax.nn.softmax(q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5) @ v @ p["o"]
+    return x + jax.nn.gelu(norm(x, p["n2"]) @ p["up"]) @ p["down"]
+
+
+def parameters(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """The blocks' parameters, float32."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    w = arguments.width
+
+    def make(*shape: int) -> Any:
+        return jnp.asarray(rng.normal(size=shape) * shape[0] ** -0.5, jnp.float32)
+
+    return [
+        {
+            **{name: make(w, w) for name in "qkvo"},
+            "up": make(w, 4 * w),
+            "down": make(4 * w, w),
+            "n1": jnp.ones(w),
+            "n2": jnp.ones(w),
+        }
+        for _ in range(arguments.blocks or arguments.stages)
+    ]
+
+
+def batch(arguments: argparse.Namespace) -> Any:
+    """(microbatches, batch, length, width), float32."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    shape = (arguments.microbatches, arguments.batch, arguments.length, arguments.width)
+    return jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
+
+
+def stage_of(index: int, blocks: int, stages: int) -> int:
+    """The stage of a block, split evenly."""
+    return index * stages // blocks
+
+
+def loss(params: Sequence[Mapping[str, Any]], x: Any, stages: int) -> Any:
+    """Mean square of the last block's output; a mark after each stage but the last."""
+    from jaxpp_flax.api import mark_stage_end
+
+    for i, p in enumerate(params):
+        x = block(p, x)
+        if i + 1 < len(params) and stage_of(i + 1, len(params), stages) != stage_of(i, len(params), stages):
+            x = mark_stage_end(x)
+    return (x * x).mean()
+
+
+def train_step(stages: int, schedule: Any) -> Callable[..., Any]:
+    """Gradient accumulation and SGD: runs under plain `jax.jit` and as a pipeline."""
+    import jax
+
+    from jaxpp_flax.api import treduce
+
+    def step(params: Any, batch: Any) -> Any:
+        losses, grads = treduce(lambda x: jax.value_and_grad(loss)(params, x, stages), batch, schedule)
+        return jax.tree.map(lambda p, g: p - 0.01 * g / batch.shape[0], params, grads), losses
+
+    return step
+
+
+def tasks_in(schedule: Any, microbatches: int) -> int:
+    """Scheduled tasks, a fused one counted as the two that it stands for (as peers count)."""
+    return sum(2 if hasattr(t, "forward") else 1 for rank in schedule.tasks(microbatches) for t in rank)
+
+
+def wait(tree: Any) -> None:
+    """Until every array of a tree is computed."""
+    import jax
+
+    for leaf in jax.tree.leaves(tree):
+        leaf.block_until_ready()
+
+
+class Contestant:
+    """A step that trains on its own copy of the parameters."""
+
+    def __init__(self, step: Callable[..., Any], params: Any, data: Any) -> None:
+        import jax
+        import jax.numpy as jnp
+
+        self.step, self.data = step, data
+        self.params = jax.tree.map(jnp.array, params)
+        self.seconds: list[float] = []
+
+    def run(self) -> None:
+        """One step, to its end."""
+        self.params, losses = self.step(self.params, self.data)
+        wait((self.params, losses))
+
+    def time(self) -> None:
+        """One timed step."""
+        start = time.perf_counter()
+        self.run()
+        self.seconds.append(time.perf_counter() - start)
+
+    @property
+    def median(self) -> float:
+        """Median seconds of a step."""
+        return statistics.median(self.seconds)
+
+
+def race(contestants: Mapping[str, Contestant], repeats: int) -> None:
+    """Time the contestants in turn, so that a noisy machine is noisy for all."""
+    for contestant in contestants.values():
+        contestant.run()
+        contestant.run()
+    for _ in range(repeats):
+        for contestant in contestants.values():
+            contestant.time()
+
+
+def report(title: str, rows: Sequence[Mapping[str, Any]], path: str | None) -> None:
+    """A table, and the same as JSON."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for column in rows[0]:
+        table.add_column(column, justify="right" if not isinstance(rows[0][column], str) else "left")
+    for row in rows:
+        table.add_row(*(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
+    Console(width=140).print(table)
+    print(json.dumps({"title": title, "rows": list(rows)}))
+    if path:
+        with open(path, "w") as file:
+            json.dump({"title": title, "rows": list(rows)}, file, indent=1)

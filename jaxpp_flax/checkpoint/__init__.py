@@ -1,0 +1,33 @@
+"""Checkpoints that fit any layout: trees of `MpmdArray`s in ordinary Orbax checkpoints, keyed by logical paths."""
+
+from jaxpp_flax.checkpoint.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    CorruptCheckpointError,
+    UnfinishedCheckpointError,
+)
+from jaxpp_flax.checkpoint.export import export_safetensors, load_linen, load_nnx
+from jaxpp_flax.checkpoint.handler import MpmdArrayHandler, register
+from jaxpp_flax.checkpoint.reading import StoredLeaf, abstract_state, leaves_of, restore
+from jaxpp_flax.checkpoint.writing import save
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointSaveError",
+    "CorruptCheckpointError",
+    "MpmdArrayHandler",
+    "StoredLeaf",
+    "UnfinishedCheckpointError",
+    "abstract_state",
+    "export_safetensors",
+    "leaves_of",
+    "load_linen",
+    "load_nnx",
+    "register",
+    "restore",
+    "save",
+]

@@ -1,0 +1,57 @@
+"""What goes wrong with checkpoints: each error names the checkpoint, what is wrong in it, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointSaveError",
+    "CorruptCheckpointError",
+    "UnfinishedCheckpointError",
+]
+
+
+class CheckpointError(Exception):
+    """Anything that is wrong with a checkpoint."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at the path."""
+
+
+class UnfinishedCheckpointError(CheckpointError, FileNotFoundError):
+    """The path holds what is left of a save that never ended."""
+
+
+class CorruptCheckpointError(CheckpointError, OSError):
+    """A file of the checkpoint is missing, cut off, or holds other bytes than were written."""
+
+
+class CheckpointSaveError(CheckpointError, OSError):
+    """A save failed; checkpoints that were complete before are untouched."""
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """The checkpoint's leaves are not those that were asked for.
+
+    Args:
+      message: what was compared.
+      faults: one line for each wrong leaf, all of them.
+
+    Example:
+      >>> print(CheckpointMismatchError("ckpt does not fit.", ["a: missing", "b: shape (2,), wanted (3,)"]))
+      ckpt does not fit. 2 leaves are wrong:
+        a: missing
+        b: shape (2,), wanted (3,)
+    """
+
+    def __init__(self, message: str, faults: Sequence[str]) -> None:
+        self.message, self.faults = message, tuple(faults)
+        count = "1 leaf is" if len(self.faults) == 1 else f"{len(self.faults)} leaves are"
+        super().__init__("\n  ".join([f"{message} {count} wrong:", *self.faults]))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.message, self.faults))

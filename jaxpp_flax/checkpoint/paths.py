@@ -1,0 +1,115 @@
+"""Logical paths: the names of a tree's leaves, whatever containers and whichever stages hold them.
+
+`params/blocks/0/attention/kernel` names the same leaf in a dataclass, an `nnx.State`, a Linen dictionary and a
+restored checkpoint. An `nnx.Variable` adds nothing to the path of its value.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+from flax import nnx
+
+__all__ = ["PathFilter", "choose", "flatten", "nest", "rename_path"]
+
+PathFilter: TypeAlias = str | Sequence[str] | Callable[[str], bool]
+
+
+def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
+    """The leaves by logical path, and the tree's structure; `jax.tree.unflatten(structure, leaves.values())` inverts.
+
+    Raises:
+      ValueError: if two leaves have one path.
+
+    Example:
+      >>> leaves, structure = flatten({"a": [1, {"b": 2}], "c": None})
+      >>> leaves
+      {'a/0': 1, 'a/1/b': 2}
+      >>> jax.tree.unflatten(structure, leaves.values())
+      {'a': [1, {'b': 2}], 'c': None}
+    """
+    leaves: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        inner = jax.tree_util.tree_leaves_with_path(leaf) if isinstance(leaf, nnx.Variable) else [((), leaf)]
+        for rest, value in inner:
+            name = "/".join(_part(key) for key in (path if len(inner) == 1 else (*path, *rest)))
+            if name in leaves:
+                raise ValueError(
+                    f"two leaves of the tree have the path {name!r}, so a checkpoint cannot tell them apart. Rename "
+                    "one (keys such as 0 and '0' in one dictionary are written alike)."
+                )
+            leaves[name] = value
+    return leaves, jax.tree.structure(tree)
+
+
+def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested dictionaries from leaves by path.
+
+    Raises:
+      ValueError: if one leaf's path runs through another leaf.
+
+    Example:
+      >>> nest({"a/b": 1, "a/c/0": 2})
+      {'a': {'b': 1, 'c': {'0': 2}}}
+    """
+    root: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parents, last = path.split("/")
+        node: Any = root
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ValueError(f"the path {path!r} runs through the leaf {parent!r}. Rename one of the two.")
+        if last in node:
+            raise ValueError(f"the leaf {path!r} is also a part of longer paths. Rename one of them.")
+        node[last] = leaf
+    return root
+
+
+def choose(only: PathFilter | None) -> Callable[[str], bool]:
+    """Whether a path is asked for: by a glob, any of several, or a function; None asks for all. `*` matches `/` too.
+
+    Example:
+      >>> wanted = choose("params/*")
+      >>> wanted("params/blocks/0/kernel"), wanted("opt_state/0/mu")
+      (True, False)
+    """
+    if only is None:
+        return lambda path: True
+    if callable(only):
+        return only
+    globs = [only] if isinstance(only, str) else list(only)
+    return lambda path: any(fnmatch.fnmatchcase(path, glob) for glob in globs)
+
+
+def rename_path(path: str, rename: Mapping[str, str] | None) -> str:
+    """`path` with its longest prefix that `rename` has put in its place; whole parts of a path alone count.
+
+    Example:
+      >>> rename_path("params/encoder/w", {"params": "", "params/encoder": "model/enc"})
+      'model/enc/w'
+      >>> rename_path("params/w", {"params": ""}), rename_path("w", {"": "params"})
+      ('w', 'params/w')
+    """
+    parts = path.split("/")
+    for length in range(len(parts), -1, -1):
+        new = (rename or {}).get("/".join(parts[:length]))
+        if new is not None:
+            return "/".join([*(part for part in new.split("/") if part), *parts[length:]])
+    return path
+
+
+def listing(paths: Iterable[str]) -> str:
+    """Paths for a message, the first few."""
+    paths = sorted(paths)
+    return ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
+
+
+def _part(key: Any) -> str:
+    for name in ("key", "name", "idx"):
+        if hasattr(key, name):
+            return str(getattr(key, name))
+    return str(key)

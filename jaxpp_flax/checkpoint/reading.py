@@ -1,0 +1,213 @@
+"""Restoring: compare what is on disk with what is wanted, all of it, then read leaf by leaf onto the devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxpp_flax.checkpoint.errors import CheckpointMismatchError
+from jaxpp_flax.checkpoint.integrity import check_files
+from jaxpp_flax.checkpoint.leaves import Wanted, abstract_leaf, empty, is_empty
+from jaxpp_flax.checkpoint.orbax_io import absolute, damaged, find_tree, map_metadata, pytree_handler, read_metadata
+from jaxpp_flax.checkpoint.paths import PathFilter, choose, flatten, rename_path
+
+__all__ = ["StoredLeaf", "abstract_state", "leaves_of", "restore", "stored_leaves"]
+
+
+def abstract_state(tree: Any) -> Any:
+    """The tree with a `jax.ShapeDtypeStruct` (shape, dtype, sharding) for each leaf: a target without the memory.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> abstract_state({"w": jnp.ones((2, 3))})["w"].shape
+      (2, 3)
+    """
+    return jax.tree.map(abstract_leaf, tree)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredLeaf:
+    """A leaf on disk; shape and dtype are None for a text or an empty container."""
+
+    path: str
+    shape: tuple[int, ...] | None
+    dtype: Any
+
+
+def leaves_of(path: str | os.PathLike[str]) -> dict[str, StoredLeaf]:
+    """What a checkpoint holds, by logical path, without reading the arrays.
+
+    Args:
+      path: any Orbax checkpoint of a tree, or a step's directory of a `CheckpointManager`.
+
+    Raises:
+      CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if it cannot be read.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp
+      >>> from jaxpp_flax.checkpoint import save
+      >>> path = save(tempfile.mkdtemp() + "/first", {"w": jnp.ones((2, 3))})
+      >>> leaves_of(path)["w"].shape
+      (2, 3)
+    """
+    return stored_leaves(read_metadata(find_tree(absolute(path))))
+
+
+def restore(
+    path: str | os.PathLike[str],
+    target: Any,
+    *,
+    only: PathFilter | None = None,
+    rename: Mapping[str, str] | None = None,
+    missing: Literal["error", "keep"] = "error",
+    extra: Literal["error", "ignore"] = "error",
+) -> Any:
+    """Read a checkpoint into a tree like `target`, each leaf with the target's sharding.
+
+    The layout of the run that wrote it does not matter, nor whether it was pipelined: leaves are found by their
+    logical paths (`jaxpp_flax.checkpoint.paths`). Nothing is read before every leaf has been compared.
+
+    Args:
+      path: any Orbax checkpoint of a tree, or a step's directory of a `CheckpointManager`.
+      target: a tree of `MpmdArray`s, `jax.Array`s, NumPy arrays or `jax.ShapeDtypeStruct`s (see `abstract_state`):
+        shapes, dtypes and shardings. It is left as it is.
+      only: which leaves of the target to restore: a glob such as `"params/*"`, several, or a function of the path.
+        The others keep the target's value.
+      rename: where on disk a leaf of the target is found: prefixes of paths, target to disk. `{"params": ""}` reads
+        the parameters of a target from a checkpoint that holds nothing else.
+      missing: "keep" the target's value where the checkpoint lacks a leaf (base weights into a model with adapters).
+      extra: "ignore" leaves of the checkpoint that the target lacks. Those outside of `only` are always ignored.
+
+    Returns:
+      A new tree like `target`.
+
+    Raises:
+      CheckpointMismatchError: listing every leaf whose path, shape, dtype or sharding does not fit.
+      CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if it cannot be read.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, numpy as np
+      >>> from jaxpp_flax.checkpoint import save
+      >>> path = save(tempfile.mkdtemp() + "/first", {"params": {"w": jnp.arange(3.0)}, "step": jnp.int32(4)})
+      >>> restore(path, {"params": {"w": np.zeros(3, np.float32)}}, only="params/*")
+      {'params': {'w': array([0., 1., 2.], dtype=float32)}}
+      >>> restore(path, {"params": {"w": np.zeros(2), "b": np.zeros(1)}})
+      Traceback (most recent call last):
+          ...
+      jaxpp_flax.checkpoint.errors.CheckpointMismatchError: ...does not fit the target. 3 leaves are wrong:
+        params/b: missing in the checkpoint
+        params/w: shape (3,) in the checkpoint, wanted (2,); dtype float32 in the checkpoint, wanted float64
+        step: in the checkpoint, but not in the target
+    """
+    for name, value, known in (("missing", missing, ("error", "keep")), ("extra", extra, ("error", "ignore"))):
+        if value not in known:
+            raise ValueError(f"restore got {name}={value!r}; it must be one of {known}.")
+    directory = find_tree(absolute(path))
+    metadata = read_metadata(directory)
+    leaves, structure = flatten(target)
+    wanted = choose(only)
+    stored = stored_leaves(metadata)
+    chosen: dict[str, str] = {}  # path of the target -> path on disk
+    faults: list[str] = []
+    for name, leaf in leaves.items():
+        if not wanted(name):
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                faults.append(f"{name}: left out by `only`, and the target has no value to keep there")
+            continue
+        found = _find(rename_path(name, rename), stored)
+        if found is not None:
+            chosen[name] = found
+        elif is_empty(leaf):
+            leaves[name] = empty(leaf)
+        elif missing == "error" or isinstance(leaf, jax.ShapeDtypeStruct):
+            renamed = rename_path(name, rename)
+            faults.append(
+                f"{name}: missing in the checkpoint" + (f" (looked for {renamed})" if renamed != name else "")
+            )
+    wants = {name: Wanted.of(leaves[name]) for name in chosen}
+    for name, found in chosen.items():
+        if wrong := wants[name].faults(stored[found].shape, stored[found].dtype):
+            faults.append(f"{name}: {'; '.join(wrong)}")
+    if extra == "error":
+        faults += _extra(stored, chosen, wanted, rename)
+    if not chosen and not faults:
+        faults.append(f"no leaf of the target matches only={only!r}")
+    if faults:
+        order = {name: i for i, name in enumerate(leaves)}
+        faults.sort(key=lambda fault: order.get(fault.partition(":")[0], len(order)))
+        raise CheckpointMismatchError(f"checkpoint {directory} does not fit the target.", faults)
+    for holder in (directory, directory.parent):  # a tree of its own, or one item of a step's directory
+        check_files(holder)
+    arrays = _read(directory, metadata, {found: wants[name] for name, found in chosen.items()})
+    new = {name: wants[name].finish(arrays[chosen[name]]) if name in chosen else leaves[name] for name in leaves}
+    return jax.tree.unflatten(structure, new.values())
+
+
+def stored_leaves(metadata: Any) -> dict[str, StoredLeaf]:
+    """The leaves of a checkpoint's metadata by path."""
+    found: dict[str, StoredLeaf] = {}
+
+    def note(path: str, leaf: Any) -> None:
+        shape = getattr(leaf, "shape", None)
+        if leaf is not None and shape is not None:
+            found[path] = StoredLeaf(path=path, shape=tuple(shape), dtype=getattr(leaf, "dtype", None))
+
+    map_metadata(metadata, note)
+    return found
+
+
+def _find(path: str, stored: Mapping[str, StoredLeaf]) -> str | None:
+    """The leaf on disk. Stock Orbax writes an `nnx.Variable` as a node with the child `value`."""
+    return next((name for name in (path, f"{path}/value") if name in stored), None)
+
+
+def _extra(
+    stored: Mapping[str, StoredLeaf], chosen: Mapping[str, str], wanted: Any, rename: Mapping[str, str] | None
+) -> list[str]:
+    """Leaves on disk that nothing of the target reads, as far as they were asked for."""
+    back = {new: old for old, new in (rename or {}).items()}
+    read = set(chosen.values())
+    return [
+        f"{rename_path(name, back)}: in the checkpoint, but not in the target"
+        for name in stored
+        if name not in read and wanted(rename_path(name, back))
+    ]
+
+
+def _read(directory: Path, metadata: Any, wants: Mapping[str, Wanted]) -> dict[str, Any]:
+    """Leaves by their paths on disk; all others are skipped."""
+
+    def item(path: str, _: Any) -> Any:
+        return jax.ShapeDtypeStruct(wants[path].shape, wants[path].dtype or np.float32) if path in wants else ...
+
+    def arguments(path: str, _: Any) -> Any:
+        if path not in wants:
+            return ocp.RestoreArgs(restore_type=type(...))
+        want = wants[path]
+        if want.restore_type is not jax.Array:
+            return ocp.RestoreArgs(restore_type=want.restore_type, dtype=want.dtype)
+        return ocp.ArrayRestoreArgs(
+            restore_type=jax.Array, sharding=want.sharding, global_shape=want.shape, dtype=want.dtype
+        )
+
+    largest = max((int(np.prod(w.shape)) * np.dtype(w.dtype or np.float64).itemsize for w in wants.values()), default=0)
+    with ocp.Checkpointer(pytree_handler(largest)) as checkpointer:
+        try:
+            restored = checkpointer.restore(
+                directory,
+                args=ocp.args.PyTreeRestore(
+                    item=map_metadata(metadata, item), restore_args=map_metadata(metadata, arguments)
+                ),
+            )
+        except Exception as error:
+            raise damaged(directory, error) from error
+    found: dict[str, Any] = {}
+    map_metadata(restored, lambda path, leaf: found.update({path: leaf}) if path in wants else None)
+    return found

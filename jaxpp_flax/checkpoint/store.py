@@ -1,0 +1,243 @@
+"""A directory of checkpoints by step, written in the background by Orbax's `CheckpointManager`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as policies
+
+from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CheckpointSaveError
+from jaxpp_flax.checkpoint.orbax_io import (
+    TREE_ITEM,
+    absolute,
+    damaged,
+    multiprocessing_options,
+    pytree_handler,
+    under_way,
+)
+from jaxpp_flax.checkpoint.paths import flatten
+from jaxpp_flax.checkpoint.writing import complete, save_failed, to_tree
+
+__all__ = ["CheckpointStore", "read_json", "save_step"]
+
+
+class CheckpointStore:
+    """Checkpoints of one run: `directory/<step>`, each with a tree of arrays and some JSON beside it.
+
+    Args:
+      directory: made by the first save.
+      save_every: an interval in steps, an Orbax save decision policy, or None for explicit saves alone.
+      keep: how many of the latest to keep, an Orbax preservation policy, or None for all.
+      asynchronous: write in the background; what remains is the copy to the host.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp
+      >>> store = CheckpointStore(tempfile.mkdtemp(), save_every=2, keep=2)
+      >>> for step in range(1, 8):
+      ...     if store.wants(step):
+      ...         store.save(step, {"w": jnp.ones(2) * step}, {"about": {"step": step}})
+      >>> store.wait()
+      >>> store.steps(), store.latest(), read_json(store.path(6), "about")
+      ((4, 6), 6, {'step': 6})
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, save_every: Any = None, keep: Any = None, asynchronous: bool = True
+    ) -> None:
+        self.directory = absolute(directory)
+        for name, value in (("save_every", save_every), ("keep", keep)):
+            if isinstance(value, (bool, float)) or (isinstance(value, int) and value < 1):
+                raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1, a policy, or None.")
+        self._save_every, self._keep, self._asynchronous = save_every, keep, asynchronous
+        self._manager: ocp.CheckpointManager | None = None
+        self._writing: tuple[int, frozenset[str]] | None = None
+
+    def steps(self) -> tuple[int, ...]:
+        """The steps whose checkpoints are complete, ascending. What cut-off saves left is not among them.
+
+        Raises:
+          CheckpointNotFoundError: if the directory cannot be read.
+        """
+        try:
+            return self._list()
+        except OSError as error:
+            raise CheckpointNotFoundError(
+                f"{self.directory} cannot be read: {error}. Check its permissions."
+            ) from error
+
+    def _list(self) -> tuple[int, ...]:
+        if not self.directory.is_dir():
+            return ()
+        return tuple(sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit() and p.is_dir()))
+
+    def latest(self) -> int | None:
+        """The last of them."""
+        return max(self.steps(), default=None)
+
+    def path(self, step: int | str) -> Path:
+        """The directory of a step, or of the "latest".
+
+        Raises:
+          CheckpointNotFoundError: if there is none.
+        """
+        steps = self.steps()
+        if step == "latest" and not steps:
+            raise CheckpointNotFoundError(f"{self.directory} holds no complete checkpoint yet.")
+        wanted = steps[-1] if step == "latest" else step
+        if wanted not in steps:
+            raise CheckpointNotFoundError(
+                f"{self.directory} has no checkpoint of step {wanted!r}; it has {', '.join(map(str, steps)) or 'none'}."
+            )
+        return self.directory / str(wanted)
+
+    def wants(self, step: int) -> bool:
+        """Whether `save_every` asks for a checkpoint of this step, and there is none yet."""
+        if self._save_every is None or step in self.steps() or (self._writing is not None and self._writing[0] == step):
+            return False
+        if isinstance(self._save_every, int):
+            return step % self._save_every == 0
+        return self._open().should_save(step)
+
+    def save(self, step: int, tree: Any, beside: Mapping[str, Any], *, wait: bool = False) -> None:
+        """Begin to write; returns when the arrays may change. An earlier save is waited for.
+
+        Raises:
+          CheckpointSaveError: if this cannot be written, or the save before failed in the background.
+        """
+        self.wait()
+        try:
+            exists = step in self._list()
+        except OSError as error:
+            raise self._failed(step, error) from error
+        if exists:
+            raise CheckpointSaveError(
+                f"cannot save step {step} to {self.directory}: there is a checkpoint of it, and it is left as it is. "
+                "Choose another checkpoint directory, or delete that one."
+            )
+        content = to_tree(tree)
+        try:
+            manager = self._open()
+            self._writing = (step, frozenset(flatten(content)[0]))
+            manager.save(step, args=_arguments(content, beside), force=True)
+        except Exception as error:
+            raise self._failed(step, error) from error
+        if wait or not self._asynchronous:
+            self.wait()
+
+    def check(self) -> None:
+        """Raise what went wrong in the background since the last call; never waits.
+
+        Raises:
+          CheckpointSaveError: naming the step.
+        """
+        if self._writing is not None and self._manager is not None and not self._manager.is_saving_in_progress():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save under way.
+
+        Raises:
+          CheckpointSaveError: if it failed.
+        """
+        if self._writing is None or self._manager is None:
+            return
+        step = self._writing[0]
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._failed(step, error) from error
+        self._writing = None
+
+    def close(self) -> None:
+        """Wait, and let go of Orbax's threads; saving again opens the directory anew."""
+        self.wait()
+        if self._manager is not None:
+            manager, self._manager = self._manager, None
+            manager.close()
+
+    def _failed(self, step: int, error: BaseException) -> CheckpointSaveError:
+        # The next save opens the directory anew, which removes what this one left.
+        self._manager = self._writing = None
+        return save_failed(self.directory / str(step), error)
+
+    def _open(self) -> ocp.CheckpointManager:
+        if self._manager is None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            every, keep = self._save_every, self._keep
+            if every is None:
+                every = 1
+            if keep is not None and isinstance(keep, int):
+                keep = policies.LatestN(keep)
+            self._manager = ocp.CheckpointManager(
+                self.directory,
+                options=ocp.CheckpointManagerOptions(
+                    save_decision_policy=policies.FixedIntervalPolicy(every) if isinstance(every, int) else every,
+                    preservation_policy=keep if keep is not None else policies.LatestN(None),
+                    create=False,
+                    cleanup_tmp_directories=True,
+                    # Synchronous saves wait for the background: one way of writing, one way of failing.
+                    enable_async_checkpointing=True,
+                    async_options=ocp.options.AsyncOptions(post_finalization_callback=self._finish),
+                    multiprocessing_options=multiprocessing_options("jaxpp_flax"),
+                ),
+                handler_registry=_registry(),
+            )
+        return self._manager
+
+    def _finish(self) -> None:
+        """In the background, before Orbax gives the directory its name: one that lacks a leaf never gets it."""
+        if self._writing is not None:
+            step, leaves = self._writing
+            complete(under_way(self.directory / str(step)), leaves)
+
+
+def save_step(path: str | os.PathLike[str], tree: Any, beside: Mapping[str, Any]) -> Path:
+    """Write one such directory anywhere, and wait for it.
+
+    Raises:
+      CheckpointSaveError: if the path exists, or cannot be written.
+    """
+    path = absolute(path)
+    if path.exists():
+        raise CheckpointSaveError(f"cannot save to {path}: it exists, and is left as it is. Choose another path.")
+    content = to_tree(tree)
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(handler_registry=_registry())) as checkpointer:
+        try:
+            checkpointer.save(path, args=_arguments(content, beside))
+            complete(path, frozenset(flatten(content)[0]))
+        except Exception as error:
+            raise save_failed(path, error) from error
+    return path
+
+
+def read_json(path: str | os.PathLike[str], name: str) -> Any:
+    """The JSON called `name` of a step's directory; None where there is none.
+
+    Raises:
+      CorruptCheckpointError: if it cannot be read.
+    """
+    item = absolute(path) / name
+    if not item.is_dir():
+        return None
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
+        try:
+            return checkpointer.restore(item)
+        except Exception as error:
+            raise damaged(item, error) from error
+
+
+def _arguments(content: Any, beside: Mapping[str, Any]) -> ocp.args.Composite:
+    json = {name: ocp.args.JsonSave(value) for name, value in beside.items()}
+    return ocp.args.Composite(**{TREE_ITEM: ocp.args.PyTreeSave(content)}, **json)
+
+
+def _registry() -> Any:
+    handler = pytree_handler()
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    registry.add(TREE_ITEM, ocp.args.PyTreeSave, handler)
+    registry.add(TREE_ITEM, ocp.args.PyTreeRestore, handler)
+    return registry

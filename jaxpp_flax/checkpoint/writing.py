@@ -1,0 +1,109 @@
+"""Saving a tree: an ordinary Orbax checkpoint, checked once it is complete."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from jaxpp_flax.checkpoint.errors import CheckpointSaveError, CorruptCheckpointError
+from jaxpp_flax.checkpoint.integrity import write_digests
+from jaxpp_flax.checkpoint.leaves import is_empty, to_disk
+from jaxpp_flax.checkpoint.orbax_io import absolute, find_tree, pytree_handler, read_metadata
+from jaxpp_flax.checkpoint.paths import flatten, listing, nest
+from jaxpp_flax.checkpoint.reading import stored_leaves
+
+__all__ = ["complete", "save", "to_tree"]
+
+
+def to_tree(tree: Any) -> dict[str, Any]:
+    """What is written for `tree`: nested dictionaries of global arrays, keyed by logical paths.
+
+    Arrays without elements are left out.
+
+    Example:
+      >>> import numpy as np
+      >>> to_tree({"a": [np.zeros(1), np.ones(1)]})
+      {'a': {'0': array([0.]), '1': array([1.])}}
+    """
+    return nest({path: to_disk(leaf) for path, leaf in flatten(tree)[0].items() if not is_empty(leaf)})
+
+
+def save(path: str | os.PathLike[str], tree: Any) -> Path:
+    """Write `tree` to `path` as an Orbax checkpoint, and wait for it.
+
+    Stock Orbax reads it as nested dictionaries of arrays; random keys are written as their data. The directory appears
+    under its name when it is complete.
+
+    Args:
+      path: a directory that does not exist yet.
+      tree: a pytree of `MpmdArray`s, `jax.Array`s, NumPy arrays and numbers.
+
+    Returns:
+      The absolute path.
+
+    Raises:
+      CheckpointSaveError: if the path exists, or it cannot be written.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, orbax.checkpoint as ocp
+      >>> path = save(tempfile.mkdtemp() + "/first", {"layers": [jnp.ones(2)]})
+      >>> with ocp.StandardCheckpointer() as stock:
+      ...     print(stock.restore(path, {"layers": {"0": jnp.zeros(2)}}))
+      {'layers': {'0': Array([1., 1.], dtype=float32)}}
+    """
+    path = absolute(path)
+    if path.exists():
+        raise CheckpointSaveError(f"cannot save to {path}: it exists, and is left as it is. Choose another path.")
+    content = to_tree(tree)
+    if not content:
+        raise ValueError(f"cannot save to {path}: the tree has no leaves.")
+    with ocp.Checkpointer(pytree_handler()) as checkpointer:
+        try:
+            checkpointer.save(path, args=ocp.args.PyTreeSave(content))
+            complete(path, flatten(content)[0])
+        except Exception as error:
+            raise save_failed(path, error) from error
+    return path
+
+
+def complete(directory: Path, leaves: Any) -> None:
+    """Read back which leaves were written, compare, and write down the digests of the files.
+
+    Args:
+      directory: with everything in it, under its final name or the one before.
+      leaves: their paths.
+
+    Raises:
+      CorruptCheckpointError: if it lacks some.
+    """
+    absent = set(leaves) - set(stored_leaves(read_metadata(find_tree(directory, unfinished=True))))
+    if absent:
+        raise CorruptCheckpointError(f"checkpoint {directory} was written without {listing(absent)}.")
+    write_digests(directory)
+
+
+def save_failed(path: Path, error: BaseException) -> CheckpointSaveError:
+    """What went wrong while saving, with the reason that the operating system gave."""
+    chain: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(chain) < 5:
+        chain.append(str(cause))
+        cause = cause.__cause__ or cause.__context__
+    text = " ".join(chain)
+    reason = next((remedy for words, remedy in _REASONS if any(word in text for word in words)), "")
+    shown = str(error) if len(str(error)) <= 600 else str(error)[:600] + " ..."
+    return CheckpointSaveError(
+        f"saving to {path} failed{reason}. Checkpoints that were complete before are untouched, and so is the state in "
+        f"memory. The reason given: {type(error).__name__}: {shown}"
+    )
+
+
+_REASONS = (
+    (("No space left", "ENOSPC", "RESOURCE_EXHAUSTED", "Disk quota", "File too large"),
+     ": the disk is full (or a quota is reached); free space, or keep fewer checkpoints"),
+    (("Permission denied", "PERMISSION_DENIED", "EACCES", "Read-only file system", "Operation not permitted"),
+     ": no permission to write there; change the directory or its permissions"),
+)  # fmt: skip

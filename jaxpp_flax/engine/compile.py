@@ -1,0 +1,222 @@
+"""Executables for a program's tasks: one lowering for each distinct task, one executable for each device set.
+
+A task is traced and lowered under the submesh's abstract mesh, so that identical stages on different ranks share the
+lowering; XLA then compiles it for each rank's devices. Shardings inside a submesh are found task by task: a task is
+compiled with the shardings of its inputs, XLA chooses its outputs', and those are the next task's inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpp_flax.engine.fingerprint import Fingerprinter
+from jaxpp_flax.engine.ir import Graph, struct_of
+from jaxpp_flax.engine.mesh import MpmdMesh, spec_on
+from jaxpp_flax.engine.program import Free, Program, ProgramTask, Run, Transfer
+
+__all__ = ["Executables", "TaskCompiler", "compile_program"]
+
+# Told after each compilation: (tasks compiled, tasks in all, name).
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass
+class TaskCompiler:
+    """Lowers and compiles tasks, each distinct one once.
+
+    `lowerings` and `compilations` count what was done; they grow with the number of distinct tasks, never with the
+    number of microbatches.
+    """
+
+    mesh: MpmdMesh
+    lowerings: int = 0
+    compilations: int = 0
+    _lowered: dict[Hashable, Any] = field(default_factory=dict)
+    _compiled: dict[Hashable, Any] = field(default_factory=dict)
+    _fingerprints: Fingerprinter = field(default_factory=Fingerprinter)
+
+    def compile(
+        self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
+    ) -> Any:
+        """The executable of a task on its rank's devices; `None` in `out_specs` leaves the choice to XLA."""
+        key = (self._fingerprints.graph(task.graph), tuple(in_specs), tuple(out_specs), task.donate)
+        devices = self.mesh.rank_devices(task.rank)
+        compiled = self._compiled.get((key, devices))
+        if compiled is None:
+            lowered = self._lowered.get(key)
+            if lowered is None:
+                lowered = self._lowered[key] = self._lower(task, in_specs, out_specs)
+                self.lowerings += 1
+            compiled = self._compiled[key, devices] = lowered.compile(device_assignment=devices)
+            self.compilations += 1
+        return compiled
+
+    def _lower(
+        self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
+    ) -> Any:
+        abstract = self.mesh.abstract_submesh
+        avals = [struct_of(v.aval) for v in task.graph.inputs]
+        with jax.sharding.use_abstract_mesh(abstract):
+            jitted = jax.jit(
+                _named(task.graph, task.name),
+                in_shardings=tuple(NamedSharding(abstract, spec) for spec in in_specs),
+                out_shardings=tuple(None if spec is None else NamedSharding(abstract, spec) for spec in out_specs),
+                donate_argnums=tuple(sorted(task.donate)),
+                keep_unused=True,
+            )
+            traced = jitted.trace(*avals)
+            platform = self.mesh.rank_devices(task.rank)[0].platform
+            return traced.lower(lowering_platforms=(platform,))
+
+
+def _named(graph: Graph, name: str) -> Callable[..., tuple[Any, ...]]:
+    def run(*operands: Any) -> tuple[Any, ...]:
+        return tuple(graph.run(*operands))
+
+    run.__name__ = run.__qualname__ = name  # what a profiler shows
+    return run
+
+
+@dataclass(frozen=True)
+class Executables:
+    """What the runtime needs beside the program: an executable for each task, the sharding of each slot written."""
+
+    tasks: tuple[Any, ...]
+    in_specs: tuple[PartitionSpec, ...]
+    out_specs: tuple[PartitionSpec | None, ...]
+    transfer_specs: dict[int, tuple[PartitionSpec, ...]]
+    written_bytes: dict[int, list[int]]
+
+
+def _local_bytes(aval: Any, sharding: NamedSharding) -> int:
+    size = 1
+    for dim in sharding.shard_shape(tuple(aval.shape)):
+        size *= dim
+    return size * int(getattr(aval.dtype, "itemsize", 0))
+
+
+def compile_program(
+    program: Program,
+    compiler: TaskCompiler,
+    argument_specs: Sequence[PartitionSpec],
+    result_specs: Sequence[PartitionSpec | None],
+    ranks: Sequence[int],
+    progress: Progress | None = None,
+) -> Executables:
+    """Compile the tasks of `ranks` in program order, finding shardings on the way.
+
+    Args:
+      program: with slots allocated.
+      compiler: shared by all programs of one step function, so that identical tasks compile once.
+      argument_specs: for each argument of the program.
+      result_specs: for each result; `None` keeps what XLA chose.
+      ranks: those of this process.
+      progress: told after each task.
+    """
+    mesh = compiler.mesh
+    spec: dict[int, PartitionSpec] = {}
+    nbytes: dict[int, int] = {}
+    for ranks_of, argument in zip(program.arguments, argument_specs, strict=True):
+        spec.update(dict.fromkeys(ranks_of.values(), argument))
+    spec.update(dict.fromkeys(program.indices.values(), PartitionSpec()))
+    wanted = _specs_wanted(program, result_specs)
+    executables: list[Any] = [None] * len(program.tasks)
+    outputs: dict[int, tuple[PartitionSpec, ...]] = {}
+    transfers: dict[int, tuple[PartitionSpec, ...]] = {}
+    written: dict[int, list[int]] = {}
+    mine = set(ranks)
+    for number, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Free):
+            continue
+        if isinstance(instruction, Transfer):
+            transfers[number] = tuple(spec[s] for s in instruction.sent)
+            for sent, received in zip(instruction.sent, instruction.received, strict=True):
+                spec[received], nbytes[received] = spec[sent], nbytes.get(sent, 0)
+            written[number] = [nbytes[s] for s in instruction.received]
+            continue
+        task = program.tasks[instruction.task]
+        if instruction.task not in outputs:
+            in_specs = [spec[s] for s in instruction.inputs]
+            out_specs = [wanted.get((number, i)) for i in range(len(task.graph.outputs))]
+            if task.leading:
+                wishes = [None if a is None else argument_specs[a] for a in task.like]
+                out_specs = [s or _initial_spec(program, number, i, spec, wishes[i]) for i, s in enumerate(out_specs)]
+            for output, source in task.pins:
+                out_specs[output] = in_specs[source]
+            compiled = compiler.compile(task, in_specs, out_specs)
+            specs = _output_specs(compiled, task, mesh)
+            if None in specs:  # XLA chose what no PartitionSpec can say: then it is told to choose otherwise
+                compiled = compiler.compile(task, in_specs, [s or PartitionSpec() for s in specs])
+                specs = _output_specs(compiled, task, mesh)
+            if task.rank in mine:
+                executables[instruction.task] = compiled
+            outputs[instruction.task] = tuple(s or PartitionSpec() for s in specs)
+            if progress is not None:
+                progress(len(outputs), len(program.tasks), task.name)
+        submesh = mesh.unstack[task.rank]
+        written[number] = []
+        for slot, atom, found in zip(instruction.outputs, task.graph.outputs, outputs[instruction.task], strict=True):
+            spec[slot] = found
+            nbytes[slot] = _local_bytes(atom.aval, NamedSharding(submesh, found))
+            written[number].append(nbytes[slot])
+    final = tuple(spec[next(iter(result.values()))] if isinstance(result, dict) else None for result in program.results)
+    return Executables(tuple(executables), tuple(argument_specs), final, transfers, written)
+
+
+def _specs_wanted(
+    program: Program, result_specs: Sequence[PartitionSpec | None]
+) -> dict[tuple[int, int], PartitionSpec]:
+    """The specs that results must have, for (instruction, output) of their last writers."""
+    wanted = {
+        slot: spec
+        for result, spec in zip(program.results, result_specs, strict=True)
+        if isinstance(result, dict) and spec is not None
+        for slot in result.values()
+    }
+    found: dict[tuple[int, int], PartitionSpec] = {}
+    for number in range(len(program.instructions) - 1, -1, -1):
+        instruction = program.instructions[number]
+        if isinstance(instruction, Run):
+            for position, slot in enumerate(instruction.outputs):
+                if slot in wanted:
+                    found[number, position] = wanted.pop(slot)
+        elif isinstance(instruction, Transfer):
+            for sent, received in zip(instruction.sent, instruction.received, strict=True):
+                if received in wanted:
+                    wanted[sent] = wanted.pop(received)
+    return found
+
+
+def _output_specs(compiled: Any, task: ProgramTask, mesh: MpmdMesh) -> list[PartitionSpec | None]:
+    submesh = mesh.unstack[task.rank]
+    shapes = [tuple(atom.aval.shape) for atom in task.graph.outputs]
+    return [spec_on(submesh, s, shape) for s, shape in zip(compiled.output_shardings, shapes, strict=True)]
+
+
+def _initial_spec(
+    program: Program, number: int, position: int, spec: dict[int, PartitionSpec], wish: PartitionSpec | None
+) -> PartitionSpec:
+    """The sharding of an accumulator: that of its parameter, or else of an array of its type in the same stage."""
+    initial = program.instructions[number]
+    if not isinstance(initial, Run):
+        return PartitionSpec()
+    first = program.tasks[initial.task]
+    slot, aval, leading = initial.outputs[position], first.graph.outputs[position].aval, first.leading[position]
+    shape = aval.shape if leading is None else aval.shape[1:]
+    prefix = () if leading is None else (leading,)
+    if wish is not None:
+        return PartitionSpec(*prefix, *wish)
+    for instruction in program.instructions[number + 1 :]:
+        if isinstance(instruction, Run) and slot in instruction.inputs:
+            task = program.tasks[instruction.task]
+            for value, read in zip(task.graph.inputs, instruction.inputs, strict=True):
+                same = value.aval.shape == shape and value.aval.dtype == aval.dtype
+                if same and read != slot and spec.get(read, PartitionSpec()) != PartitionSpec():
+                    return PartitionSpec(*prefix, *spec[read])
+            break
+    return PartitionSpec(*prefix)

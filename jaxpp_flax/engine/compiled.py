@@ -1,0 +1,269 @@
+"""A compiled step: checks its arguments, places them, runs the program and wraps the results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpp_flax.engine.array import MpmdArray, MpmdSharding
+from jaxpp_flax.engine.compile import TaskCompiler, compile_program
+from jaxpp_flax.engine.ir import Constant
+from jaxpp_flax.engine.pipeline import Built
+from jaxpp_flax.engine.profile import TaskTiming
+from jaxpp_flax.engine.runtime import Runtime
+from jaxpp_flax.engine.summary import MemoryAnalysis, StageSummary, analyse_memory, summarise_stages
+
+__all__ = ["Compiled", "Leaf", "Signature"]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """The type of one leaf of the arguments."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool
+    spec: PartitionSpec
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a compiled step takes and returns."""
+
+    tree: Any
+    leaves: tuple[Leaf, ...]
+    out_tree: Any
+    donated: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """Where an argument goes: (slot, rank, sharding) for each rank that reads it."""
+
+    targets: tuple[tuple[int, int, NamedSharding], ...]
+    donated: bool
+
+
+class Compiled:
+    """A step compiled for one signature; call it with arguments of exactly that structure and type."""
+
+    def __init__(
+        self,
+        built: Built,
+        signature: Signature,
+        consts: tuple[Any, ...],
+        out_specs: Sequence[PartitionSpec | None],
+        compiler: TaskCompiler,
+    ) -> None:
+        self._built, self._signature, self._compiler = built, signature, compiler
+        mesh = self.mpmd_mesh = compiler.mesh
+        program = self.program = built.program
+        specs = [PartitionSpec()] * len(consts) + [leaf.spec for leaf in signature.leaves]
+        self._executables = compile_program(program, compiler, specs, out_specs, mesh.local_ranks)
+        self._runtime = Runtime(program, self._executables, mesh)
+        self._arguments = tuple(
+            _Argument(
+                tuple((slot, rank, NamedSharding(mesh.unstack[rank], spec)) for rank, slot in ranks.items()), donated
+            )
+            for ranks, spec, donated in zip(
+                program.arguments, specs, (False,) * len(consts) + signature.donated, strict=True
+            )
+        )
+        self._constants = [
+            (slot, jax.device_put(value, sharding))
+            for value, argument in zip(consts, self._arguments[: len(consts)], strict=True)
+            for slot, _, sharding in argument.targets
+        ]
+        self._arguments = self._arguments[len(consts) :]
+        self._results = [self._bind_result(i) for i in range(len(program.results))]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step.
+
+        Raises:
+          TypeError: if the arguments differ from those compiled for, leaf by leaf.
+        """
+        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+        self._check(leaves, tree, args, kwargs)
+        return self.run(leaves)
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """Run on flat arguments whose types are known to fit."""
+        environment = self._environment(leaves)
+        self._runtime.run(environment)
+        return self._collect(environment)
+
+    def profile(self, *args: Any, **kwargs: Any) -> tuple[Any, list[TaskTiming]]:
+        """Run one real step and measure it: the results, and when each task of the loop ran on its rank.
+
+        Ranks run in threads of their own and wait for each task, so this step is slower than others.
+        """
+        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
+        self._check(leaves, tree, args, kwargs)
+        environment = self._environment(leaves)
+        timings = self._runtime.profile(environment)
+        return self._collect(environment), timings
+
+    def _environment(self, leaves: Sequence[Any]) -> list[Any]:
+        environment: list[Any] = [None] * self.program.num_slots
+        for slot, constant in self._constants:
+            environment[slot] = constant
+        try:
+            for leaf, argument in zip(leaves, self._arguments, strict=True):
+                self._place(leaf, argument, environment)
+        except RuntimeError as error:
+            raise self._name_deleted(leaves, error) from error
+        return environment
+
+    def _name_deleted(self, leaves: Sequence[Any], error: RuntimeError) -> RuntimeError:
+        for leaf, expected in zip(leaves, self._signature.leaves, strict=True):
+            if isinstance(leaf, (jax.Array, MpmdArray)) and leaf.is_deleted():
+                return RuntimeError(
+                    f"argument{expected.path} ({expected}) has been deleted: an earlier call to which it was donated "
+                    "reuses its memory (`donate_argnums`, a train step's state), or `.delete()` was called. Pass what "
+                    "that call returned in its place, or hand a copy to it: `jax.tree.map(jnp.copy, state)`."
+                )
+        return error
+
+    def _collect(self, environment: list[Any]) -> Any:
+        results = [bind(environment) for bind in self._results]
+        return jax.tree_util.tree_unflatten(self._signature.out_tree, results)
+
+    def _place(self, leaf: Any, argument: _Argument, environment: list[Any]) -> None:
+        if type(leaf) is MpmdArray:
+            parts = leaf._partially_addressable_arrays  # pyright: ignore[reportPrivateUsage]
+            for slot, rank, sharding in argument.targets:
+                part = parts.get(rank)
+                if part is None or (part.sharding is not sharding and part.sharding != sharding):
+                    part = jax.device_put(leaf._value, sharding)  # pyright: ignore[reportPrivateUsage]
+                elif part.is_deleted():
+                    raise RuntimeError(leaf._deleted_message(rank))  # pyright: ignore[reportPrivateUsage]
+                environment[slot] = part
+            return
+        for slot, _, sharding in argument.targets:
+            environment[slot] = jax.device_put(leaf, sharding)
+        if not argument.donated or not isinstance(leaf, jax.Array):
+            return
+        # As under jax.jit, a donated argument is gone after the call. Where a target shares its device, the copy may
+        # share its memory too, and goes the way of every donated buffer.
+        if all(leaf.devices().isdisjoint(sharding.device_set) for _, _, sharding in argument.targets):
+            leaf.delete()
+
+    def _bind_result(self, position: int) -> Any:
+        result = self.program.results[position]
+        if not isinstance(result, dict):
+            return lambda environment: self._constant_result(result)
+        spec = self._executables.out_specs[position]
+        sharding = MpmdSharding(self.mpmd_mesh, frozenset(result), spec or PartitionSpec())
+        aval = self._built.placed.outputs[position].aval
+        local = [(rank, slot) for rank, slot in result.items() if self.mpmd_mesh.is_local(rank)]
+
+        def bind(environment: list[Any]) -> MpmdArray:
+            parts = {rank: environment[slot] for rank, slot in local}
+            return MpmdArray._from_parts(sharding, parts, aval)  # pyright: ignore[reportPrivateUsage]
+
+        return bind
+
+    def _constant_result(self, constant: Constant) -> MpmdArray:
+        sharding = MpmdSharding(self.mpmd_mesh, frozenset({0}), PartitionSpec())
+        value = jax.device_put(
+            jax.numpy.asarray(constant.value, constant.aval.dtype),
+            NamedSharding(self.mpmd_mesh.unstack[0], PartitionSpec()),
+        )
+        return MpmdArray._from_parts(sharding, {0: value}, constant.aval)  # pyright: ignore[reportPrivateUsage]
+
+    def _check(self, leaves: Sequence[Any], tree: Any, args: Any, kwargs: Any) -> None:
+        from jaxpp_flax.engine.jit import type_of
+
+        wanted = self._signature
+        if tree != wanted.tree:
+            raise TypeError(
+                "a compiled step was called with arguments of another structure than it was compiled for: "
+                f"{_first_difference(wanted, args, kwargs)} Compile it again for these, or call the function itself."
+            )
+        wrong: list[str] = []
+        for leaf, expected in zip(leaves, wanted.leaves, strict=True):
+            try:
+                shape, dtype, _ = type_of(leaf)
+            except TypeError:  # no array
+                wrong.append(f"argument{expected.path}: got a {type(leaf).__name__}, compiled for {expected}")
+                continue
+            if (shape, dtype) != (expected.shape, expected.dtype):
+                wrong.append(f"argument{expected.path}: got {dtype}{list(shape)}, compiled for {expected}")
+        if wrong:
+            shown = "; ".join(wrong[:10]) + (f"; and {len(wrong) - 10} more" if len(wrong) > 10 else "")
+            raise TypeError(
+                f"a compiled step was called with arguments of other types than it was compiled for: {shown}. "
+                "Compile it again for these, or call the function itself, which compiles once per signature."
+            )
+
+    @property
+    def in_shardings(self) -> Any:
+        """The `MpmdSharding` of each argument: a tree like `args`, or like `(args, kwargs)` where there are any."""
+        shardings = [
+            MpmdSharding(self.mpmd_mesh, frozenset(rank for _, rank, _ in a.targets) or frozenset({0}), leaf.spec)
+            for a, leaf in zip(self._arguments, self._signature.leaves, strict=True)
+        ]
+        args, kwargs = jax.tree_util.tree_unflatten(self._signature.tree, shardings)
+        return (args, kwargs) if kwargs else args
+
+    @property
+    def out_shardings(self) -> Any:
+        """The `MpmdSharding` of each result, as a tree like the results."""
+        shardings = [
+            MpmdSharding(
+                self.mpmd_mesh, frozenset(r) if isinstance(r, dict) else frozenset({0}), spec or PartitionSpec()
+            )
+            for r, spec in zip(self.program.results, self._executables.out_specs, strict=True)
+        ]
+        return jax.tree_util.tree_unflatten(self._signature.out_tree, shardings)
+
+    def as_text(self, stage: str = "program") -> str:
+        """The step as text: `"tasks"` (each task's equations), `"placed"` (the step on ranks) or `"program"`.
+
+        Raises:
+          ValueError: for another `stage`.
+        """
+        if stage == "program":
+            return self.program.as_text()
+        if stage == "tasks":
+            return "\n".join(loop.partition.as_text() for loop in self._built.loops)
+        if stage == "placed":
+            return self._built.placed.as_text()
+        raise ValueError(f"as_text knows no stage {stage!r}; use 'tasks', 'placed' or 'program'.")
+
+    @cached_property
+    def stages(self) -> tuple[StageSummary, ...]:
+        """What each stage of the first loop holds and does."""
+        return summarise_stages(self._built, self.program, self._executables, self.mpmd_mesh)
+
+    def memory_analysis(self) -> tuple[MemoryAnalysis, ...]:
+        """Bytes that each rank holds: arguments, and the peak of what one step adds."""
+        return analyse_memory(self._built, self.program, self._executables, self.mpmd_mesh)
+
+    @property
+    def num_lowerings(self) -> int:
+        """Tasks lowered so far by the function this belongs to: one for each distinct task."""
+        return self._compiler.lowerings
+
+    @property
+    def num_executables(self) -> int:
+        """Executables compiled so far by the function this belongs to."""
+        return self._compiler.compilations
+
+
+def _first_difference(wanted: Signature, args: Any, kwargs: Any) -> str:
+    got = {jax.tree_util.keystr(path[1:]) for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs))}
+    expected = {leaf.path for leaf in wanted.leaves}
+    missing, extra = sorted(expected - got), sorted(got - expected)
+    parts = [f"missing argument{p}" for p in missing[:5]] + [f"unexpected argument{p}" for p in extra[:5]]
+    return (", ".join(parts) or "the containers differ") + "."

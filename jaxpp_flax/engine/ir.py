@@ -1,0 +1,220 @@
+"""The intermediate representation: straight-line graphs of JAX primitives.
+
+A jaxpr is converted to a `Graph` at one boundary (`from_jaxpr`), so no pass ever tests the class of a jaxpr: those
+classes differ between JAX versions. A `Graph` runs anywhere through `Graph.run`, under `jax.jit` or eagerly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+from jax.extend import source_info_util
+from jax.sharding import AxisType
+
+__all__ = ["Atom", "Constant", "Equation", "Graph", "Value", "VerificationError", "from_jaxpr", "prune", "struct_of"]
+
+
+class VerificationError(AssertionError):
+    """A structure between two passes breaks its own rules: a defect of the engine, never of the user's program."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Value:
+    """One array-valued edge of a graph; compared by identity. `aval` carries shape, dtype and sharding."""
+
+    aval: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes (0 for dtypes without a known size, such as PRNG keys)."""
+        return int(self.aval.size) * int(getattr(self.aval.dtype, "itemsize", 0))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Constant:
+    """A literal operand: a scalar that is written into the program."""
+
+    value: Any
+    aval: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Literals travel inside the program, so they cost no transfer."""
+        return 0
+
+
+Atom = Value | Constant
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Equation:
+    """One application of a primitive.
+
+    `transposed` tells backward from forward work (read off JAX's name stack); `late` marks the recomputation of a
+    rematerialised region, which belongs to the task that uses it; `where` is the user's `file:line (function)`.
+    """
+
+    primitive: Any
+    params: Mapping[str, Any]
+    inputs: tuple[Atom, ...]
+    outputs: tuple[Value, ...]
+    effects: frozenset[Any] = frozenset()
+    context: Any = None
+    source: Any = field(default=None, repr=False)
+    transposed: bool = False
+    late: bool = False
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return self.primitive.name
+
+    @property
+    def where(self) -> str:
+        """`file:line (function)` of the user's code that made this equation, or `"unknown"`."""
+        return source_info_util.summarize(self.source) if self.source is not None else "unknown"
+
+    def bind(self, *operands: Any) -> Sequence[Any]:
+        """Apply the primitive; always returns a sequence of results."""
+        params = self.primitive.get_bind_params(dict(self.params))
+        if self.context is not None:
+            with self.context.manager:
+                results = self.primitive.bind(*operands, **params)
+        else:
+            results = self.primitive.bind(*operands, **params)
+        return results if self.primitive.multiple_results else [results]
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """A function in straight-line form: `inputs` to `outputs` through `equations`, in executable order."""
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Atom, ...]
+    equations: tuple[Equation, ...]
+
+    def run(self, *operands: Any) -> list[Any]:
+        """Evaluate on arrays or tracers; one operand for each of `inputs`."""
+        environment: dict[Value, Any] = dict(zip(self.inputs, operands, strict=True))
+
+        def read(atom: Atom) -> Any:
+            return atom.value if isinstance(atom, Constant) else environment[atom]
+
+        for equation in self.equations:
+            results = equation.bind(*map(read, equation.inputs))
+            environment.update(zip(equation.outputs, results, strict=True))
+        return [read(atom) for atom in self.outputs]
+
+    def verify(self) -> None:
+        """Check that every value is defined once, before its first use.
+
+        Raises:
+          VerificationError: naming the equation and the operand at fault.
+        """
+        defined: set[Value] = set(self.inputs)
+        if len(defined) != len(self.inputs):
+            raise VerificationError("a graph lists one input twice")
+        for index, equation in enumerate(self.equations):
+            for position, atom in enumerate(equation.inputs):
+                if isinstance(atom, Value) and atom not in defined:
+                    raise VerificationError(f"equation {index} ({equation.name}) reads operand {position} undefined")
+            for value in equation.outputs:
+                if value in defined:
+                    raise VerificationError(f"equation {index} ({equation.name}) defines a value again")
+                defined.add(value)
+        for position, atom in enumerate(self.outputs):
+            if isinstance(atom, Value) and atom not in defined:
+                raise VerificationError(f"output {position} of the graph is undefined")
+
+    def as_text(self) -> str:
+        """A readable listing, one line for each equation, with values numbered in order of definition."""
+        names: dict[Value, str] = {}
+
+        def name(atom: Atom) -> str:
+            if isinstance(atom, Constant):
+                return str(atom.value)
+            return names.setdefault(atom, f"%{len(names)}")
+
+        lines = ["inputs  " + ", ".join(f"{name(v)}:{v.aval.str_short()}" for v in self.inputs)]
+        for equation in self.equations:
+            operands = ", ".join(map(name, equation.inputs))
+            results = ", ".join(f"{name(v)}:{v.aval.str_short()}" for v in equation.outputs)
+            label = f" [{equation.params['name']}]" if isinstance(equation.params.get("name"), str) else ""
+            lines.append(f"  {results} = {equation.name}{label}({operands})")
+        lines.append("outputs " + ", ".join(map(name, self.outputs)))
+        return "\n".join(lines)
+
+
+def _is_transposed(equation: Any) -> bool:
+    return "transpose(" in str(equation.source_info.name_stack)
+
+
+def from_jaxpr(
+    jaxpr: Any,
+    operands: Sequence[Atom] | None = None,
+    *,
+    transposed: bool = False,
+    late: bool = False,
+) -> tuple[Graph, list[Any]]:
+    """Convert a (closed) jaxpr; its captured constants become leading inputs and are returned beside the graph.
+
+    With `operands` given (constants' atoms first), the jaxpr's variables are substituted by them: that is inlining.
+    `transposed` and `late` label every equation, in addition to what the equations' own name stacks say.
+    """
+    consts = list(getattr(jaxpr, "consts", ()))
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    variables = [*inner.constvars, *inner.invars]
+    inputs = tuple(operands) if operands is not None else tuple(Value(v.aval) for v in variables)
+    environment: dict[Any, Atom] = dict(zip(variables, inputs, strict=True))
+
+    def read(atom: Any) -> Atom:
+        if isinstance(atom, jex_core.Literal):
+            return Constant(atom.val, atom.aval)
+        return environment[atom]
+
+    equations: list[Equation] = []
+    for eqn in inner.eqns:
+        outputs = tuple(Value(v.aval) for v in eqn.outvars)
+        equations.append(
+            Equation(
+                primitive=eqn.primitive,
+                params=eqn.params,
+                inputs=tuple(map(read, eqn.invars)),
+                outputs=outputs,
+                effects=frozenset(eqn.effects),
+                context=eqn.ctx,
+                source=eqn.source_info,
+                transposed=transposed or _is_transposed(eqn),
+                late=late,
+            )
+        )
+        environment.update(zip(eqn.outvars, outputs, strict=True))
+    values = tuple(v for v in inputs if isinstance(v, Value))
+    return Graph(values, tuple(map(read, inner.outvars)), tuple(equations)), consts
+
+
+def prune(graph: Graph) -> Graph:
+    """Drop equations without effect on the outputs; equations with side effects (debug prints) stay."""
+    needed: set[Value] = {atom for atom in graph.outputs if isinstance(atom, Value)}
+    kept: list[Equation] = []
+    for equation in reversed(graph.equations):
+        if equation.effects or not needed.isdisjoint(equation.outputs):
+            kept.append(equation)
+            needed.update(atom for atom in equation.inputs if isinstance(atom, Value))
+    return replace(graph, equations=tuple(reversed(kept)))
+
+
+def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """The type as tracing takes it: with its sharding where that is part of the type (Explicit meshes)."""
+    mesh = getattr(aval.sharding, "mesh", None)
+    typed = mesh is not None and not mesh.empty and AxisType.Explicit in mesh.axis_types
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding if typed else None)
+
+
+def values_of(atoms: Iterable[Atom]) -> list[Value]:
+    """The atoms that are values, in order."""
+    return [atom for atom in atoms if isinstance(atom, Value)]

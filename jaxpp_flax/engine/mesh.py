@@ -1,0 +1,310 @@
+"""`MpmdMesh`: a device mesh of which one axis counts pipeline ranks; `MpmdSharding`: where in it an array lives.
+
+Each position along that axis is one rank: a group of devices that runs programs of its own. The other axes (data,
+fsdp, tensor, expert) are shared by all ranks and shard the arrays inside each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+__all__ = ["RANK_AXIS", "MpmdMesh", "MpmdSharding", "spec_on"]
+
+# Axis of a rank's submesh when the mesh has no other axis: a sharding needs a mesh with at least one axis.
+RANK_AXIS = "_rank"
+
+# A jax.Device: JAX exports that name as a variable, which type checkers refuse in annotations.
+Device: TypeAlias = Any
+
+
+@dataclass(frozen=True, repr=False)
+class MpmdMesh:
+    """A `jax.sharding.Mesh` with the axis along which different programs run.
+
+    Args:
+      jax_mesh: the mesh of all devices. A device may stand at several ranks: one GPU can hold four stages.
+      mpmd_axis_name: name of the axis that counts the ranks.
+
+    Raises:
+      TypeError: if `jax_mesh` is no `jax.sharding.Mesh`.
+      ValueError: if the mesh has no such axis.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> devices = np.array(jax.devices()[:4]).reshape(2, 2)
+      >>> mesh = MpmdMesh(jax.sharding.Mesh(devices, ("stage", "data")), "stage")
+      >>> mesh
+      MpmdMesh({'stage': 2, 'data': 2}, mpmd_axis_name='stage')
+      >>> mesh.mpmd_dim, mesh.unstack[1].axis_names, [device.id for device in mesh.rank_devices(1)]
+      (2, ('data',), [2, 3])
+
+    The names are those of NVIDIA's JaxPP (Xhonneux et al., 2024).
+    """
+
+    jax_mesh: Mesh
+    mpmd_axis_name: str
+
+    def __post_init__(self) -> None:
+        mesh: Any = self.jax_mesh
+        if not isinstance(mesh, Mesh):
+            raise TypeError(
+                f"MpmdMesh needs a jax.sharding.Mesh of devices, got {type(mesh).__name__}. "
+                'Build one with `jax.sharding.Mesh(np.array(jax.devices()).reshape(4, -1), ("stage", "data"))`.'
+            )
+        if self.mpmd_axis_name not in mesh.axis_names:
+            raise ValueError(
+                f"MpmdMesh: the mesh has no axis {self.mpmd_axis_name!r}; its axes are "
+                f"{dict(mesh.shape)}. Pass the name of the axis that counts the pipeline ranks as `mpmd_axis_name`."
+            )
+
+    def __repr__(self) -> str:
+        return f"MpmdMesh({dict(self.jax_mesh.shape)}, mpmd_axis_name={self.mpmd_axis_name!r})"
+
+    @cached_property
+    def mpmd_axis(self) -> int:
+        """Position of the ranks' axis among the mesh's axes."""
+        return self.jax_mesh.axis_names.index(self.mpmd_axis_name)
+
+    @cached_property
+    def mpmd_dim(self) -> int:
+        """Number of ranks."""
+        return self.jax_mesh.devices.shape[self.mpmd_axis]
+
+    @cached_property
+    def unstack(self) -> tuple[Mesh, ...]:
+        """Each rank's submesh: its devices under the other axes, whose types are kept.
+
+        Without other axes it is a mesh of one device with the single axis `RANK_AXIS`.
+        """
+        axis = self.mpmd_axis
+        names = (*self.jax_mesh.axis_names[:axis], *self.jax_mesh.axis_names[axis + 1 :])
+        types = (*self.jax_mesh.axis_types[:axis], *self.jax_mesh.axis_types[axis + 1 :])
+        groups = np.moveaxis(self.jax_mesh.devices, axis, 0)
+        if not names:
+            # Auto: no user can name this axis, so it must not enter the types of arrays.
+            return tuple(Mesh(np.array([device]), (RANK_AXIS,), axis_types=(AxisType.Auto,)) for device in groups)
+        return tuple(Mesh(group, names, axis_types=types) for group in groups)
+
+    @cached_property
+    def abstract_submesh(self) -> AbstractMesh:
+        """The ranks' submesh without its devices: what a program that any rank may run is traced under."""
+        # A submesh's own, since one built by hand lacks the device kind and is unequal to it.
+        return self.unstack[0].abstract_mesh
+
+    @cached_property
+    def is_explicit(self) -> bool:
+        """Whether shardings over an axis of the submesh are part of the arrays' types."""
+        return AxisType.Explicit in self.unstack[0].axis_types
+
+    def lowering_mesh(self) -> Mesh:
+        """The submesh for tracing: that of this process's first rank, or of rank 0 if it has none."""
+        return self.unstack[self.local_ranks[0] if self.local_ranks else 0]
+
+    def mpmd_submesh(self, mpmd_indices: Iterable[int]) -> MpmdMesh:
+        """The mesh of some ranks alone, in the given order; all axes stay, the ranks' axis gets shorter.
+
+        Raises:
+          ValueError: if `mpmd_indices` is empty or names a rank that the mesh does not have.
+        """
+        indices = [self.check_rank(rank) for rank in mpmd_indices]
+        if not indices:
+            raise ValueError(f"mpmd_submesh of {self!r} got no rank: a mesh needs at least one device.")
+        devices = np.take(self.jax_mesh.devices, indices, self.mpmd_axis)
+        mesh = Mesh(devices, self.jax_mesh.axis_names, axis_types=self.jax_mesh.axis_types)
+        return MpmdMesh(mesh, self.mpmd_axis_name)
+
+    def rank_devices(self, rank: int) -> tuple[Device, ...]:
+        """The devices of one rank, in the order of its submesh."""
+        return self._rank_devices[self.check_rank(rank)]
+
+    @cached_property
+    def _rank_devices(self) -> tuple[tuple[Device, ...], ...]:
+        return tuple(tuple(mesh.devices.flat) for mesh in self.unstack)
+
+    @cached_property
+    def local_ranks(self) -> tuple[int, ...]:
+        """Ranks with at least one device in this process: those whose tasks it takes part in."""
+        process = jax.process_index()
+        return tuple(
+            rank
+            for rank, devices in enumerate(self._rank_devices)
+            if any(device.process_index == process for device in devices)
+        )
+
+    def is_local(self, rank: int) -> bool:
+        """Whether this process owns a device of `rank`."""
+        return self.check_rank(rank) in self.local_ranks
+
+    @property
+    def my_mpmd_axis_index(self) -> int:
+        """This process's only rank.
+
+        Raises:
+          ValueError: if the process owns devices of no rank, or of several (as a single process does).
+        """
+        if len(self.local_ranks) != 1:
+            raise ValueError(
+                f"process {jax.process_index()} owns devices of the ranks {self.local_ranks} of {self!r}, so it has "
+                "no single rank. Use `local_ranks`, or `is_local(rank)` for one of them."
+            )
+        return self.local_ranks[0]
+
+    @property
+    def my_mpmd_group_mesh(self) -> Mesh:
+        """The submesh of this process's only rank; raises as `my_mpmd_axis_index` does."""
+        return self.unstack[self.my_mpmd_axis_index]
+
+    def check_rank(self, rank: int) -> int:
+        """`rank`, if the mesh has it.
+
+        Raises:
+          ValueError: if it has not.
+        """
+        if not 0 <= rank < self.mpmd_dim:
+            raise ValueError(
+                f"rank {rank} is not in {self!r}: its ranks along {self.mpmd_axis_name!r} are 0 to {self.mpmd_dim - 1}."
+            )
+        return int(rank)
+
+
+class MpmdSharding(NamedSharding):
+    """Where an `MpmdArray` lives: on which ranks, and how it is sharded inside each of them.
+
+    It is the `NamedSharding` of the whole array: over the mesh of its ranks, replicated along the ranks' axis. So
+    everything that takes a sharding takes it: `jax.device_put`, `jax.ShapeDtypeStruct`, checkpoint libraries. A rank
+    whose devices belong to an earlier one of the ranks too is left out of that mesh, which names a device once.
+
+    Args:
+      mpmd_mesh: the mesh of all ranks.
+      mesh_ids: the ranks, at least one; order does not matter.
+      spec: sharding inside each rank. The ranks' own axis is dropped from it.
+      memory_kind: as in `NamedSharding`.
+
+    Raises:
+      ValueError: if there is no rank, a rank is not in the mesh, or `spec` names an axis that is not.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> from jax.sharding import Mesh, PartitionSpec as P
+      >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "data")), "stage")
+      >>> MpmdSharding(mesh, {1}, P(("stage", "data")))
+      MpmdSharding(mesh_ids={1}, spec=P('data',), mesh={'stage': 2, 'data': 2})
+    """
+
+    mpmd_mesh: MpmdMesh
+    mesh_ids: frozenset[int]
+    ranks: tuple[int, ...]
+    _union_ranks: tuple[int, ...]
+    _local: dict[int, NamedSharding]
+
+    def __init__(
+        self,
+        mpmd_mesh: MpmdMesh,
+        mesh_ids: Iterable[int],
+        spec: PartitionSpec,
+        memory_kind: str | None = None,
+    ) -> None:
+        ranks = tuple(sorted({mpmd_mesh.check_rank(rank) for rank in mesh_ids}))
+        if not ranks:
+            raise ValueError(
+                f"MpmdSharding over {mpmd_mesh!r} got no rank in mesh_ids: an array lives on at least one. "
+                "Pass {0} for an array that nothing uses."
+            )
+        spec = _without_axis(spec, mpmd_mesh.mpmd_axis_name)
+        seen: set[Device] = set()
+        union_ranks: list[int] = []
+        for rank in ranks:
+            devices = mpmd_mesh.rank_devices(rank)
+            if seen.isdisjoint(devices):
+                union_ranks.append(rank)
+                seen.update(devices)
+        super().__init__(mpmd_mesh.mpmd_submesh(union_ranks).jax_mesh, spec, memory_kind=memory_kind)
+        self.mpmd_mesh = mpmd_mesh
+        self.mesh_ids = frozenset(ranks)
+        self.ranks = ranks
+        self._union_ranks = tuple(union_ranks)
+        self._local = {}
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """The plain `NamedSharding` over the mesh of the ranks, as NVIDIA's JaxPP names it."""
+        return NamedSharding(self.mesh, self.spec, memory_kind=self.memory_kind)
+
+    def local_sharding(self, rank: int) -> NamedSharding:
+        """The sharding of the replica on `rank`, over that rank's submesh; any rank of the mesh may be asked for."""
+        found = self._local.get(rank)
+        if found is None:
+            mesh = self.mpmd_mesh.unstack[self.mpmd_mesh.check_rank(rank)]
+            found = self._local[rank] = NamedSharding(mesh, self.spec, memory_kind=self.memory_kind)
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        # With a device on several ranks, different ranks may span equal meshes.
+        if isinstance(other, MpmdSharding) and (self.ranks, self.mpmd_mesh) != (other.ranks, other.mpmd_mesh):
+            return False
+        return super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return super().__hash__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (type(self), (self.mpmd_mesh, self.ranks, self.spec, self.memory_kind))
+
+    def __repr__(self) -> str:
+        ranks = "{" + ", ".join(map(str, self.ranks)) + "}"
+        return f"MpmdSharding(mesh_ids={ranks}, spec={self.spec}, mesh={dict(self.mpmd_mesh.jax_mesh.shape)})"
+
+
+def _without_axis(spec: PartitionSpec, name: str) -> PartitionSpec:
+    """`spec` without the mesh axis `name`."""
+    if not any(name == part or (isinstance(part, tuple) and name in part) for part in spec):
+        return spec
+    parts: list[Any] = []
+    for part in spec:
+        if isinstance(part, tuple):
+            rest = tuple(axis for axis in part if axis != name)
+            parts.append(rest[0] if len(rest) == 1 else rest or None)
+        else:
+            parts.append(None if part == name else part)
+    return PartitionSpec(*parts, unreduced=spec.unreduced - {name}, reduced=spec.reduced - {name})
+
+
+def spec_on(mesh: Mesh, sharding: Any, shape: tuple[int, ...]) -> PartitionSpec | None:
+    """The spec over `mesh` that partitions an array as `sharding` does, or None if there is none.
+
+    XLA may give a compiled program's output a sharding without axis names; they are read off the devices' parts.
+    """
+    if isinstance(sharding, NamedSharding):
+        return _canonical(sharding.spec)
+    if sharding.is_fully_replicated:
+        return PartitionSpec()
+    parts = sharding.devices_indices_map(shape)
+    entries: list[Any] = []
+    for dim, size in enumerate(shape):
+        steps: list[tuple[int, str]] = []
+        for axis, name in enumerate(mesh.axis_names):
+            first, *others = np.moveaxis(mesh.devices, axis, 0).reshape(mesh.devices.shape[axis], -1)[:, 0]
+            if others and parts[first][dim] != parts[others[0]][dim]:
+                steps.append((parts[others[0]][dim].indices(size)[0], name))
+        entries.append(tuple(name for _, name in sorted(steps, reverse=True)) or None)
+    spec = _canonical(PartitionSpec(*entries))
+    try:
+        same = NamedSharding(mesh, spec).is_equivalent_to(sharding, len(shape))
+    except ValueError:  # e.g. one axis partitions two dimensions
+        return None
+    return spec if same else None
+
+
+def _canonical(spec: PartitionSpec) -> PartitionSpec:
+    """One way to write each partition, for comparing: no single names in tuples, no trailing None."""
+    entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in spec]
+    while entries and not entries[-1]:
+        entries.pop()
+    return PartitionSpec(*entries)

@@ -1,0 +1,146 @@
+"""Follow the data-parallel dimension through a graph: which dimension of each value runs over the sharded examples.
+
+A small forward analysis: a rule for each primitive says where the dimension of an operand ends up. What has no rule
+loses the dimension, which is always safe: the analysis only enables an optimisation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from jaxpp_flax.engine.ir import Equation, Value
+
+__all__ = ["BatchDim", "propagate"]
+
+# The dimension, and the mesh axes (as in a PartitionSpec entry) over which it is sharded.
+BatchDim = tuple[int, Any]
+
+_ELEMENTWISE = frozenset(
+    {
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
+        "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv",
+        "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "lgamma", "log",
+        "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "one_minus_square", "or",
+        "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_logical", "sign",
+        "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor", "stage_marker",
+        "optimization_barrier", "name",
+    }
+)  # fmt: skip
+_ALONG_AXIS = {"cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis", "cumlogsumexp": "axis"}
+_REDUCTIONS = frozenset(
+    {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
+)
+
+
+def propagate(
+    equations: Iterable[Equation], known: Mapping[Value, BatchDim], size: Callable[[Any], int]
+) -> dict[Value, BatchDim]:
+    """The batch dimension of every value that has one.
+
+    Args:
+      equations: in executable order, plain calls inlined.
+      known: those of the graph's inputs.
+      size: the number of shards over given mesh axes.
+    """
+    dims = dict(known)
+    for equation in equations:
+        tagged = [(i, dims[a]) for i, a in enumerate(equation.inputs) if isinstance(a, Value) and a in dims]
+        if not tagged:
+            continue
+        axes = tagged[0][1][1]
+        if any(tag[1] != axes for _, tag in tagged):
+            continue
+        found = _rule(equation, {i: tag[0] for i, tag in tagged})
+        for position, value in enumerate(equation.outputs):
+            dim = found.get(position)
+            if dim is not None and value.aval.shape[dim] % size(axes) == 0:
+                dims[value] = (int(dim), axes)
+    return dims
+
+
+def _rule(equation: Equation, at: dict[int, int]) -> dict[int, int]:
+    """The dimension of each output that has one, given those of the inputs that have one."""
+    name, params = equation.name, equation.params
+    shapes = [tuple(a.aval.shape) for a in equation.inputs]
+    out = tuple(equation.outputs[0].aval.shape) if equation.outputs else ()
+    if name in ("stage_marker", "optimization_barrier"):
+        return dict(at)
+    if name in _ELEMENTWISE:
+        same = {d for i, d in at.items() if shapes[i] == out}
+        return {0: same.pop()} if len(same) == 1 else {}
+    dim = at.get(0)
+    if name == "dot_general":
+        return _dot(params["dimension_numbers"], at, shapes)
+    if name == "gather" and set(at) == {1}:
+        return _gather(params["dimension_numbers"], at[1], len(out), shapes[1])
+    if name == "concatenate":
+        same = set(at.values())
+        return {0: next(iter(same))} if len(same) == 1 and params["dimension"] not in same else {}
+    if dim is None:
+        return {}
+    if name == "broadcast_in_dim":
+        target = params["broadcast_dimensions"][dim]
+        return {0: target} if out[target] == shapes[0][dim] else {}
+    if name == "transpose":
+        return {0: tuple(params["permutation"]).index(dim)}
+    if name == "reshape":
+        return _reshape(shapes[0], out, dim)
+    if name in _REDUCTIONS:
+        axes = tuple(params["axes"])
+        return {} if dim in axes else {0: dim - sum(a < dim for a in axes)}
+    if name == "squeeze":
+        dropped = tuple(params["dimensions"])
+        return {0: dim - sum(a < dim for a in dropped)}
+    if name == "expand_dims":
+        position = dim
+        for added in sorted(params["dimensions"]):
+            position += added <= position
+        return {0: position}
+    if name in ("slice", "dynamic_slice", "pad"):
+        return {0: dim} if out[dim] == shapes[0][dim] else {}
+    if name in _ALONG_AXIS:
+        return {} if params[_ALONG_AXIS[name]] == dim else {0: dim}
+    if name in ("sort", "rev"):
+        moved = params.get("dimensions", (params.get("dimension"),))
+        return {} if dim in moved else dict.fromkeys(range(len(equation.outputs)), dim)
+    if name == "conv_general_dilated" and set(at) == {0}:
+        numbers = params["dimension_numbers"]
+        return {0: numbers.out_spec[0]} if dim == numbers.lhs_spec[0] else {}
+    return {}
+
+
+def _dot(numbers: Any, at: dict[int, int], shapes: list[tuple[int, ...]]) -> dict[int, int]:
+    (lc, rc), (lb, rb) = numbers
+    batch, left_contract, right_contract = (tuple(lb), tuple(rb)), tuple(lc), tuple(rc)
+    left_free = [d for d in range(len(shapes[0])) if d not in (*left_contract, *batch[0])]
+    right_free = [d for d in range(len(shapes[1])) if d not in (*right_contract, *batch[1])]
+    found: set[int] = set()
+    for side, dim in at.items():
+        if dim in batch[side]:
+            found.add(batch[side].index(dim))
+        elif side == 0 and dim in left_free:
+            found.add(len(batch[0]) + left_free.index(dim))
+        elif side == 1 and dim in right_free:
+            found.add(len(batch[0]) + len(left_free) + right_free.index(dim))
+        else:
+            return {}  # contracted: this is where a sum over the examples happens
+    return {0: found.pop()} if len(found) == 1 else {}
+
+
+def _gather(numbers: Any, dim: int, rank: int, indices: tuple[int, ...]) -> dict[int, int]:
+    if dim == len(indices) - 1:
+        return {}
+    batch = [d for d in range(rank) if d not in numbers.offset_dims]
+    return {0: batch[dim]}
+
+
+def _reshape(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> dict[int, int]:
+    """The dimension keeps its place if what stands before it has the same size: it is then the major part."""
+    ahead = math.prod(before[:dim])
+    for target in range(len(after)):
+        if math.prod(after[:target]) == ahead and (after[target] > 1 or before[dim] == 1):
+            longer, shorter = max(after[target], before[dim]), min(after[target], before[dim])
+            return {0: target} if longer % shorter == 0 else {}
+    return {}

@@ -1,0 +1,92 @@
+"""Rewrite sharding constraints that name the whole mesh: a stage sees its own submesh alone.
+
+`with_sharding_constraint(x, NamedSharding(mesh, P("data")))` is written for the mesh with its stage axis; inside a
+stage the same partition is one over the submesh. Constraints are found at any depth: in jits, remats, scans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxpp_flax.engine._compat import context_on_mesh
+from jaxpp_flax.engine.ir import Equation, Graph
+from jaxpp_flax.engine.mesh import MpmdMesh
+
+__all__ = ["on_submesh"]
+
+
+def on_submesh(graph: Graph, mesh: MpmdMesh) -> Graph:
+    """The same graph, every sharding of the whole mesh in its parameters replaced by one of the submesh."""
+    rewrite = _Rewriter(mesh)
+    return rewrite.graph(graph)
+
+
+class _Rewriter:
+    def __init__(self, mesh: MpmdMesh) -> None:
+        self.whole = (mesh.jax_mesh, mesh.jax_mesh.abstract_mesh)
+        self.submesh = mesh.abstract_submesh
+        self.stage_axis = mesh.mpmd_axis_name
+        self.memo: dict[int, tuple[Any, Any]] = {}  # keeps the original alive, so that its id stays its own
+
+    def graph(self, graph: Graph) -> Graph:
+        equations = tuple(self._equation(e) for e in graph.equations)
+        unchanged = all(a is b for a, b in zip(equations, graph.equations, strict=True))
+        return graph if unchanged else replace(graph, equations=equations)
+
+    def _equation(self, equation: Equation) -> Equation:
+        params, context = self._params(equation.params), self._context(equation.context)
+        unchanged = params is equation.params and context is equation.context
+        return equation if unchanged else replace(equation, params=params, context=context)
+
+    def _context(self, context: Any) -> Any:
+        return self._once(context, lambda c: context_on_mesh(c, self.whole, self.submesh))
+
+    def _params(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        changed = {k: new for k, v in params.items() if (new := self._value(v)) is not v}
+        return {**params, **changed} if changed else params
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, NamedSharding):
+            return self._sharding(value)
+        if isinstance(value, (AbstractMesh, Mesh)):
+            return self.submesh if value in self.whole else value
+        if isinstance(value, Graph):
+            return self._once(value, self.graph)
+        if hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns"):
+            return self._once(value, self._jaxpr)
+        if type(value) in (tuple, list):
+            parts = [self._value(v) for v in value]
+            return value if all(a is b for a, b in zip(parts, value, strict=True)) else type(value)(parts)
+        return value
+
+    def _once(self, value: Any, rewrite: Callable[[Any], Any]) -> Any:
+        if id(value) not in self.memo:
+            self.memo[id(value)] = (value, rewrite(value))
+        return self.memo[id(value)][1]
+
+    def _jaxpr(self, jaxpr: Any) -> Any:
+        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        equations = []
+        for equation in inner.eqns:
+            params, context = self._params(equation.params), self._context(equation.ctx)
+            unchanged = params is equation.params and context is equation.ctx
+            equations.append(equation if unchanged else equation.replace(params=dict(params), ctx=context))
+        if all(a is b for a, b in zip(equations, inner.eqns, strict=True)):
+            return jaxpr
+        new = inner.replace(eqns=equations)
+        return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+
+    def _sharding(self, sharding: NamedSharding) -> NamedSharding:
+        if sharding.mesh not in self.whole:
+            return sharding
+        entries: list[Any] = []
+        for entry in sharding.spec:
+            names = entry if isinstance(entry, tuple) else (entry,)
+            kept = tuple(name for name in names if name != self.stage_axis)
+            entries.append(entry if len(kept) == len(names) else kept or None)
+        spec = PartitionSpec(*entries, unreduced=sharding.spec.unreduced, reduced=sharding.spec.reduced)
+        return NamedSharding(self.submesh, spec)

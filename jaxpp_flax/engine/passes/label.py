@@ -1,0 +1,248 @@
+"""Label every equation of the loop's body with the phase that runs it.
+
+With S stages there are 2 S phases, in order of data flow: phase s is the forward work of stage s, phase 2 S - 1 - s its
+backward work. A label may never precede that of an operand; within that rule the labels decide only where work is done,
+never what it computes.
+
+- A forward equation belongs to the first cutting marker that depends on it: so stage s is what marker s needs.
+- What no forward marker needs (loss, residuals, auxiliary losses) follows its operands.
+- Transposed equations follow their cotangents; those of an auxiliary loss, whose cotangent is a bare scalar from
+  another stage, follow the residual that they read.
+- Recomputed equations run as late as their users allow, so that recomputation happens in the backward task.
+- Cheap equations that depend on the loop's inputs alone (microbatch slices, casts of weights, masks, positions, keys)
+  are *free*: every task that needs them computes them itself, and nothing is transferred or stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.extend import core as jex_core
+
+from jaxpp_flax.engine.ir import Atom, Equation, Graph, Value, VerificationError
+from jaxpp_flax.engine.markers import FORWARD, Mark, marker_p
+
+__all__ = ["Cut", "Labels", "find_marks", "label"]
+
+_UNANCHORED = -1
+
+# Work worth doing once: everything else is element-wise, data movement or a cheap reduction.
+_COSTLY = frozenset(
+    {
+        "dot_general", "ragged_dot_general", "conv_general_dilated", "scan", "while", "cond", "sort", "gather",
+        "scatter", "scatter-add", "scatter_add", "top_k", "fft", "cholesky", "lu", "qr", "eigh", "svd",
+        "triangular_solve", "custom_call", "pallas_call", "shard_map", "ffi_call", "random_bits", "rng_bit_generator",
+        "threefry2x32", "random_gamma", "reduce_window", "cumsum", "cumlogsumexp", "cumprod", "cummax", "dot",
+    }
+)  # fmt: skip
+_TINY = 64  # elements: below this even a costly primitive costs less than a transfer
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The markers that cut, in program order: `forward[k]` and `backward[k]` separate stage k from stage k + 1."""
+
+    forward: tuple[Equation, ...]
+    backward: dict[Equation, int]
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The result of labelling: a phase for each equation; free equations and markers have none."""
+
+    num_stages: int
+    body: Graph
+    phase: dict[Equation, int]
+    free: frozenset[Equation]
+    alias: dict[Value, Atom]
+    counters: frozenset[int]
+
+    def resolve(self, atom: Atom) -> Atom:
+        """Look through markers, which are identities."""
+        while isinstance(atom, Value) and atom in self.alias:
+            atom = self.alias[atom]
+        return atom
+
+    def verify(self) -> None:
+        """Check that no equation runs in an earlier phase than what it reads."""
+        made: dict[Value, int] = {}
+        for equation, phase in self.phase.items():
+            made.update(dict.fromkeys(equation.outputs, phase))
+        for equation in self.body.equations:
+            if equation.primitive is marker_p:
+                continue
+            if (equation in self.phase) == (equation in self.free):
+                raise VerificationError(f"{equation.name} at {equation.where} has no label, or two")
+            for atom in map(self.resolve, equation.inputs):
+                if isinstance(atom, Value) and made.get(atom, 0) > self.phase.get(equation, 2 * self.num_stages):
+                    raise VerificationError(f"{equation.name} at {equation.where} runs before its operand is made")
+
+
+def find_marks(body: Graph) -> tuple[list[Equation], list[Mark]]:
+    """The forward markers of an inlined body in program order, and what an assignment sees of them."""
+    markers = [e for e in body.equations if e.primitive is marker_p and e.params["direction"] == FORWARD]
+    return markers, [Mark(e.params["name"], e.params["closes_block"], e.where) for e in markers]
+
+
+def _match_backward(body: Graph, markers: Sequence[Equation], cutting: Sequence[int]) -> dict[Equation, int]:
+    """Which cut each backward marker belongs to: by identifier, and by order where a cached jit repeats one."""
+    remaining: dict[int, list[int]] = {}
+    for index, marker in enumerate(markers):
+        remaining.setdefault(marker.params["identifier"], []).append(index)
+    position = {index: k for k, index in enumerate(cutting)}
+    matched: dict[Equation, int] = {}
+    for equation in body.equations:
+        if equation.primitive is marker_p and equation.params["direction"] != FORWARD:
+            originals = remaining.get(equation.params["identifier"], [])
+            index = originals.pop() if len(originals) > 1 else (originals[0] if originals else None)
+            if index in position:
+                matched[equation] = position[index]
+    return matched
+
+
+def _is_cheap(equation: Equation, memo: dict[int, bool]) -> bool:
+    if equation.effects:
+        return False
+    if all(v.aval.size <= _TINY for v in equation.outputs) and equation.name not in ("while", "scan", "dot_general"):
+        subs = jex_core.jaxprs_in_params(dict(equation.params))
+        if not subs or all(_cheap_jaxpr(getattr(j, "jaxpr", j), memo, tiny=True) for j in subs):
+            return True
+    if equation.name in _COSTLY:
+        return False
+    subs = jex_core.jaxprs_in_params(dict(equation.params))
+    return all(_cheap_jaxpr(getattr(j, "jaxpr", j), memo) for j in subs)
+
+
+def _cheap_jaxpr(jaxpr: Any, memo: dict[int, bool], tiny: bool = False) -> bool:
+    key = id(jaxpr) * 2 + tiny
+    if key not in memo:
+        costly = {"while", "scan", "dot_general", "conv_general_dilated"} if tiny else _COSTLY
+        memo[key] = not jaxpr.effects and all(
+            eqn.primitive.name not in costly
+            and all(_cheap_jaxpr(getattr(j, "jaxpr", j), memo, tiny) for j in jex_core.jaxprs_in_params(eqn.params))
+            for eqn in jaxpr.eqns
+        )
+    return memo[key]
+
+
+def _find_free(body: Graph, num_consts: int, num_carry: int) -> tuple[frozenset[Equation], frozenset[int]]:
+    """Equations that each task may compute for itself, and the carry leaves that are mere counters.
+
+    A counter is a leaf of the carry whose next value is free: every stage keeps its own copy and none is transferred.
+    """
+    memo: dict[int, bool] = {}
+    cheap = {e for e in body.equations if e.primitive is not marker_p and _is_cheap(e, memo)}
+    carry_in = body.inputs[num_consts + 1 :]
+    counters = set(range(num_carry))
+    while True:
+        available: set[Value] = set(body.inputs[: num_consts + 1]) | {carry_in[j] for j in counters}
+        free: set[Equation] = set()
+        for equation in body.equations:
+            if equation in cheap and all(a in available for a in equation.inputs if isinstance(a, Value)):
+                free.add(equation)
+                available.update(equation.outputs)
+        kept = {j for j in counters if not isinstance(body.outputs[j], Value) or body.outputs[j] in available}
+        if kept == counters:
+            return frozenset(free), frozenset(counters)
+        counters = kept
+
+
+def label(body: Graph, num_consts: int, num_carry: int, markers: Sequence[Equation], cutting: Sequence[int]) -> Labels:
+    """Assign a phase to every equation of an inlined body.
+
+    Args:
+      body: the loop's body; inputs are the constants, the microbatch index, the carry.
+      num_consts: number of constants among the inputs.
+      num_carry: number of carry leaves; the first outputs are their next values.
+      markers: the forward markers in program order.
+      cutting: the indices of those that cut; one fewer than there are stages.
+    """
+    stages = len(cutting) + 1
+    cut_of = {markers[index]: k for k, index in enumerate(cutting)}
+    backward = _match_backward(body, markers, cutting)
+    producer = {v: e for e in body.equations for v in e.outputs}
+    free, counters = _find_free(body, num_consts, num_carry)
+
+    phase: dict[Equation, int] = {}
+    alias: dict[Value, Atom] = {}
+    for equation in body.equations:
+        if equation.primitive is marker_p:
+            alias.update(zip(equation.outputs, equation.inputs, strict=True))
+
+    # 1. The first cutting marker that needs an equation owns it.
+    for k, index in enumerate(cutting):
+        stack: list[Atom] = list(markers[index].inputs)
+        seen: set[Equation] = set()
+        while stack:
+            atom = stack.pop()
+            equation = producer.get(atom) if isinstance(atom, Value) else None
+            if equation is None or equation in phase or equation in free or equation in seen:
+                continue
+            seen.add(equation)
+            if equation in cut_of:
+                continue  # an earlier cut: what lies before it is labelled already
+            if equation.primitive is not marker_p:
+                phase[equation] = k
+            stack.extend(equation.inputs)
+
+    # 2. The rest follows its operands, in program order.
+    at: dict[Value, int] = {}
+    for equation in body.equations:
+        phases = [at.get(a, _UNANCHORED) for a in equation.inputs if isinstance(a, Value)]
+        base = max(phases, default=_UNANCHORED)
+        if equation.primitive is marker_p:
+            if equation in cut_of:
+                base = max(base, cut_of[equation] + 1)
+            elif equation in backward:
+                base = max(base, 2 * stages - 1 - backward[equation])
+        elif equation in phase:
+            base = phase[equation]
+        elif equation in free:
+            base = _UNANCHORED
+        else:
+            if equation.transposed and base != _UNANCHORED:
+                base = _backward_phase(equation, at, base, stages)
+            phase[equation] = base
+        at.update(dict.fromkeys(equation.outputs, base))
+
+    # 3. Recomputed and unanchored equations run where they are first needed, in reverse program order.
+    needed: dict[Value, int] = {}
+    for position, atom in enumerate(body.outputs):
+        if isinstance(atom, Value) and atom in producer and position >= num_carry:
+            last = stages if producer[atom].transposed else stages - 1
+            needed[atom] = min(needed.get(atom, last), last)
+    for equation in reversed(body.equations):
+        users = [needed[v] for v in equation.outputs if v in needed]
+        if equation.primitive is marker_p:
+            # A marker's users lie behind it; what it marks is needed one phase before, at the latest.
+            for out, operand in zip(equation.outputs, equation.inputs, strict=True):
+                bound = needed.get(out, 2 * stages - 1)
+                if equation in backward:
+                    bound = min(bound, 2 * stages - 2 - backward[equation])
+                elif equation in cut_of:
+                    bound = min(bound, cut_of[equation])
+                if isinstance(operand, Value):
+                    needed[operand] = min(needed.get(operand, bound), bound)
+            continue
+        if equation in free:
+            continue
+        if equation.late or phase[equation] == _UNANCHORED:
+            phase[equation] = max(phase[equation], min(users, default=max(phase[equation], 0)))
+        for atom in equation.inputs:
+            if isinstance(atom, Value):
+                needed[atom] = min(needed.get(atom, phase[equation]), phase[equation])
+    return Labels(stages, body, phase, free, alias, counters)
+
+
+def _backward_phase(equation: Equation, at: dict[Value, int], base: int, stages: int) -> int:
+    """The backward phase of a transposed equation whose operands are known from phase `base` on."""
+    if base < stages:  # it reads residuals alone: the seed of the loss, or of an auxiliary loss of a middle stage
+        return 2 * stages - 1 - base
+    values = [a for a in equation.inputs if isinstance(a, Value)]
+    residuals = [at[v] for v in values if 0 <= at.get(v, _UNANCHORED) < stages and v.aval.size > 1]
+    cotangents = [v for v in values if at.get(v, _UNANCHORED) >= stages]
+    if residuals and all(v.aval.size == 1 for v in cotangents):
+        return max(base, 2 * stages - 1 - max(residuals))
+    return base

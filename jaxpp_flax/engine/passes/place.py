@@ -1,0 +1,459 @@
+"""Place what stands before, between and after the loops of a step on ranks.
+
+A value lives where it is needed: a parameter on the ranks whose tasks read it, its gradient and its optimizer update
+on the first of these. Small values that mix ranks (norms, finite checks, learning rates, keys) are computed on every
+rank that reads them, from transferred scalars and in the program's own order, so that the result depends neither on
+the schedule nor on the number of stages. Anything larger that mixes ranks runs on one rank, with a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxpp_flax.engine.ir import Atom, Equation, Graph, Value, VerificationError
+from jaxpp_flax.engine.passes.conditions import is_condition, select_between_branches
+from jaxpp_flax.engine.passes.partition import Partition
+from jaxpp_flax.schedules.schedule import Schedule
+
+__all__ = ["Loop", "Move", "Placed", "PlacementWarning", "Segment", "place"]
+
+_SMALL_BYTES = 1024  # what is cheaper to copy to every rank than to worry about
+_SEARCH_DEPTH = 12  # equations between a parameter and its updated value, at most
+
+Time = tuple[int, int]
+
+
+class PlacementWarning(UserWarning):
+    """Work outside the loop mixes large values of several ranks."""
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A pipelined loop among the outer equations: outer atoms in, outer values out.
+
+    `leading` gives the mesh axes over which the first dimension of an accumulator is sharded (see `defer`), or None;
+    `like` the position of the step's argument that an accumulator updates, or None.
+    """
+
+    partition: Partition
+    schedule: Schedule
+    length: int
+    operands: tuple[Atom, ...]
+    carry_init: tuple[Atom, ...]
+    carry_results: tuple[Value, ...]
+    accumulator_results: tuple[Value, ...]
+    leading: tuple[Any, ...]
+    like: tuple[int | None, ...] = ()
+
+    def rank_of_task(self, task: int) -> int:
+        """The rank that runs a task."""
+        return self.schedule.rank_of(self.partition.tasks[task].stage)
+
+    def inputs(self) -> Iterable[tuple[Atom, set[int]]]:
+        """Each outer operand with the ranks that read it."""
+        readers: dict[Value, set[int]] = {}
+        for index, task in enumerate(self.partition.tasks):
+            for value in task.graph.inputs:
+                readers.setdefault(value, set()).add(self.rank_of_task(index))
+        for atom, value in zip(self.operands, self.partition.operands, strict=True):
+            yield atom, readers.get(value, set())
+        for leaf, atom in enumerate(self.carry_init):
+            owners = {self.rank_of_task(c.task) for c in self.partition.carries if c.leaf == leaf}
+            states = {c.state for c in self.partition.carries if c.leaf == leaf}
+            yield atom, owners.union(*(readers.get(s, set()) for s in states))
+
+    def homes(self) -> dict[Value, frozenset[int]]:
+        """The ranks on which each outer result is made."""
+        homes = {
+            value: frozenset({self.rank_of_task(a.task)})
+            for value, a in zip(self.accumulator_results, self.partition.accumulators, strict=True)
+        }
+        for leaf, value in enumerate(self.carry_results):
+            homes[value] = frozenset(self.rank_of_task(c.task) for c in self.partition.carries if c.leaf == leaf)
+        return homes
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Outer equations that one rank runs without waiting for another."""
+
+    rank: int
+    graph: Graph
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """A value copied from one rank to another."""
+
+    value: Value
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The step in order; `arguments` and `results` give the ranks of each input and output."""
+
+    steps: tuple[Segment | Move | Loop, ...]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Atom, ...]
+    arguments: tuple[frozenset[int], ...]
+    results: tuple[frozenset[int], ...]
+
+    def verify(self) -> None:
+        """Check that every rank has what it reads, when it reads it."""
+        have = {(v, r) for v, ranks in zip(self.inputs, self.arguments, strict=True) for r in ranks}
+        for step in self.steps:
+            if isinstance(step, Move):
+                if (step.value, step.source) not in have:
+                    raise VerificationError(f"a move takes a value that rank {step.source} does not have")
+                have.add((step.value, step.target))
+            elif isinstance(step, Segment):
+                step.graph.verify()
+                if any((v, step.rank) not in have for v in step.graph.inputs):
+                    raise VerificationError(f"a segment of rank {step.rank} reads what the rank does not have")
+                have.update((v, step.rank) for v in step.graph.outputs if isinstance(v, Value))
+            else:
+                for atom, ranks in step.inputs():
+                    if isinstance(atom, Value) and any((atom, r) not in have for r in ranks):
+                        raise VerificationError("a loop reads an operand that a rank does not have")
+                have.update((v, r) for v, ranks in step.homes().items() for r in ranks)
+        for atom, ranks in zip(self.outputs, self.results, strict=True):
+            if isinstance(atom, Value) and any((atom, r) not in have for r in ranks):
+                raise VerificationError("a result is missing on a rank")
+
+    def as_text(self) -> str:
+        """The steps in order."""
+        lines: list[str] = []
+        for step in self.steps:
+            if isinstance(step, Move):
+                lines.append(f"move {step.value.aval.str_short()} from rank {step.source} to rank {step.target}")
+            elif isinstance(step, Segment):
+                lines.append(f"rank {step.rank}:\n{step.graph.as_text()}")
+            else:
+                lines.append(f"loop over {step.length} microbatches: {type(step.schedule).__name__}")
+        return "\n".join(lines)
+
+
+def place(
+    nodes: Sequence[Equation | Loop],
+    inputs: tuple[Value, ...],
+    outputs: tuple[Atom, ...],
+    sums: frozenset[Equation],
+) -> Placed:
+    """Decide where each outer equation runs.
+
+    Args:
+      nodes: the step's equations and loops, in program order.
+      inputs: the step's arguments.
+      outputs: the step's results.
+      sums: the equations that add up the stages' partial sums; these mix ranks by design.
+    """
+    placer = _Placer(nodes, inputs, outputs, sums)
+    placer.locate()
+    # Where a result updates an argument that several ranks hold, all of them get the new value.
+    placer.demand([frozenset()] * len(outputs))
+    placer.demand([placer.ranks_of_updated(atom) for atom in outputs])
+    return placer.emit()
+
+
+def _outputs(node: Equation | Loop) -> list[Value]:
+    return list(node.outputs) if isinstance(node, Equation) else [*node.carry_results, *node.accumulator_results]
+
+
+class _Placer:
+    def __init__(
+        self,
+        nodes: Sequence[Equation | Loop],
+        inputs: tuple[Value, ...],
+        outputs: tuple[Atom, ...],
+        sums: frozenset[Equation],
+    ) -> None:
+        self.nodes, self.inputs, self.outputs, self.sums = nodes, inputs, outputs, sums
+        self.results = {a for a in outputs if isinstance(a, Value)}
+        self.producer = {v: node for node in nodes for v in _outputs(node)}
+        self.loops = [node for node in nodes if isinstance(node, Loop)]
+        # Ranks where a value can be had without a transfer; None: anywhere (computed where it is read).
+        self.location: dict[Value, frozenset[int] | None] = {}
+        self.need: dict[Value, set[int]] = {}
+        self.native: dict[Equation, frozenset[int]] = {}
+        self.mixed: list[tuple[int, str]] = []
+
+    # Where values can be computed.
+
+    def locate(self) -> None:
+        wanted = self._wanted_by_loops()
+        for value in self.inputs:
+            self.location[value] = frozenset(wanted[value]) if wanted.get(value) else None
+        pending, located = list(reversed(self.nodes)), []
+        while pending:
+            node = pending.pop()
+            if isinstance(node, Loop):
+                self.location.update(node.homes())
+                located.append(node)
+                continue
+            demanded = {r for v in node.outputs for r in wanted.get(v, ())}
+            if not demanded and is_condition(node) and self._mixes(node):
+                pending.extend(reversed(select_between_branches(node)))
+                continue
+            location = frozenset(demanded) if demanded else self._locate_equation(node)
+            self.location.update(dict.fromkeys(node.outputs, location))
+            located.append(node)
+        self.nodes = located
+        self.producer = {v: node for node in located for v in _outputs(node)}
+        self._warn()
+
+    def _wanted_by_loops(self) -> dict[Value, set[int]]:
+        """The ranks whose tasks read a value that no loop made: found backwards through the equations."""
+        after_loop: set[Value] = set()
+        for node in self.nodes:
+            if isinstance(node, Loop) or any(a in after_loop for a in node.inputs):
+                after_loop.update(_outputs(node))
+        wanted: dict[Value, set[int]] = {}
+        for node in reversed(self.nodes):
+            if isinstance(node, Loop):
+                reads = list(node.inputs())
+            else:
+                ranks = {r for v in node.outputs for r in wanted.get(v, ())}
+                reads = [(atom, ranks) for atom in node.inputs]
+            for atom, ranks in reads:
+                if isinstance(atom, Value) and atom not in after_loop:
+                    wanted.setdefault(atom, set()).update(ranks)
+        return wanted
+
+    def _anchors(self, equation: Equation) -> list[tuple[Value, frozenset[int]]]:
+        return [(v, at) for v in equation.inputs if isinstance(v, Value) and (at := self.location[v]) is not None]
+
+    def _mixes(self, equation: Equation) -> bool:
+        """Whether it reads arrays of ranks that have none in common."""
+        arrays = [at for v, at in self._anchors(equation) if v.aval.size > 1]
+        return len(arrays) > 1 and not frozenset.intersection(*arrays)
+
+    def _locate_equation(self, equation: Equation) -> frozenset[int] | None:
+        anchored = self._anchors(equation)
+        if not anchored:
+            return None
+        common = frozenset.intersection(*(at for _, at in anchored))
+        if equation in self.sums:
+            return frozenset({min(common or frozenset.union(*(at for _, at in anchored)))})
+        if common:
+            return common
+        arrays = [(v, at) for v, at in anchored if v.aval.size > 1]
+        if not arrays:
+            return None
+        large = [(v, at) for v, at in arrays if v.nbytes > _SMALL_BYTES]
+        # A gradient stays where it is made when a scalar of another rank scales it; small arrays come to large ones.
+        for group in (arrays, large):
+            if group and (common := frozenset.intersection(*(at for _, at in group))):
+                return common
+        ranks = sorted(frozenset.union(*(at for _, at in large or arrays)))
+        moved = {r: sum(v.nbytes for v, at in anchored if r not in at) for r in ranks}
+        at_home = {r for v, at in arrays if v not in self.producer for r in at}  # an argument's new value belongs there
+        best = min(ranks, key=lambda r: (moved[r], r not in at_home, r))
+        if large:
+            what = f"`{equation.name}` at {equation.where} mixes ranks {ranks} on rank {best}"
+            self.mixed.append((moved[best], what))
+        return frozenset({best})
+
+    def _warn(self) -> None:
+        """One warning for all that mixes ranks."""
+        if not self.mixed:
+            return
+        listing = "; ".join(f"{what} ({moved:,} bytes)" for moved, what in self.mixed[:3])
+        more = f"; and {len(self.mixed) - 3} more" if len(self.mixed) > 3 else ""
+        warnings.warn(
+            f"work outside the loop mixes arrays of several ranks: {listing}{more}. These "
+            f"{sum(moved for moved, _ in self.mixed):,} bytes are transferred in every step. Keep such work inside one "
+            "stage, or reduce each stage's arrays to scalars first.",
+            PlacementWarning,
+            stacklevel=2,
+        )
+
+    # Where values are computed, and where they are sent.
+
+    def demand(self, extra: Sequence[frozenset[int]]) -> None:
+        self.need = {v: set() for v in self.location}
+        self.native = {}
+        for atom, wanted in zip(self.outputs, extra, strict=True):
+            if isinstance(atom, Value):
+                self.need[atom] |= wanted or self._default_ranks(atom)
+        for node in reversed(self.nodes):
+            if isinstance(node, Loop):
+                for atom, readers in node.inputs():
+                    if isinstance(atom, Value):
+                        self.need[atom] |= readers
+                continue
+            ranks: set[int] = set()
+            for value in node.outputs:
+                ranks |= self._native_ranks(value)
+            if not ranks and node.effects:
+                location = self._locate_of_effect(node)
+                ranks = {min(location) if location else 0}
+            self.native[node] = frozenset(ranks)
+            for atom in node.inputs:
+                if isinstance(atom, Value):
+                    self.need[atom] |= ranks
+
+    def _locate_of_effect(self, equation: Equation) -> frozenset[int]:
+        located = [at for a in equation.inputs if isinstance(a, Value) and (at := self.location[a])]
+        return frozenset.union(*located) if located else frozenset()
+
+    def _native_ranks(self, value: Value) -> set[int]:
+        need, location = self.need[value], self.location[value]
+        if location is None or not need:
+            # Compiled into different programs, one computation may round differently: a replicated result is made once.
+            once = value in self.results and jnp.issubdtype(value.aval.dtype, jnp.inexact)
+            return {min(need)} if once and len(need) > 1 else set(need)
+        return need & location or {min(location)}
+
+    def _default_ranks(self, value: Value) -> set[int]:
+        location = self.location[value]
+        if location is None:
+            return {0}
+        return {min(location)} if value in self.producer else set(location)
+
+    def ranks_of_updated(self, atom: Atom) -> frozenset[int]:
+        """The ranks of the nearest argument of the same type that a result is computed from."""
+        if not isinstance(atom, Value):
+            return frozenset()
+        queue: deque[tuple[Atom, int]] = deque([(atom, 0)])
+        seen: set[Atom] = set()
+        arguments = set(self.inputs)
+        while queue:
+            current, depth = queue.popleft()
+            if not isinstance(current, Value) or current in seen:
+                continue
+            seen.add(current)
+            if current in arguments:
+                same = current.aval.shape == atom.aval.shape and current.aval.dtype == atom.aval.dtype
+                if same and self.need[current]:
+                    return frozenset(self.need[current])
+            node = self.producer.get(current)
+            if isinstance(node, Equation) and depth < _SEARCH_DEPTH:
+                queue.extend((a, depth + 1) for a in node.inputs)
+            elif isinstance(node, Loop) and current in node.carry_results:
+                queue.append((node.carry_init[node.carry_results.index(current)], depth + 1))
+        return frozenset()
+
+    # In which order.
+
+    def emit(self) -> Placed:
+        made = self._earliest_times()
+        moves: dict[tuple[Value, int], tuple[int, Time]] = {}
+        for value, ranks in self.need.items():
+            if value not in self.producer:
+                continue
+            native = self._made_on(value)
+            source = min(native) if native else 0
+            for target in sorted(ranks - native):
+                moves[value, target] = (source, made[value, source])
+        times = self._latest_times(made, moves)
+        steps: list[tuple[Time, int, int, Segment | Move | Loop]] = []
+        groups: dict[tuple[Time, int], list[Equation]] = {}
+        for node in self.nodes:
+            if isinstance(node, Equation):
+                for rank in self.native[node]:
+                    groups.setdefault((times[node, rank], rank), []).append(node)
+        read_by = self._outside_readers(times)
+        for (time, rank), equations in groups.items():
+            steps.append((time, 0, rank, Segment(rank, _segment_graph(equations, rank, read_by))))
+        for (value, target), (source, time) in moves.items():
+            node = self.producer[value]
+            at = times[node, source] if isinstance(node, Equation) else time
+            steps.append((at, 1, target, Move(value, source, target)))
+        for epoch, loop in enumerate(self.loops):
+            steps.append(((epoch, 1 << 30), 0, -1, loop))
+        steps.sort(key=lambda item: item[:3])
+        results = tuple(frozenset(self.need[a]) if isinstance(a, Value) else frozenset({0}) for a in self.outputs)
+        arguments = tuple(frozenset(self.need[v]) for v in self.inputs)
+        return Placed(tuple(s for *_, s in steps), self.inputs, self.outputs, arguments, results)
+
+    def _made_on(self, value: Value) -> set[int]:
+        node = self.producer[value]
+        return set(self.native[node]) if isinstance(node, Equation) else set(node.homes()[value])
+
+    def _earliest_times(self) -> dict[tuple[Value, int], Time]:
+        """When each rank has each value that it computes: (loops passed, waits for other ranks since)."""
+        at: dict[tuple[Value, int], Time] = {}
+        epoch = 0
+        for node in self.nodes:
+            if isinstance(node, Loop):
+                for value, ranks in node.homes().items():
+                    at.update({(value, rank): (epoch, 1 << 30) for rank in ranks})
+                epoch += 1
+                continue
+            for rank in self.native[node]:
+                time = (0, 0)
+                for atom in node.inputs:
+                    if isinstance(atom, Value) and atom in self.producer:
+                        time = max(time, self._arrival(atom, rank, at))
+                at.update({(v, rank): time for v in node.outputs})
+        return at
+
+    def _arrival(self, value: Value, rank: int, at: dict[tuple[Value, int], Time]) -> Time:
+        if (value, rank) in at:
+            epoch, level = at[value, rank]
+            return (epoch + 1, 0) if level == 1 << 30 else (epoch, level)
+        epoch, level = at[value, min(self._made_on(value))]
+        return (epoch + 1, 0) if level == 1 << 30 else (epoch, level + 1)
+
+    def _latest_times(
+        self, at: dict[tuple[Value, int], Time], moves: dict[tuple[Value, int], tuple[int, Time]]
+    ) -> dict[tuple[Equation, int], Time]:
+        """Move work as late as its readers on the same rank allow: fewer values live across a wait."""
+        fixed = {(value, source) for (value, _), (source, _) in moves.items()}
+        fixed.update((a, r) for a in self.outputs if isinstance(a, Value) for r in self.need[a])
+        for loop in self.loops:
+            fixed.update((a, r) for a, ranks in loop.inputs() if isinstance(a, Value) for r in ranks)
+        latest: dict[tuple[Value, int], Time] = {}
+        times: dict[tuple[Equation, int], Time] = {}
+        for node in reversed(self.nodes):
+            if isinstance(node, Loop):
+                continue
+            for rank in self.native[node]:
+                uses = [latest[v, rank] for v in node.outputs if (v, rank) in latest]
+                keep = not uses or any((v, rank) in fixed for v in node.outputs)
+                time = at[node.outputs[0], rank] if node.outputs else self._effect_time(node, rank, at)
+                times[node, rank] = time = time if keep else max(time, min(uses))
+                for atom in node.inputs:
+                    if isinstance(atom, Value):
+                        latest[atom, rank] = min(latest.get((atom, rank), time), time)
+        return times
+
+    def _effect_time(self, node: Equation, rank: int, at: dict[tuple[Value, int], Time]) -> Time:
+        values = [a for a in node.inputs if isinstance(a, Value) and a in self.producer]
+        return max((self._arrival(v, rank, at) for v in values), default=(0, 0))
+
+    def _outside_readers(self, times: dict[tuple[Equation, int], Time]) -> set[tuple[Value, int]]:
+        """Values (with their rank) that are read outside of the segment that makes them."""
+        read: set[tuple[Value, int]] = set()
+        for atom in self.outputs:
+            if isinstance(atom, Value):
+                read.update((atom, r) for r in self.need[atom])
+        for node in self.nodes:
+            if isinstance(node, Loop):
+                read.update((a, r) for a, ranks in node.inputs() if isinstance(a, Value) for r in ranks)
+                continue
+            for rank in self.native[node]:
+                for atom in node.inputs:
+                    made = self.producer.get(atom) if isinstance(atom, Value) else None
+                    if isinstance(made, Equation) and times.get((made, rank)) != times[node, rank]:
+                        read.add((atom, rank))  # type: ignore[arg-type]
+        for value, ranks in self.need.items():
+            node = self.producer.get(value)
+            if isinstance(node, Equation) and ranks - self.native[node]:
+                read.add((value, min(self.native[node])))
+        return read
+
+
+def _segment_graph(equations: Sequence[Equation], rank: int, read_by: set[tuple[Value, int]]) -> Graph:
+    defined = {v for e in equations for v in e.outputs}
+    inputs = dict.fromkeys(a for e in equations for a in e.inputs if isinstance(a, Value) and a not in defined)
+    outputs = tuple(v for e in equations for v in e.outputs if (v, rank) in read_by)
+    return Graph(tuple(inputs), outputs, tuple(equations))

@@ -1,0 +1,211 @@
+"""What a compiled step looks like from outside: a row for each stage, and the memory of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import NamedSharding
+
+from jaxpp_flax.engine.compile import Executables
+from jaxpp_flax.engine.ir import Value
+from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.engine.passes.partition import Partition
+from jaxpp_flax.engine.passes.place import Loop
+from jaxpp_flax.engine.pipeline import Built
+from jaxpp_flax.engine.program import Free, Program, Run, Transfer
+from jaxpp_flax.schedules.task import TaskKind
+
+__all__ = ["MemoryAnalysis", "StageSummary", "analyse_memory", "summarise_stages"]
+
+_F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSummary:
+    """One stage of a loop.
+
+    `flops` counts one microbatch, forward and backward, over the rank's devices (None where XLA does not tell);
+    `sent_bytes` are the activations that leave the stage forward, for one microbatch. `activation_bytes` are what its
+    backward reads of the forward's results (none where the two are one task), and `weight_bytes` what of these, and
+    of the input gradient's, its weight gradient reads: also for one microbatch, over the rank's devices.
+    """
+
+    stage: int
+    rank: int
+    blocks: tuple[str, ...]
+    parameter_count: int
+    parameter_bytes: int
+    flops: float | None
+    sent_bytes: int
+    activation_bytes: int
+    weight_bytes: int
+    devices: tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryAnalysis:
+    """Bytes on each device of one rank, found by walking the program.
+
+    `peak_bytes` is the most that one step holds above the arguments; `live_microbatches` maps each stage of the rank
+    to the largest number of microbatches whose activations it holds at one time. Workspace inside an executable is
+    not counted (`temp_bytes` gives the largest).
+    """
+
+    rank: int
+    argument_bytes: int
+    peak_bytes: int
+    temp_bytes: int
+    live_microbatches: dict[int, int]
+
+
+def summarise_stages(
+    built: Built, program: Program, executables: Executables, mesh: MpmdMesh
+) -> tuple[StageSummary, ...]:
+    """A row for each stage of the first loop."""
+    loop, marks, cuts = built.loops[0], built.marks[0], built.cuts[0]
+    part = loop.partition
+    edges = [*cuts, len(marks) - 1]
+    by_task = {task.graph: n for n, task in enumerate(program.tasks)}
+    rows: list[StageSummary] = []
+    for stage in range(part.num_stages):
+        first = cuts[stage - 1] + 1 if stage else 0
+        names = tuple(m.name or f"unnamed_{first + i}" for i, m in enumerate(marks[first : edges[stage] + 1]))
+        parameters = _parameters(part, stage)
+        tasks = [t for t in part.tasks if t.stage == stage]
+        costs = [_flops(executables.tasks[by_task[t.graph]]) for t in tasks]
+        rank = loop.schedule.rank_of(stage)
+        rows.append(
+            StageSummary(
+                stage=stage,
+                rank=rank,
+                blocks=names,
+                parameter_count=sum(v.aval.size for v in parameters),
+                parameter_bytes=sum(v.nbytes for v in parameters),
+                flops=None if any(c is None for c in costs) else sum(c for c in costs if c is not None),
+                sent_bytes=_sent_bytes(loop, stage),
+                activation_bytes=_held_bytes(part, stage, (_F,), (_B, _I, _W)),
+                weight_bytes=_held_bytes(part, stage, (_F, _B, _I), (_W,)),
+                devices=mesh.rank_devices(rank),
+            )
+        )
+    return tuple(rows)
+
+
+def _parameters(part: Partition, stage: int) -> list[Value]:
+    """Loop operands that a stage reads whole: whatever is indexed by the microbatch is data."""
+    read: dict[Value, None] = {}
+    sliced: set[Value] = set()
+    operands = set(part.operands)
+    for task in part.tasks:
+        if task.stage != stage:
+            continue
+        moving: set[Value] = {part.index}
+        for equation in task.graph.equations:
+            values = [a for a in equation.inputs if isinstance(a, Value)]
+            if any(v in moving for v in values):
+                sliced.update(v for v in values if v in operands and equation.outputs and v.aval.ndim > 0)
+                if all(v in moving or v in operands for v in values):
+                    moving.update(v for v in equation.outputs if v.aval.ndim == 0)
+        read.update(dict.fromkeys(v for v in task.graph.inputs if v in operands))
+    return [v for v in read if v not in sliced and v.aval.ndim > 0]
+
+
+def _flops(executable: Any) -> float | None:
+    if executable is None:
+        return None
+    try:
+        costs = executable.cost_analysis()
+    except Exception:  # backends differ in what they tell, and in how they refuse
+        return None
+    if isinstance(costs, list):
+        costs = costs[0] if costs else {}
+    found = (costs or {}).get("flops")
+    return None if found is None else float(found)
+
+
+def _sent_bytes(loop: Loop, stage: int) -> int:
+    part = loop.partition
+    rank = loop.schedule.rank_of(stage)
+    made = {v for t in part.tasks if t.stage == stage and t.kind is TaskKind.FORWARD for v in t.graph.outputs}
+    sent: set[tuple[Value, int]] = set()
+    for task in part.tasks:
+        target = loop.schedule.rank_of(task.stage)
+        if task.stage > stage and target != rank:
+            sent.update((v, target) for v in task.graph.inputs if v in made)
+    return sum(v.nbytes for v, _ in sent)
+
+
+def _held_bytes(part: Partition, stage: int, makers: Sequence[TaskKind], readers: Sequence[TaskKind]) -> int:
+    """What a stage's tasks of some kinds read of the results of others, of this stage or another one."""
+    made = {v for t in part.tasks if t.kind in makers for v in t.graph.outputs}
+    made -= {a.result for a in part.accumulators} | {c.result for c in part.carries}
+    readings = [t.graph.inputs for t in part.tasks if t.stage == stage and t.kind in readers]
+    return sum(v.nbytes for v in {v for inputs in readings for v in inputs if v in made})
+
+
+def analyse_memory(
+    built: Built, program: Program, executables: Executables, mesh: MpmdMesh
+) -> tuple[MemoryAnalysis, ...]:
+    """Walk the program and count what is live on each rank."""
+    argument = [0] * program.num_ranks
+    held: dict[int, tuple[int, int]] = {}  # arguments too: a donated one makes room when it is gone
+    for ranks, spec, value in zip(program.arguments, executables.in_specs, built.placed.inputs, strict=True):
+        for rank, slot in ranks.items():
+            shape = NamedSharding(mesh.unstack[rank], spec).shard_shape(tuple(value.aval.shape))
+            size = int(getattr(value.aval.dtype, "itemsize", 0))
+            for dim in shape:
+                size *= dim
+            argument[rank] += size
+            held[slot] = (rank, size)
+    activations: dict[int, tuple[int, int]] = {}
+    live = [0] * program.num_ranks
+    peak = [0] * program.num_ranks
+    most: dict[int, int] = {}
+    for number, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Free):
+            for slot in instruction.slots:
+                rank, size = held.pop(slot, (instruction.rank, 0))
+                live[rank] -= size
+                activations.pop(slot, None)
+            continue
+        rank = instruction.target if isinstance(instruction, Transfer) else instruction.rank
+        if isinstance(instruction, Run):  # its outputs take the place of what it is given
+            for position in program.tasks[instruction.task].donate:
+                slot = instruction.inputs[position]
+                owner, size = held.pop(slot, (rank, 0))
+                live[owner] -= size
+                activations.pop(slot, None)
+        for slot, size in zip(instruction.writes(), executables.written_bytes[number], strict=True):
+            held[slot] = (rank, size)
+            live[rank] += size
+        peak[rank] = max(peak[rank], live[rank])
+        if isinstance(instruction, Run):
+            task = program.tasks[instruction.task]
+            if task.stage is not None and "fwd" in task.name:
+                going_round = {output for output, _ in task.pins}
+                for position, slot in enumerate(instruction.outputs):
+                    if position not in going_round:
+                        activations[slot] = (task.stage, instruction.microbatch)
+                count = len({m for s, m in activations.values() if s == task.stage})
+                most[task.stage] = max(most.get(task.stage, 0), count)
+    return tuple(
+        MemoryAnalysis(
+            rank=rank,
+            argument_bytes=argument[rank],
+            peak_bytes=peak[rank],
+            temp_bytes=max(
+                (_temp(executables.tasks[n]) for n, t in enumerate(program.tasks) if t.rank == rank), default=0
+            ),
+            live_microbatches={s: m for s, m in sorted(most.items()) if built.loops[0].schedule.rank_of(s) == rank},
+        )
+        for rank in range(program.num_ranks)
+    )
+
+
+def _temp(executable: Any) -> int:
+    try:
+        return int(executable.memory_analysis().temp_size_in_bytes)
+    except Exception:  # not every backend tells
+        return 0

@@ -1,0 +1,326 @@
+"""Which marks cut: policies that assign a model's blocks to stages.
+
+The marks of a model, in program order, divide it into segments. A mark that closes a named block (`PipelineStage`)
+keeps what follows the last block (head, loss) with that block, so M marks make M blocks. Bare marks
+(`mark_stage_end`) make M + 1 segments. Work before the first mark belongs to the first segment.
+
+No policy demands divisibility, and each segment ends in exactly one stage.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+from jaxpp_flax.engine.markers import Mark
+
+__all__ = ["AssignmentError", "CutPolicy", "balanced", "block_names", "by_name", "even", "resolve", "sizes"]
+
+CutPolicy = Callable[[Sequence[Mark], int], tuple[int, ...]]
+"""`policy(marks, num_stages)` gives the indices of the `num_stages - 1` marks that cut, in increasing order."""
+
+_MAX_LISTED = 12
+
+
+class AssignmentError(ValueError):
+    """The blocks of a model cannot be assigned to stages as asked."""
+
+
+def block_names(marks: Sequence[Mark]) -> tuple[str, ...]:
+    """A distinct name for each mark: its own, numbered where it repeats; `mark_<index>` for an unnamed one.
+
+    Example:
+      >>> block_names([Mark("Block", True, "m.py:1"), Mark("Block", True, "m.py:1"), Mark(None, False, "m.py:2")])
+      ('Block_0', 'Block_1', 'mark_2')
+    """
+    plain = [mark.name if mark.name is not None else f"mark_{i}" for i, mark in enumerate(marks)]
+    repeated = {name for name, count in Counter(plain).items() if count > 1}
+    seen: Counter[str] = Counter()
+    names: list[str] = []
+    for name in plain:
+        names.append(f"{name}_{seen[name]}" if name in repeated else name)
+        seen[name] += 1
+    return tuple(names)
+
+
+def even() -> CutPolicy:
+    """As many segments in each stage as in any other, give or take one; the first stages get the larger share.
+
+    Example:
+      >>> marks = [Mark(f"block_{i}", True, "model.py:7") for i in range(8)]
+      >>> even()(marks, 3)  # 3, 3 and 2 blocks
+      (2, 5)
+    """
+
+    def policy(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
+        _check_enough(marks, num_stages)
+        segments = _num_segments(marks, num_stages)
+        share, extra = divmod(segments, num_stages)
+        return _cuts([share + (stage < extra) for stage in range(num_stages)])
+
+    return policy
+
+
+def balanced(costs: Sequence[float] | None = None) -> CutPolicy:
+    """The slowest stage as fast as can be: contiguous stages of least maximal cost, exact by dynamic programming.
+
+    Args:
+      costs: of each block; by default the engine's estimate in FLOPs, forward and backward, embedding and head
+        included.
+
+    Raises (when the policy is used):
+      AssignmentError: if `costs` does not give one number for each block.
+
+    Example:
+      >>> marks = [Mark(f"block_{i}", True, "model.py:7", cost=c) for i, c in enumerate([1, 1, 1, 1, 4])]
+      >>> balanced()(marks, 2), balanced([4, 1, 1, 1, 1])(marks, 2)
+      ((3,), (0,))
+
+    Source: the linear partition problem; Skiena, "The Algorithm Design Manual", section 8.5.
+    """
+
+    def policy(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
+        _check_enough(marks, num_stages)
+        segments = _num_segments(marks, num_stages)
+        if costs is not None and len(costs) != segments:
+            raise AssignmentError(
+                f"balanced() got {len(costs)} costs for {segments} blocks: {_listing(marks)}. Give one for each block."
+            )
+        found = list(costs) if costs is not None else _segment_costs(marks, segments)
+        return _cuts(_least_maximum(found, num_stages))
+
+    return policy
+
+
+def _segment_costs(marks: Sequence[Mark], segments: int) -> list[float]:
+    """The engine's estimates; what follows the last mark is a segment of its own, or joins the last one."""
+    after = marks[-1].cost_after if marks else 0.0
+    found = [mark.cost for mark in marks]
+    if segments > len(marks):
+        return [*found, after]
+    found[-1] += after
+    return found
+
+
+def _least_maximum(costs: Sequence[float], parts: int) -> list[int]:
+    """Sizes of contiguous, non-empty parts whose largest sum is least."""
+    count = len(costs)
+    total = [0.0, *itertools.accumulate(costs)]
+    # best[k][n]: the least maximum of the first n costs in k parts; start[k][n]: where its last part begins.
+    best = [[float("inf")] * (count + 1) for _ in range(parts + 1)]
+    start = [[0] * (count + 1) for _ in range(parts + 1)]
+    best[0][0] = 0.0
+    for k in range(1, parts + 1):
+        for n in range(k, count + 1):
+            for j in range(k - 1, n):
+                slowest = max(best[k - 1][j], total[n] - total[j])
+                if slowest < best[k][n]:
+                    best[k][n], start[k][n] = slowest, j
+    result: list[int] = []
+    end = count
+    for k in range(parts, 0, -1):
+        result.append(end - start[k][end])
+        end = start[k][end]
+    return result[::-1]
+
+
+def sizes(blocks_per_stage: Sequence[int]) -> CutPolicy:
+    """So many blocks in each stage, in order.
+
+    Raises (when the policy is used):
+      AssignmentError: if the sizes do not fit the number of stages or of blocks, or a stage would be empty.
+
+    Example:
+      >>> marks = [Mark(f"block_{i}", True, "model.py:7") for i in range(8)]
+      >>> sizes([3, 2, 3])(marks, 3)
+      (2, 4)
+    """
+    wanted = list(blocks_per_stage)
+
+    def policy(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
+        if len(wanted) != num_stages:
+            raise AssignmentError(
+                f"assignment={wanted} gives sizes for {len(wanted)} stages, but num_stages={num_stages}. "
+                "Give one size for each stage."
+            )
+        for stage, size in enumerate(wanted):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise AssignmentError(
+                    f"assignment={wanted} would leave stage {stage} empty ({size!r} blocks). Every stage needs at "
+                    "least one block: give a smaller num_stages, or sizes of 1 and more."
+                )
+        _check_enough(marks, num_stages)
+        allowed = {len(marks)} if not marks or marks[-1].closes_block else {len(marks), len(marks) + 1}
+        if sum(wanted) not in allowed:
+            counts = " or ".join(map(str, sorted(allowed)))
+            raise AssignmentError(
+                f"assignment={wanted} adds up to {sum(wanted)}, but the model has {counts} blocks: "
+                f"{_listing(marks)}. Change the sizes so that they add up."
+            )
+        return _cuts(wanted)
+
+    return policy
+
+
+def by_name(stages: Mapping[str, int]) -> CutPolicy:
+    """Blocks by name: from names, or globs of names, to stages.
+
+    An exact name goes before a glob, and an earlier glob before a later one. Every block must be matched; work after
+    the last block stays with it, or forms the last stage where no block is assigned to that.
+
+    Raises (when the policy is used):
+      AssignmentError: if a name matches no block, a block is matched by no name, a stage would be empty, or the
+        stages are not in the order of the model.
+
+    Example:
+      >>> marks = [Mark(name, True, "model.py:7") for name in ("embed", "block_0", "block_1", "head")]
+      >>> by_name({"embed": 0, "block_*": 0, "head": 1})(marks, 2)
+      (2,)
+    """
+    wanted = dict(stages)
+
+    def policy(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
+        names = block_names(marks)
+        _check_keys(wanted, names, num_stages)
+        assigned = [_stage_of(name, wanted) for name in names]
+        missing = [name for name, stage in zip(names, assigned, strict=True) if stage is None]
+        if missing:
+            raise AssignmentError(
+                f"the assignment by name leaves out {_some(missing)}. Add these names, or a glob that matches them."
+            )
+        placed = [stage for stage in assigned if stage is not None]
+        for i, (before, after) in enumerate(itertools.pairwise(placed)):
+            if after < before:
+                raise AssignmentError(
+                    f"the assignment by name is not contiguous: {names[i + 1]!r} is on stage {after}, but "
+                    f"{names[i]!r}, which runs before it, is on stage {before}. Stages must follow the model's order."
+                )
+        tail = bool(placed) and placed[-1] == num_stages - 2
+        empty = sorted(set(range(num_stages)) - set(placed) - ({num_stages - 1} if tail else set()))
+        if empty:
+            raise AssignmentError(
+                f"the assignment by name leaves stage {_some(empty)} of num_stages={num_stages} empty. "
+                f"Assign a block to it, or use fewer stages. The blocks: {_some(list(names))}."
+            )
+        cuts = [i for i, (before, after) in enumerate(itertools.pairwise(placed)) if before != after]
+        if tail:
+            cuts.append(len(marks) - 1)
+        return tuple(cuts)
+
+    return policy
+
+
+def resolve(assignment: Any) -> CutPolicy:
+    """The policy for `"even"`, `"balanced"`, a list of sizes, a mapping from names, or a policy itself.
+
+    Raises:
+      AssignmentError: if it is another string.
+      TypeError: if it is none of these.
+
+    Example:
+      >>> marks = [Mark(f"block_{i}", True, "model.py:7") for i in range(4)]
+      >>> resolve("even")(marks, 2), resolve([1, 3])(marks, 2), resolve({"block_[012]": 0, "*": 1})(marks, 2)
+      ((1,), (0,), (2,))
+    """
+    if isinstance(assignment, str):
+        if assignment == "even":
+            return even()
+        if assignment == "balanced":
+            return balanced()
+        raise AssignmentError(
+            f"unknown assignment {assignment!r}. Use 'even', 'balanced', a list of sizes such as [3, 2, 3], "
+            "a mapping from names of blocks to stages, or a callable (marks, num_stages) -> indices of the marks that "
+            "cut."
+        )
+    if isinstance(assignment, Mapping):
+        return by_name(assignment)
+    if isinstance(assignment, Sequence):
+        return sizes(assignment)
+    if callable(assignment):
+        return _checked(cast(CutPolicy, assignment))
+    raise TypeError(
+        f"assignment is {assignment!r} ({type(assignment).__name__}); it must be 'even', a list of sizes, a mapping "
+        "from names of blocks to stages, or a callable (marks, num_stages) -> indices of the marks that cut."
+    )
+
+
+def _checked(policy: CutPolicy) -> CutPolicy:
+    """A user's own policy, with its answer checked."""
+
+    def checked(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
+        cuts = tuple(policy(marks, num_stages))
+        increasing = all(before < after for before, after in itertools.pairwise(cuts))
+        if len(cuts) != num_stages - 1 or not increasing or not all(0 <= cut < len(marks) for cut in cuts):
+            raise AssignmentError(
+                f"the assignment {policy!r} returned {cuts!r} for {len(marks)} marks and num_stages={num_stages}. "
+                f"It must return {num_stages - 1} increasing indices of marks, each below {len(marks)}."
+            )
+        return cuts
+
+    return checked
+
+
+def _num_segments(marks: Sequence[Mark], num_stages: int) -> int:
+    if len(marks) == num_stages - 1:
+        return num_stages
+    # A final mark after the last layer, as JaxPP's programs have it, adds no stage.
+    if marks and (marks[-1].closes_block or len(marks) == num_stages):
+        return len(marks)
+    return len(marks) + 1
+
+
+def _cuts(segments_per_stage: Sequence[int]) -> tuple[int, ...]:
+    ends: list[int] = []
+    total = 0
+    for size in segments_per_stage[:-1]:
+        total += size
+        ends.append(total - 1)
+    return tuple(ends)
+
+
+def _check_enough(marks: Sequence[Mark], num_stages: int) -> None:
+    if len(marks) >= num_stages - 1:
+        return
+    raise AssignmentError(
+        f"num_stages={num_stages} needs at least {num_stages - 1} marks, but the function has {len(marks)}"
+        + (f": {_listing(marks)}. " if marks else ". ")
+        + "Wrap more of the model's layers in PipelineStage (or mark them with mark_stage_end), "
+        f"or use num_stages={len(marks) + 1} or fewer."
+    )
+
+
+def _check_keys(wanted: Mapping[str, int], names: Sequence[str], num_stages: int) -> None:
+    for key, stage in wanted.items():
+        if not any(fnmatch.fnmatchcase(name, key) for name in names) and key not in names:
+            near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise AssignmentError(
+                f"the assignment names {key!r}, which matches no block of the model.{hint} "
+                f"The blocks: {_some(list(names))}."
+            )
+        if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < num_stages:
+            raise AssignmentError(
+                f"the assignment puts {key!r} on stage {stage!r}; stages are numbered 0 to {num_stages - 1} "
+                f"(num_stages={num_stages})."
+            )
+
+
+def _stage_of(name: str, wanted: Mapping[str, int]) -> int | None:
+    if name in wanted:
+        return wanted[name]
+    return next((stage for key, stage in wanted.items() if fnmatch.fnmatchcase(name, key)), None)
+
+
+def _some(items: Sequence[Any]) -> str:
+    shown = ", ".join(repr(item) for item in items[:_MAX_LISTED])
+    return shown + (f" and {len(items) - _MAX_LISTED} more" if len(items) > _MAX_LISTED else "")
+
+
+def _listing(marks: Sequence[Mark]) -> str:
+    pairs = [f"{name} ({mark.where})" for name, mark in zip(block_names(marks), marks, strict=True)]
+    shown = ", ".join(pairs[:_MAX_LISTED])
+    return shown + (f" and {len(pairs) - _MAX_LISTED} more" if len(pairs) > _MAX_LISTED else "")

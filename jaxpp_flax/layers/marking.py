@@ -1,0 +1,120 @@
+"""Marking what a callable returns: shared by the NNX and Linen layers, and the `pipeline_stage` decorator."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+from jaxpp_flax.engine.markers import mark_stage_end
+from jaxpp_flax.layers.remat import check_remat, rematerialized
+
+__all__ = ["is_marked", "marked", "pipeline_stage"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# Identifies one marking wrapper. `functools.wraps` copies it, so it survives the decorators of others (`nn.jit`, ...).
+_TOKEN = "_pipeline_stage_token"
+
+
+def is_marked(function: Any) -> bool:
+    """Whether `function` marks what it returns."""
+    return hasattr(function, _TOKEN)
+
+
+def marked(function: F, name: str | None = None, remat: Any = None) -> F:
+    """`function`, with its result marked as the end of a stage; `remat` recomputes what is before the mark."""
+    method_name = getattr(function, "__name__", "__call__")
+    token = object()
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        owner = args[0] if args else None
+        # Through `super().__call__()` two marked methods run for one block: the outer one alone marks.
+        outermost = getattr(getattr(type(owner), method_name, None), _TOKEN, token)
+        if outermost is not token:
+            return function(*args, **kwargs)
+        own = getattr(owner, "stage_remat", None)
+        chosen = remat if own is None else own
+        result = (function if chosen is None else rematerialized(function, chosen))(*args, **kwargs)
+        return mark_stage_end(result, _name_of(owner, method_name, name, function), closes_block=True)
+
+    setattr(call, _TOKEN, token)
+    return call  # type: ignore[return-value]
+
+
+def _name_of(owner: Any, method_name: str, name: str | None, function: Any) -> str:
+    """The instance's own name, the decorator's, a Linen module's path, or else that of the class or function."""
+    own = getattr(owner, "stage_name", None)
+    if isinstance(own, str):
+        return own
+    if name is not None:
+        return name
+    if getattr(type(owner), method_name, None) is None:
+        return method_name
+    if getattr(owner, "scope", None) is not None and getattr(owner, "path", None):
+        return "/".join(owner.path)
+    return type(owner).__name__ if method_name == "__call__" else method_name
+
+
+@overload
+def pipeline_stage(target: F, *, name: str | None = None, remat: Any = None) -> F: ...
+@overload
+def pipeline_stage(target: None = None, *, name: str | None = None, remat: Any = None) -> Callable[[F], F]: ...
+def pipeline_stage(target: Any = None, *, name: str | None = None, remat: Any = None) -> Any:
+    """Mark a function, a method, or a Module class (NNX or Linen) as one block of a pipeline.
+
+    Each call ends with a mark: a place where the model may be cut into stages. Outside a pipeline the decorator
+    changes nothing; parameters keep their paths.
+
+    Args:
+      target: a function or method, of any arguments and any pytree of arrays as its result; or a class with
+        `__call__`, which is changed in place. A Linen method may be decorated above or below `nn.compact`.
+      name: of the block, for assignments by name and for messages. By default the instance's `stage_name`, a Linen
+        module's path, or the name of the class or function. Names that occur several times are numbered in order
+        of execution (`Block_0`, `Block_1`).
+      remat: "full" recomputes the block in backward, so that its input alone is kept; a `jax.checkpoint` policy says
+        what is kept beside it. By default the instance's `stage_remat`, or None.
+
+    Returns:
+      The marked function or class; without `target`, a decorator.
+
+    Raises:
+      TypeError: if `target` is an instance of a Module, or cannot be called; if `remat` is none of these.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> @pipeline_stage
+      ... def layer(w, x):
+      ...     return jnp.tanh(x @ w)
+      >>> jax.jit(layer)(jnp.ones((3, 2)), jnp.ones((1, 3))).shape
+      (1, 2)
+      >>> from flax import nnx
+      >>> @pipeline_stage(name="block")
+      ... class Block(nnx.Linear):
+      ...     pass
+      >>> Block(3, 2, rngs=nnx.Rngs(0))(jnp.ones((1, 3))).shape
+      (1, 2)
+    """
+    check_remat(remat, "pipeline_stage")
+    if target is None:
+        return functools.partial(pipeline_stage, name=name, remat=remat)
+    if isinstance(target, type):
+        if not any("__call__" in vars(base) for base in target.__mro__):
+            raise TypeError(
+                f"pipeline_stage got the class {target.__name__}, which has no `__call__` to mark. "
+                "Decorate the method that computes the block instead."
+            )
+        if not is_marked(target.__call__):
+            target.__call__ = marked(target.__call__, name, remat)  # type: ignore[method-assign]
+        return target
+    if inspect.isroutine(target) or isinstance(target, functools.partial):
+        return marked(target, name, remat)
+    kind = type(target).__name__
+    remedy = "Wrap it: `PipelineStage(module)`." if callable(target) else "Decorate a function, method or Module class."
+    raise TypeError(f"pipeline_stage got {_article(kind)} {kind}, neither a function nor a class. {remedy}")
+
+
+def _article(noun: str) -> str:
+    return "an" if noun[:1].lower() in "aeiou" else "a"

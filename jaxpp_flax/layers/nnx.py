@@ -1,0 +1,115 @@
+"""`PipelineStage` for NNX modules."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from flax import nnx
+
+from jaxpp_flax.layers.remat import check_remat
+from jaxpp_flax.layers.stage_class import mark_call, register_metaclass, stage_class
+
+__all__ = ["PipelineStage"]
+
+M = TypeVar("M")
+
+
+class _StageMeta(type(nnx.Module)):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is PipelineStage:
+            return _wrap(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+
+register_metaclass(_StageMeta)
+
+
+class PipelineStage(nnx.Module, metaclass=_StageMeta):
+    """A module whose result is marked: after it, the model may be cut into stages.
+
+    Wrap a module, `PipelineStage(Block(...), name="block_0")`, or subclass it, `class Block(PipelineStage)`. Wrapping
+    returns the module itself with its class changed to a subclass that is both its old class and a `PipelineStage`:
+    the paths of parameters, the tree of states and checkpoints stay those of the unmarked model. Outside a pipeline
+    it computes what the unmarked module computes.
+
+    Args:
+      module: the NNX module to mark; it is changed in place, and returned.
+      name: of the block, for assignments by name and for messages (also settable as the attribute `stage_name`). By
+        default the name of the class, numbered in order of execution where it occurs several times.
+      remat: "full" recomputes the block in backward, so that its input alone is kept; a `jax.checkpoint` policy says
+        what is kept beside it (also settable as the attribute `stage_remat`, of a subclass too).
+
+    Raises:
+      TypeError: if `module` is a class, a Linen module, or no module at all; if `remat` is none of these.
+
+    Example:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp
+      >>> class MLP(nnx.Module):
+      ...     def __init__(self, rngs):
+      ...         self.layers = nnx.List([PipelineStage(nnx.Linear(4, 4, rngs=rngs)) for _ in range(2)])
+      ...     def __call__(self, x):
+      ...         for layer in self.layers:
+      ...             x = layer(x)
+      ...         return x
+      >>> model = MLP(nnx.Rngs(0))
+      >>> isinstance(model.layers[0], nnx.Linear), isinstance(model.layers[0], PipelineStage)
+      (True, True)
+      >>> model(jnp.ones((1, 4))).shape
+      (1, 4)
+      >>> class Block(PipelineStage):
+      ...     def __init__(self, rngs):
+      ...         self.linear = nnx.Linear(4, 4, rngs=rngs)
+      ...     def __call__(self, x):
+      ...         return self.linear(x)
+      >>> Block(nnx.Rngs(0))(jnp.ones((1, 4))).shape
+      (1, 4)
+    """
+
+    stage_name = None
+    stage_remat = None
+
+    if TYPE_CHECKING:
+
+        def __new__(cls, module: M, name: str | None = None, remat: Any = None) -> M: ...
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        mark_call(cls)
+
+    @classmethod
+    def _stage_class_of(cls, module_class: Any, name: str | None = None, remat: Any = None) -> type:
+        return stage_class(PipelineStage, module_class, pytree=module_class._pytree__is_pytree)
+
+
+def _wrap(module: Any, name: str | None = None, remat: Any = None) -> Any:
+    check_remat(remat, "PipelineStage")
+    if not isinstance(module, nnx.Module):
+        raise TypeError(_refusal(module))
+    if not any("__call__" in vars(base) for base in type(module).__mro__):
+        raise TypeError(
+            f"PipelineStage got a {type(module).__name__}, which has no `__call__` to mark. "
+            "Mark what your model computes with it: `x = mark_stage_end(x)`, or decorate a method with @pipeline_stage."
+        )
+    if not isinstance(module, PipelineStage):
+        object.__setattr__(module, "__class__", PipelineStage._stage_class_of(type(module)))
+    if name is not None:
+        module.stage_name = name  # type: ignore[attr-defined]
+    if remat is not None:
+        module.stage_remat = remat  # type: ignore[attr-defined]
+    return module
+
+
+def _refusal(module: Any) -> str:
+    from flax import linen as nn
+
+    if isinstance(module, type):
+        remedy = "Decorate the class with @pipeline_stage, or pass an instance."
+        return f"PipelineStage wraps an instance of an nnx.Module, got the class {module.__name__}. {remedy}"
+    if isinstance(module, nn.Module):
+        remedy = "Use jaxpp_flax.linen.PipelineStage, which takes the same arguments."
+    elif callable(module):
+        remedy = "Decorate a function with @pipeline_stage."
+    else:
+        remedy = "Pass a module, or mark an array with `mark_stage_end(x)`."
+    return f"PipelineStage wraps an nnx.Module, got {type(module).__name__}. {remedy}"

@@ -1,0 +1,7 @@
+"""The command line: ``python -m jaxpp_flax.schedules show|compare|search|check``."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

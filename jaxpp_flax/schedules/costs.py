@@ -1,0 +1,161 @@
+"""What the simulator and the search are told: times, memory, and links."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .errors import ScheduleError
+from .task import AnyTask, FusedTask, TaskKind
+
+PerStage = float | Sequence[float]
+"""One number for every stage, or one for each."""
+
+_F, _B, _I = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """How long each kind of task takes on each stage, and what it holds and sends.
+
+    Units are the caller's: seconds and bytes, or fractions of a forward and of an activation.
+
+    Args:
+        forward: time of ``F``.
+        backward_input: time of ``I``.
+        backward_weight: time of ``W``.
+        backward: time of the whole ``B``; by default ``I + W``.
+        activation: memory held for each microbatch from the start of ``F`` to the end of ``B``,
+            or of ``I``, where the backward is split.
+        weight_activation: the part of it which is held on, from the end of ``I`` to that of ``W``;
+            by default all.
+        sent: bytes that a stage's forward sends to the next stage, and gets back as gradient.
+
+    >>> costs = Costs(forward=[1.0, 1.0, 1.5], backward_input=[1.0, 1.0, 1.5])
+    >>> from jaxpp_flax.schedules.task import backward
+    >>> costs.duration(backward(2, 0))
+    2.5
+    """
+
+    forward: PerStage = 1.0
+    backward_input: PerStage = 1.0
+    backward_weight: PerStage = 1.0
+    backward: PerStage | None = None
+    activation: PerStage = 1.0
+    weight_activation: PerStage | None = None
+    sent: PerStage = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward_input", "backward_weight", "backward",
+                     "activation", "weight_activation", "sent"):  # fmt: skip
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, Sequence):
+                object.__setattr__(self, name, tuple(float(v) for v in value))
+            values = value if isinstance(value, Sequence) else [value]
+            for stage, v in enumerate(values):
+                if not (math.isfinite(v) and v >= 0):
+                    raise ScheduleError(f"{name} of stage {stage} must be a finite number >= 0, got {v!r}")
+
+    def table(self, num_stages: int) -> CostTable:
+        """These costs stage by stage, checked against the number of stages."""
+
+        def spread(name: str) -> list[float]:
+            value = getattr(self, name)
+            if not isinstance(value, Sequence):
+                return [float(value)] * num_stages
+            if len(value) != num_stages:
+                raise ScheduleError(
+                    f"{name} has {len(value)} numbers for {num_stages} stages: give one for each stage, or one for all"
+                )
+            return list(value)
+
+        inputs, weights = spread("backward_input"), spread("backward_weight")
+        whole = (
+            spread("backward") if self.backward is not None else [i + w for i, w in zip(inputs, weights, strict=True)]
+        )
+        activation = spread("activation")
+        kept = spread("weight_activation") if self.weight_activation is not None else activation
+        return CostTable(spread("forward"), whole, inputs, weights, activation, kept, spread("sent"))
+
+    def duration(self, task: AnyTask) -> float:
+        """The time of one task."""
+        return self.table(self._stages() or task.stage + 1).duration(task)
+
+    def _stages(self) -> int:
+        return max((len(v) for v in vars(self).values() if isinstance(v, Sequence)), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """:class:`Costs` as one list per quantity, indexed by stage."""
+
+    forward: list[float]
+    backward: list[float]
+    backward_input: list[float]
+    backward_weight: list[float]
+    activation: list[float]
+    kept: list[float]
+    sent: list[float]
+
+    def duration(self, task: AnyTask) -> float:
+        stage = task.stage
+        if isinstance(task, FusedTask):
+            return self.forward[stage] + self.backward[stage]
+        kind = task.kind
+        if kind is _F:
+            return self.forward[stage]
+        if kind is _B:
+            return self.backward[stage]
+        return self.backward_input[stage] if kind is _I else self.backward_weight[stage]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A way from rank to rank: ``latency + bytes / bandwidth``.
+
+    >>> Link(latency=1e-5, bandwidth=50e9).time(1e9)
+    0.02001
+    """
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (self.latency >= 0 and math.isfinite(self.latency) and self.bandwidth > 0):
+            raise ScheduleError(
+                f"a link needs latency >= 0 and bandwidth > 0, got latency={self.latency!r} "
+                f"and bandwidth={self.bandwidth!r}"
+            )
+
+    def time(self, size: float) -> float:
+        return self.latency + size / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The links between ranks: one for all pairs, and exceptions by ``(source, target)``.
+
+    A transfer occupies no rank and, in this model, does not slow another transfer on its link.
+
+    >>> slow = Transfer(Link(0.1), {(1, 2): Link(0.5)})
+    >>> slow.time(0, 1, 0.0), slow.time(1, 2, 0.0)
+    (0.1, 0.5)
+    """
+
+    default: Link = Link()
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+
+    def time(self, source: int, target: int, size: float) -> float:
+        return self.links.get((source, target), self.default).time(size)
+
+    @classmethod
+    def of(cls, transfer: Transfer | Link | float | None) -> Transfer:
+        """From a link for all pairs, a plain latency, or None for instant transfers."""
+        if isinstance(transfer, Transfer):
+            return transfer
+        if isinstance(transfer, Link):
+            return cls(transfer)
+        return cls(Link(0.0 if transfer is None else float(transfer)))

@@ -1,0 +1,97 @@
+"""Schedules by name, for configuration files and command lines."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+from .basic import Eager1F1B, GPipe, OneStagePerRank, Std1F1B
+from .circular import Circular, CircularReversed, GPipe1F1BLast, LatencyHiding1F1B
+from .errors import ScheduleError
+from .interleaved import Interleaved1F1B, InterleavedGPipe, KimiK2
+from .schedule import Schedule
+from .v_shaped import ZBV, DualPipeV, VShaped
+from .zero_bubble import ZeroBubble, ZeroBubbleH2
+
+_NAMED: dict[str, tuple[type[Schedule], dict[str, Any]]] = {
+    "gpipe": (GPipe, {}),
+    "1f1b": (Std1F1B, {}),
+    "eager_1f1b": (Eager1F1B, {}),
+    "latency_hiding_1f1b": (LatencyHiding1F1B, {}),
+    "gpipe_1f1b_last": (GPipe1F1BLast, {}),
+    "interleaved_1f1b": (Interleaved1F1B, {}),
+    "interleaved_gpipe": (InterleavedGPipe, {}),
+    "kimi_k2": (KimiK2, {}),
+    "circular": (Circular, {}),
+    "circular_reversed": (CircularReversed, {}),
+    "zero_bubble": (ZeroBubble, {}),
+    "zero_bubble_h2": (ZeroBubbleH2, {}),
+    "zero_bubble_h2_half_latency": (ZeroBubbleH2, {"latency": 0.5}),
+    "zero_bubble_h2_full_latency": (ZeroBubbleH2, {"latency": 1.0}),
+    "zbv": (ZBV, {}),
+    "dualpipe_v": (DualPipeV, {}),
+}
+
+
+def names(num_stages: int | None = None, num_ranks: int | None = None) -> list[str]:
+    """Every name that :func:`by_name` knows, or those that fit the given counts.
+
+    >>> "1f1b" in names()
+    True
+    >>> names(num_stages=8, num_ranks=4)[-2:]
+    ['zbv', 'dualpipe_v']
+    """
+    if num_stages is None:
+        return list(_NAMED)
+    fitting: list[str] = []
+    for name in _NAMED:
+        try:
+            by_name(name, num_stages, num_ranks)
+        except ScheduleError:
+            continue
+        fitting.append(name)
+    return fitting
+
+
+def _plain(name: str) -> str:
+    return "".join(c for c in name.lower() if c.isalnum())
+
+
+def by_name(name: str, num_stages: int, num_ranks: int | None = None, **options: Any) -> Schedule:
+    """The schedule called ``name``; case, dashes and underscores do not matter.
+
+    Args:
+        name: one of :func:`names`, or the name of a class.
+        num_stages: number of stages the model is cut into.
+        num_ranks: number of ranks; by default one for each stage, or for two in a V.
+        options: further arguments of the class, such as ``latency``.
+
+    >>> by_name("interleaved-1F1B", num_stages=8, num_ranks=4)
+    Interleaved1F1B(num_stages=8, num_ranks=4)
+    >>> by_name("1f1", 4)
+    Traceback (most recent call last):
+    ValueError: unknown schedule '1f1': did you mean '1f1b' or 'eager_1f1b'? ...
+    """
+    known = {_plain(cls.__name__): (cls, extra) for cls, extra in reversed(_NAMED.values())}
+    known |= {_plain(key): entry for key, entry in _NAMED.items()}
+    entry = known.get(_plain(str(name)))
+    if entry is None:
+        plain = {_plain(key): key for key in _NAMED}
+        near = [plain[n] for n in difflib.get_close_matches(_plain(str(name)), plain, n=3, cutoff=0.5)]
+        hint = f" did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ValueError(f"unknown schedule {name!r}:{hint} Known: {', '.join(_NAMED)}")
+    cls, extra = entry
+    unknown = set(options) - set(inspect.signature(cls.__init__).parameters)
+    if unknown:
+        raise ScheduleError(f"schedule {name!r} has no option {', '.join(map(repr, sorted(unknown)))}")
+    if not issubclass(cls, OneStagePerRank):
+        if num_ranks is None and not issubclass(cls, VShaped):
+            num_ranks = num_stages
+        return cls(num_stages, num_ranks, **(extra | options))
+    if num_ranks is not None and num_ranks != num_stages:
+        raise ScheduleError(
+            f"schedule {name!r} runs one stage on each rank, got num_stages={num_stages} and "
+            f"num_ranks={num_ranks}. Use {num_ranks} stages, or 'interleaved_1f1b'"
+        )
+    return cls(num_stages, **(extra | options))

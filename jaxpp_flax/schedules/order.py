@@ -1,0 +1,39 @@
+"""One global order of all ranks' tasks, for a runtime that dispatches them from one place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .progress import advance
+from .task import AnyTask
+from .validate import deadlock_error
+
+
+def count_stages(task_lists: Sequence[Sequence[AnyTask]]) -> int:
+    """The number of stages that appear in ``task_lists``."""
+    return 1 + max((task.stage for tasks in task_lists for task in tasks), default=-1)
+
+
+def merge_order(task_lists: Sequence[Sequence[AnyTask]]) -> list[tuple[int, AnyTask]]:
+    """All tasks with their ranks, in one order free of deadlock.
+
+    The order agrees with every rank's own and with the dependencies. It is that of the start times
+    in a simulation (a forward takes 1, a whole backward 2), ties by rank, so that a runtime which
+    dispatches in this order keeps no rank waiting for another's dispatch. It is deterministic.
+
+    >>> from jaxpp_flax.schedules import Std1F1B
+    >>> [task for rank, task in merge_order(Std1F1B(2).tasks(2))]
+    [fwd_0__0, fwd_0__1, FusedTask(fwd_1__0, bwd_1__0), bwd_0__0, FusedTask(fwd_1__1, bwd_1__1), bwd_0__1]
+    """
+    started: list[tuple[float, int, AnyTask]] = []
+
+    def emit(rank: int, task: AnyTask, start: float, end: float) -> None:
+        started.append((start, rank, task))
+
+    blocked = advance([iter(tasks) for tasks in task_lists], count_stages(task_lists), emit)
+    if blocked:
+        raise deadlock_error(task_lists, blocked)
+    # A rank starts one task at a time, so (start, rank) is unique, and a task's inputs ended, and
+    # so began, strictly before it starts.
+    started.sort(key=lambda item: item[:2])
+    return [(rank, task) for _, rank, task in started]

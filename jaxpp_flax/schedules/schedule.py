@@ -1,0 +1,167 @@
+"""The interface which every schedule implements.
+
+A schedule says which rank runs which task, and in what order. It says nothing of when: a task
+starts as soon as its rank is free and its inputs have arrived. So any order that is consistent with
+the data dependencies is right, and the difference between schedules is only idle time and memory.
+
+The dependencies of stage ``s`` and microbatch ``m``:
+
+- ``F(s, m)`` runs after ``F(s-1, m)``;
+- ``B(s, m)`` and ``I(s, m)`` run after ``F(s, m)``, and after ``B(s+1, m)`` or ``I(s+1, m)``;
+- ``W(s, m)`` runs after ``I(s, m)``.
+
+**Stage 0 of a schedule which splits the backward.** Nobody waits for the gradient of the first
+stage's input, so there is nothing to split: the named schedules with ``splits_backward`` emit the
+whole ``B(0, m)`` for stage 0 and ``I``/``W`` for every other stage. Only the order within one rank
+is concerned, so this costs no idle time.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .errors import ScheduleError
+from .task import AnyTask, FusedTask, TaskKind
+
+
+def check_count(what: str, value: object, minimum: int = 1) -> int:
+    """``value`` if it is a whole number of at least ``minimum``; else a :class:`ScheduleError`."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ScheduleError(f"{what} must be a whole number, got {value!r}")
+    count = value.__index__()  # type: ignore[union-attr]  # NumPy's integers come through here too
+    if count < minimum:
+        raise ScheduleError(f"{what} must be at least {minimum}, got {count}")
+    return count
+
+
+@dataclass(frozen=True, init=False, eq=False)
+class Schedule(abc.ABC):
+    """Who runs what, in what order. Subclass it, with ``tasks``, for a schedule of your own.
+
+    Args:
+        num_stages: number of stages the model is cut into.
+        num_ranks: number of ranks (groups of devices) that run them; one stage each by default.
+        mpmd_dim: another name of ``num_ranks``, the one used by ``jaxpp.api``.
+
+    >>> from jaxpp_flax.schedules import Schedule, task
+    >>> class OneAtATime(Schedule):  # every microbatch alone: legal, and mostly idle
+    ...     def tasks(self, num_microbatches):
+    ...         return [[step(stage, m) for m in range(num_microbatches)
+    ...                  for step in (task.forward, task.backward)]
+    ...                 for stage in range(self.num_stages)]
+    >>> OneAtATime(2).tasks(2)[1]
+    [fwd_1__0, bwd_1__0, fwd_1__1, bwd_1__1]
+    """
+
+    num_stages: int
+    num_ranks: int
+
+    splits_backward: ClassVar[bool] = False
+    """Whether stages other than the first run ``I`` and ``W`` in place of ``B``."""
+
+    fuses_last_stage: ClassVar[bool] = False
+    """Whether the last stage runs each forward and backward as one :class:`FusedTask`."""
+
+    def __init__(self, num_stages: int, num_ranks: int | None = None, *, mpmd_dim: int | None = None) -> None:
+        if num_ranks is not None and mpmd_dim is not None and num_ranks != mpmd_dim:
+            raise ScheduleError(
+                f"num_ranks={num_ranks} and mpmd_dim={mpmd_dim} are two names of one number: give one of them"
+            )
+        num_stages = check_count("num_stages", num_stages)
+        ranks = num_ranks if num_ranks is not None else mpmd_dim
+        ranks = num_stages if ranks is None else check_count("num_ranks", ranks)
+        object.__setattr__(self, "num_stages", num_stages)
+        object.__setattr__(self, "num_ranks", ranks)
+        self._check_ranks()
+
+    def __eq__(self, other: object) -> bool:
+        """Of one class, and alike in every attribute: a subclass's own, such as a latency, count too."""
+        return type(other) is type(self) and vars(other) == vars(self)
+
+    def __hash__(self) -> int:
+        return hash((type(self), self.num_stages, self.num_ranks))
+
+    def _check_ranks(self) -> None:
+        """Refuse a number of ranks on which the stages cannot be dealt out evenly."""
+        if self.num_stages % self.num_ranks:
+            lower = self.num_stages - self.num_stages % self.num_ranks
+            fits = [str(n) for n in (lower, lower + self.num_ranks) if n]
+            raise ScheduleError(
+                f"{type(self).__name__}: num_stages={self.num_stages} cannot be dealt out evenly "
+                f"to num_ranks={self.num_ranks}. Use {' or '.join(fits)} stages, or a number of "
+                "ranks that divides the stages"
+            )
+
+    @property
+    def mpmd_dim(self) -> int:
+        """``num_ranks``, under the name used by ``jaxpp.api``."""
+        return self.num_ranks
+
+    @property
+    def stages_per_rank(self) -> int:
+        return self.num_stages // self.num_ranks
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that runs ``stage``: dealt out in turn, unless a subclass says otherwise."""
+        return stage % self.num_ranks
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages that ``rank`` runs, in increasing order."""
+        return [s for s in range(self.num_stages) if self.rank_of(s) == rank]
+
+    @abc.abstractmethod
+    def tasks(self, num_microbatches: int) -> list[list[AnyTask]]:
+        """Each rank's tasks in the order in which it runs them."""
+
+    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
+        """One rank's tasks. A schedule with a formula makes them one by one, in no memory."""
+        return iter(self.tasks(num_microbatches)[rank])
+
+    def check(self, num_microbatches: int) -> None:
+        """Raise :class:`ScheduleError`, with a remedy, if it cannot do so many microbatches.
+
+        >>> from jaxpp_flax.schedules import Std1F1B
+        >>> Std1F1B(4).check(0)
+        Traceback (most recent call last):
+        jaxpp_flax.schedules.errors.ScheduleError: num_microbatches must be at least 1, got 0
+        """
+        check_count("num_microbatches", num_microbatches)
+
+    def max_live_microbatches(self, stage: int, num_microbatches: int) -> int:
+        """The most microbatches whose activations ``stage`` holds at any one time.
+
+        Activations live from the start of the forward to the end of the backward (of ``W``, where
+        the backward is split).
+        """
+        self.check(num_microbatches)
+        return peak_live(self.rank_tasks(self.rank_of(stage), num_microbatches), stage)
+
+
+class StreamedSchedule(Schedule):
+    """A schedule whose ranks' orders come from a formula, so that nothing need be stored."""
+
+    @abc.abstractmethod
+    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]: ...
+
+    def tasks(self, num_microbatches: int) -> list[list[AnyTask]]:
+        self.check(num_microbatches)
+        return [list(self.rank_tasks(rank, num_microbatches)) for rank in range(self.num_ranks)]
+
+
+def peak_live(tasks: Iterator[AnyTask], stage: int) -> int:
+    """The most forwards of ``stage`` in one rank's ``tasks`` that await their last backward."""
+    live = peak = 0
+    for task in tasks:
+        if task.stage != stage:
+            continue
+        if isinstance(task, FusedTask):
+            peak = max(peak, live + 1)
+        elif task.kind is TaskKind.FORWARD:
+            live += 1
+            peak = max(peak, live)
+        elif task.kind is not TaskKind.BACKWARD_INPUT:
+            live -= 1
+    return peak

@@ -1,0 +1,306 @@
+"""Discrete simulation of a schedule: when each task runs, what idles, what is held.
+
+A rank runs its tasks in order, each as soon as the rank is free and its inputs have arrived. That
+is exact for the model in :mod:`costs`; what the model leaves out is written there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from .costs import Costs, CostTable, Transfer
+from .errors import ScheduleError
+from .progress import advance, needs
+from .schedule import Schedule
+from .task import AnyTask, FusedTask, Task, TaskKind, parts
+from .validate import deadlock_error
+
+_F, _I, _B = TaskKind.FORWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One task as it ran."""
+
+    task: AnyTask
+    rank: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of a simulated (or measured) step; everything but the events themselves.
+
+    Attributes:
+        makespan: from the first task's start to the last one's end, over all ranks.
+        busy: time each rank computes.
+        first_start: when each rank's first task starts.
+        last_end: when each rank's last task ends.
+        peak_memory: the most activation memory each rank holds at any one time.
+        num_tasks: number of tasks, a fused one counted once.
+    """
+
+    makespan: float
+    busy: tuple[float, ...]
+    first_start: tuple[float, ...]
+    last_end: tuple[float, ...]
+    peak_memory: tuple[float, ...]
+    num_tasks: int
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time, over the makespan, in which they idle."""
+        total = self.makespan * len(self.busy)
+        return 1.0 - sum(self.busy) / total if total else 0.0
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Each rank's idle time over the makespan."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @property
+    def period(self) -> float:
+        """Time per step when steps follow each other and no barrier stands between them.
+
+        A rank may start the next step when it has ended this one, so steps of the same shape
+        succeed one another at the longest time between a rank's own first start and last end.
+        """
+        return max((e - s for s, e in zip(self.first_start, self.last_end, strict=True)), default=0.0)
+
+    @property
+    def steady_bubble(self) -> float:
+        """The bubble of steps that follow each other with no barrier between them."""
+        total = self.period * len(self.busy)
+        return 1.0 - sum(self.busy) / total if total else 0.0
+
+
+@dataclass(frozen=True)
+class Timeline(Summary):
+    """A :class:`Summary` and the events behind it, by rank and in order of time."""
+
+    events: tuple[tuple[Event, ...], ...]
+    num_stages: int
+    costs: Costs
+    transfer: Transfer
+
+    def memory(self, rank: int) -> list[tuple[float, float]]:
+        """``(time, activation memory held from then on)`` at each change on ``rank``."""
+        table = self.costs.table(self.num_stages)
+        changes: list[tuple[float, int, float]] = []
+        for event in self.events[rank]:
+            before, after = memory_change(event.task, table)
+            # At one instant, what ends is freed before what starts is held.
+            changes += [(event.start, 1, before), (event.end, 0, after)]
+        changes.sort()
+        held = 0.0
+        steps: list[tuple[float, float]] = []
+        for time, _, change in changes:
+            if change:
+                held += change
+                steps.append((time, held))
+        return steps
+
+    def critical_path(self) -> list[Event]:
+        """A chain of tasks, each held up by the one before, that ends with the step.
+
+        Between two of them is either nothing (the rank was busy) or a transfer. To end the step
+        earlier, a task or a transfer of this chain must become shorter.
+
+        >>> from jaxpp_flax.schedules import GPipe
+        >>> [event.task for event in simulate(GPipe(2), num_microbatches=1).critical_path()]
+        [fwd_0__0, fwd_1__0, bwd_1__0, bwd_0__0]
+        """
+        table = self.costs.table(self.num_stages)
+        made: dict[Task, Event] = {}
+        before: dict[Task, Event] = {}
+        for events in self.events:
+            for i, event in enumerate(events):
+                for part in parts(event.task):
+                    made[part] = event
+                    if part.kind is _I:  # needs() names a gradient's maker by its whole form
+                        made[Task(_B, part.stage, part.microbatch)] = event
+                if i:
+                    before[parts(event.task)[0]] = events[i - 1]
+        current = max((events[-1] for events in self.events if events), key=lambda e: e.end, default=None)
+        path: list[Event] = []
+        while current is not None:
+            path.append(current)
+            causes: list[tuple[float, Event]] = []
+            previous = before.get(parts(current.task)[0])
+            if previous is not None:
+                causes.append((previous.end, previous))
+            for need in needs(parts(current.task)[0], self.num_stages):
+                maker = made.get(need)
+                if maker is not None:
+                    causes.append((_arrival(maker, current.rank, need, table, self.transfer), maker))
+            current = max(causes, key=lambda cause: cause[0])[1] if causes else None
+        return path[::-1]
+
+
+def _arrival(maker: Event, rank: int, result: Task, table: CostTable, transfer: Transfer) -> float:
+    if maker.rank == rank:
+        return maker.end
+    return maker.end + transfer.time(maker.rank, rank, sent_bytes(result, table))
+
+
+def sent_bytes(result: Task, table: CostTable) -> float:
+    """What the result of ``result`` weighs: its stage's output, or the gradient of its input."""
+    return table.sent[result.stage if result.kind is _F else result.stage - 1]
+
+
+def memory_change(task: AnyTask, table: CostTable) -> tuple[float, float]:
+    """How much a task's start adds to the activation memory, and its end (a negative number)."""
+    stage = task.stage
+    if isinstance(task, FusedTask):
+        return table.activation[stage], -table.activation[stage]
+    if task.kind is _F:
+        return table.activation[stage], 0.0
+    if task.kind is _I:
+        return 0.0, table.kept[stage] - table.activation[stage]
+    return 0.0, -(table.activation[stage] if task.kind is _B else table.kept[stage])
+
+
+Tasks = Schedule | Sequence[Sequence[AnyTask]]
+
+
+def _ranks(schedule: Tasks, num_microbatches: int | None) -> tuple[list[Iterator[AnyTask]], int]:
+    if isinstance(schedule, Schedule):
+        if num_microbatches is None:
+            raise ScheduleError(f"{schedule!r} has no number of microbatches of its own: pass num_microbatches=")
+        schedule.check(num_microbatches)
+        ranks = [schedule.rank_tasks(rank, num_microbatches) for rank in range(schedule.num_ranks)]
+        return ranks, schedule.num_stages
+    stages = 1 + max((task.stage for tasks in schedule for task in tasks), default=-1)
+    return [iter(tasks) for tasks in schedule], stages
+
+
+class _Recorder:
+    """Collects a summary task by task, and the events where they are wanted."""
+
+    def __init__(self, num_ranks: int, table: CostTable, keep: bool) -> None:
+        self.activation = table.activation
+        self.kept = table.kept
+        self.busy = [0.0] * num_ranks
+        self.first: list[float | None] = [None] * num_ranks
+        self.last = [0.0] * num_ranks
+        self.held = [0.0] * num_ranks
+        self.peak = [0.0] * num_ranks
+        self.count = 0
+        self.events: list[list[Event]] | None = [[] for _ in range(num_ranks)] if keep else None
+
+    def __call__(self, rank: int, task: AnyTask, start: float, end: float) -> None:
+        # memory_change, written out: this is called for every task of schedules of any size.
+        self.count += 1
+        self.busy[rank] += end - start
+        if self.first[rank] is None:
+            self.first[rank] = start
+        self.last[rank] = end
+        stage = task.stage
+        if isinstance(task, FusedTask):
+            self.peak[rank] = max(self.peak[rank], self.held[rank] + self.activation[stage])
+        elif task.kind is _F:
+            held = self.held[rank] + self.activation[stage]
+            self.held[rank] = held
+            if held > self.peak[rank]:
+                self.peak[rank] = held
+        elif task.kind is _B:
+            self.held[rank] -= self.activation[stage]
+        elif task.kind is _I:
+            self.held[rank] -= self.activation[stage] - self.kept[stage]
+        else:
+            self.held[rank] -= self.kept[stage]
+        if self.events is not None:
+            self.events[rank].append(Event(task, rank, start, end))
+
+    def figures(self) -> dict[str, object]:
+        return {
+            "makespan": max(self.last, default=0.0),
+            "busy": tuple(self.busy),
+            "first_start": tuple(first or 0.0 for first in self.first),
+            "last_end": tuple(self.last),
+            "peak_memory": tuple(self.peak),
+            "num_tasks": self.count,
+        }
+
+
+def _run(
+    schedule: Tasks, costs: Costs, transfer: Transfer, num_microbatches: int | None, keep: bool
+) -> tuple[_Recorder, int]:
+    ranks, num_stages = _ranks(schedule, num_microbatches)
+    table = costs.table(num_stages)
+    recorder = _Recorder(len(ranks), table, keep)
+
+    def delay(source: int, target: int, result: Task) -> float:
+        return transfer.time(source, target, sent_bytes(result, table))
+
+    instant = not transfer.links and transfer.default.time(1.0) == 0.0
+    blocked = advance(ranks, num_stages, recorder, times=table, delay=None if instant else delay)
+    if blocked:
+        lists = schedule.tasks(num_microbatches or 1) if isinstance(schedule, Schedule) else schedule
+        raise deadlock_error(lists, blocked)
+    return recorder, num_stages
+
+
+def simulate(
+    schedule: Tasks,
+    costs: Costs | None = None,
+    transfer: Transfer | float | None = None,
+    *,
+    num_microbatches: int | None = None,
+) -> Timeline:
+    """Run ``schedule`` in the model and return what happened when.
+
+    Args:
+        schedule: a :class:`Schedule`, or each rank's tasks in order.
+        costs: times and memory; by default 1 for ``F``, ``I`` and ``W``, 2 for ``B``.
+        transfer: the links, or one latency for all of them; by default instant.
+        num_microbatches: for a :class:`Schedule`.
+
+    >>> from jaxpp_flax.schedules import Std1F1B
+    >>> step = simulate(Std1F1B(4), num_microbatches=8)
+    >>> step.makespan, round(step.bubble, 3), step.peak_memory
+    (33.0, 0.273, (4.0, 3.0, 2.0, 1.0))
+    """
+    costs = Costs() if costs is None else costs
+    links = Transfer.of(transfer)
+    recorder, num_stages = _run(schedule, costs, links, num_microbatches, keep=True)
+    events = tuple(tuple(rank) for rank in recorder.events or ())
+    return Timeline(**recorder.figures(), events=events, num_stages=num_stages, costs=costs, transfer=links)  # type: ignore[arg-type]
+
+
+def summarize(
+    schedule: Tasks,
+    costs: Costs | None = None,
+    transfer: Transfer | float | None = None,
+    *,
+    num_microbatches: int | None = None,
+) -> Summary:
+    """:func:`simulate` without the events: for schedules too large to keep.
+
+    >>> from jaxpp_flax.schedules import Std1F1B
+    >>> summarize(Std1F1B(64), num_microbatches=128).makespan
+    573.0
+    """
+    costs = Costs() if costs is None else costs
+    recorder, _ = _run(schedule, costs, Transfer.of(transfer), num_microbatches, keep=False)
+    return Summary(**recorder.figures())  # type: ignore[arg-type]
+
+
+def replay(events: Iterable[Iterable[Event]], costs: Costs | None = None) -> Timeline:
+    """A :class:`Timeline` from events with times of their own, such as a measured step's.
+
+    Times are shifted so that the first task starts at 0.
+    """
+    ranks = [sorted(rank, key=lambda event: event.start) for rank in events]
+    everything = [event for rank in ranks for event in rank]
+    zero = min((event.start for event in everything), default=0.0)
+    num_stages = 1 + max((event.task.stage for event in everything), default=-1)
+    costs = Costs() if costs is None else costs
+    recorder = _Recorder(len(ranks), costs.table(num_stages), keep=True)
+    for rank, listed in enumerate(ranks):
+        for event in listed:
+            recorder(rank, event.task, event.start - zero, event.end - zero)
+    kept = tuple(tuple(rank) for rank in recorder.events or ())
+    return Timeline(**recorder.figures(), events=kept, num_stages=num_stages, costs=costs, transfer=Transfer())  # type: ignore[arg-type]

@@ -1,0 +1,104 @@
+"""Schedules as CSV files, in the compute format of ``torch.distributed.pipelining``.
+
+A row for each rank, a cell for each step: ``0F0``, ``1B0``, ``1I0``, ``1W0`` (stage, letter,
+microbatch), or nothing where the rank idles.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from .custom import CustomSchedule
+from .errors import ScheduleError
+from .progress import EvenTimes, advance
+from .schedule import Schedule
+from .task import AnyTask, FusedTask, Task, TaskKind, flatten
+from .validate import deadlock_error
+
+_CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+_OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def _parse(cell: str, where: str) -> Iterator[Task]:
+    cell = cell.strip()
+    overlapped = _OVERLAPPED.fullmatch(cell)
+    if overlapped:
+        for part in overlapped[1].split(";"):
+            yield from _parse(part, where)
+        return
+    if not cell:
+        return
+    match = _CELL.fullmatch(cell)
+    if match is None:
+        raise ScheduleError(
+            f"{where}: {cell!r} is not a task. Write stage, letter (F, B, I or W) and microbatch, as in 1F0; "
+            "leave idle cells empty, and leave out sends and receives: they follow from the tasks"
+        )
+    yield Task(TaskKind(match[2]), int(match[1]), int(match[3]))
+
+
+def read_csv(path: str | os.PathLike[str]) -> CustomSchedule:
+    """The schedule in a CSV file, validated.
+
+    A stage 0 whose backward is split is made whole, and a last stage whose backwards directly
+    follow its forwards is fused: see :func:`normalize`. Cells of the form ``(0F4;3B1)OVERLAP_F_B``
+    are read as two tasks, one after the other.
+
+    >>> import tempfile, pathlib
+    >>> file = pathlib.Path(tempfile.mkdtemp()) / "mine.csv"
+    >>> _ = file.write_text("0F0,0F1,,0B0,0B1\\n,1F0,1B0,1F1,1B1\\n")
+    >>> read_csv(file).tasks(2)[1]
+    [FusedTask(fwd_1__0, bwd_1__0), FusedTask(fwd_1__1, bwd_1__1)]
+    """
+    lists: list[list[Task]] = []
+    with Path(path).open(newline="") as file:
+        for row, cells in enumerate(csv.reader(file)):
+            if cells:
+                lists.append(
+                    [
+                        task
+                        for column, cell in enumerate(cells)
+                        for task in _parse(cell, f"{os.fspath(path)}, row {row + 1}, column {column + 1}")
+                    ]
+                )
+    return CustomSchedule(lists)
+
+
+def write_csv(
+    schedule: Schedule | Sequence[Sequence[AnyTask]],
+    path: str | os.PathLike[str],
+    num_microbatches: int | None = None,
+) -> None:
+    """Write a schedule as CSV; a cell's column is its step if every task took one step.
+
+    Args:
+        schedule: a :class:`Schedule`, or each rank's tasks.
+        path: the file, overwritten.
+        num_microbatches: for a :class:`Schedule`.
+    """
+    if isinstance(schedule, Schedule):
+        count = num_microbatches or getattr(schedule, "num_microbatches", None)
+        if count is None:
+            raise ScheduleError(f"{schedule!r} has no number of microbatches of its own: pass num_microbatches=")
+        lists = schedule.tasks(count)
+    else:
+        lists = [list(tasks) for tasks in schedule]
+    plain = [list(flatten(tasks)) for tasks in lists]
+    rows: list[list[str]] = [[] for _ in plain]
+
+    def emit(rank: int, task: AnyTask, start: float, end: float) -> None:
+        if isinstance(task, FusedTask):  # they were all taken apart above
+            return
+        rows[rank] += [""] * (int(start) - len(rows[rank])) + [task.cell]
+
+    num_stages = 1 + max((task.stage for tasks in plain for task in tasks), default=-1)
+    blocked = advance([iter(tasks) for tasks in plain], num_stages, emit, times=EvenTimes.of(num_stages, backward=1.0))
+    if blocked:
+        raise deadlock_error(lists, blocked)
+    width = max(map(len, rows), default=0)
+    with Path(path).open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(row + [""] * (width - len(row)) for row in rows)

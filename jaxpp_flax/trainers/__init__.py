@@ -1,0 +1,48 @@
+"""Training: `PipelineTrainer`, callbacks and trackers."""
+
+from pathlib import Path
+
+from jax.extend import source_info_util
+
+from jaxpp_flax.trainers.auto_schedule import AutoSchedule, ScheduleReport
+from jaxpp_flax.trainers.callbacks import Callback
+from jaxpp_flax.trainers.errors import (
+    BatchError,
+    DataPositionError,
+    LossError,
+    MeshError,
+    ModelError,
+    NonFiniteLossError,
+)
+from jaxpp_flax.trainers.preemption import KILLED_STATUS, PREEMPTED_STATUS
+from jaxpp_flax.trainers.profiling import StepProfile
+from jaxpp_flax.trainers.state import TrainState
+from jaxpp_flax.trainers.trackers import CompositeTracker, DictTracker, JsonlTracker, NoopTracker, Tracker
+from jaxpp_flax.trainers.trainer import PipelineTrainer
+from jaxpp_flax.trainers.update import DynamicLossScale
+
+# Messages name the user's line, not ours.
+source_info_util.register_exclusion(str(Path(__file__).resolve().parent))
+
+__all__ = [
+    "AutoSchedule",
+    "BatchError",
+    "Callback",
+    "CompositeTracker",
+    "DataPositionError",
+    "DictTracker",
+    "DynamicLossScale",
+    "JsonlTracker",
+    "KILLED_STATUS",
+    "LossError",
+    "MeshError",
+    "ModelError",
+    "NonFiniteLossError",
+    "NoopTracker",
+    "PREEMPTED_STATUS",
+    "PipelineTrainer",
+    "ScheduleReport",
+    "StepProfile",
+    "Tracker",
+    "TrainState",
+]

@@ -1,0 +1,120 @@
+"""Batches: checked, cut into microbatches, and counted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpp_flax.trainers.errors import BatchError
+
+__all__ = ["batch_size", "count_units", "dtype_of", "join_microbatches", "signature", "split_batch"]
+
+
+def batch_size(batch: Any) -> int:
+    """The size that the leaves of `batch` have in common along their first axis.
+
+    Raises:
+      BatchError: if a leaf is no array or has no axis, the sizes differ, or there is no leaf.
+
+    Example:
+      >>> batch_size({"x": np.zeros((6, 3)), "y": np.zeros(6)})
+      6
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if not leaves:
+        raise BatchError(f"the batch holds no array: {batch!r}. Give a pytree of arrays of shape (batch, ...).")
+    sizes: dict[str, int] = {}
+    for path, leaf in leaves:
+        name = f"batch{jax.tree_util.keystr(path)}"
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise BatchError(f"{name} is a {type(leaf).__name__}, not an array. Convert it with `np.asarray`.")
+        if not leaf.shape:
+            raise BatchError(f"{name} is a scalar. Every leaf needs the axis of examples first: (batch, ...).")
+        sizes[name] = leaf.shape[0]
+    if len(set(sizes.values())) > 1:
+        listing = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise BatchError(
+            f"the leaves of the batch have different leading sizes ({listing}). "
+            "The first axis of each leaf counts the examples: give every leaf the same size there."
+        )
+    return next(iter(sizes.values()))
+
+
+def split_batch(batch: Any, num_microbatches: int, shards: int = 1) -> Any:
+    """Reshape each leaf from (batch, ...) to (num_microbatches, batch // num_microbatches, ...).
+
+    `shards` is the number of devices in a stage that share the examples of one microbatch.
+
+    Raises:
+      BatchError: if the batch cannot be cut evenly.
+
+    Example:
+      >>> split_batch(np.zeros((6, 3)), 2).shape
+      (2, 3, 3)
+    """
+    size = batch_size(batch)
+    if size % num_microbatches or size == 0:
+        path, leaf = jax.tree_util.tree_leaves_with_path(batch)[0]
+        lower = size - size % num_microbatches
+        fits = " or ".join(str(n) for n in (lower, lower + num_microbatches) if n)
+        raise BatchError(
+            f"a batch of {size} examples cannot be cut into num_microbatches={num_microbatches} equal parts "
+            f"(batch{jax.tree_util.keystr(path)} has shape {tuple(leaf.shape)}). Use a batch of {fits}, or a "
+            "num_microbatches that divides the batch."
+        )
+    each = size // num_microbatches
+    if each % shards:
+        raise BatchError(
+            f"a microbatch of {each} examples ({size} in num_microbatches={num_microbatches} parts) cannot be shared "
+            f"evenly by the {shards} data-parallel devices of a stage. Make the batch a multiple of "
+            f"{num_microbatches * shards}."
+        )
+
+    def reshape(leaf: Any) -> Any:
+        numpy = jnp if isinstance(leaf, jax.Array) else np
+        return numpy.reshape(leaf, (num_microbatches, each, *leaf.shape[1:]))
+
+    return jax.tree.map(reshape, batch)
+
+
+def join_microbatches(outputs: Any) -> Any:
+    """The inverse of `split_batch`, on the host: each leaf becomes one `jax.Array` of shape (batch, ...)."""
+
+    def join(leaf: Any) -> jax.Array:
+        array = np.asarray(leaf)
+        if array.ndim < 2:
+            return jnp.asarray(array)
+        return jnp.asarray(array.reshape(-1, *array.shape[2:]))
+
+    return jax.tree.map(join, outputs)
+
+
+def signature(batch: Any) -> tuple[Any, ...]:
+    """What two batches must have in common to run on one compiled step."""
+    leaves, tree = jax.tree.flatten(batch)
+    return (tree, *((tuple(leaf.shape), dtype_of(leaf)) for leaf in leaves))
+
+
+def dtype_of(leaf: Any) -> Any:
+    """The dtype that JAX gives `leaf`: NumPy's float64 becomes float32, unless 64 bits are enabled."""
+    if not isinstance(leaf, (np.ndarray, np.generic)):
+        return leaf.dtype
+    return jax.dtypes.canonicalize_dtype(leaf.dtype)
+
+
+def count_units(batch: Any) -> tuple[int, str]:
+    """What progress counts: the tokens of the first integer leaf with two axes, or else examples.
+
+    Example:
+      >>> count_units({"tokens": np.zeros((4, 8), np.int32)}), count_units(np.zeros((4, 8)))
+      ((32, 'tokens'), (4, 'examples'))
+    """
+    leaves = jax.tree.leaves(batch)
+    for leaf in leaves:
+        if len(leaf.shape) == 2 and jnp.issubdtype(leaf.dtype, jnp.integer):
+            return math.prod(leaf.shape), "tokens"
+    return leaves[0].shape[0], "examples"

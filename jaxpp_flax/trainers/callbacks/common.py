@@ -1,0 +1,69 @@
+"""Callbacks that many runs need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxpp_flax.trainers.callbacks.base import Callback
+
+if TYPE_CHECKING:
+    from jaxpp_flax.trainers.trainer import PipelineTrainer
+
+__all__ = ["EarlyStopping", "PrintLoss", "StopOnNonFinite"]
+
+
+class PrintLoss(Callback):
+    """Prints a line such as `step 20  loss 2.34567`.
+
+    Args:
+      every: how often, in steps.
+      digits: after the point.
+    """
+
+    def __init__(self, *, every: int = 1, digits: int = 5) -> None:
+        super().__init__(every=every)
+        self._digits = digits
+
+    def on_metrics(self, trainer: PipelineTrainer, step: int, metrics: Mapping[str, Any]) -> None:
+        """Print it."""
+        trainer.message(f"step {step}  loss {metrics['loss']:.{self._digits}f}")
+
+
+class EarlyStopping(Callback):
+    """Ends `fit` when a metric of the evaluations has not improved for `patience` of them.
+
+    Args:
+      metric: its name; smaller is better.
+      patience: evaluations without improvement, at least 1.
+      min_delta: what counts as an improvement.
+    """
+
+    def __init__(self, metric: str = "loss", *, patience: int = 3, min_delta: float = 0.0) -> None:
+        super().__init__()
+        if patience < 1:
+            raise ValueError(f"EarlyStopping(patience={patience}): it must be at least 1.")
+        self._metric, self._patience, self._min_delta = metric, patience, min_delta
+        self._best, self._bad = math.inf, 0
+
+    def on_evaluate(self, trainer: PipelineTrainer, step: int, metrics: Mapping[str, Any]) -> None:
+        """Compare with the best one so far."""
+        if self._metric not in metrics:
+            raise KeyError(f"EarlyStopping watches {self._metric!r}; the evaluation has {', '.join(sorted(metrics))}.")
+        value = float(metrics[self._metric])
+        if value < self._best - self._min_delta:
+            self._best, self._bad = value, 0
+            return
+        self._bad += 1
+        if self._bad >= self._patience:
+            trainer.stop(f"{self._metric} has not improved on {self._best:.5g} in {self._bad} evaluations")
+
+
+class StopOnNonFinite(Callback):
+    """Ends `fit` when the loss is no longer finite. Metrics come one step late: so does this."""
+
+    def on_metrics(self, trainer: PipelineTrainer, step: int, metrics: Mapping[str, Any]) -> None:
+        """Look at the loss."""
+        if not math.isfinite(metrics["loss"]):
+            trainer.stop(f"the loss of step {step} is {metrics['loss']}")

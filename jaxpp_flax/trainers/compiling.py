@@ -1,0 +1,70 @@
+"""The one place that turns a step into something that runs: a pipeline, or plain `jax.jit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from jaxpp_flax.engine.array import MpmdArray
+from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.engine.reshard import spmd_to_mpmd_reshard
+from jaxpp_flax.layers import CutPolicy
+from jaxpp_flax.trainers.mesh import batch_spec
+
+__all__ = ["Backend", "to_ordinary"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """Where steps run: on the ranks of `mesh`, or, without one, on JAX's default device under `jax.jit`."""
+
+    mesh: MpmdMesh | None
+    policy: CutPolicy
+    state_specs: Any = None  # of the state's leaves; see `state_specs`
+    rules: Any = None  # what logical axis names stand for: pairs
+
+    def compile(self, function: Callable[..., Any], state: Any, batch: Any, *, donate: bool) -> Any:
+        """`function(state, batch)`, compiled for arguments like these; with `donate` the state's memory is reused."""
+        donated = (0,) if donate else ()
+        if self.mesh is None:
+            return jax.jit(function, donate_argnums=donated).lower(state, batch).compile()
+        step = mpmd_jit_with_loop(
+            function,
+            self.mesh,
+            in_shardings=(self.state_specs, batch_spec(self.mesh)),
+            # A step that gives the state back gives it as it took it.
+            out_shardings=(self.state_specs, None) if donate and self.state_specs is not None else None,
+            donate_argnums=donated,
+            cut_policy=self.policy,
+        )
+        with nn.logical_axis_rules(self.rules or ()):
+            return step.compile(state, batch)
+
+    def place(self, compiled: Any, state: Any) -> Any:
+        """`state` where `compiled` reads it; a copy, so that donating it leaves the user's arrays alone."""
+        if self.mesh is None:
+            return jax.tree.map(copied, state)
+        return spmd_to_mpmd_reshard(self.mesh, jax.tree.map(copied, state), compiled.in_shardings[0])
+
+
+def copied(leaf: Any) -> jax.Array:
+    """A copy that shares no memory with `leaf`."""
+    return jnp.array(leaf, copy=True)
+
+
+def to_ordinary(tree: Any) -> Any:
+    """Every leaf as a `jax.Array` of its own on the default device."""
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, MpmdArray):
+            return copied(leaf)
+        device = jax.local_devices()[0]
+        return copied(jax.device_put(leaf.as_jax_array(), device))
+
+    return jax.tree.map(one, tree)

@@ -1,0 +1,135 @@
+"""Where batches come from: any iterable of pytrees of arrays, once or many times over."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jaxpp_flax.trainers.position import DataPosition, ResumeData, seek, state_of
+from jaxpp_flax.trainers.progress import Meter, NoMeter
+
+__all__ = ["Batches", "batches"]
+
+
+def batches(
+    data: Iterable[Any],
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    position: DataPosition | None = None,
+    resume_data: ResumeData = "fast_forward",
+    meter: Meter | None = None,
+) -> Batches:
+    """The batches of `data`: at most `steps` of them, in at most `epochs` passes.
+
+    With neither, one pass. With `steps` alone, a list or dataset is passed over as often as it takes; a generator
+    gives what it has.
+
+    Args:
+      data: as above.
+      steps: at most so many, not counting those before `position`.
+      epochs: at most so many passes, counting those before `position`.
+      position: where to begin; see `jaxpp_flax.trainers.position`.
+      resume_data: how to get there where `data` has no `set_state`.
+      meter: shows it.
+
+    Raises:
+      ValueError: if `steps` or `epochs` is below 1, `data` is empty, or several epochs are asked of a generator.
+      TypeError: if `data` cannot be iterated.
+
+    Example:
+      >>> list(batches([1, 2, 3], steps=5)), list(batches([1, 2], epochs=2))
+      ([1, 2, 3, 1, 2], [1, 2, 1, 2])
+    """
+    for name, value in (("steps", steps), ("epochs", epochs)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1.")
+    try:
+        first = iter(data)
+    except TypeError as error:
+        raise TypeError(
+            f"data is a {type(data).__name__}, which cannot be iterated. Pass an iterable of batches: a list, a "
+            "generator, a grain dataset or loader."
+        ) from error
+    if isinstance(data, dict):
+        raise TypeError("data is a dict: a single batch? Pass an iterable of batches, e.g. `[batch]`.")
+    if first is data and epochs is not None and epochs > 1:
+        raise ValueError(
+            f"epochs={epochs} needs data that can be iterated again, but a {type(data).__name__} runs once. Pass a "
+            "list or an object whose __iter__ starts anew, or give `steps` instead."
+        )
+    if resume_data not in ("fast_forward", "refuse", "restart"):
+        raise ValueError(f"resume_data={resume_data!r}: it must be 'fast_forward', 'refuse' or 'restart'.")
+    passes = epochs if epochs is not None or steps is not None else 1
+    return Batches(data, first, steps, passes, None if resume_data == "restart" else position, resume_data, meter)
+
+
+class Batches(Iterator[Any]):
+    """An iterator over batches that knows where it stands; made by `batches`.
+
+    Example:
+      >>> source = batches([5, 6, 7], steps=5)
+      >>> [next(source) for _ in range(4)], source.given, source.position().epoch, source.position().in_epoch
+      ([5, 6, 7, 5], 4, 1, 1)
+      >>> list(batches([5, 6, 7], steps=1, position=source.position()))
+      [6]
+    """
+
+    def __init__(
+        self,
+        data: Iterable[Any],
+        first: Iterator[Any],
+        steps: int | None,
+        epochs: int | None,
+        position: DataPosition | None,
+        resume_data: ResumeData,
+        meter: Meter | None,
+    ) -> None:
+        self._data, self._iterator, self._steps, self._epochs = data, first, steps, epochs
+        self._start, self._meter = position, meter or NoMeter()
+        self._how: ResumeData = resume_data
+        self.given = 0
+        self._before = position.batches if position is not None else 0
+        self._epoch = position.epoch if position is not None else 0
+        self._in_epoch = position.in_epoch if position is not None else 0
+        self._run = self._generate()
+
+    def __next__(self) -> Any:
+        return next(self._run)
+
+    def position(self) -> DataPosition:
+        """After the last batch that was given."""
+        return DataPosition(
+            batches=self._before + self.given,
+            epoch=self._epoch,
+            in_epoch=self._in_epoch,
+            iterator=state_of(self._iterator),
+        )
+
+    def _generate(self) -> Iterator[Any]:
+        once = self._iterator is self._data
+        if self._start is not None:
+            seek(self._iterator, self._start, self._how, self._meter)
+        while True:
+            for batch in self._iterator:
+                self.given += 1
+                self._in_epoch += 1
+                yield batch
+                if self.given == self._steps:
+                    return
+            empty, total = not self._in_epoch, self._before + self.given
+            if not total:
+                raise ValueError(f"data (a {type(self._data).__name__}) held no batch.")
+            if self._epoch + 1 == self._epochs:
+                return
+            if once or empty:
+                warnings.warn(
+                    f"data ended after {self.given} of {self._steps} steps: a {type(self._data).__name__} runs once. "
+                    "Training stops here.",
+                    UserWarning,
+                    stacklevel=4,
+                )
+                return
+            self._epoch, self._in_epoch = self._epoch + 1, 0
+            self._iterator = iter(self._data)

@@ -1,0 +1,27 @@
+"""What the trainer raises: each names what is wrong, where, and what to change."""
+
+__all__ = ["BatchError", "DataPositionError", "LossError", "MeshError", "ModelError", "NonFiniteLossError"]
+
+
+class BatchError(ValueError):
+    """A batch does not fit the microbatches, the mesh, or itself."""
+
+
+class DataPositionError(ValueError):
+    """The data cannot be brought to where a checkpoint was written."""
+
+
+class LossError(TypeError):
+    """A loss function returned something that is no loss."""
+
+
+class MeshError(ValueError):
+    """Devices, mesh and stages do not fit each other."""
+
+
+class ModelError(ValueError):
+    """A model cannot be trained as it is."""
+
+
+class NonFiniteLossError(FloatingPointError):
+    """The very first loss is not finite."""

@@ -1,0 +1,154 @@
+"""The training loop of `fit`: dispatch a step, then deliver the metrics of the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxpp_flax.trainers.batch import count_units
+from jaxpp_flax.trainers.callbacks import Callback
+from jaxpp_flax.trainers.preemption import Preemption
+from jaxpp_flax.trainers.progress import Meter, Rate
+
+if TYPE_CHECKING:
+    from jaxpp_flax.trainers.trainer import PipelineTrainer
+
+__all__ = ["run_fit", "to_host"]
+
+
+def to_host(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics as floats (scalars) and NumPy arrays; waits for them."""
+    return {name: _host(value) for name, value in metrics.items()}
+
+
+def _host(value: Any) -> Any:
+    array = np.asarray(value)
+    return float(array) if array.ndim == 0 else array
+
+
+def run_fit(
+    trainer: PipelineTrainer,
+    source: Iterable[Any],
+    total: int | None,
+    *,
+    eval_data: Iterable[Any] | None,
+    eval_every: int | None,
+    callbacks: Sequence[Callback],
+    meter: Meter,
+    log_every: int,
+) -> dict[str, Any]:
+    """Train on every batch of `source`; returns the last metrics (of the evaluation too, as `eval_...`)."""
+    loop = _FitLoop(trainer, total, eval_data, eval_every, callbacks, meter, log_every)
+    return loop.run(source)
+
+
+class _FitLoop:
+    def __init__(
+        self,
+        trainer: PipelineTrainer,
+        total: int | None,
+        eval_data: Iterable[Any] | None,
+        eval_every: int | None,
+        callbacks: Sequence[Callback],
+        meter: Meter,
+        log_every: int,
+    ) -> None:
+        self.trainer, self.eval_data, self.eval_every = trainer, eval_data, eval_every
+        self.callbacks, self.meter, self.log_every = callbacks, meter, log_every
+        self.begin = trainer.step
+        self.total = None if total is None else self.begin + total
+        self.rate = Rate(self.total)
+        self.units, self.unit = 0, "examples"
+        self.pending: tuple[int, int, Mapping[str, Any]] | None = None
+        self.last: dict[str, Any] = {}
+
+    def run(self, source: Iterable[Any]) -> dict[str, Any]:
+        with Preemption(self.trainer._preemption_deadline) as preemption:
+            last = self._run(source, preemption)
+            self.trainer._end_fit(preemption)
+        return last
+
+    def _run(self, source: Iterable[Any], preemption: Preemption) -> dict[str, Any]:
+        trainer, started = self.trainer, False
+        try:
+            for batch in source:
+                if not started:
+                    trainer.compile(batch)
+                    for callback in self.callbacks:
+                        callback.on_fit_start(trainer)
+                    self.meter.start(self.total, self.begin)
+                    started = True
+                if not preemption.requested:
+                    self.step(batch)
+                    trainer._after_step()
+                if preemption.requested:
+                    self.deliver(None)
+                    return self.last
+                if trainer.stopping is not None:
+                    self.meter.message(f"stopped after step {trainer.step}: {trainer.stopping}")
+                    break
+            self.deliver(None)
+            if self.eval_data is not None and (self.eval_every is None or trainer.step % self.eval_every):
+                self.evaluate()
+        finally:
+            self.meter.stop()
+            if started:
+                for callback in self.callbacks:
+                    callback.on_fit_end(trainer)
+        return self.last
+
+    def step(self, batch: Any) -> None:
+        trainer = self.trainer
+        metrics = trainer.train_step(batch)
+        step = trainer.step
+        units, self.unit = count_units(batch)
+        self.units += units
+        self.meter.advance(step)
+        for callback in self.callbacks:
+            if callback.wants(step):
+                callback.on_step(trainer, step)
+        self.deliver((step, self.units, metrics))
+        if self.eval_every is not None and self.eval_data is not None and step % self.eval_every == 0:
+            self.deliver(None)
+            self.evaluate()
+
+    def logs(self, step: int) -> bool:
+        return step % self.log_every == 0 or step == self.begin + 1 or step == self.total
+
+    def deliver(self, new: tuple[int, int, Mapping[str, Any]] | None) -> None:
+        """Fetch the metrics that are pending, now that the next step is under way, and put `new` in their place."""
+        pending, self.pending = self.pending, new
+        if pending is None:
+            return
+        step, units, metrics = pending
+        wanting = [callback for callback in self.callbacks if callback.wants(step)]
+        if not self.logs(step) and new is not None and not any(_overrides_metrics(c) for c in wanting):
+            return
+        self.last = to_host(metrics)
+        if self.logs(step) or new is None:
+            rate, left = self.rate.read(step, units)
+            self.meter.update(step, self.last, rate, self.unit, left)
+            extra = {} if rate is None else {f"{self.unit}_per_second": rate}
+            self.trainer.tracker.log({**self.last, **extra}, step=step)
+        for callback in wanting:
+            callback.on_metrics(self.trainer, step, self.last)
+
+    def evaluate(self) -> None:
+        trainer = self.trainer
+        if self.eval_data is None:
+            return
+        metrics = trainer.evaluate(self.eval_data)
+        named = {f"eval_{name}": value for name, value in metrics.items()}
+        shown = "  ".join(f"{name} {value:.4f}" for name, value in named.items() if isinstance(value, float))
+        self.meter.message(f"step {trainer.step}  {shown}")
+        trainer.tracker.log(named, step=trainer.step)
+        for callback in self.callbacks:
+            callback.on_evaluate(trainer, trainer.step, metrics)
+        self.last = {**self.last, **named}
+        self.rate.resume(self.units)
+
+
+def _overrides_metrics(callback: Callback) -> bool:
+    return type(callback).on_metrics is not Callback.on_metrics

@@ -1,0 +1,82 @@
+"""Which parameters are frozen: `frozen=` names them by path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+
+from jaxpp_flax.trainers.errors import ModelError
+
+__all__ = ["frozen_filter", "merge_frozen", "path_text", "split_frozen"]
+
+
+def path_text(path: Iterable[Any]) -> str:
+    """A path of JAX's or of NNX's as text: `blocks/0/widen/kernel`."""
+    parts: list[str] = []
+    for key in path:
+        if isinstance(key, jax.tree_util.GetAttrKey) and key.name == "value":
+            continue  # the array in a Variable
+        parts.append(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))))
+    return "/".join(parts)
+
+
+def frozen_filter(frozen: Any, paths: Sequence[str]) -> Callable[[str], bool]:
+    """Whether the parameter at a path is frozen.
+
+    Args:
+      frozen: a glob or several (each matches whole paths, or their beginnings up to a slash), or a function of the
+        path.
+      paths: of all parameters.
+
+    Raises:
+      ModelError: if a glob matches none of them.
+      TypeError: if `frozen` is none of these.
+
+    Example:
+      >>> is_frozen = frozen_filter("blocks/[01]", ["blocks/0/kernel", "blocks/1/kernel", "head/kernel"])
+      >>> is_frozen("blocks/0/kernel"), is_frozen("head/kernel")
+      (True, False)
+    """
+    if callable(frozen):
+        return lambda path: bool(frozen(path))
+    patterns = [frozen] if isinstance(frozen, str) else list(frozen) if isinstance(frozen, Sequence) else None
+    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(f"frozen={frozen!r}: use paths such as 'embed/*', a list of them, or a function of the path.")
+    for pattern in patterns:
+        if not any(_matches(path, pattern) for path in paths):
+            known = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
+            raise ModelError(f"frozen: no parameter matches {pattern!r}. The parameters are {known}.")
+    return lambda path: any(_matches(path, pattern) for pattern in patterns)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern.rstrip('/')}/*")
+
+
+def split_frozen(params: Any, is_frozen: Callable[[str], bool]) -> tuple[Any, Any]:
+    """A nested dict of parameters as two: the trained ones and the frozen ones."""
+
+    def walk(tree: Any, path: tuple[str, ...]) -> tuple[Any, Any]:
+        trained: dict[str, Any] = {}
+        kept: dict[str, Any] = {}
+        for key, node in tree.items():
+            if isinstance(node, Mapping):
+                both = walk(node, (*path, key))
+                trained.update({key: both[0]} if both[0] else {})
+                kept.update({key: both[1]} if both[1] else {})
+            else:
+                (kept if is_frozen("/".join((*path, key))) else trained)[key] = node
+        return trained, kept
+
+    return walk(params, ())
+
+
+def merge_frozen(trained: Any, frozen: Any) -> Any:
+    """The nested dict that `split_frozen` split."""
+    merged = dict(trained)
+    for key, node in frozen.items():
+        merged[key] = merge_frozen(merged.get(key, {}), node) if isinstance(node, Mapping) else node
+    return merged

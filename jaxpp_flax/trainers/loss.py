@@ -1,0 +1,133 @@
+"""The loss rule: the loss and gradients of a step are those of the whole batch.
+
+A loss function sees one microbatch and returns one of
+
+- the **mean loss** of the microbatch, a scalar. The step's loss is the mean over the (equally large) microbatches;
+- **(loss_sum, weight)**, two scalars: a sum over the microbatch and what to divide it by, such as its number of
+  unmasked tokens. The step's loss is the sum of all `loss_sum` over the sum of all `weight`, so microbatches count by
+  their weight. The weight is taken as a constant of the data: no gradient flows through it. A batch whose whole
+  weight is zero has loss zero and changes no gradient;
+- either of these with a mapping of **metrics**: `(loss, metrics)` or `((loss_sum, weight), metrics)`. A metric is
+  averaged over the microbatches, or, given as a pair `(sum, weight)`, summed and divided by the summed weight.
+
+Gradients are summed over the microbatches and divided once, after the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp_flax.trainers.errors import LossError
+
+__all__ = ["LossTerms", "read_loss", "whole_batch"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class LossTerms:
+    """What one microbatch contributes; adding these over the microbatches gives what the batch contributes."""
+
+    total: Any
+    weight: Any  # None: the loss is a mean
+    metrics: Any  # each a value, or a pair (sum, weight)
+
+
+def read_loss(output: Any) -> LossTerms:
+    """The terms in what a loss function returned for one microbatch; sums are kept in float32 at least.
+
+    Raises:
+      LossError: if it is none of the documented forms.
+
+    Example:
+      >>> read_loss((jnp.float32(6.0), 3)).weight.item()
+      3.0
+    """
+    loss, metrics = output, {}
+    if isinstance(output, (tuple, list)) and len(output) == 2 and isinstance(output[1], Mapping):
+        loss, metrics = output
+    if isinstance(loss, (tuple, list)):
+        if len(loss) != 2:
+            raise LossError(f"the loss function returned {_describe(output)}. {_FORMS}")
+        total, weight = (_scalar(part, name, output) for part, name in zip(loss, ("loss_sum", "weight"), strict=True))
+        weight = jax.lax.stop_gradient(weight)
+    else:
+        total, weight = _scalar(loss, "loss", output), None
+    for reserved in {"loss", "weight", "loss_scale", "skipped_step"} & set(metrics):
+        raise LossError(f"the loss function returned a metric called {reserved!r}, a name of the trainer's. Rename it.")
+    return LossTerms(total=total, weight=weight, metrics={name: _metric(name, v) for name, v in metrics.items()})
+
+
+def whole_batch(summed: LossTerms, num_microbatches: int) -> tuple[dict[str, jax.Array], Any]:
+    """The metrics of the whole batch from the sums over its microbatches, and what its gradients are divided by.
+
+    Example:
+      >>> terms = LossTerms(total=jnp.float32(6.0), weight=jnp.float32(4.0), metrics={"hits": (2.0, 8.0)})
+      >>> metrics, divisor = whole_batch(terms, 2)
+      >>> {name: float(value) for name, value in metrics.items()}, float(divisor)
+      ({'loss': 1.5, 'weight': 4.0, 'hits': 0.25}, 4.0)
+    """
+    divisor = num_microbatches if summed.weight is None else _not_zero(summed.weight)
+    metrics = {"loss": summed.total / divisor}
+    if summed.weight is not None:
+        metrics["weight"] = summed.weight
+    for name, value in summed.metrics.items():
+        if isinstance(value, tuple):
+            metrics[name] = value[0] / _not_zero(value[1])
+        else:
+            metrics[name] = value / num_microbatches
+    return metrics, divisor
+
+
+_FORMS = (
+    "Return the mean loss of the microbatch (a scalar), or (loss_sum, weight) with two scalars, "
+    "or one of these with a dict of metrics: (loss, {'accuracy': ...})."
+)
+
+
+def _not_zero(weight: Any) -> Any:
+    return jnp.where(weight == 0, jnp.ones_like(weight), weight)
+
+
+def _wide(value: Any) -> jax.Array:
+    value = jnp.asarray(value)
+    return value.astype(jnp.promote_types(value.dtype, jnp.float32))
+
+
+def _scalar(value: Any, name: str, output: Any) -> jax.Array:
+    if not isinstance(value, (int, float)) and not hasattr(value, "dtype"):
+        raise LossError(f"the loss function returned {_describe(output)}. {_FORMS}")
+    if jnp.shape(value) != ():
+        raise LossError(
+            f"the loss function returned a {name} of shape {jnp.shape(value)}, which is not a scalar. "
+            "Reduce it first, e.g. with `.mean()`; to weight examples, return (loss_sum, weight)."
+        )
+    wide = _wide(value)
+    if not jnp.issubdtype(wide.dtype, jnp.floating):
+        raise LossError(f"the loss function returned a {name} of dtype {wide.dtype}; it must be a real number.")
+    return wide
+
+
+def _metric(name: str, value: Any) -> Any:
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    if not (len(parts) <= 2 and all(isinstance(part, (int, float)) or hasattr(part, "dtype") for part in parts)):
+        raise LossError(
+            f"the loss function returned the metric {name!r} as {_describe(value)}. "
+            "A metric is an array (averaged over the microbatches), or a pair (sum, weight)."
+        )
+    wide = tuple(map(_wide, parts))
+    return wide if isinstance(value, (tuple, list)) and len(wide) == 2 else wide[0]
+
+
+def _describe(output: Any) -> str:
+    if isinstance(output, (tuple, list)):
+        return f"({', '.join(map(_describe, output))})"
+    if isinstance(output, Mapping):
+        return f"a dict of {', '.join(map(repr, output)) or 'nothing'}"
+    if hasattr(output, "dtype"):
+        return f"an array of shape {tuple(output.shape)} and dtype {output.dtype}"
+    return "None" if output is None else f"a {type(output).__name__}"

@@ -1,0 +1,104 @@
+"""The devices that a trainer runs on: ranks along one axis of a mesh, and how batches are shared inside a rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.trainers.errors import MeshError
+
+__all__ = ["BATCH_AXES", "STAGE_AXIS", "batch_spec", "build_mesh", "num_batch_shards", "wrap_mesh"]
+
+STAGE_AXIS = "stage"
+BATCH_AXES = ("data", "fsdp")
+"""Axes of a mesh that share the examples of a microbatch."""
+
+
+def build_mesh(num_ranks: int, axes: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None) -> MpmdMesh:
+    """A mesh of `num_ranks` ranks, each with `axes` inside; an axis of size -1 takes all devices that are left.
+
+    Raises:
+      MeshError: if there are too few devices, or the axes do not divide their number.
+
+    Example:
+      >>> build_mesh(4, {"data": 2})
+      MpmdMesh({'stage': 4, 'data': 2}, mpmd_axis_name='stage')
+    """
+    sizes = dict(axes or {})
+    available = list(jax.devices() if devices is None else devices)
+    if STAGE_AXIS in sizes:
+        raise MeshError(f"mesh axes {sizes} name {STAGE_AXIS!r}, the axis of the ranks: give num_stages instead.")
+    for name, size in sizes.items():
+        if size != -1 and size < 1:
+            raise MeshError(f"mesh axis {name!r} has size {size}; it must be at least 1, or -1 for the devices left.")
+    if num_ranks > len(available):
+        raise MeshError(
+            f"{num_ranks} ranks need at least as many devices, but there are {len(available)} "
+            f"({available[0].platform}). Use num_stages={len(available)} or fewer; or an interleaved schedule with "
+            f"several stages on each rank: schedule='interleaved_1f1b', num_ranks={len(available)}. On CPU, "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={num_ranks} makes virtual devices."
+        )
+    known = num_ranks * math.prod(size for size in sizes.values() if size != -1)
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    if len(open_axes) > 1:
+        raise MeshError(f"mesh axes {sizes} leave {open_axes} open; at most one axis may have size -1.")
+    if open_axes:
+        if len(available) % known:
+            raise MeshError(
+                f"{len(available)} devices cannot be divided into {num_ranks} ranks with mesh axes {sizes}: "
+                f"{len(available)} is no multiple of {known}. Choose sizes that divide them, or build a mesh yourself."
+            )
+        sizes[open_axes[0]] = len(available) // known
+    needed = num_ranks * math.prod(sizes.values())
+    if needed > len(available):
+        raise MeshError(
+            f"{num_ranks} ranks with mesh axes {sizes} need {needed} devices, but there are {len(available)}. "
+            "Use smaller axes or fewer stages."
+        )
+    shape = (num_ranks, *sizes.values())
+    return MpmdMesh(Mesh(np.array(available[:needed]).reshape(shape), (STAGE_AXIS, *sizes)), STAGE_AXIS)
+
+
+def wrap_mesh(mesh: Any, num_ranks: int | None) -> MpmdMesh:
+    """The user's mesh as an `MpmdMesh`, checked against the number of ranks.
+
+    Raises:
+      MeshError: if it has no axis of stages, or one of another size.
+    """
+    if isinstance(mesh, Mesh):
+        if STAGE_AXIS not in mesh.axis_names:
+            raise MeshError(
+                f"the mesh has axes {dict(mesh.shape)}, but none called {STAGE_AXIS!r} that counts the ranks. "
+                f"Name it so, or pass an MpmdMesh(mesh, axis_name)."
+            )
+        mesh = MpmdMesh(mesh, STAGE_AXIS)
+    if not isinstance(mesh, MpmdMesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh or an MpmdMesh, got {type(mesh).__name__}.")
+    if num_ranks is not None and mesh.mpmd_dim != num_ranks:
+        raise MeshError(
+            f"the mesh has {mesh.mpmd_dim} ranks along {mesh.mpmd_axis_name!r}, but {num_ranks} are asked for. "
+            f"Make that axis {num_ranks} long, or use num_ranks={mesh.mpmd_dim} "
+            "(several stages on each rank need an interleaved schedule)."
+        )
+    return mesh
+
+
+def _batch_axes(mesh: MpmdMesh) -> tuple[str, ...]:
+    return tuple(name for name in BATCH_AXES if name in mesh.jax_mesh.axis_names and name != mesh.mpmd_axis_name)
+
+
+def batch_spec(mesh: MpmdMesh) -> PartitionSpec:
+    """How leaves of shape (num_microbatches, microbatch, ...) lie on a rank."""
+    axes = _batch_axes(mesh)
+    return PartitionSpec(None, axes) if axes else PartitionSpec()
+
+
+def num_batch_shards(mesh: MpmdMesh | None) -> int:
+    """Into how many parts the examples of a microbatch are cut."""
+    return math.prod(mesh.jax_mesh.shape[name] for name in _batch_axes(mesh)) if mesh is not None else 1

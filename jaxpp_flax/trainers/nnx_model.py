@@ -1,0 +1,63 @@
+"""NNX models as the trainer sees them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxpp_flax.trainers.frozen import frozen_filter, path_text
+from jaxpp_flax.trainers.model import fold
+
+__all__ = ["NnxModel"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NnxModel:
+    """An NNX module, split into the variables that are trained (`wrt`, a filter) and the rest."""
+
+    graphdef: Any
+    wrt: Any
+
+    @classmethod
+    def take_apart(cls, module: nnx.Module, wrt: Any = nnx.Param, frozen: Any = None) -> tuple[NnxModel, Any, Any]:
+        """The adapter, the trained variables and the rest, both as `nnx.State`; `module` is left as it is."""
+        if frozen is not None:
+            chosen = nnx.to_flat_state(nnx.state(module, wrt))
+            is_frozen = frozen_filter(frozen, [path_text(path) for path, _ in chosen])
+            wrt = nnx.All(wrt, lambda path, _: not is_frozen(path_text(path)))
+        graphdef, params, rest = nnx.split(module, wrt, ...)
+        return cls(graphdef=graphdef, wrt=wrt), params, rest
+
+    def bind(self, params: Any, rest: Any, *, step: Any, microbatch: Any, training: bool) -> Any:
+        """A module of its own for each microbatch: the copy is what makes it legal inside the loop."""
+        module = nnx.merge(self.graphdef, params, _fold_keys(rest, step, microbatch), copy=True)
+        if not training:
+            module.eval()
+        return module
+
+    def rest_of(self, bound: Any, before: Any) -> Any:
+        """The variables of `before` as the call left them; those that it created (sown ones) are dropped."""
+        _, _, after = nnx.split(bound, self.wrt, ...)
+        new = dict(nnx.to_flat_state(after))
+
+        def pick(path: Any, old: Any) -> Any:
+            # Streams of random numbers start anew in each microbatch: a counter would tie the masks to the schedule.
+            return old if isinstance(old, nnx.RngState) else new.get(path, old)
+
+        return nnx.from_flat_state([(path, pick(path, old)) for path, old in nnx.to_flat_state(before)])
+
+    def rebuild(self, params: Any, rest: Any) -> nnx.Module:
+        """An ordinary module, unconnected to the trainer."""
+        return nnx.merge(self.graphdef, params, rest, copy=True)
+
+
+def _fold_keys(rest: Any, step: Any, microbatch: Any) -> Any:
+    def one(variable: Any) -> Any:
+        if isinstance(variable, nnx.RngKey):
+            return variable.replace(fold(variable.get_value(), step, microbatch))
+        return variable
+
+    return jax.tree.map(one, rest, is_leaf=lambda x: isinstance(x, nnx.Variable))

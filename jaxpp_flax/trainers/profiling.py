@@ -1,0 +1,153 @@
+"""One real training step, measured task by task, beside its simulation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any, Protocol
+
+from jaxpp_flax.schedules import (
+    Costs,
+    Event,
+    FusedTask,
+    Schedule,
+    Task,
+    TaskKind,
+    Timeline,
+    draw,
+    measured_costs,
+    replay,
+    simulate,
+)
+
+__all__ = ["StepProfile", "profile_of", "task_costs"]
+
+_F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
+
+
+class Timing(Protocol):
+    """When a task ran: the engine's `TaskTiming`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def task(self) -> Task | FusedTask: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def end(self) -> float: ...
+
+
+class Stage(Protocol):
+    """What a stage holds and sends for one microbatch, in bytes: the engine's `StageSummary`."""
+
+    @property
+    def sent_bytes(self) -> int: ...
+    @property
+    def activation_bytes(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """A step that trained, and when each of its tasks ran; seconds and bytes.
+
+    Attributes:
+      metrics: what `train_step` returns.
+      schedule: what ran.
+      measured: the tasks as they ran.
+      simulated: the same schedule in the simulator, with the median times of this step's tasks and free transfers.
+        What `measured` takes longer is transfers, dispatch, and tasks whose time varies.
+      stages: the engine's summary of each stage.
+    """
+
+    metrics: dict[str, Any]
+    schedule: Schedule
+    measured: Timeline
+    simulated: Timeline
+    stages: Sequence[Stage]
+
+    @property
+    def panels(self) -> list[tuple[str, Timeline]]:
+        """Both, titled, as `jaxpp_flax.schedules.draw` takes them."""
+        return [("measured (seconds)", self.measured), ("simulated (seconds)", self.simulated)]
+
+    def draw(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        width: int = 120,
+        colour: bool = False,
+        memory: bool = False,
+    ) -> str:
+        """Measured and simulated, one under the other on one scale of time.
+
+        Args:
+          path: a `.svg`, `.png` (extra `plot`), `.json` (Chrome trace, for Perfetto) or `.txt` file to write too.
+          width: columns of the text.
+          colour: use terminal colours in the text.
+          memory: whether a PNG also shows each rank's activation memory.
+
+        Returns:
+          The text.
+        """
+        return draw(self.panels, path, width=width, colour=colour, memory=memory, microseconds=1e6)
+
+
+def profile_of(
+    metrics: dict[str, Any],
+    timings: Iterable[Timing],
+    stages: Sequence[Stage],
+    schedule: Schedule,
+    num_microbatches: int,
+) -> StepProfile:
+    """The profile of a step, from what the engine measured and says of its stages."""
+    ranks: list[list[Event]] = [[] for _ in range(schedule.num_ranks)]
+    for timing in timings:
+        ranks[timing.rank].append(Event(timing.task, timing.rank, timing.start, timing.end))
+    costs = task_costs([ranks], stages)
+    return StepProfile(
+        metrics=metrics,
+        schedule=schedule,
+        measured=replay(ranks, costs),
+        simulated=simulate(schedule, costs, num_microbatches=num_microbatches),
+        stages=stages,
+    )
+
+
+def task_costs(steps: Iterable[Iterable[Iterable[Event]]], stages: Sequence[Stage]) -> Costs:
+    """Median costs over the events of several steps, of one schedule or of several on the same stages.
+
+    Where the last stage's forward was also measured alone, its fused tasks are taken apart at that time; otherwise at
+    a third. A stage without a gradient of some kind (all its parameters are frozen, say) spends no time on it.
+
+    Args:
+      steps: of each step, each rank's events.
+      stages: the stages' bytes.
+    """
+    events = [event for step in steps for rank in step for event in rank]
+    seen = {(task.kind, task.stage) for task in (e.task for e in events) if isinstance(task, Task)}
+    ahead: dict[int, list[float]] = {}
+    for event in events:
+        if isinstance(event.task, Task) and event.task.kind is _F:
+            ahead.setdefault(event.task.stage, []).append(event.end - event.start)
+    plain: list[Event] = []
+    for event in events:
+        stage = event.task.stage
+        if isinstance(event.task, FusedTask) and stage in ahead:
+            middle = min(event.start + median(ahead[stage]), event.end)
+            plain.append(Event(Task(_B, stage, event.task.microbatch), event.rank, middle, event.end))
+        else:
+            plain.append(event)
+            if isinstance(event.task, FusedTask):
+                seen |= {(_F, stage), (_B, stage)}
+    for stage in range(len(stages)):
+        kinds = {kind for kind, of in seen if of == stage}
+        missing = [kind for kind in (_I, _W) if kind not in kinds] if kinds & {_I, _W} else [_B]
+        plain += [Event(Task(kind, stage, 0), 0, 0.0, 0.0) for kind in missing if kind not in kinds]
+    held, sent = [float(of.activation_bytes) for of in stages], [float(of.sent_bytes) for of in stages]
+    costs = measured_costs([plain], activation=held, sent=sent)
+    return replace(costs, weight_activation=[float(of.weight_bytes) for of in stages])

@@ -1,0 +1,205 @@
+"""How training is shown: a bar on a terminal, plain lines elsewhere, or nothing.
+
+A meter is told what has already been fetched; it never asks a device for anything.
+"""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+__all__ = ["BarMeter", "Meter", "NoMeter", "PlainMeter", "Rate", "choose_meter"]
+
+
+class Rate:
+    """Units per second and the time left, from the first reading on: compiling is never part of it.
+
+    Example:
+      >>> clock = iter([0.0, 2.0])
+      >>> rate = Rate(total_steps=30, clock=lambda: next(clock))
+      >>> rate.read(step=10, units=100), rate.read(step=20, units=300)
+      ((None, None), (100.0, 2.0))
+    """
+
+    def __init__(self, total_steps: int | None, clock: Any = time.perf_counter) -> None:
+        self._total, self._clock = total_steps, clock
+        self._first: tuple[float, int] | None = None
+        self._last: tuple[float, int] | None = None
+
+    def read(self, step: int, units: int) -> tuple[float | None, float | None]:
+        """(units per second since the last reading, seconds left) once `units` in all are done at `step`."""
+        now = self._clock()
+        first, last = self._first, self._last
+        self._last = (now, units)
+        if first is None or last is None:
+            self._first = (now, step)
+            return None, None
+        rate = (units - last[1]) / max(now - last[0], 1e-9)
+        if self._total is None or step <= first[1]:
+            return rate, None
+        return rate, (self._total - step) * (now - first[0]) / (step - first[1])
+
+    def resume(self, units: int) -> None:
+        """Begin the next reading now: what came before (an evaluation) took time of its own."""
+        if self._last is not None:
+            self._last = (self._clock(), units)
+
+
+class Meter(abc.ABC):
+    """Shows the progress of `fit`."""
+
+    @abc.abstractmethod
+    def start(self, total: int | None, done: int) -> None:
+        """Training begins at step `done`; it ends at step `total`, where known."""
+
+    @abc.abstractmethod
+    def update(self, step: int, metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> None:
+        """The metrics of `step`, units per second, and seconds left."""
+
+    def advance(self, step: int) -> None:  # noqa: B027 (optional)
+        """`step` was started; its metrics are not known yet."""
+
+    def message(self, text: Any) -> None:  # noqa: B027 (optional)
+        """Print a line, or anything that rich can draw, above the bar."""
+
+    @contextmanager
+    def phase(self, text: str) -> Iterator[None]:
+        """Something that takes long, such as compiling."""
+        yield
+
+    def stop(self) -> None:  # noqa: B027 (optional)
+        """Training has ended."""
+
+
+class NoMeter(Meter):
+    """Shows nothing."""
+
+    def start(self, total: int | None, done: int) -> None:
+        """Nothing."""
+
+    def update(self, step: int, metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> None:
+        """Nothing."""
+
+
+class PlainMeter(Meter):
+    """Lines of text, for logs.
+
+    Example:
+      >>> meter = PlainMeter()
+      >>> meter.start(total=100, done=0)
+      >>> meter.update(10, {"loss": 2.5}, 12345.0, "tokens", 65.0)
+      step 10/100  loss 2.5000  12.3k tokens/s  ETA 0:01:05
+    """
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console
+        self._total: int | None = None
+
+    def start(self, total: int | None, done: int) -> None:
+        """Remember the total."""
+        self._total = total
+
+    def update(self, step: int, metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> None:
+        """One line."""
+        total = f"/{self._total}" if self._total is not None else ""
+        self._print("  ".join([f"step {step}{total}", *_fields(metrics, rate, unit, left)]))
+
+    def message(self, text: Any) -> None:
+        """Print it."""
+        if isinstance(text, str):
+            self._print(text)
+        else:
+            (self._console or Console(width=120)).print(text)
+
+    @contextmanager
+    def phase(self, text: str) -> Iterator[None]:
+        """A line when it is over, with the seconds it took."""
+        begin = time.perf_counter()
+        yield
+        self._print(f"{text}: {time.perf_counter() - begin:.1f} s")
+
+    def _print(self, text: str) -> None:
+        if self._console is not None:
+            self._console.print(text, highlight=False, soft_wrap=True)
+        else:
+            print(text, flush=True)
+
+
+class BarMeter(Meter):
+    """A bar on a terminal."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console()
+        columns = (BarColumn(bar_width=30), MofNCompleteColumn(), TextColumn("{task.description}"))
+        self._progress = Progress(*columns, console=self._console, transient=False)
+        self._task: Any = None
+
+    def start(self, total: int | None, done: int) -> None:
+        """Draw the bar."""
+        self._progress.start()
+        self._task = self._progress.add_task("", total=total, completed=done)
+
+    def advance(self, step: int) -> None:
+        """Move the bar."""
+        self._progress.update(self._task, completed=step)
+
+    def update(self, step: int, metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> None:
+        """Write the metrics beside the bar."""
+        self._progress.update(self._task, description="  ".join(_fields(metrics, rate, unit, left)))
+
+    def message(self, text: Any) -> None:
+        """Print above the bar."""
+        self._console.print(text)
+
+    @contextmanager
+    def phase(self, text: str) -> Iterator[None]:
+        """A spinner, then the seconds it took."""
+        begin = time.perf_counter()
+        if self._progress.live.is_started:  # a spinner beside a bar needs rich 14.1
+            yield
+        else:
+            with self._console.status(text):
+                yield
+        self._console.print(f"{text}: {time.perf_counter() - begin:.1f} s", highlight=False)
+
+    def stop(self) -> None:
+        """Leave the finished bar."""
+        self._progress.stop()
+
+
+def choose_meter(progress: Any) -> Meter:
+    """The meter for the trainer's `progress=`: True fits the terminal, False shows nothing; or a `Meter`.
+
+    Raises:
+      TypeError: for anything else.
+    """
+    if isinstance(progress, Meter):
+        return progress
+    if progress is True:
+        return BarMeter() if Console().is_terminal else PlainMeter()
+    if progress is False:
+        return NoMeter()
+    raise TypeError(f"progress={progress!r} ({type(progress).__name__}): it must be True, False or a Meter.")
+
+
+def _fields(metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> list[str]:
+    fields = [f"{name} {value:.4f}" for name, value in metrics.items() if isinstance(value, float) and name != "weight"]
+    if rate is not None:
+        fields.append(f"{_short(rate)} {unit}/s")
+    if left is not None:
+        hours, seconds = divmod(round(left), 3600)
+        fields.append(f"ETA {hours}:{seconds // 60:02d}:{seconds % 60:02d}")
+    return fields
+
+
+def _short(value: float) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.1f}{letter}"
+    return f"{value:.1f}"

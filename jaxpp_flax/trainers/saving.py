@@ -1,0 +1,191 @@
+"""The trainer's checkpoints: what a step's directory holds, when it is written, and how a run goes on from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxpp_flax.checkpoint import CheckpointMismatchError, CheckpointNotFoundError, CheckpointSaveError, restore
+from jaxpp_flax.checkpoint.paths import PathFilter
+from jaxpp_flax.checkpoint.store import CheckpointStore, read_json, save_step
+from jaxpp_flax.trainers.data import Batches
+from jaxpp_flax.trainers.position import DataPosition
+from jaxpp_flax.trainers.preemption import PREEMPTED_STATUS, Preemption
+from jaxpp_flax.trainers.progress import Meter
+from jaxpp_flax.trainers.state import TrainState
+
+__all__ = ["Checkpointed"]
+
+_FORMAT = 1
+
+
+class Checkpointed:
+    """The part of `PipelineTrainer` that saves and restores. A step's directory holds, as items of Orbax:
+
+    - `state`: the `TrainState` (parameters, optimizer, other variables, keys of random numbers, step), by logical path;
+    - `data`: where the run stands in its data;
+    - `about`: the names of model and format.
+    """
+
+    _state: TrainState
+    _step: int
+    _meter: Meter
+    _initial: Any
+    _in_flight: Any
+    _model_name: str
+
+    def _init_checkpoints(
+        self, directory: Any, save_every: Any, keep: Any, asynchronous: bool, preemption_deadline: float | None
+    ) -> None:
+        if directory is None and save_every is not None:
+            raise ValueError(f"save_every={save_every!r} needs checkpoint_dir=, the directory to save to.")
+        if preemption_deadline is not None and not preemption_deadline > 0:
+            raise ValueError(f"preemption_deadline={preemption_deadline!r}: it must be seconds above 0, or None.")
+        self._store = (
+            None
+            if directory is None
+            else CheckpointStore(directory, save_every=save_every, keep=keep, asynchronous=asynchronous)
+        )
+        self._saves_by_itself = save_every is not None
+        self._preemption_deadline = preemption_deadline if directory is not None else None
+        self._source: Batches | None = None
+        self._source_begin = 0
+        self._position: tuple[int, DataPosition] | None = None  # with the step that it belongs to
+
+    # ------------------------------------------------------------------ for users
+
+    def save(self, where: str | os.PathLike[str] | int | None = None, *, wait: bool = True) -> Path:
+        """Write a checkpoint of the whole run: state, random numbers, step, and the position in the data.
+
+        Args:
+          where: None or the current step for `checkpoint_dir`; or a path of its own.
+          wait: until it is complete. With False it is written in the background, and training may go on: a failure
+            is raised by the next step. Paths of their own are always waited for.
+
+        Returns:
+          The checkpoint's directory.
+
+        Raises:
+          CheckpointSaveError: if it cannot be written; the state and older checkpoints are untouched.
+        """
+        beside = {"data": self._data_json(), "about": {"format": _FORMAT, "model": self._model_name}}
+        if where is not None and not isinstance(where, int):
+            return save_step(where, self._state, beside)
+        store = self._need_store("save")
+        if where is not None and where != self._step:
+            raise ValueError(f"save({where}): the state in memory is that of step {self._step}. Save that one.")
+        store.save(self._step, self._state, beside, wait=wait)
+        return store.directory / str(self._step)
+
+    def restore(
+        self,
+        where: str | os.PathLike[str] | int = "latest",
+        *,
+        only: PathFilter | None = None,
+        rename: Mapping[str, str] | None = None,
+        missing: Literal["error", "keep"] = "error",
+    ) -> None:
+        """Take over a checkpoint's state, whatever the layout of the run that wrote it.
+
+        Args:
+          where: a step of `checkpoint_dir`, its "latest", or the path of any Orbax checkpoint of a tree.
+          only: leaves to take, by their paths in `trainer.state`: `"params/*"` for the weights alone.
+          rename: prefixes of paths, from `trainer.state` to the checkpoint: `{"params": ""}` for a checkpoint that
+            stock Orbax wrote of an unpipelined model's parameters.
+          missing: "keep" what the checkpoint lacks.
+
+        Raises:
+          CheckpointMismatchError: listing all leaves that do not fit.
+          CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if it cannot be read. The state
+            in memory is as it was, after any of these.
+        """
+        path: Any = where
+        if isinstance(where, int) or where == "latest":
+            path = self._need_store("restore").path("latest" if where == "latest" else int(path))
+        about = read_json(path, "about") or {}
+        try:
+            # A checkpoint that is not a trainer's may hold whatever else.
+            extra = "ignore" if rename else "error"
+            state = restore(path, self._state, only=only, rename=rename, missing=missing, extra=extra)
+        except CheckpointMismatchError as error:
+            if about.get("model", self._model_name) == self._model_name:
+                raise
+            raise CheckpointMismatchError(
+                f"{error.message} It was written for the model {about['model']}; this trainer has {self._model_name}.",
+                error.faults,
+            ) from None
+        position = DataPosition.from_json(read_json(path, "data"))
+        self._state, self._step = state, int(state.step)
+        self._source = None
+        self._position = None if position is None or only is not None else (self._step, position)
+        self._initial = None
+        self._in_flight.clear()
+
+    # ------------------------------------------------------------------ for `fit`
+
+    def _resume(self) -> DataPosition | None:
+        """Restore the latest checkpoint, if there is one; where its data stood."""
+        store = self._need_store("fit(resume=True)")
+        latest = store.latest()
+        if latest is not None and latest != self._step:
+            self.restore(latest)
+            self._meter.message(f"resumed from {store.path(latest)}, step {latest}")
+        found = self._position
+        if latest is not None and found is None:
+            self._meter.message("the checkpoint holds no position in the data, which begins anew")
+        return found[1] if found is not None and found[0] == self._step else None
+
+    def _refuse_later_checkpoints(self) -> None:
+        latest = None if self._store is None else self._store.latest()
+        if self._store is not None and latest is not None and latest > self._step:
+            raise CheckpointSaveError(
+                f"{self._store.directory} holds checkpoints up to step {latest}, and this run begins at step "
+                f"{self._step}. Continue that one with fit(..., resume=True), or use another checkpoint_dir."
+            )
+
+    def _track(self, source: Batches) -> Batches:
+        """From now on, batches come from `source`."""
+        self._source, self._source_begin = source, self._step
+        return source
+
+    def _check_saves(self) -> None:
+        if self._store is not None:
+            self._store.check()
+
+    def _after_step(self) -> None:
+        """Save where it is time."""
+        if self._store is not None:
+            self._store.check()
+            if self._saves_by_itself and self._store.wants(self._step):
+                self.save(wait=False)
+
+    def _end_fit(self, preemption: Preemption) -> None:
+        """Wait for what is being written, save the last step, and exit if that was asked for."""
+        if self._store is None:
+            return
+        self._store.wait()
+        due = self._saves_by_itself or preemption.requested
+        if due and self._step > 0 and self._step not in self._store.steps():
+            self.save(wait=True)
+        if preemption.requested:
+            self._meter.message(f"SIGTERM: saved step {self._step}, exiting with status {PREEMPTED_STATUS}")
+            raise SystemExit(PREEMPTED_STATUS)
+
+    def _data_json(self) -> Any:
+        source = self._source
+        if source is not None:
+            # Steps that the user took with other batches leave no position.
+            fits = source.given == self._step - self._source_begin
+            return source.position().to_json() if fits else None
+        if self._position is not None and self._position[0] == self._step:
+            return self._position[1].to_json()
+        return None
+
+    def _need_store(self, what: str) -> CheckpointStore:
+        if self._store is None:
+            raise CheckpointNotFoundError(
+                f"{what} needs a directory of checkpoints: give the trainer checkpoint_dir=, or pass a path."
+            )
+        return self._store

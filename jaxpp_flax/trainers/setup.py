@@ -1,0 +1,146 @@
+"""What the trainer's arguments stand for: the model's adapter, the schedule and the mesh, checked before any work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import nnx
+
+from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.schedules import Schedule, by_name
+from jaxpp_flax.trainers.errors import ModelError
+from jaxpp_flax.trainers.linen_model import LinenModel
+from jaxpp_flax.trainers.mesh import build_mesh, wrap_mesh
+from jaxpp_flax.trainers.model import ModelAdapter
+from jaxpp_flax.trainers.nnx_model import NnxModel
+from jaxpp_flax.trainers.sharding import axis_names, unboxed
+
+__all__ = ["check_count", "check_functions", "check_parameters", "choose_model", "choose_ranks"]
+
+
+def check_count(name: str, value: Any) -> int:
+    """`value` as an int.
+
+    Raises:
+      ValueError: if it is no whole number of at least 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1.")
+    return int(value)
+
+
+def check_functions(**functions: Any) -> None:
+    """Refuse what is no function; all but `loss_fn` may be None.
+
+    Raises:
+      TypeError: naming the argument.
+    """
+    for name, function in functions.items():
+        if not callable(function) and not (function is None and name != "loss_fn"):
+            raise TypeError(f"{name} must be a function of (model, batch), got {type(function).__name__}.")
+
+
+def choose_model(
+    model: Any,
+    variables: Mapping[str, Any] | None,
+    wrt: Any,
+    frozen: Any,
+    seed: int,
+    rng_names: Sequence[str],
+) -> tuple[ModelAdapter, Any, Any, tuple[Any, Any]]:
+    """The adapter for an NNX or Linen module, its trained parameters, the rest of its state, and both's annotations.
+
+    Raises:
+      TypeError: if `model` is neither, or `variables` are missing or superfluous.
+    """
+    if isinstance(model, nnx.Module):
+        if variables is not None:
+            raise TypeError(
+                f"variables= are for Linen models, but {type(model).__name__} is an nnx.Module, which holds its own. "
+                "Leave them out."
+            )
+        adapter, params, rest = NnxModel.take_apart(model, wrt, frozen)
+        return adapter, params, rest, (axis_names(params), axis_names(rest))
+    if isinstance(model, nn.Module):
+        if not isinstance(variables, Mapping):
+            raise TypeError(
+                f"the Linen module {type(model).__name__} holds no variables of its own: pass "
+                f"`variables=model.init(key, x)`; got {type(variables).__name__}."
+            )
+        if "params" not in variables:
+            raise ModelError(
+                f"variables has the collections {sorted(variables)}, but no 'params'. Pass all that `model.init` "
+                "returned, or {'params': params}."
+            )
+        adapter, params, rest = LinenModel.take_apart(model, variables, jax.random.key(seed), rng_names, frozen)
+        return adapter, unboxed(params), unboxed(rest), (axis_names(params), axis_names(rest))
+    kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+    raise TypeError(f"model must be an instance of nnx.Module or flax.linen.Module, got {kind}.")
+
+
+def check_parameters(params: Any, model: Any) -> None:
+    """Refuse a model without parameters, or with ones that cannot be differentiated.
+
+    Raises:
+      ModelError: naming the leaf.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    if not leaves:
+        raise ModelError(
+            f"the model {type(model).__name__} has no parameters to train. Give it layers with parameters; for NNX, "
+            "`wrt` chooses the variables to train (nnx.Param by default)."
+        )
+    for path, leaf in leaves:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            raise ModelError(
+                f"the parameter {jax.tree_util.keystr(path)} of {type(model).__name__} has dtype {leaf.dtype}, which "
+                "has no gradient. Keep it in a variable of another type (NNX) or collection (Linen)."
+            )
+
+
+def choose_ranks(
+    schedule: Any,
+    num_stages: int,
+    num_microbatches: int,
+    num_ranks: int | None,
+    mesh: Any,
+    mesh_axes: Mapping[str, int] | None,
+) -> tuple[Schedule | None, MpmdMesh | None]:
+    """The schedule and the mesh; both None where one stage runs under plain `jax.jit`.
+
+    Raises:
+      ValueError: an unknown schedule, or one that does not fit stages, ranks or microbatches.
+      MeshError: devices, mesh and ranks do not fit.
+    """
+    if mesh is not None and mesh_axes is not None:
+        raise ValueError("both mesh= and mesh_axes= are given; a mesh already says which axes it has.")
+    if isinstance(schedule, Schedule):
+        made = schedule
+        if made.num_stages != num_stages:
+            raise ValueError(
+                f"the schedule {made!r} is for {made.num_stages} stages, but num_stages={num_stages}. Make them equal."
+            )
+        if num_ranks is not None and made.num_ranks != num_ranks:
+            raise ValueError(
+                f"the schedule {made!r} is for {made.num_ranks} ranks, but num_ranks={num_ranks}. Make them equal."
+            )
+    elif isinstance(schedule, str):
+        wrapped = wrap_mesh(mesh, None) if mesh is not None else None
+        ranks = num_ranks if num_ranks is not None else (wrapped.mpmd_dim if wrapped is not None else None)
+        made = by_name(schedule, num_stages, ranks)
+    else:
+        raise TypeError(
+            f"schedule must be a name such as '1f1b' or a Schedule object, got {type(schedule).__name__}: "
+            f"{schedule!r}. The names: jaxpp_flax.schedules.names()."
+        )
+    made.check(num_microbatches)
+    if mesh is not None:
+        return made, wrap_mesh(mesh, made.num_ranks)
+    if num_stages == 1 and mesh_axes is None:
+        return None, None
+    return made, build_mesh(made.num_ranks, mesh_axes)

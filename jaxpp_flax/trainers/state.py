@@ -1,0 +1,38 @@
+"""What a training step reads and writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+__all__ = ["TrainState"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Everything that a training step changes: a pytree, keyed by logical paths and never by stages.
+
+    Args:
+      step: optimizer steps done, an int32 scalar.
+      params: the trained parameters: an `nnx.State`, or a Linen tree.
+      opt_state: the optimizer's state.
+      model_state: the model's other variables: running statistics, frozen parameters, keys of random numbers.
+      ema: the average of the trained parameters (`ema_decay=`), or None.
+      loss_scale: the state of a dynamic loss scale, or None.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> state = TrainState(step=jnp.int32(0), params={"w": jnp.ones(2)}, opt_state=(), model_state={})
+      >>> len(jax.tree.leaves(state))
+      2
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+    model_state: Any
+    ema: Any = None
+    loss_scale: Any = None

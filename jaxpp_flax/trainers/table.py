@@ -1,0 +1,65 @@
+"""The table of stages that is printed before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+__all__ = ["stage_table"]
+
+
+def stage_table(stages: Sequence[Any], memory: Mapping[int, int], title: str = "Pipeline") -> Table:
+    """The engine's summaries as a table: FLOPs and bytes sent are those of one microbatch, memory is the rank's.
+
+    Args:
+      stages: `StageSummary`s.
+      memory: bytes that each rank holds at most.
+
+    Example:
+      >>> stage_table([], {}).row_count
+      0
+    """
+    table = Table(title=title, title_justify="left")
+    for column, side in (("stage", "right"), ("rank", "right"), ("blocks", "left"), ("parameters", "right")):
+        table.add_column(column, justify=side)  # type: ignore[arg-type]
+    for column in ("size", "FLOPs", "sent", "memory", "devices"):
+        table.add_column(column, justify="right")
+    for stage in stages:
+        table.add_row(
+            str(stage.stage),
+            str(stage.rank),
+            _blocks(stage.blocks),
+            f"{stage.parameter_count:,}",
+            _quantity(stage.parameter_bytes, "B"),
+            _quantity(stage.flops, ""),
+            _quantity(stage.sent_bytes, "B"),
+            _quantity(memory.get(stage.rank), "B"),
+            _devices(stage.devices),
+        )
+    return table
+
+
+def _blocks(names: Sequence[str]) -> str:
+    if len(names) <= 3:
+        return ", ".join(names)
+    return f"{names[0]} … {names[-1]} ({len(names)})"
+
+
+def _devices(devices: Any) -> str:
+    if isinstance(devices, (tuple, list)):
+        return ", ".join(str(getattr(device, "id", device)) for device in devices)
+    return str(devices)
+
+
+def _quantity(value: Any, unit: str) -> str:
+    if value is None or value != value:
+        return "?"
+    number = float(value)
+    for prefix in ("", "k", "M", "G", "T"):
+        if abs(number) < 1000 or prefix == "T":
+            text = f"{number:.0f}" if number == int(number) and not prefix else f"{number:.3g}"
+            return f"{text} {prefix}{unit}".strip()
+        number /= 1000
+    return "?"

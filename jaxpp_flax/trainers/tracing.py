@@ -1,0 +1,88 @@
+"""What the trace of a loss function shows before anything is compiled: the state it writes, the parameters it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp_flax.engine.ir import Graph, Value, from_jaxpr
+from jaxpp_flax.trainers.batch import dtype_of
+from jaxpp_flax.trainers.diagnose import CALLS
+from jaxpp_flax.trainers.errors import ModelError
+from jaxpp_flax.trainers.frozen import path_text
+from jaxpp_flax.trainers.loss import read_loss
+from jaxpp_flax.trainers.model import ModelAdapter
+from jaxpp_flax.trainers.state import TrainState
+
+__all__ = ["check_used", "trace_loss"]
+
+
+def trace_loss(
+    model: ModelAdapter, loss_fn: Callable[[Any, Any], Any], state: TrainState, microbatch: Any
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Which leaves of `model_state` the loss function writes, and the paths of parameters it does not use.
+
+    What is written goes from microbatch to microbatch; everything else in `model_state` (frozen parameters, keys) is
+    a constant of the loop. Nothing is computed here.
+
+    Args:
+      microbatch: of arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      LossError: if the loss function returns none of the documented forms.
+    """
+    leaves, tree = jax.tree.flatten(state.model_state)
+
+    def run(leaves: Sequence[Any], params: Any, step: Any, index: Any, batch: Any) -> tuple[Sequence[Any], Any]:
+        rest = jax.tree.unflatten(tree, leaves)
+        bound = model.bind(params, rest, step=step, microbatch=index, training=True)
+        terms = read_loss(loss_fn(bound, batch))
+        return jax.tree.leaves(model.rest_of(bound, rest)), terms.total
+
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    abstract = jax.tree.map(_shape, (leaves, state.params, state.step))
+    graph, consts = from_jaxpr(jax.make_jaxpr(run)(*abstract, index, jax.tree.map(_shape, microbatch)))
+    inputs = graph.inputs[len(consts) :]
+    carried = tuple(i for i in range(len(leaves)) if graph.outputs[i] is not inputs[i])
+    used = _used_inputs(graph, [False] * len(leaves) + [True])[len(consts) + len(leaves) :]
+    paths = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)]
+    return carried, tuple(path for path, is_used in zip(paths, used, strict=False) if not is_used)
+
+
+def check_used(unused: Sequence[str]) -> None:
+    """Refuse parameters that the loss does not depend on.
+
+    Raises:
+      ModelError: naming them.
+    """
+    if unused:
+        shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+        patterns = ", ".join(repr(path) for path in unused[:3])
+        raise ModelError(
+            f"the loss does not depend on {'these parameters' if len(unused) > 1 else 'the parameter'}: {shown}. No "
+            "stage uses what no stage computes with, and training would leave it as it is, or decay it. Use it in the "
+            f"model, remove it, or freeze it by choice: frozen=[{patterns}]."
+        )
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf))
+
+
+def _used_inputs(graph: Graph, wanted: Sequence[bool]) -> list[bool]:
+    """Which inputs the wanted outputs depend on; calls are looked into, loops and conditions use all they take."""
+    needed = {atom for atom, want in zip(graph.outputs, wanted, strict=True) if want and isinstance(atom, Value)}
+    for equation in reversed(graph.equations):
+        results = [value in needed for value in equation.outputs]
+        if not any(results):
+            continue
+        inner = next((equation.params[k] for k in ("jaxpr", "call_jaxpr") if k in equation.params), None)
+        used = [True] * len(equation.inputs)
+        if equation.name in CALLS and inner is not None:
+            body, consts = from_jaxpr(inner)
+            used = _used_inputs(body, results)[len(consts) :]
+        needed.update(a for a, is_used in zip(equation.inputs, used, strict=True) if is_used and isinstance(a, Value))
+    return [value in needed for value in graph.inputs]

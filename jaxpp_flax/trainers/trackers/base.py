@@ -1,0 +1,148 @@
+"""Trackers: where metrics go. The interface, and those that need no other package."""
+
+from __future__ import annotations
+
+import abc
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["CompositeTracker", "DictTracker", "JsonlTracker", "NoopTracker", "Tracker"]
+
+
+class Tracker(abc.ABC):
+    """Receives metrics, already on the host: subclass it with `log` for one of your own.
+
+    Example:
+      >>> class Printer(Tracker):
+      ...     def log(self, metrics, *, step):
+      ...         print(step, metrics)
+      >>> Printer().log({"loss": 1.5}, step=3)
+      3 {'loss': 1.5}
+    """
+
+    @abc.abstractmethod
+    def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
+        """Record `metrics` (floats, or NumPy arrays) of `step`."""
+
+    def log_config(self, config: Mapping[str, Any]) -> None:  # noqa: B027 (optional)
+        """Record what the run was started with; by default nothing."""
+
+    def close(self) -> None:  # noqa: B027 (optional)
+        """The run has ended: write out what is left; logging again may reopen."""
+
+
+class NoopTracker(Tracker):
+    """Records nothing."""
+
+    def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
+        """Nothing."""
+
+
+class DictTracker(Tracker):
+    """Keeps everything in memory, which makes tests easy.
+
+    Example:
+      >>> tracker = DictTracker()
+      >>> tracker.log({"loss": 2.0}, step=1)
+      >>> tracker.log({"loss": 1.0}, step=2)
+      >>> tracker["loss"]
+      {1: 2.0, 2: 1.0}
+    """
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, dict[int, Any]] = {}
+        self.config: dict[str, Any] = {}
+
+    def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
+        """Keep each value under its name and step."""
+        for name, value in metrics.items():
+            self.metrics.setdefault(name, {})[step] = value
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Keep it."""
+        self.config.update(config)
+
+    def __getitem__(self, name: str) -> dict[int, Any]:
+        return self.metrics[name]
+
+
+class JsonlTracker(Tracker):
+    """One JSON object on a line for each call; lines are appended, and whole after each call.
+
+    Not-a-number and infinities, which JSON lacks, are written as strings (`"nan"`).
+
+    Args:
+      path: of the file; its folder is made.
+
+    Example:
+      >>> import tempfile
+      >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
+      >>> tracker = JsonlTracker(path)
+      >>> tracker.log({"loss": 2.0}, step=1)
+      >>> path.read_text()
+      '{"step": 1, "loss": 2.0}\\n'
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+
+    def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
+        """Append a line."""
+        self._write({"step": step, **{name: _plain(value) for name, value in metrics.items()}})
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Append a line with `config` in it."""
+        self._write({"config": {name: _plain(value) for name, value in config.items()}})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        # Opened for each line: nothing is lost when the process is killed, and nobody has to close it.
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class CompositeTracker(Tracker):
+    """Passes everything on to several trackers.
+
+    Example:
+      >>> first, second = DictTracker(), DictTracker()
+      >>> CompositeTracker(first, second).log({"loss": 2.0}, step=1)
+      >>> first["loss"] == second["loss"]
+      True
+    """
+
+    def __init__(self, *trackers: Tracker) -> None:
+        self.trackers = trackers
+
+    def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
+        """To each."""
+        for tracker in self.trackers:
+            tracker.log(metrics, step=step)
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """To each."""
+        for tracker in self.trackers:
+            tracker.log_config(config)
+
+    def close(self) -> None:
+        """Each."""
+        for tracker in self.trackers:
+            tracker.close()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, (str, int, float, bool)) or value is None:
+        return value
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return repr(value)

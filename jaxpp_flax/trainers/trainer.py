@@ -1,0 +1,480 @@
+"""`PipelineTrainer`: an ordinary Flax model, trained as a pipeline."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+from jaxpp_flax.layers import resolve
+from jaxpp_flax.layers.remat import check_remat
+from jaxpp_flax.trainers.batch import batch_size, dtype_of, join_microbatches, signature, split_batch
+from jaxpp_flax.trainers.callbacks import Callback
+from jaxpp_flax.trainers.compiling import Backend
+from jaxpp_flax.trainers.data import batches
+from jaxpp_flax.trainers.diagnose import diagnose
+from jaxpp_flax.trainers.errors import BatchError, NonFiniteLossError
+from jaxpp_flax.trainers.evaluation import Average
+from jaxpp_flax.trainers.fit import run_fit
+from jaxpp_flax.trainers.inference import ForwardOnly
+from jaxpp_flax.trainers.mesh import num_batch_shards
+from jaxpp_flax.trainers.model import parameter_count
+from jaxpp_flax.trainers.position import ResumeData
+from jaxpp_flax.trainers.progress import choose_meter
+from jaxpp_flax.trainers.saving import Checkpointed
+from jaxpp_flax.trainers.scheduling import Scheduled
+from jaxpp_flax.trainers.setup import check_count, check_functions, check_parameters, choose_model
+from jaxpp_flax.trainers.sharding import state_specs
+from jaxpp_flax.trainers.state import TrainState
+from jaxpp_flax.trainers.step import Loop, StepBuilder
+from jaxpp_flax.trainers.table import stage_table
+from jaxpp_flax.trainers.tracing import trace_loss
+from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
+from jaxpp_flax.trainers.update import Update
+from jaxpp_flax.trainers.weights import Weights
+
+__all__ = ["PipelineTrainer"]
+
+# Steps dispatched ahead of the devices: enough that they never wait, few enough that batches do not pile up.
+_MAX_IN_FLIGHT = 2
+
+
+class PipelineTrainer(Scheduled, Weights, Checkpointed):
+    """Trains a Flax model, NNX or Linen, as a pipeline of stages.
+
+    The model is an ordinary one whose layers are marked (`PipelineStage`, `@pipeline_stage`); it is copied, and stays
+    as it is. A batch is a pytree of arrays of shape (batch, ...), cut into `num_microbatches` equal parts.
+
+    `loss_fn(model, microbatch)` returns the mean loss; or `(loss_sum, weight)`; or either with a dict of metrics:
+    `(loss, metrics)`. The step's loss and gradients are those of the whole batch (see `jaxpp_flax.trainers.loss`).
+    For NNX, `model` is the module. For Linen, `model(x, ...)` is `module.apply` with the current variables and the
+    keys of this microbatch, and `model.params`, `model.variables`, `model.rngs`, `model.training` are at hand.
+
+    Args:
+      model: an `nnx.Module`, or a Linen module, then with `variables=model.init(...)`.
+      tx: an Optax optimizer.
+      loss_fn: as above; traced, never run eagerly.
+      num_stages: stages to cut the model into. One stage without a mesh runs under plain `jax.jit`.
+      num_microbatches: parts of a batch.
+      schedule: a name (`jaxpp_flax.schedules.names()`) or a `Schedule`; "auto" (or an `AutoSchedule`) measures the
+        first steps and goes on with the best schedule that a search finds.
+      mesh: a `jax.sharding.Mesh` with an axis "stage", or an `MpmdMesh`. None: one over `jax.devices()`.
+      mesh_axes: other axes of that mesh, e.g. `{"data": 2}`; -1 takes the devices left. Microbatches are shared along
+        "data" and "fsdp".
+      num_ranks: groups of devices for schedules with several stages on each; by default as many as stages.
+      assignment: which blocks form a stage: "even", sizes such as `[3, 2, 3]`, a mapping of names (globs) to stages,
+        or a policy; see `jaxpp_flax.layers.assignment`.
+      variables: of a Linen model: all collections that `init` returned.
+      wrt: filter of the NNX variables to train; the others stay as they are.
+      frozen: parameters to leave as they are: globs on their paths ("embed/*"), or a function of the path.
+      remat: "full" recomputes in backward what lies between two marks; a `jax.checkpoint` policy says what is kept.
+        Single blocks have their own, `PipelineStage(remat=)`.
+      loss_scale: "dynamic", a `DynamicLossScale` or a number: a step with a gradient that is not finite is skipped.
+      gradient_dtype: in which gradients are summed over the microbatches; by default as they come.
+      ema_decay: keeps a moving average of the weights: `ema_model`.
+      sharding_rules: pairs (name, mesh axis or None) for the axis names that the model's parameters are annotated with.
+      eval_loss_fn: for `evaluate`; by default `loss_fn`, with an NNX model in `eval()` mode.
+      predict_fn: `(model, microbatch) -> outputs` for `predict`; by default `model(microbatch)`.
+      seed: of the random numbers of a Linen model (an NNX model brings its own).
+      rng_names: of a Linen model's random streams.
+      tracker: where metrics go.
+      log_every: steps between two rows of metrics.
+      progress: True for a bar on a terminal and lines elsewhere, False for nothing, or a `Meter`.
+      checkpoint_dir: where checkpoints go, one directory for each step; see `docs/checkpointing.md`.
+      save_every: steps between two of them in `fit` (or an Orbax save decision policy), and one at its end.
+      keep: how many of the latest to keep (or an Orbax preservation policy); None keeps all.
+      async_save: write them in the background.
+      preemption_deadline: with a checkpoint_dir, SIGTERM ends `fit` after its step with a checkpoint, within so many
+        seconds; None leaves the signal alone.
+
+    Raises:
+      ModelError, MeshError, AssignmentError, ScheduleError, ValueError, TypeError: for arguments that do not fit.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from flax import nnx
+      >>> from jaxpp_flax import PipelineStage, PipelineTrainer
+      >>> class MLP(nnx.Module):
+      ...     def __init__(self, rngs):
+      ...         self.layers = nnx.List([PipelineStage(nnx.Linear(4, 4, rngs=rngs)) for _ in range(2)])
+      ...     def __call__(self, x):
+      ...         for layer in self.layers:
+      ...             x = jnp.tanh(layer(x))
+      ...         return x
+      >>> def loss_fn(model, batch):
+      ...     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+      >>> trainer = PipelineTrainer(MLP(nnx.Rngs(0)), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=4,
+      ...                           progress=False)
+      >>> batch = {"x": jnp.ones((8, 4)), "y": jnp.zeros((8, 4))}
+      >>> before = float(trainer.train_step(batch)["loss"])
+      >>> trainer.fit([batch], steps=3)["loss"] < before
+      True
+      >>> trainer.model(batch["x"]).shape  # an ordinary module with the current weights
+      (8, 4)
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tx: optax.GradientTransformation,
+        loss_fn: Callable[[Any, Any], Any],
+        *,
+        num_stages: int,
+        num_microbatches: int,
+        schedule: Any = "1f1b",
+        mesh: Any = None,
+        mesh_axes: Mapping[str, int] | None = None,
+        num_ranks: int | None = None,
+        assignment: Any = "even",
+        variables: Mapping[str, Any] | None = None,
+        wrt: Any = nnx.Param,
+        frozen: Any = None,
+        remat: Any = None,
+        loss_scale: Any = None,
+        gradient_dtype: Any = None,
+        ema_decay: float | None = None,
+        sharding_rules: Any = None,
+        eval_loss_fn: Callable[[Any, Any], Any] | None = None,
+        predict_fn: Callable[[Any, Any], Any] | None = None,
+        seed: int = 0,
+        rng_names: Sequence[str] = ("dropout",),
+        tracker: Tracker | None = None,
+        log_every: int = 10,
+        progress: Any = True,
+        checkpoint_dir: Any = None,
+        save_every: Any = None,
+        keep: Any = None,
+        async_save: bool = True,
+        preemption_deadline: float | None = 30.0,
+    ) -> None:
+        num_stages = check_count("num_stages", num_stages)
+        self.num_microbatches = check_count("num_microbatches", num_microbatches)
+        self._log_every = check_count("log_every", log_every)
+        check_functions(loss_fn=loss_fn, eval_loss_fn=eval_loss_fn, predict_fn=predict_fn)
+        check_remat(remat, "PipelineTrainer")
+        self._update, self._remat = Update.of(tx, loss_scale, gradient_dtype, ema_decay), remat
+        self._adapter, params, rest, names = choose_model(model, variables, wrt, frozen, seed, rng_names)
+        check_parameters(params, model)
+        policy = resolve(assignment)
+        self._init_schedule(schedule, num_stages, num_ranks, mesh, mesh_axes)
+        self._state = self._update.first_state(params, rest)
+        specs = state_specs(self._state, names, self.mesh, sharding_rules)
+        self._backend = Backend(mesh=self.mesh, policy=policy, state_specs=specs, rules=sharding_rules)
+        self._loss_fn = loss_fn
+        self._eval_loss_fn = eval_loss_fn or loss_fn
+        self._predict_fn = predict_fn or _call_model
+        self._initial: tuple[Any, Any] | None = (params, rest)  # the user's arrays, until the first loss is seen
+        self._placed = False
+        self._builder: StepBuilder | None = None
+        self._executables: dict[Any, Any] = {}
+        self._in_flight: collections.deque[Any] = collections.deque()
+        self._step = 0
+        self._shards = num_batch_shards(self.mesh)
+        self._meter = choose_meter(progress)
+        self._progress = progress
+        self.tracker: Tracker = tracker if tracker is not None else NoopTracker()
+        self.stopping: str | None = None
+        self._model_name = type(model).__name__
+        self._init_checkpoints(checkpoint_dir, save_every, keep, async_save, preemption_deadline)
+
+    # ------------------------------------------------------------------ what the trainer holds
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._step
+
+    @property
+    def state(self) -> TrainState:
+        """Parameters, optimizer state, the rest of the model's state, and the step: where they are, not copied.
+
+        The next `train_step` reuses their memory: keep `trainer.model` rather than this.
+        """
+        return self._state
+
+    def step_function(self, batch: Any) -> Callable[[TrainState, Any], Any]:
+        """The pure function that a step compiles: `(state, microbatches) -> (state, metrics)`.
+
+        `microbatches` has leaves of shape (num_microbatches, microbatch, ...). It also runs under plain `jax.jit`.
+        """
+        builder = self._prepare(split_batch(batch, self.num_microbatches, self._shards))
+        return builder.train(self._loop(self.num_microbatches))
+
+    # ------------------------------------------------------------------ training
+
+    def compile(self, batch: Any) -> Any:
+        """Compile the training step for batches like this one, and print the table of stages; nothing is run.
+
+        Returns:
+          What the step compiles to: see `jaxpp_flax.engine` (or JAX, for one stage without a mesh).
+
+        Raises:
+          ValueError, TypeError: whatever of model, loss, batch, stages, schedule and devices does not fit.
+        """
+        microbatches = split_batch(batch, self.num_microbatches, self._shards)
+        key = self._key("train", microbatches)
+        if key not in self._executables:
+            count = parameter_count(self._state.params)
+            with self._meter.phase(f"compiling {self.num_stages} stages, {count:,} parameters"):
+                compiled = self._train_executable(microbatches)
+            if self.mesh is not None:
+                title = f"{self.num_stages} stages on {self.mesh.mpmd_dim} ranks, {self.schedule!r}"
+                memory = {of.rank: of.argument_bytes + of.peak_bytes for of in compiled.memory_analysis()}
+                self._meter.message(stage_table(compiled.stages, memory, title))
+        return self._executables[key]
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        """One optimizer step on a batch; compiles first where its shapes are new.
+
+        Returns:
+          Metrics of the whole batch, at least `loss`: values that behave like arrays (`float(metrics["loss"])`).
+          They are not waited for.
+
+        Raises:
+          BatchError: if the batch cannot be cut into microbatches.
+          NonFiniteLossError: if the very first loss is not finite; it says where that arose.
+          CheckpointSaveError: if a save in the background has failed since the last step.
+          ValueError, TypeError: whatever else does not fit, before anything runs.
+        """
+        if self._tuner is not None and not self._tuner.done:
+            return self._tuner.step(self, batch)
+        microbatches = split_batch(batch, self.num_microbatches, self._shards)
+        compiled = self._train_executable(microbatches)
+        self._check_saves()
+        return self._finish_step(compiled(self._state, microbatches), microbatches)
+
+    def _finish_step(self, results: Any, microbatches: Any) -> dict[str, Any]:
+        self._state, metrics = results
+        self._step += 1
+        if self._initial is not None:
+            self._check_first(metrics["loss"], microbatches)
+        self._in_flight.append(metrics["loss"])
+        if len(self._in_flight) > _MAX_IN_FLIGHT:
+            self._in_flight.popleft().block_until_ready()
+        return metrics
+
+    def training_steps(
+        self, data: Iterable[Any], *, steps: int | None = None, epochs: int | None = None
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Train batch by batch in a loop of your own: yields `(step, metrics)` after each step is dispatched.
+
+        Args:
+          data, steps, epochs: as in `fit`.
+        """
+        for batch in self._track(batches(data, steps=steps, epochs=epochs)):
+            metrics = self.train_step(batch)
+            yield self._step, metrics
+
+    def fit(
+        self,
+        data: Iterable[Any],
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+        eval_data: Iterable[Any] | None = None,
+        eval_every: int | None = None,
+        callbacks: Sequence[Callback] = (),
+        resume: bool = False,
+        resume_data: ResumeData = "fast_forward",
+    ) -> dict[str, Any]:
+        """Train on `data`.
+
+        Args:
+          data: an iterable of batches: a list, a generator, a grain dataset or loader.
+          steps: train so many; data that can be iterated again is passed over as often as it takes.
+          epochs: passes over the data; needs data that can be iterated again. With neither, one pass.
+          eval_data: evaluated at the end, and every `eval_every` steps.
+          callbacks: see `jaxpp_flax.trainers.callbacks`.
+          resume: continue from the latest checkpoint, if there is one; `steps` and `epochs` count from the beginning.
+          resume_data: how to find the place in data without `set_state`: "fast_forward" draws what was used and drops
+            it, "refuse" raises, "restart" begins anew.
+
+        Returns:
+          The last metrics, as floats; those of the last evaluation as `eval_loss`, ...
+
+        Raises:
+          ValueError, TypeError: whatever does not fit, before the first step.
+          NonFiniteLossError: see `train_step`.
+        """
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(
+                    f"callbacks holds a {type(callback).__name__}; subclass jaxpp_flax.trainers.Callback, or wrap a "
+                    "function: OnMetrics(function, every=10)."
+                )
+        if eval_every is not None:
+            check_count("eval_every", eval_every)
+        if eval_data is not None and eval_every is not None and iter(eval_data) is eval_data:
+            raise ValueError(
+                f"eval_every={eval_every} needs eval_data that can be iterated again, but a "
+                f"{type(eval_data).__name__} runs once. Pass a list."
+            )
+        self._meter = choose_meter(self._progress)
+        position = None
+        if resume:
+            position = self._resume()
+            if steps is not None and self._step >= steps:
+                self._meter.message(f"nothing to do: step {self._step} of {steps} is done")
+                return {}
+            steps = None if steps is None else steps - self._step
+        else:
+            self._refuse_later_checkpoints()
+        source = self._track(
+            batches(data, steps=steps, epochs=epochs, position=position, resume_data=resume_data, meter=self._meter)
+        )
+        total = steps
+        if isinstance(data, Sized):
+            whole = len(data) * (epochs or 1) - (position.batches if position is not None else 0)
+            total = whole if steps is None else (min(steps, whole) if epochs is not None else steps)
+        self.stopping = None
+        return run_fit(
+            self,
+            source,
+            total,
+            eval_data=eval_data,
+            eval_every=eval_every,
+            callbacks=callbacks,
+            meter=self._meter,
+            log_every=self._log_every,
+        )
+
+    def stop(self, reason: str) -> None:
+        """End `fit` after the current step; callbacks call it."""
+        self.stopping = reason
+
+    def message(self, text: str) -> None:
+        """Print a line without disturbing the progress bar."""
+        self._meter.message(text)
+
+    # ------------------------------------------------------------------ inference
+
+    def evaluate(self, data: Iterable[Any]) -> dict[str, Any]:
+        """The mean loss and metrics over all examples of `data`, pipelined; the state is not changed.
+
+        Batches may be of any sizes, and each is cut into at most `num_microbatches` parts. NNX modules run in
+        `eval()` mode; for Linen, `model.training` is False.
+
+        Returns:
+          Metrics as floats, at least `loss`.
+        """
+        average, pending = Average(), None
+        for batch in [data] if isinstance(data, Mapping) else data:
+            microbatches, count = self._split_for_inference(batch)
+            builder = self._prepare(microbatches).with_loss(self._eval_loss_fn)
+            terms = self._executable(
+                "evaluate", microbatches, lambda b=builder, n=count: b.evaluate(self._inference_loop(n)), donate=False
+            )(self._state, microbatches)
+            if pending is not None:
+                average.add(*pending)
+            pending = (terms, count, batch_size(batch))
+        if pending is None:
+            raise ValueError(f"evaluate got data (a {type(data).__name__}) without a single batch.")
+        average.add(*pending)
+        return average.result()
+
+    def predict(self, batch: Any) -> Any:
+        """The model's outputs for a batch of any size, pipelined: `jax.Array`s of shape (batch, ...).
+
+        Outputs that are scalars for each microbatch come back as one value for each microbatch.
+
+        Raises:
+          TypeError: if the batch is a dict and no `predict_fn` says what of it the model takes.
+        """
+        if isinstance(batch, Mapping) and self._predict_fn is _call_model:
+            raise TypeError(
+                f"predict got a dict with {', '.join(map(repr, batch))}, and cannot know what the model takes of it. "
+                "Pass the model's input, or give the trainer `predict_fn=lambda model, batch: model(batch['x'])`."
+            )
+        microbatches, count = self._split_for_inference(batch)
+        builder = self._any_builder()
+        loop = self._inference_loop(count)
+        compiled = self._executable(
+            "predict", microbatches, lambda: builder.predict(loop, self._predict_fn), donate=False
+        )
+        return join_microbatches(compiled(self._state, microbatches))
+
+    # ------------------------------------------------------------------ inside
+
+    def _loop(self, num_microbatches: int) -> Loop:
+        return Loop(num_microbatches=num_microbatches, schedule=self.schedule)
+
+    def _inference_loop(self, num_microbatches: int) -> Loop:
+        schedule = ForwardOnly(self.schedule) if self.schedule is not None else None
+        return Loop(num_microbatches=num_microbatches, schedule=schedule)
+
+    def _key(self, kind: str, microbatches: Any) -> Any:
+        return (kind, self.schedule, signature(microbatches))
+
+    def _prepare(self, microbatches: Any) -> StepBuilder:
+        if self._builder is None:
+            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], dtype_of(x)), microbatches)
+            self._builder = self._new_builder(*trace_loss(self._adapter, self._loss_fn, self._state, one))
+        return self._builder
+
+    def _any_builder(self) -> StepBuilder:
+        return self._builder or self._new_builder()  # inference carries nothing
+
+    def _new_builder(self, carried: tuple[int, ...] = (), unused: tuple[str, ...] = ()) -> StepBuilder:
+        return StepBuilder(
+            model=self._adapter,
+            update=self._update,
+            loss_fn=self._loss_fn,
+            carried=carried,
+            unused=unused,
+            remat=self._remat,
+        )
+
+    def _train_executable(self, microbatches: Any) -> Any:
+        def build() -> Any:
+            return self._prepare(microbatches).train(self._loop(self.num_microbatches))
+
+        compiled = self._executable("train", microbatches, build, donate=True)
+        if not self._placed:
+            self._state = self._backend.place(compiled, self._state)
+            self._placed = True
+        return compiled
+
+    def _executable(self, kind: str, microbatches: Any, build: Callable[[], Any], *, donate: bool) -> Any:
+        key = self._key(kind, microbatches)
+        if key not in self._executables:
+            self._executables[key] = self._backend.compile(build(), self._state, microbatches, donate=donate)
+        return self._executables[key]
+
+    def _split_for_inference(self, batch: Any) -> tuple[Any, int]:
+        """As many microbatches as the batch and the devices of a stage allow."""
+        size = batch_size(batch)
+        for count in range(min(self.num_microbatches, size), 0, -1):
+            if size % count == 0 and size // count % self._shards == 0:
+                return split_batch(batch, count, self._shards), count
+        raise BatchError(
+            f"a batch of {size} examples cannot be cut into 1 to {self.num_microbatches} equal microbatches that fit "
+            f"{self._shards} data-parallel devices in a stage. Use a batch of "
+            f"{self.num_microbatches * self._shards}."
+        )
+
+    def _check_first(self, loss: Any, microbatches: Any) -> None:
+        """Wait for the first loss; where it is not finite, find out why on the way it was computed."""
+        initial, self._initial = self._initial, None
+        value = float(loss)
+        if np.isfinite(value) or initial is None:
+            return
+        params, rest = initial
+
+        def loss_of(params: Any, microbatch: Any, index: int) -> Any:
+            bound = self._adapter.bind(params, rest, step=0, microbatch=index, training=True)
+            return self._loss_fn(bound, microbatch)
+
+        origin = diagnose(loss_of, params, microbatches, self.num_microbatches)
+        raise NonFiniteLossError(
+            f"the loss of step 1 is {value}. {origin} Check the data and the initial parameters there, and operations "
+            "such as log, division and square root of zero; a lower learning rate does not change the first loss."
+        )
+
+
+def _call_model(model: Any, batch: Any) -> Any:
+    return model(batch)

@@ -1,0 +1,51 @@
+"""The trainer's weights, as ordinary modules and variables."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxpp_flax.trainers.compiling import to_ordinary
+from jaxpp_flax.trainers.linen_model import LinenModel
+from jaxpp_flax.trainers.model import ModelAdapter
+from jaxpp_flax.trainers.state import TrainState
+
+__all__ = ["Weights"]
+
+
+class Weights:
+    """The part of `PipelineTrainer` that gives its weights to the user."""
+
+    _state: TrainState
+    _adapter: ModelAdapter
+
+    @property
+    def model(self) -> Any:
+        """An ordinary module with the current weights (NNX: a new one; Linen: bound to its variables)."""
+        state = self._state
+        return self._adapter.rebuild(to_ordinary(state.params), to_ordinary(state.model_state))
+
+    @property
+    def ema_model(self) -> Any:
+        """An ordinary module with the moving average of the weights in place of the trained ones.
+
+        Raises:
+          ValueError: without `ema_decay=`.
+        """
+        state = self._state
+        if state.ema is None:
+            raise ValueError(
+                "trainer.ema_model needs an average of the weights: give the trainer ema_decay=, such as 0.999."
+            )
+        return self._adapter.rebuild(to_ordinary(state.ema), to_ordinary(state.model_state))
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Of a Linen model: its current variables, as `module.apply` takes them.
+
+        Raises:
+          TypeError: for an NNX model.
+        """
+        if not isinstance(self._adapter, LinenModel):
+            raise TypeError("trainer.variables is for Linen models; an NNX model's are in `trainer.model`.")
+        state = self._state
+        return self._adapter.variables_of(to_ordinary(state.params), to_ordinary(state.model_state))

@@ -1,0 +1,65 @@
+"""A program that trains with checkpoints, to be killed: `python -m tests.checkpoint.program DIRECTORY STEPS`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax.trainers import Callback
+
+WIDTH = 6
+
+
+class MLP(nnx.Module):
+    def __init__(self, depth: int, *, rngs: nnx.Rngs, dropout: float = 0.1):
+        layers = [nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(depth)]
+        self.layers = nnx.List([PipelineStage(layer) for layer in layers])
+        self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else None
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x if self.dropout is None else self.dropout(x)
+
+
+def loss_fn(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def batches(count: int = 1000):
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        yield {name: rng.normal(size=(4, WIDTH)).astype(np.float32) for name in "xy"}
+
+
+def make_trainer(directory: Path | None, stages: int = 2, depth: int = 2, **options: Any) -> PipelineTrainer:
+    options = {"num_stages": stages, "num_microbatches": 2, "progress": False, "log_every": 1, **options}
+    return PipelineTrainer(
+        MLP(depth, rngs=nnx.Rngs(0)), optax.sgd(0.1, momentum=0.9), loss_fn, checkpoint_dir=directory, **options
+    )
+
+
+class Report(Callback):
+    """A line after each step: the moment to kill at is counted from the first."""
+
+    def on_step(self, trainer, step):
+        jax.block_until_ready(jax.tree.leaves(trainer.state))
+        print(f"step {step}", flush=True)
+
+
+def main() -> None:
+    directory, steps = Path(sys.argv[1]), int(sys.argv[2])
+    trainer = make_trainer(directory, save_every=1, keep=3)
+    trainer.fit(batches(), steps=steps, resume=True, callbacks=[Report()])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Processes that die: by SIGKILL at any moment, by SIGTERM after a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxpp_flax.trainers import KILLED_STATUS, PREEMPTED_STATUS
+from jaxpp_flax.trainers import preemption as module
+from jaxpp_flax.trainers.compiling import to_ordinary
+from jaxpp_flax.trainers.preemption import Preemption
+from tests.checkpoint.program import batches, make_trainer
+from tests.helpers import tree_allclose
+
+ROOT = Path(__file__).resolve().parents[2]
+LAST = 100_000  # more steps than any process lives for
+
+
+def start(directory: Path, cache: Path, steps: int = LAST) -> subprocess.Popen[str]:
+    """The program, at the moment of its first step in this life."""
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
+    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.checkpoint.program", str(directory), str(steps)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT,
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stderr is not None
+    if not process.stdout.readline().startswith("step "):
+        raise AssertionError(f"the program ended before its first step:\n{process.stderr.read()}")
+    return process
+
+
+def steps_in(directory: Path) -> list[int]:
+    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
+
+
+def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> int:
+    """Kill so many processes, ask one to end, and compare with a run that nobody disturbed; the saves cut off."""
+    rng, directory, cache = random.Random(seed), tmp_path / "run", tmp_path / "cache"
+    reached = cut_off = 0
+    for _ in range(kills):
+        process = start(directory, cache)
+        time.sleep(rng.uniform(0.0, 0.4))  # a save takes about a tenth of a second, and one follows another
+        process.kill()
+        process.communicate()
+        cut_off += bool(list(directory.glob("*tmp*")))
+        steps = steps_in(directory)
+        assert not steps or max(steps) >= reached, "a checkpoint that was complete is gone"
+        reached = max(steps, default=0)
+    process = start(directory, cache)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == PREEMPTED_STATUS
+    process.communicate()
+    assert not list(directory.glob("*tmp*")), "what the kills left has been removed"
+    last = max(steps_in(directory))
+    assert last > reached
+
+    resumed = make_trainer(directory)
+    resumed.fit(batches(), steps=last + 2, resume=True)
+    undisturbed = make_trainer(None)
+    undisturbed.fit(batches(), steps=last + 2)
+    tree_allclose(to_ordinary(resumed.state), to_ordinary(undisturbed.state), rtol=0, atol=0)
+    return cut_off
+
+
+@pytest.mark.slow
+def test_kills_at_random_moments_lose_nothing(tmp_path: Path):
+    kill_and_resume(tmp_path, kills=3, seed=0)
+
+
+@pytest.mark.soak
+def test_fifty_kills_at_random_moments_lose_nothing(tmp_path: Path):
+    assert kill_and_resume(tmp_path, kills=50, seed=1) >= 10, "the kills must hit saves"
+
+
+def test_sigterm_finishes_the_step_and_saves(tmp_path: Path):
+    trainer = make_trainer(tmp_path / "run", stages=1)
+
+    def until_the_third():
+        for i, batch in enumerate(batches()):
+            if i == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        trainer.fit(until_the_third())
+    assert caught.value.code == PREEMPTED_STATUS == 75
+    assert steps_in(tmp_path / "run") == [trainer.step] == [2]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_signal_ends_at_once(monkeypatch):
+    statuses: list[int] = []
+    monkeypatch.setattr(module.os, "_exit", statuses.append)
+    with Preemption(60.0) as preemption:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert preemption.requested
+        assert statuses == []
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert statuses == [KILLED_STATUS] == [143]
+
+
+def test_the_deadline_ends_a_save_that_hangs(monkeypatch):
+    statuses: list[int] = []
+    monkeypatch.setattr(module.os, "_exit", statuses.append)
+    with Preemption(0.05):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+    assert statuses == [KILLED_STATUS]
+    with Preemption(0.05):
+        os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.2)
+    assert statuses == [KILLED_STATUS], "a save in time is let be"
+
+
+def test_without_a_deadline_signals_are_left_alone():
+    before = signal.getsignal(signal.SIGTERM)
+    with Preemption(None):
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("deadline", [0, -1.0])
+def test_a_bad_deadline_is_refused(deadline: float, tmp_path: Path):
+    with pytest.raises(ValueError, match="preemption_deadline="):
+        make_trainer(tmp_path, preemption_deadline=deadline)

@@ -1,0 +1,163 @@
+"""A directory of checkpoints: what is kept, what failures leave behind, and when they are told."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import resource
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from orbax.checkpoint import checkpoint_managers as policies
+
+from jaxpp_flax.checkpoint import CheckpointNotFoundError, CheckpointSaveError, restore
+from jaxpp_flax.checkpoint.store import CheckpointStore, read_json
+
+
+def tree(step: int):
+    return {"w": jnp.full(50_000, step, jnp.float32) * jnp.arange(50_000) ** 0.5}
+
+
+def assert_holds(store: CheckpointStore, step: int) -> None:
+    restored = restore(store.path(step), tree(0))
+    np.testing.assert_array_equal(restored["w"], tree(step)["w"])
+
+
+def check_for(store: CheckpointStore, seconds: float) -> None:
+    """As the steps of a run do."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        store.check()
+        time.sleep(0.01)
+
+
+@contextmanager
+def full_disk():
+    """No file may grow beyond a few KiB: writes fail as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def no_permission():
+    """As another user, who may not write here."""
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_intervals_and_keeping(tmp_path: Path):
+    store = CheckpointStore(tmp_path / "run", save_every=3, keep=2)
+    assert store.latest() is None
+    assert [step for step in range(1, 10) if store.wants(step)] == [3, 6, 9]
+    for step in (3, 6, 9):
+        store.save(step, tree(step), {"about": {"n": step}})
+    store.close()
+    assert store.steps() == (6, 9)
+    assert not store.wants(9)
+    assert store.path("latest") == tmp_path / "run" / "9"
+    assert read_json(store.path(9), "about") == {"n": 9}
+    assert read_json(store.path(9), "absent") is None
+    assert_holds(store, 6)
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint of step 3; it has 6, 9"):
+        store.path(3)
+
+
+def test_policies_of_orbax(tmp_path: Path):
+    store = CheckpointStore(
+        tmp_path / "run",
+        save_every=policies.SpecificStepsPolicy([2, 5]),
+        keep=policies.LatestDuration(datetime.timedelta(days=1)),
+    )
+    for step in range(1, 7):
+        if store.wants(step):
+            store.save(step, tree(step), {}, wait=True)
+    assert store.steps() == (2, 5)
+    store.close()
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 2.5])
+def test_bad_intervals_are_refused(value, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"save_every=.*at least 1"):
+        CheckpointStore(tmp_path, save_every=value)
+    with pytest.raises(ValueError, match=r"keep=.*at least 1"):
+        CheckpointStore(tmp_path, keep=value)
+
+
+def test_what_cut_off_saves_left_is_ignored_and_removed(tmp_path: Path):
+    store = CheckpointStore(tmp_path / "run")
+    store.save(1, tree(1), {}, wait=True)
+    store.close()
+    remains = tmp_path / "run" / "2.orbax-checkpoint-tmp"
+    (remains / "state").mkdir(parents=True)
+    (remains / "state" / "half").write_bytes(b"x" * 100)
+    again = CheckpointStore(tmp_path / "run")
+    assert again.latest() == 1
+    assert remains.exists(), "reading removes nothing: another process may be writing"
+    again.save(2, tree(2), {}, wait=True)
+    assert again.steps() == (1, 2)
+    assert not remains.exists()
+    assert_holds(again, 2)
+
+
+def test_an_existing_step_is_left_alone(tmp_path: Path):
+    store = CheckpointStore(tmp_path / "run")
+    store.save(1, tree(1), {}, wait=True)
+    with pytest.raises(CheckpointSaveError, match=r"step 1.*left as it is"):
+        store.save(1, tree(5), {})
+    assert_holds(store, 1)
+
+
+def test_a_failure_in_the_background_is_told_by_the_next_check(tmp_path: Path):
+    store = CheckpointStore(tmp_path / "run", keep=1)
+    store.save(1, tree(1), {}, wait=True)
+    with full_disk():
+        store.save(2, tree(2), {})
+        with pytest.raises(CheckpointSaveError, match=r"run/2 failed: the disk is full.*untouched"):
+            check_for(store, seconds=30)
+    store.check()  # told once
+    assert store.steps() == (1,), "keep=1 has not cost the good one"
+    assert_holds(store, 1)
+    store.save(3, tree(3), {}, wait=True)
+    assert store.steps() == (3,)
+    assert not list((tmp_path / "run").glob("*tmp*")), "the failed save's remains are gone"
+    assert_holds(store, 3)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_no_permission(tmp_path: Path):
+    store = CheckpointStore(tmp_path / "run", keep=1)
+    store.save(1, tree(1), {}, wait=True)
+    with no_permission(), pytest.raises(CheckpointSaveError, match="no permission"):
+        store.save(2, tree(2), {}, wait=True)
+    assert_holds(store, 1)
+    fresh = CheckpointStore(tmp_path / "other")
+    with no_permission(), pytest.raises(CheckpointSaveError, match="no permission"):
+        fresh.save(1, tree(1), {}, wait=True)
+
+
+def test_a_directory_that_is_a_file(tmp_path: Path):
+    (tmp_path / "run").write_text("")
+    store = CheckpointStore(tmp_path / "run")
+    with pytest.raises(CheckpointSaveError, match="run/1 failed"):
+        store.save(1, tree(1), {}, wait=True)
+
+
+def test_a_checkpoint_without_a_leaf_never_gets_its_name(tmp_path: Path, monkeypatch):
+    """As when Orbax skips what no process writes: the list of leaves is read back before the directory is renamed."""
+    store = CheckpointStore(tmp_path / "run")
+    store.save(1, tree(1), {}, wait=True)
+    monkeypatch.setattr("jaxpp_flax.checkpoint.writing.stored_leaves", lambda metadata: {})
+    with pytest.raises(CheckpointSaveError, match="written without w"):
+        store.save(2, tree(2), {}, wait=True)
+    assert store.steps() == (1,)

@@ -1,0 +1,251 @@
+"""A run that is interrupted ends as one that is not: state, losses and data."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+
+from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.checkpoint import CheckpointMismatchError, CheckpointNotFoundError, CheckpointSaveError
+from jaxpp_flax.trainers import DataPositionError
+from jaxpp_flax.trainers.callbacks import OnMetrics
+from jaxpp_flax.trainers.compiling import to_ordinary
+from tests.checkpoint import program
+from tests.helpers import tree_allclose
+from tests.trainers.models import Model, make_batch, mean_loss
+
+BATCHES = [make_batch(8, seed) for seed in range(3)]
+
+
+def make_trainer(stages: int = 2, directory: Path | None = None, blocks: int = 2, **options) -> PipelineTrainer:
+    model = Model(blocks, rngs=nnx.Rngs(0), dropout=0.2, batch_norm=True)
+    return PipelineTrainer(
+        model, optax.adamw(1e-2), mean_loss, num_stages=stages, num_microbatches=2, progress=False,
+        checkpoint_dir=directory, log_every=1, **options,
+    )  # fmt: skip
+
+
+def fit(trainer: PipelineTrainer, data=BATCHES, **options) -> dict[int, float]:
+    """Train; the losses by step."""
+    losses: dict[int, float] = {}
+    callback = OnMetrics(lambda step, metrics: losses.update({step: metrics["loss"]}))
+    trainer.fit(data, callbacks=[callback], **options)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    """Losses and final state of 10 steps."""
+    trainer = make_trainer()
+    return fit(trainer, steps=10), to_ordinary(trainer.state)
+
+
+@pytest.fixture(scope="module")
+def after_four(tmp_path_factory) -> Path:
+    """A directory with the checkpoints of steps 2 and 4, in the middle of the second pass over the data."""
+    directory = tmp_path_factory.mktemp("run") / "ckpt"
+    fit(make_trainer(directory=directory, save_every=2), steps=4)
+    return directory
+
+
+def copy_of(directory: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(directory, tmp_path / "copy"))
+
+
+def test_interrupted_equals_uninterrupted_bitwise(uninterrupted, after_four: Path, tmp_path: Path):
+    trainer = make_trainer(directory=copy_of(after_four, tmp_path), save_every=3, keep=2)
+    losses = fit(trainer, steps=10, resume=True)
+    assert losses == {step: loss for step, loss in uninterrupted[0].items() if step > 4}
+    tree_allclose(to_ordinary(trainer.state), uninterrupted[1], rtol=0, atol=0)
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["10", "9"], "the last step is saved too"
+
+
+def test_with_another_number_of_stages(tmp_path: Path):
+    first = program.make_trainer(tmp_path / "run", stages=4, depth=4)
+    fit(first, program.batches(), steps=1)
+    first.save()
+    expected = program.make_trainer(None, stages=4, depth=4)
+    losses = fit(expected, program.batches(), steps=2)
+    for stages in (1, 2):
+        second = program.make_trainer(tmp_path / "run", stages=stages, depth=4)
+        assert fit(second, program.batches(), steps=2, resume=True)[2] == pytest.approx(losses[2], rel=1e-6)
+        tree_allclose(to_ordinary(second.state.params), to_ordinary(expected.state.params), rtol=1e-6, atol=1e-6)
+
+
+def test_restoring_into_a_run_under_way_keeps_its_layout(after_four: Path, uninterrupted):
+    trainer = make_trainer(directory=after_four)
+    for batch in BATCHES[:2]:
+        trainer.train_step(batch)
+    before = jax.tree.map(lambda leaf: leaf.sharding, trainer.state)
+    trainer.restore(4)
+    assert trainer.step == 4
+    assert jax.tree.map(lambda leaf: leaf.sharding, trainer.state) == before
+    loss = float(trainer.train_step(BATCHES[1])["loss"])
+    assert loss == uninterrupted[0][5]
+
+
+def test_errors_leave_the_state_as_it_was(after_four: Path, tmp_path: Path):
+    trainer = make_trainer(blocks=3, directory=after_four)
+    state = trainer.state
+    with pytest.raises(CheckpointMismatchError, match=r"params/blocks/2/widen/kernel: missing"):
+        trainer.restore("latest")
+    assert trainer.state is state
+    with pytest.raises(CheckpointNotFoundError, match="has no checkpoint of step 3; it has 2, 4"):
+        trainer.restore(3)
+    with pytest.raises(CheckpointNotFoundError, match="give the trainer checkpoint_dir="):
+        make_trainer().save()
+    with pytest.raises(CheckpointSaveError, match=r"up to step 4.*resume=True"):
+        make_trainer(directory=after_four).fit(BATCHES, steps=1)
+    with pytest.raises(ValueError, match="needs checkpoint_dir="):
+        make_trainer(save_every=2)
+    with pytest.raises(ValueError, match=r"save.7.: the state in memory is that of step 0"):
+        make_trainer(directory=tmp_path / "x").save(7)
+    assert trainer.state is state
+
+
+def test_another_model_is_named(after_four: Path):
+    class Other(Model):
+        pass
+
+    trainer = PipelineTrainer(
+        Other(3, rngs=nnx.Rngs(0)), optax.sgd(1.0), mean_loss, num_stages=1, num_microbatches=2, progress=False
+    )
+    with pytest.raises(CheckpointMismatchError, match="written for the model Model; this trainer has Other"):
+        trainer.restore(after_four / "4")
+
+
+def test_weights_alone(after_four: Path, uninterrupted):
+    trainer = make_trainer(directory=after_four)
+    trainer.restore("latest", only="params/*")
+    source = make_trainer(directory=after_four)
+    source.restore("latest")
+    tree_allclose(to_ordinary(trainer.state.params), to_ordinary(source.state.params), rtol=0, atol=0)
+    assert (trainer.step, source.step) == (0, 4)
+    assert not np.any(np.asarray(jax.tree.leaves(trainer.state.opt_state)[0]))
+
+
+def test_an_unpipelined_model_of_stock_orbax(tmp_path: Path):
+    plain = program.MLP(2, rngs=nnx.Rngs(5))
+    with ocp.StandardCheckpointer() as stock:
+        stock.save(tmp_path / "plain", nnx.state(plain))
+    trainer = program.make_trainer(None)
+    trainer.train_step(OTHER[0])  # on its two ranks by now
+    trainer.restore(tmp_path / "plain", only="params/*", rename={"params": ""})
+    tree_allclose(to_ordinary(trainer.state.params), nnx.state(plain, nnx.Param), rtol=0, atol=0)
+    assert trainer.step == 1
+    with pytest.raises(CheckpointMismatchError, match=r"params/layers/2/kernel: missing .*looked for layers/2/kernel"):
+        program.make_trainer(None, depth=3).restore(tmp_path / "plain", only="params/*", rename={"params": ""})
+
+
+def test_a_failed_background_save_is_told_by_the_next_step(tmp_path: Path, monkeypatch):
+    trainer = program.make_trainer(tmp_path / "run", stages=1)
+    fit(trainer, OTHER, steps=1)
+    trainer.save()
+    trainer.train_step(OTHER[0])
+    monkeypatch.setattr("jaxpp_flax.checkpoint.store.complete", _fail)
+    trainer.save(wait=False)
+    while trainer._store._manager.is_saving_in_progress():
+        pass
+    with pytest.raises(CheckpointSaveError, match=r"run/2 failed.*on purpose"):
+        trainer.train_step(OTHER[1])
+    monkeypatch.undo()
+    trainer.train_step(OTHER[1])  # the state is intact
+    trainer.save()
+    assert trainer._store.steps() == (1, 3)
+
+
+def _fail(*_):
+    raise RuntimeError("on purpose")
+
+
+def test_a_path_of_its_own(tmp_path: Path):
+    trainer = program.make_trainer(None, stages=1)
+    fit(trainer, OTHER, steps=1)
+    path = trainer.save(tmp_path / "mine")
+    other = program.make_trainer(None, stages=1)
+    other.restore(path)
+    tree_allclose(to_ordinary(other.state), to_ordinary(trainer.state), rtol=0, atol=0)
+    with pytest.raises(CheckpointSaveError, match="it exists"):
+        trainer.save(path)
+
+
+OTHER = list(program.batches(3))
+
+
+class Counting:
+    """An iterator with a state of its own, in kinds that JSON lacks."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.at += 1
+        return OTHER[self.at * 7 % 3]
+
+    def get_state(self):
+        return {"at": np.int64(self.at), b"k": (b"bytes", [1.5])}
+
+    def set_state(self, state):
+        assert state[b"k"] == (b"bytes", [1.5])
+        self.at = int(state["at"])
+
+
+def generator():
+    for i in range(100):
+        yield OTHER[i * 7 % 3]
+
+
+def grain_data():
+    grain = pytest.importorskip("grain")
+    return grain.MapDataset.source(OTHER).shuffle(seed=3).repeat(4).to_iter_dataset()
+
+
+@pytest.mark.parametrize("data", [Counting, generator, grain_data], ids=["get_state", "generator", "grain"])
+def test_data_goes_on_where_it_stood(data, tmp_path: Path):
+    whole = fit(program.make_trainer(None, stages=1), data(), steps=5)
+    fit(program.make_trainer(tmp_path / "run", stages=1, save_every=3), data(), steps=3)
+    rest = fit(program.make_trainer(tmp_path / "run", stages=1), data(), steps=5, resume=True)
+    assert rest == {step: whole[step] for step in (4, 5)}
+
+
+def test_data_that_cannot_go_there_may_be_refused(after_four: Path, tmp_path: Path):
+    directory = copy_of(after_four, tmp_path)
+    with pytest.raises(DataPositionError, match=r"after 1 batches of a pass.*no `set_state`"):
+        make_trainer(directory=directory).fit(BATCHES, steps=5, resume=True, resume_data="refuse")
+    with pytest.raises(DataPositionError, match="but this data ended after 0"):
+        make_trainer(directory=directory).fit(iter([]), steps=5, resume=True)
+    with pytest.raises(ValueError, match="resume_data='x'"):
+        make_trainer(directory=directory).fit(BATCHES, steps=5, resume=True, resume_data="x")
+
+
+def test_resuming_a_finished_run_and_an_empty_directory(after_four: Path, tmp_path: Path):
+    assert make_trainer(directory=after_four).fit(BATCHES, steps=4, resume=True) == {}
+    trainer = program.make_trainer(tmp_path / "fresh", stages=1)
+    trainer.fit(OTHER, steps=1, resume=True)
+    assert trainer.step == 1
+
+
+def test_the_average_and_the_loss_scale_are_kept(tmp_path: Path) -> None:
+    options = {"ema_decay": 0.9, "loss_scale": "dynamic"}
+    trainer = make_trainer(directory=tmp_path / "ckpt", **options)
+    fit(trainer, steps=2)
+    trainer.save()
+    again = make_trainer(stages=1, **options)
+    again.restore(tmp_path / "ckpt" / "2")
+    before, after = to_ordinary(trainer.state), to_ordinary(again.state)
+    assert before.ema is not None
+    assert before.loss_scale is not None
+    for kept, restored in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        if jax.dtypes.issubdtype(kept.dtype, jax.dtypes.prng_key):
+            kept, restored = jax.random.key_data(kept), jax.random.key_data(restored)
+        np.testing.assert_array_equal(np.asarray(kept), np.asarray(restored))

@@ -1,0 +1,109 @@
+"""What is compiled, and how often: counts that must not grow with the microbatches or be repeated by a second step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpp_flax.engine.compiled import Compiled
+from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.loop import treduce
+from jaxpp_flax.engine.program import Run
+from jaxpp_flax.schedules import Schedule, Std1F1B
+from tests.engine.toys import batch_of, chain, chain_loss, mesh_of
+
+
+def compiled_loop(num_stages: int, num_microbatches: int) -> Compiled:
+    """Losses and gradients, with nothing around the loop."""
+
+    def step(params: Any, batch: Any) -> Any:
+        return treduce(lambda mb: jax.value_and_grad(chain_loss)(params, mb), batch, Std1F1B(num_stages))
+
+    return mpmd_jit_with_loop(step, mesh_of(num_stages)).compile(chain(num_stages), batch_of(num_microbatches))
+
+
+@pytest.fixture(scope="module")
+def four_of_four() -> Compiled:
+    return compiled_loop(4, 4)
+
+
+def test_identical_middle_stages_share_their_lowering(four_of_four: Compiled):
+    """First, middle and last stage differ in forward and backward (the last one's are fused), and in accumulators."""
+    forward, backward, initial = 3, 2, 2
+    assert four_of_four.num_lowerings == forward + backward + initial
+    longer = compiled_loop(5, 4)
+    assert longer.num_lowerings == four_of_four.num_lowerings
+
+
+def test_one_executable_for_each_task_and_device_set(four_of_four: Compiled):
+    ranks = 4
+    assert four_of_four.num_executables == 3 * ranks - 1  # accumulators, forward, backward; the last stage is fused
+    assert four_of_four.num_executables == len(four_of_four.program.tasks)
+
+
+def test_counts_do_not_grow_with_the_microbatches(four_of_four: Compiled):
+    more = compiled_loop(4, 16)
+    assert more.num_lowerings == four_of_four.num_lowerings
+    assert more.num_executables == four_of_four.num_executables
+    assert len(more.program.tasks) == len(four_of_four.program.tasks)
+    runs = [sum(isinstance(i, Run) for i in c.program.instructions) for c in (four_of_four, more)]
+    assert runs == [4 + 4 * 7, 4 + 16 * 7]  # accumulators once, seven tasks for each microbatch
+
+
+class Counting:
+    """A step that counts how often Python runs it: once for each trace."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.traces = schedule, 0
+
+    def __call__(self, params: Any, count: Any, batch: Any) -> Any:
+        self.traces += 1
+        losses, grads = treduce(lambda mb: jax.value_and_grad(chain_loss)(params, mb), batch, self.schedule)
+        rate = 0.1 / (1 + count)
+        return jax.tree.map(lambda p, g: p - rate * g, params, grads), count + 1, losses
+
+
+@pytest.mark.parametrize("count", [0, np.int32(0), jnp.int32(0)], ids=["int", "numpy", "jax"])
+def test_the_second_step_compiles_nothing(count: Any):
+    """A Python int is weakly typed; what the step returns for it is an array, and must fit the same executables."""
+    counting = Counting(Std1F1B(2))
+    step = mpmd_jit_with_loop(counting, mesh_of(2))
+    params, batch = chain(2), batch_of(2)
+    compiled = step.compile(params, count, batch)
+    executables = compiled.num_executables
+    for number in range(1, 4):
+        params, count, _ = step(params, count, batch)
+        assert int(count) == number
+        assert step.compile(params, count, batch) is compiled
+    assert counting.traces == 1
+    assert compiled.num_executables == executables
+
+
+def test_a_new_signature_traces_again_and_reuses_equal_tasks():
+    """Another number of microbatches changes only the tasks that read the batch."""
+    counting = Counting(Std1F1B(3))
+    step = mpmd_jit_with_loop(counting, mesh_of(3))
+    compiled = step.compile(chain(3), 0, batch_of(2))
+    lowerings, executables = compiled.num_lowerings, compiled.num_executables
+    step.compile(chain(3), 0, batch_of(3))
+    assert counting.traces == 2
+    # The first stage's two tasks read its inputs, the last one's the targets, whose accumulator stacks the losses.
+    assert compiled.num_lowerings - lowerings == 4
+    assert compiled.num_executables - executables == 4
+
+
+def test_static_arguments_are_part_of_the_signature():
+    traces = []
+
+    def step(params: Any, batch: Any, scale: float) -> Any:
+        traces.append(scale)
+        return treduce(lambda mb: (chain_loss(params, mb) * scale, jnp.int32(1)), batch, Std1F1B(2))
+
+    pipelined = mpmd_jit_with_loop(step, mesh_of(2), static_argnums=2)
+    for scale in (1.0, 2.0, 1.0):
+        pipelined(chain(2), batch_of(2), scale)
+    assert traces == [1.0, 2.0]

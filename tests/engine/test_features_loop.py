@@ -1,0 +1,283 @@
+"""What a loop may hold beside a plain loss: carries, other reductions, several loops, unusual models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpp_flax.engine.loop import Add, Concat, Last, Max, treduce, treduce_i
+from jaxpp_flax.engine.markers import mark_stage_end
+from jaxpp_flax.schedules import GPipe, Std1F1B, ZeroBubble
+from tests.engine.toys import DIM, batch_of, chain, chain_loss, forward, gradients, same_as_plain, sgd_step
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+grad = jax.value_and_grad
+
+
+# --- the carry ---------------------------------------------------------------------------------------------------
+
+
+def normalized_loss(params: Any, means: Any, mb: Any) -> tuple[jax.Array, Any]:
+    """Every layer subtracts a running mean of its input and updates it, as BatchNorm does."""
+    x, new = mb["x"], []
+    for i, (p, mean) in enumerate(zip(params, means, strict=True)):
+        if i:
+            x = mark_stage_end(x)
+        new.append(0.9 * mean + 0.1 * x.mean(0))
+        x = jnp.tanh((x - jax.lax.stop_gradient(new[-1])) @ p["w"])
+    return jnp.mean((x - mb["y"]) ** 2), new
+
+
+@pytest.mark.parametrize("schedule", [Std1F1B(3), ZeroBubble(3)], ids=lambda s: type(s).__name__)
+def test_running_statistics_are_those_of_the_plain_loop(schedule: Any):
+    def step(params: Any, means: Any, batch: Any) -> Any:
+        def body(means: Any, mb: Any) -> Any:
+            (loss, means), grads = grad(normalized_loss, has_aux=True)(params, means, mb)
+            return means, (loss, grads)
+
+        return treduce(body, batch, schedule, init=means)
+
+    means, _ = same_as_plain(step, 3, chain(3), [jnp.zeros(DIM)] * 3, batch_of(4))
+    assert [sorted(m.mpmd_idxs) for m in means] == [[0], [1], [2]], "each stage's statistics live on its own rank"
+    assert all(np.abs(np.asarray(m)).max() > 0 for m in means)
+
+
+def test_a_counter_read_by_all_stages_is_kept_by_each_of_them():
+    def step(params: Any, count: Any, batch: Any) -> Any:
+        def body(count: Any, mb: Any) -> Any:
+            def loss(params: Any) -> jax.Array:
+                x = mb["x"]
+                for i, p in enumerate(params):
+                    if i:
+                        x = mark_stage_end(x)
+                    key = jax.random.fold_in(jax.random.key(0), count + i)
+                    x = jnp.tanh(x @ p["w"]) * jax.random.bernoulli(key, 0.8, x.shape)
+                return jnp.mean((x - mb["y"]) ** 2)
+
+            return count + 10, grad(loss)(params)
+
+        return treduce(body, batch, Std1F1B(2), init=count)
+
+    count, _ = same_as_plain(step, 2, chain(2), jnp.int32(7), batch_of(4))
+    assert int(count) == 7 + 4 * 10
+
+
+def test_a_metric_in_the_carry_and_an_unread_leaf():
+    def step(params: Any, carry: Any, batch: Any) -> Any:
+        def body(carry: Any, mb: Any) -> Any:
+            loss, grads = grad(chain_loss)(params, mb)
+            return {"best": jnp.minimum(carry["best"], loss), "unread": carry["unread"]}, grads
+
+        return treduce(body, batch, Std1F1B(2), operation=Add, init=carry)
+
+    carry = {"best": jnp.float32(jnp.inf), "unread": jnp.arange(3.0)}
+    carry, _ = same_as_plain(step, 2, chain(2), carry, batch_of(3))
+    assert np.isfinite(float(carry["best"]))
+
+
+# --- reductions ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Decayed:
+    """A user's reduction that depends on the order and on the index."""
+
+    rate: float
+
+    def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.full(value.shape, num_microbatches, value.dtype)
+
+    def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+        return self.rate * state + value * (1 + index)
+
+
+def test_every_reduction():
+    def step(params: Any, batch: Any) -> Any:
+        def body(mb: Any) -> Any:
+            def loss(params: Any) -> Any:
+                x = forward(params, mb["x"])
+                return jnp.mean((x - mb["y"]) ** 2), x
+
+            (value, x), grads = grad(loss, has_aux=True)(params)
+            return grads, {"max": x, "last": x, "concat": x, "user": value, "biggest": grads}
+
+        operation = (Add, {"max": Max, "last": Last, "concat": Concat(axis=1), "user": Decayed(0.5), "biggest": Max})
+        return treduce(body, batch, Std1F1B(2), operation=operation)
+
+    batch = batch_of(3)
+    _, results = same_as_plain(step, 2, chain(2), batch)
+    assert results["concat"].shape == (batch["x"].shape[1], 3, DIM)
+
+
+def test_integer_and_boolean_results():
+    def step(params: Any, batch: Any) -> Any:
+        def body(mb: Any) -> Any:
+            x = forward(params, mb["x"])
+            return (x > 0).sum(), jnp.argmax(x, -1), x.max() > 0.5, x.min() < -2.0
+
+        return treduce(body, batch, GPipe(2), operation=(Add, Max, Max, Last))
+
+    same_as_plain(step, 2, chain(2), batch_of(3))
+
+
+def test_treduce_i_indexes_what_it_likes():
+    def step(params: Any, data: Any) -> Any:
+        def body(i: jax.Array) -> Any:
+            mb = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, i * 4, 4), data)
+            return grad(chain_loss)(params, mb)
+
+        return treduce_i(body, 4, Std1F1B(2))
+
+    same_as_plain(step, 2, chain(2), jax.tree.map(lambda x: x[0], batch_of(1)))
+
+
+def test_microbatches_along_another_axis():
+    def step(params: Any, batch: Any) -> Any:
+        return treduce(lambda mb: grad(chain_loss)(params, mb), batch, Std1F1B(2), axis=1)
+
+    same_as_plain(step, 2, chain(2), jax.tree.map(lambda x: x.swapaxes(0, 1), batch_of(3)))
+
+
+def test_train_then_evaluate_in_one_step():
+    """The second loop runs forward only, on the parameters that the first one made."""
+
+    def step(params: Any, batch: Any, held_out: Any) -> Any:
+        params, losses, _ = sgd_step(Std1F1B(2))(params, batch)
+        evaluated = treduce(lambda mb: chain_loss(params, mb), held_out, GPipe(2), operation=Concat())
+        return params, losses, evaluated.mean()
+
+    same_as_plain(step, 2, chain(2), batch_of(3), batch_of(2, seed=5))
+
+
+# --- models ------------------------------------------------------------------------------------------------------
+
+
+def test_tied_weights():
+    """The first and the last stage use one matrix: two accumulators, one sum after the loop."""
+
+    def loss(params: Any, mb: Any) -> jax.Array:
+        x = mark_stage_end(jnp.tanh(mb["x"] @ params["tied"]))
+        x = mark_stage_end(jnp.tanh(x @ params["middle"]))
+        return jnp.mean((x @ params["tied"].T - mb["y"]) ** 2)
+
+    params = {"tied": chain(1)[0]["w"], "middle": chain(1, seed=3)[0]["w"]}
+    new, _, _ = same_as_plain(sgd_step(Std1F1B(3), loss), 3, params, batch_of(4))
+    assert sorted(new["tied"].mpmd_idxs) == [0, 2], "each stage that reads the matrix gets its new value"
+    assert sorted(new["middle"].mpmd_idxs) == [1]
+
+
+def test_a_block_shared_by_all_stages():
+    def loss(params: Any, mb: Any) -> jax.Array:
+        return chain_loss([params] * 2, mb)
+
+    new, _, _ = same_as_plain(sgd_step(Std1F1B(2), loss), 2, chain(1)[0], batch_of(3))
+    assert sorted(new["w"].mpmd_idxs) == [0, 1]
+
+
+def test_skip_connections():
+    def loss(params: Any, mb: Any) -> jax.Array:
+        x = skip = jnp.tanh(mb["x"] @ params[0]["w"])
+        for p in params[1:]:
+            x = jnp.tanh(mark_stage_end(x) @ p["w"])
+        return jnp.mean((x + skip - mb["y"]) ** 2)
+
+    same_as_plain(gradients(Std1F1B(4), loss), 4, chain(4), batch_of(5))
+
+
+def test_auxiliary_loss_of_a_middle_stage():
+    """Its scalar travels to the last stage through the marks, as in mixtures of experts."""
+
+    def loss(params: Any, mb: Any) -> jax.Array:
+        x, aux = mb["x"], jnp.float32(0)
+        for i, p in enumerate(params):
+            if i:
+                x, aux = mark_stage_end((x, aux))
+            x = jnp.tanh(x @ p["w"])
+            if i == 1:
+                aux += jnp.mean(jax.nn.logsumexp(x, axis=-1) ** 2)
+        return jnp.mean((x - mb["y"]) ** 2) + 0.1 * aux
+
+    same_as_plain(gradients(ZeroBubble(3), loss), 3, chain(3), batch_of(4))
+
+
+def test_auxiliary_loss_that_passes_no_mark():
+    def loss(params: Any, mb: Any) -> jax.Array:
+        x, aux = mb["x"], []
+        for i, p in enumerate(params):
+            x = mark_stage_end(x) if i else x
+            x = jnp.tanh(x @ p["w"])
+            aux.append(jnp.mean(x**2))
+        return jnp.mean((x - mb["y"]) ** 2) + 0.1 * sum(aux)
+
+    same_as_plain(gradients(Std1F1B(3), loss), 3, chain(3), batch_of(4))
+
+
+def test_integer_and_boolean_activations():
+    """No cotangent belongs to them, so the backward marks carry fewer values than the forward ones."""
+
+    def loss(params: Any, mb: Any) -> jax.Array:
+        x = mb["x"]
+        for i, p in enumerate(params):
+            x = jnp.tanh(x @ p["w"])
+            if i + 1 < len(params):
+                x, best, mask = mark_stage_end((x, jnp.argmax(x, -1), x > 0))
+                x = jnp.where(mask, x, 0.5 * x) + best[:, None]
+        return jnp.mean((x - mb["y"]) ** 2)
+
+    same_as_plain(gradients(Std1F1B(3), loss), 3, chain(3), batch_of(3))
+
+
+def test_frozen_first_stage_and_frozen_last_stage():
+    """No gradient flows to the first; the last has none of its own: both still run."""
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss(middle: Any, mb: Any) -> jax.Array:
+            return chain_loss([params[0], middle, params[2]], mb)
+
+        return treduce(lambda mb: grad(loss)(params[1], mb), batch, Std1F1B(3))
+
+    same_as_plain(step, 3, chain(3), batch_of(4))
+
+
+def test_remat_of_the_whole_loss():
+    same_as_plain(gradients(ZeroBubble(3), jax.checkpoint(chain_loss)), 3, chain(3), batch_of(4))
+
+
+def test_scan_inside_each_stage():
+    def loss(params: Any, mb: Any) -> jax.Array:
+        def layers(x: jax.Array, stacked: Any) -> jax.Array:
+            return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stacked)[0]
+
+        x = mark_stage_end(layers(mb["x"], params[0]))
+        return jnp.mean((layers(x, params[1]) - mb["y"]) ** 2)
+
+    params = [jnp.stack([p["w"] for p in chain(3, seed=s)]) for s in range(2)]
+    same_as_plain(gradients(Std1F1B(2), loss), 2, params, batch_of(3))
+
+
+def test_slices_of_one_stacked_leaf():
+    def loss(stacked: Any, mb: Any) -> jax.Array:
+        x = mb["x"]
+        for i in range(3):
+            x = mark_stage_end(x) if i else x
+            x = jnp.tanh(x @ stacked[i])
+        return jnp.mean((x - mb["y"]) ** 2)
+
+    same_as_plain(gradients(Std1F1B(3), loss), 3, jnp.stack([p["w"] for p in chain(3)]), batch_of(4))
+
+
+def test_half_precision_activations_and_full_precision_parameters():
+    """bfloat16 keeps 8 bits: roundings that XLA fuses differently in the two programs differ by 2^-8."""
+
+    def loss(params: Any, mb: Any) -> jax.Array:
+        half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, mb))
+        return chain_loss(*half).astype(jnp.float32)
+
+    results = same_as_plain(gradients(Std1F1B(2), loss), 2, chain(2), batch_of(3), rtol=2**-7)
+    assert {x.dtype for x in jax.tree.leaves(results)} == {jnp.dtype("float32")}

@@ -1,0 +1,195 @@
+"""`mpmd_jit_with_loop` and `mpmd_jit` as functions: how they take arguments and what they give back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpp_flax.engine.array import MpmdArray
+from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit, mpmd_jit_with_loop
+from jaxpp_flax.schedules import GPipe, Std1F1B
+from tests.engine.toys import batch_of, chain, forward, gradients, mesh_of, sgd_step
+from tests.helpers import tree_allclose
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture(scope="module")
+def step() -> MpmdFunction:
+    return mpmd_jit_with_loop(sgd_step(Std1F1B(2)), mesh_of(2))
+
+
+@pytest.fixture(scope="module")
+def expected() -> Any:
+    return jax.tree.map(np.asarray, jax.jit(sgd_step(None))(chain(2), batch_of(3)))
+
+
+def check(actual: Any, expected: Any) -> None:
+    """One step in float32, summed in another order."""
+    tree_allclose(jax.tree.map(np.asarray, actual), expected, rtol=1e-6)
+
+
+def test_numpy_arrays_and_keywords(step: MpmdFunction, expected: Any):
+    params, batch = jax.tree.map(np.asarray, (chain(2), batch_of(3)))
+    check(step(params, batch), expected)
+    check(step(params, batch=batch), expected)
+    check(step(batch=batch, params=params), expected)
+
+
+def test_results_are_where_they_are_made_and_go_back_in(step: MpmdFunction, expected: Any):
+    params, losses, grads = step(chain(2), batch_of(3))
+    assert all(isinstance(x, MpmdArray) for x in jax.tree.leaves((params, losses, grads)))
+    assert [sorted(p["w"].mpmd_idxs) for p in params] == [[0], [1]]
+    assert sorted(losses.mpmd_idxs) == [1]
+    again = step(params, batch_of(3))
+    tree_allclose(
+        jax.tree.map(np.asarray, again),
+        jax.tree.map(np.asarray, jax.jit(sgd_step(None))(expected[0], batch_of(3))),
+        rtol=1e-6,
+    )
+
+
+def test_an_argument_on_the_wrong_rank_is_moved(step: MpmdFunction, expected: Any):
+    """The stages' parameters change places: each is on the other's rank."""
+    first, second = step(chain(2), batch_of(3))[0]
+    swapped = step([second, first], batch_of(3))
+    plain = jax.jit(sgd_step(None))([expected[0][1], expected[0][0]], batch_of(3))
+    check(swapped, jax.tree.map(np.asarray, plain))
+
+
+def test_compiling_ahead_for_shapes(step: MpmdFunction, expected: Any):
+    arguments = chain(2), batch_of(3)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+    compiled = step.compile(*shapes)
+    assert compiled is step.compile(*arguments)
+    check(compiled(*arguments), expected)
+    in_params, in_batch = compiled.in_shardings
+    assert [sorted(p["w"].mesh_ids) for p in in_params] == [[0], [1]]
+    assert sorted(in_batch["x"].mesh_ids) == [0]
+    assert sorted(in_batch["y"].mesh_ids) == [1]
+    out_params, out_losses, _ = compiled.out_shardings
+    assert [sorted(p["w"].mesh_ids) for p in out_params] == [[0], [1]]
+    assert sorted(out_losses.mesh_ids) == [1]
+    assert compiled.in_shardings == step.in_shardings
+
+
+def test_text_of_every_stage(step: MpmdFunction):
+    compiled = step.compile(chain(2), batch_of(3))
+    assert "fwd_0__2" in compiled.as_text("program") == compiled.as_text() == step.as_text()
+    assert "task bwd_0 (stage 0)" in compiled.as_text("tasks")
+    assert "loop over 3 microbatches: Std1F1B" in compiled.as_text("placed")
+    with pytest.raises(ValueError, match="'tasks', 'placed' or 'program'"):
+        compiled.as_text("assembly")
+
+
+def test_stage_summary(step: MpmdFunction):
+    rows = step.compile(chain(2), batch_of(3)).stages
+    assert [(row.stage, row.rank) for row in rows] == [(0, 0), (1, 1)]
+    assert [row.parameter_count for row in rows] == [8 * 8 + 8] * 2
+    assert [row.parameter_bytes for row in rows] == [4 * (8 * 8 + 8)] * 2
+    assert [row.sent_bytes for row in rows] == [4 * 16 * 8, 0]
+    assert rows[0].blocks == ("layer_0",)
+
+
+def scaled(params: Any, batch: Any, power: int, sign: str = "+") -> Any:
+    losses, grads = gradients(Std1F1B(2))(params, batch)
+    return losses**power * (1 if sign == "+" else -1), grads
+
+
+@pytest.mark.parametrize("static", [{"static_argnums": (2, -1)}, {"static_argnames": ("power", "sign")}], ids=str)
+def test_static_arguments_by_position_and_by_name(static: Any):
+    """As in `jax.jit`, naming an argument one way makes it static however it is passed."""
+    args = chain(2), batch_of(2)
+    pipelined = mpmd_jit_with_loop(scaled, mesh_of(2), donate_argnums=1, **static)
+    plain_losses, plain_grads = jax.jit(gradients(None))(*args)
+    expected = jax.tree.map(np.asarray, (-(plain_losses**3), plain_grads))
+    check(pipelined(args[0], batch_of(2), 3, "-"), expected)
+    check(pipelined(args[0], batch_of(2), power=3, sign="-"), expected)
+
+
+@pytest.mark.parametrize("donate", [{"donate_argnums": 0}, {"donate_argnames": "params"}], ids=["argnums", "argnames"])
+def test_donation_by_position_and_by_name(donate: Any):
+    """As in `jax.jit`, a donated argument is donated whether it is passed by position or by name."""
+    pipelined = mpmd_jit_with_loop(sgd_step(Std1F1B(2)), mesh_of(2), **donate)
+    by_position, by_name, batch = chain(2), chain(2), batch_of(2)
+    pipelined(by_position, batch)
+    assert all(x.is_deleted() for x in jax.tree.leaves(by_position))
+    pipelined(params=by_name, batch=batch)
+    assert all(x.is_deleted() for x in jax.tree.leaves(by_name))
+    assert not any(x.is_deleted() for x in jax.tree.leaves(batch))
+
+
+def test_a_deleted_array_is_refused_by_name_before_anything_runs(monkeypatch: pytest.MonkeyPatch):
+    donating = mpmd_jit_with_loop(sgd_step(Std1F1B(2)), mesh_of(2), donate_argnums=0)
+    params = chain(2)
+    batch = batch_of(2)
+    new, _, _ = donating(params, batch)
+    newer, _, _ = donating(new, batch)
+    compiled = donating.compile(newer, batch)
+    monkeypatch.setattr(compiled._runtime, "run", lambda *_: pytest.fail("a task ran"))
+    for gone in (params, new):
+        with pytest.raises(
+            RuntimeError, match=r"argument\[0\]\[0\]\['b'\] \(float32\[8\]\) has been deleted"
+        ) as caught:
+            donating(gone, batch)
+        assert "donate_argnums" in str(caught.value)
+        assert "Pass what that call returned" in str(caught.value)
+        assert len(str(caught.value)) < 1000
+
+
+def test_debug_print_in_a_stage(capfd: pytest.CaptureFixture[str]):
+    def loss(params: Any, mb: Any) -> jax.Array:
+        x = forward(params, mb["x"])
+        jax.debug.print("largest {}", jnp.abs(x).max())
+        return jnp.mean((x - mb["y"]) ** 2)
+
+    pipelined = mpmd_jit_with_loop(gradients(Std1F1B(2), loss), mesh_of(2))
+    actual = pipelined(chain(2), batch_of(3))
+    check(actual, jax.tree.map(np.asarray, jax.jit(gradients(None))(chain(2), batch_of(3))))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("largest") == 3
+
+
+def test_inference():
+    params, x = chain(3), batch_of(1)["x"][0]
+    pipelined = mpmd_jit(forward, mesh_of(3))
+    result = pipelined(params, x)
+    assert sorted(result.mpmd_idxs) == [2]
+    check(result, np.asarray(jax.jit(forward)(params, x)))
+    names = [t.name for t in pipelined.compile(params, x).program.tasks]
+    assert {"fwd_0", "fwd_1", "fwd_2"} <= set(names)
+    assert not [n for n in names if "bwd" in n]
+
+
+def test_inference_with_more_stages_than_ranks():
+    params, x = chain(4), batch_of(1)["x"][0]
+    check(mpmd_jit(forward, mesh_of(2), num_stages=4)(params, x), np.asarray(jax.jit(forward)(params, x)))
+
+
+def test_captured_arrays():
+    """Arrays that the step closes over are placed once, and are not donated."""
+    weights = chain(2)
+
+    def closed(batch: Any) -> Any:
+        return gradients(GPipe(2))(weights, batch)
+
+    pipelined = mpmd_jit_with_loop(closed, mesh_of(2), donate_argnums=0)
+    expected = jax.tree.map(np.asarray, jax.jit(gradients(None))(weights, batch_of(2)))
+    for _ in range(2):
+        check(pipelined(batch_of(2)), expected)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(weights))
+
+
+def test_results_that_depend_on_no_loop():
+    """Constants, arguments handed through, and one value returned twice."""
+
+    def odd(params: Any, batch: Any) -> Any:
+        losses, _ = gradients(Std1F1B(2))(params, batch)
+        return losses, losses, params[0]["b"], jnp.int32(3), batch["x"].shape[0]
+
+    args = chain(2), batch_of(2)
+    check(mpmd_jit_with_loop(odd, mesh_of(2))(*args), jax.tree.map(np.asarray, jax.jit(odd)(*args)))

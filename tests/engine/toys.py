@@ -1,0 +1,179 @@
+"""Small models, steps and bodies that the engine's tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from jaxpp_flax.engine.ir import Graph, Value, from_jaxpr
+from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.loop import treduce, treduce_p
+from jaxpp_flax.engine.markers import mark_stage_end
+from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.engine.passes.inline import inline
+from jaxpp_flax.engine.passes.label import Labels, find_marks, label
+from jaxpp_flax.engine.passes.partition import Partition, partition
+from jaxpp_flax.engine.pipeline import Built, build, cut_at_every_mark
+from jaxpp_flax.engine.program import Program, ProgramTask
+from jaxpp_flax.schedules import Schedule
+from jaxpp_flax.schedules.task import TaskKind
+from tests.helpers import tree_allclose
+
+# Activations are larger than what the labels call tiny, so that every matrix product is real work to them.
+ROWS, DIM = 16, 8
+
+
+def mesh_of(num_ranks: int) -> MpmdMesh:
+    """One device for each rank."""
+    return MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:num_ranks]), ("stage",)), "stage")
+
+
+def chain(num_stages: int, dim: int = DIM, seed: int = 0) -> list[dict[str, jax.Array]]:
+    """Parameters of one dense layer for each stage; NumPy's values, so that making them compiles nothing."""
+    rng = np.random.default_rng(seed)
+    return [
+        {"w": jnp.asarray(rng.normal(size=(dim, dim)) / dim**0.5, jnp.float32), "b": jnp.zeros(dim)}
+        for _ in range(num_stages)
+    ]
+
+
+def batch_of(num_microbatches: int, rows: int = ROWS, dim: int = DIM, seed: int = 1) -> dict[str, jax.Array]:
+    """Inputs and targets: (microbatches, rows, features)."""
+    rng = np.random.default_rng(seed)
+    shape = (num_microbatches, rows, dim)
+    return {
+        "x": jnp.asarray(rng.normal(size=shape), jnp.float32),
+        "y": jnp.asarray(rng.normal(size=shape), jnp.float32),
+    }
+
+
+def forward(params: Sequence[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
+    """Dense layers with a mark between every two."""
+    for i, p in enumerate(params):
+        if i:
+            x = mark_stage_end(x, f"layer_{i - 1}")
+        x = jnp.tanh(x @ p["w"] + p["b"])
+    return x
+
+
+def chain_loss(params: Sequence[dict[str, jax.Array]], batch: dict[str, jax.Array]) -> jax.Array:
+    """Mean squared error of `forward`."""
+    return jnp.mean((forward(params, batch["x"]) - batch["y"]) ** 2)
+
+
+def gradients(schedule: Schedule | None, loss: Callable[..., jax.Array] = chain_loss) -> Callable[..., Any]:
+    """Nothing but the loop: `(params, batch) -> (losses, gradients)`."""
+    return lambda params, batch: treduce(lambda mb: jax.value_and_grad(loss)(params, mb), batch, schedule)
+
+
+def sgd_step(schedule: Schedule | None, loss: Callable[..., jax.Array] = chain_loss) -> Callable[..., Any]:
+    """A step as simple as can be: `(params, batch) -> (params, losses, gradients)`."""
+
+    def step(params: Any, batch: Any) -> Any:
+        losses, grads = gradients(schedule, loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), losses, grads
+
+    return step
+
+
+def loop_of(step: Callable[..., Any], *args: Any) -> tuple[Graph, dict[str, Any]]:
+    """The body of the one loop in a step, with the loop's parameters."""
+    graph, _ = from_jaxpr(jax.jit(step).trace(*args).jaxpr)
+    graph = inline(graph, flatten=True)
+    (loop,) = [e for e in graph.equations if e.primitive is treduce_p]
+    return loop.params["body"], dict(loop.params)
+
+
+def labelled(body: Graph, params: dict[str, Any], cuts: Sequence[int] | None = None) -> Labels:
+    """Inline and label a loop's body; by default every mark cuts."""
+    body = inline(body)
+    markers, marks = find_marks(body)
+    return label(body, params["num_consts"], params["num_carry"], markers, range(len(marks)) if cuts is None else cuts)
+
+
+def parted(
+    labels: Labels, params: dict[str, Any], *, fuse_last: bool = False, split_backward: bool = False
+) -> Partition:
+    """Cut a labelled body into tasks."""
+    return partition(
+        labels,
+        params["num_consts"],
+        params["num_carry"],
+        params["operations"],
+        params["length"],
+        fuse_last=fuse_last,
+        split_backward=split_backward,
+    )
+
+
+def partition_of(step: Callable[..., Any], *args: Any, **options: Any) -> Partition:
+    """The tasks of a step's only loop, verified."""
+    body, params = loop_of(step, *args)
+    labels = labelled(body, params)
+    labels.verify()
+    part = parted(labels, params, **options)
+    part.verify()
+    return part
+
+
+def same_as_plain(step: Callable[..., Any], num_ranks: int, *args: Any, rtol: float = 1e-6, **kwargs: Any) -> Any:
+    """Run a step as a pipeline and under `jax.jit`, compare everything it returns, and give that back.
+
+    A few sums of float32 in another order: 1e-6 is sixteen units in the last place.
+    """
+    expected = jax.jit(step)(*args, **kwargs)
+    actual = mpmd_jit_with_loop(step, mesh_of(num_ranks))(*args, **kwargs)
+    tree_allclose(jax.tree.map(np.asarray, actual), jax.tree.map(np.asarray, expected), rtol=rtol)
+    return actual
+
+
+def run_partition(part: Partition, index: int, environment: dict[Value, Any]) -> dict[Value, Any]:
+    """Evaluate every task once, in the order of phases, on top of the loop's operands, states and index."""
+    values = {**environment, part.index: jnp.int32(index)}
+    for task in part.tasks:
+        results = task.graph.run(*(values[v] for v in task.graph.inputs))
+        values.update(zip(task.graph.outputs, results, strict=True))
+    return values
+
+
+def built(step: Callable[..., Any], num_ranks: int, *args: Any, donated: Sequence[bool] | None = None) -> Built:
+    """All passes over a step on a mesh of single devices, and nothing compiled."""
+    graph, consts = from_jaxpr(jax.jit(step).trace(*args).jaxpr)
+    assert not consts
+    size = len(graph.inputs)
+    specs = [jax.sharding.PartitionSpec()] * size
+    return build(graph, num_ranks, cut_at_every_mark, donated or [False] * size, specs, {})
+
+
+def kinds(part: Partition) -> list[tuple[int, TaskKind]]:
+    """Stage and kind of every task, in order."""
+    return [(t.stage, t.kind) for t in part.tasks]
+
+
+def count(graph: Graph, primitive: str) -> int:
+    """How many equations of a kind a graph holds, those inside opaque calls included."""
+
+    def inside(jaxpr: Any) -> int:
+        equations = getattr(jaxpr, "jaxpr", jaxpr).eqns
+        return sum((e.primitive.name == primitive) + below(e.params) for e in equations)
+
+    def below(params: Any) -> int:
+        return sum(map(inside, jex_core.jaxprs_in_params(dict(params))))
+
+    return sum((e.name == primitive) + below(e.params) for e in graph.equations)
+
+
+def identity(*shapes: tuple[int, ...]) -> Graph:
+    """One output for each input, of the same type."""
+    values = tuple(Value(jax.core.ShapedArray(shape, np.dtype("float32"))) for shape in shapes)
+    return Graph(values, values, ())
+
+
+def by_hand(instructions: Sequence[Any], tasks: Sequence[ProgramTask], results: Sequence[int], slots: int) -> Program:
+    """A program on one rank (or two) whose only argument is slot 0 of rank 0."""
+    return Program(tuple(instructions), tuple(tasks), ({0: 0},), tuple({0: r} for r in results), {}, slots, 2)

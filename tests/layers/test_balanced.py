@@ -1,0 +1,59 @@
+"""Balanced assignments: the least possible slowest stage, whatever the costs."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpp_flax.engine.ir import from_jaxpr
+from jaxpp_flax.engine.markers import Mark, mark_stage_end
+from jaxpp_flax.engine.passes.costs import with_costs
+from jaxpp_flax.engine.passes.inline import inline
+from jaxpp_flax.engine.passes.label import find_marks
+from jaxpp_flax.layers.assignment import AssignmentError, balanced
+
+
+def slowest(costs: list[int], cuts: tuple[int, ...]) -> int:
+    edges = [0, *(c + 1 for c in cuts), len(costs)]
+    return max(sum(costs[a:b]) for a, b in itertools.pairwise(edges))
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 7))
+def test_no_other_cuts_are_better(costs: list[int], stages: int) -> None:
+    stages = min(stages, len(costs))
+    marks = [Mark(f"b{i}", True, "m.py:1") for i in range(len(costs))]
+    cuts = balanced(costs)(marks, stages)
+    assert len(cuts) == stages - 1
+    best = min(slowest(costs, c) for c in itertools.combinations(range(len(costs) - 1), stages - 1))
+    assert slowest(costs, cuts) == best
+
+
+def test_costs_of_another_number_of_blocks_are_refused() -> None:
+    marks = [Mark(f"b{i}", True, "m.py:1") for i in range(3)]
+    with pytest.raises(AssignmentError, match=r"got 2 costs for 3 blocks.*Give one for each block"):
+        balanced([1, 2])(marks, 2)
+
+
+def test_the_engine_counts_contractions_and_the_head() -> None:
+    def loss(ws: list[jax.Array], head: jax.Array, x: jax.Array) -> jax.Array:
+        for i, w in enumerate(ws):
+            x = mark_stage_end(jnp.tanh(x @ w), f"b{i}", closes_block=True)
+        return jnp.sum(x @ head)
+
+    shapes = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 3
+    head, x = jax.ShapeDtypeStruct((8, 800), jnp.float32), jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    jaxpr = jax.make_jaxpr(lambda index, ws, head, x: jax.value_and_grad(loss, (0, 1))(ws, head, x))(
+        jnp.int32(0), shapes, head, x
+    )
+    body = inline(from_jaxpr(jaxpr)[0])
+    markers, marks = find_marks(body)
+    found = with_costs(body, 0, len(body.inputs) - 1, markers, marks)
+    # Three contractions of the head (forward, and two backward) against two or three of each block.
+    assert found[-1].cost_after > 3 * 2 * 4 * 8 * 800
+    assert 2 * 2 * 4 * 8 * 8 < found[1].cost < 0.1 * found[-1].cost_after
+    assert balanced()(found, 2) == (1,)

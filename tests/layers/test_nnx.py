@@ -1,0 +1,201 @@
+"""Marking NNX modules: the identity outside a pipeline, and invisible to parameters, graphs and pickles."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from jaxpp_flax import PipelineStage, mark_stage_end, pipeline_stage
+from tests.helpers import tree_allclose
+
+
+class Block(nnx.Module):
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(jnp.tanh(self.linear(x))))
+
+
+class SubclassedBlock(PipelineStage):
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+class Overriding(SubclassedBlock):
+    def __call__(self, x):
+        return super().__call__(x) + 1
+
+
+@pipeline_stage
+class DecoratedBlock(nnx.Module):
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+class Model(nnx.Module):
+    def __init__(self, stage, *, rngs):
+        self.blocks = nnx.List([stage(Block(rngs=rngs), i) for i in range(3)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def build(marked):
+    stage = (lambda block, i: PipelineStage(block, name=f"block_{i}")) if marked else (lambda block, i: block)
+    return Model(stage, rngs=nnx.Rngs(0))
+
+
+def marks(function, *args):
+    """The names of the forward marks in the trace, nested calls included."""
+
+    def walk(jaxpr):
+        for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            if eqn.primitive.name == "stage_marker":
+                yield eqn.params["name"]
+            for value in eqn.params.values():
+                if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+                    yield from walk(value)
+
+    return list(walk(jax.make_jaxpr(function)(*args)))
+
+
+X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
+
+
+def test_wrapping_is_the_identity_outside_a_pipeline():
+    plain, marked = build(False), build(True)
+    tree_allclose(marked(X), plain(X), rtol=0, atol=0)
+    assert isinstance(marked.blocks[0], Block)
+    assert isinstance(marked.blocks[0], PipelineStage)
+    block = Block(rngs=nnx.Rngs(0))
+    assert PipelineStage(block) is block
+
+
+def test_a_marker_leaves_no_trace_in_the_compiled_program():
+    def compiled(model):
+        graphdef, state = nnx.split(model)
+        return jax.jit(lambda s, x: nnx.merge(graphdef, s)(x)).lower(state, X).compile()
+
+    assert compiled(build(True)).cost_analysis() == compiled(build(False)).cost_analysis()
+
+
+def test_states_have_the_paths_of_the_plain_model():
+    plain, marked = nnx.state(build(False)), nnx.state(build(True))
+    assert jax.tree_util.tree_structure(plain) == jax.tree_util.tree_structure(marked)
+    assert list(nnx.to_flat_state(plain).paths) == list(nnx.to_flat_state(marked).paths)
+    model = build(True)
+    nnx.update(model, plain)  # weights move from the plain to the marked model
+
+
+def test_graphdefs_of_two_models_are_as_equal_as_those_of_plain_ones():
+    plain = nnx.graphdef(build(False)) == nnx.graphdef(build(False))
+    assert (nnx.graphdef(build(True)) == nnx.graphdef(build(True))) == plain
+
+
+@pytest.mark.parametrize("make", [lambda: build(True), lambda: Overriding(rngs=nnx.Rngs(0)), lambda: build(False)])
+def test_copies(make):
+    model = make()
+    model.eval()
+    expected = model(X)
+    graphdef, state = nnx.split(model)
+    copies = {
+        "merge": nnx.merge(graphdef, state),
+        "clone": nnx.clone(model),
+        "deepcopy": copy.deepcopy(model),
+        "pickle": pickle.loads(pickle.dumps(model)),
+        "pickled graphdef": nnx.merge(pickle.loads(pickle.dumps(graphdef)), state),
+    }
+    for name, other in copies.items():
+        assert type(other) is type(model), name
+        if isinstance(model, Model):
+            assert type(other.blocks[0]) is type(model.blocks[0]), name
+            assert getattr(other.blocks[1], "stage_name", None) == getattr(model.blocks[1], "stage_name", None), name
+        tree_allclose(other(X), expected, rtol=0, atol=0)
+
+
+def test_transforms():
+    model = build(True)
+    expected = build(True)(X)
+    tree_allclose(nnx.jit(lambda m, x: m(x))(model, X), expected)
+    abstract = nnx.eval_shape(lambda: build(True))
+    assert isinstance(abstract.blocks[0], PipelineStage)
+    grads = nnx.grad(lambda m: m(X).sum())(build(True))
+    assert jax.tree.structure(grads) == jax.tree.structure(nnx.grad(lambda m: m(X).sum())(build(False)))
+    assert marks(lambda x: build(True)(x), X) == ["block_0", "block_1", "block_2"]
+    assert marks(lambda x: nnx.remat(lambda m, y: m(y))(build(True), x), X) == ["block_0", "block_1", "block_2"]
+
+
+def test_each_block_marks_once():
+    assert marks(SubclassedBlock(rngs=nnx.Rngs(0)), X) == ["SubclassedBlock"]
+    assert marks(Overriding(rngs=nnx.Rngs(0)), X) == ["Overriding"]
+    assert marks(DecoratedBlock(rngs=nnx.Rngs(0)), X) == ["DecoratedBlock"]
+    assert marks(PipelineStage(DecoratedBlock(rngs=nnx.Rngs(0)), name="a"), X) == ["a"]
+    assert marks(PipelineStage(SubclassedBlock(rngs=nnx.Rngs(0)), name="b"), X) == ["b"]
+    assert marks(PipelineStage(PipelineStage(nnx.Linear(4, 4, rngs=nnx.Rngs(0))), name="c"), X) == ["c"]
+
+
+def test_functions_and_methods():
+    @pipeline_stage
+    def layer(x):
+        return {"x": x}
+
+    @pipeline_stage(name="named")
+    def other(x):
+        return x
+
+    class Methods(nnx.Module):
+        @pipeline_stage
+        def encode(self, x):
+            return x
+
+        @pipeline_stage(name="decoder")
+        def decode(self, x):
+            return x
+
+    model = Methods()
+    assert marks(layer, X) == ["layer"]
+    assert marks(other, X) == ["named"]
+    assert marks(lambda x: model.decode(model.encode(x)), X) == ["encode", "decoder"]
+    assert layer.__name__ == "layer"
+
+
+def test_marks_of_layers_close_a_block_and_bare_ones_do_not():
+    def closes(function):
+        return [e.params["closes_block"] for e in jax.make_jaxpr(function)(X).eqns if "closes_block" in e.params]
+
+    assert closes(pipeline_stage(lambda x: x)) == [True]
+    assert closes(mark_stage_end) == [False]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: PipelineStage(Block), r"wraps an instance of an nnx.Module, got the class Block\. Decorate the class"),
+        (lambda: PipelineStage(nn.Dense(3)), r"got Dense\. Use jaxpp_flax.linen.PipelineStage"),
+        (lambda: PipelineStage(jnp.tanh), r"Decorate a function with @pipeline_stage"),
+        (lambda: PipelineStage(3), r"wraps an nnx.Module, got int\. Pass a module"),
+        (lambda: pipeline_stage(Block(rngs=nnx.Rngs(0))), r"got a Block, .*Wrap it: `PipelineStage\(module\)`"),
+        (lambda: pipeline_stage(3), r"got an int, neither a function nor a class"),
+        (lambda: pipeline_stage(type("Empty", (), {})), r"class Empty, which has no `__call__`"),
+    ],
+)
+def test_refusals(call, text):
+    with pytest.raises(TypeError, match=text):
+        call()

@@ -1,0 +1,169 @@
+"""A scanned stack of layers as stages: the model with one scan per stage equals the model with one scan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from jaxpp_flax import linen
+from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.loop import treduce
+from jaxpp_flax.engine.markers import mark_stage_end
+from jaxpp_flax.engine.passes.inline import MarkerPlacementError
+from jaxpp_flax.layers.scan import join_scanned, split_layers, split_scanned
+from jaxpp_flax.schedules import Schedule, Std1F1B
+from tests.helpers import tree_allclose
+from tests.matrix.harness import count, mesh_of, run
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+LAYERS, STAGES, MICROBATCHES, ROWS, DIM = 5, 2, 3, 16, 16
+LENGTHS = (3, 2)
+AXES: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "in_axes": nn.broadcast}
+TX = optax.sgd(0.1, momentum=0.9)
+
+
+def batch_of() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    shape = (MICROBATCHES, ROWS, DIM)
+    return {"x": rng.normal(size=shape).astype(np.float32), "y": rng.normal(size=shape).astype(np.float32)}
+
+
+def train_step(model: Any) -> Any:
+    def loss(p: Any, b: Any) -> jax.Array:
+        return jnp.mean((model(p, b["x"]) - b["y"]) ** 2)
+
+    def step(state: Any, batch: Any, schedule: Schedule | None) -> Any:
+        params, opt_state = state
+        losses, grads = treduce(lambda b: jax.value_and_grad(loss)(params, b), batch, schedule)
+        updates, opt_state = TX.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), (losses, grads)
+
+    return step
+
+
+def compare(plain_model: Any, staged_model: Any, params: Any) -> Any:
+    """Two steps of both; the stacked state is carried over to the stages before them, and back after them."""
+    state = (params, TX.init(params))
+    expected = run(jax.jit(train_step(plain_model), static_argnums=2), state, batch_of(), None, 2)
+    pipelined = mpmd_jit_with_loop(train_step(staged_model), mesh_of(STAGES), static_argnums=2)
+    split = split_scanned(state, "layers", LENGTHS)
+    actual = run(pipelined, split, batch_of(), Std1F1B(STAGES), 2)
+    for (state, (losses, grads)), (wanted, (wanted_losses, wanted_grads)) in zip(actual, expected, strict=True):
+        tree_allclose(losses, wanted_losses)
+        tree_allclose(join_scanned(grads, "layers"), wanted_grads)
+        tree_allclose(join_scanned(state, "layers"), wanted)
+    return pipelined.compile(split, batch_of(), Std1F1B(STAGES)), actual
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array, scale: jax.Array) -> tuple[jax.Array, None]:
+        return x + scale * jnp.tanh(nn.Dense(DIM)(x)), None
+
+
+class LinenModel(nn.Module):
+    staged: bool
+    remat: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
+        x = nn.Dense(DIM, name="first")(x)
+        if self.staged:
+            layers = linen.scan(layer, stages=STAGES, length=LAYERS, **AXES)
+        else:
+            layers = nn.scan(layer, length=LAYERS, **AXES)
+        x, _ = layers(name="layers")(x, jnp.float32(0.5))
+        return nn.Dense(DIM, name="last")(x)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_linen(remat: bool):
+    plain = LinenModel(staged=False, remat=remat)
+    params = plain.init(jax.random.key(0), batch_of()["x"][0])
+    compiled, history = compare(plain.apply, LinenModel(staged=True, remat=remat).apply, params)
+    (state, _) = history[-1][0]
+    for rank, length in enumerate(LENGTHS):
+        kernel = state["params"]["layers"][f"stage_{rank}"]["Dense_0"]["kernel"]
+        assert (kernel.mpmd_idxs, kernel.shape) == ((rank,), (length, DIM, DIM))
+    scans = count(compiled, "scan")
+    assert scans == {"fwd_0": 1, "fwd_bwd_1": 2, "bwd_0": 1}, "one scan for each stage and direction"
+
+
+class NnxLayer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
+
+    def __call__(self, x: jax.Array, scale: jax.Array) -> jax.Array:
+        return x + scale * jnp.tanh(self.linear(x))
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, staged: bool) -> None:
+        @nnx.split_rngs(splits=LAYERS)
+        @nnx.vmap
+        def make(rngs: nnx.Rngs) -> NnxLayer:
+            return NnxLayer(rngs)
+
+        self.first = nnx.Linear(DIM, DIM, rngs=rngs)
+        self.layers = nnx.List(split_layers(make(rngs), STAGES)) if staged else make(rngs)
+        self.last = nnx.Linear(DIM, DIM, rngs=rngs)
+        self.staged = staged
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x, scale = self.first(x), jnp.float32(0.5)
+        scan = nnx.scan(lambda x, layer: layer(x, scale), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        for part in self.layers if self.staged else [self.layers]:
+            x = mark_stage_end(scan(x, part))
+        return self.last(x)
+
+
+def test_nnx():
+    models = [nnx.split(NnxModel(nnx.Rngs(0), staged)) for staged in (False, True)]
+    (plain, params), (staged, staged_params) = models
+    # Made from the same key, the parameters are those of the plain model, cut.
+    tree_allclose(
+        jax.tree.leaves(staged_params), jax.tree.leaves(split_scanned(params, "layers", LENGTHS)), rtol=0, atol=0
+    )
+
+    def run_of(graphdef: Any) -> Any:
+        return lambda p, x: nnx.merge(graphdef, p, copy=True)(x)
+
+    _, history = compare(run_of(plain), run_of(staged), params)
+    kernel = history[-1][0][0]["layers"][1]["linear"]["kernel"].get_value()
+    assert (kernel.mpmd_idxs, kernel.shape) == ((1,), (2, DIM, DIM))
+
+
+def test_there_and_back_again():
+    """Bit for bit, through any number of stages, with what stands beside the stack left alone; frozen stacks, too."""
+    rng = np.random.default_rng(0)
+    params = {"layers": {"w": rng.normal(size=(LAYERS, 2)), "deep": {"b": rng.normal(size=LAYERS)}}, "head": np.ones(3)}
+    labels = {"layers": "frozen", "head": "trained"}
+    frozen = optax.multi_transform({"frozen": optax.set_to_zero(), "trained": optax.adam(0.1)}, labels)
+    tree = {"params": params, "opt": optax.adam(0.1).init(params), "frozen": frozen.init(params)}
+    for stages in range(1, LAYERS + 1):
+        split = split_scanned(tree, "layers", stages)
+        assert len(split["params"]["layers"]) == len(split["opt"][0].mu["layers"]) == stages
+        tree_allclose(join_scanned(split, "layers"), tree, rtol=0, atol=0)
+
+
+def test_a_mark_inside_a_scan_is_refused_with_the_helper_as_remedy():
+    def loss(p: Any, b: Any) -> jax.Array:
+        x, _ = jax.lax.scan(lambda x, w: (mark_stage_end(jnp.tanh(x @ w)), None), b["x"], p)
+        return jnp.mean(x**2)
+
+    def step(params: Any, batch: Any) -> Any:
+        return treduce(lambda b: jax.value_and_grad(loss)(params, b), batch, Std1F1B(2))
+
+    with pytest.raises(
+        MarkerPlacementError,
+        match=r"inside `scan` at .*test_scanned_layers.*jaxpp_flax\.linen\.scan.*split_layers",
+    ):
+        mpmd_jit_with_loop(step, mesh_of(2))(np.zeros((2, DIM, DIM), np.float32), batch_of())

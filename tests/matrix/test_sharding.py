@@ -1,0 +1,341 @@
+"""Parallelism inside a stage: data, FSDP and tensor axes beside the stages, equal to plain `jax.jit` on the submesh."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpp_flax import linen
+from jaxpp_flax.engine.array import MpmdArray
+from jaxpp_flax.engine.compiled import Compiled
+from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.loop import treduce
+from jaxpp_flax.engine.markers import mark_stage_end
+from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.layers import PipelineStage
+from jaxpp_flax.schedules import Schedule, Std1F1B, ZeroBubble
+from tests.helpers import tree_allclose
+from tests.matrix.harness import count, mesh_of, run
+
+MICROBATCHES, ROWS, DIM = 4, 16, 16
+TX = optax.sgd(0.1, momentum=0.9)
+_COLLECTIVES = re.compile(
+    r" = [^=]*?\b(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+
+
+def batch_of() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(1)
+    shape = (MICROBATCHES, ROWS, DIM)
+    return {"x": rng.normal(size=shape).astype(np.float32), "y": rng.normal(size=shape).astype(np.float32)}
+
+
+def parameters(layers: int) -> list[dict[str, np.ndarray]]:
+    """Two products in each layer, as an MLP block has them."""
+    rng = np.random.default_rng(0)
+
+    def one(rows: int, columns: int) -> np.ndarray:
+        return (rng.normal(size=(rows, columns)) / rows**0.5).astype(np.float32)
+
+    return [
+        {"up": one(DIM, 2 * DIM), "bias": np.zeros(2 * DIM, np.float32), "down": one(2 * DIM, DIM)}
+        for _ in range(layers)
+    ]
+
+
+def model(params: Any, x: jax.Array, constrain: Callable[..., Any] = lambda x, spec: x) -> jax.Array:
+    for i, p in enumerate(params):
+        h = constrain(jnp.tanh(x @ p["up"] + p["bias"]), "hidden")
+        x = constrain(x + h @ p["down"], "out")
+        x = mark_stage_end(x) if i < len(params) - 1 else x
+    return x
+
+
+def train_step(apply: Callable[..., jax.Array] = model) -> Any:
+    def step(state: Any, batch: Any, schedule: Schedule | None) -> Any:
+        params, opt_state = state
+
+        def loss(p: Any, b: Any) -> jax.Array:
+            return jnp.mean((apply(p, b["x"]) - b["y"]) ** 2)
+
+        losses, grads = treduce(lambda b: jax.value_and_grad(loss)(params, b), batch, schedule)
+        updates, opt_state = TX.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), (losses, grads)
+
+    return step
+
+
+def collectives(compiled: Compiled) -> dict[str, list[str]]:
+    """The collectives in the compiled code of each task."""
+    found: dict[str, list[str]] = {}
+    for task, executable in zip(compiled.program.tasks, compiled._executables.tasks, strict=True):
+        found[task.name] = _COLLECTIVES.findall(executable.as_text())
+    return found
+
+
+def in_loop(compiled: Compiled) -> dict[str, list[str]]:
+    """Those of the tasks that run for every microbatch."""
+    loop = {t.name for t in compiled.program.tasks if t.stage is not None}
+    return {name: found for name, found in collectives(compiled).items() if name in loop and found}
+
+
+def check(step: Any, state: Any, batch: Any, mesh: MpmdMesh, *schedules: Schedule, state_specs: Any, data: Any) -> Any:
+    """Compare with plain `jax.jit` on the first submesh, the arguments sharded alike."""
+    sub = mesh.unstack[0]
+
+    def put(specs: Any, tree: Any, target: Any) -> Any:
+        is_spec = lambda s: isinstance(s, P)  # noqa: E731
+        return jax.tree.map(
+            lambda s, x: jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(target, s)), x),
+            specs, tree, is_leaf=is_spec,
+        )  # fmt: skip
+
+    with jax.set_mesh(sub):
+        expected = run(jax.jit(step, static_argnums=2), put(state_specs, state, sub), put(data, batch, sub), None, 2)
+    pipelined = mpmd_jit_with_loop(step, mesh, in_specs=(state_specs, data), static_argnums=2)
+    for schedule in schedules or (Std1F1B(mesh.mpmd_dim),):
+        actual = run(pipelined, state, batch, schedule, 2)
+        tree_allclose(actual, expected)
+        compiled = pipelined.compile(state, batch, schedule)
+    return compiled, actual, expected
+
+
+def state_of(params: Any) -> Any:
+    return params, TX.init(params)
+
+
+DATA = {"x": P(None, "data"), "y": P(None, "data")}
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_data_parallel(stages: int):
+    """Almost nothing is exchanged while the loop runs; each gradient is reduced once after it."""
+    compiled, _, _ = check(
+        train_step(), state_of(parameters(stages)), batch_of(), mesh_of(stages, data=2), Std1F1B(stages),
+        state_specs=P(), data=DATA,
+    )  # fmt: skip
+    # The loss is a mean over all examples: the last stage needs that one number for every microbatch.
+    assert in_loop(compiled) == {f"fwd_bwd_{stages - 1}": ["all-reduce"]}
+    after = [kind for name, found in collectives(compiled).items() if name.startswith("outer") for kind in found]
+    assert set(after) == {"all-reduce"}
+    assert len(after) <= 3 * stages, "one for each gradient, or fewer where XLA combines them"
+
+
+def test_data_parallel_with_remat():
+    """Recomputed layers, too: their weight gradients wait for the end of the loop."""
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        for i, p in enumerate(params):
+            x = jax.checkpoint(lambda p, x: model([p], x))(p, x)
+            x = mark_stage_end(x) if i < len(params) - 1 else x
+        return x
+
+    compiled, _, _ = check(
+        train_step(apply), state_of(parameters(2)), batch_of(), mesh_of(2, data=2), state_specs=P(), data=DATA
+    )
+    assert in_loop(compiled) == {"fwd_bwd_1": ["all-reduce"]}
+    # Two products forward; backward two for each of two weights, less one whose input is the batch, and one again.
+    assert count(compiled, "dot_general") == {"fwd_0": 2, "fwd_bwd_1": 2 + 4 + 1, "bwd_0": 3 + 1}
+
+
+def test_data_parallel_zero_bubble():
+    check(
+        train_step(), state_of(parameters(2)), batch_of(), mesh_of(2, data=2), ZeroBubble(2), state_specs=P(), data=DATA
+    )
+
+
+def test_what_a_step_returns_fits_the_next():
+    """Results are partitioned as the arguments were, so the second step compiles nothing."""
+    specs = ([FSDP] * 2, (optax.TraceState([FSDP] * 2), optax.EmptyState()))
+    pipelined = mpmd_jit_with_loop(
+        train_step(),
+        mesh_of(2, fsdp=4),
+        in_specs=(specs, {"x": P(None, "fsdp"), "y": P(None, "fsdp")}),
+        static_argnums=2,
+    )
+    state = state_of(parameters(2))
+    compiled = pipelined.compile(state, batch_of(), Std1F1B(2))
+    state, _ = pipelined(state, batch_of(), Std1F1B(2))
+    assert pipelined.compile(state, batch_of(), Std1F1B(2)) is compiled
+    for argument, result in zip(jax.tree.leaves(specs), jax.tree.leaves(state), strict=True):
+        assert result.spec == argument
+
+
+FSDP = {"up": P("fsdp"), "bias": P("fsdp"), "down": P("fsdp")}
+TENSOR = {"up": P(None, "tensor"), "bias": P("tensor"), "down": P("tensor")}
+
+
+def test_tensor_parallel():
+    """Megatron's split: one all-reduce of activations per layer and direction, weights never gathered."""
+    specs = [TENSOR] * 2
+    compiled, actual, _ = check(
+        train_step(), state_of(parameters(2)), batch_of(), mesh_of(2, data=2, tensor=2),
+        state_specs=(specs, (optax.TraceState(specs), optax.EmptyState())), data=DATA,
+    )  # fmt: skip
+    assert {kind for kinds in in_loop(compiled).values() for kind in kinds} == {"all-reduce"}
+    assert len(in_loop(compiled)["fwd_0"]) == 1
+    (params, _), (_, grads) = actual[-1]
+    for layer in (*params, *grads):
+        assert {k: v.spec for k, v in layer.items()} == TENSOR
+
+
+def test_fsdp():
+    """Parameters, accumulators and optimizer state stay sharded; weights are gathered where they are used."""
+    specs = [FSDP] * 2
+    compiled, actual, _ = check(
+        train_step(), state_of(parameters(2)), batch_of(), mesh_of(2, fsdp=4),
+        state_specs=(specs, (optax.TraceState(specs), optax.EmptyState())),
+        data={"x": P(None, "fsdp"), "y": P(None, "fsdp")},
+    )  # fmt: skip
+    (params, _), (_, grads) = actual[-1]
+    for layer in (*params, *grads):
+        assert {k: v.spec for k, v in layer.items()} == FSDP
+    for task, executable in zip(compiled.program.tasks, compiled._executables.tasks, strict=True):
+        for output, _ in task.pins:
+            if task.graph.outputs[output].aval.shape != (MICROBATCHES,):  # the stacked losses
+                spec = executable.output_shardings[output].spec
+                assert spec[0] == "fsdp", f"accumulator {output} of {task.name} is partitioned as {spec}"
+
+
+@pytest.mark.parametrize("way", ["spec", "whole_mesh"])
+def test_constraints(way: str):
+    """Written with a PartitionSpec, or with a NamedSharding of the whole mesh, which no stage sees."""
+    mesh = mesh_of(2, data=2, tensor=2)
+    names = {"hidden": P("data", "tensor"), "out": P("data", None)}
+
+    def pipelined_constraint(x: jax.Array, which: str) -> jax.Array:
+        spec = names[which] if way == "spec" else NamedSharding(mesh.jax_mesh, names[which])
+        return jax.lax.with_sharding_constraint(x, spec)
+
+    def plain_constraint(x: jax.Array, which: str) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, names[which])
+
+    specs = [TENSOR] * 2
+    state = state_of(parameters(2))
+    state_specs = (specs, (optax.TraceState(specs), optax.EmptyState()))
+    step = train_step(lambda p, x: model(p, x, pipelined_constraint))
+    plain = train_step(lambda p, x: model(p, x, plain_constraint))
+    sub = mesh.unstack[0]
+    with jax.set_mesh(sub):
+        expected = run(jax.jit(plain, static_argnums=2), state, batch_of(), None, 2)
+    pipelined = mpmd_jit_with_loop(step, mesh, in_specs=(state_specs, DATA), static_argnums=2)
+    actual = run(pipelined, state, batch_of(), Std1F1B(2), 2)
+    tree_allclose(actual, expected)
+    compiled = pipelined.compile(state, batch_of(), Std1F1B(2))
+    (task,) = [i for i, t in enumerate(compiled.program.tasks) if t.name == "fwd_0"]
+    specs_out = [s.spec for s in compiled._executables.tasks[task].output_shardings]
+    assert P("data", "tensor") in specs_out, "the hidden activation is sharded over both axes, as asked"
+
+
+def explicit_mesh(num_ranks: int, **axes: int) -> MpmdMesh:
+    shape = (num_ranks, *axes.values())
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    mesh = jax.sharding.Mesh(devices, ("stage", *axes), axis_types=(AxisType.Explicit,) * len(shape))
+    return MpmdMesh(mesh, "stage")
+
+
+def test_explicit_data_parallel():
+    compiled, _, _ = check(
+        train_step(), state_of(parameters(2)), batch_of(), explicit_mesh(2, data=2), state_specs=P(), data=DATA
+    )
+    assert in_loop(compiled) == {"fwd_bwd_1": ["all-reduce"]}
+
+
+def test_explicit_tensor_parallel():
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        for i, p in enumerate(params):
+            h = jnp.tanh(x @ p["up"] + p["bias"])
+            x = x + jnp.einsum("bh,ho->bo", h, p["down"], out_sharding=P("data", None))
+            x = mark_stage_end(x) if i < len(params) - 1 else x
+        return x
+
+    specs = [TENSOR] * 2
+    check(
+        train_step(apply), state_of(parameters(2)), batch_of(), explicit_mesh(2, data=2, tensor=2),
+        state_specs=(specs, (optax.TraceState(specs), optax.EmptyState())), data=DATA,
+    )  # fmt: skip
+
+
+class NnxBlock(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        init = nnx.initializers.lecun_normal()
+        self.up = nnx.Linear(DIM, 2 * DIM, kernel_init=nnx.with_partitioning(init, (None, "tensor")), rngs=rngs)
+        self.down = nnx.Linear(2 * DIM, DIM, kernel_init=nnx.with_partitioning(init, ("tensor", None)), rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.blocks = nnx.List([PipelineStage(NnxBlock(rngs)) for _ in range(2)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_nnx_with_partitioning():
+    mesh = mesh_of(2, data=2, tensor=2)
+    with jax.set_mesh(mesh.unstack[0]):
+        graphdef, params = nnx.split(NnxModel(nnx.Rngs(0)))
+        specs = nnx.get_partition_spec(params)
+    params = jax.tree.map(np.asarray, params)
+    step = train_step(lambda p, x: nnx.merge(graphdef, p, copy=True)(x))
+    state_specs = (specs, (optax.TraceState(specs), optax.EmptyState()))
+    _, actual, _ = check(step, state_of(params), batch_of(), mesh, state_specs=state_specs, data=DATA)
+    kernel = actual[-1][0][0]["blocks"][1]["up"]["kernel"].get_value()
+    assert isinstance(kernel, MpmdArray)
+    assert (kernel.mpmd_idxs, kernel.spec) == ((1,), P(None, "tensor"))
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        init = nn.initializers.lecun_normal()
+        up = nn.Dense(2 * DIM, kernel_init=nn.with_logical_partitioning(init, ("embed", "mlp")))
+        down = nn.Dense(DIM, kernel_init=nn.with_logical_partitioning(init, ("mlp", "embed")))
+        h = nn.with_logical_constraint(jnp.tanh(up(x)), ("batch", "mlp"))
+        return x + down(h)
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for _ in range(2):
+            x = linen.PipelineStage(LinenBlock())(x)
+        return x
+
+
+RULES = (("batch", "data"), ("mlp", "tensor"), ("embed", None))
+
+
+def test_linen_logical_partitioning():
+    mesh = mesh_of(2, data=2, tensor=2)
+    boxed = LinenModel().init(jax.random.key(0), batch_of()["x"][0])
+    specs = nn.logical_to_mesh(nn.get_partition_spec(boxed), RULES)
+    params = jax.tree.map(np.asarray, nn.meta.unbox(boxed))
+
+    def apply(p: Any, x: jax.Array) -> jax.Array:
+        with nn.logical_axis_rules(RULES):
+            return LinenModel().apply(p, x)
+
+    state_specs = (specs, (optax.TraceState(specs), optax.EmptyState()))
+    compiled, actual, _ = check(
+        train_step(apply), state_of(params), batch_of(), mesh, state_specs=state_specs, data=DATA
+    )
+    kernel = actual[-1][0][0]["params"]["LinenBlock_1"]["Dense_0"]["kernel"]
+    assert (kernel.mpmd_idxs, kernel.spec) == ((1,), P(None, "tensor"))
+    assert len(in_loop(compiled)["fwd_0"]) == 1

@@ -1,0 +1,132 @@
+"""What the engine relies on: legal tasks in order for the four basic schedules and their kin."""
+
+import pytest
+
+from jaxpp_flax.schedules import (
+    CustomSchedule,
+    Eager1F1B,
+    FusedTask,
+    GPipe,
+    Interleaved1F1B,
+    InterleavedGPipe,
+    KimiK2,
+    ScheduleError,
+    Std1F1B,
+    Task,
+    TaskKind,
+    ZeroBubble,
+    ZeroBubbleH2,
+    by_name,
+    merge_order,
+    names,
+    validate,
+)
+from jaxpp_flax.schedules.schedule import peak_live
+from jaxpp_flax.schedules.task import backward, forward, fused
+from tests.schedules.helpers import shape_of
+
+
+def test_tasks_print_as_jaxpp_does():
+    printed = [repr(Task(kind, 2, 0)) for kind in TaskKind]
+    assert printed == ["fwd_2__0", "bwd_2__0", "bwd_i_2__0", "bwd_w_2__0"]
+    assert repr(fused(3, 0)) == "FusedTask(fwd_3__0, bwd_3__0)"
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("cls", [GPipe, Std1F1B, Eager1F1B])
+def test_one_stage_per_rank_is_legal(cls, stages, microbatches):
+    schedule = cls(stages)
+    validate(schedule, microbatches)
+    lists = schedule.tasks(microbatches)
+    validate(lists, microbatches)
+    for stage in range(stages):
+        bound = schedule.max_live_microbatches(stage, microbatches)
+        assert peak_live(iter(lists[stage]), stage) == bound
+        if cls is Std1F1B:
+            assert bound == min(microbatches, stages - stage)
+    fuses = {isinstance(task, FusedTask) for task in lists[-1]}
+    assert fuses == {cls is not GPipe}
+
+
+@pytest.mark.parametrize("microbatches", [*range(1, 12), 16])
+@pytest.mark.parametrize(("ranks", "per_rank"), [(1, 1), (1, 3), (2, 2), (2, 4), (4, 2), (3, 4)])
+@pytest.mark.parametrize("cls", [Interleaved1F1B, KimiK2, InterleavedGPipe])
+def test_interleaved_is_legal_for_any_number_of_microbatches(cls, ranks, per_rank, microbatches):
+    schedule = cls(ranks * per_rank, ranks)
+    validate(schedule, microbatches)
+    fuses = any(isinstance(t, FusedTask) for tasks in schedule.tasks(microbatches) for t in tasks)
+    assert fuses == schedule.fuses_last_stage
+
+
+@pytest.mark.parametrize("name", names())
+def test_merged_order_keeps_every_ranks_order_and_the_dependencies(name):
+    schedule = by_name(name, 4, 2 if name in names(4, 2) else 4)
+    lists = schedule.tasks(5)
+    order = merge_order(lists)
+    assert order == merge_order(lists)
+    for rank, tasks in enumerate(lists):
+        assert [task for r, task in order if r == rank] == tasks
+    place = {task.cell[: task.cell.find("+")] if "+" in task.cell else task.cell: i
+             for i, (_, task) in enumerate(order)}  # fmt: skip
+    for m in range(5):
+        for stage in range(3):
+            assert place[f"{stage}F{m}"] < place[f"{stage + 1}F{m}"]
+
+
+def test_jaxpp_argument_names():
+    assert Interleaved1F1B(8, 4) == Interleaved1F1B(num_stages=8, mpmd_dim=4)
+    assert Interleaved1F1B(8, 4) == Interleaved1F1B(num_stages=8, num_ranks=4)
+    assert Std1F1B(num_stages=4) == Std1F1B(4) != GPipe(4)
+    assert hash(Std1F1B(4)) == hash(Std1F1B(4))
+    assert Interleaved1F1B(8, 4).mpmd_dim == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Interleaved1F1B(7, 4), "num_stages=7 .* num_ranks=4. Use 4 or 8 stages"),
+        (lambda: Interleaved1F1B(8, 4, mpmd_dim=2), "two names of one number"),
+        (lambda: Std1F1B(0), "num_stages must be at least 1, got 0"),
+        (lambda: Std1F1B(2.5), "whole number, got 2.5"),
+        (lambda: Std1F1B(2).tasks(0), "num_microbatches must be at least 1, got 0"),
+        (lambda: by_name("1f1", 4), "did you mean '1f1b'.*interleaved_1f1b"),
+        (lambda: by_name("1f1b", 4, latency=1.0), "'1f1b' has no option 'latency'"),
+        (lambda: by_name("1f1b", 8, 4), "one stage on each rank, got num_stages=8"),
+    ],
+)
+def test_bad_counts_are_refused_with_a_remedy(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("lists", "text"),
+    [
+        ([[forward(0, 0), backward(0, 0)], [backward(1, 0), forward(1, 0)]],
+         ">1B0<.*waits for 1F0, which this rank runs later"),
+        ([[forward(0, 0)]], "missing: 0B0"),
+        ([[], []], "at least one task"),
+        ([[forward(0, 0), forward(0, 0), backward(0, 0)]], "0F0 is there twice"),
+        ([[forward(0, 0), None, backward(0, 0)]], "position 1: None is not a Task"),
+        ([[forward(0, 0), backward(0, 0), forward(1, 0)], [backward(1, 0)]],
+         "1F0: stage 1 belongs to rank 1. A stage.s weights live on one rank"),
+        ([[forward(0, 0), backward(0, 0)], [backward(1, 0)]], "missing: 1F0"),
+        ([[forward(0, 1), backward(0, 1)]], "1 microbatches, numbered from 0"),
+        ([[fused(0, 0)], [fused(1, 0)]], r"only the last stage \(1\) can be fused"),
+    ],
+)  # fmt: skip
+def test_a_faulty_list_is_shown(lists, text):
+    with pytest.raises(ScheduleError, match=text):
+        validate(lists, 1)
+
+
+def test_schedules_are_equal_when_they_run_alike():
+    """The engine compiles a step once for equal schedules, so schedules that differ must not be equal."""
+    listed = [by_name(name, *shape_of(name, 3, 2)) for name in names()]
+    for i, one in enumerate(listed):
+        for j, other in enumerate(listed):
+            assert (one == other) is (i == j), (one, other)
+    assert ZeroBubbleH2(3, latency=0.5) == ZeroBubbleH2(3, latency=0.5)
+    assert hash(ZeroBubbleH2(3, latency=0.5)) == hash(ZeroBubbleH2(3, latency=0.5))
+    assert CustomSchedule(ZeroBubble(2).tasks(3)) != CustomSchedule(ZeroBubble(2).tasks(4))

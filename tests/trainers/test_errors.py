@@ -1,0 +1,256 @@
+"""What bad input gets: an error before the first task runs, that names what, where and the remedy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.layers import AssignmentError
+from jaxpp_flax.schedules import Std1F1B
+from jaxpp_flax.trainers import BatchError, LossError, MeshError, ModelError, NonFiniteLossError
+from jaxpp_flax.trainers.mesh import build_mesh
+from tests.trainers import models as m
+
+
+def trainer(model=None, loss_fn=m.mean_loss, **options):
+    options = {"num_stages": 2, "num_microbatches": 4, "progress": False, **options}
+    model = model if model is not None else m.Model(2, rngs=nnx.Rngs(0))
+    return PipelineTrainer(model, options.pop("tx", optax.sgd(0.1)), loss_fn, **options)
+
+
+def check_text(error):
+    text = str(error.value)
+    assert len(text) < 1200, "an error is a sentence or three"
+    assert "lambda ;" not in text
+    assert "let\n" not in text
+
+
+class Empty(nnx.Module):
+    def __call__(self, x):
+        return x
+
+
+class IntegerParameter(nnx.Module):
+    def __init__(self):
+        self.table = nnx.Param(jnp.arange(3))
+
+
+LINEN = m.LinenModel(2)
+
+ARGUMENTS = {
+    "stages": ({"num_stages": 0}, ValueError, r"num_stages=0: it must be a whole number of at least 1"),
+    "microbatches": ({"num_microbatches": 2.5}, ValueError, r"num_microbatches=2\.5: it must be a whole number"),
+    "devices": (
+        {"num_stages": 9, "model": "nine"},
+        MeshError,
+        r"9 ranks need at least as many devices, but there are 8 \(cpu\)\. Use num_stages=8 or fewer; or an interlea",
+    ),
+    "axes": (
+        {"num_stages": 3, "mesh_axes": {"data": -1}},
+        MeshError,
+        r"8 devices cannot be divided into 3 ranks with mesh axes {'data': -1}: 8 is no multiple of 3",
+    ),
+    "axes too large": (
+        {"num_stages": 4, "mesh_axes": {"data": 4}},
+        MeshError,
+        r"4 ranks with mesh axes {'data': 4} need 16 devices, but there are 8\. Use smaller axes or fewer stages",
+    ),
+    "two meshes": (
+        {"mesh": build_mesh(2), "mesh_axes": {"data": 2}},
+        ValueError,
+        "both mesh= and mesh_axes=",
+    ),
+    "mesh without stages": (
+        {"mesh": jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))},
+        MeshError,
+        r"the mesh has axes {'x': 2}, but none called 'stage'",
+    ),
+    "mesh of another size": (
+        {"mesh": build_mesh(4), "schedule": Std1F1B(2)},
+        MeshError,
+        r"the mesh has 4 ranks along 'stage', but 2 are asked for\. Make that axis 2 long",
+    ),
+    "mesh type": ({"mesh": 3}, TypeError, r"mesh must be a jax.sharding.Mesh or an MpmdMesh, got int"),
+    "schedule name": (
+        {"schedule": "1f1"},
+        ValueError,
+        r"unknown schedule '1f1': did you mean .*1f1b.*Known: ",
+    ),
+    "schedule type": ({"schedule": Std1F1B}, TypeError, r"schedule must be a name such as '1f1b' or a Schedule object"),
+    "schedule stages": (
+        {"schedule": Std1F1B(3)},
+        ValueError,
+        r"is for 3 stages, but num_stages=2\. Make them equal",
+    ),
+    "schedule ranks": (
+        {"num_stages": 4, "num_ranks": 2},
+        ValueError,
+        r"schedule '1f1b' runs one stage on each rank, got num_stages=4 and num_ranks=2",
+    ),
+    "assignment": ({"assignment": "evn"}, AssignmentError, r"unknown assignment 'evn'"),
+    "no parameters": ({"model": Empty()}, ModelError, r"the model Empty has no parameters to train"),
+    "integer parameter": (
+        {"model": IntegerParameter()},
+        ModelError,
+        r"the parameter .*table.* of IntegerParameter has dtype int32, which has no gradient",
+    ),
+    "model class": ({"model": m.Model}, TypeError, r"must be an instance of nnx.Module .*, got the class Model"),
+    "model type": ({"model": "gpt"}, TypeError, r"must be an instance of nnx.Module .*, got a str"),
+    "linen without variables": ({"model": LINEN}, TypeError, r"LinenModel holds no variables of its own: pass"),
+    "linen without params": (
+        {"model": LINEN, "variables": {"batch_stats": {}}},
+        ModelError,
+        r"variables has the collections \['batch_stats'\], but no 'params'",
+    ),
+    "nnx with variables": ({"variables": {"params": {}}}, TypeError, r"variables= are for Linen models, but Model is"),
+    "linen no parameters": ({"model": nn.Dropout(0.1), "variables": {"params": {}}}, ModelError, "has no parameters"),
+    "optimizer": ({"tx": 0.1}, TypeError, r"tx must be an Optax optimizer such as optax.adamw\(3e-4\), got float"),
+    "loss": ({"loss_fn": 3}, TypeError, r"loss_fn must be a function of \(model, batch\), got int"),
+    "log_every": ({"log_every": 0}, ValueError, r"log_every=0: it must be a whole number"),
+    "progress": ({"progress": "bar"}, TypeError, r"progress='bar' \(str\): it must be True, False or a Meter"),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments(case):
+    options, kind, text = ARGUMENTS[case]
+    options = dict(options)
+    if options.get("model") == "nine":
+        options["model"] = m.Model(9, rngs=nnx.Rngs(0))
+    with pytest.raises(kind, match=text) as error:
+        trainer(**options)
+    check_text(error)
+
+
+BATCHES = {
+    "not divisible": (
+        m.make_batch(10),
+        r"a batch of 10 examples cannot be cut into num_microbatches=4 equal parts \(batch\['mask'\] has shape "
+        r"\(10, 5\)\)\. Use a batch of 8 or 12",
+    ),
+    "different sizes": (
+        {**m.make_batch(8), "mask": np.ones((6, m.LENGTH), np.float32)},
+        r"different leading sizes \(batch\['mask'\]: 6, batch\['targets'\]: 8, batch\['tokens'\]: 8\)",
+    ),
+    "scalar": ({**m.make_batch(8), "rate": np.float32(1)}, r"batch\['rate'\] is a scalar"),
+    "no array": ({**m.make_batch(8), "id": "x"}, r"batch\['id'\] is a str, not an array"),
+    "empty": ({}, r"the batch holds no array"),
+}
+
+
+@pytest.mark.parametrize("case", BATCHES)
+def test_batches(case):
+    batch, text = BATCHES[case]
+    with pytest.raises(BatchError, match=text) as error:
+        trainer().train_step(batch)
+    check_text(error)
+
+
+def test_batch_and_data_parallel_devices():
+    with pytest.raises(BatchError, match=r"a microbatch of 1 examples \(4 in num_microbatches=4 parts\) cannot be"):
+        trainer(mesh_axes={"data": 2}).train_step(m.make_batch(4))
+
+
+LOSSES = {
+    "not a scalar": (m.token_losses, r"a loss of shape \(2, 5\), which is not a scalar\. Reduce it first"),
+    "weight not a scalar": (
+        lambda model, batch: (m.mean_loss(model, batch), batch["mask"]),
+        r"a weight of shape \(2, 5\), which is not a scalar",
+    ),
+    "none": (lambda model, batch: None, r"the loss function returned None\. Return the mean loss"),
+    "dict": (lambda model, batch: {"loss": 1.0}, r"the loss function returned a dict of 'loss'\. Return the mean loss"),
+    "three": (lambda model, batch: (1.0, 2.0, 3.0), r"returned \(a float, a float, a float\)\. Return"),
+    "reserved": (
+        lambda model, batch: (m.mean_loss(model, batch), {"loss": 1.0}),
+        r"a metric called 'loss', a name of the trainer's",
+    ),
+    "metric": (
+        lambda model, batch: (m.mean_loss(model, batch), {"a": "x"}),
+        r"returned the metric 'a' as a str\. A metric is an array",
+    ),
+    "complex": (lambda model, batch: m.mean_loss(model, batch) + 0j, r"a loss of dtype complex64; it must be a real"),
+}
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_losses(case):
+    loss_fn, text = LOSSES[case]
+    with pytest.raises(LossError, match=text) as error:
+        trainer(loss_fn=loss_fn).train_step(m.make_batch(8))
+    check_text(error)
+
+
+def test_fewer_marks_than_stages_names_the_users_lines():
+    with pytest.raises(AssignmentError, match=r"num_stages=4 needs at least 3 marks, but the function has 2") as error:
+        trainer(num_stages=4).train_step(m.make_batch(8))
+    assert "block_0 (" in str(error.value)
+    assert "models.py:" in str(error.value)
+    check_text(error)
+
+
+def test_a_name_that_no_block_has():
+    with pytest.raises(AssignmentError, match=r"'blok_0', which matches no block .* Did you mean 'block_0'"):
+        trainer(assignment={"blok_0": 0, "*": 1}).train_step(m.make_batch(8))
+
+
+class Poisoned(nnx.Module):
+    """Takes the logarithm of a negative number in its second block."""
+
+    def __init__(self, where):
+        self.model = m.Model(3, rngs=nnx.Rngs(0))
+        self.where = where
+
+    def __call__(self, tokens):
+        x = self.model.embed(tokens)
+        for i, block in enumerate(self.model.blocks):
+            x = block(jnp.log(-1.0 - x**2) if i == self.where else x)
+        return self.model.head(x)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_loss_that_is_not_finite_says_where_it_arose(stages):
+    with pytest.raises(NonFiniteLossError) as error:
+        trainer(Poisoned(1), num_stages=stages).train_step(m.make_batch(8))
+    text = str(error.value)
+    assert text.startswith("the loss of step 1 is nan. In microbatch 0, the first block whose output is not finite is")
+    assert "'block_1'; the first NaN comes from `log` at " in text
+    assert "test_errors.py:" in text
+    check_text(error)
+
+
+def test_not_finite_in_loss_parameters_or_batch():
+    def bad_loss(model, batch):
+        return m.mean_loss(model, batch) + jnp.log(batch["mask"].sum() - 1e9)
+
+    with pytest.raises(NonFiniteLossError, match=r"every marked block's output is finite .* after the last mark"):
+        trainer(loss_fn=bad_loss, num_stages=1).train_step(m.make_batch(8))
+    batch = m.make_batch(8)
+    batch["mask"][5, 0] = np.nan
+    with pytest.raises(NonFiniteLossError, match=r"batch\['mask'\] holds a value that is not finite"):
+        trainer(loss_fn=m.weighted_loss, num_stages=1).train_step(batch)
+    model = m.Model(2, rngs=nnx.Rngs(0))
+    model.blocks[1].widen.kernel[...] = model.blocks[1].widen.kernel[...].at[0, 0].set(jnp.nan)
+    with pytest.raises(NonFiniteLossError, match=r"parameter.*blocks.*widen.*kernel.* holds a value"):
+        trainer(model, num_stages=1).train_step(m.make_batch(8))
+
+
+def test_not_finite_in_a_later_microbatch():
+    batch = m.make_batch(8)
+    batch["targets"] = batch["targets"].copy()
+    batch["scale"] = np.array([1, 1, 1, 1, -1, 1, 1, 1], np.float32)
+    loss = lambda model, b: m.mean_loss(model, b) + jnp.sqrt(b["scale"]).mean()  # noqa: E731
+    with pytest.raises(NonFiniteLossError, match=r"In microbatch 2, .* the first NaN comes from `sqrt` at"):
+        trainer(loss_fn=loss, num_stages=1).train_step(batch)
+
+
+def test_predict_of_a_dict():
+    with pytest.raises(TypeError, match=r"predict got a dict with 'tokens', 'targets', 'mask', and cannot know"):
+        trainer().predict(m.make_batch(8))
+    with pytest.raises(TypeError, match=r"trainer.variables is for Linen models"):
+        _ = trainer().variables

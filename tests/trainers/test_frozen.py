@@ -1,0 +1,109 @@
+"""Frozen and unused parameters, LoRA over a frozen base, and the moving average of the weights."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax.trainers import ModelError
+from tests.helpers import tree_allclose
+from tests.matrix.harness import count
+from tests.trainers import models as m
+
+BATCH = m.make_batch(4)
+
+
+def nnx_trainer(model=None, loss_fn=m.mean_loss, tx=None, **options):
+    model = model or m.Model(2, rngs=nnx.Rngs(0))
+    options = {"num_stages": 2, "num_microbatches": 2, "progress": False, **options}
+    return PipelineTrainer(model, tx or optax.adam(0.1), loss_fn, **options)
+
+
+def linen_trainer(**options):
+    module = m.LinenModel(2)
+    variables = module.init(jax.random.key(0), BATCH["tokens"])
+    return variables, nnx_trainer(module, variables=variables, **options)
+
+
+def accumulators(compiled):
+    """Shapes of what is summed over the microbatches, without loss and metrics."""
+    return [v.aval.shape for v in compiled._built.loops[0].accumulator_results if v.aval.shape]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_frozen_parameters_have_no_gradient_and_no_accumulator(kind):
+    frozen = {"nnx": ["embed", "blocks/0"], "linen": ["Embed_0", "LinenBlock_0/*"]}[kind]
+    make = nnx_trainer if kind == "nnx" else lambda **options: linen_trainer(**options)[1]
+    made = make(frozen=frozen, ema_decay=0.75)
+
+    def weights(model):
+        if kind == "nnx":
+            return {
+                "/".join(map(str, p)): np.asarray(v[...]) for p, v in nnx.to_flat_state(nnx.state(model, nnx.Param))
+            }
+        flat = jax.tree_util.tree_leaves_with_path(model.variables["params"])
+        return {"/".join(k.key for k in path): np.asarray(leaf) for path, leaf in flat}
+
+    before = weights(made.model)
+    compiled = made.compile(BATCH)
+    made.train_step(BATCH)
+    after, average = weights(made.model), weights(made.ema_model)
+    is_frozen = {path: path.startswith(("embed", "blocks/0", "Embed_0", "LinenBlock_0")) for path in before}
+    assert sum(is_frozen.values()) == 5
+    for path in before:
+        assert np.array_equal(before[path], after[path]) == is_frozen[path], path
+        tree_allclose(average[path], 0.75 * before[path] + 0.25 * after[path])
+    trained = sorted(before[path].shape for path in before if not is_frozen[path])
+    assert sorted(accumulators(compiled)) == trained
+    assert count(compiled, "dot_general")["fwd_0"] == 2
+    assert not any(name.startswith("bwd_0") for name in count(compiled, "dot_general")), "nothing to do backward there"
+    assert len(jax.tree.leaves(made.state.opt_state)) == 1 + 2 * len(trained)
+
+
+@pytest.mark.slow
+def test_lora_trains_its_factors_alone():
+    model = m.Model(2, rngs=nnx.Rngs(0), marked=False)
+    for block in model.blocks:
+        block.widen = nnx.LoRA(m.WIDTH, 2, 2 * m.WIDTH, base_module=block.widen, rngs=nnx.Rngs(1))
+    model.blocks = nnx.List([PipelineStage(block) for block in model.blocks])
+    made, plain = (nnx_trainer(model, wrt=nnx.LoRAParam, num_stages=stages) for stages in (2, 1))
+    assert sorted(accumulators(made.compile(BATCH))) == [(2, 16), (2, 16), (8, 2), (8, 2)]
+    base = nnx.to_pure_dict(nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))))
+    for _ in range(3):
+        losses = [float(t.train_step(BATCH)["loss"]) for t in (made, plain)]
+        np.testing.assert_allclose(*losses, rtol=1e-5)
+    trained = nnx.state(made.model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))
+    tree_allclose(nnx.to_pure_dict(trained), base, rtol=0, atol=0)
+    assert losses[0] < float(m.mean_loss(model, BATCH))
+
+
+def test_a_parameter_that_no_stage_uses_is_refused_by_name():
+    def without_head(model, batch):
+        x = model.embed(batch["tokens"])
+        for block in model.blocks:
+            x = block(x)
+        return (x**2).mean()
+
+    text = r"does not depend on these parameters: head/bias, head/kernel\. .*frozen=\['head/bias', 'head/kernel'\]"
+    with pytest.raises(ModelError, match=text):
+        nnx_trainer(loss_fn=without_head).train_step(BATCH)
+    jitted = lambda model, batch: nnx.jit(without_head)(model, batch)  # noqa: E731
+    with pytest.raises(ModelError, match="head/bias, head/kernel"):
+        nnx_trainer(loss_fn=jitted).compile(BATCH)
+    nnx_trainer(loss_fn=without_head, frozen="head").step_function(BATCH)  # by choice
+
+
+def test_refusals():
+    with pytest.raises(ModelError, match=r"frozen: no parameter matches 'heads/\*'\. The parameters are blocks/0/"):
+        nnx_trainer(frozen=["embed", "heads/*"])
+    with pytest.raises(TypeError, match=r"frozen=3: use paths such as"):
+        nnx_trainer(frozen=3)
+    with pytest.raises(ModelError, match="has no parameters to train"):
+        nnx_trainer(frozen=lambda path: True)
+    with pytest.raises(ValueError, match=r"trainer\.ema_model needs an average .*ema_decay"):
+        _ = nnx_trainer().ema_model

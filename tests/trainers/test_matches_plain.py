@@ -1,0 +1,192 @@
+"""The trainer's pipelines against plain `jax.jit` with gradient accumulation: the same losses and parameters.
+
+After one step of plain SGD the parameters show the gradients; after five, everything.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxpp_flax import PipelineTrainer
+from tests.helpers import tree_allclose
+from tests.trainers import models as m
+
+STEPS = 5
+RATE = 0.1
+ONE_STAGE_PER_RANK = [(1, 1), (2, 4), (4, 4), (4, 8), (3, 5)]
+CASES = [
+    *[(name, n, n, count) for name in ("gpipe", "1f1b", "eager_1f1b") for n, count in ONE_STAGE_PER_RANK],
+    ("interleaved_1f1b", 4, 2, 8),
+    ("interleaved_1f1b", 8, 4, 8),
+]
+
+
+def mesh_of(ranks, **axes):
+    shape = (ranks, *axes.values())
+    devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
+    return jax.sharding.Mesh(devices, ("stage", *axes))
+
+
+def batches(num_microbatches):
+    return [m.make_batch(2 * num_microbatches, seed) for seed in range(STEPS)]
+
+
+@functools.cache
+def reference(kind, num_blocks, num_microbatches):
+    """Losses of all steps, and the parameters after the first and the last one, in plain JAX."""
+    tx = optax.sgd(RATE)
+    data = batches(num_microbatches)
+    if kind == "nnx":
+        model = lambda: m.Model(num_blocks, rngs=nnx.Rngs(0), marked=False)  # noqa: E731
+        _, first = m.plain_training(model(), tx, m.mean_loss, data[:1], num_microbatches)
+        losses, last = m.plain_training(model(), tx, m.mean_loss, data, num_microbatches)
+        return losses, nnx.to_pure_dict(first), nnx.to_pure_dict(last)
+    module = m.LinenModel(num_blocks, marked=False)
+    params = module.init(jax.random.key(0), data[0]["tokens"])["params"]
+
+    @jax.jit
+    def step(params, batch):
+        def loss_of(params, microbatch):
+            return m.mean_loss(lambda x: module.apply({"params": params}, x), microbatch)
+
+        total, grads = 0.0, jax.tree.map(jnp.zeros_like, params)
+        for i in range(num_microbatches):
+            microbatch = jax.tree.map(lambda x, i=i: x.reshape(num_microbatches, -1, *x.shape[1:])[i], batch)
+            loss, grad = jax.value_and_grad(loss_of)(params, microbatch)
+            total, grads = total + loss, jax.tree.map(jnp.add, grads, grad)
+        params = jax.tree.map(lambda p, g: p - RATE * g / num_microbatches, params, grads)
+        return params, total / num_microbatches
+
+    losses, all_params = [], []
+    for batch in data:
+        params, loss = step(params, batch)
+        losses.append(float(loss))
+        all_params.append(params)
+    return losses, all_params[0], all_params[-1]
+
+
+def make_trainer(kind, schedule, stages, ranks, count, **options):
+    options = {"progress": False, "mesh": mesh_of(ranks), **options}
+    common = {"num_stages": stages, "num_microbatches": count, "schedule": schedule, **options}
+    tx = common.pop("tx", optax.sgd(RATE))
+    loss_fn = common.pop("loss_fn", m.mean_loss)
+    num_blocks = common.pop("num_blocks", stages)
+    model_options = common.pop("model_options", {})
+    if kind == "nnx":
+        return PipelineTrainer(m.Model(num_blocks, rngs=nnx.Rngs(0), **model_options), tx, loss_fn, **common)
+    module = m.LinenModel(num_blocks, **model_options)
+    variables = module.init(jax.random.key(0), m.make_batch(2)["tokens"])
+    return PipelineTrainer(module, tx, loss_fn, variables=variables, **common)
+
+
+def parameters(kind, trainer):
+    return nnx.to_pure_dict(nnx.state(trainer.model, nnx.Param)) if kind == "nnx" else trainer.variables["params"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize(("schedule", "stages", "ranks", "count"), CASES)
+def test_equals_plain_jit(kind, schedule, stages, ranks, count):
+    losses, first, last = reference(kind, stages, count)
+    trainer = make_trainer(kind, schedule, stages, ranks, count)
+    found = []
+    for batch in batches(count):
+        found.append(float(trainer.train_step(batch)["loss"]))
+        if len(found) == 1:
+            tree_allclose(parameters(kind, trainer), first)
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    assert [f"{loss:.4f}" for loss in found] == [f"{loss:.4f}" for loss in losses]
+    tree_allclose(parameters(kind, trainer), last)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("schedule", "stages", "ranks", "count"),
+    [("zero_bubble", 3, 3, 5), ("zbv", 4, 2, 4), ("circular", 4, 2, 4), ("kimi_k2", 4, 2, 4)],
+)
+def test_other_schedules_equal_plain_jit(schedule, stages, ranks, count):
+    test_equals_plain_jit("nnx", schedule, stages, ranks, count)
+
+
+FEATURES = {
+    "batch norm": {"model_options": {"batch_norm": True}},
+    "dropout": {"model_options": {"dropout": 0.3}},
+    "weights": {"loss_fn": m.weighted_loss},
+    "metrics": {"loss_fn": m.loss_with_metrics},
+    "momentum and clipping": {"tx": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(RATE, momentum=0.9))},
+    "more blocks than stages": {"num_blocks": 5},
+    "assignment": {"num_blocks": 5, "assignment": [1, 4]},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_equal_the_same_step_under_plain_jit(kind, feature):
+    options = FEATURES[feature]
+    plain_options = {k: v for k, v in options.items() if k != "assignment"} | {"mesh": None}
+    plain_options.setdefault("num_blocks", 2)
+    plain = make_trainer(kind, "1f1b", 1, 1, 4, **plain_options)
+    piped = make_trainer(kind, "1f1b", 2, 2, 4, **options)
+    for batch in batches(4)[:3]:
+        expected, found = plain.train_step(batch), piped.train_step(batch)
+        assert set(expected) == set(found)
+        for name in expected:
+            np.testing.assert_allclose(float(found[name]), float(expected[name]), rtol=1e-5, err_msg=name)
+    old, new = ([t.state.params, t.state.opt_state, t.state.model_state] for t in (plain, piped))
+    for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+        if not jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
+            tree_allclose(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_evaluate_and_predict_before_between_and_after_training(kind):
+    plain = make_trainer(kind, "1f1b", 1, 1, 4, mesh=None, num_blocks=2, predict_fn=lambda model, b: model(b["tokens"]))
+    piped = make_trainer(kind, "1f1b", 2, 2, 4, predict_fn=lambda model, b: model(b["tokens"]))
+    held_out = [m.make_batch(8, 100), m.make_batch(6, 101), m.make_batch(1, 102)]
+    for batch in batches(4)[:2]:
+        for size in (8, 3):
+            shown = m.make_batch(size, 7)
+            outputs = piped.predict(shown)
+            assert outputs.shape == (size, m.LENGTH, m.VOCABULARY)
+            tree_allclose(outputs, plain.predict(shown))
+        np.testing.assert_allclose(piped.evaluate(held_out)["loss"], plain.evaluate(held_out)["loss"], rtol=1e-5)
+        piped.train_step(batch)
+        plain.train_step(batch)
+    every = np.concatenate([m.token_losses(_callable(kind, piped), b).mean(-1) for b in held_out])
+    np.testing.assert_allclose(piped.evaluate(held_out)["loss"], every.mean(), rtol=1e-5)
+
+
+def _callable(kind, trainer):
+    if kind == "nnx":
+        return trainer.model
+    return lambda tokens: trainer.model(tokens)
+
+
+@pytest.mark.slow
+def test_data_parallel_stages():
+    losses, _, last = reference("nnx", 2, 4)
+    trainer = make_trainer("nnx", "1f1b", 2, 2, 4, mesh=mesh_of(2, data=2))
+    found = [float(trainer.train_step(batch)["loss"]) for batch in batches(4)]
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    tree_allclose(parameters("nnx", trainer), last)
+
+
+@pytest.mark.slow
+def test_dropout_does_not_depend_on_the_partition():
+    def losses(stages, schedule):
+        options = {"model_options": {"dropout": 0.4}, "num_blocks": 4}
+        trainer = make_trainer("nnx", schedule, stages, stages, 4, **options)
+        return [float(trainer.train_step(batch)["loss"]) for batch in batches(4)[:3]]
+
+    expected = losses(2, "1f1b")
+    for stages, schedule in [(4, "gpipe"), (3, "1f1b")]:
+        np.testing.assert_allclose(losses(stages, schedule), expected, rtol=1e-5)

@@ -1,0 +1,143 @@
+"""Loss scaling, the dtype in which gradients are summed, and compute in bfloat16 and float16 over float32 weights."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax.trainers import DynamicLossScale
+from tests.helpers import tree_allclose
+
+STAGES, MICROBATCHES, WIDTH = 2, 4, 16
+
+
+class Block(nnx.Module):
+    def __init__(self, dtype, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs, dtype=dtype, param_dtype=jnp.float32)
+        self.calls = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return x + jnp.tanh(self.linear(x))
+
+
+class Model(nnx.Module):
+    def __init__(self, dtype=None):
+        rngs = nnx.Rngs(0)
+        self.dtype = dtype
+        self.blocks = nnx.List([PipelineStage(Block(dtype, rngs)) for _ in range(STAGES)])
+
+    def __call__(self, x):
+        x = x if self.dtype is None else x.astype(self.dtype)
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i == 0:
+                x = x * x.dtype.type(1)
+        return x.astype(jnp.float32)
+
+
+def loss_fn(model, batch):
+    """`poison` goes into the first stage, where the gradient then overflows, and the loss stays finite."""
+    x = model(batch["x"])
+    weight = model.blocks[0].linear.kernel[...]
+    return jnp.mean((x - batch["y"]) ** 2) + jnp.mean(_poison(weight, batch["poison"].max()))
+
+
+@jax.custom_vjp
+def _poison(x, flag):
+    return x * 0.0
+
+
+_poison.defvjp(lambda x, flag: (x * 0.0, flag), lambda flag, g: (g * jnp.where(flag > 0, jnp.inf, 0.0), None))
+
+
+def batch(seed, poisoned=False):
+    rng = np.random.default_rng(seed)
+    x, y = (rng.normal(size=(8, WIDTH)).astype(np.float32) for _ in range(2))
+    poison = np.zeros(8, np.float32)
+    poison[5] = poisoned  # one microbatch's
+    return {"x": x, "y": y, "poison": poison}
+
+
+def trainer(stages=STAGES, dtype=None, tx=None, **options):
+    tx = tx or optax.adam(1e-2)
+    return PipelineTrainer(
+        Model(dtype), tx, loss_fn, num_stages=stages, num_microbatches=MICROBATCHES, progress=False, **options
+    )
+
+
+def snapshot(made):
+    state = made.state
+    return jax.tree.map(np.asarray, (state.params, state.opt_state, state.model_state, state.ema))
+
+
+@pytest.mark.slow
+def test_dynamic_scale_skips_on_all_stages_halves_and_grows():
+    made = trainer(loss_scale=DynamicLossScale(initial=64.0, growth_interval=2), ema_decay=0.5)
+    plain = trainer(stages=1, ema_decay=0.5)
+    scales = []
+    for seed, poisoned in enumerate([False, True, False, False, False]):
+        before = snapshot(made)
+        metrics = made.train_step(batch(seed, poisoned))
+        assert float(metrics["skipped_step"]) == poisoned
+        assert np.isfinite(float(metrics["loss"]))
+        scales.append(float(metrics["loss_scale"]))
+        if poisoned:  # nothing changes, on any stage: bit for bit
+            tree_allclose(snapshot(made), before, rtol=0, atol=0)
+        else:
+            plain.train_step(batch(seed))
+            # Powers of two cancel exactly; what is left is XLA's order of sums.
+            tree_allclose(snapshot(made), snapshot(plain))
+    assert scales == [64.0, 64.0, 32.0, 32.0, 64.0]
+    assert int(made.state.step) == made.step == 5
+    assert made.state.params["blocks"][1]["linear"]["kernel"].get_value().mpmd_idxs == (1,), "there were two stages"
+
+
+def one_step(gradient_dtype=None, dtype=None, stages=STAGES, **options):
+    """What SGD with rate 1 takes off the weights: the gradients."""
+    made = trainer(stages, dtype, optax.sgd(1.0), gradient_dtype=gradient_dtype, **options)
+    before = jax.tree.map(np.asarray, made.state.params)
+    metrics = made.train_step(batch(0))
+    return jax.tree.map(lambda a, b: np.asarray(a - np.asarray(b)), before, made.state.params), metrics, made
+
+
+@pytest.mark.slow
+def test_gradients_summed_in_bfloat16_by_choice():
+    (exact, _, _), (rounded, _, made) = one_step(), one_step(jnp.bfloat16)
+    compiled = made.compile(batch(0))
+    dtypes = {str(r.aval.dtype) for r in compiled._built.loops[0].accumulator_results if r.aval.shape}
+    assert dtypes == {"bfloat16"}
+    # Each summand and each of four sums is rounded by at most 2**-9 of the largest partial sum.
+    tree_allclose(rounded, exact, rtol=2 * MICROBATCHES * 2.0**-9)
+    with pytest.raises(AssertionError):
+        tree_allclose(rounded, exact, rtol=2.0**-16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "epsilon"), [(jnp.bfloat16, 2.0**-8), (jnp.float16, 2.0**-11)])
+def test_narrow_compute_over_float32_weights_equals_plain(dtype, epsilon):
+    scale = {"loss_scale": 2.0**8} if dtype == jnp.float16 else {}
+    (found, metrics, made), (expected, reference, _) = one_step(dtype=dtype, **scale), one_step(dtype=dtype, stages=1)
+    assert {leaf.dtype for leaf in jax.tree.leaves(made.state.params)} == {jnp.dtype(jnp.float32)}
+    # The same narrow operations, fused in another way: two layers, forward and backward, each with a rounding or two.
+    np.testing.assert_allclose(float(metrics["loss"]), float(reference["loss"]), rtol=4 * epsilon)
+    tree_allclose(found, expected, rtol=8 * epsilon)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_scale": "auto"}, r"loss_scale='auto': use None, 'dynamic'"),
+        ({"loss_scale": -1}, r"loss_scale=-1: use None"),
+        ({"gradient_dtype": jnp.int32}, r"gradient_dtype=.*int32.* is no floating point type"),
+        ({"ema_decay": 1.5}, r"ema_decay=1\.5: it must lie between 0 and 1"),
+    ],
+)
+def test_refusals(options, message):
+    with pytest.raises(ValueError, match=message):
+        trainer(**options)

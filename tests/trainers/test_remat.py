@@ -1,0 +1,109 @@
+"""`remat=` on the trainer and on blocks: the same training, and a block recomputes itself alone."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxpp_flax.linen as linen_pipeline
+from jaxpp_flax import PipelineStage, PipelineTrainer, pipeline_stage
+from tests.helpers import tree_allclose
+from tests.matrix.harness import count
+from tests.trainers import models as m
+
+STAGES, MICROBATCHES = 2, 2
+BATCH = m.make_batch(2 * MICROBATCHES)
+
+
+class Model(m.Model):
+    """Two stages of two blocks; a block has two products."""
+
+    def __init__(self, remat=None):
+        super().__init__(2 * STAGES, rngs=nnx.Rngs(0), marked=False, batch_norm=False, dropout=0.3)
+        self.blocks = nnx.List([PipelineStage(b, name=f"block_{i}", remat=remat) for i, b in enumerate(self.blocks)])
+
+
+def train(model, **options):
+    made = PipelineTrainer(
+        model, optax.sgd(0.1), m.mean_loss, num_stages=STAGES, num_microbatches=MICROBATCHES, progress=False, **options
+    )
+    compiled = made.compile(BATCH)
+    losses = [float(made.train_step(BATCH)["loss"]) for _ in range(2)]
+    state = [np.asarray(leaf) for leaf in jax.tree.leaves((made.state.params, _arrays(made.state.model_state)))]
+    return losses, state, count(compiled, "dot_general"), compiled.stages[0].activation_bytes
+
+
+def _arrays(tree):
+    return [x for x in jax.tree.leaves(tree) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
+
+
+@functools.cache
+def plain():
+    return train(Model())
+
+
+# Each of a stage's two blocks does its first product again: nothing in its gradient needs the second one. A block that
+# recomputed the one before it would add that one's two.
+CASES = {
+    "trainer": ({"remat": "full"}, None, 2),
+    "blocks": ({}, "full", 2),
+    "policy": ({"remat": jax.checkpoint_policies.dots_saveable}, None, 0),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_equals_plain_and_a_block_recomputes_itself_alone(case):
+    options, of_blocks, again = CASES[case]
+    losses, state, products, kept = plain()
+    found = train(Model(of_blocks), **options)
+    # One rounding is 6e-8; recomputed values may be fused in another way.
+    np.testing.assert_allclose(found[0], losses, rtol=1e-6)
+    tree_allclose(found[1], state)
+    assert (products["fwd_0"], products["bwd_0"]) == (4, 8)
+    assert (found[2]["fwd_0"], found[2]["bwd_0"]) == (4, 8 + again)
+    assert found[3] < kept, "less is kept for backward"
+
+
+def test_functions_keep_python_arguments_and_policies_by_name():
+    policy = jax.checkpoint_policies.save_only_these_names("hidden")
+
+    def layer(w, x, activation, *, scale=None):
+        y = getattr(jnp, activation)(checkpoint_name(x @ w["a"], "hidden"))
+        return jnp.sin(y @ w["b"]) * (1.0 if scale is None else scale)
+
+    w, x = {"a": jnp.eye(3) * 0.3, "b": jnp.eye(3) * 0.7}, jnp.ones((2, 3))
+    marked = pipeline_stage(layer, remat=policy)
+    loss = lambda f: lambda w: f(w, x, "tanh", scale=2.0).sum()  # noqa: E731
+    tree_allclose(jax.grad(loss(marked))(w), jax.grad(loss(layer))(w))
+    text = str(jax.make_jaxpr(jax.grad(loss(marked)))(w))
+    full = str(jax.make_jaxpr(jax.grad(loss(pipeline_stage(layer, remat="full"))))(w))
+    assert full.count("dot_general") - text.count("dot_general") == 1
+
+
+def test_marked_classes_can_be_pickled_and_named():
+    block = linen_pipeline.PipelineStage(m.LinenBlock(), remat="full")
+    assert pickle.loads(pickle.dumps(type(block))).stage_remat == "full"
+    assert PipelineStage(m.Block(rngs=nnx.Rngs(0)), remat="full").stage_remat == "full"
+
+
+def test_what_is_no_remat_is_refused():
+    block = m.Block(rngs=nnx.Rngs(0))
+    for where, make in {
+        "PipelineStage": lambda: PipelineStage(block, remat=True),
+        "linen.PipelineStage": lambda: linen_pipeline.PipelineStage(m.LinenBlock(), remat=True),
+        "pipeline_stage": lambda: pipeline_stage(remat=True),
+        "PipelineTrainer": lambda: PipelineTrainer(
+            Model(), optax.sgd(0.1), m.mean_loss, num_stages=1, num_microbatches=1, remat=True
+        ),
+    }.items():
+        with pytest.raises(TypeError, match=rf"^{where} got remat=True\. Use None .*, 'full'"):
+            make()
