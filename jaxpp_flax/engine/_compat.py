@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import jax
 from jax.sharding import Sharding
 
-__all__ = ["context_on_mesh", "copy_arrays", "copy_arrays_public", "private_names_in_use", "register_array_type"]
+__all__ = [
+    "CoordinationClient",
+    "context_on_mesh",
+    "coordination_client",
+    "copy_arrays",
+    "copy_arrays_public",
+    "private_names_in_use",
+    "register_array_type",
+]
 
 _PUBLIC_ONLY = os.environ.get("JAXPP_FLAX_PUBLIC_API_ONLY", "") not in ("", "0")
 
@@ -49,15 +58,52 @@ if not _PUBLIC_ONLY:
     except (ImportError, AttributeError):
         _aval_mappings = _canonicalize_handlers = None
 
+_distributed_state: Any = None
+if not _PUBLIC_ONLY:
+    try:
+        # The key-value store of `jax.distributed`, which has no public name: who is alive, and why a run ended.
+        from jax._src.distributed import global_state as _distributed_state
+    except (ImportError, AttributeError):
+        _distributed_state = None
+
 
 def private_names_in_use() -> dict[str, bool]:
     """Which private features of JAX this process uses; False means that the public fallback runs.
 
     Example:
       >>> sorted(private_names_in_use())
-      ['array_type', 'batched_copy']
+      ['array_type', 'batched_copy', 'coordination']
     """
-    return {"array_type": _aval_mappings is not None, "batched_copy": _batched_copy is not None}
+    return {
+        "array_type": _aval_mappings is not None,
+        "batched_copy": _batched_copy is not None,
+        "coordination": _distributed_state is not None,
+    }
+
+
+@dataclass(frozen=True)
+class CoordinationClient:
+    """The client of JAX's coordination service (its class is private), and this process's place in the run."""
+
+    client: Any
+    process_index: int
+    process_count: int
+
+
+def coordination_client() -> CoordinationClient | None:
+    """JAX's coordination service, or None in a single process or where this JAX hides it.
+
+    `jax.process_index` would know the place too, but it starts the backend, which waits for every process.
+
+    Example:
+      >>> coordination_client() is None
+      True
+    """
+    if getattr(_distributed_state, "client", None) is None:
+        return None
+    return CoordinationClient(
+        _distributed_state.client, _distributed_state.process_id, _distributed_state.num_processes
+    )
 
 
 def register_array_type(cls: type[Any], abstract: Callable[[Any], Any], convert: Callable[[Any], jax.Array]) -> bool:

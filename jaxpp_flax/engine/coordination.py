@@ -1,0 +1,353 @@
+"""What the processes of a run say to each other besides arrays: barriers, small values, who lives, and why it ended.
+
+It rests on the key-value store of JAX's coordination service (`jax.distributed.initialize`). Every process writes a
+heartbeat there and reads those of the others; a process that was killed, stopped, or has failed is named in each other
+process within a deadline, together with what that process was waiting for. In a single process everything here does
+nothing, at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import jax
+
+from jaxpp_flax.engine import _compat
+from jaxpp_flax.engine.watch import DEFAULT_FAILURE_TIMEOUT, ROOT, Failure, KeyValueStore, Watch, name_processes
+
+__all__ = [
+    "BarrierTimeoutError",
+    "CoordinationError",
+    "Failure",
+    "KeyValueStore",
+    "ProcessFailedError",
+    "ProcessGroup",
+    "process_group",
+]
+
+
+# How often a wait looks for failures; short against every deadline, long against a call to the store (0.2 ms).
+_POLL_SECONDS = 0.2
+
+
+class CoordinationError(RuntimeError):
+    """The processes of a run cannot be coordinated, or do not agree."""
+
+
+class BarrierTimeoutError(CoordinationError, TimeoutError):
+    """Some processes did not come to a meeting point in time; the message names them."""
+
+
+class ProcessFailedError(CoordinationError):
+    """Another process of the run was killed, was stopped, or has failed; the message names it."""
+
+
+class JaxKeyValueStore:
+    """The store of JAX's coordination service, which process 0 (or the launcher) serves.
+
+    Args:
+      client: the client in what `_compat.coordination_client` gives.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def set(self, key: str, value: bytes) -> None:
+        with _store_errors():
+            self._client.key_value_set_bytes(key, value, allow_overwrite=True)
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        with _store_errors():
+            try:
+                return self._client.blocking_key_value_get_bytes(key, max(1, int(timeout_s * 1000)))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" in str(error):
+                    return None
+                raise
+
+    def list(self, folder: str) -> dict[str, bytes]:
+        with _store_errors():
+            entries: list[tuple[str, bytes]] = self._client.key_value_dir_get_bytes(folder + "/")
+        return {key.removeprefix(folder + "/"): value for key, value in entries}
+
+    def add(self, key: str) -> int:
+        with _store_errors():
+            return self._client.key_value_increment(key, 1)
+
+    def delete(self, key: str) -> None:
+        with _store_errors():
+            self._client.key_value_delete(key)
+
+
+@contextmanager
+def _store_errors() -> Generator[None]:
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise CoordinationError(
+            f"the coordination service of this run does not answer: {str(error).splitlines()[0]}"
+        ) from error
+
+
+class ProcessGroup:
+    """All processes of a run, as one of them sees it.
+
+    Barriers and exchanges have names. Every process must use the same names in the same order; a name may be used any
+    number of times, and processes may be inside several different ones at once (from several threads).
+
+    `watch` starts the heartbeats. A failure then makes every wait here raise `ProcessFailedError`; code that waits for
+    another process by other means calls `check` while it waits, inside `waiting`, which also says what for.
+
+    Args:
+      store: the store that all processes share, or None for a single process.
+      process_index: this process's index, 0 to `process_count` - 1.
+      process_count: how many processes there are.
+
+    Example:
+      >>> group = ProcessGroup(None, 0, 1)
+      >>> group.barrier("compiled", timeout_s=10.0)
+      >>> group.exchange("program", b"hash", timeout_s=10.0)
+      [b'hash']
+    """
+
+    def __init__(self, store: KeyValueStore | None, process_index: int, process_count: int) -> None:
+        if not 0 <= process_index < process_count:
+            raise ValueError(
+                f"process_index must be 0 to {process_count - 1} in {process_count} processes, not {process_index}."
+            )
+        if store is None and process_count > 1:
+            raise ValueError(f"{process_count} processes need a store that they share; `store` is None.")
+        self.process_index = process_index
+        self.process_count = process_count
+        self._store = store
+        self._uses: Counter[str] = Counter()
+        self._failure: Failure | None = None
+        self.failed = threading.Event()
+        self._waits: dict[int, tuple[Callable[[], str], int | None]] = {}
+        self._watch: Watch | None = None
+
+    # -- meeting points
+
+    def barrier(self, name: str, timeout_s: float | None = None) -> None:
+        """Wait until every process has come to this barrier.
+
+        Args:
+          name: what is waited for, as the error says it.
+          timeout_s: seconds to wait, or None to wait until a process fails.
+
+        Raises:
+          BarrierTimeoutError: if some processes have not come in time; it names them.
+          ProcessFailedError: if one of them has failed.
+        """
+        self._meet(name, None, timeout_s)
+
+    def exchange(self, name: str, value: bytes, timeout_s: float | None = None) -> list[bytes]:
+        """Give every process's value to every process.
+
+        Values go through the coordination service (about 25 MB/s): meant for hashes and addresses, not for arrays.
+
+        Args:
+          name: what the values are, as the error says it.
+          value: this process's value; sizes may differ.
+          timeout_s: seconds to wait, or None to wait until a process fails.
+
+        Returns:
+          The values in the order of the processes.
+
+        Raises:
+          BarrierTimeoutError: if some processes have not come in time; it names them.
+          ProcessFailedError: if one of them has failed.
+        """
+        return self._meet(name, value, timeout_s)
+
+    def _meet(self, name: str, value: bytes | None, timeout_s: float | None) -> list[bytes]:
+        if self._store is None:
+            return [b"" if value is None else value]
+        store = self._store
+        self._uses[name] += 1
+        use = self._uses[name]
+        here = f"{ROOT}/meet/{name}/{use}"
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self.waiting(f"{name} (every process)"):
+            self.check()
+            store.set(f"{here}/values/{self.process_index}", b"" if value is None else value)
+            if store.add(f"{here}/count") == self.process_count:
+                store.set(f"{here}/complete", b"")
+            while store.get(f"{here}/complete", _POLL_SECONDS) is None:
+                self.check()
+                if deadline is not None and time.monotonic() > deadline:
+                    raise self._absent(name, timeout_s, store.list(f"{here}/values"))
+            values = store.list(f"{here}/values") if value is not None else {}
+        # Whoever is here has left the use before, and so has everyone else: all of them have come to this one.
+        if use > 1 and self.process_index == 0:
+            store.delete(f"{ROOT}/meet/{name}/{use - 1}")
+        return [values[str(index)] for index in range(self.process_count)] if value is not None else []
+
+    def _absent(self, name: str, timeout_s: float | None, came: Mapping[str, bytes]) -> BarrierTimeoutError:
+        missing = [index for index in range(self.process_count) if str(index) not in came]
+        return BarrierTimeoutError(
+            f"{name_processes(missing)} of {self.process_count} did not come to {name!r} within {timeout_s:g} s; "
+            f"process {self.process_index} waited. Look at the missing processes' logs: they are slower than that, stand "
+            "still, or run another program. Raise the timeout if they only need longer."
+        )
+
+    # -- failures
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first failure that this process knows of; None while all goes well."""
+        return self._failure
+
+    def check(self) -> None:
+        """Raise if a process of the run has failed; costs an attribute's lookup. To be called while waiting.
+
+        Raises:
+          ProcessFailedError: naming the process, and what this one waits for.
+        """
+        if self._failure is not None:
+            raise ProcessFailedError(self.describe(self._failure))
+
+    def describe(self, failure: Failure) -> str:
+        """The failure and what this process waits for, in a sentence or two."""
+        waits = self.waits()
+        awaited = f"\nProcess {self.process_index} was waiting for {'; and for '.join(waits)}." if waits else ""
+        return f"{failure}{awaited}"
+
+    def report_failure(self, message: str) -> None:
+        """Tell every process that this one cannot go on, and why. Only the first report of a run is kept.
+
+        Args:
+          message: what happened, such as a traceback.
+        """
+        self.observe(Failure(self.process_index, message), tell=True)
+
+    def observe(self, failure: Failure, *, tell: bool = False) -> None:
+        """Take note of a failure that was found by other means (by the launcher, or by a transport).
+
+        Args:
+          failure: what happened.
+          tell: also tell the other processes.
+        """
+        if self._failure is not None:
+            return
+        self._failure = failure
+        self.failed.set()
+        if tell and self._store is not None:
+            text = f"{'' if failure.process is None else failure.process}\n{failure.message}"
+            # A store that hangs must not hold up the end of a process that has failed.
+            sender = threading.Thread(
+                target=_quietly, args=(self._store.set, f"{ROOT}/failures/{self.process_index}", text.encode())
+            )
+            sender.daemon = True
+            sender.start()
+            sender.join(timeout=2.0)
+
+    # -- what is waited for
+
+    @contextmanager
+    def waiting(self, what: str | Callable[[], str], on: int | None = None) -> Generator[None]:
+        """Say what this thread waits for inside the block, for the errors of this process. Costs about 1 µs.
+
+        Args:
+          what: such as "stage 2's activations of microbatch 3"; a function is called only when it is asked.
+          on: the process that is waited for: if it ends its program meanwhile, that is a failure.
+        """
+        thread = threading.get_ident()
+        before = self._waits.get(thread)
+        self._waits[thread] = (what if callable(what) else lambda: what, on)
+        try:
+            yield
+        finally:
+            if before is None:
+                del self._waits[thread]
+            else:
+                self._waits[thread] = before
+
+    def waits(self) -> list[str]:
+        """What the threads of this process wait for at the moment."""
+        return [what() if on is None else f"{what()} (from process {on})" for what, on in list(self._waits.values())]
+
+    def awaited_processes(self) -> list[int]:
+        """The processes that the threads of this one wait for at the moment."""
+        return [on for _, on in list(self._waits.values()) if on is not None]
+
+    # -- the watch
+
+    def watch(
+        self,
+        failure_timeout_s: float = DEFAULT_FAILURE_TIMEOUT,
+        on_failure: Callable[[Failure], None] | None = None,
+    ) -> None:
+        """Write heartbeats, and look for those of the others, in two background threads.
+
+        Does nothing in a single process, or if the watch runs already.
+
+        Args:
+          failure_timeout_s: seconds within which a failure anywhere has ended every process. A process counts as
+            lost after 60 % of it without a heartbeat; a heartbeat needs Python's lock for a moment, so a call that
+            holds it longer than that (few do) needs a higher value.
+          on_failure: called in a background thread, once, 10 % of the timeout after a failure became known, if the
+            process still lives then. It should end the process: the main thread may be in a call that never returns.
+
+        Raises:
+          ValueError: if the timeout is not positive.
+        """
+        if failure_timeout_s <= 0:
+            raise ValueError(f"failure_timeout_s must be positive, not {failure_timeout_s}.")
+        if self._store is None or self._watch is not None:
+            return
+        self._watch = Watch(self, self._store, failure_timeout_s, on_failure)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait until every process has ended its program, and stop the watch. Call it once, at the end.
+
+        Args:
+          timeout_s: seconds to wait, or None to wait until a process fails.
+
+        Raises:
+          BarrierTimeoutError, ProcessFailedError: as `barrier`.
+        """
+        if self._store is None:
+            return
+        if self._watch is not None:
+            self._watch.finished = True
+        self.barrier("the end of the program", timeout_s)
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+
+
+def _quietly(function: Callable[..., None], *arguments: Any) -> None:
+    """Call, and let an error be: the store may be the very thing that failed."""
+    try:
+        function(*arguments)
+    except Exception:
+        return
+
+
+@cache
+def process_group() -> ProcessGroup:
+    """This process's view of the run, as `jax.distributed` was set up before the first call.
+
+    Raises:
+      CoordinationError: if there are several processes and this JAX hides their key-value store.
+
+    Example:
+      >>> process_group().process_count
+      1
+    """
+    connection = _compat.coordination_client()
+    if connection is not None:
+        return ProcessGroup(JaxKeyValueStore(connection.client), connection.process_index, connection.process_count)
+    if jax.distributed.is_initialized():
+        raise CoordinationError(
+            f"JAX {jax.__version__} does not show the key-value store of jax.distributed where this package looks for "
+            "it, and several processes need it. Unset JAXPP_FLAX_PUBLIC_API_ONLY, or use another version of JAX."
+        )
+    return ProcessGroup(None, 0, 1)

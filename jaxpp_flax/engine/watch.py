@@ -1,0 +1,204 @@
+"""The watch over the processes of a run: heartbeats through a key-value store that all of them share.
+
+One thread talks to the store, and may hang with it; the other judges, and never waits for anyone.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["DEFAULT_FAILURE_TIMEOUT", "ROOT", "Failure", "KeyValueStore", "Watch", "Watched", "name_processes"]
+
+DEFAULT_FAILURE_TIMEOUT = 30.0
+"""Seconds within which every process has ended after one of them was killed, stopped, or failed."""
+
+ROOT = "jaxpp_flax"
+"""The folder in the store that belongs to this package."""
+
+# Of the time that a failure may take until every process has ended: silence until a process counts as lost, and then
+# the time that the main thread has to end by itself.
+_SILENCE_SHARE = 0.6
+_GRACE_SHARE = 0.1
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the run cannot go on.
+
+    Attributes:
+      process: index of the process that failed, or None where that is unknown.
+      message: what happened to it, such as an exception's traceback.
+    """
+
+    process: int | None
+    message: str
+
+    def __str__(self) -> str:
+        return self.message if self.process is None else f"process {self.process}: {self.message}"
+
+
+class KeyValueStore(Protocol):
+    """The part of a key-value store, shared by all processes, that is needed here. Keys are paths with slashes."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write an entry, replacing the one that is there."""
+        ...
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        """Wait for an entry; None if it does not come in time."""
+        ...
+
+    def list(self, folder: str) -> Mapping[str, bytes]:
+        """The entries whose keys begin with `folder` and a slash, by the rest of the key."""
+        ...
+
+    def add(self, key: str) -> int:
+        """Add one to a counter that begins at zero; returns the sum."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Delete an entry, and all entries below it."""
+        ...
+
+
+class Watched(Protocol):
+    """What the watch asks of its `ProcessGroup`."""
+
+    process_index: int
+    process_count: int
+    failed: threading.Event
+
+    @property
+    def failure(self) -> Failure | None: ...
+
+    def observe(self, failure: Failure, *, tell: bool = False) -> None: ...
+
+    def awaited_processes(self) -> list[int]: ...
+
+
+class Watch:
+    """The two threads: one talks to the store, and may hang with it; the other judges, and never waits for anyone."""
+
+    def __init__(
+        self,
+        group: Watched,
+        store: KeyValueStore,
+        timeout_s: float,
+        on_failure: Callable[[Failure], None] | None,
+    ) -> None:
+        self.finished = False
+        self._group = group
+        self._store = store
+        self._silence = timeout_s * _SILENCE_SHARE
+        self._grace = timeout_s * _GRACE_SHARE
+        self._interval = min(1.0, timeout_s / 20)
+        self._on_failure = on_failure
+        self._ended = threading.Event()
+        now = time.monotonic()
+        self._answered = now  # when the store last answered
+        self._beats: dict[int, tuple[bytes, float]] = {}  # each process's last heartbeat, and when it came
+        self._lost_since: dict[int, float] = {}
+        self._peers = [index for index in range(group.process_count) if index != group.process_index]
+        self._threads = [
+            threading.Thread(target=target, name=f"jaxpp_flax {name}", daemon=True)
+            for name, target in [("heartbeat", self._beat), ("watch", self._judge)]
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            # Not for long: the store may have gone already, and the threads end with the process.
+            thread.join(timeout=1.0)
+
+    def _beat(self) -> None:
+        number = 0
+        while not self._ended.is_set():
+            number += 1
+            try:
+                state = "finished" if self.finished else "running"
+                self._store.set(f"{ROOT}/beats/{self._group.process_index}", f"{number} {state}".encode())
+                beats, failures = self._store.list(f"{ROOT}/beats"), self._store.list(f"{ROOT}/failures")
+            except Exception:
+                # Either the service is gone, which `_judge` finds out by the silence, or a call failed once.
+                self._ended.wait(self._interval)
+                continue
+            now = time.monotonic()
+            self._answered = now
+            for index in self._peers:
+                beat = beats.get(str(index))
+                if beat is not None and beat != self._beats.get(index, (b"", 0.0))[0]:
+                    self._beats[index] = (beat, now)
+            if failures and self._group.failure is None:
+                self._group.observe(_first_failure(failures))
+            self._ended.wait(self._interval)
+
+    def _judge(self) -> None:
+        looked = time.monotonic()
+        while not self._ended.is_set():
+            now = time.monotonic()
+            if now - looked > self._silence / 3:
+                # It was this process that stood still: what it has not heard meanwhile says nothing of the others.
+                self._answered = now
+                self._beats = {index: (beat, now) for index, (beat, _) in self._beats.items()}
+            looked = now
+            failure = self._group.failure or self._lost()
+            if failure is None:
+                self._group.failed.wait(self._interval)
+                continue
+            self._group.observe(failure, tell=True)
+            if not self._ended.wait(self._grace) and self._on_failure is not None:
+                self._on_failure(failure)
+            return
+
+    def _lost(self) -> Failure | None:
+        now = time.monotonic()
+        if now - self._answered > self._silence:
+            return Failure(
+                None,
+                f"the coordination service has not answered process {self._group.process_index} for "
+                f"{now - self._answered:.0f} s: its host or the network is down, or it was killed or stopped",
+            )
+        # Who has not begun to write heartbeats is still starting; the barrier after the start has its own deadline.
+        silent = [index for index, (_, heard) in sorted(self._beats.items()) if now - heard > self._silence]
+        # Old news says nothing: while the service itself is silent, so is everyone.
+        if silent and now - self._answered < self._silence / 2:
+            return Failure(
+                silent[0],
+                f"no sign of life for {now - self._beats[silent[0]][1]:.0f} s: it was killed, was stopped, or its host "
+                "is down" + (f" (so for {name_processes(silent)})" if len(silent) > 1 else ""),
+            )
+        return self._ended_too_early(now)
+
+    def _ended_too_early(self, now: float) -> Failure | None:
+        """A process that another waits for has ended its program: it will never send."""
+        for on in self._group.awaited_processes():
+            if not self._beats.get(on, (b"", 0.0))[0].endswith(b"finished"):
+                continue
+            # What it sent last may still be on its way.
+            if now - self._lost_since.setdefault(on, now) > 2 * self._interval + 1.0:
+                return Failure(
+                    on,
+                    "it ended its program while others wait for it; did its data end earlier, or does it take another "
+                    "branch than they do?",
+                )
+        return None
+
+
+def _first_failure(failures: Mapping[str, bytes]) -> Failure:
+    """The failure to tell of: one that a process reports of itself, before what others say of it."""
+    parsed: list[tuple[bool, str, Failure]] = []
+    for reporter, value in failures.items():
+        process, _, message = value.decode(errors="replace").partition("\n")
+        parsed.append((process != reporter, reporter, Failure(int(process) if process else None, message)))
+    return min(parsed, key=lambda entry: entry[:2])[2]
+
+
+def name_processes(indices: list[int]) -> str:
+    """The processes in words: "process 1", "processes 1, 3"."""
+    return f"process{'es' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"

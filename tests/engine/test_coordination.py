@@ -1,0 +1,247 @@
+"""The process group: meetings, failures and the watch, over a store in memory; real processes are in tests/launch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from jaxpp_flax.engine.coordination import (
+    BarrierTimeoutError,
+    Failure,
+    ProcessFailedError,
+    ProcessGroup,
+    process_group,
+)
+
+
+class MemoryStore:
+    """A key-value store that the threads of a test share, each of which plays a process."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, bytes] = {}
+        self.changed = threading.Condition()
+        self.hangs = threading.Event()
+
+    def set(self, key: str, value: bytes) -> None:
+        self.wait_if_hanging()
+        with self.changed:
+            self.entries[key] = value
+            self.changed.notify_all()
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        with self.changed:
+            self.changed.wait_for(lambda: key in self.entries, timeout_s)
+            return self.entries.get(key)
+
+    def list(self, folder: str) -> dict[str, bytes]:
+        self.wait_if_hanging()
+        with self.changed:
+            return {k.removeprefix(folder + "/"): v for k, v in self.entries.items() if k.startswith(folder + "/")}
+
+    def add(self, key: str) -> int:
+        with self.changed:
+            self.entries[key] = str(int(self.entries.get(key, b"0")) + 1).encode()
+            return int(self.entries[key])
+
+    def delete(self, key: str) -> None:
+        with self.changed:
+            for name in [name for name in self.entries if name == key or name.startswith(key + "/")]:
+                del self.entries[name]
+
+    def wait_if_hanging(self) -> None:
+        while self.hangs.is_set():
+            time.sleep(0.01)
+
+
+def groups(number: int, store: MemoryStore | None = None) -> list[ProcessGroup]:
+    store = store or MemoryStore()
+    return [ProcessGroup(store, index, number) for index in range(number)]
+
+
+def in_parallel(functions: list[Callable[[], Any]]) -> list[Any]:
+    with ThreadPoolExecutor(len(functions)) as pool:
+        return [future.result() for future in [pool.submit(function) for function in functions]]
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not come true"
+        time.sleep(0.01)
+
+
+def test_one_process_needs_nobody():
+    group = ProcessGroup(None, 0, 1)
+    group.watch()
+    group.barrier("start", timeout_s=0.0)
+    assert group.exchange("values", b"mine") == [b"mine"]
+    group.close()
+    assert process_group().process_count == 1
+
+
+def test_an_index_outside_of_the_group_is_refused():
+    with pytest.raises(ValueError, match="0 to 1 in 2 processes, not 2"):
+        ProcessGroup(MemoryStore(), 2, 2)
+    with pytest.raises(ValueError, match="2 processes need a store"):
+        ProcessGroup(None, 0, 2)
+
+
+def test_values_come_in_the_order_of_the_processes_each_time():
+    members = groups(12)
+
+    def talk(group: ProcessGroup) -> list[list[bytes]]:
+        return [group.exchange("values", f"{group.process_index} {i}".encode() * i) for i in range(4)]
+
+    for answers in in_parallel([lambda g=g: talk(g) for g in members]):
+        assert answers == [[f"{index} {i}".encode() * i for index in range(12)] for i in range(4)]
+
+
+def test_nobody_leaves_a_barrier_before_everyone_has_come():
+    members = groups(4)
+    arrived: list[int] = []
+    missed: list[int] = []
+
+    def meet(group: ProcessGroup) -> None:
+        for i in range(5):
+            arrived.append(i)
+            group.barrier("step")
+            if arrived.count(i) < 4:
+                missed.append(i)
+
+    in_parallel([lambda g=g: meet(g) for g in members])
+    assert not missed
+
+
+def test_the_store_does_not_grow_with_the_number_of_meetings():
+    store = MemoryStore()
+    members = groups(2, store)
+    sizes: list[int] = []
+    for _ in range(5):
+        in_parallel([lambda g=g: g.exchange("values", b"v") for g in members])
+        sizes.append(len(store.entries))
+    assert sizes[1:] == [sizes[0]] * 4
+
+
+def test_a_late_process_is_named():
+    members = groups(4)
+    present = [members[0], members[2]]
+
+    def meet(group: ProcessGroup) -> str:
+        with pytest.raises(BarrierTimeoutError) as caught:
+            group.barrier("all tasks compiled", timeout_s=0.3)
+        return str(caught.value)
+
+    for message in in_parallel([lambda g=g: meet(g) for g in present]):
+        assert "processes 1, 3 of 4 did not come to 'all tasks compiled' within 0.3 s" in message
+
+
+def test_a_failure_ends_a_wait_and_says_what_was_awaited():
+    members = groups(2)
+    members[1].watch(failure_timeout_s=600.0)
+
+    def wait() -> str:
+        with pytest.raises(ProcessFailedError) as caught:
+            members[1].barrier("checkpoint written")
+        return str(caught.value)
+
+    messages: list[str] = []
+    thread = threading.Thread(target=lambda: messages.append(wait()))
+    thread.start()
+    members[0].report_failure("ValueError: no more disk")
+    thread.join(timeout=60)
+    [message] = messages
+    assert message.startswith("process 0: ValueError: no more disk")
+    assert "Process 1 was waiting for checkpoint written (every process)" in message
+
+
+def test_the_first_report_of_a_process_on_itself_is_the_one_told():
+    store = MemoryStore()
+    members = groups(3, store)
+    members[0].observe(Failure(1, "no sign of life"), tell=True)
+    members[1].report_failure("KeyError: 'tokens'\nin line 3")
+    members[1].report_failure("a consequence")
+    members[2].watch()
+    wait_until(lambda: members[2].failure is not None)
+    assert members[2].failure == Failure(1, "KeyError: 'tokens'\nin line 3")
+
+
+def test_a_silent_process_is_lost_and_ends_the_others():
+    store = MemoryStore()
+    members = groups(3, store)
+    ended: dict[int, Failure] = {}
+    for group in members[:2]:
+        group.watch(1.0, lambda failure, index=group.process_index: ended.setdefault(index, failure))
+    store.set("jaxpp_flax/beats/2", b"1 running")  # one sign of life, and then none
+    wait_until(lambda: len(ended) == 2)
+    for failure in ended.values():
+        assert failure.process == 2
+        assert "no sign of life" in failure.message
+    awaited = members[0].waiting(lambda: "stage 1's gradients", on=2)
+    with (
+        awaited,
+        pytest.raises(ProcessFailedError, match=r"process 2: no sign of.*\n.*waiting for stage 1's gradients"),
+    ):
+        members[0].check()
+
+
+def test_a_process_that_has_not_begun_is_not_lost():
+    store = MemoryStore()
+    members = groups(2, store)
+    members[0].watch(0.2)
+    time.sleep(0.6)  # five times the silence that would make it lost
+    assert members[0].failure is None
+    members[1].watch(60.0)
+    in_parallel([group.close for group in members])
+
+
+def test_a_store_that_hangs_is_a_failure_too():
+    store = MemoryStore()
+    [group, _] = groups(2, store)
+    ended: list[Failure] = []
+    group.watch(1.0, ended.append)
+    wait_until(lambda: store.list("jaxpp_flax/beats"))
+    store.hangs.set()
+    try:
+        wait_until(lambda: ended)
+    finally:
+        store.hangs.clear()
+    assert ended[0].process is None
+    assert "has not answered process 0" in ended[0].message
+
+
+def test_to_end_the_program_while_another_waits_is_a_failure():
+    members = groups(2)
+    for group in members:
+        group.watch(4.0)
+
+    def early() -> None:
+        with pytest.raises(ProcessFailedError):
+            members[0].close()
+
+    def late() -> None:
+        with members[1].waiting("microbatch 7 of stage 1", on=0):
+            wait_until(lambda: members[1].failure)
+            with pytest.raises(ProcessFailedError, match=r"(?s)process 0: it ended its program.*microbatch 7"):
+                members[1].check()
+
+    in_parallel([early, late])
+
+
+def test_waits_nest_and_end():
+    group = ProcessGroup(None, 0, 1)
+    with group.waiting("a"):
+        with group.waiting(lambda: "b", on=3):
+            assert group.waits() == ["b (from process 3)"]
+            assert group.awaited_processes() == [3]
+        assert group.waits() == ["a"]
+    assert group.waits() == []
+
+
+def test_a_timeout_must_be_positive():
+    with pytest.raises(ValueError, match="positive, not 0"):
+        groups(2)[0].watch(0.0)
