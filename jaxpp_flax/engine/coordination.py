@@ -193,8 +193,8 @@ class ProcessGroup:
         missing = [index for index in range(self.process_count) if str(index) not in came]
         return BarrierTimeoutError(
             f"{name_processes(missing)} of {self.process_count} did not come to {name!r} within {timeout_s:g} s; "
-            f"process {self.process_index} waited. Look at the missing processes' logs: they are slower than that, stand "
-            "still, or run another program. Raise the timeout if they only need longer."
+            f"process {self.process_index} waited. Look at the missing processes' logs: they are slower than that, "
+            "stand still, or run another program. Raise the timeout if they only need longer."
         )
 
     # -- failures
