@@ -14,12 +14,9 @@ from jax.core import ShapedArray, Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine import _compat
-from jaxpp_flax.engine.mesh import MpmdSharding
+from jaxpp_flax.engine.mesh import MpmdMesh, MpmdSharding
 
 __all__ = ["MpmdArray", "MpmdSharding"]
-
-# Larger arrays print without their values.
-_MAX_VALUES_PRINTED = 16
 
 
 def _binary(function: Callable[[Any, Any], Any], *, reflected: bool = False) -> Callable[[MpmdArray, Any], Any]:
@@ -47,10 +44,13 @@ class MpmdArray:
         the devices). Each lies on its rank's devices, sharded by `mpmd_sharding.spec`.
       mpmd_sharding: where the array lives.
       shape, dtype: of the whole array; needed only where no replica is local.
+      mpmd_mesh, mpmd_idxs, spec: the parts of the sharding in its place, as earlier versions of JaxPP take them; by
+        default, `spec` is that of the first replica.
 
     Raises:
       ValueError: if a replica is on the devices of no rank of the sharding, or otherwise sharded, or differs from the
         others in shape or dtype; or if nothing is local and `shape` or `dtype` is missing.
+      TypeError: if neither `mpmd_sharding` nor its parts are given, or both.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np
@@ -60,7 +60,7 @@ class MpmdArray:
       >>> sharding = MpmdSharding(mesh, {1}, P())
       >>> x = MpmdArray([jax.device_put(jnp.arange(3.0), sharding.local_sharding(1))], sharding)
       >>> x
-      MpmdArray(shape=(3,), dtype=float32, mpmd_idxs=(1,), spec=P(), values=[0. 1. 2.])
+      MpmdArray(shape=(3,), dtype=float32, mpmd_idxs=(1,), sharding=NamedSharding(mesh=Mesh('stage': 1...), ...))
       >>> print(x * 2, float(x[2]), jax.jit(jnp.sum)(x))
       [0. 2. 4.] 2.0 3.0
 
@@ -79,10 +79,16 @@ class MpmdArray:
     def __init__(
         self,
         partially_addressable_arrays: Mapping[int, jax.Array] | Sequence[jax.Array],
-        mpmd_sharding: MpmdSharding,
+        mpmd_sharding: MpmdSharding | None = None,
         shape: Sequence[int] | None = None,
         dtype: Any = None,
+        *,
+        mpmd_mesh: MpmdMesh | None = None,
+        mpmd_idxs: Iterable[int] | None = None,
+        spec: PartitionSpec | None = None,
     ) -> None:
+        if mpmd_mesh is not None or mpmd_sharding is None:
+            mpmd_sharding = _from_pieces(partially_addressable_arrays, mpmd_sharding, mpmd_mesh, mpmd_idxs, spec)
         parts = _assign_ranks(partially_addressable_arrays, mpmd_sharding)
         first = next(iter(parts.values()), None)
         if first is not None:
@@ -328,17 +334,9 @@ class MpmdArray:
         return repr(self) if self.shape and not format_spec else format(self._value, format_spec)
 
     def __repr__(self) -> str:
-        text = f"MpmdArray(shape={self.shape}, dtype={self.dtype}, mpmd_idxs={self.mpmd_idxs}, spec={_text(self.spec)}"
-        if self.is_deleted():
-            return f"{text}, deleted)"
-        if not self._parts:
-            return f"{text}, not in this process)"
-        if self.size > _MAX_VALUES_PRINTED or not self._value.is_fully_addressable:
-            return f"{text})"
-        if jnp.issubdtype(self.dtype, jax.dtypes.prng_key):
-            return f"{text})"
-        values = np.array2string(np.asarray(self), separator=" ", precision=6).replace("\n", "")
-        return f"{text}, values={values})"
+        # As JaxPP prints it. The values are in `np.asarray(x)` and `f"{loss:.4f}"`.
+        text = f"MpmdArray(shape={self.shape}, dtype={self.dtype}, mpmd_idxs={self.mpmd_idxs}"
+        return f"{text}, sharding={self._sharding.sharding}{', deleted' if self.is_deleted() else ''})"
 
     def __copy__(self) -> MpmdArray:
         return self._from_parts(self._sharding, self._parts, self.aval)
@@ -387,6 +385,26 @@ _METHODS = frozenset(
 )
 
 
+def _from_pieces(
+    arrays: Mapping[int, jax.Array] | Sequence[jax.Array],
+    sharding: Any,
+    mesh: MpmdMesh | None,
+    ranks: Iterable[int] | None,
+    spec: PartitionSpec | None,
+) -> MpmdSharding:
+    """The sharding from its parts."""
+    if sharding is not None or mesh is None or ranks is None:
+        raise TypeError(
+            "MpmdArray needs either `mpmd_sharding` (an `MpmdSharding(mpmd_mesh, ranks, spec)`) or both `mpmd_mesh` "
+            f"and `mpmd_idxs`, with `spec`; it got mpmd_sharding={sharding!r}, mpmd_mesh={mesh!r}, "
+            f"mpmd_idxs={ranks!r}."
+        )
+    first = next(iter(arrays.values() if isinstance(arrays, Mapping) else arrays), None)
+    if spec is None and first is not None and isinstance(first.sharding, NamedSharding):
+        spec = first.sharding.spec
+    return MpmdSharding(mesh, ranks, PartitionSpec() if spec is None else spec)
+
+
 def _assign_ranks(
     arrays: Mapping[int, jax.Array] | Sequence[jax.Array], sharding: MpmdSharding
 ) -> dict[int, jax.Array]:
@@ -419,10 +437,6 @@ def _type(array: Any) -> str:
 
 def _listing(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def _text(spec: PartitionSpec) -> str:
-    return str(spec).replace("PartitionSpec", "P")
 
 
 _compat.register_array_type(

@@ -208,13 +208,12 @@ class Compiled:
 
     @property
     def in_shardings(self) -> Any:
-        """The `MpmdSharding` of each argument: a tree like `args`, or like `(args, kwargs)` where there are any."""
+        """The `MpmdSharding` of each argument: a tree like `(args, kwargs)`."""
         shardings = [
             MpmdSharding(self.mpmd_mesh, frozenset(rank for _, rank, _ in a.targets) or frozenset({0}), leaf.spec)
             for a, leaf in zip(self._arguments, self._signature.leaves, strict=True)
         ]
-        args, kwargs = jax.tree_util.tree_unflatten(self._signature.tree, shardings)
-        return (args, kwargs) if kwargs else args
+        return jax.tree_util.tree_unflatten(self._signature.tree, shardings)
 
     @property
     def out_shardings(self) -> Any:

@@ -80,7 +80,7 @@ class MpmdFunction:
 
     @property
     def in_shardings(self) -> Any:
-        """The `MpmdSharding` of each argument of the latest compilation."""
+        """The `MpmdSharding` of each argument of the latest compilation: a tree like `(args, kwargs)`."""
         return self._compiled().in_shardings
 
     def memory_analysis(self) -> Any:
@@ -238,7 +238,7 @@ def _spec_of(leaf: Any, mesh: MpmdMesh) -> PartitionSpec:
 
 
 def _within_submesh(spec: PartitionSpec, mesh: MpmdMesh) -> PartitionSpec:
-    names = set(mesh.unstack[0].axis_names)
+    names = set(mesh.jax_mesh.axis_names) - {mesh.mpmd_axis_name}
 
     def keep(entry: Any) -> Any:
         if isinstance(entry, tuple):
@@ -258,7 +258,7 @@ def _broadcast_specs(prefix: Any, tree: Any, what: str, mesh: MpmdMesh) -> list[
         return [None] * len(jax.tree.leaves(tree))
     is_spec = lambda x: x is None or isinstance(x, (PartitionSpec, jax.sharding.Sharding))  # noqa: E731
     specs: list[PartitionSpec | None] = []
-    names = set(mesh.unstack[0].axis_names) | {mesh.mpmd_axis_name}
+    names = set(mesh.jax_mesh.axis_names)
 
     def add(node: Any, sub: Any) -> None:
         spec: PartitionSpec | None = node if isinstance(node, PartitionSpec) else getattr(node, "spec", None)
@@ -419,7 +419,7 @@ def mpmd_jit(
       >>> mesh = MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
       >>> forward = mpmd_jit(lambda w, x: mark_stage_end(x @ w[0]) @ w[1], mesh)
       >>> forward([jnp.eye(2), jnp.eye(2)], jnp.ones((1, 2)))
-      MpmdArray(shape=(1, 2), dtype=float32, mpmd_idxs=(1,), spec=P(), values=[[1. 1.]])
+      MpmdArray(shape=(1, 2), dtype=float32, mpmd_idxs=(1,), sharding=...)
     """
     _check_mesh(mpmd_mesh)
     schedule = _ForwardOnly(mpmd_mesh.mpmd_dim if num_stages is None else num_stages, mpmd_mesh.mpmd_dim)

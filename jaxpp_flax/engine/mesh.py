@@ -6,7 +6,7 @@ fsdp, tensor, expert) are shared by all ranks and shard the arrays inside each o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -15,10 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-__all__ = ["RANK_AXIS", "MpmdMesh", "MpmdSharding", "spec_on"]
-
-# Axis of a rank's submesh when the mesh has no other axis: a sharding needs a mesh with at least one axis.
-RANK_AXIS = "_rank"
+__all__ = ["MpmdMesh", "MpmdSharding", "spec_on"]
 
 # A jax.Device: JAX exports that name as a variable, which type checkers refuse in annotations.
 Device: TypeAlias = Any
@@ -42,8 +39,8 @@ class MpmdMesh:
       >>> mesh = MpmdMesh(jax.sharding.Mesh(devices, ("stage", "data")), "stage")
       >>> mesh
       MpmdMesh({'stage': 2, 'data': 2}, mpmd_axis_name='stage')
-      >>> mesh.mpmd_dim, mesh.unstack[1].axis_names, [device.id for device in mesh.rank_devices(1)]
-      (2, ('data',), [2, 3])
+      >>> mesh.mpmd_dim, dict(mesh.unstack[1].shape), [device.id for device in mesh.rank_devices(1)]
+      (2, {'stage': 1, 'data': 2}, [2, 3])
 
     The names are those of NVIDIA's JaxPP (Xhonneux et al., 2024).
     """
@@ -78,19 +75,39 @@ class MpmdMesh:
         return self.jax_mesh.devices.shape[self.mpmd_axis]
 
     @cached_property
-    def unstack(self) -> tuple[Mesh, ...]:
-        """Each rank's submesh: its devices under the other axes, whose types are kept.
-
-        Without other axes it is a mesh of one device with the single axis `RANK_AXIS`.
-        """
+    def unstack(self) -> list[Mesh]:
+        """Each rank's submesh: its devices under all axes of the mesh, of which the ranks' own has size 1."""
         axis = self.mpmd_axis
-        names = (*self.jax_mesh.axis_names[:axis], *self.jax_mesh.axis_names[axis + 1 :])
-        types = (*self.jax_mesh.axis_types[:axis], *self.jax_mesh.axis_types[axis + 1 :])
-        groups = np.moveaxis(self.jax_mesh.devices, axis, 0)
-        if not names:
-            # Auto: no user can name this axis, so it must not enter the types of arrays.
-            return tuple(Mesh(np.array([device]), (RANK_AXIS,), axis_types=(AxisType.Auto,)) for device in groups)
-        return tuple(Mesh(group, names, axis_types=types) for group in groups)
+        types = list(self.jax_mesh.axis_types)
+        # No array is ever partitioned over the ranks' axis, so its own type must not decide that of the submesh.
+        others = types[:axis] + types[axis + 1 :]
+        types[axis] = AxisType.Explicit if AxisType.Explicit in others else AxisType.Auto
+        parts = np.split(self.jax_mesh.devices, self.mpmd_dim, axis)
+        return [Mesh(part, self.jax_mesh.axis_names, axis_types=tuple(types)) for part in parts]
+
+    @property
+    def mpmd_idx_for_mesh(self) -> Mapping[Mesh, int]:
+        """The rank of each submesh of `unstack`; the first one where ranks share their devices."""
+        return {mesh: rank for rank, mesh in reversed(list(enumerate(self.unstack)))}
+
+    @property
+    def device_mpmd_idx(self) -> Mapping[Device, int]:
+        """The rank of each device; the first one where a device stands at several."""
+        return {device: rank for rank in reversed(range(self.mpmd_dim)) for device in self.rank_devices(rank)}
+
+    def mpmd_indices_for_mesh(self, mesh: Mesh) -> tuple[int, ...] | None:
+        """The ranks, ascending, whose devices `mesh` consists of; None if there are none such.
+
+        Example:
+          >>> import jax, numpy as np
+          >>> mesh = MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:4]), ("stage",)), "stage")
+          >>> mesh.mpmd_indices_for_mesh(mesh.mpmd_submesh([1, 2]).jax_mesh)
+          (1, 2)
+        """
+        devices = set(mesh.devices.flat)
+        ranks = [rank for rank in range(self.mpmd_dim) if devices.issuperset(self.rank_devices(rank))]
+        covered = {device for rank in ranks for device in self.rank_devices(rank)}
+        return tuple(ranks) if ranks and covered == devices else None
 
     @cached_property
     def abstract_submesh(self) -> AbstractMesh:

@@ -56,7 +56,7 @@ def spmd_to_mpmd_reshard(
       >>> tree = {"a": np.zeros((4, 3), np.float32), "b": np.ones(2, np.float32)}
       >>> shardings = {"a": MpmdSharding(mesh, {0}, P("data")), "b": MpmdSharding(mesh, {0, 1}, P())}
       >>> spmd_to_mpmd_reshard(mesh, tree, shardings)["b"]
-      MpmdArray(shape=(2,), dtype=float32, mpmd_idxs=(0, 1), spec=P(), values=[1. 1.])
+      MpmdArray(shape=(2,), dtype=float32, mpmd_idxs=(0, 1), sharding=...)
 
     The name is that of NVIDIA's JaxPP, whose function always deletes its arguments.
     """

@@ -50,7 +50,7 @@ class Backend:
         """`state` where `compiled` reads it; a copy, so that donating it leaves the user's arrays alone."""
         if self.mesh is None:
             return jax.tree.map(copied, state)
-        return spmd_to_mpmd_reshard(self.mesh, jax.tree.map(copied, state), compiled.in_shardings[0])
+        return spmd_to_mpmd_reshard(self.mesh, jax.tree.map(copied, state), compiled.in_shardings[0][0])
 
 
 def copied(leaf: Any) -> jax.Array:

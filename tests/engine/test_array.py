@@ -89,6 +89,19 @@ def test_several_ranks_on_one_device():
     np.testing.assert_array_equal(jax.jit(lambda a: a + 1)(x), VALUE + 1)
 
 
+def test_the_parts_of_a_sharding_in_its_place():
+    mesh = stage_data()
+    part = jax.device_put(VALUE, NamedSharding(mesh.unstack[1], P("data")))
+    x = MpmdArray([part], mpmd_mesh=mesh, mpmd_idxs=frozenset({1}))
+    assert (x.mpmd_idxs, x.spec) == ((1,), P("data"))
+    empty = MpmdArray([], mpmd_mesh=mesh, mpmd_idxs={2, 0}, spec=P("data"), shape=(4, 2), dtype=jnp.float32)
+    assert (empty.mpmd_idxs, empty.spec, empty.shape) == ((0, 2), P("data"), (4, 2))
+    with pytest.raises(TypeError, match=r"either `mpmd_sharding`.* or both `mpmd_mesh` and `mpmd_idxs`"):
+        MpmdArray([part], mpmd_mesh=mesh)
+    with pytest.raises(TypeError, match="either `mpmd_sharding`"):
+        MpmdArray([part])
+
+
 class TestErrors:
     def test_wrong_devices(self):
         sharding = MpmdSharding(stage_data(), {1}, P())
@@ -164,7 +177,7 @@ def test_an_array_of_another_process():
     assert not x.is_deleted()
     x.delete()
     assert x.block_until_ready() is x
-    assert repr(x) == "MpmdArray(shape=(3,), dtype=float32, mpmd_idxs=(2,), spec=P(), not in this process)"
+    assert repr(x) == f"MpmdArray(shape=(3,), dtype=float32, mpmd_idxs=(2,), sharding={x.sharding.sharding})"
 
 
 def test_deleting_twice_and_in_part():
@@ -215,12 +228,14 @@ class TestNumpyAndPython:
         np.testing.assert_array_equal(x.at[0].set(0), np.concatenate([[[0, 0]], VALUE[1:]]))
 
     def test_repr(self):
-        assert repr(make(np.arange(3, dtype=np.int32), (0, 1))) == (
-            "MpmdArray(shape=(3,), dtype=int32, mpmd_idxs=(0, 1), spec=P(), values=[0 1 2])"
-        )
-        large = make(np.zeros(100, np.float32), (0,), P("data"))
-        assert repr(large) == "MpmdArray(shape=(100,), dtype=float32, mpmd_idxs=(0,), spec=P('data',))"
-        assert f"{large}" == repr(large)
+        x = make(np.zeros(100, np.float32), (0, 1), P("data"))
+        # What JaxPP documents: the plain sharding over the mesh of the array's ranks.
+        plain = NamedSharding(x.sharding.mpmd_mesh.mpmd_submesh([0, 1]).jax_mesh, P("data"))
+        assert repr(x) == f"MpmdArray(shape=(100,), dtype=float32, mpmd_idxs=(0, 1), sharding={plain})"
+        assert "Mesh('stage': 2, 'data': 2" in repr(x)
+        assert f"{x}" == str(x) == repr(x)
+        x.delete()
+        assert repr(x).endswith(", deleted)")
         assert "dtype=key<fry>" in repr(make(jax.random.key(0)))
 
     def test_pickling_gives_numpy(self):

@@ -67,7 +67,8 @@ def test_compiling_ahead_for_shapes(step: MpmdFunction, expected: Any):
     compiled = step.compile(*shapes)
     assert compiled is step.compile(*arguments)
     check(compiled(*arguments), expected)
-    in_params, in_batch = compiled.in_shardings
+    (in_params, in_batch), in_kwargs = compiled.in_shardings
+    assert in_kwargs == {}
     assert [sorted(p["w"].mesh_ids) for p in in_params] == [[0], [1]]
     assert sorted(in_batch["x"].mesh_ids) == [0]
     assert sorted(in_batch["y"].mesh_ids) == [1]

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax.engine.mesh import RANK_AXIS, MpmdMesh, MpmdSharding
+from jaxpp_flax.engine.mesh import MpmdMesh, MpmdSharding
 
 
 def grid(*shape: int) -> np.ndarray:
@@ -24,7 +24,7 @@ def test_each_rank_has_the_devices_at_its_position():
     mesh = stage_data()
     assert (mesh.mpmd_dim, mesh.mpmd_axis, len(mesh.unstack)) == (4, 0, 4)
     for rank in range(4):
-        assert mesh.unstack[rank].axis_names == ("data",)
+        assert dict(mesh.unstack[rank].shape) == {"stage": 1, "data": 2}
         assert mesh.rank_devices(rank) == tuple(jax.devices()[2 * rank : 2 * rank + 2])
 
 
@@ -37,14 +37,15 @@ def test_the_rank_axis_may_stand_anywhere():
 def test_a_mesh_of_ranks_alone_gives_submeshes_that_hold_arrays():
     mesh = MpmdMesh(Mesh(grid(4), ("stage",)), "stage")
     for rank, submesh in enumerate(mesh.unstack):
-        assert submesh.axis_names == (RANK_AXIS,)
+        assert dict(submesh.shape) == {"stage": 1}
         assert jax.device_put(jnp.ones(3), NamedSharding(submesh, P())).devices() == {jax.devices()[rank]}
 
 
 def test_axis_types_are_kept():
-    types = (AxisType.Explicit, AxisType.Auto, AxisType.Explicit)
+    types = (AxisType.Auto, AxisType.Auto, AxisType.Explicit)
     mesh = MpmdMesh(Mesh(grid(2, 2, 2), ("stage", "data", "tensor"), axis_types=types), "stage")
-    assert mesh.unstack[1].axis_types == types[1:]
+    # The ranks' own axis goes with the others: where all of them are Explicit, all of a stage's are.
+    assert mesh.unstack[1].axis_types == (AxisType.Explicit, *types[1:])
     assert mesh.mpmd_submesh([1]).jax_mesh.axis_types == types
     # `jax.make_mesh` makes Explicit axes; the ranks' own one must not enter the types of a stage's arrays.
     assert MpmdMesh(jax.make_mesh((4,), ("stage",)), "stage").unstack[0].axis_types == (AxisType.Auto,)
@@ -54,6 +55,18 @@ def test_all_ranks_share_one_abstract_submesh():
     mesh = stage_data()
     assert all(submesh.abstract_mesh == mesh.abstract_submesh for submesh in mesh.unstack)
     assert mesh.lowering_mesh() == mesh.unstack[0]
+
+
+def test_ranks_are_found_by_mesh_and_by_device():
+    mesh = stage_data()
+    assert [mesh.mpmd_idx_for_mesh[submesh] for submesh in mesh.unstack] == [0, 1, 2, 3]
+    assert mesh.device_mpmd_idx[mesh.rank_devices(2)[1]] == 2
+    assert mesh.mpmd_indices_for_mesh(mesh.unstack[3]) == (3,)
+    assert mesh.mpmd_indices_for_mesh(mesh.mpmd_submesh([3, 1]).jax_mesh) == (1, 3)
+    assert mesh.mpmd_indices_for_mesh(Mesh(grid(3), ("other",))) is None
+    shared = MpmdMesh(Mesh(np.array([jax.devices()[0]] * 2), ("stage",)), "stage")
+    assert shared.device_mpmd_idx == {jax.devices()[0]: 0}
+    assert shared.mpmd_idx_for_mesh == {shared.unstack[0]: 0}
 
 
 def test_submesh_of_some_ranks():
