@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.fingerprint import Fingerprinter
 from jaxpp_flax.engine.ir import Graph, struct_of
-from jaxpp_flax.engine.mesh import MpmdMesh, spec_on
+from jaxpp_flax.engine.mesh import RankMeshes, carried_over, spec_on
 from jaxpp_flax.engine.program import Free, Program, ProgramTask, Run, Transfer
 
 __all__ = ["Executables", "TaskCompiler", "compile_program"]
@@ -24,16 +24,18 @@ __all__ = ["Executables", "TaskCompiler", "compile_program"]
 # Told after each compilation: (tasks compiled, tasks in all, name).
 Progress = Callable[[int, int, str], None]
 
+MeshT = TypeVar("MeshT", bound=RankMeshes)
+
 
 @dataclass
-class TaskCompiler:
+class TaskCompiler(Generic[MeshT]):
     """Lowers and compiles tasks, each distinct one once.
 
     `lowerings` and `compilations` count what was done; they grow with the number of distinct tasks, never with the
     number of microbatches.
     """
 
-    mesh: MpmdMesh
+    mesh: MeshT
     lowerings: int = 0
     compilations: int = 0
     _lowered: dict[Hashable, Any] = field(default_factory=dict)
@@ -44,7 +46,8 @@ class TaskCompiler:
         self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
     ) -> Any:
         """The executable of a task on its rank's devices; `None` in `out_specs` leaves the choice to XLA."""
-        key = (self._fingerprints.graph(task.graph), tuple(in_specs), tuple(out_specs), task.donate)
+        abstract = self.mesh.unstack[task.rank].abstract_mesh  # equal for ranks of one shape, which share a lowering
+        key = (abstract, self._fingerprints.graph(task.graph), tuple(in_specs), tuple(out_specs), task.donate)
         devices = self.mesh.rank_devices(task.rank)
         compiled = self._compiled.get((key, devices))
         if compiled is None:
@@ -59,7 +62,7 @@ class TaskCompiler:
     def _lower(
         self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
     ) -> Any:
-        abstract = self.mesh.abstract_submesh
+        abstract = self.mesh.unstack[task.rank].abstract_mesh
         avals = [struct_of(v.aval) for v in task.graph.inputs]
         with jax.sharding.use_abstract_mesh(abstract):
             jitted = jax.jit(
@@ -102,11 +105,12 @@ def _local_bytes(aval: Any, sharding: NamedSharding) -> int:
 
 def compile_program(
     program: Program,
-    compiler: TaskCompiler,
+    compiler: TaskCompiler[Any],
     argument_specs: Sequence[PartitionSpec],
     result_specs: Sequence[PartitionSpec | None],
     ranks: Sequence[int],
     progress: Progress | None = None,
+    argument_shapes: Sequence[tuple[int, ...]] = (),
 ) -> Executables:
     """Compile the tasks of `ranks` in program order, finding shardings on the way.
 
@@ -117,14 +121,20 @@ def compile_program(
       result_specs: for each result; `None` keeps what XLA chose.
       ranks: those of this process.
       progress: told after each task.
+      argument_shapes: for each argument of the program; needed where ranks' meshes differ in shape.
     """
-    mesh = compiler.mesh
+    mesh: RankMeshes = compiler.mesh
     spec: dict[int, PartitionSpec] = {}
     nbytes: dict[int, int] = {}
     for ranks_of, argument in zip(program.arguments, argument_specs, strict=True):
         spec.update(dict.fromkeys(ranks_of.values(), argument))
     spec.update(dict.fromkeys(program.indices.values(), PartitionSpec()))
-    wanted = _specs_wanted(program, result_specs)
+    shape = {
+        slot: known
+        for ranks_of, known in zip(program.arguments, argument_shapes, strict=False)
+        for slot in ranks_of.values()
+    }
+    wanted = _specs_wanted(program, result_specs, mesh)
     executables: list[Any] = [None] * len(program.tasks)
     outputs: dict[int, tuple[PartitionSpec, ...]] = {}
     transfers: dict[int, tuple[PartitionSpec, ...]] = {}
@@ -134,9 +144,14 @@ def compile_program(
         if isinstance(instruction, Free):
             continue
         if isinstance(instruction, Transfer):
-            transfers[number] = tuple(spec[s] for s in instruction.sent)
-            for sent, received in zip(instruction.sent, instruction.received, strict=True):
-                spec[received], nbytes[received] = spec[sent], nbytes.get(sent, 0)
+            target = mesh.unstack[instruction.target]
+            alike = _alike(mesh, instruction)
+            for position, (sent, received) in enumerate(zip(instruction.sent, instruction.received, strict=True)):
+                wish = wanted.get((number, position))
+                shape[received] = shape.get(sent, ())
+                spec[received] = wish or (spec[sent] if alike else carried_over(spec[sent], target, shape[sent]))
+                nbytes[received] = nbytes.get(sent, 0)
+            transfers[number] = tuple(spec[s] for s in instruction.received)
             written[number] = [nbytes[s] for s in instruction.received]
             continue
         task = program.tasks[instruction.task]
@@ -161,15 +176,20 @@ def compile_program(
         submesh = mesh.unstack[task.rank]
         written[number] = []
         for slot, atom, found in zip(instruction.outputs, task.graph.outputs, outputs[instruction.task], strict=True):
-            spec[slot] = found
+            spec[slot], shape[slot] = found, tuple(atom.aval.shape)
             nbytes[slot] = _local_bytes(atom.aval, NamedSharding(submesh, found))
             written[number].append(nbytes[slot])
     final = tuple(spec[next(iter(result.values()))] if isinstance(result, dict) else None for result in program.results)
     return Executables(tuple(executables), tuple(argument_specs), final, transfers, written)
 
 
+def _alike(mesh: RankMeshes, transfer: Transfer) -> bool:
+    """Whether both ends of a transfer have meshes of one shape, on which one spec means the same."""
+    return mesh.unstack[transfer.source].shape == mesh.unstack[transfer.target].shape
+
+
 def _specs_wanted(
-    program: Program, result_specs: Sequence[PartitionSpec | None]
+    program: Program, result_specs: Sequence[PartitionSpec | None], mesh: RankMeshes
 ) -> dict[tuple[int, int], PartitionSpec]:
     """The specs that results must have, for (instruction, output) of their last writers."""
     wanted = {
@@ -186,13 +206,15 @@ def _specs_wanted(
                 if slot in wanted:
                     found[number, position] = wanted.pop(slot)
         elif isinstance(instruction, Transfer):
-            for sent, received in zip(instruction.sent, instruction.received, strict=True):
+            for position, (sent, received) in enumerate(zip(instruction.sent, instruction.received, strict=True)):
                 if received in wanted:
-                    wanted[sent] = wanted.pop(received)
+                    found[number, position] = wanted.pop(received)
+                    if _alike(mesh, instruction):
+                        wanted[sent] = found[number, position]
     return found
 
 
-def _output_specs(compiled: Any, task: ProgramTask, mesh: MpmdMesh) -> list[PartitionSpec | None]:
+def _output_specs(compiled: Any, task: ProgramTask, mesh: RankMeshes) -> list[PartitionSpec | None]:
     submesh = mesh.unstack[task.rank]
     shapes = [tuple(atom.aval.shape) for atom in task.graph.outputs]
     return [spec_on(submesh, s, shape) for s, shape in zip(compiled.output_shardings, shapes, strict=True)]

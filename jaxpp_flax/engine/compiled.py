@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_flax.engine.array import MpmdArray, MpmdSharding
 from jaxpp_flax.engine.compile import TaskCompiler, compile_program
 from jaxpp_flax.engine.ir import Constant
+from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.pipeline import Built
 from jaxpp_flax.engine.profile import TaskTiming
 from jaxpp_flax.engine.runtime import Runtime
@@ -62,7 +63,7 @@ class Compiled:
         signature: Signature,
         consts: tuple[Any, ...],
         out_specs: Sequence[PartitionSpec | None],
-        compiler: TaskCompiler,
+        compiler: TaskCompiler[MpmdMesh],
     ) -> None:
         self._built, self._signature, self._compiler = built, signature, compiler
         mesh = self.mpmd_mesh = compiler.mesh

@@ -9,16 +9,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-__all__ = ["MpmdMesh", "MpmdSharding", "spec_on"]
+__all__ = ["MpmdMesh", "MpmdSharding", "RankMeshes", "carried_over", "spec_on"]
 
 # A jax.Device: JAX exports that name as a variable, which type checkers refuse in annotations.
 Device: TypeAlias = Any
+
+
+class RankMeshes(Protocol):
+    """The ranks of a program, each with a mesh of its own: an `MpmdMesh`, or meshes of different shapes."""
+
+    @cached_property
+    def unstack(self) -> tuple[Mesh, ...]:
+        """Each rank's mesh."""
+        ...
+
+    @cached_property
+    def local_ranks(self) -> tuple[int, ...]:
+        """Ranks with at least one device in this process."""
+        ...
+
+    def rank_devices(self, rank: int) -> tuple[Device, ...]:
+        """The devices of one rank, in the order of its mesh."""
+        ...
 
 
 @dataclass(frozen=True, repr=False)
@@ -317,6 +335,20 @@ def spec_on(mesh: Mesh, sharding: Any, shape: tuple[int, ...]) -> PartitionSpec 
     except ValueError:  # e.g. one axis partitions two dimensions
         return None
     return spec if same else None
+
+
+def carried_over(spec: PartitionSpec, mesh: Mesh, shape: tuple[int, ...]) -> PartitionSpec:
+    """`spec` as far as `mesh` can follow it: axes that it lacks, or that do not divide the dimension, are left out."""
+    entries: list[Any] = []
+    for entry, size in zip(spec, shape, strict=False):
+        kept: list[str] = []
+        shards = 1
+        for name in entry if isinstance(entry, tuple) else (entry,):
+            if name in mesh.shape and size % (shards * mesh.shape[name]) == 0:
+                kept.append(name)
+                shards *= mesh.shape[name]
+        entries.append(tuple(kept) or None)
+    return _canonical(PartitionSpec(*entries))
 
 
 def _canonical(spec: PartitionSpec) -> PartitionSpec:

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from jaxpp_flax.engine._compat import copy_arrays
 from jaxpp_flax.engine.compile import Executables
-from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.engine.mesh import RankMeshes
 from jaxpp_flax.engine.profile import TaskTiming, run_profiled
 from jaxpp_flax.engine.program import Free, Program, Run, Transfer
 
@@ -27,7 +27,7 @@ class Runtime:
     list accesses.
     """
 
-    def __init__(self, program: Program, executables: Executables, mesh: MpmdMesh) -> None:
+    def __init__(self, program: Program, executables: Executables, mesh: RankMeshes) -> None:
         self.program = program
         self._steps = [
             self._bind(number, instruction, executables, mesh)
@@ -35,7 +35,7 @@ class Runtime:
         ]
         self._indices = self._place_indices(mesh)
 
-    def _place_indices(self, mesh: MpmdMesh) -> dict[int, jax.Array]:
+    def _place_indices(self, mesh: RankMeshes) -> dict[int, jax.Array]:
         """The microbatch index as a device scalar on each rank, made once: no step pays for it."""
         placed: dict[int, jax.Array] = {}
         for (rank, microbatch), slot in self.program.indices.items():
@@ -43,7 +43,9 @@ class Runtime:
             placed[slot] = jax.device_put(jax.numpy.int32(microbatch), sharding)
         return placed
 
-    def _bind(self, number: int, instruction: Run | Transfer | Free, executables: Executables, mesh: MpmdMesh) -> Step:
+    def _bind(
+        self, number: int, instruction: Run | Transfer | Free, executables: Executables, mesh: RankMeshes
+    ) -> Step:
         if isinstance(instruction, Run):
             return _bind_run(executables.tasks[instruction.task], instruction.inputs, instruction.outputs)
         if isinstance(instruction, Transfer):

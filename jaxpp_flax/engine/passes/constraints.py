@@ -6,7 +6,7 @@ stage the same partition is one over the submesh. Constraints are found at any d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,20 +16,27 @@ from jaxpp_flax.engine._compat import context_on_mesh
 from jaxpp_flax.engine.ir import Equation, Graph
 from jaxpp_flax.engine.mesh import MpmdMesh
 
-__all__ = ["on_submesh"]
+__all__ = ["on_mesh", "on_submesh"]
 
 
 def on_submesh(graph: Graph, mesh: MpmdMesh) -> Graph:
     """The same graph, every sharding of the whole mesh in its parameters replaced by one of the submesh."""
-    rewrite = _Rewriter(mesh)
+    rewrite = _Rewriter([mesh.jax_mesh], mesh.abstract_submesh)
     return rewrite.graph(graph)
 
 
+def on_mesh(graph: Graph, meshes: Iterable[Mesh], target: AbstractMesh) -> Graph:
+    """The same graph, every sharding of any of `meshes` in its parameters replaced by one of `target`."""
+    return _Rewriter(meshes, target).graph(graph)
+
+
 class _Rewriter:
-    def __init__(self, mesh: MpmdMesh) -> None:
-        self.whole = (mesh.jax_mesh, mesh.jax_mesh.abstract_mesh)
-        self.submesh = mesh.abstract_submesh
-        self.stage_axis = mesh.mpmd_axis_name
+    def __init__(self, meshes: Iterable[Mesh], submesh: AbstractMesh) -> None:
+        found: dict[Mesh | AbstractMesh, None] = {}
+        for mesh in meshes:
+            found.update({mesh: None, mesh.abstract_mesh: None})
+        self.whole = tuple(mesh for mesh in found if mesh != submesh)
+        self.submesh = submesh
         self.memo: dict[int, tuple[Any, Any]] = {}  # keeps the original alive, so that its id stays its own
 
     def graph(self, graph: Graph) -> Graph:
@@ -86,7 +93,7 @@ class _Rewriter:
         entries: list[Any] = []
         for entry in sharding.spec:
             names = entry if isinstance(entry, tuple) else (entry,)
-            kept = tuple(name for name in names if name != self.stage_axis)
+            kept = tuple(name for name in names if name is None or name in self.submesh.axis_names)
             entries.append(entry if len(kept) == len(names) else kept or None)
         spec = PartitionSpec(*entries, unreduced=sharding.spec.unreduced, reduced=sharding.spec.reduced)
         return NamedSharding(self.submesh, spec)
