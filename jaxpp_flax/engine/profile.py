@@ -62,7 +62,10 @@ class _Mailbox:
 
 
 def run_profiled(
-    program: Program, steps: list[Callable[[list[Any]], None]], environment: list[Any]
+    program: Program,
+    steps: list[Callable[[list[Any]], None]],
+    environment: list[Any],
+    at_once: int | None = None,
 ) -> list[TaskTiming]:
     """Run one step over `environment`, each rank in a thread of its own, and time the loop's tasks.
 
@@ -70,11 +73,14 @@ def run_profiled(
       program: what runs.
       steps: the runtime's closures, one for each instruction.
       environment: arguments and indices in their slots; receives the results.
+      at_once: how many tasks may run at a time, over all ranks. Where ranks are virtual devices on fewer cores, the
+        number of cores keeps the time that a task waits for a core out of the time that it takes.
 
     Raises:
       RuntimeError: if a task failed; the failure is the cause.
     """
     mailbox = _Mailbox()
+    cores = threading.Semaphore(program.num_ranks if at_once is None else at_once)
     timings: list[list[TaskTiming]] = [[] for _ in range(program.num_ranks)]
     numbered = list(enumerate(program.instructions))
     mine: list[list[int]] = [[] for _ in range(program.num_ranks)]
@@ -106,15 +112,18 @@ def run_profiled(
                         for slot, copy in zip(instruction.received, mailbox.take(number), strict=True):
                             environment[slot] = copy
                     continue
-                start = time.perf_counter() - begin
-                steps[number](environment)
-                if isinstance(instruction, Run):
+                if not isinstance(instruction, Run):
+                    steps[number](environment)
+                    continue
+                with cores:
+                    start = time.perf_counter() - begin
+                    steps[number](environment)
                     for slot in instruction.outputs:
                         environment[slot].block_until_ready()
-                    task = _scheduled(program, instruction)
-                    if task is not None:
-                        end = time.perf_counter() - begin
-                        timings[rank].append(TaskTiming(rank=rank, task=task, start=start, end=end))
+                    end = time.perf_counter() - begin
+                task = _scheduled(program, instruction)
+                if task is not None:
+                    timings[rank].append(TaskTiming(rank=rank, task=task, start=start, end=end))
         except BaseException as error:
             mailbox.fail(error)
 

@@ -61,11 +61,11 @@ class Runtime:
         for step in self._steps:
             step(environment)
 
-    def profile(self, environment: Environment) -> list[TaskTiming]:
-        """Run one step as `run` does, measuring when each task of the loop ran."""
+    def profile(self, environment: Environment, at_once: int | None = None) -> list[TaskTiming]:
+        """Run one step as `run` does, measuring when each task of the loop ran; at most `at_once` at a time."""
         for slot, index in self._indices.items():
             environment[slot] = index
-        return run_profiled(self.program, self._steps, environment)
+        return run_profiled(self.program, self._steps, environment, at_once)
 
 
 def _bind_run(executable: Any, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Step:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from .costs import Costs, CostTable, Transfer
 from .errors import ScheduleError
+from .processors import advance_on
 from .progress import advance, needs
 from .schedule import Schedule
 from .task import AnyTask, FusedTask, Task, TaskKind, parts
@@ -226,7 +227,12 @@ class _Recorder:
 
 
 def _run(
-    schedule: Tasks, costs: Costs, transfer: Transfer, num_microbatches: int | None, keep: bool
+    schedule: Tasks,
+    costs: Costs,
+    transfer: Transfer,
+    num_microbatches: int | None,
+    keep: bool,
+    processors: int | None = None,
 ) -> tuple[_Recorder, int]:
     ranks, num_stages = _ranks(schedule, num_microbatches)
     table = costs.table(num_stages)
@@ -236,7 +242,11 @@ def _run(
         return transfer.time(source, target, sent_bytes(result, table))
 
     instant = not transfer.links and transfer.default.time(1.0) == 0.0
-    blocked = advance(ranks, num_stages, recorder, times=table, delay=None if instant else delay)
+    waits = None if instant else delay
+    if processors is None:
+        blocked = advance(ranks, num_stages, recorder, times=table, delay=waits)
+    else:
+        blocked = advance_on(processors, ranks, num_stages, recorder, duration=table.duration, delay=waits)
     if blocked:
         lists = schedule.tasks(num_microbatches or 1) if isinstance(schedule, Schedule) else schedule
         raise deadlock_error(lists, blocked)
@@ -249,6 +259,7 @@ def simulate(
     transfer: Transfer | float | None = None,
     *,
     num_microbatches: int | None = None,
+    processors: int | None = None,
 ) -> Timeline:
     """Run ``schedule`` in the model and return what happened when.
 
@@ -257,15 +268,24 @@ def simulate(
         costs: times and memory; by default 1 for ``F``, ``I`` and ``W``, 2 for ``B``.
         transfer: the links, or one latency for all of them; by default instant.
         num_microbatches: for a :class:`Schedule`.
+        processors: how many tasks can run at once, over all ranks: the cores of a machine on which
+            the ranks are virtual devices. By default every rank has a processor of its own.
+
+    Raises:
+        ScheduleError: if ``schedule`` deadlocks, or ``processors`` is below 1.
 
     >>> from jaxpp_flax.schedules import Std1F1B
     >>> step = simulate(Std1F1B(4), num_microbatches=8)
     >>> step.makespan, round(step.bubble, 3), step.peak_memory
     (33.0, 0.273, (4.0, 3.0, 2.0, 1.0))
+    >>> simulate(Std1F1B(4), num_microbatches=8, processors=1).makespan  # 4 ranks x 8 x (1 + 2)
+    96.0
     """
+    if processors is not None and processors < 1:
+        raise ScheduleError(f"processors must be at least 1, got {processors}")
     costs = Costs() if costs is None else costs
     links = Transfer.of(transfer)
-    recorder, num_stages = _run(schedule, costs, links, num_microbatches, keep=True)
+    recorder, num_stages = _run(schedule, costs, links, num_microbatches, keep=True, processors=processors)
     events = tuple(tuple(rank) for rank in recorder.events or ())
     return Timeline(**recorder.figures(), events=events, num_stages=num_stages, costs=costs, transfer=links)  # type: ignore[arg-type]
 

@@ -212,7 +212,7 @@ def donating() -> Any:
 def test_nothing_leaks(donating: Any):
     params, batch = chain(3), batch_of(3)
     counts = []
-    for _ in range(53):
+    for _ in range(1000):
         params, _, _ = donating(params, batch)
         counts.append(len(live()))
     gc.collect()
