@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 
-from workload import Contestant, batch, mesh, parameters, parser, prepare, report, train_step
+from workload import Contestant, batch, jaxpp, ours, parameters, parser, pipelined, prepare, report, train_step
 
 
 def main() -> None:
@@ -20,8 +20,6 @@ def main() -> None:
     prepare(arguments, max(arguments.stages, 4))
     import jax
 
-    from jaxpp_flax.api import Interleaved1F1B, Std1F1B, mpmd_jit_with_loop
-
     if arguments.cache:
         jax.config.update("jax_compilation_cache_dir", arguments.cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -29,30 +27,32 @@ def main() -> None:
     params, data = parameters(arguments), batch(arguments)
     stages = arguments.stages
     cases = {
-        "plain jax.jit": (stages, stages, None),
-        "1F1B": (stages, stages, Std1F1B(stages)),
-        "interleaved": (2 * stages, stages, Interleaved1F1B(2 * stages, stages)),
+        "1F1B": ("Std1F1B", stages, ours()),
+        "interleaved": ("Interleaved1F1B", 2 * stages, ours()),
     }
+    if (peer := jaxpp()) is not None:
+        cases |= {"JaxPP, 1F1B": ("Std1F1B", stages, peer), "JaxPP, interleaved": ("Interleaved1F1B", 2 * stages, peer)}
+    functions = {"plain jax.jit": jax.jit(train_step(stages, None))}
+    functions |= {name: pipelined(schedule, cut, stages, library) for name, (schedule, cut, library) in cases.items()}
     rows: list[dict[str, object]] = []
     plain = 0.0
-    for name, (cut, ranks, schedule) in cases.items():
-        step = train_step(cut, schedule)
-        function = jax.jit(step) if schedule is None else mpmd_jit_with_loop(step, mesh(ranks))
+    for name, function in functions.items():
         contestant = Contestant(function, params, data)
         start = time.perf_counter()
         contestant.run()
         seconds = time.perf_counter() - start
         plain = plain or seconds
-        compiled = None if schedule is None else function.compile(params, data)
-        distinct = compiled.num_lowerings if compiled else 1
+        ours_compiled = name in cases and cases[name][2] is ours()
+        compiled = function.compile(params, data) if ours_compiled else None
+        distinct = compiled.num_lowerings if compiled else 0
         rows.append(
             {
                 "contestant": name,
                 "seconds to first step": seconds,
                 "over plain": seconds / plain,
-                "distinct tasks": distinct,
-                "executables": compiled.num_executables if compiled else 1,
-                "bound: 1.5 plain + 0.3 per task": 1.5 * plain + 0.3 * distinct,
+                "distinct tasks": distinct or "",
+                "executables": compiled.num_executables if compiled else "",
+                "bound: 1.5 plain + 0.3 per task": 1.5 * plain + 0.3 * distinct if compiled else "",
             }
         )
     report(f"time to first step, {arguments.microbatches} microbatches", rows, arguments.json)

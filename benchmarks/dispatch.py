@@ -6,7 +6,20 @@ python benchmarks/dispatch.py --microbatches 128 --stages 8
 
 from __future__ import annotations
 
-from workload import Contestant, batch, mesh, parameters, parser, prepare, race, report, tasks_in, train_step
+from workload import (
+    Contestant,
+    batch,
+    jaxpp,
+    ours,
+    parameters,
+    parser,
+    pipelined,
+    prepare,
+    race,
+    report,
+    tasks_in,
+    train_step,
+)
 
 
 def main() -> None:
@@ -15,16 +28,18 @@ def main() -> None:
     import jax
     from by_hand import hand_written_step
 
-    from jaxpp_flax.api import Std1F1B, mpmd_jit_with_loop
+    from jaxpp_flax.schedules import Std1F1B
 
-    schedule = Std1F1B(arguments.stages)
-    step = train_step(arguments.stages, schedule)
+    stages = arguments.stages
+    schedule = Std1F1B(stages)
     params, data = parameters(arguments), batch(arguments)
     contestants = {
-        "plain jax.jit, one device": Contestant(jax.jit(step, donate_argnums=0), params, data),
-        "jaxpp_flax": Contestant(mpmd_jit_with_loop(step, mesh(arguments.stages), donate_argnums=0), params, data),
+        "plain jax.jit, one device": Contestant(jax.jit(train_step(stages, schedule), donate_argnums=0), params, data),
+        "jaxpp_flax": Contestant(pipelined("Std1F1B", stages, stages, ours()), params, data),
         "a loop written by hand": Contestant(hand_written_step(arguments, schedule), params, data),
     }
+    if (peer := jaxpp()) is not None:
+        contestants["JaxPP"] = Contestant(pipelined("Std1F1B", stages, stages, peer), params, data)
     race(contestants, arguments.repeats)
     tasks = tasks_in(schedule, arguments.microbatches)
     plain = contestants["plain jax.jit, one device"].median
@@ -37,8 +52,8 @@ def main() -> None:
         }
         for name, c in contestants.items()
     ]
-    ours, hand = contestants["jaxpp_flax"].median, contestants["a loop written by hand"].median
-    report(f"dispatch: {tasks} scheduled tasks, {ours / hand:.2f} × the loop by hand", rows, arguments.json)
+    own, hand = contestants["jaxpp_flax"].median, contestants["a loop written by hand"].median
+    report(f"dispatch: {tasks} scheduled tasks, {own / hand:.2f} × the loop by hand", rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import os
 import statistics
 from typing import Any
 
-from workload import Contestant, batch, mesh, parameters, parser, prepare, race, report, train_step
+from workload import Contestant, batch, jaxpp, mesh, parameters, parser, pipelined, prepare, race, report, train_step
 
 
 class Simulated:
@@ -74,6 +74,10 @@ def main() -> None:
         schedules[name] = by_name(name, cut, ranks)
         step = train_step(cut, schedules[name])
         contestants[name] = Contestant(mpmd_jit_with_loop(step, mesh(ranks), donate_argnums=0), params, data)
+    if (peer := jaxpp()) is not None:
+        contestants["JaxPP, 1F1B"] = Contestant(pipelined("Std1F1B", ranks, ranks, peer), params, data)
+        interleaved = pipelined("Interleaved1F1B", 2 * ranks, ranks, peer)
+        contestants["JaxPP, interleaved"] = Contestant(interleaved, params, data)
     cores = len(os.sched_getaffinity(0)) if arguments.platform == "cpu" else None
     simulated = {name: Simulated(contestants[name], schedule, cores) for name, schedule in schedules.items()}
     race(contestants, 0)

@@ -7,6 +7,7 @@ Devices are set up before JAX is imported, so `prepare` comes first in every ben
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -41,16 +42,29 @@ def prepare(arguments: argparse.Namespace, devices: int) -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
-def mesh(ranks: int) -> Any:
+def ours() -> Any:
+    """This library, under the names of JaxPP's interface."""
+    import jaxpp_flax.api
+
+    return jaxpp_flax.api
+
+
+def jaxpp() -> Any:
+    """JaxPP, which has the same interface, or None where it is not installed."""
+    try:
+        return importlib.import_module("jaxpp.api")
+    except ImportError:
+        return None
+
+
+def mesh(ranks: int, library: Any = None) -> Any:
     """One device for each rank; on a machine with fewer devices, several ranks on one."""
     import jax
     import numpy as np
 
-    from jaxpp_flax.api import MpmdMesh
-
     devices = jax.devices()
     chosen = [devices[rank % len(devices)] for rank in range(ranks)]
-    return MpmdMesh(jax.sharding.Mesh(np.array(chosen), ("stage",)), "stage")
+    return (library or ours()).MpmdMesh(jax.sharding.Mesh(np.array(chosen), ("stage",)), "stage")
 
 
 def block(p: Mapping[str, Any], x: Any) -> Any:
@@ -103,25 +117,24 @@ def stage_of(index: int, blocks: int, stages: int) -> int:
     return index * stages // blocks
 
 
-def loss(params: Sequence[Mapping[str, Any]], x: Any, stages: int) -> Any:
+def loss(params: Sequence[Mapping[str, Any]], x: Any, stages: int, library: Any) -> Any:
     """Mean square of the last block's output; a mark after each stage but the last."""
-    from jaxpp_flax.api import mark_stage_end
-
     for i, p in enumerate(params):
         x = block(p, x)
         if i + 1 < len(params) and stage_of(i + 1, len(params), stages) != stage_of(i, len(params), stages):
-            x = mark_stage_end(x)
+            x = library.mark_stage_end(x)
     return (x * x).mean()
 
 
-def train_step(stages: int, schedule: Any) -> Callable[..., Any]:
-    """Gradient accumulation and SGD: runs under plain `jax.jit` and as a pipeline."""
+def train_step(stages: int, schedule: Any, library: Any = None) -> Callable[..., Any]:
+    """Gradient accumulation and SGD: runs under plain `jax.jit` and as a pipeline of `library`."""
     import jax
 
-    from jaxpp_flax.api import treduce
+    library = library or ours()
 
     def step(params: Any, batch: Any) -> Any:
-        losses, grads = treduce(lambda x: jax.value_and_grad(loss)(params, x, stages), batch, schedule)
+        gradient = jax.value_and_grad(loss)
+        losses, grads = library.treduce(lambda x: gradient(params, x, stages, library), batch, schedule=schedule)
         return jax.tree.map(lambda p, g: p - 0.01 * g / batch.shape[0], params, grads), losses
 
     return step
@@ -130,6 +143,14 @@ def train_step(stages: int, schedule: Any) -> Callable[..., Any]:
 def tasks_in(schedule: Any, microbatches: int) -> int:
     """Scheduled tasks, a fused one counted as the two that it stands for (as peers count)."""
     return sum(2 if hasattr(t, "forward") else 1 for rank in schedule.tasks(microbatches) for t in rank)
+
+
+def pipelined(name: str, stages: int, ranks: int, library: Any) -> Callable[..., Any]:
+    """The train step as a pipeline of `library`, under its own schedule of that class name."""
+    arguments = (stages, ranks) if name.startswith("Interleaved") else (stages,)
+    schedule = getattr(library, name)(*arguments)
+    step = train_step(stages, schedule, library)
+    return library.mpmd_jit_with_loop(step, mpmd_mesh=mesh(ranks, library), donate_argnums=(0,))
 
 
 def wait(tree: Any) -> None:

@@ -1,0 +1,47 @@
+"""The benchmarks run, on sizes too small to mean anything; what they measure is not looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+TINY = ["--stages", "2", "--microbatches", "4", "--blocks", "4", "--width", "8", "--length", "4", "--batch", "1"]
+
+# JaxPP is not on the package index. It has the interface of `jaxpp_flax.api`, which stands in for it here.
+STAND_IN = "from jaxpp_flax.api import *\n"
+
+
+def rows_of(command: str, folder: Path, *flags: str) -> list[dict[str, object]]:
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    paths = [str(folder), str(BENCHMARKS.parent), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / f"{command}.py"), *TINY, *flags, "--json", str(folder / "rows.json")],
+        env=environment, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "rows.json").read_text())["rows"]
+
+
+@pytest.mark.parametrize("command", ["dispatch", "compile_time", "step"])
+def test_a_peer_that_can_be_imported_takes_part(command: str, tmp_path: Path):
+    (tmp_path / "jaxpp").mkdir()
+    (tmp_path / "jaxpp" / "__init__.py").touch()
+    (tmp_path / "jaxpp" / "api.py").write_text(STAND_IN)
+    flags = [] if command == "compile_time" else ["--repeats", "1"]
+    names = [str(row["contestant"]) for row in rows_of(command, tmp_path, *flags)]
+    assert names[0].startswith("plain jax.jit")
+    assert any(name.startswith("JaxPP") for name in names)
+
+
+def test_memory_finds_what_is_predicted(tmp_path: Path):
+    rows = rows_of("memory", tmp_path)
+    assert [row["schedule"] for row in rows] == ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+    # Counts of bytes, not a measurement: they agree exactly.
+    assert {row["live over predicted, worst rank"] for row in rows} == {1.0}
