@@ -6,7 +6,7 @@ fsdp, tensor, expert) are shared by all ranks and shard the arrays inside each o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, TypeAlias
@@ -25,7 +25,7 @@ class RankMeshes(Protocol):
     """The ranks of a program, each with a mesh of its own: an `MpmdMesh`, or meshes of different shapes."""
 
     @cached_property
-    def unstack(self) -> tuple[Mesh, ...]:
+    def unstack(self) -> Sequence[Mesh]:
         """Each rank's mesh."""
         ...
 
