@@ -108,7 +108,7 @@ def build(
             nodes.append(equation)
             continue
         cut = _cut_loop(equation, num_ranks, policy, verify, size, dims, spec_of)
-        before, loop, after = _as_loop(equation, cut.partition, cut.deferred)
+        before, loop, after = _as_loop(equation, cut)
         nodes.extend([*before, loop, *after])
         sums.update(after)
         marks.append(cut.marks)
@@ -134,6 +134,7 @@ def build(
 @dataclass(frozen=True)
 class _CutLoop:
     partition: Partition
+    schedule: Schedule
     marks: tuple[Mark, ...]
     cuts: tuple[int, ...]
     deferred: tuple[Any, ...]
@@ -236,7 +237,7 @@ def _cut_loop(
         labels.verify()
         cut.verify()
         verify_effects(body, cut, labels)
-    return _CutLoop(cut, tuple(marks), cuts, deferred)
+    return _CutLoop(cut, schedule, tuple(marks), cuts, deferred)
 
 
 def _indexed(body: Graph, index: Value) -> set[Value]:
@@ -264,10 +265,9 @@ def _materialise(atom: Atom) -> tuple[Value, list[Equation]]:
     return copy.outputs[0], [copy]
 
 
-def _as_loop(
-    equation: Equation, cut: Partition, deferred: Sequence[Any]
-) -> tuple[list[Equation], Loop, list[Equation]]:
+def _as_loop(equation: Equation, found: _CutLoop) -> tuple[list[Equation], Loop, list[Equation]]:
     """The loop as a node of the outer program, with the sums of partial results behind it."""
+    cut = found.partition
     num_consts, num_carry = equation.params["num_consts"], equation.params["num_carry"]
     before: list[Equation] = []
     operands: list[Atom] = []
@@ -297,11 +297,11 @@ def _as_loop(
         after.append(add)
         return add.outputs[0]
 
-    for tree, axes, target in zip(cut.results, deferred, equation.outputs[num_carry:], strict=True):
+    for tree, axes, target in zip(cut.results, found.deferred, equation.outputs[num_carry:], strict=True):
         resolve(tree, axes, target)
     loop = Loop(
         partition=cut,
-        schedule=_check_type(equation.params["schedule"]),
+        schedule=found.schedule,
         length=equation.params["length"],
         operands=tuple(operands[:num_consts]),
         carry_init=tuple(operands[num_consts:]),
@@ -318,9 +318,3 @@ def _sum_shards(partials: Value, target: Value | None, loop: Equation) -> Equati
     graph, _ = from_jaxpr(jax.make_jaxpr(lambda x: jax.lax.reduce_sum(x, (0,)))(aval), [partials])
     (total,) = graph.equations
     return replace(total, outputs=(target or Value(total.outputs[0].aval),), source=loop.source)
-
-
-def _check_type(schedule: Any) -> Schedule:
-    if not isinstance(schedule, Schedule):
-        raise TypeError(f"not a schedule: {schedule!r}")
-    return schedule
