@@ -6,16 +6,20 @@ classes differ between JAX versions. A `Graph` runs anywhere through `Graph.run`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.sharding import AxisType
 
-__all__ = ["Atom", "Constant", "Equation", "Graph", "Value", "VerificationError", "from_jaxpr", "prune", "struct_of"]
+__all__ = [
+    "Atom", "Constant", "Equation", "Graph", "Value", "VerificationError", "from_jaxpr", "plain_literal", "prune",
+    "struct_of", "with_outputs",
+]  # fmt: skip
 
 
 class VerificationError(AssertionError):
@@ -149,6 +153,16 @@ class Graph:
         return "\n".join(lines)
 
 
+def plain_literal(value: Any, aval: Any) -> Any:
+    """A literal as a Python number or a NumPy array: JAX's own arrays bring the mesh of their trace along."""
+    if type(value) is np.ndarray or isinstance(value, (np.generic, bool, int, float, complex)):
+        return value
+    if not hasattr(value, "__array__"):
+        return value
+    array = np.asarray(value)
+    return array.item() if aval.weak_type and array.ndim == 0 else array
+
+
 def _is_transposed(equation: Any) -> bool:
     return "transpose(" in str(equation.source_info.name_stack)
 
@@ -173,7 +187,7 @@ def from_jaxpr(
 
     def read(atom: Any) -> Atom:
         if isinstance(atom, jex_core.Literal):
-            return Constant(atom.val, atom.aval)
+            return Constant(plain_literal(atom.val, atom.aval), atom.aval)
         return environment[atom]
 
     equations: list[Equation] = []
@@ -215,6 +229,21 @@ def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding if typed else None)
 
 
-def values_of(atoms: Iterable[Atom]) -> list[Value]:
-    """The atoms that are values, in order."""
-    return [atom for atom in atoms if isinstance(atom, Value)]
+def with_outputs(graph: Graph, outputs: Sequence[Value]) -> list[Equation]:
+    """The graph's equations, made to define `outputs`; results that come out as they went in are copied."""
+    made = {v for e in graph.equations for v in e.outputs}
+    renamed: dict[Atom, Value] = {}
+    copies: list[Equation] = []
+    for atom, output in zip(graph.outputs, outputs, strict=True):
+        if atom in made and atom not in renamed:
+            renamed[atom] = output
+            continue
+        copy, _ = from_jaxpr(jax.make_jaxpr(jax.lax.copy_p.bind)(struct_of(atom.aval)), [renamed.get(atom, atom)])
+        copies.append(replace(copy.equations[0], outputs=(output,)))
+    equations = [
+        replace(
+            e, inputs=tuple(renamed.get(a, a) for a in e.inputs), outputs=tuple(renamed.get(v, v) for v in e.outputs)
+        )
+        for e in graph.equations
+    ]
+    return [*equations, *copies]

@@ -5,7 +5,7 @@ Each slot belongs to one rank and holds one array. `Program.for_rank` is what a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -194,8 +194,3 @@ class Program:
             else:
                 lines.append(f"rank {instruction.rank}: free {names(instruction.slots)}")
         return "\n".join(lines)
-
-
-def count_runs(instructions: Sequence[Instruction]) -> int:
-    """The number of tasks that one step runs."""
-    return sum(isinstance(i, Run) for i in instructions)

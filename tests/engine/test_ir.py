@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp_flax.engine.ir import Constant, Graph, Value, VerificationError, from_jaxpr, prune, values_of
+from jaxpp_flax.engine.ir import Constant, Graph, Value, VerificationError, from_jaxpr, plain_literal, prune
 
 
 def graph_of(fun: Any, *args: Any) -> Graph:
@@ -119,6 +119,20 @@ def test_verify_finds(broken: Any, says: str):
         broken(graph).verify()
 
 
-def test_values_of():
-    x = Value(jax.typeof(X))
-    assert values_of([x, Constant(1.0, jax.typeof(1.0)), x]) == [x, x]
+def test_literals_forget_the_mesh_of_their_trace():
+    """A literal that JAX keeps as an array of its own has a type with a mesh; on a submesh that type would not fit."""
+    mesh = jax.make_mesh((2, 2), ("stage", "data"), axis_types=(jax.sharding.AxisType.Auto,) * 2).abstract_mesh
+    with jax.sharding.use_abstract_mesh(mesh):
+        jaxpr = jax.make_jaxpr(lambda x: (x + np.uint32(7), x * 2))(np.uint32(1))
+    graph, _ = from_jaxpr(jaxpr)
+    literals = [a.value for e in graph.equations for a in e.inputs if isinstance(a, Constant)]
+    assert len(literals) == 2
+    for literal in literals:
+        assert jax.typeof(literal).sharding.mesh.empty
+    assert [int(x) for x in graph.run(np.uint32(3))] == [10, 6]
+
+
+def test_weak_literals_stay_weak():
+    assert plain_literal(jnp.asarray(2.0), jax.typeof(2.0)) == 2.0
+    assert isinstance(plain_literal(jnp.asarray(2.0), jax.typeof(2.0)), float)
+    assert plain_literal(jnp.float32(2.0), jax.typeof(np.float32(2.0))).dtype == np.float32

@@ -339,3 +339,64 @@ def test_linen_logical_partitioning():
     kernel = actual[-1][0][0]["params"]["LinenBlock_1"]["Dense_0"]["kernel"]
     assert (kernel.mpmd_idxs, kernel.spec) == ((1,), P(None, "tensor"))
     assert len(in_loop(compiled)["fwd_0"]) == 1
+
+
+def stacked(layers: int) -> dict[str, np.ndarray]:
+    parts = parameters(layers)
+    return {name: np.stack([p[name] for p in parts]) for name in parts[0]}
+
+
+SCANS = {
+    "plain": lambda layer: layer,
+    "remat": lambda layer: jax.checkpoint(layer, prevent_cse=False),
+    "shared": lambda layer: layer,
+}
+
+
+@pytest.mark.parametrize("axis_type", ["auto", "explicit"])
+@pytest.mark.parametrize("way", SCANS)
+def test_data_parallel_under_scan(way: str, axis_type: str):
+    """Gradients that a scan of layers stacks, or adds up, are reduced once after the loop, too."""
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        for i, p in enumerate(params):
+            shared = {name: leaf[0] for name, leaf in p.items()}
+
+            def layer(x: jax.Array, p: Any, shared: Any = shared) -> tuple[jax.Array, None]:
+                return model([shared if way == "shared" else p], x), None
+
+            x, _ = jax.lax.scan(SCANS[way](layer), x, p)
+            x = mark_stage_end(x) if i < len(params) - 1 else x
+        return x
+
+    compiled, _, _ = check(
+        train_step(apply),
+        state_of([stacked(3), stacked(2)]),
+        batch_of(),
+        mesh_of(2, data=2),
+        state_specs=P(),
+        data=DATA,
+    )
+    assert in_loop(compiled) == {"fwd_bwd_1": ["all-reduce"]}, "the loss alone"
+    after = [kind for name, found in collectives(compiled).items() if name.startswith("outer") for kind in found]
+    assert set(after) == {"all-reduce"}
+
+
+def test_data_parallel_recurrence():
+    """A scan over time whose state begins as zeros, without a trace of the batch."""
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        for i, p in enumerate(params):
+
+            def cell(state: jax.Array, x: jax.Array, p: Any = p) -> tuple[jax.Array, jax.Array]:
+                state = jnp.tanh(state @ p["down"].T @ p["down"] + x[:, None] * p["bias"][:DIM])
+                return state, state.sum(1)
+
+            _, x = jax.lax.scan(cell, jnp.zeros((ROWS, DIM)), x.T)
+            x = mark_stage_end(x.T) if i < len(params) - 1 else x.T
+        return x
+
+    compiled, _, _ = check(
+        train_step(apply), state_of(parameters(2)), batch_of(), mesh_of(2, data=2), state_specs=P(), data=DATA
+    )
+    assert in_loop(compiled) == {"fwd_bwd_1": ["all-reduce"]}

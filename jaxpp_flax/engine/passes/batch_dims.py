@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxpp_flax.engine.ir import Equation, Value
+from jaxpp_flax.engine.passes.scans import Scan, open_scan
 
-__all__ = ["BatchDim", "propagate"]
+__all__ = ["BatchDim", "inside_scan", "propagate"]
 
 # The dimension, and the mesh axes (as in a PartitionSpec entry) over which it is sharded.
 BatchDim = tuple[int, Any]
@@ -52,12 +53,50 @@ def propagate(
         axes = tagged[0][1][1]
         if any(tag[1] != axes for _, tag in tagged):
             continue
-        found = _rule(equation, {i: tag[0] for i, tag in tagged})
+        at = {i: tag[0] for i, tag in tagged}
+        found = _scan(equation, at, axes, size) if equation.name == "scan" else _rule(equation, at)
         for position, value in enumerate(equation.outputs):
             dim = found.get(position)
             if dim is not None and value.aval.shape[dim] % size(axes) == 0:
                 dims[value] = (int(dim), axes)
     return dims
+
+
+def inside_scan(scan: Scan, at: Mapping[int, BatchDim], size: Callable[[Any], int]) -> dict[Value, BatchDim]:
+    """The batch dimensions of the values in a scan's body, from those of the scan's operands.
+
+    A carry has one if it comes out as it goes in; its initial value (zeros, often) need not have it.
+    """
+    sliced = scan.num_consts + scan.num_carry
+    known = {scan.body.inputs[i]: (dim - (i >= sliced), axes) for i, (dim, axes) in at.items() if i < sliced or dim > 0}
+    given_up: set[Value] = set()
+    while True:
+        dims = propagate(scan.body.equations, known, size)
+        changed = False
+        for before, after in zip(scan.carry_in, scan.body.outputs, strict=False):
+            found = dims.get(after) if isinstance(after, Value) else None
+            if before in given_up or known.get(before) == found:
+                continue
+            changed = True
+            if found is None or before in known:
+                known.pop(before, None)
+                given_up.add(before)
+            else:
+                known[before] = found
+        if not changed:
+            return {v: dim for v, dim in dims.items() if v not in given_up}
+
+
+def _scan(equation: Equation, at: dict[int, int], axes: Any, size: Callable[[Any], int]) -> dict[int, int]:
+    scan = open_scan(equation)
+    dims = inside_scan(scan, {i: (dim, axes) for i, dim in at.items()}, size)
+    found: dict[int, int] = {}
+    for position, atom in enumerate(scan.body.outputs):
+        carried = position < scan.num_carry
+        value = scan.carry_in[position] if carried else atom
+        if isinstance(value, Value) and value in dims:
+            found[position] = dims[value][0] + (not carried)
+    return found
 
 
 def _rule(equation: Equation, at: dict[int, int]) -> dict[int, int]:
@@ -68,7 +107,7 @@ def _rule(equation: Equation, at: dict[int, int]) -> dict[int, int]:
     if name in ("stage_marker", "optimization_barrier"):
         return dict(at)
     if name in _ELEMENTWISE:
-        same = {d for i, d in at.items() if shapes[i] == out}
+        same = {d for i, d in at.items() if len(shapes[i]) == len(out) and shapes[i][d] == out[d]}
         return {0: same.pop()} if len(same) == 1 else {}
     dim = at.get(0)
     if name == "dot_general":

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_flax.engine.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, prune
+from jaxpp_flax.engine.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, prune, with_outputs
 from jaxpp_flax.engine.passes.inline import inline
 
 __all__ = ["is_condition", "select_between_branches", "split_condition", "split_conditions"]
@@ -140,25 +140,7 @@ def _condition(
     jaxpr = jax.make_jaxpr(run)(*(_struct(a) for a in (index, *operands)))
     captured = [Constant(c, jax.typeof(c)) for c in getattr(jaxpr, "consts", ())]
     graph, _ = from_jaxpr(jaxpr, [*captured, index, *operands])
-    made = {v for e in graph.equations for v in e.outputs}
-    renamed: dict[Atom, Value] = {}
-    copies: list[Equation] = []
-    for atom, output in zip(graph.outputs, outputs, strict=True):
-        if atom in made and atom not in renamed:
-            renamed[atom] = output
-        else:  # what all branches return unchanged comes out of `switch` as it went in
-            copy, _ = from_jaxpr(jax.make_jaxpr(jax.lax.copy_p.bind)(_struct(atom)), [renamed.get(atom, atom)])
-            copies.append(replace(copy.equations[0], outputs=(output,)))
-    equations = [
-        replace(
-            e,
-            inputs=tuple(renamed.get(a, a) for a in e.inputs),
-            outputs=tuple(renamed.get(v, v) for v in e.outputs),
-            source=equation.source,
-        )
-        for e in graph.equations
-    ]
-    return [*equations, *copies]
+    return [replace(e, source=equation.source) for e in with_outputs(graph, outputs)]
 
 
 def _struct(atom: Atom) -> jax.ShapeDtypeStruct:

@@ -6,14 +6,15 @@ stage the same partition is one over the submesh. Constraints are found at any d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jax.extend import core as jex_core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine._compat import context_on_mesh
-from jaxpp_flax.engine.ir import Equation, Graph
+from jaxpp_flax.engine.ir import Equation, Graph, plain_literal
 from jaxpp_flax.engine.mesh import MpmdMesh
 
 __all__ = ["on_mesh", "on_submesh"]
@@ -77,15 +78,43 @@ class _Rewriter:
 
     def _jaxpr(self, jaxpr: Any) -> Any:
         inner = getattr(jaxpr, "jaxpr", jaxpr)
-        equations = []
+        renamed: dict[Any, Any] = {}  # variables are typed by the mesh, too: a loop's results have its body's types
+
+        def atom(old: Any) -> Any:
+            aval, kind = self._aval(old.aval), type(old)
+            if isinstance(old, jex_core.Literal):
+                return old if aval is old.aval else kind(plain_literal(old.val, aval), aval)
+            if old not in renamed:
+                renamed[old] = old if aval is old.aval else kind(aval)
+            return renamed[old]
+
+        def atoms(old: Sequence[Any]) -> Any:
+            new, container = list(map(atom, old)), type(old)
+            return old if all(a is b for a, b in zip(new, old, strict=True)) else container(new)  # pyright: ignore
+
+        constvars, invars = atoms(inner.constvars), atoms(inner.invars)
+        equations: list[Any] = []
         for equation in inner.eqns:
-            params, context = self._params(equation.params), self._context(equation.ctx)
-            unchanged = params is equation.params and context is equation.ctx
-            equations.append(equation if unchanged else equation.replace(params=dict(params), ctx=context))
-        if all(a is b for a, b in zip(equations, inner.eqns, strict=True)):
+            changes = {
+                "params": self._params(equation.params),
+                "ctx": self._context(equation.ctx),
+                "invars": atoms(equation.invars),
+                "outvars": atoms(equation.outvars),
+            }
+            changes = {name: new for name, new in changes.items() if new is not getattr(equation, name)}
+            equations.append(equation.replace(**changes) if changes else equation)
+        outvars = atoms(inner.outvars)
+        same = all(a is b for a, b in zip(equations, inner.eqns, strict=True))
+        if same and (constvars, invars, outvars) == (inner.constvars, inner.invars, inner.outvars):
             return jaxpr
-        new = inner.replace(eqns=equations)
+        new = inner.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=equations)
         return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+
+    def _aval(self, aval: Any) -> Any:
+        sharding = getattr(aval, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh not in self.whole:
+            return aval
+        return aval.update(sharding=self._sharding(sharding))
 
     def _sharding(self, sharding: NamedSharding) -> NamedSharding:
         if sharding.mesh not in self.whole:

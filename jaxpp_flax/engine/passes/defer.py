@@ -4,13 +4,14 @@ On an Auto mesh a weight gradient contracts the sharded batch dimension, and XLA
 task. Here that contraction keeps the shards apart: with D shards, the gradient of shape (...) becomes D partial
 gradients of shape (D, ...), each on the device that made it; these are accumulated, and their sum over the first
 axis, taken after the loop, is the one reduction. A gradient qualifies if it is linear in contractions over the batch
-dimension, each used for nothing else; the others are left as they are, which is slower and no less right.
+dimension, each used for nothing else; the others are left as they are, which is slower and no less right. Scans over
+layers are looked into: the gradients that a scan stacks or adds up qualify by what its body does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_flax.engine.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, prune, struct_of
 from jaxpp_flax.engine.loop import AddOp, Op
 from jaxpp_flax.engine.markers import marker_p
-from jaxpp_flax.engine.passes.batch_dims import BatchDim, propagate
+from jaxpp_flax.engine.passes.batch_dims import BatchDim, inside_scan, propagate
+from jaxpp_flax.engine.passes.scans import Scan, open_scan, scan_again
 
 __all__ = ["Deferred", "defer_reductions"]
 
@@ -56,38 +58,62 @@ def defer_reductions(
       may_defer: whether a gradient may be kept as one partial sum per shard; not where the parameter itself is
         sharded over the same axes (FSDP), for the partial sums would undo that.
     """
-    dims = propagate(body.equations, known, size)
-    finder = _Finder(body, dims)
-    outputs = list(body.outputs)
+    finder = _Finder(body, propagate(body.equations, known, size), size)
     axes: list[Any] = [None] * len(operations)
-    added: list[Equation] = []
+    chains: dict[int, _Chain] = {}
     for k, op in enumerate(operations):
-        atom = outputs[num_carry + k]
+        atom = body.outputs[num_carry + k]
         if not isinstance(op, AddOp) or not isinstance(atom, Value) or not atom.aval.shape:
             continue
         chain = finder.chain(atom)
-        if chain is None or not may_defer(atom, chain.axes):
-            continue
-        equations, outputs[num_carry + k] = _partial_sums(chain, atom, dims, size(chain.axes))
-        axes[k] = chain.axes
-        added.extend(equations)
-    if not added:
+        if chain is not None and may_defer(atom, chain.axes):
+            chains[num_carry + k], axes[k] = chain, chain.axes
+    if not chains:
         return Deferred(body, tuple(axes))
-    return Deferred(prune(_ordered(body, outputs, added)), tuple(axes))
+    equations, added, sums = finder.rewrite(list(chains.values()))
+    outputs = list(body.outputs)
+    for position, total in zip(chains, sums, strict=True):
+        outputs[position] = total
+    return Deferred(prune(_ordered(replace(body, equations=tuple(equations)), outputs, added)), tuple(axes))
 
 
 @dataclass(frozen=True)
 class _Chain:
-    """The equations from the contractions over the batch to one gradient, in order."""
+    """The equations from the contractions over the batch to one gradient, in order.
 
+    `scanned` holds the results of scans that are partial sums themselves.
+    """
+
+    value: Value
     equations: tuple[Equation, ...]
     axes: Any
     split: frozenset[Value]
+    scanned: frozenset[Value]
+
+
+@dataclass
+class _Found:
+    """What a search for a chain has collected."""
+
+    equations: list[Equation] = field(default_factory=list)
+    axes: set[Any] = field(default_factory=set)
+    split: set[Value] = field(default_factory=set)
+    scanned: set[Value] = field(default_factory=set)
+
+
+@dataclass
+class _OpenScan:
+    """A scan with what its body shows; `chains` are those that make up its results, by position."""
+
+    scan: Scan
+    finder: _Finder
+    chains: dict[int, tuple[_Chain, ...] | None] = field(default_factory=dict)
 
 
 class _Finder:
-    def __init__(self, body: Graph, dims: Mapping[Value, BatchDim]) -> None:
-        self.dims = dims
+    def __init__(self, body: Graph, dims: Mapping[Value, BatchDim], size: Callable[[Any], int]) -> None:
+        self.body, self.dims, self.size = body, dims, size
+        self.scans: dict[Equation, _OpenScan] = {}
         self.producer = {v: e for e in body.equations for v in e.outputs}
         self.order = {e: i for i, e in enumerate(body.equations)}
         self.users: dict[Value, int] = {}
@@ -100,30 +126,34 @@ class _Finder:
                 self.users[atom] = self.users.get(atom, 0) + 1
 
     def chain(self, value: Value) -> _Chain | None:
-        equations: list[Equation] = []
-        split: set[Value] = set()
-        axes: set[Any] = set()
-        if not self._visit(value, equations, split, axes) or len(axes) != 1:
+        """How a value is made of contractions over the batch, or None if it is not linear in such."""
+        found = _Found()
+        if not self._visit(value, found) or len(found.axes) != 1:
             return None
-        ordered = sorted(dict.fromkeys(equations), key=self.order.__getitem__)
-        return _Chain(tuple(ordered), axes.pop(), frozenset(split))
+        ordered = sorted(dict.fromkeys(found.equations), key=self.order.__getitem__)
+        return _Chain(value, tuple(ordered), found.axes.pop(), frozenset(found.split), frozenset(found.scanned))
 
-    def _visit(self, value: Atom, equations: list[Equation], split: set[Value], axes: set[Any]) -> bool:
+    def _visit(self, value: Atom, found: _Found) -> bool:
         """Whether `value` is linear in contractions over the batch; collects what lies between."""
         equation = self.producer.get(value) if isinstance(value, Value) else None
-        if equation is None or self.users.get(value, 0) != 1 or value in self.dims:  # type: ignore[arg-type]
+        if not isinstance(value, Value) or equation is None or self.users.get(value, 0) != 1 or value in self.dims:
             return False
+        if equation.name == "scan":
+            chains = self._scan_chains(equation, equation.outputs.index(value))
+            found.axes.update(chain.axes for chain in chains or ())
+            found.scanned.add(value)
+            return chains is not None
         tagged = [a for a in equation.inputs if isinstance(a, Value) and a in self.dims]
         if tagged:
             if not self._contracts_batch(equation, tagged):
                 return False
-            split.update(tagged)
-            axes.update(self.dims[a][1] for a in tagged)
+            found.split.update(tagged)
+            found.axes.update(self.dims[a][1] for a in tagged)
         elif equation.name in ("add", "add_any"):
-            if not all(self._visit(a, equations, split, axes) for a in equation.inputs):
+            if not all(self._visit(a, found) for a in equation.inputs):
                 return False
-        elif equation.name in _LINEAR_UNARY:
-            if not self._visit(equation.inputs[0], equations, split, axes):
+        elif equation.name in _LINEAR_UNARY or (equation.name == "pad" and self._is_zero(equation.inputs[1])):
+            if not self._visit(equation.inputs[0], found):
                 return False
         elif equation.name in ("mul", "div", "dot_general"):
             first, second = equation.inputs
@@ -131,12 +161,107 @@ class _Finder:
                 if equation.name == "div" or self._depends(first):
                     return False
                 first = second
-            if not self._visit(first, equations, split, axes):
+            if not self._visit(first, found):
                 return False
         else:
             return False
-        equations.append(equation)
+        found.equations.append(equation)
         return True
+
+    def _scan_chains(self, equation: Equation, position: int) -> tuple[_Chain, ...] | None:
+        """How a scan's result is a sum over the batch: stacked by the scan, or added up from zero in its carry."""
+        if equation.effects:
+            return None
+        opened = self.scans.get(equation)
+        if opened is None:
+            scan = open_scan(equation)
+            at = {i: self.dims[a] for i, a in enumerate(equation.inputs) if isinstance(a, Value) and a in self.dims}
+            finder = _Finder(scan.body, inside_scan(scan, at, self.size), self.size)
+            opened = self.scans[equation] = _OpenScan(scan, finder)
+        if position not in opened.chains:
+            summands: list[Atom] = [opened.scan.body.outputs[position]]
+            if position < opened.scan.num_carry:
+                start = equation.inputs[opened.scan.num_consts + position]
+                summands = opened.finder.added_to(opened.scan.carry_in[position], summands[0])
+                summands = summands if self._is_zero(start) else []
+            chains = [opened.finder.chain(s) if isinstance(s, Value) else None for s in summands]
+            found = tuple(chain for chain in chains if chain is not None)
+            opened.chains[position] = found if found and len(found) == len(chains) else None
+        return opened.chains[position]
+
+    def added_to(self, before: Value, after: Atom) -> list[Atom]:
+        """What the body adds to a carry in each step, if that is all that it does with it; or else nothing."""
+        summands: list[Atom] = []
+        while after is not before:
+            made = self.producer.get(after) if isinstance(after, Value) else None
+            if made is None or made.name not in ("add", "add_any") or self.users.get(after) != 1:  # type: ignore[arg-type]
+                return []
+            first, second = made.inputs
+            if not self._descends(first, before):
+                first, second = second, first
+            summands.append(second)
+            after = first
+        return summands if self.users.get(before) == 1 else []
+
+    def _descends(self, atom: Atom, from_value: Value) -> bool:
+        """Whether a sum has a value among its summands."""
+        while atom is not from_value:
+            made = self.producer.get(atom) if isinstance(atom, Value) else None
+            if made is None or made.name not in ("add", "add_any"):
+                return False
+            if self._descends(made.inputs[1], from_value):
+                return True
+            atom = made.inputs[0]
+        return True
+
+    def rewrite(self, chains: Sequence[_Chain]) -> tuple[list[Equation], list[Equation], list[Value]]:
+        """The graph's equations with its scans made anew, those to add, and the chains' partial sums."""
+        scanned = {v for chain in chains for v in chain.scanned}
+        partial: dict[Value, tuple[Value, int]] = {}
+        equations: list[Equation] = []
+        for equation in self.body.equations:
+            if scanned.isdisjoint(equation.outputs):
+                equations.append(equation)
+            else:
+                equations.extend(self._rebuild(equation, scanned, partial))
+        added: list[Equation] = []
+        sums: list[Value] = []
+        for chain in chains:
+            source = self.producer[chain.value].source
+            more, total = _partial_sums(chain, self.dims, partial, self.size(chain.axes), source)
+            added.extend(more)
+            sums.append(total)
+        return equations, added, sums
+
+    def _rebuild(
+        self, equation: Equation, scanned: set[Value], partial: dict[Value, tuple[Value, int]]
+    ) -> list[Equation]:
+        """A scan whose deferred results are partial sums; `partial` tells these and their dimension of shards."""
+        opened = self.scans[equation]
+        scan = opened.scan
+        chains = {k: c for k, c in opened.chains.items() if c is not None and equation.outputs[k] in scanned}
+        equations, added, sums = opened.finder.rewrite([chain for several in chains.values() for chain in several])
+        operands, zeros = list(equation.inputs), list[Equation]()
+        inputs, outputs = list(scan.body.inputs), list(scan.body.outputs)
+        remaining = iter(sums)
+        for position, several in chains.items():
+            total = next(remaining)
+            if position < scan.num_carry:
+                at, aval = scan.num_consts + position, struct_of(total.aval)
+                start, _ = from_jaxpr(jax.make_jaxpr(lambda a=aval: jax.numpy.zeros_like(a))(), [])
+                zeros.extend(replace(e, source=equation.source, transposed=True) for e in start.equations)
+                inputs[at], operands[at] = Value(total.aval), start.outputs[0]
+                for summand in (inputs[at], *(next(remaining) for _ in several[1:])):
+                    add, _ = from_jaxpr(jax.make_jaxpr(jax.lax.add)(aval, aval), [summand, total])
+                    added.extend(add.equations)
+                    total = add.outputs[0]
+            outputs[position] = total
+        body = prune(_ordered(Graph(tuple(inputs), tuple(outputs), tuple(equations)), outputs, added))
+        keep = [None if position in chains else v for position, v in enumerate(equation.outputs)]
+        made, results = scan_again(equation, replace(scan, body=body), operands, keep)
+        for position in chains:
+            partial[equation.outputs[position]] = (results[position], int(position >= scan.num_carry))
+        return [*zeros, *made]
 
     def _depends(self, atom: Atom) -> bool:
         """Whether an operand comes, through untagged values, from a contraction over the batch."""
@@ -184,35 +309,32 @@ class _Finder:
 
 
 def _partial_sums(
-    chain: _Chain, value: Value, dims: Mapping[Value, BatchDim], shards: int
+    chain: _Chain, dims: Mapping[Value, BatchDim], partial: Mapping[Value, tuple[Value, int]], shards: int, source: Any
 ) -> tuple[list[Equation], Value]:
     """The chain once for each shard, as one vectorised computation."""
     inside = {v for e in chain.equations for v in e.outputs}
-    inputs = tuple(
-        dict.fromkeys(a for e in chain.equations for a in e.inputs if isinstance(a, Value) and a not in inside)
-    )
-    graph = Graph(inputs, (value,), chain.equations)
-    axes = tuple(dims[v][0] if v in chain.split else None for v in inputs)
+    read = [a for e in chain.equations for a in e.inputs if isinstance(a, Value)]
+    inputs = tuple(v for v in dict.fromkeys([*read, chain.value]) if v not in inside)
+    graph = Graph(inputs, (chain.value,), chain.equations)
+    operands = [partial[v][0] if v in chain.scanned else v for v in inputs]
+    axes = [partial[v][1] if v in chain.scanned else dims[v][0] if v in chain.split else None for v in inputs]
 
-    def run(*operands: Any) -> Any:
-        parts: list[Any] = []
-        for operand, axis in zip(operands, axes, strict=True):
-            if axis is not None:
-                shape = operand.shape
+    def run(*xs: Any) -> Any:
+        parts = list(xs)
+        for i, (x, axis) in enumerate(zip(xs, axes, strict=True)):
+            if inputs[i] in chain.split and axis is not None:
+                shape = x.shape
                 split = (*shape[:axis], shards, shape[axis] // shards, *shape[axis + 1 :])
-                operand = jax.lax.reshape(operand, split, out_sharding=_split_sharding(operand, axis))
-            parts.append(operand)
-        return jax.vmap(lambda *xs: graph.run(*xs)[0], in_axes=axes)(*parts)
+                parts[i] = jax.lax.reshape(x, split, out_sharding=_split_sharding(x, axis))
+        return jax.vmap(lambda *ys: graph.run(*ys)[0], in_axes=axes)(*parts)
 
-    jaxpr = jax.make_jaxpr(run)(*(struct_of(v.aval) for v in inputs))
+    jaxpr = jax.make_jaxpr(run)(*(struct_of(v.aval) for v in operands))
     captured = [Constant(c, jax.typeof(c)) for c in getattr(jaxpr, "consts", ())]
-    partial, _ = from_jaxpr(jaxpr, [*captured, *inputs], transposed=True)
-    last = chain.equations[-1]
-    equations = [replace(e, source=last.source) for e in partial.equations]
-    result = partial.outputs[0]
-    if not isinstance(result, Value):
+    result, _ = from_jaxpr(jaxpr, [*captured, *operands], transposed=True)
+    total = result.outputs[0]
+    if not isinstance(total, Value):
         raise TypeError("a gradient over the batch turned out constant")
-    return equations, result
+    return [replace(e, source=source) for e in result.equations], total
 
 
 def _split_sharding(operand: Any, axis: int) -> NamedSharding | None:
