@@ -131,14 +131,8 @@ def pipeline_enter_stage(x: T, name: str | None = None) -> T:
 
 @dataclass(frozen=True)
 class Mark:
-    """A forward marker as an assignment of stages sees it: a possible cut, in program order.
-
-    `cost` estimates the work of one microbatch, forward and backward, in FLOPs, since the mark before; `cost_after` is
-    that of what follows the last mark.
-    """
+    """A forward marker as an assignment of stages sees it: a possible cut, in program order."""
 
     name: str | None
     closes_block: bool
     where: str
-    cost: float = 0.0
-    cost_after: float = 0.0

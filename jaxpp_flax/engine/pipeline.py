@@ -11,12 +11,12 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from jaxpp_flax.engine.blocks import LoopBody, Marks
 from jaxpp_flax.engine.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, struct_of
 from jaxpp_flax.engine.loop import treduce_p
 from jaxpp_flax.engine.markers import Mark
 from jaxpp_flax.engine.passes.batch_dims import BatchDim, propagate
 from jaxpp_flax.engine.passes.conditions import split_conditions
-from jaxpp_flax.engine.passes.costs import with_costs
 from jaxpp_flax.engine.passes.defer import defer_reductions
 from jaxpp_flax.engine.passes.inline import inline
 from jaxpp_flax.engine.passes.label import find_marks, label
@@ -99,6 +99,7 @@ def build(
     known = {v: dim for v, spec in zip(flat.inputs, specs, strict=True) if (dim := size.batch_dim(v, spec)) is not None}
     dims = propagate(flat.equations, known, size) if known else {}
     spec_of = dict(zip(flat.inputs, specs, strict=True))
+    position = {value: i - len(flat.inputs) for i, value in enumerate(flat.inputs)}
     nodes: list[Equation | Loop] = []
     sums: set[Equation] = set()
     marks: list[tuple[Mark, ...]] = []
@@ -107,7 +108,7 @@ def build(
         if equation.primitive is not treduce_p:
             nodes.append(equation)
             continue
-        cut = _cut_loop(equation, num_ranks, policy, verify, size, dims, spec_of)
+        cut = _cut_loop(equation, num_ranks, policy, verify, size, dims, spec_of, position)
         before, loop, after = _as_loop(equation, cut)
         nodes.extend([*before, loop, *after])
         sums.update(after)
@@ -188,6 +189,7 @@ def _cut_loop(
     size: _Sizes,
     dims: Mapping[Value, BatchDim],
     spec_of: Mapping[Value, PartitionSpec],
+    position: Mapping[Value, int],
 ) -> _CutLoop:
     schedule = _check_schedule(equation, num_ranks)
     params = equation.params
@@ -211,8 +213,25 @@ def _cut_loop(
 
         body, deferred = defer_reductions(flat, params["num_carry"], params["operations"], batch, size, may_defer)
     markers, marks = find_marks(body)
-    marks = with_costs(body, params["num_consts"], params["num_carry"], markers, marks)
-    cuts = tuple(policy(marks, schedule.num_stages))
+    outer = [*equation.inputs[: params["num_consts"]], params["length"], *equation.inputs[params["num_consts"] :]]
+    known = LoopBody(
+        graph=body,
+        num_consts=params["num_consts"],
+        num_carry=params["num_carry"],
+        operations=params["operations"],
+        length=params["length"],
+        markers=markers,
+        arguments={
+            v: (position[a], spec_of[a])
+            for v, a in zip(body.inputs, outer, strict=True)
+            if isinstance(a, Value) and a in position
+        },
+        data_axes=deferred,
+        shards_of=size,
+        batch_shards=math.prod(size(entry) for entry in {entry for _, entry in batch.values()}),
+        carry_names=params.get("carry_names", ()),
+    )
+    cuts = tuple(policy(Marks(marks, known), schedule.num_stages))
     legal = len(cuts) == schedule.num_stages - 1 and list(cuts) == sorted({*cuts})
     if not legal or any(not 0 <= c < len(marks) for c in cuts):
         raise ValueError(

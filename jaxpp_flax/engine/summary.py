@@ -8,6 +8,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
+from jaxpp_flax.engine.blocks import indexed_operands
 from jaxpp_flax.engine.compile import Executables
 from jaxpp_flax.engine.ir import Value
 from jaxpp_flax.engine.mesh import MpmdMesh
@@ -95,20 +96,10 @@ def summarise_stages(
 
 def _parameters(part: Partition, stage: int) -> list[Value]:
     """Loop operands that a stage reads whole: whatever is indexed by the microbatch is data."""
-    read: dict[Value, None] = {}
-    sliced: set[Value] = set()
     operands = set(part.operands)
-    for task in part.tasks:
-        if task.stage != stage:
-            continue
-        moving: set[Value] = {part.index}
-        for equation in task.graph.equations:
-            values = [a for a in equation.inputs if isinstance(a, Value)]
-            if any(v in moving for v in values):
-                sliced.update(v for v in values if v in operands and equation.outputs and v.aval.ndim > 0)
-                if all(v in moving or v in operands for v in values):
-                    moving.update(v for v in equation.outputs if v.aval.ndim == 0)
-        read.update(dict.fromkeys(v for v in task.graph.inputs if v in operands))
+    tasks = [task for task in part.tasks if task.stage == stage]
+    read = dict.fromkeys(v for task in tasks for v in task.graph.inputs if v in operands)
+    sliced = indexed_operands(part, tasks)
     return [v for v in read if v not in sliced and v.aval.ndim > 0]
 
 

@@ -4,9 +4,20 @@ from pathlib import Path
 
 from jax.extend import source_info_util
 
-from jaxpp_flax.layers.assignment import AssignmentError, CutPolicy, block_names, by_name, even, resolve, sizes
+from jaxpp_flax.layers.assignment import (
+    AssignmentError,
+    CutPolicy,
+    balanced,
+    block_names,
+    by_name,
+    even,
+    segment_names,
+    sizes,
+)
+from jaxpp_flax.layers.choosing import resolve
 from jaxpp_flax.layers.marking import pipeline_stage
 from jaxpp_flax.layers.nnx import PipelineStage
+from jaxpp_flax.layers.plan import Plan, PlannedBlock
 from jaxpp_flax.layers.scan import join_layers, join_scanned, split_layers, split_scanned
 
 # Messages name the user's line, not ours.
@@ -16,6 +27,9 @@ __all__ = [
     "AssignmentError",
     "CutPolicy",
     "PipelineStage",
+    "Plan",
+    "PlannedBlock",
+    "balanced",
     "block_names",
     "by_name",
     "even",
@@ -23,6 +37,7 @@ __all__ = [
     "join_scanned",
     "pipeline_stage",
     "resolve",
+    "segment_names",
     "sizes",
     "split_layers",
     "split_scanned",

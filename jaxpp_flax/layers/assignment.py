@@ -2,7 +2,8 @@
 
 The marks of a model, in program order, divide it into segments. A mark that closes a named block (`PipelineStage`)
 keeps what follows the last block (head, loss) with that block, so M marks make M blocks. Bare marks
-(`mark_stage_end`) make M + 1 segments. Work before the first mark belongs to the first segment.
+(`mark_stage_end`) make M + 1 segments. Work before the first mark belongs to the first segment. A balanced assignment,
+a mapping from names and a plan may also cut at the last mark: what follows it is a block `after_<name of the last>`.
 
 No policy demands divisibility, and each segment ends in exactly one stage.
 """
@@ -14,11 +15,24 @@ import fnmatch
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
+from jaxpp_flax.engine.blocks import Marks
 from jaxpp_flax.engine.markers import Mark
+from jaxpp_flax.layers.balancing import balance
 
-__all__ = ["AssignmentError", "CutPolicy", "balanced", "block_names", "by_name", "even", "resolve", "sizes"]
+__all__ = [
+    "AssignmentError",
+    "CutPolicy",
+    "balanced",
+    "block_names",
+    "by_name",
+    "cuts_of",
+    "even",
+    "near_names",
+    "segment_names",
+    "sizes",
+]
 
 CutPolicy = Callable[[Sequence[Mark], int], tuple[int, ...]]
 """`policy(marks, num_stages)` gives the indices of the `num_stages - 1` marks that cut, in increasing order."""
@@ -47,6 +61,20 @@ def block_names(marks: Sequence[Mark]) -> tuple[str, ...]:
     return tuple(names)
 
 
+def segment_names(marks: Sequence[Mark]) -> tuple[str, ...]:
+    """The names of the blocks, and that of what follows the last mark.
+
+    Example:
+      >>> segment_names([Mark("embed", True, "m.py:1"), Mark("head", True, "m.py:2")])
+      ('embed', 'head', 'after_head')
+    """
+    names = block_names(marks)
+    tail = f"after_{names[-1]}" if names else "all"
+    while tail in names:
+        tail += "_"
+    return (*names, tail)
+
+
 def even() -> CutPolicy:
     """As many segments in each stage as in any other, give or take one; the first stages get the larger share.
 
@@ -60,7 +88,7 @@ def even() -> CutPolicy:
         _check_enough(marks, num_stages)
         segments = _num_segments(marks, num_stages)
         share, extra = divmod(segments, num_stages)
-        return _cuts([share + (stage < extra) for stage in range(num_stages)])
+        return cuts_of([share + (stage < extra) for stage in range(num_stages)])
 
     return policy
 
@@ -68,64 +96,41 @@ def even() -> CutPolicy:
 def balanced(costs: Sequence[float] | None = None) -> CutPolicy:
     """The slowest stage as fast as can be: contiguous stages of least maximal cost, exact by dynamic programming.
 
+    This is for `mpmd_jit_with_loop(cut_policy=)`, with one stage on each rank. The trainer's `assignment="balanced"`
+    also knows the schedule, measured times and memory limits.
+
     Args:
-      costs: of each block; by default the engine's estimate in FLOPs, forward and backward, embedding and head
-        included.
+      costs: of each block, and of what follows the last one (without it, that stays with the last block); by default
+        the engine's estimate in FLOPs, forward and backward, embedding and head included.
 
     Raises (when the policy is used):
       AssignmentError: if `costs` does not give one number for each block.
 
     Example:
-      >>> marks = [Mark(f"block_{i}", True, "model.py:7", cost=c) for i, c in enumerate([1, 1, 1, 1, 4])]
-      >>> balanced()(marks, 2), balanced([4, 1, 1, 1, 1])(marks, 2)
-      ((3,), (0,))
+      >>> marks = [Mark(f"block_{i}", True, "model.py:7") for i in range(5)]
+      >>> balanced([1, 1, 1, 1, 4])(marks, 2), balanced([1, 1, 1, 1, 1, 4])(marks, 2)
+      ((3,), (4,))
 
     Source: the linear partition problem; Skiena, "The Algorithm Design Manual", section 8.5.
     """
 
     def policy(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
         _check_enough(marks, num_stages)
-        segments = _num_segments(marks, num_stages)
-        if costs is not None and len(costs) != segments:
+        if costs is not None:
+            found = list(costs)
+        elif isinstance(marks, Marks):
+            found = [work.total for work in marks.work()]
+        else:
+            raise TypeError("balanced() without costs needs the engine's `Marks`, which tell what blocks cost.")
+        if len(found) not in (len(marks), len(marks) + 1) or len(found) < num_stages:
             raise AssignmentError(
-                f"balanced() got {len(costs)} costs for {segments} blocks: {_listing(marks)}. Give one for each block."
+                f"balanced() got {len(found)} costs for {len(marks)} blocks: {_listing(marks)}. Give one for each "
+                "block, and perhaps one more for what follows the last of them."
             )
-        found = list(costs) if costs is not None else _segment_costs(marks, segments)
-        return _cuts(_least_maximum(found, num_stages))
+        result = balance(found, range(num_stages))
+        return cuts_of(result.sizes) if result is not None else ()  # without a memory limit there is always one
 
     return policy
-
-
-def _segment_costs(marks: Sequence[Mark], segments: int) -> list[float]:
-    """The engine's estimates; what follows the last mark is a segment of its own, or joins the last one."""
-    after = marks[-1].cost_after if marks else 0.0
-    found = [mark.cost for mark in marks]
-    if segments > len(marks):
-        return [*found, after]
-    found[-1] += after
-    return found
-
-
-def _least_maximum(costs: Sequence[float], parts: int) -> list[int]:
-    """Sizes of contiguous, non-empty parts whose largest sum is least."""
-    count = len(costs)
-    total = [0.0, *itertools.accumulate(costs)]
-    # best[k][n]: the least maximum of the first n costs in k parts; start[k][n]: where its last part begins.
-    best = [[float("inf")] * (count + 1) for _ in range(parts + 1)]
-    start = [[0] * (count + 1) for _ in range(parts + 1)]
-    best[0][0] = 0.0
-    for k in range(1, parts + 1):
-        for n in range(k, count + 1):
-            for j in range(k - 1, n):
-                slowest = max(best[k - 1][j], total[n] - total[j])
-                if slowest < best[k][n]:
-                    best[k][n], start[k][n] = slowest, j
-    result: list[int] = []
-    end = count
-    for k in range(parts, 0, -1):
-        result.append(end - start[k][end])
-        end = start[k][end]
-    return result[::-1]
 
 
 def sizes(blocks_per_stage: Sequence[int]) -> CutPolicy:
@@ -161,7 +166,7 @@ def sizes(blocks_per_stage: Sequence[int]) -> CutPolicy:
                 f"assignment={wanted} adds up to {sum(wanted)}, but the model has {counts} blocks: "
                 f"{_listing(marks)}. Change the sizes so that they add up."
             )
-        return _cuts(wanted)
+        return cuts_of(wanted)
 
     return policy
 
@@ -169,8 +174,9 @@ def sizes(blocks_per_stage: Sequence[int]) -> CutPolicy:
 def by_name(stages: Mapping[str, int]) -> CutPolicy:
     """Blocks by name: from names, or globs of names, to stages.
 
-    An exact name goes before a glob, and an earlier glob before a later one. Every block must be matched; work after
-    the last block stays with it, or forms the last stage where no block is assigned to that.
+    An exact name goes before a glob, and an earlier glob before a later one. Every block must be matched. What follows
+    the last block goes where its own name (`after_<name of the last>`) says; without that it stays with the last block,
+    or forms the last stage where no block is assigned to that.
 
     Raises (when the policy is used):
       AssignmentError: if a name matches no block, a block is matched by no name, a stage would be empty, or the
@@ -184,8 +190,10 @@ def by_name(stages: Mapping[str, int]) -> CutPolicy:
     wanted = dict(stages)
 
     def policy(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
-        names = block_names(marks)
+        names = segment_names(marks)
         _check_keys(wanted, names, num_stages)
+        if names[-1] not in wanted:
+            names = names[:-1]
         assigned = [_stage_of(name, wanted) for name in names]
         missing = [name for name, stage in zip(names, assigned, strict=True) if stage is None]
         if missing:
@@ -199,7 +207,7 @@ def by_name(stages: Mapping[str, int]) -> CutPolicy:
                     f"the assignment by name is not contiguous: {names[i + 1]!r} is on stage {after}, but "
                     f"{names[i]!r}, which runs before it, is on stage {before}. Stages must follow the model's order."
                 )
-        tail = bool(placed) and placed[-1] == num_stages - 2
+        tail = bool(placed) and placed[-1] == num_stages - 2 and len(placed) == len(marks)
         empty = sorted(set(range(num_stages)) - set(placed) - ({num_stages - 1} if tail else set()))
         if empty:
             raise AssignmentError(
@@ -214,56 +222,6 @@ def by_name(stages: Mapping[str, int]) -> CutPolicy:
     return policy
 
 
-def resolve(assignment: Any) -> CutPolicy:
-    """The policy for `"even"`, `"balanced"`, a list of sizes, a mapping from names, or a policy itself.
-
-    Raises:
-      AssignmentError: if it is another string.
-      TypeError: if it is none of these.
-
-    Example:
-      >>> marks = [Mark(f"block_{i}", True, "model.py:7") for i in range(4)]
-      >>> resolve("even")(marks, 2), resolve([1, 3])(marks, 2), resolve({"block_[012]": 0, "*": 1})(marks, 2)
-      ((1,), (0,), (2,))
-    """
-    if isinstance(assignment, str):
-        if assignment == "even":
-            return even()
-        if assignment == "balanced":
-            return balanced()
-        raise AssignmentError(
-            f"unknown assignment {assignment!r}. Use 'even', 'balanced', a list of sizes such as [3, 2, 3], "
-            "a mapping from names of blocks to stages, or a callable (marks, num_stages) -> indices of the marks that "
-            "cut."
-        )
-    if isinstance(assignment, Mapping):
-        return by_name(assignment)
-    if isinstance(assignment, Sequence):
-        return sizes(assignment)
-    if callable(assignment):
-        return _checked(cast(CutPolicy, assignment))
-    raise TypeError(
-        f"assignment is {assignment!r} ({type(assignment).__name__}); it must be 'even', a list of sizes, a mapping "
-        "from names of blocks to stages, or a callable (marks, num_stages) -> indices of the marks that cut."
-    )
-
-
-def _checked(policy: CutPolicy) -> CutPolicy:
-    """A user's own policy, with its answer checked."""
-
-    def checked(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
-        cuts = tuple(policy(marks, num_stages))
-        increasing = all(before < after for before, after in itertools.pairwise(cuts))
-        if len(cuts) != num_stages - 1 or not increasing or not all(0 <= cut < len(marks) for cut in cuts):
-            raise AssignmentError(
-                f"the assignment {policy!r} returned {cuts!r} for {len(marks)} marks and num_stages={num_stages}. "
-                f"It must return {num_stages - 1} increasing indices of marks, each below {len(marks)}."
-            )
-        return cuts
-
-    return checked
-
-
 def _num_segments(marks: Sequence[Mark], num_stages: int) -> int:
     if len(marks) == num_stages - 1:
         return num_stages
@@ -273,13 +231,14 @@ def _num_segments(marks: Sequence[Mark], num_stages: int) -> int:
     return len(marks) + 1
 
 
-def _cuts(segments_per_stage: Sequence[int]) -> tuple[int, ...]:
-    ends: list[int] = []
-    total = 0
-    for size in segments_per_stage[:-1]:
-        total += size
-        ends.append(total - 1)
-    return tuple(ends)
+def cuts_of(segments_per_stage: Sequence[int]) -> tuple[int, ...]:
+    """The marks that cut so many segments into each stage.
+
+    Example:
+      >>> cuts_of([3, 2, 3])
+      (2, 4)
+    """
+    return tuple(total - 1 for total in itertools.accumulate(segments_per_stage[:-1]))
 
 
 def _check_enough(marks: Sequence[Mark], num_stages: int) -> None:
@@ -296,10 +255,8 @@ def _check_enough(marks: Sequence[Mark], num_stages: int) -> None:
 def _check_keys(wanted: Mapping[str, int], names: Sequence[str], num_stages: int) -> None:
     for key, stage in wanted.items():
         if not any(fnmatch.fnmatchcase(name, key) for name in names) and key not in names:
-            near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
-            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise AssignmentError(
-                f"the assignment names {key!r}, which matches no block of the model.{hint} "
+                f"the assignment names {key!r}, which matches no block of the model.{near_names(key, names)} "
                 f"The blocks: {_some(list(names))}."
             )
         if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < num_stages:
@@ -307,6 +264,17 @@ def _check_keys(wanted: Mapping[str, int], names: Sequence[str], num_stages: int
                 f"the assignment puts {key!r} on stage {stage!r}; stages are numbered 0 to {num_stages - 1} "
                 f"(num_stages={num_stages})."
             )
+
+
+def near_names(name: str, names: Sequence[str]) -> str:
+    """A hint for messages: names like `name`, with a space before it; empty where there are none.
+
+    Example:
+      >>> near_names("blok_1", ["block_1", "head"])
+      " Did you mean 'block_1'?"
+    """
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def _stage_of(name: str, wanted: Mapping[str, int]) -> int | None:

@@ -25,12 +25,14 @@ class Backend:
     """Where steps run: on the ranks of `mesh`, or, without one, on JAX's default device under `jax.jit`."""
 
     mesh: MpmdMesh | None
-    policy: CutPolicy
     state_specs: Any = None  # of the state's leaves; see `state_specs`
     rules: Any = None  # what logical axis names stand for: pairs
 
-    def compile(self, function: Callable[..., Any], state: Any, batch: Any, *, donate: bool) -> Any:
-        """`function(state, batch)`, compiled for arguments like these; with `donate` the state's memory is reused."""
+    def compile(self, function: Callable[..., Any], state: Any, batch: Any, policy: CutPolicy, *, donate: bool) -> Any:
+        """`function(state, batch)`, compiled for arguments like these; with `donate` the state's memory is reused.
+
+        `policy` says which marks cut.
+        """
         donated = (0,) if donate else ()
         if self.mesh is None:
             return jax.jit(function, donate_argnums=donated).lower(state, batch).compile()
@@ -41,7 +43,7 @@ class Backend:
             # A step that gives the state back gives it as it took it.
             out_shardings=(self.state_specs, None) if donate and self.state_specs is not None else None,
             donate_argnums=donated,
-            cut_policy=self.policy,
+            cut_policy=policy,
         )
         with nn.logical_axis_rules(self.rules or ()):
             return step.compile(state, batch)

@@ -11,8 +11,9 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxpp_flax.layers import resolve
+from jaxpp_flax.layers import CutPolicy, Plan, even
 from jaxpp_flax.layers.remat import check_remat
+from jaxpp_flax.trainers.assigning import Assigner, Pipeline, kept_bytes
 from jaxpp_flax.trainers.batch import batch_size, dtype_of, join_microbatches, signature, split_batch
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.compiling import Backend
@@ -67,8 +68,12 @@ class PipelineTrainer(Scheduled, Weights, Checkpointed):
       mesh_axes: other axes of that mesh, e.g. `{"data": 2}`; -1 takes the devices left. Microbatches are shared along
         "data" and "fsdp".
       num_ranks: groups of devices for schedules with several stages on each; by default as many as stages.
-      assignment: which blocks form a stage: "even", sizes such as `[3, 2, 3]`, a mapping of names (globs) to stages,
-        or a policy; see `jaxpp_flax.layers.assignment`.
+      assignment: which blocks form a stage: "even", "balanced", sizes such as `[3, 2, 3]`, a mapping of names (globs)
+        to stages, a `Plan` or its JSON file, or a policy; see `docs/assignment.md`.
+      cost: of the blocks, for "balanced" and for the table of the assignment: "estimated" from operations and bytes,
+        "flops", "measured" (each block compiled alone and timed), numbers, or a mapping from names to numbers.
+      memory_limit: bytes that each device may hold (one number, or one for each rank): parameters, gradients, what the
+        optimizer keeps, and activations in flight. "balanced" keeps within it; any assignment beyond it is refused.
       variables: of a Linen model: all collections that `init` returned.
       wrt: filter of the NNX variables to train; the others stay as they are.
       frozen: parameters to leave as they are: globs on their paths ("embed/*"), or a function of the path.
@@ -131,6 +136,8 @@ class PipelineTrainer(Scheduled, Weights, Checkpointed):
         mesh_axes: Mapping[str, int] | None = None,
         num_ranks: int | None = None,
         assignment: Any = "even",
+        cost: Any = None,
+        memory_limit: float | Sequence[float] | None = None,
         variables: Mapping[str, Any] | None = None,
         wrt: Any = nnx.Param,
         frozen: Any = None,
@@ -160,11 +167,11 @@ class PipelineTrainer(Scheduled, Weights, Checkpointed):
         self._update, self._remat = Update.of(tx, loss_scale, gradient_dtype, ema_decay), remat
         self._adapter, params, rest, names = choose_model(model, variables, wrt, frozen, seed, rng_names)
         check_parameters(params, model)
-        policy = resolve(assignment)
+        self._assigner = Assigner(assignment, cost, memory_limit)
         self._init_schedule(schedule, num_stages, num_ranks, mesh, mesh_axes)
         self._state = self._update.first_state(params, rest)
         specs = state_specs(self._state, names, self.mesh, sharding_rules)
-        self._backend = Backend(mesh=self.mesh, policy=policy, state_specs=specs, rules=sharding_rules)
+        self._backend = Backend(mesh=self.mesh, state_specs=specs, rules=sharding_rules)
         self._loss_fn = loss_fn
         self._eval_loss_fn = eval_loss_fn or loss_fn
         self._predict_fn = predict_fn or _call_model
@@ -197,6 +204,11 @@ class PipelineTrainer(Scheduled, Weights, Checkpointed):
         """
         return self._state
 
+    @property
+    def plan(self) -> Plan | None:
+        """Which block runs on which stage; None before the training step is compiled, and without a pipeline."""
+        return self._assigner.plan
+
     def step_function(self, batch: Any) -> Callable[[TrainState, Any], Any]:
         """The pure function that a step compiles: `(state, microbatches) -> (state, metrics)`.
 
@@ -226,6 +238,8 @@ class PipelineTrainer(Scheduled, Weights, Checkpointed):
                 title = f"{self.num_stages} stages on {self.mesh.mpmd_dim} ranks, {self.schedule!r}"
                 memory = {of.rank: of.argument_bytes + of.peak_bytes for of in compiled.memory_analysis()}
                 self._meter.message(stage_table(compiled.stages, memory, title))
+                if (plan := self._assigner.news) is not None:
+                    self._meter.message(plan.table())
         return self._executables[key]
 
     def train_step(self, batch: Any) -> dict[str, Any]:
@@ -442,8 +456,21 @@ class PipelineTrainer(Scheduled, Weights, Checkpointed):
     def _executable(self, kind: str, microbatches: Any, build: Callable[[], Any], *, donate: bool) -> Any:
         key = self._key(kind, microbatches)
         if key not in self._executables:
-            self._executables[key] = self._backend.compile(build(), self._state, microbatches, donate=donate)
+            policy = self._cut_policy(kind, microbatches)
+            self._executables[key] = self._backend.compile(build(), self._state, microbatches, policy, donate=donate)
         return self._executables[key]
+
+    def _cut_policy(self, kind: str, microbatches: Any) -> CutPolicy:
+        if self.schedule is None or self.mesh is None:
+            return even()  # plain `jax.jit` asks nobody
+        mesh, specs = self.mesh, self._backend.state_specs
+        pipeline = Pipeline(
+            schedule=self.schedule,
+            num_microbatches=self.num_microbatches,
+            mesh=mesh,
+            kept=lambda: kept_bytes(self._state, specs, microbatches, mesh),
+        )
+        return self._assigner.policy(pipeline, training=kind == "train")
 
     def _split_for_inference(self, batch: Any) -> tuple[Any, int]:
         """As many microbatches as the batch and the devices of a stage allow."""

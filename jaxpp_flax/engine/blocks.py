@@ -1,0 +1,221 @@
+"""What an assignment of stages may ask of a loop body: its marks, and what lies between them.
+
+The marks divide the body into blocks, and what follows the last mark is one more. Nothing is worked out before it is
+asked for: an even assignment needs names alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, overload
+
+from jax.sharding import PartitionSpec
+
+from jaxpp_flax.engine.ir import Atom, Equation, Graph, Value
+from jaxpp_flax.engine.loop import Op
+from jaxpp_flax.engine.markers import Mark
+from jaxpp_flax.engine.passes.costs import Work, work_of_blocks
+from jaxpp_flax.engine.passes.label import label
+from jaxpp_flax.engine.passes.partition import LoopTask, Partition, partition
+from jaxpp_flax.schedules.task import TaskKind
+
+__all__ = ["Holding", "LoopBody", "Marks", "indexed_operands"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """Something that blocks need in memory; a rank holds it once, however many of its blocks need it.
+
+    Attributes:
+      kind: "parameters" (with whatever else goes into the loop whole), "data" (indexed by the microbatch, held for all
+        of them), "gradients" (accumulators), or "activations" (made by a forward, read by a backward: held for each
+        microbatch in flight).
+      nbytes: on each device of a rank.
+      blocks: the blocks that need it, in increasing order.
+      argument: which of the step's flat arguments it is, counted from the end (-1 is the last); or None.
+      shards: over how many devices of a rank it is divided.
+    """
+
+    kind: str
+    nbytes: float
+    blocks: tuple[int, ...]
+    argument: int | None = None
+    shards: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class LoopBody:
+    """An inlined loop body, and what of the step around it is known before it is cut.
+
+    Args:
+      graph: the body; inputs are the constants, the microbatch index, the carry.
+      num_consts: number of constants among the inputs.
+      num_carry: number of carry leaves.
+      operations: of the results.
+      length: number of microbatches.
+      markers: the forward markers in program order.
+      arguments: for each constant and carry leaf that is an argument of the step: which, from the end, and its spec.
+      data_axes: for each result, the mesh axes over which it is still to be summed after the loop, or None.
+      shards_of: number of shards over an entry of a PartitionSpec.
+      batch_shards: into how many parts the examples of a microbatch are cut.
+      carry_names: for messages.
+    """
+
+    graph: Graph
+    num_consts: int
+    num_carry: int
+    operations: Sequence[Op]
+    length: int
+    markers: Sequence[Equation]
+    arguments: Mapping[Atom, tuple[int, PartitionSpec]] = field(default_factory=dict)
+    data_axes: Sequence[Any] = ()
+    shards_of: Callable[[Any], int] = lambda entry: 1
+    batch_shards: int = 1
+    carry_names: Sequence[str] = ()
+
+    @cached_property
+    def partition(self) -> Partition:
+        """The body cut at every mark, forward and backward apart: block k is stage k.
+
+        Raises:
+          ValueError: if it cannot be cut at some mark.
+        """
+        labels = label(self.graph, self.num_consts, self.num_carry, self.markers, range(len(self.markers)))
+        return partition(
+            labels,
+            self.num_consts,
+            self.num_carry,
+            self.operations,
+            self.length,
+            fuse_last=False,
+            split_backward=False,
+            carry_names=self.carry_names,
+        )
+
+    def spec_of(self, value: Value) -> PartitionSpec:
+        """How a constant or carry leaf is partitioned inside a rank."""
+        known = self.arguments.get(value)
+        return PartitionSpec() if known is None else known[1]
+
+    def state_specs(self) -> dict[Value, PartitionSpec]:
+        """How each accumulator lies: over the data axes, or like the parameter of its shape in the same task."""
+        part, found = self.partition, {}
+        axes = dict(enumerate(self.data_axes)) if len(self.data_axes) == len(part.results) else {}
+        for number, result in enumerate(part.results):
+            if isinstance(result, int) and axes.get(number) is not None:
+                found[part.accumulators[result].state] = PartitionSpec(axes[number])
+        for accumulator in part.accumulators:
+            if accumulator.state in found:
+                continue
+            aval = accumulator.state.aval
+            alike = [
+                self.spec_of(v)
+                for v in part.tasks[accumulator.task].graph.inputs
+                if v in self.arguments and v.aval.shape == aval.shape and v.aval.dtype == aval.dtype
+            ]
+            found[accumulator.state] = next((spec for spec in alike if any(spec)), PartitionSpec())
+        return found
+
+    @cached_property
+    def holdings(self) -> tuple[Holding, ...]:
+        """What each block needs in memory.
+
+        Raises:
+          ValueError: see `partition`.
+        """
+        part = self.partition
+        sliced = indexed_operands(part, part.tasks)
+        readers: dict[Value, set[int]] = {}
+        made: set[Value] = set()
+        states = {a.state for a in part.accumulators}
+        for task in part.tasks:
+            for value in task.graph.inputs:
+                readers.setdefault(value, set()).add(task.stage)
+            if task.kind is TaskKind.FORWARD:
+                made.update(v for v in task.graph.outputs if isinstance(v, Value))
+        specs = self.state_specs()
+        # The copies of a counter share one value; a carry is held like a parameter.
+        outside = {*part.operands, *(c.state for c in part.carries)}
+        found: list[Holding] = []
+        for value, stages in readers.items():
+            if value in states or value is part.index or value not in outside:
+                continue
+            known = self.arguments.get(value)
+            shards = self._shards(self.spec_of(value))
+            found.append(
+                Holding(
+                    kind="data" if value in sliced else "parameters",
+                    nbytes=value.nbytes / shards,
+                    blocks=tuple(sorted(stages)),
+                    argument=None if known is None else known[0],
+                    shards=shards,
+                )
+            )
+        for accumulator in part.accumulators:
+            stage = part.tasks[accumulator.task].stage
+            nbytes = accumulator.state.nbytes / self._shards(specs[accumulator.state])
+            found.append(Holding(kind="gradients", nbytes=nbytes, blocks=(stage,)))
+        made -= {a.result for a in part.accumulators} | {c.result for c in part.carries}
+        kept: dict[Value, set[int]] = {}
+        for task in part.tasks:
+            if task.kind is not TaskKind.FORWARD:
+                for value in task.graph.inputs:
+                    if value in made:
+                        kept.setdefault(value, set()).add(task.stage)
+        found += [
+            Holding(
+                kind="activations",
+                nbytes=value.nbytes / (self.batch_shards if value.aval.ndim else 1),
+                blocks=tuple(sorted(stages)),
+            )
+            for value, stages in kept.items()
+        ]
+        return tuple(found)
+
+    def _shards(self, spec: PartitionSpec) -> int:
+        return math.prod(self.shards_of(entry) for entry in spec if entry is not None)
+
+
+def indexed_operands(part: Partition, tasks: Iterable[LoopTask]) -> set[Value]:
+    """The loop's operands that some of these tasks index by the microbatch: data, not parameters."""
+    operands = set(part.operands)
+    found: set[Value] = set()
+    for task in tasks:
+        moving: set[Value] = {part.index}
+        for equation in task.graph.equations:
+            values = [a for a in equation.inputs if isinstance(a, Value)]
+            if any(v in moving for v in values):
+                found.update(v for v in values if v in operands and equation.outputs and v.aval.ndim > 0)
+                if all(v in moving or v in operands for v in values):
+                    moving.update(v for v in equation.outputs if v.aval.ndim == 0)
+    return found
+
+
+class Marks(Sequence[Mark]):
+    """The marks of a loop body in program order; for an assignment that wants them, also what the blocks cost."""
+
+    def __init__(self, marks: Sequence[Mark], body: LoopBody) -> None:
+        self._marks, self.body = tuple(marks), body
+
+    @overload
+    def __getitem__(self, index: int) -> Mark: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Mark]: ...
+    def __getitem__(self, index: Any) -> Any:
+        return self._marks[index]
+
+    def __len__(self) -> int:
+        return len(self._marks)
+
+    def work(self, flops_per_byte: float = 0.0) -> tuple[Work, ...]:
+        """The estimated work of each block, one more than there are marks; see `work_of_blocks`."""
+        body = self.body
+        return work_of_blocks(body.graph, body.num_consts, body.num_carry, body.markers, flops_per_byte)
+
+    @property
+    def sent(self) -> tuple[float, ...]:
+        """Bytes of what each mark marks: what a cut there sends forward for each microbatch."""
+        return tuple(float(sum(a.nbytes for a in marker.inputs)) for marker in self.body.markers)

@@ -1,0 +1,197 @@
+"""What a rank holds under an assignment: parameters and what belongs to them once, activations for each microbatch.
+
+Something that several blocks of a stage need (a tied weight, an activation that two of them read) is held once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jaxpp_flax.schedules import FusedTask, Schedule, TaskKind
+
+__all__ = ["Held", "MemoryModel", "live_counts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes on each device of a rank that runs any of `blocks`.
+
+    Attributes:
+      kind: "parameters", "optimizer", "gradients", "data" or "activations"; activations count once for each
+        microbatch in flight.
+      nbytes: how many.
+      blocks: the blocks that need it, in increasing order.
+    """
+
+    kind: str
+    nbytes: float
+    blocks: tuple[int, ...]
+
+
+def live_counts(schedule: Schedule, num_microbatches: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """For each rank: how many microbatches each of its stages (in increasing order) holds at the fullest moments.
+
+    Activations count from their forward to the end of their last backward, as in `Schedule.max_live_microbatches`.
+    Moments at which no stage holds more than at another one are left out.
+
+    Example:
+      >>> from jaxpp_flax.schedules import Interleaved1F1B, Std1F1B
+      >>> live_counts(Std1F1B(3), 8)
+      (((3,),), ((2,),), ((1,),))
+      >>> live_counts(Interleaved1F1B(4, 2), 4)[0]
+      ((3, 2), (4, 1))
+    """
+    found: list[tuple[tuple[int, ...], ...]] = []
+    for rank in range(schedule.num_ranks):
+        stages = schedule.stages_of(rank)
+        position = {stage: i for i, stage in enumerate(stages)}
+        live = [0] * len(stages)
+        moments: dict[tuple[int, ...], None] = {}
+        for task in schedule.rank_tasks(rank, num_microbatches):
+            at = position[task.stage]
+            if isinstance(task, FusedTask):
+                moments[tuple(n + (i == at) for i, n in enumerate(live))] = None
+            elif task.kind is TaskKind.FORWARD:
+                live[at] += 1
+                moments[tuple(live)] = None
+            elif task.kind is not TaskKind.BACKWARD_INPUT:
+                live[at] -= 1
+        found.append(tuple(m for m in moments if not any(m != o and _covers(o, m) for o in moments)))
+    return tuple(found)
+
+
+def _covers(more: Sequence[int], less: Sequence[int]) -> bool:
+    return all(a >= b for a, b in zip(more, less, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryModel:
+    """Bytes of each rank for any assignment.
+
+    Args:
+      held: what blocks need.
+      num_blocks: how many there are.
+      rank_of: the rank of each stage.
+      live: from `live_counts`.
+      limits: bytes that each device of a rank may hold, for each rank.
+
+    Example:
+      >>> held = [Held(kind="parameters", nbytes=10, blocks=(0, 1)), Held(kind="activations", nbytes=1, blocks=(1,))]
+      >>> memory = MemoryModel(held=held, num_blocks=2, rank_of=(0, 1), live=(((2,),), ((1,),)), limits=(12.0, 12.0))
+      >>> memory.stage_bytes(0, 0, 2), memory.rank_bytes([1, 1])  # the tied weight counts once, or once on each rank
+      (12.0, [10.0, 11.0])
+    """
+
+    held: Sequence[Held]
+    num_blocks: int
+    rank_of: tuple[int, ...]
+    live: tuple[tuple[tuple[int, ...], ...], ...]
+    limits: tuple[float, ...]
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a rank, in increasing order."""
+        return [stage for stage, of in enumerate(self.rank_of) if of == rank]
+
+    def stage_bytes(self, stage: int, start: int, end: int) -> float:
+        """What blocks `start` to `end` (exclusive) hold as this stage, at its own fullest moment."""
+        return self._fixed(start, end) + self._most[stage] * self._active(start, end)
+
+    def rank_bytes(self, sizes: Sequence[int]) -> list[float]:
+        """What each rank holds at its fullest moment."""
+        held = self.nothing
+        start = 0
+        for stage, size in enumerate(sizes):
+            held = self.with_stage(held, stage, start, start + size)
+            start += size
+        slices = self._slices
+        return [max(held[slices[rank]]) for rank in range(len(self.limits))]
+
+    def excess(self, sizes: Sequence[int]) -> float:
+        """By how many bytes the worst rank exceeds its limit."""
+        return max(b - limit for b, limit in zip(self.rank_bytes(sizes), self.limits, strict=True))
+
+    def parts(self, sizes: Sequence[int], rank: int) -> dict[str, float]:
+        """What a rank holds, by kind; activations at its fullest moment, with all microbatches in flight."""
+        ends = list(itertools.accumulate(sizes))
+        stages = self.stages_of(rank)
+        ranges = [(ends[stage] - sizes[stage], ends[stage]) for stage in stages]
+        found: dict[str, float] = {}
+        for kind in dict.fromkeys(item.kind for item in self.held if item.kind != "activations"):
+            of_kind = [item for item in self.held if item.kind == kind]
+            found[kind] = sum(_needed(of_kind, start, end) for start, end in ranges)
+        active = [self._active(start, end) for start, end in ranges]
+        found["activations"] = max(
+            sum(n * a for n, a in zip(moment, active, strict=True)) for moment in self.live[rank]
+        )
+        return found
+
+    # ------------------------------------------------------------ for the search: a vector, one entry for each moment
+
+    @cached_property
+    def _slices(self) -> list[slice]:
+        ends = list(itertools.accumulate(len(moments) for moments in self.live))
+        return [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+
+    @cached_property
+    def _position(self) -> list[int]:
+        """The place of each stage among those of its rank."""
+        return [self.rank_of[:stage].count(rank) for stage, rank in enumerate(self.rank_of)]
+
+    @cached_property
+    def _most(self) -> list[int]:
+        """The most microbatches that each stage has in flight."""
+        at = self._position
+        return [max(moment[at[stage]] for moment in self.live[rank]) for stage, rank in enumerate(self.rank_of)]
+
+    @cached_property
+    def nothing(self) -> tuple[float, ...]:
+        """Every rank at every moment, empty."""
+        return (0.0,) * sum(len(moments) for moments in self.live)
+
+    def with_stage(self, held: tuple[float, ...], stage: int, start: int, end: int) -> tuple[float, ...]:
+        """`held` and what blocks `start` to `end` add as this stage."""
+        rank, position = self.rank_of[stage], self._position[stage]
+        fixed, active = self._fixed(start, end), self._active(start, end)
+        here = self._slices[rank]
+        added = [h + fixed + moment[position] * active for h, moment in zip(held[here], self.live[rank], strict=True)]
+        return (*held[: here.start], *added, *held[here.stop :])
+
+    def within_limits(self, held: tuple[float, ...]) -> bool:
+        """Whether no rank holds too much at any moment."""
+        return all(max(held[here]) <= limit for here, limit in zip(self._slices, self.limits, strict=True))
+
+    def _fixed(self, start: int, end: int) -> float:
+        return self._sums[0][start][end - start]
+
+    def _active(self, start: int, end: int) -> float:
+        return self._sums[1][start][end - start]
+
+    @cached_property
+    def _sums(self) -> tuple[list[list[float]], list[list[float]]]:
+        """For (fixed, in flight): bytes of the n blocks from each start on."""
+        fixed = _range_sums([h for h in self.held if h.kind != "activations"], self.num_blocks)
+        return fixed, _range_sums([h for h in self.held if h.kind == "activations"], self.num_blocks)
+
+
+def _needed(held: Iterable[Held], start: int, end: int) -> float:
+    return sum(item.nbytes for item in held if any(start <= block < end for block in item.blocks))
+
+
+def _range_sums(held: Iterable[Held], count: int) -> list[list[float]]:
+    """Entry [start][n]: bytes that the n blocks from `start` on need, each item once."""
+    # An item counts at a block if no earlier block of the range needs it.
+    appearing: list[list[tuple[int, float]]] = [[] for _ in range(count)]
+    for item in held:
+        for previous, block in itertools.pairwise((-1, *item.blocks)):
+            appearing[block].append((previous, item.nbytes))
+    rows: list[list[float]] = []
+    for start in range(count):
+        row: Any = [0.0]
+        for block in range(start, count):
+            row.append(row[-1] + sum(nbytes for previous, nbytes in appearing[block] if previous < start))
+        rows.append(row)
+    return rows
