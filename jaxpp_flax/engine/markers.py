@@ -8,6 +8,7 @@ marker lowers to nothing at all.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -17,7 +18,17 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
-__all__ = ["BACKWARD", "FORWARD", "TANGENT", "Mark", "mark_stage_end", "marker_p", "pipeline_enter_stage"]
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "TANGENT",
+    "Mark",
+    "block_names",
+    "mark_stage_end",
+    "marker_p",
+    "pipeline_enter_stage",
+    "segment_names",
+]
 
 FORWARD, TANGENT, BACKWARD = "forward", "tangent", "backward"
 
@@ -136,3 +147,34 @@ class Mark:
     name: str | None
     closes_block: bool
     where: str
+
+
+def block_names(marks: Sequence[Mark]) -> tuple[str, ...]:
+    """A distinct name for each mark: its own, numbered where it repeats; `mark_<index>` for an unnamed one.
+
+    Example:
+      >>> block_names([Mark("Block", True, "m.py:1"), Mark("Block", True, "m.py:1"), Mark(None, False, "m.py:2")])
+      ('Block_0', 'Block_1', 'mark_2')
+    """
+    plain = [mark.name if mark.name is not None else f"mark_{i}" for i, mark in enumerate(marks)]
+    repeated = {name for name, count in Counter(plain).items() if count > 1}
+    seen: Counter[str] = Counter()
+    names: list[str] = []
+    for name in plain:
+        names.append(f"{name}_{seen[name]}" if name in repeated else name)
+        seen[name] += 1
+    return tuple(names)
+
+
+def segment_names(marks: Sequence[Mark]) -> tuple[str, ...]:
+    """The names of the blocks, and that of what follows the last mark.
+
+    Example:
+      >>> segment_names([Mark("embed", True, "m.py:1"), Mark("head", True, "m.py:2")])
+      ('embed', 'head', 'after_head')
+    """
+    names = block_names(marks)
+    tail = f"after_{names[-1]}" if names else "all"
+    while tail in names:
+        tail += "_"
+    return (*names, tail)

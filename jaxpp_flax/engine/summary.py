@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jaxpp_flax.engine.blocks import indexed_operands
 from jaxpp_flax.engine.compile import Executables
 from jaxpp_flax.engine.ir import Value
+from jaxpp_flax.engine.markers import segment_names
 from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.passes.partition import Partition
 from jaxpp_flax.engine.passes.place import Loop
@@ -68,11 +69,12 @@ def summarise_stages(
     loop, marks, cuts = built.loops[0], built.marks[0], built.cuts[0]
     part = loop.partition
     edges = [*cuts, len(marks) - 1]
+    names = segment_names(marks)
     by_task = {task.graph: n for n, task in enumerate(program.tasks)}
     rows: list[StageSummary] = []
     for stage in range(part.num_stages):
         first = cuts[stage - 1] + 1 if stage else 0
-        names = tuple(m.name or f"unnamed_{first + i}" for i, m in enumerate(marks[first : edges[stage] + 1]))
+        here = names[first : edges[stage] + 1] or names[-1:]  # the latter where the last mark cuts
         parameters = _parameters(part, stage)
         tasks = [t for t in part.tasks if t.stage == stage]
         costs = [_flops(executables.tasks[by_task[t.graph]]) for t in tasks]
@@ -81,7 +83,7 @@ def summarise_stages(
             StageSummary(
                 stage=stage,
                 rank=rank,
-                blocks=names,
+                blocks=here,
                 parameter_count=sum(v.aval.size for v in parameters),
                 parameter_bytes=sum(v.nbytes for v in parameters),
                 flops=None if any(c is None for c in costs) else sum(c for c in costs if c is not None),

@@ -13,12 +13,11 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import itertools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxpp_flax.engine.blocks import Marks
-from jaxpp_flax.engine.markers import Mark
+from jaxpp_flax.engine.markers import Mark, block_names, segment_names
 from jaxpp_flax.layers.balancing import balance
 
 __all__ = [
@@ -42,37 +41,6 @@ _MAX_LISTED = 12
 
 class AssignmentError(ValueError):
     """The blocks of a model cannot be assigned to stages as asked."""
-
-
-def block_names(marks: Sequence[Mark]) -> tuple[str, ...]:
-    """A distinct name for each mark: its own, numbered where it repeats; `mark_<index>` for an unnamed one.
-
-    Example:
-      >>> block_names([Mark("Block", True, "m.py:1"), Mark("Block", True, "m.py:1"), Mark(None, False, "m.py:2")])
-      ('Block_0', 'Block_1', 'mark_2')
-    """
-    plain = [mark.name if mark.name is not None else f"mark_{i}" for i, mark in enumerate(marks)]
-    repeated = {name for name, count in Counter(plain).items() if count > 1}
-    seen: Counter[str] = Counter()
-    names: list[str] = []
-    for name in plain:
-        names.append(f"{name}_{seen[name]}" if name in repeated else name)
-        seen[name] += 1
-    return tuple(names)
-
-
-def segment_names(marks: Sequence[Mark]) -> tuple[str, ...]:
-    """The names of the blocks, and that of what follows the last mark.
-
-    Example:
-      >>> segment_names([Mark("embed", True, "m.py:1"), Mark("head", True, "m.py:2")])
-      ('embed', 'head', 'after_head')
-    """
-    names = block_names(marks)
-    tail = f"after_{names[-1]}" if names else "all"
-    while tail in names:
-        tail += "_"
-    return (*names, tail)
 
 
 def even() -> CutPolicy:

@@ -332,7 +332,7 @@ def _check_cost(cost: Any) -> Any:
             "numbers, or a mapping from names of blocks to numbers."
         )
     for value in numbers:
-        if not _is_number(value) or not math.isfinite(value) or value < 0:
+        if not _is_number(value) or not math.isfinite(float(value)) or float(value) < 0:
             raise ValueError(f"cost= holds {value!r}; costs are numbers of at least 0.")
     return cost
 
@@ -342,7 +342,7 @@ def _check_limit(limit: Any) -> Any:
         return None
     listed = tuple(limit) if isinstance(limit, Sequence) and not isinstance(limit, str) else (limit,)
     for value in listed:
-        if not _is_number(value) or not value > 0:
+        if not _is_number(value) or not float(value) > 0:
             raise ValueError(
                 f"memory_limit={limit!r}: it must be a number of bytes above 0, or one such number for each rank."
             )

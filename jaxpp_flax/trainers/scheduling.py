@@ -1,4 +1,4 @@
-"""The trainer's side of schedules: measuring a step, changing the schedule, and finding one."""
+"""The trainer's side of schedules and assignments: who runs what, measuring a step, changing or finding a schedule."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 import jax
 
 from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.layers import CutPolicy, Plan, even
 from jaxpp_flax.schedules import Schedule
+from jaxpp_flax.trainers.assigning import Assigner, Pipeline, kept_bytes
 from jaxpp_flax.trainers.auto_schedule import AutoSchedule, ScheduleReport, ScheduleTuner
 from jaxpp_flax.trainers.batch import split_batch
+from jaxpp_flax.trainers.compiling import Backend
 from jaxpp_flax.trainers.mesh import wrap_mesh
 from jaxpp_flax.trainers.profiling import StepProfile, profile_of
 from jaxpp_flax.trainers.setup import choose_ranks
@@ -25,6 +28,8 @@ class Scheduled:
     mesh: MpmdMesh | None
     num_stages: int
     num_microbatches: int
+    _assigner: Assigner
+    _backend: Backend
     _tuner: ScheduleTuner | None
     _shards: int
     _state: Any
@@ -58,6 +63,24 @@ class Scheduled:
                     "schedule in one process, or with `jaxpp_flax.schedules.search`, and pass it to all of them."
                 )
             self._tuner = ScheduleTuner(auto, self.schedule)
+
+    @property
+    def plan(self) -> Plan | None:
+        """Which block runs on which stage; None before the training step is compiled, and without a pipeline."""
+        return self._assigner.plan
+
+    def _cut_policy(self, kind: str, microbatches: Any) -> CutPolicy:
+        """Which marks cut the step of this kind ("train", or one of inference)."""
+        if self.schedule is None or self.mesh is None:
+            return even()  # plain `jax.jit` asks nobody
+        mesh, specs = self.mesh, self._backend.state_specs
+        pipeline = Pipeline(
+            schedule=self.schedule,
+            num_microbatches=self.num_microbatches,
+            mesh=mesh,
+            kept=lambda: kept_bytes(self._state, specs, microbatches, mesh),
+        )
+        return self._assigner.policy(pipeline, training=kind == "train")
 
     @property
     def schedule_report(self) -> ScheduleReport | None:

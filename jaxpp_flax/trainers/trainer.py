@@ -11,9 +11,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxpp_flax.layers import CutPolicy, Plan, even
 from jaxpp_flax.layers.remat import check_remat
-from jaxpp_flax.trainers.assigning import Assigner, Pipeline, kept_bytes
+from jaxpp_flax.trainers.assigning import Assigner
 from jaxpp_flax.trainers.batch import batch_size, dtype_of, join_microbatches, signature, split_batch
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.compiling import Backend
@@ -203,11 +202,6 @@ class PipelineTrainer(Scheduled, Weights, Checkpointed):
         The next `train_step` reuses their memory: keep `trainer.model` rather than this.
         """
         return self._state
-
-    @property
-    def plan(self) -> Plan | None:
-        """Which block runs on which stage; None before the training step is compiled, and without a pipeline."""
-        return self._assigner.plan
 
     def step_function(self, batch: Any) -> Callable[[TrainState, Any], Any]:
         """The pure function that a step compiles: `(state, microbatches) -> (state, metrics)`.
@@ -459,18 +453,6 @@ class PipelineTrainer(Scheduled, Weights, Checkpointed):
             policy = self._cut_policy(kind, microbatches)
             self._executables[key] = self._backend.compile(build(), self._state, microbatches, policy, donate=donate)
         return self._executables[key]
-
-    def _cut_policy(self, kind: str, microbatches: Any) -> CutPolicy:
-        if self.schedule is None or self.mesh is None:
-            return even()  # plain `jax.jit` asks nobody
-        mesh, specs = self.mesh, self._backend.state_specs
-        pipeline = Pipeline(
-            schedule=self.schedule,
-            num_microbatches=self.num_microbatches,
-            mesh=mesh,
-            kept=lambda: kept_bytes(self._state, specs, microbatches, mesh),
-        )
-        return self._assigner.policy(pipeline, training=kind == "train")
 
     def _split_for_inference(self, batch: Any) -> tuple[Any, int]:
         """As many microbatches as the batch and the devices of a stage allow."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxpp_flax.engine.markers import Mark
-from jaxpp_flax.layers import AssignmentError, block_names, by_name, even, resolve, sizes
+from jaxpp_flax.layers import AssignmentError, Plan, balanced, block_names, by_name, even, resolve, segment_names, sizes
 
 
 def blocks(count):
@@ -76,8 +78,11 @@ def test_by_name():
     marks = [*blocks(4), Mark("head", True, "model.py:30")]
     assert by_name({"block_[01]": 0, "block_*": 1, "head": 2})(marks, 3) == (1, 3)
     assert by_name({"*": 0, "head": 1})(marks, 2) == (3,)
-    # Work after the last block may be a stage of its own.
+    # Work after the last block may be a stage of its own, also by its name.
     assert by_name({"block_*": 0, "head": 1})(marks, 3) == (3, 4)
+    assert by_name({"block_*": 0, "head": 0, "after_head": 1})(marks, 2) == (4,)
+    assert by_name({"block_*": 0, "head": 1, "after_head": 1})(marks, 2) == (3,)
+    assert by_name({"*": 0, "after_head": 1})(marks, 2) == (4,)
 
 
 @pytest.mark.parametrize(
@@ -88,6 +93,8 @@ def test_by_name():
         ({"block_0": 1, "*": 0}, 2, r"not contiguous: 'block_1' is on stage 0, but 'block_0', .* is on stage 1"),
         ({"block_0": 0, "*": 2}, 3, r"leaves stage 1 of num_stages=3 empty"),
         ({"*": 4}, 3, r"puts '\*' on stage 4; stages are numbered 0 to 2"),
+        ({"block_*": 1, "after_block_3": 0}, 2, r"not contiguous: 'after_block_3' is on stage 0, but 'block_3'"),
+        ({"*": 0, "after_blok_3": 1}, 2, r"'after_blok_3', which matches no block .* mean 'after_block_3'"),
     ],
 )
 def test_by_name_refuses(mapping, num_stages, text):
@@ -99,7 +106,7 @@ def test_resolve():
     assert resolve("even")(blocks(4), 2) == (1,)
     assert resolve((1, 3))(blocks(4), 2) == (0,)
     assert resolve(lambda marks, num_stages: (2,))(blocks(4), 2) == (2,)
-    with pytest.raises(AssignmentError, match=r"unknown assignment 'evn'\. Use 'even'"):
+    with pytest.raises(AssignmentError, match=r"unknown assignment 'evn'\. Did you mean 'even'\? Use 'even'"):
         resolve("evn")
     with pytest.raises(TypeError, match=r"assignment is 3 \(int\)"):
         resolve(3)
@@ -110,3 +117,31 @@ def test_resolve():
 def test_names_are_distinct():
     marks = [Mark("a", True, ""), Mark("b", True, ""), Mark("a", True, ""), Mark(None, False, "")]
     assert block_names(marks) == ("a_0", "b", "a_1", "mark_3")
+    assert segment_names(marks) == ("a_0", "b", "a_1", "mark_3", "after_mark_3")
+
+
+@st.composite
+def models(draw):
+    """Marks, named or bare, and a number of stages that they allow."""
+    count, named = draw(st.integers(1, 12)), draw(st.booleans())
+    marks = blocks(count) if named else bare(count)
+    return marks, draw(st.integers(1, count if named else count + 1))
+
+
+@given(models(), st.data())
+def test_each_layer_ends_in_exactly_one_stage(model, data):
+    marks, num_stages = model
+    stages = sorted(data.draw(st.lists(st.integers(0, num_stages - 1), min_size=len(marks), max_size=len(marks))))
+    costs = data.draw(st.lists(st.floats(0, 1e3), min_size=len(marks) + 1, max_size=len(marks) + 1))
+    policies = [even(), balanced(costs)]
+    names = segment_names(marks)
+    if set(stages) == set(range(num_stages)):
+        policies += [by_name(dict(zip(names, stages, strict=False)))]
+    for policy in policies:
+        cuts = policy(marks, num_stages)
+        plan = Plan.of(marks, cuts, num_stages)
+        assert [block.name for block in plan.blocks] == list(names)  # each once, in order, the tail included
+        placed = [block.stage for block in plan.blocks]
+        assert placed == sorted(placed)
+        assert set(placed) == set(range(num_stages))  # whether or not the counts divide
+        assert tuple(plan(marks, num_stages)) == tuple(cuts)  # a plan says again what made it
