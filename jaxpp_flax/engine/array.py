@@ -28,7 +28,7 @@ def _binary(function: Callable[[Any, Any], Any], *, reflected: bool = False) -> 
 
 
 def _unary(function: Callable[[Any], Any]) -> Callable[[MpmdArray], Any]:
-    return lambda self: function(self._value)
+    return lambda self: function(self._operand)
 
 
 class MpmdArray:
@@ -36,8 +36,9 @@ class MpmdArray:
 
     It holds the replicas of this process's ranks as ordinary `jax.Array`s, and nothing for ranks of other processes.
     As a leaf of a pytree it behaves like an array: NumPy, `jax.numpy` functions, operators, `float(x)` and printing
-    work wherever a replica is local. `jnp.asarray(x)` and the operators use the first local replica; `jax.jit` and
-    the rest of JAX see `x.as_jax_array()`, the one array over all its ranks.
+    work wherever a replica is local. `jax.jit` and the rest of JAX see `x.as_jax_array()`, the one array over all its
+    ranks, and so do the operators and `jnp.asarray(x)` where all ranks are local; `x.first_mpmd_replica` is the array
+    of one rank.
 
     Args:
       partially_addressable_arrays: the local replicas: a mapping from ranks, or a sequence (ranks are then told by
@@ -220,17 +221,32 @@ class MpmdArray:
             "returned in its place, or hand in a copy: `jax.tree.map(jnp.copy, state)`."
         )
 
+    @property
+    def _operand(self) -> jax.Array:
+        """What stands for self in JAX: the array over all ranks, or the first local replica where some are remote."""
+        return self.as_jax_array() if len(self._parts) > 1 and self.is_fully_addressable else self._value
+
     def _beside(self, other: Any) -> tuple[Any, Any]:
-        """The replicas of self and `other` that an operation takes: on one rank, if there is a common one."""
-        mine = self._value
+        """What an operation takes for self and `other`: on the same ranks, or on one that both have."""
         if isinstance(other, MpmdArray):
-            common = [rank for rank in self._parts if rank in other._parts]
-            theirs = other._value
-            return (self._parts[common[0]], other._parts[common[0]]) if common else (mine, theirs)
+            if self.mpmd_idxs == other.mpmd_idxs:
+                return self._operand, other._operand
+            mine, theirs = self._value, other._value
+            common = next((rank for rank in self._parts if rank in other._parts), None)
+            if common is not None:
+                return self._parts[common], other._parts[common]
+            if mine.devices() != theirs.devices():
+                raise ValueError(
+                    f"an operation takes {_type(self)} on rank {_listing(self.mpmd_idxs)} and {_type(other)} on rank "
+                    f"{_listing(other.mpmd_idxs)}: no rank has both. Fetch them first (`jax.device_get(tree)`), or do "
+                    "it inside the step, which moves what it needs."
+                )
+            return mine, theirs
         if len(self._parts) > 1 and isinstance(other, jax.Array) and not isinstance(other, Tracer):
             devices = other.devices()
-            return next((part for part in self._parts.values() if part.devices() == devices), mine), other
-        return mine, other
+            replica = next((part for part in self._parts.values() if part.devices() == devices), None)
+            return (self._operand if replica is None else replica), other
+        return self._operand, other
 
     @property
     def to_mpmd_local_array(self) -> jax.Array | list[jax.Array] | None:
@@ -297,15 +313,15 @@ class MpmdArray:
         return np.asarray(value, dtype) if copy is None else np.asarray(value, dtype, copy=copy)
 
     def __jax_array__(self) -> jax.Array:
-        return self._value
+        return self._operand
 
     def __getattr__(self, name: str) -> Any:
         if name in _METHODS:
-            return getattr(self._value, name)
-        raise AttributeError(f"MpmdArray has no attribute {name!r}; `jnp.asarray(x)` gives its first local replica.")
+            return getattr(self._operand, name)
+        raise AttributeError(f"MpmdArray has no attribute {name!r}; `jnp.asarray(x)` gives a jax.Array.")
 
     def __getitem__(self, index: Any) -> jax.Array:
-        return self._value[index]
+        return self._operand[index]
 
     def __len__(self) -> int:
         if not self.shape:
@@ -313,7 +329,7 @@ class MpmdArray:
         return self.shape[0]
 
     def __iter__(self) -> Iterator[jax.Array]:
-        return iter(self._value)
+        return iter(self._operand)
 
     def __bool__(self) -> bool:
         return bool(self._value)
@@ -377,7 +393,7 @@ class MpmdArray:
     __round__ = _unary(round)
 
 
-# Attributes of jax.Array that a user asks of a loss or a parameter; taken from the first local replica.
+# Attributes of jax.Array that a user asks of a loss or a parameter.
 _METHODS = frozenset(
     "T all any argmax argmin argsort astype at clip conj copy cumprod cumsum diagonal dot flatten imag item itemsize "  # noqa: SIM905
     "mT max mean min prod ravel real repeat reshape round sort squeeze std sum swapaxes take tolist trace transpose "

@@ -334,10 +334,10 @@ class TestJax:
         assert whole.sharding == x.sharding
         assert len(whole.addressable_shards) == 2 * len(ranks)
         np.testing.assert_array_equal(whole, VALUE)
+        assert jax.typeof(x) == jax.typeof(whole)
         replica = x._partially_addressable_arrays[ranks[0]]
         pointers = {shard.data.unsafe_buffer_pointer() for shard in whole.addressable_shards}
         assert replica.addressable_shards[0].data.unsafe_buffer_pointer() in pointers
-        assert jax.typeof(x) == jax.typeof(whole)
 
     @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
     @pytest.mark.parametrize("ranks", [(1,), (0, 2)])
@@ -353,6 +353,19 @@ class TestJax:
         np.testing.assert_array_equal(jnp.stack([x, x]), np.stack([VALUE, VALUE]))
         np.testing.assert_array_equal(jnp.where(True, x, 0), VALUE)
         np.testing.assert_array_equal(jax.device_put(x, jax.devices()[5]), VALUE)
+
+    @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+    def test_operators_beside_functions(self, axis_type: AxisType):
+        """What an operator makes of an array of several ranks may stand beside it in a call."""
+        x = make(VALUE, (0, 2), P("data"), stage_data(axis_type))
+        np.testing.assert_array_equal(jnp.where(x > 3, x, 0), np.where(VALUE > 3, VALUE, 0))
+        np.testing.assert_array_equal(jnp.where(x > 3, -x, x * 2), np.where(VALUE > 3, -VALUE, VALUE * 2))
+        np.testing.assert_array_equal(jnp.maximum(x.mean(), x.min()), VALUE.mean())
+        np.testing.assert_array_equal(jnp.minimum(x - 0.5 * x, x), VALUE / 2)
+
+    def test_an_operation_on_arrays_that_share_no_rank(self):
+        with pytest.raises(ValueError, match=r"float32\[4,2\] on rank 0, 2 and float32\[4,2\] on rank 1.*device_get"):
+            make(VALUE, (0, 2)) * make(VALUE, (1,))
 
     def test_donating_it_to_plain_jit_marks_it_deleted(self):
         x = make(VALUE)

@@ -111,6 +111,21 @@ def test_evaluation_outside_of_the_pipeline(results: Any):
     )
 
 
+def test_several_ranks_beside_one(results: Any):
+    """Operators meet on a rank that both have; where there is none, they say what to do."""
+    (params, *_), (expected, *_) = results
+    np.testing.assert_allclose(
+        jnp.where(params["tied"] > 0, params["tied"], 0), np.maximum(expected["tied"], 0), rtol=1e-5
+    )
+    for name in ("first", "last"):
+        np.testing.assert_allclose(params["tied"] @ params[name], expected["tied"] @ expected[name], rtol=1e-5)
+        beside = jax.device_get({"tied": params["tied"], name: params[name]})
+        wanted = np.where(expected[name] > 0, expected["tied"], 0)
+        np.testing.assert_allclose(jnp.where(beside[name] > 0, beside["tied"], 0), wanted, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"on rank 0 and float32\[4,4\] on rank 1: no rank has both.*device_get"):
+        params["first"] + params["last"]
+
+
 def test_keys(results: Any):
     key, expected = results[0][3], results[1][3]
     assert isinstance(key, MpmdArray)
