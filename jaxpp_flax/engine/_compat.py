@@ -17,12 +17,16 @@ from jax.sharding import Sharding
 
 __all__ = [
     "CoordinationClient",
+    "ClusterPlace",
+    "bind_cpu_collectives",
     "context_on_mesh",
     "coordination_client",
     "copy_arrays",
     "copy_arrays_public",
+    "detect_cluster",
     "private_names_in_use",
     "register_array_type",
+    "start_coordination_service",
 ]
 
 _PUBLIC_ONLY = os.environ.get("JAXPP_FLAX_PUBLIC_API_ONLY", "") not in ("", "0")
@@ -66,18 +70,35 @@ if not _PUBLIC_ONLY:
     except (ImportError, AttributeError):
         _distributed_state = None
 
+_runtime: Any = None
+_xla_bridge: Any = None
+_ClusterEnv: Any = None
+if not _PUBLIC_ONLY:
+    try:
+        # `jax.distributed` can only run its coordination service inside of process 0, whose death then takes down all
+        # the others before they can say why. This lets it run in a process of its own.
+        # How gloo's collectives on CPU can be told which address to listen on.
+        from jax._src import xla_bridge as _xla_bridge
+
+        # The place in a run that SLURM, Open MPI or Kubernetes give this process, before anything is connected.
+        from jax._src.clusters.cluster import ClusterEnv as _ClusterEnv
+        from jax._src.lib import _jax as _runtime  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    except (ImportError, AttributeError):
+        _runtime = _xla_bridge = _ClusterEnv = None
+
 
 def private_names_in_use() -> dict[str, bool]:
     """Which private features of JAX this process uses; False means that the public fallback runs.
 
     Example:
       >>> sorted(private_names_in_use())
-      ['array_type', 'batched_copy', 'coordination']
+      ['array_type', 'batched_copy', 'coordination', 'coordination_service']
     """
     return {
         "array_type": _aval_mappings is not None,
         "batched_copy": _batched_copy is not None,
         "coordination": _distributed_state is not None,
+        "coordination_service": _runtime is not None,
     }
 
 
@@ -104,6 +125,84 @@ def coordination_client() -> CoordinationClient | None:
     return CoordinationClient(
         _distributed_state.client, _distributed_state.process_id, _distributed_state.num_processes
     )
+
+
+def start_coordination_service(address: str, process_count: int, heartbeat_timeout_s: int) -> Callable[[], None] | None:
+    """Serve JAX's coordination service in this process, for other processes to connect to.
+
+    Args:
+      address: host and port to listen on.
+      process_count: how many processes will connect.
+      heartbeat_timeout_s: seconds of silence until a process counts as lost; that ends nobody else.
+
+    Returns:
+      What ends the service; None where this JAX hides it: process 0 serves it then.
+    """
+    try:
+        service = _runtime.get_distributed_runtime_service(
+            address, process_count, heartbeat_timeout=heartbeat_timeout_s, shutdown_timeout=5, recoverable=True
+        )
+    except (AttributeError, TypeError):
+        return None
+    return service.shutdown
+
+
+@dataclass(frozen=True)
+class ClusterPlace:
+    """What a cluster says of this process."""
+
+    coordinator_address: str
+    process_count: int
+    process_index: int
+    local_device_ids: tuple[int, ...] | None
+
+
+def detect_cluster(timeout_s: int) -> ClusterPlace | None:
+    """This process's place among those that SLURM, Open MPI, Kubernetes or a TPU pod started.
+
+    Returns:
+      None outside of a cluster, and where this JAX hides its detection: `jax.distributed.initialize` does it then.
+
+    Example:
+      >>> detect_cluster(1) is None
+      True
+    """
+    try:
+        address, count, index, devices = _ClusterEnv.auto_detect_unset_distributed_params(
+            os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, timeout_s
+        )
+    except (AttributeError, TypeError):
+        return None
+    if address is None or count is None or index is None:
+        return None
+    return ClusterPlace(address, count, index, None if devices is None else tuple(devices))
+
+
+def bind_cpu_collectives(host: str) -> bool:
+    """Let gloo's collectives listen on `host`. By default it takes what the host's name resolves to.
+
+    To be called after `jax.distributed.initialize` and before the first use of a device.
+
+    Returns:
+      Whether it took effect.
+    """
+    if _xla_bridge is None or _runtime is None:
+        return False
+
+    def make_client() -> Any:
+        collectives = None
+        implementation = jax.config.jax_cpu_collectives_implementation  # pyright: ignore[reportAttributeAccessIssue]
+        if implementation == "gloo":
+            collectives = _runtime.make_gloo_tcp_collectives(
+                distributed_client=_distributed_state.client, hostname=host
+            )
+        return _xla_bridge.make_cpu_client(collectives=collectives)
+
+    try:
+        _xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
+    except (AttributeError, TypeError, RuntimeError):
+        return False
+    return True
 
 
 def register_array_type(cls: type[Any], abstract: Callable[[Any], Any], convert: Callable[[Any], jax.Array]) -> bool:

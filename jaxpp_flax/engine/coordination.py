@@ -8,13 +8,15 @@ nothing, at once.
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -22,6 +24,7 @@ from jaxpp_flax.engine import _compat
 from jaxpp_flax.engine.watch import DEFAULT_FAILURE_TIMEOUT, ROOT, Failure, KeyValueStore, Watch, name_processes
 
 __all__ = [
+    "PEER_FAILED_STATUS",
     "BarrierTimeoutError",
     "CoordinationError",
     "Failure",
@@ -31,6 +34,8 @@ __all__ = [
     "process_group",
 ]
 
+PEER_FAILED_STATUS = 69
+"""Exit status of a process that ends because another one failed."""
 
 # How often a wait looks for failures; short against every deadline, long against a call to the store (0.2 ms).
 _POLL_SECONDS = 0.2
@@ -131,6 +136,7 @@ class ProcessGroup:
         self.failed = threading.Event()
         self._waits: dict[int, tuple[Callable[[], str], int | None]] = {}
         self._watch: Watch | None = None
+        self._ending = threading.Lock()
 
     # -- meeting points
 
@@ -293,7 +299,8 @@ class ProcessGroup:
             lost after 60 % of it without a heartbeat; a heartbeat needs Python's lock for a moment, so a call that
             holds it longer than that (few do) needs a higher value.
           on_failure: called in a background thread, once, 10 % of the timeout after a failure became known, if the
-            process still lives then. It should end the process: the main thread may be in a call that never returns.
+            process still lives then. The main thread may be in a call that never returns, so what it should do, and
+            does by default (`end_process`), is to end the process.
 
         Raises:
           ValueError: if the timeout is not positive.
@@ -302,7 +309,19 @@ class ProcessGroup:
             raise ValueError(f"failure_timeout_s must be positive, not {failure_timeout_s}.")
         if self._store is None or self._watch is not None:
             return
-        self._watch = Watch(self, self._store, failure_timeout_s, on_failure)
+        self._watch = Watch(self, self._store, failure_timeout_s, on_failure or self.end_process)
+
+    def end_process(self, failure: Failure | str) -> NoReturn:
+        """Say on stderr what failed and what this process waited for, and end it, whatever its threads are doing.
+
+        Args:
+          failure: what happened; or the whole message, if what was waited for has been said already.
+        """
+        with self._ending:
+            text = failure if isinstance(failure, str) else self.describe(failure)
+            print(f"jaxpp_flax: the run has ended: {text}", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(PEER_FAILED_STATUS)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Wait until every process has ended its program, and stop the watch. Call it once, at the end.

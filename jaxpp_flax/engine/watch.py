@@ -88,7 +88,7 @@ class Watch:
         group: Watched,
         store: KeyValueStore,
         timeout_s: float,
-        on_failure: Callable[[Failure], None] | None,
+        on_failure: Callable[[Failure], None],
     ) -> None:
         self.finished = False
         self._group = group
@@ -152,8 +152,8 @@ class Watch:
                 self._group.failed.wait(self._interval)
                 continue
             self._group.observe(failure, tell=True)
-            if not self._ended.wait(self._grace) and self._on_failure is not None:
-                self._on_failure(failure)
+            if not self._ended.wait(self._grace):
+                self._on_failure(self._group.failure or failure)
             return
 
     def _lost(self) -> Failure | None:

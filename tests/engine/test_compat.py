@@ -27,7 +27,12 @@ def submesh(rank: int) -> Mesh:
 
 
 def test_the_private_names_exist_in_this_jax():
-    assert private_names_in_use() == {"array_type": True, "batched_copy": True, "coordination": True}
+    assert private_names_in_use() == {
+        "array_type": True,
+        "batched_copy": True,
+        "coordination": True,
+        "coordination_service": True,
+    }
 
 
 @both_ways

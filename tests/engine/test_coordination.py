@@ -63,6 +63,10 @@ def groups(number: int, store: MemoryStore | None = None) -> list[ProcessGroup]:
     return [ProcessGroup(store, index, number) for index in range(number)]
 
 
+def nothing(failure: Failure) -> None:
+    """In place of the end of the process, which a failure brings by default."""
+
+
 def in_parallel(functions: list[Callable[[], Any]]) -> list[Any]:
     with ThreadPoolExecutor(len(functions)) as pool:
         return [future.result() for future in [pool.submit(function) for function in functions]]
@@ -142,7 +146,7 @@ def test_a_late_process_is_named():
 
 def test_a_failure_ends_a_wait_and_says_what_was_awaited():
     members = groups(2)
-    members[1].watch(failure_timeout_s=600.0)
+    members[1].watch(600.0, nothing)
 
     def wait() -> str:
         with pytest.raises(ProcessFailedError) as caught:
@@ -165,7 +169,7 @@ def test_the_first_report_of_a_process_on_itself_is_the_one_told():
     members[0].observe(Failure(1, "no sign of life"), tell=True)
     members[1].report_failure("KeyError: 'tokens'\nin line 3")
     members[1].report_failure("a consequence")
-    members[2].watch()
+    members[2].watch(600.0, nothing)
     wait_until(lambda: members[2].failure is not None)
     assert members[2].failure == Failure(1, "KeyError: 'tokens'\nin line 3")
 
@@ -192,10 +196,10 @@ def test_a_silent_process_is_lost_and_ends_the_others():
 def test_a_process_that_has_not_begun_is_not_lost():
     store = MemoryStore()
     members = groups(2, store)
-    members[0].watch(0.2)
+    members[0].watch(0.2, nothing)
     time.sleep(0.6)  # five times the silence that would make it lost
     assert members[0].failure is None
-    members[1].watch(60.0)
+    members[1].watch(60.0, nothing)
     in_parallel([group.close for group in members])
 
 
@@ -217,7 +221,7 @@ def test_a_store_that_hangs_is_a_failure_too():
 def test_to_end_the_program_while_another_waits_is_a_failure():
     members = groups(2)
     for group in members:
-        group.watch(4.0)
+        group.watch(4.0, nothing)
 
     def early() -> None:
         with pytest.raises(ProcessFailedError):

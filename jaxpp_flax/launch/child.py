@@ -1,0 +1,50 @@
+"""Runs a user's program as one process of a run: ``python -m jaxpp_flax.launch.child script.py args...``."""
+
+from __future__ import annotations
+
+import io
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+
+from jaxpp_flax.launch.ending import ProgramExitError
+from jaxpp_flax.launch.starting import initialize
+
+__all__ = ["main", "run_program"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Connect to the other processes, and run the program: a file, or ``-m`` and a module, with its arguments."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # lines in time, and whole beside those of other processes
+    group = initialize()
+    try:
+        run_program(sys.argv[1:] if arguments is None else list(arguments))
+    except SystemExit as error:
+        if group.process_count == 1 or error.code in (None, 0):
+            raise
+        if not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+        # The other processes are to hear of it, which the end of the interpreter would not tell them.
+        raise ProgramExitError(error.code) from None
+
+
+def run_program(program: Sequence[str]) -> None:
+    """Run a program as Python itself would: `sys.argv`, `sys.path` and `__name__` are what it expects.
+
+    Args:
+      program: a file's path, or "-m" and a module's name; then the program's own arguments.
+    """
+    if program[0] == "-m":
+        sys.argv = list(program[1:])
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(program)
+        sys.path.insert(0, os.path.dirname(os.path.abspath(program[0])))
+        runpy.run_path(program[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

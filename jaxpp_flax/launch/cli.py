@@ -1,0 +1,75 @@
+"""Starting a program as several processes, from a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxpp_flax.engine.watch import DEFAULT_FAILURE_TIMEOUT
+from jaxpp_flax.launch import child
+from jaxpp_flax.launch.local import LocalJob, run
+from jaxpp_flax.launch.settings import LaunchError
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Start what the arguments say; returns the exit status. Errors of the user's go to stderr in one line.
+
+    >>> main(["-n", "0", __file__])
+    2
+    """
+    options = _parser().parse_args(arguments)
+    program = options.program[1:] if options.program[:1] == ["--"] else options.program
+    if options.module is not None:
+        program = ["-m", *options.module]
+    try:
+        if options.cluster:
+            if options.num_processes is not None:
+                raise LaunchError("-n and --cluster exclude each other: the cluster says how many processes there are.")
+            child.main(program)
+            return 0
+        job = LocalJob(
+            program=program,
+            num_processes=options.num_processes or 0,
+            devices_per_process=options.devices_per_process,
+            address=options.address,
+            failure_timeout=options.failure_timeout,
+            grace=options.grace,
+            log_dir=options.log_dir,
+        )
+        return run(job)
+    except LaunchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxpp_flax.launch",
+        description="Run a program as several processes on this machine, or as this host's process on a cluster.",
+        usage="%(prog)s (-n N | --cluster) [options] (script.py | -m module) [arguments...]",
+    )
+    parser.add_argument("-n", "--num-processes", type=int, help="how many processes to start on this machine")
+    parser.add_argument(
+        "--cluster", action="store_true", help="be one process of a run that SLURM, Open MPI or Kubernetes started"
+    )
+    parser.add_argument(
+        "--devices-per-process", type=int, default=1, help="virtual devices on CPU, else accelerators (default: 1)"
+    )
+    parser.add_argument("--address", default="127.0.0.1", help="what all sockets listen on (default: 127.0.0.1)")
+    parser.add_argument(
+        "--failure-timeout",
+        type=float,
+        default=DEFAULT_FAILURE_TIMEOUT,
+        help="seconds within which a failure of one process has ended all (default: 30)",
+    )
+    parser.add_argument(
+        "--grace", type=float, default=60.0, help="seconds to end in after Ctrl-C or SIGTERM (default: 60)"
+    )
+    parser.add_argument("--log-dir", type=Path, help="also write each process's output to a file in this folder")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, and its arguments")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="the script to run, and its arguments")
+    return parser

@@ -1,0 +1,79 @@
+"""The coordination service of a run, in a process of its own: ``python -m jaxpp_flax.launch.coordinator``.
+
+JAX would serve it inside of process 0. Were that one killed, JAX would abort all the others at once, before they could
+say which process died and what they awaited. Here, process 0 is like the others.
+
+It lives as long as its standard input is open, and then for as long as the processes of the run need to end: a client
+that loses the service is aborted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from jaxpp_flax.engine import _compat
+from jaxpp_flax.launch.settings import LaunchError
+
+__all__ = ["main", "start"]
+
+_GOODBYE = b"end\n"
+_AFTER_GOODBYE_SECONDS = 5.0
+
+
+def start(address: str, num_processes: int, failure_timeout: float, linger: float) -> subprocess.Popen[bytes]:
+    """Start the service's process.
+
+    Args:
+      address: host and port that it listens on.
+      num_processes: how many processes will connect.
+      failure_timeout: seconds within which a failure has ended every process.
+      linger: seconds that it stays after the process that started it has died.
+    """
+    command = [sys.executable, "-m", "jaxpp_flax.launch.coordinator", address, str(num_processes)]
+    return subprocess.Popen(
+        [*command, str(failure_timeout), str(linger)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        # Errors that matter reach the processes of the run; what else it says would only alarm.
+        stderr=subprocess.DEVNULL,
+        process_group=0,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+
+
+def say_goodbye(service: subprocess.Popen[bytes]) -> None:
+    """Let the service end soon: every process of the run has said that it is leaving."""
+    if service.stdin is not None and service.poll() is None:
+        try:
+            service.stdin.write(_GOODBYE)
+            service.stdin.close()
+        except OSError:
+            return  # it has ended
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until the standard input ends, and a while longer; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m jaxpp_flax.launch.coordinator", description=__doc__)
+    parser.add_argument("address", help="host and port to listen on")
+    parser.add_argument("num_processes", type=int)
+    parser.add_argument("failure_timeout", type=float)
+    parser.add_argument("linger", type=float)
+    options = parser.parse_args(arguments)
+    stop = _compat.start_coordination_service(
+        options.address, options.num_processes, max(1, round(options.failure_timeout))
+    )
+    if stop is None:
+        raise LaunchError("this version of JAX hides its coordination service; process 0 must serve it.")
+    said = sys.stdin.buffer.read()
+    time.sleep(_AFTER_GOODBYE_SECONDS if said.endswith(_GOODBYE) else options.linger)
+    stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

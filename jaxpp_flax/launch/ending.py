@@ -1,0 +1,150 @@
+"""How a process of a run ends: by itself, by its own error, or because of another process.
+
+A Python program that raises would wait for the others at JAX's shutdown while they wait for its arrays. So it says what
+happened, tells the others, and leaves at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import NoReturn
+
+from jaxpp_flax.engine.coordination import Failure, ProcessFailedError, ProcessGroup
+
+__all__ = ["INTERRUPTED_STATUS", "Ending", "ProgramExitError", "end_at_once", "listen_to_launcher"]
+
+INTERRUPTED_STATUS = 128 + signal.SIGINT
+
+# Words in errors of JAX's that may well be another process's death: wait for the news of it.
+_MAYBE_A_PEER = ("unavailable", "connection", "socket", "peer", "gloo", "poison", "aborted", "cancelled")
+
+
+def end_at_once(status: int) -> NoReturn:
+    """Flush what was written, and end the process without waiting for anything."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # nobody reads any more
+    os._exit(status)
+
+
+class ProgramExitError(Exception):
+    """The user's program called `sys.exit` with something else than success.
+
+    Args:
+      code: what it gave to `sys.exit`.
+    """
+
+    def __init__(self, code: object) -> None:
+        super().__init__(f"its program ended by sys.exit({code!r})")
+        self.status = (code & 0xFF or 1) if isinstance(code, int) else 1
+
+
+class Ending:
+    """What happens at the end of this process; to be installed once.
+
+    Args:
+      group: all processes of the run.
+      failure_timeout: seconds within which a failure has ended every process.
+      leave: disconnects this process after a good end.
+    """
+
+    def __init__(self, group: ProcessGroup, failure_timeout: float, leave: Callable[[], None]) -> None:
+        self._group, self._timeout, self._leave = group, failure_timeout, leave
+        self._before = sys.excepthook
+        self._done = False
+
+    def install(self) -> None:
+        """Take over uncaught exceptions, and the end of the program."""
+        sys.excepthook = self._uncaught
+        # Runs before JAX's own handler, which was registered earlier.
+        atexit.register(self.finish)
+
+    def finish(self) -> None:
+        """A good end: wait for the other processes, whose errors are this one's too, and disconnect."""
+        if self._done:
+            return
+        self._done = True
+        try:
+            self._group.close()
+        except BaseException as error:
+            self.fail(error)
+        self._leave()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Say what happened, tell the other processes, and end."""
+        if isinstance(error, KeyboardInterrupt):
+            self._group.report_failure("it was interrupted from the keyboard")
+            print("interrupted", file=sys.stderr)
+            end_at_once(INTERRUPTED_STATUS)
+        if isinstance(error, ProgramExitError):
+            self._group.report_failure(str(error))
+            end_at_once(error.status)
+        if isinstance(error, ProcessFailedError) or self._is_a_consequence(error):
+            self._because_of_a_peer(error)
+        error.with_traceback(_users_part(error.__traceback__))
+        self._before(type(error), error, error.__traceback__)
+        sys.stderr.flush()
+        self._group.report_failure("".join(traceback.format_exception(error)).rstrip())
+        end_at_once(1)
+
+    def _because_of_a_peer(self, error: BaseException) -> NoReturn:
+        if isinstance(error, ProcessFailedError):
+            self._group.end_process(str(error))
+        last = traceback.format_exception_only(error)[-1].strip()
+        print(f"(a consequence of what follows: {last[:500]})", file=sys.stderr)
+        self._group.end_process(self._group.failure or last)
+
+    def _is_a_consequence(self, error: BaseException) -> bool:
+        """Whether another process has failed, which this error, raised here, tells in words of a transport."""
+        text = f"{type(error).__name__}: {error}".lower()
+        if "jaxruntimeerror" not in text and "xlaruntimeerror" not in text:
+            return self._group.failure is not None
+        patience = 0.7 * self._timeout if any(word in text for word in _MAYBE_A_PEER) else 0.5
+        return self._group.failed.wait(patience)
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.fail(error.with_traceback(trace))
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of what ran the user's program."""
+    rest = trace
+    while rest is not None and (
+        rest.tb_frame.f_code.co_filename.startswith("<frozen runpy")
+        or (
+            rest.tb_frame.f_globals.get("__spec__") is not None
+            and rest.tb_frame.f_globals["__spec__"].name == "jaxpp_flax.launch.child"
+        )
+    ):
+        rest = rest.tb_next
+    return rest if rest is not None else trace
+
+
+def listen_to_launcher(control_fd: int, on_failure: Callable[[Failure], None], on_end: Callable[[], None]) -> None:
+    """Hear, in a background thread, of other processes' failures from the launcher, and of its end.
+
+    Args:
+      control_fd: the pipe; a line is a process's index, a space, and what happened to it.
+      on_failure: called with each failure.
+      on_end: called when the launcher has gone.
+    """
+
+    def listen() -> None:
+        with os.fdopen(control_fd, encoding="utf-8", errors="replace") as pipe:
+            for line in pipe:
+                index, _, message = line.rstrip("\n").partition(" ")
+                on_failure(Failure(int(index) if index.isdigit() else None, message))
+        on_end()
+
+    threading.Thread(target=listen, name="jaxpp_flax launcher", daemon=True).start()

@@ -1,0 +1,88 @@
+"""The output of several processes as one: whole lines, each with its process's number before it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from pathlib import Path
+from typing import IO
+
+from rich.console import Console
+
+__all__ = ["Logs"]
+
+_COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
+_KEPT_LINES = 60
+
+
+class Logs:
+    """Prints what processes write, line by line as it comes, and remembers the end of each one's errors.
+
+    Args:
+      num_processes: how many there are.
+      console: where errors go; colours are used if it is a terminal.
+      out: where standard output goes.
+      directory: each process's whole output is written here too, to `process_0.log` and so on; None: nowhere.
+    """
+
+    def __init__(self, num_processes: int, console: Console, out: IO[str], directory: Path | None = None) -> None:
+        self._console, self._out = console, out
+        self._lock = threading.Lock()
+        self._errors: list[deque[str]] = [deque(maxlen=_KEPT_LINES) for _ in range(num_processes)]
+        self._files: list[IO[str]] = []
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._files = [
+                (directory / f"process_{index}.log").open("w", encoding="utf-8") for index in range(num_processes)
+            ]
+        width = len(str(num_processes - 1))
+        self._prefixes = [self._render(f"[{index:>{width}}]", _COLOURS[index % 6]) for index in range(num_processes)]
+        self._readers: list[threading.Thread] = []
+
+    def _render(self, text: str, colour: str) -> str:
+        with self._console.capture() as capture:
+            self._console.print(text, style=colour, end=" ", markup=False, highlight=False)
+        return capture.get()
+
+    def follow(self, index: int, stream: IO[str], *, errors: bool) -> None:
+        """Print what comes from `stream`, in a background thread, until it ends."""
+        reader = threading.Thread(target=self._read, args=(index, stream, errors), daemon=True)
+        self._readers.append(reader)
+        reader.start()
+
+    def _read(self, index: int, stream: IO[str], errors: bool) -> None:
+        with contextlib.suppress(ValueError), stream:
+            for line in stream:
+                self._print(index, line.rstrip("\n"), errors)
+
+    def _print(self, index: int, line: str, errors: bool) -> None:
+        with self._lock:
+            if errors:
+                self._errors[index].append(line)
+            if self._files:
+                self._files[index].write(line + "\n")
+            target = self._console.file if errors else self._out
+            with contextlib.suppress(OSError):  # whoever reads our output may have gone
+                target.write(f"{self._prefixes[index]}{line}\n")
+                target.flush()
+
+    def drain(self, seconds: float) -> None:
+        """Wait for the ends of all streams, which programs started by a process may hold open for long."""
+        for reader in self._readers:
+            reader.join(timeout=seconds)
+        with self._lock:
+            for file in self._files:
+                file.flush()
+
+    def last_error(self, index: int) -> list[str]:
+        """The end of what a process wrote to its standard error: its last traceback, if there is one.
+
+        Returns:
+          Lines, each with its process's number.
+        """
+        with self._lock:
+            lines = list(self._errors[index])
+        starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+        shown = lines[starts[-1] :] if starts else lines[-20:]
+        return [f"{self._prefixes[index]}{line}" for line in shown]

@@ -1,0 +1,209 @@
+"""`initialize`: connect this process to the others of its run, and make sure that they end together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import jax
+
+from jaxpp_flax.engine import _compat
+from jaxpp_flax.engine.coordination import PEER_FAILED_STATUS, Failure, ProcessGroup, process_group
+from jaxpp_flax.launch import coordinator
+from jaxpp_flax.launch.ending import Ending, end_at_once, listen_to_launcher
+from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
+
+__all__ = ["initialize"]
+
+# JAX aborts a process whose connection it gives up, without a word on why; our own deadline comes before that.
+_AFTER_OUR_DEADLINE = 60
+
+
+def initialize(
+    *,
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_device_ids: Sequence[int] | None = None,
+    bind_address: str | None = None,
+    failure_timeout_s: float | None = None,
+    initialization_timeout_s: float = 300.0,
+) -> ProcessGroup:
+    """Connect this process to the others of its run. To be called once, before the first use of a device.
+
+    Needs no arguments under `python -m jaxpp_flax.launch` (which calls it before the script), and on SLURM, Open MPI,
+    Kubernetes and TPU pods, which JAX detects. From then on, an uncaught exception ends every process, with its
+    traceback; a process that is killed or stopped is named by the others, which end too; and the end of the program
+    waits for all of them.
+
+    Args:
+      coordinator_address: host and port of process 0, the same in every process.
+      num_processes: how many processes there are.
+      process_id: which of them this one is, from 0.
+      local_device_ids: the accelerators of this host that are this process's; None: all, or as the cluster says.
+      bind_address: the address that this process's own sockets listen on; None: the one by which it reaches the
+        coordinator. With "0.0.0.0", the coordination service (in process 0) listens on all addresses, and the other
+        sockets, whose address the peers are told, on that one.
+      failure_timeout_s: seconds within which a failure anywhere has ended every process; None: 30.
+      initialization_timeout_s: seconds to wait for all processes.
+
+    Returns:
+      The processes of the run.
+
+    Raises:
+      LaunchError: if the processes' places are neither given nor found.
+
+    Example:
+      >>> initialize(coordinator_address="127.0.0.1:4321", num_processes=1, process_id=0).process_count
+      1
+    """
+    if jax.distributed.is_initialized():
+        group = process_group()
+        group.watch() if failure_timeout_s is None else group.watch(failure_timeout_s)
+        return group
+    settings = LaunchSettings.from_environment(os.environ)
+    served_elsewhere = settings is not None
+    if settings is None:
+        settings, local_device_ids = _find_place(
+            coordinator_address, num_processes, process_id, local_device_ids, round(initialization_timeout_s)
+        )
+    if settings.num_processes == 1:
+        return process_group()
+    for name in settings.to_environment():
+        os.environ.pop(name, None)  # programs that this one starts are no processes of the run
+    settings = replace(
+        settings,
+        bind_address=bind_address or settings.bind_address,
+        failure_timeout=failure_timeout_s or settings.failure_timeout,
+    )
+    return _connect(settings, local_device_ids, initialization_timeout_s, served_elsewhere=served_elsewhere)
+
+
+def _find_place(
+    coordinator_address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    local_device_ids: Sequence[int] | None,
+    timeout_s: int,
+) -> tuple[LaunchSettings, Sequence[int] | None]:
+    if coordinator_address is None or num_processes is None or process_id is None:
+        place = _compat.detect_cluster(timeout_s)
+        if place is None:
+            missing = {"coordinator_address": coordinator_address, "num_processes": num_processes,
+                       "process_id": process_id}  # fmt: skip
+            raise LaunchError(
+                "initialize() found no cluster (SLURM, Open MPI, Kubernetes, TPU pod) around this process, and was not "
+                f"given {', '.join(name for name, value in missing.items() if value is None)}. Give all three, or "
+                "start the program by `python -m jaxpp_flax.launch -n 4 script.py`."
+            )
+        coordinator_address = coordinator_address or place.coordinator_address
+        num_processes = place.process_count if num_processes is None else num_processes
+        process_id = place.process_index if process_id is None else process_id
+        local_device_ids = place.local_device_ids if local_device_ids is None else local_device_ids
+    settings = LaunchSettings(
+        coordinator_address=coordinator_address, num_processes=num_processes, process_id=process_id
+    )
+    return settings, local_device_ids
+
+
+def own_address(coordinator_address: str) -> str:
+    """The address by which this host reaches the coordinator: one that its peers can reach, and no wildcard.
+
+    >>> own_address("127.0.0.1:4321")
+    '127.0.0.1'
+    """
+    host, _, port = coordinator_address.rpartition(":")
+    try:
+        family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            # Nothing is sent: a datagram socket only chooses its route.
+            probe.connect(target)
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise LaunchError(
+            f"the coordinator's address {coordinator_address!r} cannot be reached or resolved: {error}"
+        ) from error
+
+
+def _connect(
+    settings: LaunchSettings, local_device_ids: Sequence[int] | None, timeout_s: float, *, served_elsewhere: bool
+) -> ProcessGroup:
+    late = threading.Timer(timeout_s, _end_unconnected, (settings, timeout_s))
+    late.daemon = True
+    late.start()
+    if settings.control_fd is not None:
+        listen_to_launcher(settings.control_fd, _on_launcher_news, _end_with_the_launcher)
+    bind_address, listen_at = _listening_addresses(settings)
+    service: subprocess.Popen[bytes] | None = None
+    if settings.process_id == 0 and not served_elsewhere and _compat.private_names_in_use()["coordination_service"]:
+        service = coordinator.start(
+            listen_at,
+            settings.num_processes,
+            settings.failure_timeout,
+            linger=settings.failure_timeout + 5.0,
+        )
+    # With a service elsewhere, JAX's own one in process 0 serves nobody, on a free port of loopback.
+    alone = served_elsewhere or service is not None
+    jax.distributed.initialize(
+        settings.coordinator_address,
+        settings.num_processes,
+        settings.process_id,
+        local_device_ids,
+        cluster_detection_method="deactivate",
+        initialization_timeout=round(timeout_s) + _AFTER_OUR_DEADLINE,
+        heartbeat_timeout_seconds=max(1, round(settings.failure_timeout)),
+        coordinator_bind_address="127.0.0.1:0" if alone else listen_at,
+    )
+    late.cancel()
+    _compat.bind_cpu_collectives(bind_address)
+    os.environ.setdefault("JAXPP_FLAX_BIND_ADDRESS", bind_address)  # for the engine's transports
+    group = process_group()
+    Ending(group, settings.failure_timeout, lambda: _leave(service)).install()
+    group.watch(settings.failure_timeout)
+    group.barrier("the start of all processes", timeout_s)
+    return group
+
+
+def _listening_addresses(settings: LaunchSettings) -> tuple[str, str]:
+    """Where this process's own sockets listen, and where the coordination service would."""
+    if settings.bind_address in ("0.0.0.0", "::"):
+        port = settings.coordinator_address.rpartition(":")[2]
+        host = f"[{settings.bind_address}]" if ":" in settings.bind_address else settings.bind_address
+        return own_address(settings.coordinator_address), f"{host}:{port}"
+    return settings.bind_address or own_address(settings.coordinator_address), settings.coordinator_address
+
+
+def _on_launcher_news(failure: Failure) -> None:
+    """The launcher is told by the operating system that a process has ended: sooner than heartbeats can tell."""
+    if _compat.coordination_client() is None:
+        print(f"jaxpp_flax: the run has ended while processes were starting. {failure}", file=sys.stderr)
+        end_at_once(PEER_FAILED_STATUS)
+    process_group().observe(failure)
+
+
+def _end_with_the_launcher() -> None:
+    """The launcher was killed: so are this process and those that it started."""
+    os.killpg(0, signal.SIGKILL)
+
+
+def _end_unconnected(settings: LaunchSettings, timeout_s: float) -> None:
+    print(
+        f"jaxpp_flax: process {settings.process_id} did not connect to all {settings.num_processes} processes through "
+        f"{settings.coordinator_address} within {timeout_s:g} s. Do all of them run, with the same address? Is it the "
+        "address of process 0, and does a firewall let it through? If they start slowly, raise "
+        "initialization_timeout_s.",
+        file=sys.stderr,
+    )
+    end_at_once(1)
+
+
+def _leave(service: subprocess.Popen[bytes] | None) -> None:
+    jax.distributed.shutdown()
+    if service is not None:
+        coordinator.say_goodbye(service)

@@ -1,0 +1,147 @@
+"""Starts real processes through the launcher, and looks for what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+# Generous, because the machine may be busy with other tests; nothing here takes a tenth of it alone.
+PATIENCE = 180.0
+MARK = "JAXPP_FLAX_TEST_RUN"
+
+
+def environment(mark: str) -> dict[str, str]:
+    """The environment of a program that a test starts: one CPU device, this checkout, and a mark to find it by."""
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("JAXPP_FLAX_", "SLURM_", "OMPI_"))
+    }
+    kept.pop("XLA_FLAGS", None)
+    kept.pop("PYTHONUNBUFFERED", None)
+    return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), MARK: mark}
+
+
+def marked(mark: str) -> dict[int, str]:
+    """The command lines of all living processes with this mark, those that lost their parents included."""
+    found: dict[int, str] = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue  # it has ended, or is somebody else's
+    return found
+
+
+def listening_addresses(processes: list[int]) -> list[str]:
+    """The addresses, as /proc writes them, on which these processes listen for TCP connections."""
+    sockets: set[str] = set()
+    for process in processes:
+        for descriptor in Path(f"/proc/{process}/fd").iterdir():
+            try:
+                sockets.add(os.readlink(descriptor))
+            except OSError:
+                continue  # closed meanwhile
+    found: list[str] = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
+                found.append(words[1].rpartition(":")[0])
+    return found
+
+
+def wait_for(condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
+    """Wait until `condition()` is true.
+
+    Raises:
+      TimeoutError: saying `what` did not happen.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not happen within {seconds} s")
+        time.sleep(0.05)
+
+
+@dataclass
+class Run:
+    """A launcher that is running."""
+
+    popen: subprocess.Popen[bytes]
+    out: Path
+    err: Path
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def stdout(self) -> str:
+        return self.out.read_text(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        return self.err.read_text(errors="replace")
+
+    def wait_for_output(self, text: str, times: int = 1) -> None:
+        """Wait until the processes have printed `text` so often."""
+        wait_for(
+            lambda: self.stdout.count(text) >= times or self.popen.poll() is not None,
+            f"{text!r} (stderr: {self.stderr})",
+        )
+        assert self.stdout.count(text) >= times, f"it ended before printing {text!r}: {self.stdout}\n{self.stderr}"
+
+    def process_ids(self) -> dict[int, int]:
+        """The ids of the run's processes by index, from their lines `pid 1234`."""
+        lines = [line.split() for line in self.stdout.splitlines() if " pid " in line]
+        return {int(words[0].strip("[]")): int(words[2]) for words in lines}
+
+    def kill(self, index: int, number: int = signal.SIGKILL) -> None:
+        """Send a signal to one process of the run, not to its group."""
+        os.kill(self.process_ids()[index], number)
+
+    def finish(self) -> int:
+        """Wait for the end; returns the exit status."""
+        return self.popen.wait(timeout=PATIENCE)
+
+    def check_nothing_is_left(self, seconds: float = 5.0) -> None:
+        """Neither a process of the run, nor one that these started."""
+        wait_for(lambda: not marked(self.mark), f"the end of {marked(self.mark)}", seconds)
+
+
+@contextmanager
+def started(folder: Path, command: list[str], **more: str) -> Iterator[Run]:
+    """A command, running; whatever is left of it at the end is killed."""
+    mark = uuid.uuid4().hex
+    out, err = folder / f"{mark}.out", folder / f"{mark}.err"
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        popen = subprocess.Popen(
+            command, stdout=stdout, stderr=stderr, env={**environment(mark), **more}, cwd=folder, start_new_session=True
+        )
+    try:
+        yield Run(popen, out, err, mark)
+    finally:
+        for process in marked(mark):
+            try:
+                os.kill(process, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        popen.wait()
+
+
+@contextmanager
+def launched(folder: Path, source: str, *options: str, arguments: tuple[str, ...] = ()) -> Iterator[Run]:
+    """A script, running as several processes under the launcher."""
+    script = folder / "script.py"
+    script.write_text(source, encoding="utf-8")
+    command = [sys.executable, "-m", "jaxpp_flax.launch", *options, str(script), *arguments]
+    with started(folder, command) as run:
+        yield run

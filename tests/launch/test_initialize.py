@@ -1,0 +1,177 @@
+"""`initialize`: without a launcher, on what looks like a cluster, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import socket
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from jaxpp_flax.engine import _compat
+from jaxpp_flax.launch import LaunchError, initialize
+from jaxpp_flax.launch.cli import main
+from jaxpp_flax.launch.local import LocalJob
+from jaxpp_flax.launch.settings import LaunchSettings
+from jaxpp_flax.launch.starting import own_address
+from tests.launch.running import Run, started, wait_for
+
+SCRIPT = """
+import os, sys, time
+from jaxpp_flax.launch import initialize
+if len(sys.argv) > 1:
+    group = initialize(coordinator_address=sys.argv[1], num_processes=2, process_id=int(sys.argv[2]),
+                       failure_timeout_s=8.0)
+else:
+    group = initialize()
+import jax
+print("connected", group.process_index, group.process_count, jax.process_count(), flush=True)
+"""
+WAIT = """
+with group.waiting("the loss of step 4", on=1 - group.process_index):
+    time.sleep(1000)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start_two(stack: ExitStack, folder: Path, source: str) -> list[Run]:
+    (folder / "script.py").write_text(source, encoding="utf-8")
+    address = f"127.0.0.1:{free_port()}"
+    commands = [[sys.executable, "script.py", address, str(index)] for index in range(2)]
+    return [stack.enter_context(started(folder, command)) for command in commands]
+
+
+@pytest.mark.slow
+def test_places_given_by_hand(tmp_path: Path):
+    with ExitStack() as stack:
+        runs = start_two(stack, tmp_path, SCRIPT)
+        for index, run in enumerate(runs):
+            assert run.finish() == 0, run.stderr
+            assert f"connected {index} 2 2" in run.stdout
+        for run in runs:
+            run.check_nothing_is_left(seconds=30.0)  # the service stays 5 s for those that leave last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_without_a_launcher_heartbeats_find_a_killed_process(tmp_path: Path, victim: int):
+    with ExitStack() as stack:
+        runs = start_two(stack, tmp_path, SCRIPT + WAIT)
+        for run in runs:
+            run.wait_for_output("connected")
+        runs[victim].popen.kill()
+        survivor = runs[1 - victim]
+        assert survivor.finish() == 69
+        assert re.search(rf"process {victim}: no sign of life for \d+ s", survivor.stderr)
+        awaited = f"Process {1 - victim} was waiting for the loss of step 4 (from process {victim})."
+        assert awaited in survivor.stderr
+        for run in runs:
+            run.check_nothing_is_left(seconds=60.0)
+
+
+@pytest.mark.slow
+def test_without_a_launcher_an_exception_ends_all(tmp_path: Path):
+    with ExitStack() as stack:
+        runs = start_two(stack, tmp_path, SCRIPT + "if group.process_index == 0:\n    raise ValueError('no')\n" + WAIT)
+        assert [run.finish() for run in runs] == [1, 69]
+        assert "ValueError: no" in runs[0].stderr
+        # The other one shows the whole traceback, and what it waited for.
+        assert re.search(r"(?s)process 0: Traceback.*ValueError: no.*the loss of step 4", runs[1].stderr)
+
+
+@pytest.mark.slow
+def test_slurm_is_detected(tmp_path: Path):
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    # JAX derives the port from the job's number.
+    shared = {"SLURM_JOB_ID": str(random.randrange(10**6)), "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost",
+              "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NUM_NODES": "1"}  # fmt: skip
+    command = [sys.executable, "-m", "jaxpp_flax.launch", "--cluster", "script.py"]
+    with ExitStack() as stack:
+        runs = [
+            stack.enter_context(started(tmp_path, command, **shared, SLURM_PROCID=str(index), SLURM_LOCALID=str(index)))
+            for index in range(2)
+        ]
+        for index, run in enumerate(runs):
+            assert run.finish() == 0, run.stderr
+            assert f"connected {index} 2 2" in run.stdout
+
+
+def test_open_mpi_is_detected(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1531576320.0;tcp://10.96.0.1:34911")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "5")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
+    place = _compat.detect_cluster(1)
+    assert place is not None
+    assert (place.process_count, place.process_index, place.local_device_ids) == (8, 5, (1,))
+    assert place.coordinator_address.startswith("10.96.0.1:")
+
+
+def test_without_a_cluster_it_says_what_to_do():
+    with pytest.raises(LaunchError, match=r"found no cluster .* not given num_processes, process_id.*-n 4"):
+        initialize(coordinator_address="127.0.0.1:1")
+
+
+def test_a_place_outside_of_the_run_is_refused():
+    with pytest.raises(LaunchError, match="process_id=2: of 2 processes, it is 0 to 1"):
+        initialize(coordinator_address="127.0.0.1:1", num_processes=2, process_id=2)
+    with pytest.raises(LaunchError, match="coordinator_address='here': it must be 'host:port'"):
+        initialize(coordinator_address="here", num_processes=2, process_id=1)
+
+
+def test_an_address_that_cannot_be_resolved_is_refused():
+    with pytest.raises(LaunchError, match=r"'no\.such\.host\.invalid:1' cannot be reached or resolved"):
+        own_address("no.such.host.invalid:1")
+
+
+def test_settings_that_are_incomplete_are_refused():
+    with pytest.raises(LaunchError, match=r"JAXPP_FLAX_LAUNCH_.* are incomplete or wrong"):
+        LaunchSettings.from_environment({"JAXPP_FLAX_LAUNCH_PROCESS_ID": "1"})
+
+
+def test_one_process_needs_no_connection():
+    assert initialize(coordinator_address="127.0.0.1:1", num_processes=1, process_id=0).process_count == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"program": []}, "no program"),
+        ({"program": ["absent.py"]}, "there is no file 'absent.py'"),
+        ({"num_processes": 0}, "-n 0: at least one process"),
+        ({"devices_per_process": 0}, "--devices-per-process 0: at least one device"),
+        ({"failure_timeout": 0.0}, "--failure-timeout 0.0: it must be"),
+    ],
+)
+def test_jobs_that_make_no_sense_are_refused(changes: dict[str, object], message: str):
+    good: dict[str, object] = {"program": [__file__], "num_processes": 2}
+    with pytest.raises(LaunchError, match=message):
+        LocalJob(**{**good, **changes})  # type: ignore[arg-type]
+
+
+def test_errors_of_the_command_line(capsys: pytest.CaptureFixture[str]):
+    assert main(["-n", "2", "absent.py"]) == 2
+    assert "error: there is no file 'absent.py' to run." in capsys.readouterr().err
+    assert main(["-n", "2", "--cluster", __file__]) == 2
+    assert "-n and --cluster exclude each other" in capsys.readouterr().err
+    assert main(["--address", "192.0.2.1", "-n", "2", __file__]) == 2
+    assert "--address 192.0.2.1: this machine cannot listen there" in capsys.readouterr().err
+
+
+def test_a_port_is_not_lost_when_a_start_fails(capsys: pytest.CaptureFixture[str]):
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert main(["--address", "192.0.2.1", "-n", "2", __file__]) == 2
+    capsys.readouterr()
+    wait_for(lambda: len(set(os.listdir("/proc/self/fd"))) <= len(before), "the end of all descriptors", 10.0)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -1,0 +1,247 @@
+"""`python -m jaxpp_flax.launch -n N`: real processes on loopback, their ends, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.running import launched, listening_addresses, marked, started, wait_for
+
+pytestmark = pytest.mark.slow
+
+# What every script here begins with: process_group() needs no devices, so a script without collectives starts fast.
+BEGIN = """
+import os, signal, sys, time
+from jaxpp_flax.engine.coordination import process_group
+group = process_group()
+index = group.process_index
+print("pid", os.getpid(), flush=True)
+"""
+# Waits for process 1, as a stage does whose input is late; a failure may end it in either of two ways.
+WAIT_IN_PYTHON = """
+with group.waiting("stage 1's activations of microbatch 3", on=1):
+    while True:
+        group.check()
+        time.sleep(0.05)
+"""
+WAIT_OUTSIDE_OF_PYTHON = """
+with group.waiting("stage 1's activations of microbatch 3", on=1):
+    time.sleep(1000)
+"""
+AWAITED = r"was waiting for stage 1's activations of microbatch 3 \(from process 1\)"
+
+
+def error_block(stderr: str) -> str:
+    """What the launcher says itself, at the end."""
+    _, found, block = stderr.rpartition("\njaxpp_flax.launch: ")
+    assert found, f"the launcher gave no reason: {stderr}"
+    return block
+
+
+def test_a_script_runs_unchanged_in_every_process(tmp_path: Path):
+    source = (
+        BEGIN
+        + """
+import jax, jax.numpy as jnp
+from jax.experimental import multihost_utils
+assert __name__ == "__main__" and __file__ == sys.argv[0]
+import neighbour
+sums = multihost_utils.process_allgather(jnp.asarray(index + 1)).tolist()
+print("got", sys.argv[1:], jax.process_count(), len(jax.devices()), len(jax.local_devices()), sums, neighbour.NAME)
+print("to stderr", file=sys.stderr)
+"""
+    )
+    (tmp_path / "neighbour.py").write_text("NAME = 'next door'\n")
+    with launched(
+        tmp_path, source, "-n", "2", "--devices-per-process", "2", "--log-dir", "logs", arguments=("--steps", "3", "-n")
+    ) as run:
+        assert run.finish() == 0, run.stderr
+        for index in range(2):
+            assert f"[{index}] got ['--steps', '3', '-n'] 2 4 2 [1, 2] next door\n" in run.stdout
+            assert f"[{index}] to stderr\n" in run.stderr
+            assert "to stderr\n" in (tmp_path / "logs" / f"process_{index}.log").read_text()
+        run.check_nothing_is_left()
+
+
+def test_all_sockets_listen_on_loopback(tmp_path: Path):
+    source = (
+        BEGIN
+        + """
+import jax
+from jax.experimental import multihost_utils
+multihost_utils.process_allgather(jax.numpy.zeros(1))
+print("ready")
+while not os.path.exists("looked"):
+    time.sleep(0.05)
+"""
+    )
+    with launched(tmp_path, source, "-n", "2") as run:
+        run.wait_for_output("ready", times=2)
+        addresses = listening_addresses(list(marked(run.mark)))
+        (tmp_path / "looked").touch()
+        assert run.finish() == 0, run.stderr
+    # At least the service's, and gloo's of each process.
+    assert len(addresses) >= 3
+    # 127.0.0.1, as itself and as an IPv6 address, in the byte order of /proc.
+    assert set(addresses) <= {"0100007F", "0000000000000000FFFF00000100007F"}
+
+
+@pytest.mark.parametrize("wait", [WAIT_IN_PYTHON, WAIT_OUTSIDE_OF_PYTHON], ids=["in Python", "outside"])
+def test_an_exception_ends_all_and_is_shown_last(tmp_path: Path, wait: str):
+    source = BEGIN + "if index == 1:\n    raise KeyError('bad luck')\n" + wait
+    with launched(tmp_path, source, "-n", "3") as run:
+        assert run.finish() == 1
+        block = error_block(run.stderr)
+        assert block.startswith("process 1 of 3 failed first: it ended with exit status 1.")
+        assert block.rstrip().endswith("[1] KeyError: 'bad luck'")
+        assert "runpy" not in run.stderr  # the traceback is the user's own
+        first = run.stderr.index("[1] KeyError: 'bad luck'")
+        for index in (0, 2):
+            assert re.search(rf"\[{index}\] Process {index} {AWAITED}", run.stderr)
+            assert run.stderr.index(f"[{index}] ") > first
+        run.check_nothing_is_left()
+
+
+def test_the_exit_status_is_that_of_the_first_failure(tmp_path: Path):
+    with launched(tmp_path, BEGIN + "if index == 1:\n    sys.exit(3)\n" + WAIT_IN_PYTHON, "-n", "2") as run:
+        assert run.finish() == 3
+        assert "process 1 of 2 failed first: it ended with exit status 3" in error_block(run.stderr)
+        assert re.search(rf"\[0\] Process 0 {AWAITED}", run.stderr)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_process_is_named_and_ends_the_others(tmp_path: Path, victim: int):
+    with launched(tmp_path, BEGIN + WAIT_OUTSIDE_OF_PYTHON, "-n", "3") as run:
+        run.wait_for_output(" pid ", times=3)
+        run.kill(victim)
+        assert run.finish() == 128 + signal.SIGKILL
+        assert error_block(run.stderr).startswith(f"process {victim} of 3 failed first: it was killed by SIGKILL")
+        for index in {0, 1, 2} - {victim}:
+            assert f"[{index}] jaxpp_flax: the run has ended: process {victim}: it was killed by SIGKILL" in run.stderr
+            assert re.search(rf"\[{index}\] Process {index} {AWAITED}", run.stderr)
+        run.check_nothing_is_left()
+
+
+def test_a_process_killed_while_it_starts(tmp_path: Path):
+    with launched(tmp_path, BEGIN, "-n", "2") as run:
+        children: dict[int, str] = {}
+
+        def all_started() -> bool:
+            children.update((pid, line) for pid, line in marked(run.mark).items() if "launch.child" in line)
+            return len(children) == 2
+
+        wait_for(all_started, "the start of both processes")
+        os.kill(max(children), signal.SIGKILL)
+        assert run.finish() == 128 + signal.SIGKILL
+        assert "killed by SIGKILL" in error_block(run.stderr)
+        run.check_nothing_is_left()
+
+
+def test_a_stopped_process_is_found_and_named(tmp_path: Path):
+    with launched(tmp_path, BEGIN + WAIT_OUTSIDE_OF_PYTHON, "-n", "2", "--failure-timeout", "8") as run:
+        run.wait_for_output(" pid ", times=2)
+        time.sleep(2.0)  # until its first heartbeat has been seen
+        run.kill(1, signal.SIGSTOP)
+        assert run.finish() == 128 + signal.SIGSTOP
+        assert error_block(run.stderr).startswith("process 1 of 2 was stopped (SIGSTOP)")
+        assert "[0] jaxpp_flax: the run has ended: process 1: no sign of life for " in run.stderr
+        assert re.search(rf"\[0\] Process 0 {AWAITED}", run.stderr)
+        run.check_nothing_is_left()
+
+
+def test_a_killed_coordination_service_ends_all(tmp_path: Path):
+    with launched(tmp_path, BEGIN + WAIT_OUTSIDE_OF_PYTHON, "-n", "2") as run:
+        run.wait_for_output(" pid ", times=2)
+        [service] = [pid for pid, line in marked(run.mark).items() if "launch.coordinator" in line]
+        os.kill(service, signal.SIGKILL)
+        assert run.finish() != 0
+        error_block(run.stderr)
+        run.check_nothing_is_left()
+
+
+def test_a_process_that_ends_early_is_an_error_that_says_so(tmp_path: Path):
+    with launched(tmp_path, BEGIN + "if index == 1:\n    sys.exit(0)\n" + WAIT_IN_PYTHON, "-n", "2") as run:
+        assert run.finish() == 69
+        assert "process 1: it ended its program while others wait for it" in run.stderr
+        assert re.search(rf"\[0\] Process 0 {AWAITED}", run.stderr)
+        run.check_nothing_is_left()
+
+
+def test_a_process_may_take_its_time_at_the_end(tmp_path: Path):
+    source = BEGIN + "time.sleep(4.0 if index == 0 else 0.0)\nprint('done')\n"
+    with launched(tmp_path, source, "-n", "2", "--failure-timeout", "3") as run:
+        assert run.finish() == 0, run.stderr
+        assert run.stdout.count("done") == 2
+
+
+def test_one_process_is_an_ordinary_program(tmp_path: Path):
+    with launched(tmp_path, BEGIN + "sys.exit(5)", "-n", "1") as run:
+        assert run.finish() == 5
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path):
+    child = "import subprocess\nsubprocess.Popen(['sleep', '1000'])\n"
+    with launched(tmp_path, BEGIN + child + "print('waits')\n" + WAIT_OUTSIDE_OF_PYTHON, "-n", "2") as run:
+        run.wait_for_output("waits", times=2)
+        run.popen.send_signal(signal.SIGINT)
+        assert run.finish() == 128 + signal.SIGINT
+        assert "Traceback" not in run.stderr
+        run.check_nothing_is_left()
+
+
+def test_sigterm_lets_the_processes_finish(tmp_path: Path):
+    source = (
+        BEGIN
+        + """
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+print("waits")
+while not asked:
+    time.sleep(0.05)
+print("saved")
+"""
+    )
+    with launched(tmp_path, source, "-n", "2") as run:
+        run.wait_for_output("waits", times=2)
+        run.popen.send_signal(signal.SIGTERM)
+        assert run.finish() == 128 + signal.SIGTERM
+        assert run.stdout.count("saved") == 2
+        run.check_nothing_is_left()
+
+
+def test_a_second_signal_kills(tmp_path: Path):
+    source = BEGIN + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('waits')\ntime.sleep(1000)"
+    with launched(tmp_path, source, "-n", "2") as run:
+        run.wait_for_output("waits", times=2)
+        run.popen.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        run.popen.send_signal(signal.SIGTERM)
+        assert run.finish() == 128 + signal.SIGTERM
+        run.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("moment", ["while running", "while starting"])
+def test_a_killed_launcher_leaves_nothing(tmp_path: Path, moment: str):
+    child = "import subprocess\nsubprocess.Popen(['sleep', '1000'])\n"
+    with launched(tmp_path, BEGIN + child + "print('waits')\ntime.sleep(1000)\n", "-n", "2") as run:
+        if moment == "while running":
+            run.wait_for_output("waits", times=2)
+        else:
+            wait_for(lambda: any("launch.child" in line for line in marked(run.mark).values()), "the first child")
+        run.popen.kill()
+        run.popen.wait()
+        run.check_nothing_is_left(seconds=10.0)
+
+
+def test_a_module_runs_too(tmp_path: Path):
+    (tmp_path / "program.py").write_text("import sys\nprint('module', __name__, sys.argv[1:])\n")
+    command = [sys.executable, "-m", "jaxpp_flax.launch", "-n", "2", "-m", "program", "--flag"]
+    with started(tmp_path, command) as run:
+        assert run.finish() == 0, run.stderr
+        assert run.stdout.count("module __main__ ['--flag']") == 2
