@@ -21,9 +21,11 @@ __all__ = [
     "bind_cpu_collectives",
     "context_on_mesh",
     "coordination_client",
+    "coordinator_address",
     "copy_arrays",
     "copy_arrays_public",
     "detect_cluster",
+    "poison",
     "private_names_in_use",
     "register_array_type",
     "start_coordination_service",
@@ -125,6 +127,31 @@ def coordination_client() -> CoordinationClient | None:
     return CoordinationClient(
         _distributed_state.client, _distributed_state.process_id, _distributed_state.num_processes
     )
+
+
+def coordinator_address() -> str | None:
+    """Host and port of JAX's coordination service, or None in a single process or where this JAX hides it.
+
+    Example:
+      >>> coordinator_address() is None
+      True
+    """
+    return getattr(_distributed_state, "coordinator_address", None)
+
+
+def poison(connection: Any) -> bool:
+    """Make errors of the arrays that are to come through a connection of `jax.experimental.transfer`.
+
+    Nothing public ends a wait for a peer that stands still; without this, only the end of the process does.
+
+    Returns:
+      Whether it took effect.
+    """
+    breaker = getattr(connection, "_poison_connection", None)
+    if breaker is None or _PUBLIC_ONLY:
+        return False
+    breaker()
+    return True
 
 
 def start_coordination_service(address: str, process_count: int, heartbeat_timeout_s: int) -> Callable[[], None] | None:

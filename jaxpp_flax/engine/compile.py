@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -18,6 +19,7 @@ from jaxpp_flax.engine.fingerprint import Fingerprinter
 from jaxpp_flax.engine.ir import Graph, struct_of
 from jaxpp_flax.engine.mesh import RankMeshes, carried_over, spec_on
 from jaxpp_flax.engine.program import Free, Program, ProgramTask, Run, Transfer
+from jaxpp_flax.engine.shared_specs import SharedSpecs
 
 __all__ = ["Executables", "TaskCompiler", "compile_program"]
 
@@ -87,12 +89,18 @@ def _named(graph: Graph, name: str) -> Callable[..., tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class Executables:
-    """What the runtime needs beside the program: an executable for each task, the sharding of each slot written."""
+    """What the runtime needs beside the program: an executable for each task, the sharding of each slot written.
+
+    For each transfer, `transfer_specs` are those of what arrives, `source_specs` those of what is sent, and
+    `transfer_avals` the types (None for an argument of the step).
+    """
 
     tasks: tuple[Any, ...]
     in_specs: tuple[PartitionSpec, ...]
     out_specs: tuple[PartitionSpec | None, ...]
     transfer_specs: dict[int, tuple[PartitionSpec, ...]]
+    source_specs: dict[int, tuple[PartitionSpec, ...]]
+    transfer_avals: dict[int, tuple[Any, ...]]
     written_bytes: dict[int, list[int]]
 
 
@@ -111,6 +119,7 @@ def compile_program(
     ranks: Sequence[int],
     progress: Progress | None = None,
     argument_shapes: Sequence[tuple[int, ...]] = (),
+    shared: SharedSpecs | None = None,
 ) -> Executables:
     """Compile the tasks of `ranks` in program order, finding shardings on the way.
 
@@ -122,10 +131,11 @@ def compile_program(
       ranks: those of this process.
       progress: told after each task.
       argument_shapes: for each argument of the program; needed where ranks' meshes differ in shape.
+      shared: where not all ranks are this process's: tells how the others' tasks partition their results.
     """
     mesh: RankMeshes = compiler.mesh
-    spec: dict[int, PartitionSpec] = {}
-    nbytes: dict[int, int] = {}
+    spec = _SlotSpecs()
+    types: dict[int, tuple[Any, int]] = {}  # of what tasks wrote: (aval, rank)
     for ranks_of, argument in zip(program.arguments, argument_specs, strict=True):
         spec.update(dict.fromkeys(ranks_of.values(), argument))
     spec.update(dict.fromkeys(program.indices.values(), PartitionSpec()))
@@ -135,27 +145,36 @@ def compile_program(
         for slot in ranks_of.values()
     }
     wanted = _specs_wanted(program, result_specs, mesh)
-    executables: list[Any] = [None] * len(program.tasks)
-    outputs: dict[int, tuple[PartitionSpec, ...]] = {}
-    transfers: dict[int, tuple[PartitionSpec, ...]] = {}
-    written: dict[int, list[int]] = {}
     mine = set(ranks)
+    count = sum(task.rank in mine for task in program.tasks)
+    executables: list[Any] = [None] * len(program.tasks)
+    outputs: dict[int, Sequence[_Spec]] = {}
+    sources: dict[int, list[_Spec]] = {}
+    transfers: dict[int, list[_Spec]] = {}
+    written: dict[int, list[tuple[_Spec, tuple[Any, int] | None]]] = {}
     for number, instruction in enumerate(program.instructions):
         if isinstance(instruction, Free):
             continue
         if isinstance(instruction, Transfer):
             target = mesh.unstack[instruction.target]
             alike = _alike(mesh, instruction)
+            sources[number] = [spec.unread(s) for s in instruction.sent]
+            written[number] = [(spec.unread(s), types.get(s)) for s in instruction.sent]
             for position, (sent, received) in enumerate(zip(instruction.sent, instruction.received, strict=True)):
                 wish = wanted.get((number, position))
                 shape[received] = shape.get(sent, ())
-                spec[received] = wish or (spec[sent] if alike else carried_over(spec[sent], target, shape[sent]))
-                nbytes[received] = nbytes.get(sent, 0)
-            transfers[number] = tuple(spec[s] for s in instruction.received)
-            written[number] = [nbytes[s] for s in instruction.received]
+                spec[received] = wish or (spec.unread(sent) if alike else carried_over(spec[sent], target, shape[sent]))
+                types.pop(received, None)
+                if sent in types:
+                    types[received] = types[sent]
+            transfers[number] = [spec.unread(s) for s in instruction.received]
             continue
         task = program.tasks[instruction.task]
-        if instruction.task not in outputs:
+        if instruction.task not in outputs and task.rank not in mine and shared is not None:
+            outputs[instruction.task] = [
+                partial(_spec_of_other, shared, program, instruction.task, i) for i in range(len(task.graph.outputs))
+            ]
+        elif instruction.task not in outputs:
             in_specs = [spec[s] for s in instruction.inputs]
             out_specs = [wanted.get((number, i)) for i in range(len(task.graph.outputs))]
             if task.leading:
@@ -168,19 +187,59 @@ def compile_program(
             if None in specs:  # XLA chose what no PartitionSpec can say: then it is told to choose otherwise
                 compiled = compiler.compile(task, in_specs, [s or PartitionSpec() for s in specs])
                 specs = _output_specs(compiled, task, mesh)
-            if task.rank in mine:
-                executables[instruction.task] = compiled
-            outputs[instruction.task] = tuple(s or PartitionSpec() for s in specs)
+            executables[instruction.task] = compiled
+            found = tuple(s or PartitionSpec() for s in specs)
+            outputs[instruction.task] = found
+            if shared is not None:
+                shared.publish(program, instruction.task, found)
             if progress is not None:
-                progress(len(outputs), len(program.tasks), task.name)
-        submesh = mesh.unstack[task.rank]
-        written[number] = []
-        for slot, atom, found in zip(instruction.outputs, task.graph.outputs, outputs[instruction.task], strict=True):
-            spec[slot], shape[slot] = found, tuple(atom.aval.shape)
-            nbytes[slot] = _local_bytes(atom.aval, NamedSharding(submesh, found))
-            written[number].append(nbytes[slot])
+                progress(len(executables) - executables.count(None), count, task.name)
+        for slot, atom, found_spec in zip(
+            instruction.outputs, task.graph.outputs, outputs[instruction.task], strict=True
+        ):
+            spec[slot], types[slot] = found_spec, (atom.aval, task.rank)
+            shape[slot] = tuple(atom.aval.shape)
+        written[number] = [(spec.unread(s), types[s]) for s in instruction.outputs]
     final = tuple(spec[next(iter(result.values()))] if isinstance(result, dict) else None for result in program.results)
-    return Executables(tuple(executables), tuple(argument_specs), final, transfers, written)
+    return Executables(
+        tuple(executables),
+        tuple(argument_specs),
+        final,
+        {number: tuple(map(_read, specs)) for number, specs in transfers.items()},
+        {number: tuple(map(_read, specs)) for number, specs in sources.items()},
+        {n: tuple(of[0] if of else None for _, of in written[n]) for n in transfers},
+        {n: [_written_bytes(mesh, _read(s), of) for s, of in writes] for n, writes in written.items()},
+    )
+
+
+# The spec of a slot, or how to find it out: another process may still be compiling what writes it.
+_Spec: TypeAlias = "PartitionSpec | Callable[[], PartitionSpec]"
+
+
+class _SlotSpecs(dict[int, Any]):
+    """The specs of slots, each found out when it is read."""
+
+    def __getitem__(self, slot: int) -> PartitionSpec:
+        return _read(super().__getitem__(slot))
+
+    def unread(self, slot: int) -> _Spec:
+        """The spec as it was put in."""
+        return super().__getitem__(slot)
+
+
+def _read(spec: _Spec) -> PartitionSpec:
+    return spec if isinstance(spec, PartitionSpec) else spec()
+
+
+def _spec_of_other(shared: SharedSpecs, program: Program, task: int, output: int) -> PartitionSpec:
+    return shared.of(program, task)[output]
+
+
+def _written_bytes(mesh: RankMeshes, spec: PartitionSpec, of: tuple[Any, int] | None) -> int:
+    if of is None:  # an argument that is passed on
+        return 0
+    aval, rank = of
+    return _local_bytes(aval, NamedSharding(mesh.unstack[rank], spec))
 
 
 def _alike(mesh: RankMeshes, transfer: Transfer) -> bool:
@@ -221,7 +280,7 @@ def _output_specs(compiled: Any, task: ProgramTask, mesh: RankMeshes) -> list[Pa
 
 
 def _initial_spec(
-    program: Program, number: int, position: int, spec: dict[int, PartitionSpec], wish: PartitionSpec | None
+    program: Program, number: int, position: int, spec: _SlotSpecs, wish: PartitionSpec | None
 ) -> PartitionSpec:
     """The sharding of an accumulator: that of its parameter, or else of an array of its type in the same stage."""
     initial = program.instructions[number]
@@ -238,7 +297,7 @@ def _initial_spec(
             task = program.tasks[instruction.task]
             for value, read in zip(task.graph.inputs, instruction.inputs, strict=True):
                 same = value.aval.shape == shape and value.aval.dtype == aval.dtype
-                if same and read != slot and spec.get(read, PartitionSpec()) != PartitionSpec():
+                if same and read != slot and read in spec and spec[read] != PartitionSpec():
                     return PartitionSpec(*prefix, *spec[read])
             break
     return PartitionSpec(*prefix)

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.array import MpmdArray, MpmdSharding
@@ -15,9 +16,11 @@ from jaxpp_flax.engine.compile import TaskCompiler, compile_program
 from jaxpp_flax.engine.ir import Constant
 from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.pipeline import Built
+from jaxpp_flax.engine.placing import place
 from jaxpp_flax.engine.profile import TaskTiming
 from jaxpp_flax.engine.runtime import Runtime
 from jaxpp_flax.engine.summary import MemoryAnalysis, StageSummary, analyse_memory, summarise_stages
+from jaxpp_flax.engine.together import meet, start
 
 __all__ = ["Compiled", "Leaf", "Signature"]
 
@@ -48,9 +51,10 @@ class Signature:
 
 @dataclass(frozen=True)
 class _Argument:
-    """Where an argument goes: (slot, rank, sharding) for each rank that reads it."""
+    """Where an argument goes: (slot, rank, sharding) for each of this process's ranks that reads it; all its ranks."""
 
     targets: tuple[tuple[int, int, NamedSharding], ...]
+    ranks: tuple[int, ...]
     donated: bool
 
 
@@ -69,23 +73,38 @@ class Compiled:
         mesh = self.mpmd_mesh = compiler.mesh
         program = self.program = built.program
         specs = [PartitionSpec()] * len(consts) + [leaf.spec for leaf in signature.leaves]
-        self._executables = compile_program(program, compiler, specs, out_specs, mesh.local_ranks)
-        self._runtime = Runtime(program, self._executables, mesh)
+        # Every process reads what all of them get: it is whole on each device.
+        out_specs = [
+            spec if spec is not None or not for_all else PartitionSpec()
+            for spec, for_all in zip(out_specs, built.placed.for_all, strict=True)
+        ]
+        across, shared = meet(mesh, program, specs, out_specs)
+        self._executables = compile_program(program, compiler, specs, out_specs, mesh.local_ranks, shared=shared)
+        self._runtime = Runtime(program, self._executables, mesh, across)
+        self._single_process = across is None
         self._arguments = tuple(
             _Argument(
-                tuple((slot, rank, NamedSharding(mesh.unstack[rank], spec)) for rank, slot in ranks.items()), donated
+                tuple(
+                    (slot, rank, NamedSharding(mesh.unstack[rank], spec))
+                    for rank, slot in ranks.items()
+                    if mesh.is_local(rank)
+                ),
+                tuple(ranks),
+                donated,
             )
             for ranks, spec, donated in zip(
                 program.arguments, specs, (False,) * len(consts) + signature.donated, strict=True
             )
         )
         self._constants = [
-            (slot, jax.device_put(value, sharding))
+            (slot, place(value, sharding))
             for value, argument in zip(consts, self._arguments[: len(consts)], strict=True)
             for slot, _, sharding in argument.targets
         ]
         self._arguments = self._arguments[len(consts) :]
         self._results = [self._bind_result(i) for i in range(len(program.results))]
+        if across is not None:
+            start(across, self._runtime.parcels)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.
@@ -145,13 +164,13 @@ class Compiled:
             for slot, rank, sharding in argument.targets:
                 part = parts.get(rank)
                 if part is None or (part.sharding is not sharding and part.sharding != sharding):
-                    part = jax.device_put(leaf._value, sharding)  # pyright: ignore[reportPrivateUsage]
+                    part = place(leaf._value, sharding)  # pyright: ignore[reportPrivateUsage]
                 elif part.is_deleted():
                     raise RuntimeError(leaf._deleted_message(rank))  # pyright: ignore[reportPrivateUsage]
                 environment[slot] = part
             return
         for slot, _, sharding in argument.targets:
-            environment[slot] = jax.device_put(leaf, sharding)
+            environment[slot] = place(leaf, sharding)
         if not argument.donated or not isinstance(leaf, jax.Array):
             return
         # As under jax.jit, a donated argument is gone after the call. Where a target shares its device, the copy may
@@ -175,12 +194,13 @@ class Compiled:
         return bind
 
     def _constant_result(self, constant: Constant) -> MpmdArray:
-        sharding = MpmdSharding(self.mpmd_mesh, frozenset({0}), PartitionSpec())
-        value = jax.device_put(
-            jax.numpy.asarray(constant.value, constant.aval.dtype),
-            NamedSharding(self.mpmd_mesh.unstack[0], PartitionSpec()),
-        )
-        return MpmdArray._from_parts(sharding, {0: value}, constant.aval)  # pyright: ignore[reportPrivateUsage]
+        # It costs no transfer, so every process has it.
+        ranks = {0} if self._single_process else set(range(self.mpmd_mesh.mpmd_dim))
+        sharding = MpmdSharding(self.mpmd_mesh, ranks, PartitionSpec())
+        value = np.asarray(constant.value, constant.aval.dtype)
+        local = [rank for rank in sharding.ranks if self.mpmd_mesh.is_local(rank)]
+        parts = {rank: place(value, sharding.local_sharding(rank)) for rank in local}
+        return MpmdArray._from_parts(sharding, parts, constant.aval)  # pyright: ignore[reportPrivateUsage]
 
     def _check(self, leaves: Sequence[Any], tree: Any, args: Any, kwargs: Any) -> None:
         from jaxpp_flax.engine.jit import type_of
@@ -211,7 +231,7 @@ class Compiled:
     def in_shardings(self) -> Any:
         """The `MpmdSharding` of each argument: a tree like `(args, kwargs)`."""
         shardings = [
-            MpmdSharding(self.mpmd_mesh, frozenset(rank for _, rank, _ in a.targets) or frozenset({0}), leaf.spec)
+            MpmdSharding(self.mpmd_mesh, frozenset(a.ranks) or frozenset({0}), leaf.spec)
             for a, leaf in zip(self._arguments, self._signature.leaves, strict=True)
         ]
         return jax.tree_util.tree_unflatten(self._signature.tree, shardings)

@@ -203,6 +203,44 @@ class ProcessGroup:
             "stand still, or run another program. Raise the timeout if they only need longer."
         )
 
+    # -- values that some processes need
+
+    def publish(self, key: str, value: bytes) -> None:
+        """Leave a value for whoever asks for it with `fetch`; it stays for as long as the run.
+
+        Args:
+          key: a path with slashes, used once.
+          value: small: a hash, an address, a description.
+        """
+        if self._store is not None:
+            self._store.set(f"{ROOT}/published/{key}", value)
+
+    def fetch(self, key: str, what: str, on: int, timeout_s: float | None = None) -> bytes:
+        """What process `on` has published, or will have.
+
+        Args:
+          key: as it was published.
+          what: the value in words, as the error says it.
+          on: the process that publishes it.
+          timeout_s: seconds to wait, or None to wait until a process fails.
+
+        Raises:
+          BarrierTimeoutError: if it does not come in time.
+          ProcessFailedError: if a process has failed.
+        """
+        if self._store is None:
+            raise CoordinationError(f"{what} is awaited from process {on}, but there is one process alone.")
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self.waiting(what, on=on):
+            while (value := self._store.get(f"{ROOT}/published/{key}", _POLL_SECONDS)) is None:
+                self.check()
+                if deadline is not None and time.monotonic() > deadline:
+                    raise BarrierTimeoutError(
+                        f"process {on} did not give {what} within {timeout_s:g} s; process {self.process_index} "
+                        "waited. Look at its log: it is slower than that, stands still, or runs another program."
+                    )
+        return value
+
     # -- failures
 
     @property

@@ -19,6 +19,7 @@ from jaxpp_flax.engine.compiled import Compiled, Leaf, Signature
 from jaxpp_flax.engine.ir import from_jaxpr
 from jaxpp_flax.engine.loop import Last, treduce_i
 from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.engine.passes.audience import Audience
 from jaxpp_flax.engine.passes.constraints import on_submesh
 from jaxpp_flax.engine.pipeline import CutPolicy, build, cut_at_every_mark
 from jaxpp_flax.schedules.schedule import Schedule
@@ -46,6 +47,7 @@ class MpmdFunction:
         static_argnums: int | Sequence[int] = (),
         static_argnames: str | Iterable[str] = (),
         cut_policy: CutPolicy = cut_at_every_mark,
+        everywhere: Any = False,
     ) -> None:
         _check_mesh(mpmd_mesh)
         functools.update_wrapper(self, fun)
@@ -55,6 +57,7 @@ class MpmdFunction:
         self._donate_argnums, self._donate_argnames = _both_ways(fun, donate_argnums, donate_argnames)
         self._static_argnums, self._static_argnames = _both_ways(fun, static_argnums, static_argnames)
         self._policy = cut_policy
+        self._everywhere = everywhere
         self._compiler = TaskCompiler(mpmd_mesh)
         self._jitted = jax.jit(fun, static_argnums=self._static_argnums, static_argnames=self._static_argnames)
         self._cache: dict[Hashable, Compiled] = {}
@@ -149,8 +152,9 @@ class MpmdFunction:
         donated = [False] * len(consts) + self._donated(args, named)
         specs = [PartitionSpec()] * len(consts) + list(in_specs)
         sizes = dict(mesh.unstack[0].shape)
+        audience = Audience.of(mesh, _broadcast_flags(self._everywhere, traced.out_info))
         with jax.sharding.use_abstract_mesh(mesh.abstract_submesh) if mesh.is_explicit else nullcontext():
-            built = build(graph, mesh.mpmd_dim, self._policy, donated, specs, sizes)
+            built = build(graph, mesh.mpmd_dim, self._policy, donated, specs, sizes, audience)
         out_specs = _broadcast_specs(self._out_specs, traced.out_info, "out_specs", self.mpmd_mesh)
         signature = Signature(
             tree=tree,
@@ -282,6 +286,18 @@ def _broadcast_specs(prefix: Any, tree: Any, what: str, mesh: MpmdMesh) -> list[
     return specs
 
 
+def _broadcast_flags(prefix: Any, tree: Any) -> list[bool]:
+    """One flag for each leaf of `tree`."""
+    try:
+        flags: list[bool] = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
+    except ValueError as error:
+        raise ValueError(
+            f"everywhere={prefix!r} is not a prefix of the results: {jax.tree.structure(tree)}. Pass True, False, or a "
+            "tree of these."
+        ) from error
+    return flags
+
+
 def mpmd_jit_with_loop(
     fun: Callable[..., Any],
     mpmd_mesh: MpmdMesh,
@@ -295,6 +311,7 @@ def mpmd_jit_with_loop(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
     cut_policy: CutPolicy = cut_at_every_mark,
+    everywhere: Any = False,
 ) -> MpmdFunction:
     """Compile a train step with a `treduce` loop into one SPMD program per stage, run as a pipeline.
 
@@ -307,6 +324,8 @@ def mpmd_jit_with_loop(
       donate_argnums, donate_argnames: arguments whose memory the step may reuse.
       static_argnums, static_argnames: as in `jax.jit`.
       cut_policy: which marks cut; by default all of them.
+      everywhere: with several processes, which results all of them get: a prefix tree of bools. Scalars, and what is
+        small and no new value of an argument, they get anyway.
 
     Returns:
       A callable that takes arrays, NumPy arrays and `MpmdArray`s, and returns `MpmdArray`s.
@@ -344,6 +363,7 @@ def mpmd_jit_with_loop(
         static_argnums=static_argnums,
         static_argnames=static_argnames,
         cut_policy=cut_policy,
+        everywhere=everywhere,
     )
 
 
@@ -405,6 +425,7 @@ def mpmd_jit(
     static_argnames: str | Iterable[str] = (),
     num_stages: int | None = None,
     cut_policy: CutPolicy = cut_at_every_mark,
+    everywhere: Any = False,
 ) -> MpmdFunction:
     """The same as `mpmd_jit_with_loop` for a marked function without a loop: inference.
 
@@ -438,4 +459,5 @@ def mpmd_jit(
         static_argnums=static_argnums,
         static_argnames=static_argnames,
         cut_policy=cut_policy,
+        everywhere=everywhere,
     )

@@ -15,6 +15,7 @@ from jaxpp_flax.engine.blocks import LoopBody, Marks
 from jaxpp_flax.engine.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, struct_of
 from jaxpp_flax.engine.loop import treduce_p
 from jaxpp_flax.engine.markers import Mark
+from jaxpp_flax.engine.passes.audience import Audience
 from jaxpp_flax.engine.passes.batch_dims import BatchDim, propagate
 from jaxpp_flax.engine.passes.conditions import split_conditions
 from jaxpp_flax.engine.passes.defer import defer_reductions
@@ -77,6 +78,7 @@ def build(
     donated: Sequence[bool],
     specs: Sequence[PartitionSpec],
     axis_sizes: Mapping[str, int],
+    audience: Audience | None = None,
 ) -> Built:
     """Run all passes on a traced step.
 
@@ -87,6 +89,7 @@ def build(
       donated: for each input, whether its buffers may be reused.
       specs: how each input is partitioned inside a submesh.
       axis_sizes: of the submesh's axes.
+      audience: with several processes, which results all of them get.
 
     Raises:
       ValueError: if the step holds no loop, a loop's schedule or marks do not fit, or a marker cannot cut.
@@ -122,9 +125,9 @@ def build(
             "Wrap the work of one microbatch: `treduce(jax.value_and_grad(loss), batch, schedule=Std1F1B(n))`; "
             "for inference use `mpmd_jit`."
         )
-    placed = place(nodes, flat.inputs, flat.outputs, frozenset(sums))
+    placed = place(nodes, flat.inputs, flat.outputs, frozenset(sums), audience)
     unrolled = unroll(placed, num_ranks)
-    program = allocate(unrolled, donated)
+    program = allocate(unrolled, donated, keep_received=audience is not None)
     if verify:
         placed.verify()
         unrolled.verify()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,48 +12,100 @@ from jax.sharding import NamedSharding
 from jaxpp_flax.engine._compat import copy_arrays
 from jaxpp_flax.engine.compile import Executables
 from jaxpp_flax.engine.mesh import RankMeshes
+from jaxpp_flax.engine.placing import place
 from jaxpp_flax.engine.profile import TaskTiming, run_profiled
 from jaxpp_flax.engine.program import Free, Program, Run, Transfer
+from jaxpp_flax.engine.transport.base import Parcel, Tag
+from jaxpp_flax.engine.transport.crossing import Crossing
+from jaxpp_flax.engine.transport.link import Link
+from jaxpp_flax.engine.transport.routes import Leaf, plan
 
-__all__ = ["Runtime"]
+__all__ = ["Across", "Runtime"]
 
 Environment = list[Any]
 Step = Callable[[Environment], None]
+
+
+@dataclass(frozen=True)
+class Across:
+    """How this process takes part in a program that several run: its link to the others, and the program's names.
+
+    `title` is for people ("program 2"); `name` is no other program's, not even after a change of the code.
+    """
+
+    link: Link
+    title: str
+    name: str
 
 
 class Runtime:
     """A program bound to its executables; `run` is called once per step.
 
     Each instruction becomes one closure over plain integers, so that a step evaluates nothing but calls, copies and
-    list accesses.
+    list accesses. With several processes, only those of this process's ranks become one.
     """
 
-    def __init__(self, program: Program, executables: Executables, mesh: RankMeshes) -> None:
+    def __init__(
+        self, program: Program, executables: Executables, mesh: RankMeshes, across: Across | None = None
+    ) -> None:
         self.program = program
-        self._steps = [
-            self._bind(number, instruction, executables, mesh)
-            for number, instruction in enumerate(program.instructions)
-        ]
-        self._indices = self._place_indices(mesh)
+        self.parcels: list[Parcel] = []  # what this process sends and receives in a step
+        self._across = across
+        self._step = 0
+        self._mesh, self._executables = mesh, executables
+        self._given_away = _given_away(program) if across is not None else {}
+        self._awaiting = _awaiting(program) if across is not None else {}
+        local = set(mesh.local_ranks)
+        bound = [self._bind(number, instruction, local) for number, instruction in enumerate(program.instructions)]
+        self._steps = [step for step in bound if step is not None]
+        self._indices = self._place_indices(local)
 
-    def _place_indices(self, mesh: RankMeshes) -> dict[int, jax.Array]:
+    def _place_indices(self, local: set[int]) -> dict[int, jax.Array]:
         """The microbatch index as a device scalar on each rank, made once: no step pays for it."""
         placed: dict[int, jax.Array] = {}
         for (rank, microbatch), slot in self.program.indices.items():
-            sharding = NamedSharding(mesh.unstack[rank], jax.sharding.PartitionSpec())
-            placed[slot] = jax.device_put(jax.numpy.int32(microbatch), sharding)
+            if rank in local:
+                sharding = NamedSharding(self._mesh.unstack[rank], jax.sharding.PartitionSpec())
+                placed[slot] = place(jax.numpy.int32(microbatch), sharding)
         return placed
 
-    def _bind(
-        self, number: int, instruction: Run | Transfer | Free, executables: Executables, mesh: RankMeshes
-    ) -> Step:
-        if isinstance(instruction, Run):
-            return _bind_run(executables.tasks[instruction.task], instruction.inputs, instruction.outputs)
+    def _bind(self, number: int, instruction: Run | Transfer | Free, local: set[int]) -> Step | None:
         if isinstance(instruction, Transfer):
-            target = mesh.unstack[instruction.target]
-            shardings = [NamedSharding(target, spec) for spec in executables.transfer_specs[number]]
-            return _bind_transfer(instruction.sent, instruction.received, shardings)
+            return self._bind_any_transfer(number, instruction, local)
+        if instruction.rank not in local:
+            return None
+        if isinstance(instruction, Run):
+            run = _bind_run(self._executables.tasks[instruction.task], instruction.inputs, instruction.outputs)
+            return run if self._across is None else _after(self._across.link.window.before_task, run)
         return _bind_free(instruction.slots, instruction.delete)
+
+    def _bind_any_transfer(self, number: int, instruction: Transfer, local: set[int]) -> Step | None:
+        source, target = self._mesh.unstack[instruction.source], self._mesh.unstack[instruction.target]
+        shardings = [NamedSharding(target, spec) for spec in self._executables.transfer_specs[number]]
+        here = {instruction.source, instruction.target} <= local
+        if self._across is None or (here and not (source.is_multi_process or target.is_multi_process)):
+            return _bind_transfer(instruction.sent, instruction.received, shardings)
+        across, link = self._across, self._across.link
+        concerned = not local.isdisjoint((instruction.source, instruction.target))
+        if not concerned and not link.transport.needs_global_order:
+            return None
+        types, specs = self._executables.transfer_avals[number], self._executables.source_specs[number]
+        leaves = [
+            Leaf(tuple(aval.shape), aval.dtype, NamedSharding(source, spec), sharding)
+            for aval, spec, sharding in zip(types, specs, shardings, strict=True)
+        ]
+        route = plan(leaves, jax.process_index(), self._awaiting[number])
+        self.parcels += route.own_parcels()
+        crossing = Crossing(link, route, self._given_away[number])
+        sent = instruction.sent if instruction.source in local else (None,) * len(leaves)
+
+        def step(environment: Environment) -> None:
+            arrays = [None if slot is None else environment[slot] for slot in sent]
+            arrived = crossing(arrays, Tag(across.name, self._step, number))
+            for slot, array in zip(instruction.received, arrived, strict=True):
+                environment[slot] = array
+
+        return step
 
     def run(self, environment: Environment) -> None:
         """Run one step; `environment` holds the arguments in their slots and receives the results in theirs."""
@@ -60,9 +113,19 @@ class Runtime:
             environment[slot] = index
         for step in self._steps:
             step(environment)
+        self._step += 1
 
     def profile(self, environment: Environment, at_once: int | None = None) -> list[TaskTiming]:
-        """Run one step as `run` does, measuring when each task of the loop ran; at most `at_once` at a time."""
+        """Run one step as `run` does, measuring when each task of the loop ran; at most `at_once` at a time.
+
+        Raises:
+          ValueError: with several processes.
+        """
+        if self._across is not None:
+            raise ValueError(
+                "a step is measured in one process that owns all ranks, but here each process owns some. Measure it "
+                "there: on one host, or with virtual CPU devices."
+            )
         for slot, index in self._indices.items():
             environment[slot] = index
         return run_profiled(self.program, self._steps, environment, at_once)
@@ -75,6 +138,14 @@ def _bind_run(executable: Any, inputs: tuple[int, ...], outputs: tuple[int, ...]
             environment[slot] = result
 
     return step
+
+
+def _after(first: Callable[[], None], step: Step) -> Step:
+    def both(environment: Environment) -> None:
+        first()
+        step(environment)
+
+    return both
 
 
 def _bind_transfer(sent: tuple[int, ...], received: tuple[int, ...], shardings: Sequence[Any]) -> Step:
@@ -95,3 +166,43 @@ def _bind_free(slots: tuple[int, ...], delete: tuple[int, ...]) -> Step:
             environment[slot] = None
 
     return step
+
+
+def _given_away(program: Program) -> dict[int, list[bool]]:
+    """For each transfer, which of the values sent are arguments or results: others may donate or delete those."""
+    given = set(program.preset())
+    found: dict[int, list[bool]] = {}
+    sends: dict[int, list[tuple[int, int]]] = {}  # of a slot's present value: transfers, and positions in these
+    for number, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Transfer):
+            found[number] = [slot in given for slot in instruction.sent]
+            for position, slot in enumerate(instruction.sent):
+                sends.setdefault(slot, []).append((number, position))
+        for slot in instruction.writes():
+            given.discard(slot)
+            sends.pop(slot, None)
+    for result in program.results:
+        for slot in result.values() if isinstance(result, dict) else ():
+            for number, position in sends.get(slot, ()):
+                found[number][position] = True
+    return found
+
+
+def _awaiting(program: Program) -> dict[int, str]:
+    """For each transfer, what its target waits for: the next task that reads it."""
+    reader: dict[int, str] = {}
+    found: dict[int, str] = {}
+    for number in range(len(program.instructions) - 1, -1, -1):
+        instruction = program.instructions[number]
+        if isinstance(instruction, Transfer):
+            readers = [reader.pop(slot) for slot in instruction.received if slot in reader]
+            purpose = readers[0] if readers else "a result of the step"
+            found[number] = f"rank {instruction.target}: what {purpose} needs of rank {instruction.source}"
+            reader.update(dict.fromkeys(instruction.sent, "a later task"))
+        elif isinstance(instruction, Run):
+            for slot in instruction.outputs:
+                reader.pop(slot, None)
+            task = program.tasks[instruction.task]
+            stage = "" if task.stage is None else f" (stage {task.stage}, microbatch {instruction.microbatch})"
+            reader.update(dict.fromkeys(instruction.inputs, f"task {task.name}{stage}"))
+    return found

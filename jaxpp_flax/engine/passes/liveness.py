@@ -15,12 +15,13 @@ from jaxpp_flax.engine.program import Free, Instruction, Program, Run, Transfer
 __all__ = ["allocate"]
 
 
-def allocate(program: Program, donated_arguments: Sequence[bool]) -> Program:
+def allocate(program: Program, donated_arguments: Sequence[bool], *, keep_received: bool = False) -> Program:
     """Add frees and donations to an unrolled program, and number its slots anew so that freed ones are reused.
 
     Args:
       program: from `unroll`: each slot is written once.
       donated_arguments: for each argument, whether the caller gives its buffers away.
+      keep_received: donate nothing that was received: between processes, that is how its arrival is seen.
     """
     kept = {slot for result in program.results if isinstance(result, dict) for slot in result.values()}
     kept.update(program.indices.values())
@@ -29,7 +30,10 @@ def allocate(program: Program, donated_arguments: Sequence[bool]) -> Program:
         (given if donated else kept).update(ranks.values())
     last = _last_uses(program.instructions)
     sent = {slot for i in program.instructions if isinstance(i, Transfer) for slot in i.sent}
-    donate = _donations(program, last, kept | sent)
+    never = kept | sent
+    if keep_received:
+        never.update(slot for i in program.instructions if isinstance(i, Transfer) for slot in i.received)
+    donate = _donations(program, last, never)
     tasks = tuple(replace(t, donate=donate.get(i, frozenset())) for i, t in enumerate(program.tasks))
 
     renamed: dict[int, int] = {}

@@ -11,12 +11,13 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxpp_flax.engine.ir import Atom, Equation, Graph, Value, VerificationError
+from jaxpp_flax.engine.passes.audience import Audience
 from jaxpp_flax.engine.passes.conditions import is_condition, select_between_branches
 from jaxpp_flax.engine.passes.partition import Partition
 from jaxpp_flax.schedules.schedule import Schedule
@@ -98,13 +99,17 @@ class Move:
 
 @dataclass(frozen=True)
 class Placed:
-    """The step in order; `arguments` and `results` give the ranks of each input and output."""
+    """The step in order; `arguments` and `results` give the ranks of each input and output.
+
+    `for_all` marks the results that every process gets.
+    """
 
     steps: tuple[Segment | Move | Loop, ...]
     inputs: tuple[Value, ...]
     outputs: tuple[Atom, ...]
     arguments: tuple[frozenset[int], ...]
     results: tuple[frozenset[int], ...]
+    for_all: tuple[bool, ...] = ()
 
     def verify(self) -> None:
         """Check that every rank has what it reads, when it reads it."""
@@ -146,6 +151,7 @@ def place(
     inputs: tuple[Value, ...],
     outputs: tuple[Atom, ...],
     sums: frozenset[Equation],
+    audience: Audience | None = None,
 ) -> Placed:
     """Decide where each outer equation runs.
 
@@ -154,13 +160,21 @@ def place(
       inputs: the step's arguments.
       outputs: the step's results.
       sums: the equations that add up the stages' partial sums; these mix ranks by design.
+      audience: with several processes: which of them own each rank, and which results all of them get.
     """
     placer = _Placer(nodes, inputs, outputs, sums)
     placer.locate()
     # Where a result updates an argument that several ranks hold, all of them get the new value.
     placer.demand([frozenset()] * len(outputs))
-    placer.demand([placer.ranks_of_updated(atom) for atom in outputs])
-    return placer.emit()
+    wanted = [placer.ranks_of_updated(atom) for atom in outputs]
+    for_all = [False] * len(outputs)
+    if audience is not None:
+        for_all = [audience.is_for_all(i, atom, wanted[i]) for i, atom in enumerate(outputs)]
+        for i, atom in enumerate(outputs):
+            if for_all[i]:
+                wanted[i] = audience.reaching_all(wanted[i] or frozenset(placer.default_ranks(atom)))
+    placer.demand(wanted)
+    return replace(placer.emit(), for_all=tuple(for_all))
 
 
 def _outputs(node: Equation | Loop) -> list[Value]:
@@ -282,7 +296,7 @@ class _Placer:
         self.native = {}
         for atom, wanted in zip(self.outputs, extra, strict=True):
             if isinstance(atom, Value):
-                self.need[atom] |= wanted or self._default_ranks(atom)
+                self.need[atom] |= wanted or self.default_ranks(atom)
         for node in reversed(self.nodes):
             if isinstance(node, Loop):
                 for atom, readers in node.inputs():
@@ -312,7 +326,10 @@ class _Placer:
             return {min(need)} if once and len(need) > 1 else set(need)
         return need & location or {min(location)}
 
-    def _default_ranks(self, value: Value) -> set[int]:
+    def default_ranks(self, value: Atom) -> set[int]:
+        """The ranks that have a result which nobody else wants."""
+        if not isinstance(value, Value):
+            return {0}
         location = self.location[value]
         if location is None:
             return {0}

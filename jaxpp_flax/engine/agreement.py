@@ -1,0 +1,163 @@
+"""Every process traces and plans for itself; here they make sure that all of them came to the same program.
+
+A program is written out as lines that mean the same in every process: no addresses, no names of variables, no values.
+The hash of these is compared; where one differs, the first line that does is found, and the error shows it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxpp_flax.engine.coordination import CoordinationError, ProcessGroup, name_processes
+from jaxpp_flax.engine.ir import Atom, Constant, Graph, Value
+from jaxpp_flax.engine.program import Program
+
+__all__ = ["ProgramMismatchError", "agree", "describe_program"]
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+|\bid=\d+|0x[0-9a-f]{6,}")
+# Parameters that say how a call was written, not what it computes, or that hold functions.
+_IGNORED = frozenset({"name", "debug_info", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "identifier", "inline"})
+
+
+class ProgramMismatchError(CoordinationError):
+    """Processes of one run have planned different programs; the message shows the first difference."""
+
+
+def describe_program(
+    program: Program, argument_specs: Sequence[PartitionSpec], result_specs: Sequence[PartitionSpec | None]
+) -> list[str]:
+    """The program in lines: arguments, results, the equations of each task, and all instructions."""
+    lines: list[str] = []
+    for position, (ranks, spec) in enumerate(zip(program.arguments, argument_specs, strict=True)):
+        lines.append(f"argument {position} is on the ranks {sorted(ranks.items())} with spec {spec}")
+    for position, (result, spec) in enumerate(zip(program.results, result_specs, strict=True)):
+        where = sorted(result.items()) if isinstance(result, dict) else f"the constant {result.value}"
+        lines.append(f"result {position} is on the ranks {where} with spec {spec}")
+    for task in program.tasks:
+        lines.append(
+            f"task {task.name} of rank {task.rank} donates {sorted(task.donate)}, pins {task.pins}, "
+            f"leading {task.leading}, like {task.like}"
+        )
+        lines += [f"task {task.name}: {line}" for line in _graph_lines(task.graph)]
+    lines += [f"instruction {number}: {line}" for number, line in enumerate(program.as_text().splitlines())]
+    return lines
+
+
+def agree(group: ProcessGroup, name: str, lines: Sequence[str], timeout_s: float) -> str:
+    """Compare the processes' lines.
+
+    Args:
+      group: the processes; each calls this at the same point of its program.
+      name: which program, for errors.
+      lines: what must be equal.
+      timeout_s: to wait for the slowest.
+
+    Returns:
+      The hash of the lines: a name for the program that every process knows it by.
+
+    Raises:
+      ProgramMismatchError: naming the first line that differs, and in which processes.
+      BarrierTimeoutError, ProcessFailedError: if a process does not come.
+    """
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8)
+    digests = group.exchange(f"the hash of {name}", digest.digest(), timeout_s)
+    if len(set(digests)) > 1:
+        every_line = b"".join(hashlib.blake2b(line.encode(), digest_size=8).digest() for line in lines)
+        known = group.exchange(f"the lines of {name}", every_line, timeout_s)
+        first = _first_difference(known)
+        mine = lines[first] if first < len(lines) else "(its program ends before)"
+        texts = [text.decode() for text in group.exchange(f"the difference in {name}", mine.encode(), timeout_s)]
+        raise ProgramMismatchError(_explain(name, texts))
+    return digest.hexdigest()
+
+
+def _first_difference(programs: Sequence[bytes]) -> int:
+    position = 0
+    while len({program[8 * position : 8 * position + 8] for program in programs}) == 1:
+        position += 1
+    return position
+
+
+def _explain(name: str, texts: Sequence[str]) -> str:
+    versions: dict[str, list[int]] = {}
+    for process, text in enumerate(texts):
+        versions.setdefault(text, []).append(process)
+    shown = "\n".join(f"  {name_processes(processes)}: {text}" for text, processes in versions.items())
+    return (
+        f"the processes of this run do not agree on {name}. The first difference:\n{shown}\n"
+        "Every process must run the same script with the same model, batch shapes, schedule and versions; look for "
+        "what depends on the process: its index, its data, its environment, an order of sets or files."
+    )
+
+
+def _graph_lines(graph: Graph) -> Iterator[str]:
+    names: dict[Value, str] = {}
+
+    def name(atom: Atom) -> str:
+        if isinstance(atom, Constant):
+            return _text(atom.value)
+        return names.setdefault(atom, f"%{len(names)}")
+
+    yield "inputs " + ", ".join(f"{name(v)}:{_aval(v.aval)}" for v in graph.inputs)
+    for equation in graph.equations:
+        results = ", ".join(f"{name(v)}:{_aval(v.aval)}" for v in equation.outputs)
+        operands = ", ".join(name(a) for a in equation.inputs)
+        yield f"{results} = {equation.name}[{_params(equation.params)}]({operands}) at {_place(equation.where)}"
+    yield "outputs " + ", ".join(name(atom) for atom in graph.outputs)
+
+
+def _place(where: str) -> str:
+    # The same file may lie under another folder on another host.
+    return where.rpartition("/")[2]
+
+
+def _aval(aval: Any) -> str:
+    weak = "~" if getattr(aval, "weak_type", False) else ""
+    spec = getattr(getattr(aval, "sharding", None), "spec", None)
+    return f"{weak}{getattr(aval, 'dtype', aval)}{list(getattr(aval, 'shape', ()))}{spec or ''}"
+
+
+def _params(params: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={_text(value)}" for key, value in sorted(params.items()) if key not in _IGNORED)
+
+
+def _text(value: Any) -> str:
+    """What a parameter says, the same in every process."""
+    if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+        inner = getattr(value, "jaxpr", value)
+        return "{" + "; ".join(_inner_lines(inner)) + "}"
+    if isinstance(value, (tuple, list)):
+        return "(" + ", ".join(map(_text, value)) + ")"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k}: {_text(v)}" for k, v in sorted(value.items(), key=lambda kv: str(kv[0]))) + "}"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(map(_text, value))) + "}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{list(value.shape)}#{hashlib.blake2b(value.tobytes(), digest_size=8).hexdigest()}"
+    if value is None or isinstance(value, (bool, int, float, complex, str, np.generic, np.dtype)):
+        return str(value)
+    if callable(value) and hasattr(value, "__qualname__"):
+        return str(value.__qualname__)
+    return _ADDRESS.sub("", str(value))
+
+
+def _inner_lines(jaxpr: Any) -> Iterator[str]:
+    numbers: dict[Any, int] = {}
+
+    def name(atom: Any) -> str:
+        if hasattr(atom, "val"):  # a literal
+            return _text(atom.val)
+        return f"%{numbers.setdefault(atom, len(numbers))}"
+
+    yield ", ".join(f"{name(v)}:{_aval(v.aval)}" for v in [*jaxpr.constvars, *jaxpr.invars])
+    for equation in jaxpr.eqns:
+        results = ", ".join(f"{name(v)}:{_aval(v.aval)}" for v in equation.outvars)
+        operands = ", ".join(name(a) for a in equation.invars)
+        yield f"{results} = {equation.primitive.name}[{_params(equation.params)}]({operands})"
+    yield ", ".join(name(a) for a in jaxpr.outvars)

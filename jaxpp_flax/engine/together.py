@@ -1,0 +1,52 @@
+"""Before the first step of a program of several processes: they agree on it, connect, and wait for one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxpp_flax.engine.agreement import agree, describe_program
+from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.engine.program import Program
+from jaxpp_flax.engine.runtime import Across
+from jaxpp_flax.engine.shared_specs import SharedSpecs
+from jaxpp_flax.engine.transport.base import Parcel
+from jaxpp_flax.engine.transport.link import process_link
+
+__all__ = ["meet", "start"]
+
+
+def meet(
+    mesh: MpmdMesh,
+    program: Program,
+    argument_specs: Sequence[PartitionSpec],
+    result_specs: Sequence[PartitionSpec | None],
+) -> tuple[Across, SharedSpecs] | tuple[None, None]:
+    """Agree on a program with the other processes, before anything is compiled; nothing where there are none.
+
+    Raises:
+      ProgramMismatchError: if theirs differ; it shows the first difference.
+      BarrierTimeoutError, ProcessFailedError: if a process does not come.
+    """
+    process = jax.process_index()
+    if all(device.process_index == process for device in mesh.jax_mesh.devices.flat):
+        return None, None
+    link = process_link()
+    title = f"program {link.next_program()}"
+    timeout = link.settings.start_timeout
+    digest = agree(link.group, title, describe_program(program, argument_specs, result_specs), timeout)
+    name = f"{title.replace(' ', '-')}-{digest}"
+    return Across(link, title, name), SharedSpecs(link.group, mesh, name, timeout)
+
+
+def start(across: Across, parcels: Sequence[Parcel]) -> None:
+    """Connect, and wait until every process has compiled its tasks and has done so too.
+
+    Raises:
+      BarrierTimeoutError: naming the processes that are missing.
+      ProcessFailedError: naming the process that failed.
+    """
+    across.link.connect(parcels)
+    across.link.group.barrier(f"the start of {across.title}", across.link.settings.start_timeout)

@@ -1,0 +1,143 @@
+"""This process's connection to the others: one transport, chosen once, with what watches over it."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+
+from jaxpp_flax.engine import _compat
+from jaxpp_flax.engine.coordination import ProcessGroup, process_group
+from jaxpp_flax.engine.transport.base import Parcel, Tag, Transport
+from jaxpp_flax.engine.transport.device_put import CrossHostDevicePut
+from jaxpp_flax.engine.transport.nccl import NcclTransport
+from jaxpp_flax.engine.transport.transfer import TransferServer
+from jaxpp_flax.engine.transport.watchdog import Watchdog
+from jaxpp_flax.engine.transport.window import Window
+
+__all__ = ["Link", "Settings", "process_link"]
+
+_NAMES = ("transfer", "device_put", "nccl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How processes are connected; each field is read from the environment, the same on every process.
+
+    Args:
+      transport: "transfer", "device_put" or "nccl"; None: "transfer" on CPU, else "device_put"
+        (`JAXPP_FLAX_TRANSPORT`).
+      bind_address: the address that this process listens on; None: the one by which it reaches the coordinator, which
+        is loopback where that is (`JAXPP_FLAX_BIND_ADDRESS`).
+      start_timeout: seconds that processes wait for one another before the first step: the slowest compilation must
+        fit (`JAXPP_FLAX_START_TIMEOUT`).
+      receive_timeout: seconds that one receive may take although its sender lives; None: no limit, a failed process
+        is found by other means (`JAXPP_FLAX_RECEIVE_TIMEOUT`).
+
+    Example:
+      >>> Settings.read({"JAXPP_FLAX_TRANSPORT": "transfer"}).transport
+      'transfer'
+    """
+
+    transport: str | None = None
+    bind_address: str | None = None
+    start_timeout: float = 1800.0
+    receive_timeout: float | None = None
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> Settings:
+        """From environment variables.
+
+        Raises:
+          ValueError: for a transport that there is not, or a time that is no positive number.
+        """
+        transport = environment.get("JAXPP_FLAX_TRANSPORT") or None
+        if transport is not None and transport not in _NAMES:
+            raise ValueError(f"JAXPP_FLAX_TRANSPORT={transport!r}: it must be one of {', '.join(_NAMES)}.")
+        receive = environment.get("JAXPP_FLAX_RECEIVE_TIMEOUT")
+        start = environment.get("JAXPP_FLAX_START_TIMEOUT")
+        return cls(
+            transport=transport,
+            bind_address=environment.get("JAXPP_FLAX_BIND_ADDRESS") or None,
+            start_timeout=_seconds("JAXPP_FLAX_START_TIMEOUT", start) if start else cls.start_timeout,
+            receive_timeout=_seconds("JAXPP_FLAX_RECEIVE_TIMEOUT", receive) if receive else None,
+        )
+
+
+def _seconds(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise ValueError(f"{name}={text!r}: it must be a number of seconds above 0.")
+    return value
+
+
+class Link:
+    """What the runtime moves arrays between processes with.
+
+    Args:
+      group: all processes.
+      transport: moves the arrays.
+      settings: the deadlines.
+    """
+
+    def __init__(self, group: ProcessGroup, transport: Transport, settings: Settings) -> None:
+        self.group, self.transport, self.settings = group, transport, settings
+        self._watchdog = Watchdog(transport, group, settings.receive_timeout)
+        self.window = Window(group)
+        self._programs = 0
+
+    def next_program(self) -> int:
+        """Numbers programs as they are compiled: in the same order on every process."""
+        self._programs += 1
+        return self._programs
+
+    def connect(self, parcels: Iterable[Parcel]) -> None:
+        """Open connections for this process's parcels; every process calls it at the same point of its program."""
+        self.transport.connect(tuple(parcels), self.settings.start_timeout)
+
+    def send(self, values: Sequence[jax.Array], parcel: Parcel, tag: Tag) -> None:
+        """Send a parcel of this process."""
+        self.transport.send(values, parcel, tag)
+
+    def recv(self, parcel: Parcel, tag: Tag) -> list[jax.Array]:
+        """Receive a parcel for this process; looked after until it has arrived."""
+        arrays = self.transport.recv(parcel, tag)
+        self._watchdog.follow(parcel, tag, arrays)
+        self.window.received(arrays[-1], parcel, tag)
+        return arrays
+
+
+@cache
+def process_link() -> Link:
+    """The one link of this process, made at the first call: then JAX's processes are known and its devices exist."""
+    group = process_group()
+    group.watch()
+    settings = Settings.read(os.environ)
+    return Link(group, _make(settings, group), settings)
+
+
+def _make(settings: Settings, group: ProcessGroup) -> Transport:
+    name = settings.transport or ("transfer" if jax.default_backend() == "cpu" else "device_put")
+    if name == "transfer":
+        return TransferServer(settings.bind_address or _own_address(), group)
+    return CrossHostDevicePut() if name == "device_put" else NcclTransport(group=group)
+
+
+def _own_address() -> str:
+    """The address by which this host reaches the coordinator: what its peers can reach, and no wildcard."""
+    coordinator = _compat.coordinator_address()
+    host, _, port = (coordinator or "127.0.0.1:1").rpartition(":")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent: a datagram socket only chooses its route.
+        probe.connect((host, int(port)))
+        address = probe.getsockname()[0]
+    return f"[{address}]" if ":" in address else address

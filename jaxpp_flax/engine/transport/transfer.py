@@ -1,0 +1,81 @@
+"""The default transport: JAX's transfer server, through which a process offers arrays and its peers fetch them.
+
+An array is fetched by an id, so the order of calls is free. Measured facts behind this file: fetching returns at once
+with an array that is not ready; what was fetched may be computed with; an offered array is held by the server, so that
+the caller may drop (but neither donate nor delete) it; a killed peer's arrays become errors by themselves, a stopped
+peer's only when the connection is poisoned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+
+from jaxpp_flax.engine import _compat
+from jaxpp_flax.engine.coordination import ProcessGroup
+from jaxpp_flax.engine.transport.base import Parcel, Tag
+
+__all__ = ["TransferServer"]
+
+# Pieces in which large arrays travel; measured on loopback, these halve the time of 64 MiB.
+_PIECE_BYTES = 4 << 20
+_STREAMS = 4
+
+
+class TransferServer:
+    """Transport over `jax.experimental.transfer`.
+
+    Args:
+      address: the host or IP address to listen on, without a port; a free port is taken.
+      group: the processes, for the exchange of addresses.
+    """
+
+    name: ClassVar[str] = "transfer"
+    needs_global_order: ClassVar[bool] = False
+    reads_later: ClassVar[bool] = True
+
+    def __init__(self, address: str, group: ProcessGroup) -> None:
+        from jax.experimental import transfer
+
+        client = jax.local_devices()[0].client
+        self._server: Any = transfer.start_transfer_server(
+            client, f"{address}:0", [f"{address}:0"] * _STREAMS, transfer_size=_PIECE_BYTES
+        )
+        self._group = group
+        self._addresses: list[str] = []
+        self._connections: dict[int, Any] = {}
+
+    def connect(self, parcels: Sequence[Parcel], timeout_s: float) -> None:
+        """Tell all processes this one's address, and connect to those that it receives from."""
+        if not self._addresses:
+            mine = self._server.address().encode()
+            every = self._group.exchange("the addresses of transfer servers", mine, timeout_s)
+            self._addresses = [address.decode() for address in every]
+        me = self._group.process_index
+        for peer in sorted({parcel.source for parcel in parcels} - {me} - self._connections.keys()):
+            self._connections[peer] = self._server.connect(self._addresses[peer])
+
+    def send(self, values: Sequence[jax.Array], parcel: Parcel, tag: Tag) -> None:
+        """Offer the values; the server holds them until they are fetched."""
+        self._server.await_pull(tag.id(parcel.source, parcel.target), list(values))
+
+    def recv(self, parcel: Parcel, tag: Tag) -> list[jax.Array]:
+        """Fetch a parcel; its arrays become ready when they arrive."""
+        connection = self._connections[parcel.source]
+        return connection.pull(tag.id(parcel.source, parcel.target), list(parcel.shapes))
+
+    def pass_by(self, parcel: Parcel, tag: Tag) -> None:
+        """Nothing: parcels have addresses."""
+
+    def abandon(self, peer: int) -> None:
+        """Turn what is awaited from `peer` into errors."""
+        connection = self._connections.get(peer)
+        if connection is not None:
+            _compat.poison(connection)
+
+    def close(self) -> None:
+        """Forget the server; it goes with its last connection."""
+        self._connections.clear()
+        self._server = None

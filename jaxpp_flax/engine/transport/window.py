@@ -1,0 +1,68 @@
+"""How far a process may run ahead of what it receives.
+
+XLA's CPU client takes 32 computations for each device; the next one waits, and on a process with several devices it
+then holds the very thread that would start those whose inputs arrive: measured, two processes that run ahead of each
+other stand still for good. So a process waits for its oldest receive before that many tasks hang on it. As all
+processes follow one global order, waiting at a receive can never be circular.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import jax
+
+from jaxpp_flax.engine.coordination import ProcessGroup
+from jaxpp_flax.engine.transport.base import Parcel, Tag, TransportError
+
+__all__ = ["Window"]
+
+# Half of what XLA takes: tasks in flight may hang on more than one receive.
+_MAX_TASKS_AHEAD = 16
+
+
+class Window:
+    """Counts the tasks dispatched since the oldest receive that has not arrived.
+
+    Args:
+      group: is told what is waited for, and knows whether it will ever come.
+      max_tasks: dispatched since that receive, at most.
+    """
+
+    def __init__(self, group: ProcessGroup, max_tasks: int = _MAX_TASKS_AHEAD) -> None:
+        self._group = group
+        self._max = max_tasks
+        self._tasks = 0
+        self._pending: deque[tuple[Any, int, Parcel, Tag]] = deque()
+
+    def received(self, array: Any, parcel: Parcel, tag: Tag) -> None:
+        """A receive was started; `array` becomes ready when it ends, and is neither donated nor deleted till then."""
+        self._pending.append((array, self._tasks, parcel, tag))
+
+    def before_task(self) -> None:
+        """Called before each task; waits where too many are ahead.
+
+        Raises:
+          ProcessFailedError, TransportError: if what is waited for will not come.
+        """
+        self._tasks += 1
+        while self._pending:
+            array, begun, parcel, tag = self._pending[0]
+            ahead = self._tasks - begun > self._max
+            if not ahead and (array.is_deleted() or not array.is_ready()):
+                return
+            if ahead and not array.is_deleted():
+                self._wait(array, parcel, tag)
+            self._pending.popleft()
+
+    def _wait(self, array: Any, parcel: Parcel, tag: Tag) -> None:
+        try:
+            with self._group.waiting(lambda: f"{parcel.what}, in step {tag.step}", on=parcel.source):
+                array.block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            self._group.check()
+            raise TransportError(
+                f"what process {parcel.source} was to send did not arrive: {parcel.what}, in step {tag.step}. It was "
+                f"killed, or ended early ({str(error).splitlines()[0]})."
+            ) from error

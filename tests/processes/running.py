@@ -1,0 +1,146 @@
+"""Starts real processes on loopback for a test, waits for them with a deadline, and never leaves one behind."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Ended", "run_processes", "start_processes"]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One process after its end; `code` is None if the deadline ended it."""
+
+    code: int | None
+    output: str
+    seconds: float
+
+
+def free_port() -> int:
+    """A port of loopback that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Processes:
+    """N processes of one script, each with its index; a context manager that ends them all."""
+
+    def __init__(
+        self, count: int, script: Path, arguments: Sequence[str], devices: int, environment: Mapping[str, str]
+    ) -> None:
+        port = free_port()
+        self.begun = time.monotonic()
+        self.files = [tempfile.TemporaryFile() for _ in range(count)]  # noqa: SIM115 closed by __exit__
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for index in range(count):
+            env = {
+                **os.environ,
+                "JAX_PLATFORMS": "cpu",
+                "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false",
+                "PYTHONPATH": str(ROOT),
+                "PYTHONUNBUFFERED": "1",
+                "TEST_COORDINATOR": f"127.0.0.1:{port}",
+                "TEST_PROCESSES": str(count),
+                "TEST_PROCESS": str(index),
+                **environment,
+            }
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(script), *arguments],
+                    env=env,
+                    stdout=self.files[index],
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    cwd=ROOT,
+                )
+            )
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self.processes:
+            process.wait()
+        for file in self.files:
+            file.close()
+
+    def output(self, index: int) -> str:
+        """What a process has printed so far."""
+        self.files[index].seek(0)
+        text = self.files[index].read().decode(errors="replace")
+        self.files[index].seek(0, os.SEEK_END)
+        return text
+
+    def wait(self, timeout: float) -> list[Ended]:
+        """Wait for all of them until `timeout` seconds after the start; then they are killed."""
+        ended: dict[int, tuple[int | None, float]] = {}
+        while len(ended) < len(self.processes) and time.monotonic() - self.begun < timeout:
+            for index, process in enumerate(self.processes):
+                if index not in ended and process.poll() is not None:
+                    ended[index] = (process.returncode, time.monotonic() - self.begun)
+            time.sleep(0.05)
+        for index, process in enumerate(self.processes):
+            if index not in ended:
+                process.kill()
+                process.wait()
+                ended[index] = (None, timeout)
+        return [Ended(ended[i][0], self.output(i), ended[i][1]) for i in range(len(self.processes))]
+
+
+def start_processes(
+    count: int,
+    script: str | Path,
+    *arguments: str,
+    devices: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> Processes:
+    """Start `count` processes of a script of this folder, with `devices` virtual CPU devices each."""
+    return Processes(count, ROOT / "tests" / "processes" / script, arguments, devices, environment or {})
+
+
+def run_processes(
+    count: int,
+    script: str | Path,
+    *arguments: str,
+    devices: int = 1,
+    timeout: float = 240.0,
+    environment: Mapping[str, str] | None = None,
+) -> list[str]:
+    """Run them to their end; gives what each printed.
+
+    Raises:
+      AssertionError: if one fails or does not end in time; it shows what all of them printed.
+    """
+    with start_processes(count, script, *arguments, devices=devices, environment=environment) as processes:
+        ended = processes.wait(timeout)
+    if any(end.code != 0 for end in ended):
+        shown = "\n".join(
+            f"--- process {i}: {'killed at the deadline' if e.code is None else f'exit code {e.code}'} "
+            f"after {e.seconds:.1f} s\n{e.output[-6000:]}"
+            for i, e in enumerate(ended)
+        )
+        raise AssertionError(f"{count} processes of {script} {' '.join(arguments)} did not all succeed:\n{shown}")
+    return [end.output for end in ended]
+
+
+def join_run() -> None:
+    """For the scripts: `jax.distributed.initialize` with what this module put into the environment."""
+    import jax
+
+    jax.distributed.initialize(
+        os.environ["TEST_COORDINATOR"], int(os.environ["TEST_PROCESSES"]), int(os.environ["TEST_PROCESS"])
+    )
