@@ -137,11 +137,14 @@ class Compiled:
         environment: list[Any] = [None] * self.program.num_slots
         for slot, constant in self._constants:
             environment[slot] = constant
+        given_away: list[jax.Array] = []
         try:
             for leaf, argument in zip(leaves, self._arguments, strict=True):
-                self._place(leaf, argument, environment)
+                self._place(leaf, argument, environment, given_away)
         except RuntimeError as error:
             raise self._name_deleted(leaves, error) from error
+        for leaf in given_away:  # only now: where another argument is refused, the donated ones are as they were
+            leaf.delete()
         return environment
 
     def _name_deleted(self, leaves: Sequence[Any], error: RuntimeError) -> RuntimeError:
@@ -158,7 +161,7 @@ class Compiled:
         results = [bind(environment) for bind in self._results]
         return jax.tree_util.tree_unflatten(self._signature.out_tree, results)
 
-    def _place(self, leaf: Any, argument: _Argument, environment: list[Any]) -> None:
+    def _place(self, leaf: Any, argument: _Argument, environment: list[Any], given_away: list[jax.Array]) -> None:
         if type(leaf) is MpmdArray:
             parts = leaf._partially_addressable_arrays  # pyright: ignore[reportPrivateUsage]
             for slot, rank, sharding in argument.targets:
@@ -176,7 +179,7 @@ class Compiled:
         # As under jax.jit, a donated argument is gone after the call. Where a target shares its device, the copy may
         # share its memory too, and goes the way of every donated buffer.
         if all(leaf.devices().isdisjoint(sharding.device_set) for _, _, sharding in argument.targets):
-            leaf.delete()
+            given_away.append(leaf)
 
     def _bind_result(self, position: int) -> Any:
         result = self.program.results[position]

@@ -99,11 +99,29 @@ class MpmdFunction:
         static = self._static_positions(args)
         dynamic = tuple(a for i, a in enumerate(args) if i not in static)
         named = {k: v for k, v in kwargs.items() if k not in self._static_argnames}
-        statics = (
-            tuple((i, args[i]) for i in sorted(static)),
-            tuple(sorted((k, v) for k, v in kwargs.items() if k in self._static_argnames)),
-        )
+        positional = tuple((i, args[i]) for i in sorted(static))
+        by_name = tuple(sorted((k, kwargs[k]) for k in kwargs if k in self._static_argnames))
+        statics = (positional, by_name)
+        try:
+            hash(statics)
+        except TypeError as error:
+            raise self._unhashable((*positional, *by_name)) from error
         return dynamic, named, statics
+
+    def _unhashable(self, statics: Sequence[tuple[int | str, Any]]) -> TypeError:
+        """What to raise when a static argument cannot be hashed."""
+        names = list(inspect.signature(self._fun).parameters)
+        for where, value in statics:
+            try:
+                hash(value)
+            except TypeError:
+                name = where if isinstance(where, str) else names[where] if where < len(names) else f"number {where}"
+                return TypeError(
+                    f"the static argument {name!r} is a {type(value).__name__}, which cannot be hashed, so the step "
+                    "compiled for it could not be found again. Pass a hashable value (a tuple, a frozen dataclass), or "
+                    "an array that is not static."
+                )
+        return TypeError("a static argument cannot be hashed.")
 
     def _flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any, Hashable]:
         dynamic, named, statics = self._split(args, kwargs)

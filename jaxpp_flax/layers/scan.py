@@ -144,6 +144,10 @@ def _lengths(stages: int | Sequence[int], layers: int) -> tuple[int, ...]:
 def split_layers(stack: Any, stages: int | Sequence[int], *, axis: int = 0) -> list[Any]:
     """Divide stacked layers: an NNX module made under `nnx.vmap`, or any tree of stacked arrays.
 
+    Each part is a leaf of its own, so a stage holds its own layers alone: parameters, gradients and optimizer state.
+    Stages that slice one stacked leaf in the model are right as well, but each of them holds the whole stack and sums
+    gradients of its size, most of them zero.
+
     Args:
       stack: all its arrays have the layers along `axis`.
       stages: the number of parts, or the number of layers in each.

@@ -112,6 +112,33 @@ def test_static_arguments_by_position_and_by_name(static: Any):
     check(pipelined(args[0], batch_of(2), power=3, sign="-"), expected)
 
 
+@pytest.mark.parametrize("static", [{"static_argnums": 2}, {"static_argnames": "options"}], ids=str)
+def test_a_static_argument_that_cannot_be_hashed(static: Any):
+    def step(params: Any, batch: Any, options: Any) -> Any:
+        return sgd_step(options["schedule"])(params, batch)
+
+    pipelined, options = mpmd_jit_with_loop(step, mesh_of(2), **static), {"schedule": Std1F1B(2)}
+    for call in (
+        lambda: pipelined(chain(2), batch_of(2), options),
+        lambda: pipelined(chain(2), batch_of(2), options=options),
+    ):
+        with pytest.raises(TypeError, match=r"static argument 'options' is a dict, which cannot be hashed.*a tuple"):
+            call()
+
+
+def test_nothing_is_donated_beside_an_argument_that_is_refused():
+    """One leaf in the wrong place must not cost the caller the others."""
+    donating = mpmd_jit_with_loop(sgd_step(Std1F1B(2)), mesh_of(2), donate_argnums=(0, 1))
+    elsewhere = jax.devices()[5]  # no rank's: such arrays are copied, then deleted
+    params, batch = jax.device_put(chain(2), elsewhere), jax.device_put(batch_of(2), elsewhere)
+    batch["y"].delete()
+    with pytest.raises(RuntimeError, match=r"argument\[1\]\['y'\] .* has been deleted"):
+        donating(params, batch)
+    assert not any(x.is_deleted() for x in jax.tree.leaves((params, batch["x"])))
+    donating(params, jax.device_put(batch_of(2), elsewhere))
+    assert all(x.is_deleted() for x in jax.tree.leaves(params))
+
+
 @pytest.mark.parametrize("donate", [{"donate_argnums": 0}, {"donate_argnames": "params"}], ids=["argnums", "argnames"])
 def test_donation_by_position_and_by_name(donate: Any):
     """As in `jax.jit`, a donated argument is donated whether it is passed by position or by name."""

@@ -17,7 +17,8 @@ from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.loop import treduce
 from jaxpp_flax.engine.markers import mark_stage_end
 from jaxpp_flax.engine.passes.inline import MarkerPlacementError
-from jaxpp_flax.layers.scan import join_scanned, split_layers, split_scanned
+from jaxpp_flax.engine.pipeline import cut_at_every_mark
+from jaxpp_flax.layers.scan import join_layers, join_scanned, split_layers, split_scanned
 from jaxpp_flax.schedules import Schedule, Std1F1B
 from tests.helpers import tree_allclose
 from tests.matrix.harness import count, mesh_of, run
@@ -48,18 +49,21 @@ def train_step(model: Any) -> Any:
     return step
 
 
-def compare(plain_model: Any, staged_model: Any, params: Any) -> Any:
+def compare(
+    plain_model: Any, staged_model: Any, params: Any, lengths: Any = LENGTHS, stages: int = STAGES, cuts: Any = None
+) -> Any:
     """Two steps of both; the stacked state is carried over to the stages before them, and back after them."""
     state = (params, TX.init(params))
     expected = run(jax.jit(train_step(plain_model), static_argnums=2), state, batch_of(), None, 2)
-    pipelined = mpmd_jit_with_loop(train_step(staged_model), mesh_of(STAGES), static_argnums=2)
-    split = split_scanned(state, "layers", LENGTHS)
-    actual = run(pipelined, split, batch_of(), Std1F1B(STAGES), 2)
+    policy = cut_at_every_mark if cuts is None else lambda marks, n: cuts
+    pipelined = mpmd_jit_with_loop(train_step(staged_model), mesh_of(stages), static_argnums=2, cut_policy=policy)
+    split = split_scanned(state, "layers", lengths)
+    actual = run(pipelined, split, batch_of(), Std1F1B(stages), 2)
     for (state, (losses, grads)), (wanted, (wanted_losses, wanted_grads)) in zip(actual, expected, strict=True):
         tree_allclose(losses, wanted_losses)
         tree_allclose(join_scanned(grads, "layers"), wanted_grads)
         tree_allclose(join_scanned(state, "layers"), wanted)
-    return pipelined.compile(split, batch_of(), Std1F1B(STAGES)), actual
+    return pipelined.compile(split, batch_of(), Std1F1B(stages)), actual
 
 
 class Layer(nn.Module):
@@ -71,13 +75,14 @@ class Layer(nn.Module):
 class LinenModel(nn.Module):
     staged: bool
     remat: bool = False
+    stages: Any = STAGES
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         layer = nn.remat(Layer, prevent_cse=False) if self.remat else Layer
         x = nn.Dense(DIM, name="first")(x)
         if self.staged:
-            layers = linen.scan(layer, stages=STAGES, length=LAYERS, **AXES)
+            layers = linen.scan(layer, stages=self.stages, length=LAYERS, **AXES)
         else:
             layers = nn.scan(layer, length=LAYERS, **AXES)
         x, _ = layers(name="layers")(x, jnp.float32(0.5))
@@ -95,6 +100,65 @@ def test_linen(remat: bool):
         assert (kernel.mpmd_idxs, kernel.shape) == ((rank,), (length, DIM, DIM))
     scans = count(compiled, "scan")
     assert scans == {"fwd_0": 1, "fwd_bwd_1": 2, "bwd_0": 1}, "one scan for each stage and direction"
+
+
+DIVISIONS = {
+    # parts, number of stages, which marks cut, the stage of each part
+    "one_layer_in_each_part": ((1, 1, 1, 1, 1), 2, [2], (0, 0, 0, 1, 1)),
+    "uneven": ((1, 3, 1), 3, None, (0, 1, 2)),
+    "uneven_in_fewer_stages": ((2, 1, 1, 1), 3, [0, 2], (0, 1, 1, 2)),
+    "one_stage": ((3, 2), 1, [], (0, 0)),
+}
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_divisions(name: str):
+    """Parts of any lengths, in as many stages or fewer: each stage holds its own layers alone."""
+    lengths, stages, cuts, home = DIVISIONS[name]
+    plain = LinenModel(staged=False)
+    params = plain.init(jax.random.key(0), batch_of()["x"][0])
+    staged = LinenModel(staged=True, stages=lengths)
+    compiled, history = compare(plain.apply, staged.apply, params, lengths, stages, cuts)
+    ((state, opt_state), (_, grads)) = history[-1]
+    for tree in (state, opt_state[0].trace, grads):
+        kernels = [tree["params"]["layers"][f"stage_{i}"]["Dense_0"]["kernel"] for i in range(len(lengths))]
+        assert [k.shape for k in kernels] == [(n, DIM, DIM) for n in lengths]
+        assert [k.mpmd_idxs for k in kernels] == [(rank,) for rank in home]
+    assert sum(count(compiled, "scan").values()) == 2 * len(lengths)
+
+
+@pytest.mark.parametrize("form", ["whole", "split"])
+def test_where_a_stack_lives(form: str):
+    """Stages that slice one stack hold all of it each, and gradients as large; after `split_layers`, their own layers."""
+    rng = np.random.default_rng(0)
+    params = {"layers": (rng.normal(size=(LAYERS, DIM, DIM)) / DIM**0.5).astype(np.float32)}
+
+    def layers(x: jax.Array, stack: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)[0]
+
+    def whole(p: Any, x: jax.Array) -> jax.Array:
+        return layers(mark_stage_end(layers(x, p["layers"][: LENGTHS[0]])), p["layers"][LENGTHS[0] :])
+
+    def split(p: Any, x: jax.Array) -> jax.Array:
+        return layers(mark_stage_end(layers(x, p[0]["layers"])), p[1]["layers"])
+
+    def plain(p: Any, x: jax.Array) -> jax.Array:
+        return layers(x, p["layers"])
+
+    state = (params, TX.init(params))
+    expected = run(jax.jit(train_step(plain), static_argnums=2), state, batch_of(), None, 2)[-1][1]
+    given = params if form == "whole" else split_layers(params, LENGTHS)
+    step = mpmd_jit_with_loop(train_step(whole if form == "whole" else split), mesh_of(STAGES), static_argnums=2)
+    (after, _), (losses, grads) = run(step, (given, TX.init(given)), batch_of(), Std1F1B(STAGES), 2)[-1]
+    tree_allclose((losses, grads if form == "whole" else join_layers(grads)), expected)
+    (loop,) = step.compile((given, TX.init(given)), batch_of(), Std1F1B(STAGES))._built.loops
+    sums = [a.state.aval.shape for a in loop.partition.accumulators if a.state.aval.ndim == 3]
+    if form == "whole":
+        assert after["layers"].mpmd_idxs == (0, 1)
+        assert sums == [(LAYERS, DIM, DIM)] * 2
+    else:
+        assert [part["layers"].mpmd_idxs for part in after] == [(0,), (1,)]
+        assert sorted(sums) == sorted((n, DIM, DIM) for n in LENGTHS)
 
 
 class NnxLayer(nnx.Module):
