@@ -7,7 +7,7 @@ compiled with the shardings of its inputs, XLA chooses its outputs', and those a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -33,11 +33,12 @@ MeshT = TypeVar("MeshT", bound=RankMeshes)
 class TaskCompiler(Generic[MeshT]):
     """Lowers and compiles tasks, each distinct one once.
 
-    `lowerings` and `compilations` count what was done; they grow with the number of distinct tasks, never with the
-    number of microbatches.
+    `options` are XLA's, as `jax.jit` takes them in `compiler_options`. `lowerings` and `compilations` count what was
+    done; they grow with the number of distinct tasks, never with the number of microbatches.
     """
 
     mesh: MeshT
+    options: Mapping[str, Any] | None = None
     lowerings: int = 0
     compilations: int = 0
     _lowered: dict[Hashable, Any] = field(default_factory=dict)
@@ -57,7 +58,9 @@ class TaskCompiler(Generic[MeshT]):
             if lowered is None:
                 lowered = self._lowered[key] = self._lower(task, in_specs, out_specs)
                 self.lowerings += 1
-            compiled = self._compiled[key, devices] = lowered.compile(device_assignment=devices)
+            compiled = self._compiled[key, devices] = lowered.compile(
+                compiler_options=self.options, device_assignment=devices
+            )
             self.compilations += 1
         return compiled
 

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_flax.engine.array import MpmdArray, MpmdSharding
 from jaxpp_flax.engine.compile import TaskCompiler, compile_program
 from jaxpp_flax.engine.ir import Constant
+from jaxpp_flax.engine.listing import ProgramListing
 from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.pipeline import Built
 from jaxpp_flax.engine.placing import place
@@ -263,6 +264,11 @@ class Compiled:
         if stage == "placed":
             return self._built.placed.as_text()
         raise ValueError(f"as_text knows no stage {stage!r}; use 'tasks', 'placed' or 'program'.")
+
+    @property
+    def closed_jaxpr(self) -> ProgramListing:
+        """The program as JaxPP prints it: one equation for each task, transfer and deletion."""
+        return ProgramListing(self.program, self._executables.transfer_specs, self.mpmd_mesh)
 
     @cached_property
     def stages(self) -> tuple[StageSummary, ...]:

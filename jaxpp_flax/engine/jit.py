@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -46,6 +46,7 @@ class MpmdFunction:
         donate_argnames: str | Iterable[str] = (),
         static_argnums: int | Sequence[int] = (),
         static_argnames: str | Iterable[str] = (),
+        compiler_options: Mapping[str, Any] | None = None,
         cut_policy: CutPolicy = cut_at_every_mark,
         everywhere: Any = False,
     ) -> None:
@@ -58,7 +59,7 @@ class MpmdFunction:
         self._static_argnums, self._static_argnames = _both_ways(fun, static_argnums, static_argnames)
         self._policy = cut_policy
         self._everywhere = everywhere
-        self._compiler = TaskCompiler(mpmd_mesh)
+        self._compiler = TaskCompiler(mpmd_mesh, compiler_options)
         self._jitted = jax.jit(fun, static_argnums=self._static_argnums, static_argnames=self._static_argnames)
         self._cache: dict[Hashable, Compiled] = {}
         self._latest: Compiled | None = None
@@ -76,6 +77,10 @@ class MpmdFunction:
         """
         leaves, tree, statics = self._flatten(args, kwargs)
         return self._get(leaves, tree, statics, args, kwargs)
+
+    def trace_and_place(self, *args: Any, **kwargs: Any) -> Compiled:
+        """The same as `compile`, under the name by which JaxPP's users reach `in_shardings`."""
+        return self.compile(*args, **kwargs)
 
     def as_text(self, stage: str = "program") -> str:
         """The latest compilation as text; see `Compiled.as_text`."""
@@ -328,6 +333,7 @@ def mpmd_jit_with_loop(
     donate_argnames: str | Iterable[str] = (),
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
+    compiler_options: Mapping[str, Any] | None = None,
     cut_policy: CutPolicy = cut_at_every_mark,
     everywhere: Any = False,
 ) -> MpmdFunction:
@@ -340,7 +346,7 @@ def mpmd_jit_with_loop(
         brings along, and what XLA finds for results.
       in_shardings, out_shardings: the same as shardings (`MpmdSharding`, `NamedSharding`).
       donate_argnums, donate_argnames: arguments whose memory the step may reuse.
-      static_argnums, static_argnames: as in `jax.jit`.
+      static_argnums, static_argnames, compiler_options: as in `jax.jit`.
       cut_policy: which marks cut; by default all of them.
       everywhere: with several processes, which results all of them get: a prefix tree of bools. Scalars, and what is
         small and no new value of an argument, they get anyway.
@@ -380,6 +386,7 @@ def mpmd_jit_with_loop(
         donate_argnames=donate_argnames,
         static_argnums=static_argnums,
         static_argnames=static_argnames,
+        compiler_options=compiler_options,
         cut_policy=cut_policy,
         everywhere=everywhere,
     )
@@ -419,14 +426,16 @@ def _one_of(specs: Any, shardings: Any, which: str) -> Any:
     return specs if specs is not None else shardings
 
 
-class _ForwardOnly(Schedule):
-    """Each rank's stages forward, in order: all that inference needs."""
+class _OnePass(Schedule):
+    """Each rank's stages forward, in order, then backward: all that a function without a loop needs."""
 
     def tasks(self, num_microbatches: int) -> list[list[Task | FusedTask]]:
-        return [
-            [Task(TaskKind.FORWARD, stage, m) for stage in self.stages_of(rank) for m in range(num_microbatches)]
-            for rank in range(self.num_ranks)
-        ]
+        def of(rank: int) -> list[Task | FusedTask]:
+            stages = self.stages_of(rank)
+            ordered = [(TaskKind.FORWARD, s) for s in stages] + [(TaskKind.BACKWARD, s) for s in reversed(stages)]
+            return [Task(kind, stage, m) for kind, stage in ordered for m in range(num_microbatches)]
+
+        return [of(rank) for rank in range(self.num_ranks)]
 
 
 def mpmd_jit(
@@ -441,11 +450,12 @@ def mpmd_jit(
     donate_argnames: str | Iterable[str] = (),
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
+    compiler_options: Mapping[str, Any] | None = None,
     num_stages: int | None = None,
     cut_policy: CutPolicy = cut_at_every_mark,
     everywhere: Any = False,
 ) -> MpmdFunction:
-    """The same as `mpmd_jit_with_loop` for a marked function without a loop: inference.
+    """The same as `mpmd_jit_with_loop` for a marked function without a loop: inference, or one gradient.
 
     Args:
       num_stages: stages to cut into; by default as many as the mesh has ranks.
@@ -461,7 +471,7 @@ def mpmd_jit(
       MpmdArray(shape=(1, 2), dtype=float32, mpmd_idxs=(1,), sharding=...)
     """
     _check_mesh(mpmd_mesh)
-    schedule = _ForwardOnly(mpmd_mesh.mpmd_dim if num_stages is None else num_stages, mpmd_mesh.mpmd_dim)
+    schedule = _OnePass(mpmd_mesh.mpmd_dim if num_stages is None else num_stages, mpmd_mesh.mpmd_dim)
 
     @functools.wraps(fun)
     def looped(*args: Any, **kwargs: Any) -> Any:
@@ -476,6 +486,7 @@ def mpmd_jit(
         donate_argnames=donate_argnames,
         static_argnums=static_argnums,
         static_argnames=static_argnames,
+        compiler_options=compiler_options,
         cut_policy=cut_policy,
         everywhere=everywhere,
     )

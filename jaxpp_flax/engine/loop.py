@@ -188,13 +188,15 @@ def _broadcast_operations(operation: Any, results: Any) -> list[Op]:
 
 
 _NO_CARRY: Any = object()
+_DEFAULT_OPERATION = (Concat(), Add)
 
 
 def treduce_i(
     fun: Callable[..., Any],
     length: int,
     schedule: Schedule | None = None,
-    operation: Any = (Concat(), Add),
+    operation: Any = _DEFAULT_OPERATION,
+    axis: int = 0,
     *,
     init: Any = _NO_CARRY,
 ) -> Any:
@@ -206,13 +208,15 @@ def treduce_i(
       schedule: in which order each rank runs its tasks; plain `jax.jit` ignores it.
       operation: prefix tree of operations over the body's results. The default stacks the first of two results and
         adds up the second, as `jax.value_and_grad` wants it.
+      axis: where the default operation puts the axis of the microbatches in what it stacks; an operation of your own
+        says that itself (`Concat(axis)`).
       init: the carry before the first microbatch. Each of its leaves must keep shape and dtype.
 
     Returns:
       The reduced results; with `init`, the pair of the last carry and these.
 
     Raises:
-      ValueError: if `length` is below 1, or `operation` does not fit the results.
+      ValueError: if `length` is below 1, `operation` does not fit the results, or `axis` stands beside an operation.
       TypeError: if a leaf of the carry changes shape or dtype.
 
     Example:
@@ -222,6 +226,13 @@ def treduce_i(
     """
     if length < 1:
         raise ValueError(f"treduce needs at least one microbatch, got length={length}.")
+    if axis != 0:
+        if operation != _DEFAULT_OPERATION:
+            raise ValueError(
+                f"treduce_i got axis={axis} and the operation {operation!r}: `axis` is for the default operation. Give "
+                f"it to the operation itself, e.g. `operation=(Concat({axis}), Add)`."
+            )
+        operation = (Concat(axis), Add)
     has_carry = init is not _NO_CARRY
     carry_leaves, carry_tree = jax.tree.flatten(init if has_carry else ())
     carry_leaves = [jnp.asarray(leaf) for leaf in carry_leaves]
@@ -263,6 +274,16 @@ def _sharding_of(leaf: Any) -> Any:
     return sharding if not sharding.mesh.empty and sharding.mesh._any_axis_explicit else None
 
 
+def _whole_along(leaf: jax.Array, axis: int) -> jax.Array:
+    """`leaf` with the axis of the microbatches in one piece: an array typed as sharded there cannot be indexed."""
+    sharding = _sharding_of(leaf)
+    spec = () if sharding is None else (*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)))
+    if sharding is None or spec[axis] is None:
+        return leaf
+    entries = [None if i == axis % leaf.ndim else entry for i, entry in enumerate(spec)]
+    return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
+
+
 def _check_carry(before: Sequence[Any], treedef: Any, after: Any) -> None:
     leaves, after_tree = jax.tree_util.tree_flatten_with_path(after)
     if after_tree != treedef:
@@ -280,7 +301,7 @@ def treduce(
     xs: Any,
     schedule: Schedule | None = None,
     axis: int = 0,
-    operation: Any = (Concat(), Add),
+    operation: Any = _DEFAULT_OPERATION,
     *,
     init: Any = _NO_CARRY,
 ) -> Any:
@@ -331,8 +352,10 @@ def treduce(
             "Give every leaf the same size there."
         )
 
+    xs = jax.tree.map(lambda x: _whole_along(jnp.asarray(x), axis), xs)
+
     def at(index: Any) -> Any:
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(jnp.asarray(x), index, axis, keepdims=False), xs)
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False), xs)
 
     length = next(iter(sizes.values()))
     if init is _NO_CARRY:

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.blocks import LoopBody, Marks
+from jaxpp_flax.engine.hints import without_hints
 from jaxpp_flax.engine.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, struct_of
 from jaxpp_flax.engine.loop import treduce_p
 from jaxpp_flax.engine.markers import Mark
@@ -196,12 +197,12 @@ def _cut_loop(
 ) -> _CutLoop:
     schedule = _check_schedule(equation, num_ranks)
     params = equation.params
-    body = inline(params["body"])
+    body = without_hints(inline(params["body"]))
     operands = dict(zip(body.inputs, equation.inputs[: params["num_consts"]], strict=False))
     batch = {v: dims[a] for v, a in operands.items() if isinstance(a, Value) and a in dims}
     deferred: tuple[Any, ...] = (None,) * len(params["operations"])
     if batch:
-        flat = inline(body, flatten=True, remat=True)
+        flat = without_hints(inline(body, flatten=True, remat=True))
         batch = {v: dim for v, dim in batch.items() if v in _indexed(flat, body.inputs[params["num_consts"]])}
         sharded = {
             (v.aval.shape, name)

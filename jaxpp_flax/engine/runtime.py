@@ -15,6 +15,7 @@ from jaxpp_flax.engine.mesh import RankMeshes
 from jaxpp_flax.engine.placing import place
 from jaxpp_flax.engine.profile import TaskTiming, run_profiled
 from jaxpp_flax.engine.program import Free, Program, Run, Transfer
+from jaxpp_flax.engine.task_times import collector, run_timed
 from jaxpp_flax.engine.transport.base import Parcel, Tag
 from jaxpp_flax.engine.transport.crossing import Crossing
 from jaxpp_flax.engine.transport.link import Link
@@ -56,8 +57,8 @@ class Runtime:
         self._given_away = _given_away(program) if across is not None else {}
         self._awaiting = _awaiting(program) if across is not None else {}
         local = set(mesh.local_ranks)
-        bound = [self._bind(number, instruction, local) for number, instruction in enumerate(program.instructions)]
-        self._steps = [step for step in bound if step is not None]
+        self._bound = [self._bind(number, instr, local) for number, instr in enumerate(program.instructions)]
+        self._steps = [step for step in self._bound if step is not None]
         self._indices = self._place_indices(local)
 
     def _place_indices(self, local: set[int]) -> dict[int, jax.Array]:
@@ -111,8 +112,11 @@ class Runtime:
         """Run one step; `environment` holds the arguments in their slots and receives the results in theirs."""
         for slot, index in self._indices.items():
             environment[slot] = index
-        for step in self._steps:
-            step(environment)
+        if (times := collector()) is not None:
+            run_timed(self.program, self._bound, environment, times)
+        else:
+            for step in self._steps:
+                step(environment)
         self._step += 1
 
     def profile(self, environment: Environment, at_once: int | None = None) -> list[TaskTiming]:

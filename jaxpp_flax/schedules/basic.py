@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .errors import ScheduleError
 from .schedule import StreamedSchedule
 from .task import AnyTask, backward, forward, fused
 
 
 class OneStagePerRank(StreamedSchedule):
-    """Base of the schedules in which rank ``r`` runs stage ``r`` and no other."""
+    """Base of the schedules in which rank ``r`` runs stage ``r`` and no other.
 
-    def __init__(self, num_stages: int) -> None:
+    Args:
+        num_stages: number of stages, and of ranks.
+        mpmd_dim: the number of ranks again, as ``jaxpp.api`` takes it.
+    """
+
+    def __init__(self, num_stages: int, mpmd_dim: int | None = None) -> None:
         super().__init__(num_stages)
+        if mpmd_dim is not None and mpmd_dim != num_stages:
+            raise ScheduleError(
+                f"{type(self).__name__} runs one stage on each rank, got num_stages={num_stages} and "
+                f"mpmd_dim={mpmd_dim}. Use {mpmd_dim} stages, or Interleaved1F1B"
+            )
 
 
 class GPipe(OneStagePerRank):

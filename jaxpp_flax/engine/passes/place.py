@@ -16,6 +16,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxpp_flax.engine.hints import as_copy, is_mixing_by_design, place_with_p
 from jaxpp_flax.engine.ir import Atom, Equation, Graph, Value, VerificationError
 from jaxpp_flax.engine.passes.audience import Audience
 from jaxpp_flax.engine.passes.conditions import is_condition, select_between_branches
@@ -218,7 +219,7 @@ class _Placer:
                 continue
             location = frozenset(demanded) if demanded else self._locate_equation(node)
             self.location.update(dict.fromkeys(node.outputs, location))
-            located.append(node)
+            located.append(as_copy(node) if node.primitive is place_with_p else node)
         self.nodes = located
         self.producer = {v: node for node in located for v in _outputs(node)}
         self._warn()
@@ -250,6 +251,11 @@ class _Placer:
         return len(arrays) > 1 and not frozenset.intersection(*arrays)
 
     def _locate_equation(self, equation: Equation) -> frozenset[int] | None:
+        if equation.primitive is place_with_p:
+            value, like = equation.inputs
+            for atom in (like, value):
+                if isinstance(atom, Value) and self.location[atom] is not None:
+                    return self.location[atom]
         anchored = self._anchors(equation)
         if not anchored:
             return None
@@ -270,7 +276,7 @@ class _Placer:
         moved = {r: sum(v.nbytes for v, at in anchored if r not in at) for r in ranks}
         at_home = {r for v, at in arrays if v not in self.producer for r in at}  # an argument's new value belongs there
         best = min(ranks, key=lambda r: (moved[r], r not in at_home, r))
-        if large:
+        if large and not is_mixing_by_design(equation):
             what = f"`{equation.name}` at {equation.where} mixes ranks {ranks} on rank {best}"
             self.mixed.append((moved[best], what))
         return frozenset({best})

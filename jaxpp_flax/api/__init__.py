@@ -1,0 +1,72 @@
+"""The engine under the names of NVIDIA's and ROCm's `jaxpp.api`: their programs run with that import changed.
+
+`docs/jaxpp.md` lists every name of every version, with what differs here. A name that makes sense only with what we
+have not got raises an `AttributeError` that says what to use in its place.
+
+Example:
+  >>> import jaxpp_flax.api as jaxpp
+  >>> jaxpp.Std1F1B(2).tasks(2)[1]
+  [FusedTask(fwd_1__0, bwd_1__0), FusedTask(fwd_1__1, bwd_1__1)]
+"""
+
+from typing import Any
+
+from jaxpp_flax.api.cross import cross_mpmd_all_reduce, cross_mpmd_stack
+from jaxpp_flax.api.jit import mpmd_jit_by_yield, mpmd_jit_with_loop
+from jaxpp_flax.api.missing import explain
+from jaxpp_flax.engine.array import MpmdArray, MpmdSharding
+from jaxpp_flax.engine.hints import place_with
+from jaxpp_flax.engine.jit import mpmd_jit
+from jaxpp_flax.engine.loop import Add, Concat, Last, Max, Op, treduce, treduce_i
+from jaxpp_flax.engine.markers import mark_stage_end, pipeline_enter_stage
+from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.engine.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
+from jaxpp_flax.engine.task_times import collect_task_times_ms
+from jaxpp_flax.schedules import (
+    DualPipeV,
+    Eager1F1B,
+    GPipe,
+    Interleaved1F1B,
+    InterleavedGPipe,
+    KimiK2,
+    Std1F1B,
+    ZeroBubble,
+)
+from jaxpp_flax.schedules import Schedule as BaseSchedule
+
+__all__ = [
+    "Add",
+    "BaseSchedule",
+    "Concat",
+    "DualPipeV",
+    "Eager1F1B",
+    "GPipe",
+    "Interleaved1F1B",
+    "InterleavedGPipe",
+    "KimiK2",
+    "Last",
+    "Max",
+    "MpmdArray",
+    "MpmdMesh",
+    "MpmdSharding",
+    "Op",
+    "Std1F1B",
+    "ZeroBubble",
+    "collect_task_times_ms",
+    "cross_mpmd_all_reduce",
+    "cross_mpmd_stack",
+    "mark_stage_end",
+    "mpmd_jit",
+    "mpmd_jit_by_yield",
+    "mpmd_jit_with_loop",
+    "mpmd_to_spmd_reshard",
+    "pipeline_enter_stage",
+    "place_with",
+    "spmd_to_mpmd_reshard",
+    "treduce",
+    "treduce_i",
+]
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(explain(name, __all__))

@@ -1,0 +1,134 @@
+"""`mpmd_jit_with_loop` and `mpmd_jit_by_yield` with the parameters that JaxPP gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxpp_flax.engine import jit as engine
+from jaxpp_flax.engine.mesh import MpmdMesh
+
+__all__ = ["mpmd_jit_by_yield", "mpmd_jit_with_loop"]
+
+
+def mpmd_jit_with_loop(
+    fun: Callable[..., Any],
+    mpmd_mesh: MpmdMesh,
+    *,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    abstracted_axes: Any | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> engine.MpmdFunction:
+    """Compile a train step with a `treduce` loop into one SPMD program per stage.
+
+    Args:
+      fun: the step.
+      mpmd_mesh: the ranks.
+      in_shardings, out_shardings: prefix trees of `PartitionSpec`s or shardings; the ranks' own axis is dropped from
+        them.
+      in_specs, out_specs: other names of the same.
+      static_argnums, static_argnames, donate_argnums, donate_argnames, compiler_options: as in `jax.jit`.
+      abstracted_axes: not supported; must be None.
+
+    Returns:
+      A function with `compile(*args)`, whose result has `closed_jaxpr` and `in_shardings` (a tree like
+      `(args, kwargs)`).
+
+    Raises:
+      NotImplementedError: if `abstracted_axes` is given.
+      ValueError: if both names of one thing are given; and whatever `jaxpp_flax.engine.jit.mpmd_jit_with_loop` raises.
+
+    Example:
+      >>> import functools, jax, jax.numpy as jnp, numpy as np
+      >>> import jaxpp_flax.api as jaxpp
+      >>> mesh = jaxpp.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+      >>> def loss(w, x):
+      ...     x = jaxpp.mark_stage_end(jnp.tanh(x @ w[0]))
+      ...     return jnp.mean((x @ w[1]) ** 2)
+      >>> @functools.partial(jaxpp.mpmd_jit_with_loop, mpmd_mesh=mesh)
+      ... def gradients(w, batch):
+      ...     gradient = functools.partial(jax.value_and_grad(loss), w)
+      ...     return jaxpp.treduce(gradient, batch, schedule=jaxpp.Std1F1B(mesh.mpmd_dim))
+      >>> losses, grads = gradients([jnp.ones((3, 3)), jnp.ones((3, 3))], jnp.ones((4, 2, 3)))
+      >>> losses.shape, grads[0].mpmd_idxs, grads[1].mpmd_idxs
+      ((4,), (0,), (1,))
+    """
+    _refuse_abstracted_axes("mpmd_jit_with_loop", abstracted_axes)
+    return engine.mpmd_jit_with_loop(
+        fun,
+        mpmd_mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        static_argnums=() if static_argnums is None else static_argnums,
+        static_argnames=() if static_argnames is None else static_argnames,
+        donate_argnums=() if donate_argnums is None else donate_argnums,
+        donate_argnames=() if donate_argnames is None else donate_argnames,
+        compiler_options=compiler_options,
+    )
+
+
+def mpmd_jit_by_yield(
+    fun: Callable[..., Any],
+    mpmd_mesh: MpmdMesh,
+    *,
+    target_num_stages: int | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    abstracted_axes: Any | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> engine.MpmdFunction:
+    """Compile a marked function without a loop into one SPMD program per stage: a forward pass, or one gradient.
+
+    Args:
+      fun: the function, its stages marked.
+      mpmd_mesh: the ranks.
+      target_num_stages: stages to cut into, a multiple of the number of ranks; by default one for each rank.
+
+    The other arguments are those of `mpmd_jit_with_loop`.
+
+    Raises:
+      NotImplementedError: if `abstracted_axes` is given.
+      ValueError: if there are too few or too many marks.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpy as np
+      >>> import jaxpp_flax.api as jaxpp
+      >>> mesh = jaxpp.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+      >>> forward = jaxpp.mpmd_jit_by_yield(lambda w, x: jaxpp.mark_stage_end(x @ w[0]) @ w[1], mesh)
+      >>> np.asarray(forward([jnp.eye(2), jnp.eye(2)], jnp.ones((1, 2))))
+      array([[1., 1.]], dtype=float32)
+    """
+    _refuse_abstracted_axes("mpmd_jit_by_yield", abstracted_axes)
+    return engine.mpmd_jit(
+        fun,
+        mpmd_mesh,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+        num_stages=target_num_stages,
+        static_argnums=() if static_argnums is None else static_argnums,
+        static_argnames=() if static_argnames is None else static_argnames,
+        donate_argnums=() if donate_argnums is None else donate_argnums,
+        donate_argnames=() if donate_argnames is None else donate_argnames,
+        compiler_options=compiler_options,
+    )
+
+
+def _refuse_abstracted_axes(function: str, abstracted_axes: Any) -> None:
+    if abstracted_axes is not None:
+        raise NotImplementedError(
+            f"{function} got abstracted_axes={abstracted_axes!r}: shapes are fixed when a step is compiled, and each "
+            "new shape compiles once. Leave it out, and pad batches to one shape."
+        )

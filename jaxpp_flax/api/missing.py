@@ -1,0 +1,42 @@
+"""Names of some version of `jaxpp.api` that we do not have, each with what to use in its place."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+__all__ = ["REMEDIES", "explain"]
+
+REMEDIES: Mapping[str, str] = {
+    "RemoteMpmdMesh": "it starts workers through Ray from one controller. One process drives all of its own devices: "
+    'build `MpmdMesh(jax.sharding.Mesh(devices, ("stage", "data", "model")), "stage")`; with several hosts, run the '
+    "same program on each of them under `jax.distributed.initialize()`",
+    "ArrayRef": "it names an array of a Ray worker. A step returns `MpmdArray`s, which can be read in this process",
+    "mpmd_jit_rev": "it places a function's work backwards from the ranks of its results. Compute the values with "
+    "`jax.jit` and move them with `spmd_to_mpmd_reshard(mpmd_mesh, values, compiled.in_shardings[0])`",
+    "accumulate_grads": "`treduce` has taken its place: "
+    "`treduce(jax.value_and_grad(loss), batch, schedule=Std1F1B(n), operation=(Concat(), Add))`",
+    "LoopOutput": "`treduce` has taken its place: give each result its operation, e.g. `operation=(Concat(), Add)`",
+    "pipelined": "`mpmd_jit_with_loop` has taken its place: `@partial(mpmd_jit_with_loop, mpmd_mesh=mesh)`",
+    "run_replicated_dced": "work after the loop is placed on the ranks that need it without being told: write it as "
+    "ordinary code",
+    "add_multi_p": "it is a primitive of that package's internals. Call `cross_mpmd_all_reduce(*arrays)`",
+    "gather_multi_p": "it is a primitive of that package's internals. Call `cross_mpmd_stack(arrays, axis)`",
+    "_to_global_jax_array": "call `array.as_jax_array()`",
+}
+
+
+def explain(name: str, known: Sequence[str]) -> str:
+    """What to say when `jaxpp_flax.api.<name>` does not exist.
+
+    Example:
+      >>> explain("RemoteMpmdMesh", [])[:65]
+      'jaxpp_flax.api has no RemoteMpmdMesh: it starts workers through R'
+      >>> explain("treduced", ["treduce", "Add"])
+      "module 'jaxpp_flax.api' has no attribute 'treduced'; did you mean 'treduce'?"
+    """
+    if name in REMEDIES:
+        return f"jaxpp_flax.api has no {name}: {REMEDIES[name]}."
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"module 'jaxpp_flax.api' has no attribute {name!r}{hint}"
