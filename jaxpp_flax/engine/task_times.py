@@ -32,8 +32,8 @@ def collect_task_times_ms(enabled: bool = True) -> Generator[TaskTimes | None]:
       enabled: if False, nothing is measured and the context gives None.
 
     Yields:
-      A dict that steps fill: for each task of this process's ranks (`fwd_0`, `bwd_0`, `init_0`, `outer_2`, ...), the times of its runs in
-      order, one for each microbatch. An inner context collects for itself.
+      A dict that steps fill: for each task of this process's ranks (`fwd_0`, `bwd_0`, `init_0`, `outer_2`, ...), the
+      times of its runs in order, one for each microbatch. An inner context collects for itself.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np
