@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jaxpp_flax.engine._compat import copy_arrays
 from jaxpp_flax.engine.compile import Executables
 from jaxpp_flax.engine.mesh import RankMeshes
+from jaxpp_flax.engine.passes.handover import handed_over
 from jaxpp_flax.engine.placing import place
 from jaxpp_flax.engine.profile import TaskTiming, run_profiled
 from jaxpp_flax.engine.program import Free, Program, Run, Transfer
@@ -54,6 +55,7 @@ class Runtime:
         self._across = across
         self._step = 0
         self._mesh, self._executables = mesh, executables
+        self._handed_over = handed_over(program)
         self._given_away = _given_away(program) if across is not None else {}
         self._awaiting = _awaiting(program) if across is not None else {}
         local = set(mesh.local_ranks)
@@ -85,7 +87,10 @@ class Runtime:
         shardings = [NamedSharding(target, spec) for spec in self._executables.transfer_specs[number]]
         here = {instruction.source, instruction.target} <= local
         if self._across is None or (here and not (source.is_multi_process or target.is_multi_process)):
-            return _bind_transfer(instruction.sent, instruction.received, shardings)
+            # On one device alone: on several, the two ranks may partition a value differently.
+            together = source.size == 1 and source.devices.flat[0] == target.devices.flat[0]
+            handed = self._handed_over[number] if together else frozenset[int]()
+            return _bind_transfer(instruction.sent, instruction.received, shardings, handed)
         across, link = self._across, self._across.link
         concerned = not local.isdisjoint((instruction.source, instruction.target))
         if not concerned and not link.transport.needs_global_order:
@@ -152,12 +157,20 @@ def _after(first: Callable[[], None], step: Step) -> Step:
     return both
 
 
-def _bind_transfer(sent: tuple[int, ...], received: tuple[int, ...], shardings: Sequence[Any]) -> Step:
-    targets = list(shardings)
+def _bind_transfer(
+    sent: tuple[int, ...], received: tuple[int, ...], shardings: Sequence[Any], handed_over: frozenset[int]
+) -> Step:
+    copied = [position for position in range(len(sent)) if position not in handed_over]
+    sources, targets = [sent[p] for p in copied], [shardings[p] for p in copied]
+    copies = [received[p] for p in copied]
+    moves = [(sent[p], received[p]) for p in sorted(handed_over)]
 
     def step(environment: Environment) -> None:
-        for slot, copy in zip(received, copy_arrays([environment[slot] for slot in sent], targets), strict=True):
-            environment[slot] = copy
+        for source, target in moves:
+            environment[target] = environment[source]
+        if copies:
+            for slot, copy in zip(copies, copy_arrays([environment[s] for s in sources], targets), strict=True):
+                environment[slot] = copy
 
     return step
 

@@ -174,6 +174,12 @@ def identity(*shapes: tuple[int, ...]) -> Graph:
     return Graph(values, values, ())
 
 
+def made(*shapes: tuple[int, ...]) -> Graph:
+    """The same with outputs of its own."""
+    one, other = identity(*shapes), identity(*shapes)
+    return Graph(one.inputs, other.outputs, ())
+
+
 def by_hand(instructions: Sequence[Any], tasks: Sequence[ProgramTask], results: Sequence[int], slots: int) -> Program:
     """A program on one rank (or two) whose only argument is slot 0 of rank 0."""
     return Program(tuple(instructions), tuple(tasks), ({0: 0},), tuple({0: r} for r in results), {}, slots, 2)
