@@ -88,7 +88,7 @@ class Runtime:
         here = {instruction.source, instruction.target} <= local
         if self._across is None or (here and not (source.is_multi_process or target.is_multi_process)):
             # On one device alone: on several, the two ranks may partition a value differently.
-            together = source.size == 1 and source.devices.flat[0] == target.devices.flat[0]
+            together = source.size == target.size == 1 and source.devices.flat[0] == target.devices.flat[0]
             handed = self._handed_over[number] if together else frozenset[int]()
             return _bind_transfer(instruction.sent, instruction.received, shardings, handed)
         across, link = self._across, self._across.link
