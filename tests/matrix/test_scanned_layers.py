@@ -129,7 +129,7 @@ def test_divisions(name: str):
 
 @pytest.mark.parametrize("form", ["whole", "split"])
 def test_where_a_stack_lives(form: str):
-    """Stages that slice one stack hold all of it each, and gradients as large; after `split_layers`, their own layers."""
+    """Stages that slice one stack hold all of it each, gradients too; after `split_layers`, their own layers."""
     rng = np.random.default_rng(0)
     params = {"layers": (rng.normal(size=(LAYERS, DIM, DIM)) / DIM**0.5).astype(np.float32)}
 
