@@ -5,7 +5,9 @@
 
 Three numbers: step time while saving over step time (and how long `save` blocks, over a copy of the state to the
 host); bytes written per second over a plain copy of as many bytes on the same disk; the peak of the host's memory
-while restoring, above the state's own bytes.
+while restoring, above the state's own bytes: into an empty process, in place of a state that is kept until the new
+one is whole, and in place of one that is given up once the files are known to be whole (`restore(low_memory=True)`).
+On CPU the "devices" are the host's memory too, so the state's bytes count once, or twice where both are kept.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ def main() -> None:
     flags.add_argument("--directory", type=Path, default=None, help="on the disk to measure")
     flags.add_argument("--json", type=Path, default=None)
     flags.add_argument("--restore", type=Path, default=None, help=argparse.SUPPRESS)
+    flags.add_argument("--over", choices=("nothing", "kept", "released"), default="nothing", help=argparse.SUPPRESS)
     arguments = flags.parse_args()
     import jax
 
@@ -136,7 +139,10 @@ def measure_save(arguments: argparse.Namespace, root: Path) -> dict[str, float]:
     command = [sys.executable, __file__, "--restore", str(path)]
     command += ["--megabytes", str(arguments.megabytes), "--leaf-megabytes", str(arguments.leaf_megabytes)]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
-    restored = json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout)
+    restored: dict[str, float] = {}
+    for over in ("nothing", "kept", "released"):
+        done = subprocess.run([*command, "--over", over], env=environment, check=True, stdout=subprocess.PIPE)
+        restored |= json.loads(done.stdout)
     median = statistics.median
     return {
         "step, ms": quiet * 1e3,
@@ -150,10 +156,10 @@ def measure_save(arguments: argparse.Namespace, root: Path) -> dict[str, float]:
 
 
 def measure_restore(arguments: argparse.Namespace) -> None:
-    """In a process of its own, whose memory holds nothing else."""
+    """In a process of its own, whose memory holds nothing else than what is restored over."""
     import jax
 
-    from jaxpp_flax.checkpoint import restore
+    from jaxpp_flax.checkpoint.reading import plan_restore
 
     size = arguments.leaf_megabytes * MIB // 4
     target = {
@@ -161,15 +167,30 @@ def measure_restore(arguments: argparse.Namespace) -> None:
         for name, sharding in shardings(arguments).items()
     }
     jax.block_until_ready(jax.device_put(1.0))
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    reset_peak()
     before = peak_megabytes()
+    if arguments.over != "nothing":
+        target = make_state(arguments)
+        reset_peak()
     begin = time.perf_counter()
-    restored = restore(arguments.restore, target)
+    plan = plan_restore(arguments.restore, target)
+    if arguments.over == "released":
+        for leaf in plan.replaced():
+            leaf.delete()
+    restored = plan.read()
     jax.block_until_ready([part for leaf in restored.values() for part in leaf._partially_addressable_arrays.values()])
     seconds = time.perf_counter() - begin
     peak = peak_megabytes() - before
     megabytes = sum(leaf.nbytes for leaf in restored.values()) / MIB
-    print(json.dumps({"restored, MiB/s": megabytes / seconds, "peak above the state, MiB": peak - megabytes}))
+    if arguments.over == "nothing":
+        print(json.dumps({"restored, MiB/s": megabytes / seconds, "peak above the state, MiB": peak - megabytes}))
+    else:
+        print(json.dumps({f"peak above the state, over one {arguments.over}, MiB": peak - megabytes}))
+
+
+def reset_peak() -> None:
+    """The peak begins anew (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_megabytes() -> float:

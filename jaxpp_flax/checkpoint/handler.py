@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jaxpp_flax.checkpoint.leaves import assemble
+from jaxpp_flax.checkpoint.leaves import assemble, is_key
+from jaxpp_flax.checkpoint.shards import has_local_devices, shards_of
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.mesh import MpmdSharding
 
@@ -31,17 +32,38 @@ class MpmdArrayHandler(ocp.type_handlers.ArrayHandler):
         vars(self).update(vars(stock or ocp.type_handlers.get_type_handler(jax.Array)))
 
     async def serialize(self, values: Sequence[Any], infos: Any, args: Any = None) -> Any:
-        """Write each as the one array over all its ranks."""
+        """Write each as the one array over all its ranks; with several processes, each writes the shards it has."""
         arrays = [value.as_jax_array() if isinstance(value, MpmdArray) else value for value in values]
-        return await super().serialize(arrays, infos, args)
+        if jax.process_count() > 1:
+            for array, info in zip(arrays, infos, strict=True):
+                if is_key(array):
+                    raise TypeError(
+                        f"{info.name} holds random keys, which several processes cannot write as such. Save "
+                        "`jax.random.key_data(keys)`, as jaxpp_flax.checkpoint.save does."
+                    )
+            arrays = [shards_of(array) for array in arrays]
+        return await super().serialize(arrays, infos, args)  # pyright: ignore[reportArgumentType]
 
     async def deserialize(self, infos: Any, args: Any = None) -> Any:
-        """Read the shards of all ranks, and give those with an `MpmdSharding` back as `MpmdArray`s."""
-        arrays = await super().deserialize(infos, args)
-        shardings = [getattr(arg, "sharding", None) for arg in args or [None] * len(arrays)]
+        """Read the shards of all ranks, and give those with an `MpmdSharding` back as `MpmdArray`s.
+
+        Of those that live in other processes alone, nothing is read.
+        """
+        shardings = [getattr(arg, "sharding", None) for arg in args or [None] * len(infos)]
+        elsewhere = [isinstance(s, MpmdSharding) and not has_local_devices(s) for s in shardings]
+        here = [i for i, is_elsewhere in enumerate(elsewhere) if not is_elsewhere]
+        read = await super().deserialize([infos[i] for i in here], [args[i] for i in here]) if here else []
+        found: dict[int, Any] = dict(zip(here, read, strict=True))
+        absent = [i for i, is_elsewhere in enumerate(elsewhere) if is_elsewhere]
+        if any(args[i].global_shape is None or args[i].dtype is None for i in absent):
+            types: Any = await self.metadata([infos[i] for i in absent])
+        else:
+            types = [jax.ShapeDtypeStruct(args[i].global_shape, args[i].dtype) for i in absent]
+        for i, like in zip(absent, types, strict=True):
+            found[i] = MpmdArray({}, shardings[i], shape=like.shape, dtype=args[i].dtype or like.dtype)
         return [
-            assemble(array, sharding) if isinstance(sharding, MpmdSharding) else array
-            for array, sharding in zip(arrays, shardings, strict=True)
+            assemble(found[i], sharding) if isinstance(sharding, MpmdSharding) and not elsewhere[i] else found[i]
+            for i, sharding in enumerate(shardings)
         ]
 
 

@@ -19,6 +19,7 @@ __all__ = [
     "absolute",
     "damaged",
     "find_tree",
+    "is_primary",
     "map_metadata",
     "multiprocessing_options",
     "pytree_handler",
@@ -40,8 +41,19 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def multiprocessing_options(prefix: str | None = None) -> ocp.options.MultiprocessingOptions:
-    """Process 0 writes what is written once."""
-    return ocp.options.MultiprocessingOptions(primary_host=0, barrier_sync_key_prefix=prefix)
+    """Process 0 writes what is written once; all meet by JAX's coordination service.
+
+    Without the list of processes Orbax would meet by a computation on all devices, which waits for whatever they run.
+    """
+    count = jax.process_count()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=0, active_processes=set(range(count)) if count > 1 else None, barrier_sync_key_prefix=prefix
+    )
+
+
+def is_primary() -> bool:
+    """Whether this process does what is done once."""
+    return jax.process_index() == 0
 
 
 def pytree_handler(largest_leaf: int | None = None) -> ocp.PyTreeCheckpointHandler:

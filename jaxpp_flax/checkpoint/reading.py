@@ -18,7 +18,7 @@ from jaxpp_flax.checkpoint.leaves import Wanted, abstract_leaf, empty, is_empty
 from jaxpp_flax.checkpoint.orbax_io import absolute, damaged, find_tree, map_metadata, pytree_handler, read_metadata
 from jaxpp_flax.checkpoint.paths import PathFilter, choose, flatten, rename_path
 
-__all__ = ["StoredLeaf", "abstract_state", "leaves_of", "restore", "stored_leaves"]
+__all__ = ["RestorePlan", "StoredLeaf", "abstract_state", "leaves_of", "plan_restore", "restore", "stored_leaves"]
 
 
 def abstract_state(tree: Any) -> Any:
@@ -106,6 +106,62 @@ def restore(
         params/w: shape (3,) in the checkpoint, wanted (2,); dtype float32 in the checkpoint, wanted float64
         step: in the checkpoint, but not in the target
     """
+    return plan_restore(path, target, only=only, rename=rename, missing=missing, extra=extra).read()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestorePlan:
+    """A restore of which everything is known but the values: every leaf fits, and every file is whole.
+
+    Args:
+      directory: of the tree on disk.
+      metadata: Orbax's, of each leaf.
+      leaves: the target's, by path.
+      structure: the target's.
+      chosen: paths of the target to paths on disk.
+      wants: what each chosen leaf asks for.
+    """
+
+    directory: Path
+    metadata: Any
+    leaves: dict[str, Any]
+    structure: Any
+    chosen: Mapping[str, str]
+    wants: Mapping[str, Wanted]
+
+    def replaced(self) -> list[Any]:
+        """The leaves of the target that `read` gives other values: their memory may be given up before."""
+        return [self.leaves[name] for name in self.chosen]
+
+    def read(self) -> Any:
+        """A new tree like the target.
+
+        Raises:
+          CorruptCheckpointError: if a file cannot be read after all.
+        """
+        arrays = _read(self.directory, self.metadata, {found: self.wants[name] for name, found in self.chosen.items()})
+        new = {
+            name: self.wants[name].finish(arrays[self.chosen[name]]) if name in self.chosen else leaf
+            for name, leaf in self.leaves.items()
+        }
+        return jax.tree.unflatten(self.structure, new.values())
+
+
+def plan_restore(
+    path: str | os.PathLike[str],
+    target: Any,
+    *,
+    only: PathFilter | None = None,
+    rename: Mapping[str, str] | None = None,
+    missing: Literal["error", "keep"] = "error",
+    extra: Literal["error", "ignore"] = "error",
+    check: bool = True,
+) -> RestorePlan:
+    """Everything of `restore` that can go wrong, but for reading the values; arguments and errors are the same.
+
+    Args:
+      check: compare the files with their digests; False where that has just been done.
+    """
     for name, value, known in (("missing", missing, ("error", "keep")), ("extra", extra, ("error", "ignore"))):
         if value not in known:
             raise ValueError(f"restore got {name}={value!r}; it must be one of {known}.")
@@ -143,11 +199,12 @@ def restore(
         order = {name: i for i, name in enumerate(leaves)}
         faults.sort(key=lambda fault: order.get(fault.partition(":")[0], len(order)))
         raise CheckpointMismatchError(f"checkpoint {directory} does not fit the target.", faults)
-    for holder in (directory, directory.parent):  # a tree of its own, or one item of a step's directory
-        check_files(holder)
-    arrays = _read(directory, metadata, {found: wants[name] for name, found in chosen.items()})
-    new = {name: wants[name].finish(arrays[chosen[name]]) if name in chosen else leaves[name] for name in leaves}
-    return jax.tree.unflatten(structure, new.values())
+    if check:
+        for holder in (directory, directory.parent):  # a tree of its own, or one item of a step's directory
+            check_files(holder)
+    return RestorePlan(
+        directory=directory, metadata=metadata, leaves=leaves, structure=structure, chosen=chosen, wants=wants
+    )
 
 
 def stored_leaves(metadata: Any) -> dict[str, StoredLeaf]:

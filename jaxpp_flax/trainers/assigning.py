@@ -260,7 +260,7 @@ def kept_bytes(state: TrainState, specs: TrainState | None, batch: Any, mesh: Mp
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             tail = next((path[i:] for i in range(len(path)) if path[i:] in extra), None)
             if tail is not None:
-                extra[tail] += leaf.nbytes / (shards[tail] if leaf.shape == shapes[tail] else 1)
+                extra[tail] += leaf.size * leaf.dtype.itemsize / (shards[tail] if leaf.shape == shapes[tail] else 1)
     marked = TrainState(
         step=0.0,
         params=jax.tree.unflatten(jax.tree.structure(state.params), [extra[path] for path, _ in params]),

@@ -13,11 +13,11 @@ from flax import linen as nn
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.mesh import MpmdMesh
-from jaxpp_flax.engine.reshard import spmd_to_mpmd_reshard
 from jaxpp_flax.layers import CutPolicy
 from jaxpp_flax.trainers.mesh import batch_spec
+from jaxpp_flax.trainers.state import TrainState
 
-__all__ = ["Backend", "to_ordinary"]
+__all__ = ["Backend", "copied", "to_ordinary"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Backend:
     """Where steps run: on the ranks of `mesh`, or, without one, on JAX's default device under `jax.jit`."""
 
     mesh: MpmdMesh | None
-    state_specs: Any = None  # of the state's leaves; see `state_specs`
+    state_specs: TrainState | None = None  # of the state's leaves; see `state_specs`
     rules: Any = None  # what logical axis names stand for: pairs
 
     def compile(self, function: Callable[..., Any], state: Any, batch: Any, policy: CutPolicy, *, donate: bool) -> Any:
@@ -34,25 +34,20 @@ class Backend:
         `policy` says which marks cut.
         """
         donated = (0,) if donate else ()
+        specs = self.state_specs if donate or self.state_specs is None else self.state_specs.for_inference()
         if self.mesh is None:
             return jax.jit(function, donate_argnums=donated).lower(state, batch).compile()
         step = mpmd_jit_with_loop(
             function,
             self.mesh,
-            in_shardings=(self.state_specs, batch_spec(self.mesh)),
+            in_shardings=(specs, batch_spec(self.mesh)),
             # A step that gives the state back gives it as it took it.
-            out_shardings=(self.state_specs, None) if donate and self.state_specs is not None else None,
+            out_shardings=(specs, None) if donate and specs is not None else None,
             donate_argnums=donated,
             cut_policy=policy,
         )
         with nn.logical_axis_rules(self.rules or ()):
             return step.compile(state, batch)
-
-    def place(self, compiled: Any, state: Any) -> Any:
-        """`state` where `compiled` reads it; a copy, so that donating it leaves the user's arrays alone."""
-        if self.mesh is None:
-            return jax.tree.map(copied, state)
-        return spmd_to_mpmd_reshard(self.mesh, jax.tree.map(copied, state), compiled.in_shardings[0][0])
 
 
 def copied(leaf: Any) -> jax.Array:

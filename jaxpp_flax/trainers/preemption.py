@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -19,6 +21,9 @@ KILLED_STATUS = 143
 
 class Preemption:
     """While entered, the first SIGTERM is noted; a second one, or the deadline after the first, ends the process.
+
+    A thread sees to that, told of signals by the interpreter's wakeup file descriptor: the main thread may be waiting
+    for devices or a peer, where Python runs no signal handler.
 
     Nothing is installed outside of the main thread, where Python takes no signals, or without a deadline.
 
@@ -37,26 +42,45 @@ class Preemption:
         self.requested = False
         self._deadline = deadline
         self._before: Any = None
-        self._installed = False
-        self._timer: threading.Timer | None = None
+        self._watcher: threading.Thread | None = None
+        self._read = self._write = self._descriptor_before = -1
 
     def __enter__(self) -> Preemption:
         if self._deadline is not None and threading.current_thread() is threading.main_thread():
+            self._read, self._write = os.pipe()
+            os.set_blocking(self._write, False)
+            self._descriptor_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
             self._before = signal.signal(signal.SIGTERM, self._receive)
-            self._installed = True
+            self._watcher = threading.Thread(target=self._watch, args=(self._deadline,), daemon=True)
+            self._watcher.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._installed:
-            signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
-            self._installed = False
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._watcher is None:
+            return
+        signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
+        signal.set_wakeup_fd(self._descriptor_before)
+        os.close(self._write)  # ends the thread
+        self._watcher.join()
+        os.close(self._read)
+        self._watcher = None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            os._exit(KILLED_STATUS)
         self.requested = True
-        self._timer = threading.Timer(self._deadline or 0.0, os._exit, (KILLED_STATUS,))
-        self._timer.daemon = True
-        self._timer.start()
+
+    def _watch(self, deadline: float) -> None:
+        end: float | None = None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._read, selectors.EVENT_READ)
+            while True:
+                if not selector.select(None if end is None else max(0.0, end - time.monotonic())):
+                    return os._exit(KILLED_STATUS)
+                numbers = os.read(self._read, 64)
+                if not numbers:
+                    return None
+                if self._descriptor_before >= 0:  # an event loop's
+                    os.write(self._descriptor_before, numbers)
+                for _ in range(numbers.count(signal.SIGTERM)):
+                    if end is not None:
+                        return os._exit(KILLED_STATUS)
+                    end = time.monotonic() + deadline

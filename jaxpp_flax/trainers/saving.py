@@ -7,9 +7,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxpp_flax.checkpoint import CheckpointMismatchError, CheckpointNotFoundError, CheckpointSaveError, restore
+import jax
+
+from jaxpp_flax.checkpoint import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    CorruptCheckpointError,
+)
 from jaxpp_flax.checkpoint.paths import PathFilter
+from jaxpp_flax.checkpoint.reading import RestorePlan, plan_restore
 from jaxpp_flax.checkpoint.store import CheckpointStore, read_json, save_step
+from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.trainers.data import Batches
 from jaxpp_flax.trainers.position import DataPosition
 from jaxpp_flax.trainers.preemption import PREEMPTED_STATUS, Preemption
@@ -30,11 +39,22 @@ class Checkpointed:
     """
 
     _state: TrainState
+    _placed: bool
+    _unread: Path | None
     _step: int
     _meter: Meter
-    _initial: Any
     _in_flight: Any
     _model_name: str
+
+    @property
+    def state(self) -> TrainState:
+        raise NotImplementedError
+
+    def _with_weights(self) -> TrainState:
+        raise NotImplementedError
+
+    def _forget_first(self) -> None:
+        raise NotImplementedError
 
     def _init_checkpoints(
         self, directory: Any, save_every: Any, keep: Any, asynchronous: bool, preemption_deadline: float | None
@@ -72,11 +92,11 @@ class Checkpointed:
         """
         beside = {"data": self._data_json(), "about": {"format": _FORMAT, "model": self._model_name}}
         if where is not None and not isinstance(where, int):
-            return save_step(where, self._state, beside)
+            return save_step(where, self.state, beside)
         store = self._need_store("save")
         if where is not None and where != self._step:
             raise ValueError(f"save({where}): the state in memory is that of step {self._step}. Save that one.")
-        store.save(self._step, self._state, beside, wait=wait)
+        store.save(self._step, self.state, beside, wait=wait)
         return store.directory / str(self._step)
 
     def restore(
@@ -86,8 +106,12 @@ class Checkpointed:
         only: PathFilter | None = None,
         rename: Mapping[str, str] | None = None,
         missing: Literal["error", "keep"] = "error",
+        low_memory: bool = False,
     ) -> None:
         """Take over a checkpoint's state, whatever the layout of the run that wrote it.
+
+        Before a step is compiled it goes to the default device; after `compile(batch)`, or in `fit(resume=True)`,
+        each leaf goes straight to its ranks.
 
         Args:
           where: a step of `checkpoint_dir`, its "latest", or the path of any Orbax checkpoint of a tree.
@@ -95,6 +119,9 @@ class Checkpointed:
           rename: prefixes of paths, from `trainer.state` to the checkpoint: `{"params": ""}` for a checkpoint that
             stock Orbax wrote of an unpipelined model's parameters.
           missing: "keep" what the checkpoint lacks.
+          low_memory: give up the state in memory before the new one is read, so that they are never both there. All
+            that is checked is checked before: paths, shapes, dtypes, and the digests of all files. Should a file be
+            unreadable after that, no state is left, and another restore is needed.
 
         Raises:
           CheckpointMismatchError: listing all leaves that do not fit.
@@ -104,11 +131,32 @@ class Checkpointed:
         path: Any = where
         if isinstance(where, int) or where == "latest":
             path = self._need_store("restore").path("latest" if where == "latest" else int(path))
+        plan = self._plan(path, only, rename, missing)
+        position = DataPosition.from_json(read_json(path, "data"))
+        if low_memory:
+            self._release(plan)
+        try:
+            self._state = plan.read()
+        except CorruptCheckpointError as error:
+            if not low_memory:
+                raise
+            raise CorruptCheckpointError(
+                f"{error} The state in memory was given up for it (low_memory=True): restore one before training."
+            ) from error
+        self._forget_first()
+        self._take_position(int(self._state.step), None if only is not None else position)
+
+    def _plan(
+        self, path: Path, only: PathFilter | None, rename: Mapping[str, str] | None, missing: Literal["error", "keep"]
+    ) -> RestorePlan:
+        """Compare a checkpoint with the state, and its files with their digests."""
+        whole = only is None and missing == "error"
+        target = self._state if whole else self.state  # what is not restored keeps its value
         about = read_json(path, "about") or {}
         try:
             # A checkpoint that is not a trainer's may hold whatever else.
             extra = "ignore" if rename else "error"
-            state = restore(path, self._state, only=only, rename=rename, missing=missing, extra=extra)
+            return plan_restore(path, target, only=only, rename=rename, missing=missing, extra=extra)
         except CheckpointMismatchError as error:
             if about.get("model", self._model_name) == self._model_name:
                 raise
@@ -116,11 +164,20 @@ class Checkpointed:
                 f"{error.message} It was written for the model {about['model']}; this trainer has {self._model_name}.",
                 error.faults,
             ) from None
-        position = DataPosition.from_json(read_json(path, "data"))
-        self._state, self._step = state, int(state.step)
+
+    def _release(self, plan: RestorePlan) -> None:
+        """Give up the memory of what `plan` replaces; the user's own arrays, which the first state is, are let be."""
+        if not self._placed:
+            return
+        self._in_flight.clear()
+        for leaf in plan.replaced():
+            if isinstance(leaf, (jax.Array, MpmdArray)):
+                leaf.delete()
+
+    def _take_position(self, step: int, position: DataPosition | None) -> None:
+        self._step = step
         self._source = None
-        self._position = None if position is None or only is not None else (self._step, position)
-        self._initial = None
+        self._position = None if position is None else (step, position)
         self._in_flight.clear()
 
     # ------------------------------------------------------------------ for `fit`
@@ -130,7 +187,13 @@ class Checkpointed:
         store = self._need_store("fit(resume=True)")
         latest = store.latest()
         if latest is not None and latest != self._step:
-            self.restore(latest)
+            path = store.path(latest)
+            if self._placed:
+                self.restore(latest)
+            else:  # read when the step is compiled, which tells where to
+                self._plan(path, None, None, "error")
+                self._take_position(latest, DataPosition.from_json(read_json(path, "data")))
+                self._unread = path
             self._meter.message(f"resumed from {store.path(latest)}, step {latest}")
         found = self._position
         if latest is not None and found is None:

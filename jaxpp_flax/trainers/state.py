@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -36,3 +36,7 @@ class TrainState:
     model_state: Any
     ema: Any = None
     loss_scale: Any = None
+
+    def for_inference(self) -> TrainState:
+        """What evaluating and predicting read of it."""
+        return replace(self, opt_state=(), ema=None, loss_scale=None)

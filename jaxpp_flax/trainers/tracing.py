@@ -17,7 +17,7 @@ from jaxpp_flax.trainers.loss import read_loss
 from jaxpp_flax.trainers.model import ModelAdapter
 from jaxpp_flax.trainers.state import TrainState
 
-__all__ = ["check_used", "trace_loss"]
+__all__ = ["check_used", "trace_loss", "used_inputs"]
 
 
 def trace_loss(
@@ -47,7 +47,7 @@ def trace_loss(
     graph, consts = from_jaxpr(jax.make_jaxpr(run)(*abstract, index, jax.tree.map(_shape, microbatch)))
     inputs = graph.inputs[len(consts) :]
     carried = tuple(i for i in range(len(leaves)) if graph.outputs[i] is not inputs[i])
-    used = _used_inputs(graph, [False] * len(leaves) + [True])[len(consts) + len(leaves) :]
+    used = used_inputs(graph, [False] * len(leaves) + [True])[len(consts) + len(leaves) :]
     paths = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)]
     return carried, tuple(path for path, is_used in zip(paths, used, strict=False) if not is_used)
 
@@ -72,7 +72,7 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf))
 
 
-def _used_inputs(graph: Graph, wanted: Sequence[bool]) -> list[bool]:
+def used_inputs(graph: Graph, wanted: Sequence[bool]) -> list[bool]:
     """Which inputs the wanted outputs depend on; calls are looked into, loops and conditions use all they take."""
     needed = {atom for atom, want in zip(graph.outputs, wanted, strict=True) if want and isinstance(atom, Value)}
     for equation in reversed(graph.equations):
@@ -83,6 +83,6 @@ def _used_inputs(graph: Graph, wanted: Sequence[bool]) -> list[bool]:
         used = [True] * len(equation.inputs)
         if equation.name in CALLS and inner is not None:
             body, consts = from_jaxpr(inner)
-            used = _used_inputs(body, results)[len(consts) :]
+            used = used_inputs(body, results)[len(consts) :]
         needed.update(a for a, is_used in zip(equation.inputs, used, strict=True) if is_used and isinstance(a, Value))
     return [value in needed for value in graph.inputs]

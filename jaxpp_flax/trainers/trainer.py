@@ -21,6 +21,7 @@ from jaxpp_flax.trainers.diagnose import diagnose
 from jaxpp_flax.trainers.errors import BatchError, NonFiniteLossError
 from jaxpp_flax.trainers.evaluation import Average
 from jaxpp_flax.trainers.fit import run_fit
+from jaxpp_flax.trainers.held_state import HeldState
 from jaxpp_flax.trainers.inference import ForwardOnly
 from jaxpp_flax.trainers.mesh import num_batch_shards
 from jaxpp_flax.trainers.model import parameter_count
@@ -44,7 +45,7 @@ __all__ = ["PipelineTrainer"]
 _MAX_IN_FLIGHT = 2
 
 
-class PipelineTrainer(Scheduled, Weights, Checkpointed):
+class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
     """Trains a Flax model, NNX or Linen, as a pipeline of stages.
 
     The model is an ordinary one whose layers are marked (`PipelineStage`, `@pipeline_stage`); it is copied, and stays
@@ -168,14 +169,12 @@ class PipelineTrainer(Scheduled, Weights, Checkpointed):
         check_parameters(params, model)
         self._assigner = Assigner(assignment, cost, memory_limit)
         self._init_schedule(schedule, num_stages, num_ranks, mesh, mesh_axes)
-        self._state = self._update.first_state(params, rest)
+        self._init_state(params, rest)
         specs = state_specs(self._state, names, self.mesh, sharding_rules)
         self._backend = Backend(mesh=self.mesh, state_specs=specs, rules=sharding_rules)
         self._loss_fn = loss_fn
         self._eval_loss_fn = eval_loss_fn or loss_fn
         self._predict_fn = predict_fn or _call_model
-        self._initial: tuple[Any, Any] | None = (params, rest)  # the user's arrays, until the first loss is seen
-        self._placed = False
         self._builder: StepBuilder | None = None
         self._executables: dict[Any, Any] = {}
         self._in_flight: collections.deque[Any] = collections.deque()
@@ -194,14 +193,6 @@ class PipelineTrainer(Scheduled, Weights, Checkpointed):
     def step(self) -> int:
         """Optimizer steps done."""
         return self._step
-
-    @property
-    def state(self) -> TrainState:
-        """Parameters, optimizer state, the rest of the model's state, and the step: where they are, not copied.
-
-        The next `train_step` reuses their memory: keep `trainer.model` rather than this.
-        """
-        return self._state
 
     def step_function(self, batch: Any) -> Callable[[TrainState, Any], Any]:
         """The pure function that a step compiles: `(state, microbatches) -> (state, metrics)`.
@@ -259,7 +250,7 @@ class PipelineTrainer(Scheduled, Weights, Checkpointed):
     def _finish_step(self, results: Any, microbatches: Any) -> dict[str, Any]:
         self._state, metrics = results
         self._step += 1
-        if self._initial is not None:
+        if self._first_loss_due:
             self._check_first(metrics["loss"], microbatches)
         self._in_flight.append(metrics["loss"])
         if len(self._in_flight) > _MAX_IN_FLIGHT:
@@ -376,7 +367,7 @@ class PipelineTrainer(Scheduled, Weights, Checkpointed):
             builder = self._prepare(microbatches).with_loss(self._eval_loss_fn)
             terms = self._executable(
                 "evaluate", microbatches, lambda b=builder, n=count: b.evaluate(self._inference_loop(n)), donate=False
-            )(self._state, microbatches)
+            )(self._state_for_inference(), microbatches)
             if pending is not None:
                 average.add(*pending)
             pending = (terms, count, batch_size(batch))
@@ -404,7 +395,7 @@ class PipelineTrainer(Scheduled, Weights, Checkpointed):
         compiled = self._executable(
             "predict", microbatches, lambda: builder.predict(loop, self._predict_fn), donate=False
         )
-        return join_microbatches(compiled(self._state, microbatches))
+        return join_microbatches(compiled(self._state_for_inference(), microbatches))
 
     # ------------------------------------------------------------------ inside
 
@@ -442,16 +433,15 @@ class PipelineTrainer(Scheduled, Weights, Checkpointed):
             return self._prepare(microbatches).train(self._loop(self.num_microbatches))
 
         compiled = self._executable("train", microbatches, build, donate=True)
-        if not self._placed:
-            self._state = self._backend.place(compiled, self._state)
-            self._placed = True
+        self._place_state(compiled)
         return compiled
 
     def _executable(self, kind: str, microbatches: Any, build: Callable[[], Any], *, donate: bool) -> Any:
         key = self._key(kind, microbatches)
         if key not in self._executables:
             policy = self._cut_policy(kind, microbatches)
-            self._executables[key] = self._backend.compile(build(), self._state, microbatches, policy, donate=donate)
+            state = self._state if donate else self._state_for_inference()
+            self._executables[key] = self._backend.compile(build(), state, microbatches, policy, donate=donate)
         return self._executables[key]
 
     def _split_for_inference(self, batch: Any) -> tuple[Any, int]:
@@ -468,10 +458,16 @@ class PipelineTrainer(Scheduled, Weights, Checkpointed):
 
     def _check_first(self, loss: Any, microbatches: Any) -> None:
         """Wait for the first loss; where it is not finite, find out why on the way it was computed."""
-        initial, self._initial = self._initial, None
+        initial, self._initial, self._first_loss_due = self._initial, None, False
         value = float(loss)
-        if np.isfinite(value) or initial is None:
+        if np.isfinite(value):
             return
+        if initial is None:
+            raise NonFiniteLossError(
+                f"the loss of step 1 is {value}. Parameters of this size are not kept to find out where it arose: run "
+                "the loss function on one microbatch under `jax.debug_nans(True)`. Check the data and the initial "
+                "parameters, and operations such as log, division and square root of zero."
+            )
         params, rest = initial
 
         def loss_of(params: Any, microbatch: Any, index: int) -> Any:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpp_flax.trainers.placing import shapes_or_values
 from jaxpp_flax.trainers.state import TrainState
 
 __all__ = ["DynamicLossScale", "Update"]
@@ -93,11 +94,11 @@ class Update:
         return cls(tx=tx, loss_scale=scale, gradient_dtype=gradient_dtype, ema_decay=ema_decay)
 
     def first_state(self, params: Any, model_state: Any) -> TrainState:
-        """The state before the first step."""
+        """The state before the first step; `opt_state` as shapes alone where the optimizer can be traced."""
         return TrainState(
             step=jnp.int32(0),
             params=params,
-            opt_state=self.tx.init(params),
+            opt_state=shapes_or_values(self.tx.init, params),
             model_state=model_state,
             ema=None if self.ema_decay is None else params,
             loss_scale=self.loss_scale.start() if isinstance(self.loss_scale, DynamicLossScale) else None,

@@ -15,13 +15,15 @@ __all__ = ["Weights"]
 class Weights:
     """The part of `PipelineTrainer` that gives its weights to the user."""
 
-    _state: TrainState
     _adapter: ModelAdapter
+
+    def _with_weights(self) -> TrainState:
+        raise NotImplementedError
 
     @property
     def model(self) -> Any:
         """An ordinary module with the current weights (NNX: a new one; Linen: bound to its variables)."""
-        state = self._state
+        state = self._with_weights()
         return self._adapter.rebuild(to_ordinary(state.params), to_ordinary(state.model_state))
 
     @property
@@ -31,7 +33,7 @@ class Weights:
         Raises:
           ValueError: without `ema_decay=`.
         """
-        state = self._state
+        state = self._with_weights()
         if state.ema is None:
             raise ValueError(
                 "trainer.ema_model needs an average of the weights: give the trainer ema_decay=, such as 0.999."
@@ -47,5 +49,5 @@ class Weights:
         """
         if not isinstance(self._adapter, LinenModel):
             raise TypeError("trainer.variables is for Linen models; an NNX model's are in `trainer.model`.")
-        state = self._state
+        state = self._with_weights()
         return self._adapter.variables_of(to_ordinary(state.params), to_ordinary(state.model_state))

@@ -1,4 +1,7 @@
-"""A program that trains with checkpoints, to be killed: `python -m tests.checkpoint.program DIRECTORY STEPS`."""
+"""A program that trains with checkpoints, to be killed: `python -m tests.checkpoint.program DIRECTORY STEPS`.
+
+With `hang`, a third argument, the devices are kept busy for ever after step 2; a fourth is the deadline of SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -50,15 +53,24 @@ def make_trainer(directory: Path | None, stages: int = 2, depth: int = 2, **opti
 class Report(Callback):
     """A line after each step: the moment to kill at is counted from the first."""
 
+    def __init__(self, hang: bool):
+        super().__init__()
+        self.hang = hang
+
     def on_step(self, trainer, step):
         jax.block_until_ready(jax.tree.leaves(trainer.state))
         print(f"step {step}", flush=True)
+        if self.hang and step == 2:
+            print("hanging", flush=True)
+            endless = jax.jit(lambda x: jax.lax.while_loop(lambda y: y > -1.0, lambda y: y + 1.0, x))
+            endless(jnp.zeros(())).block_until_ready()  # inside JAX, where no signal handler of Python runs
 
 
 def main() -> None:
     directory, steps = Path(sys.argv[1]), int(sys.argv[2])
-    trainer = make_trainer(directory, save_every=1, keep=3)
-    trainer.fit(batches(), steps=steps, resume=True, callbacks=[Report()])
+    deadline = float(sys.argv[4]) if len(sys.argv) > 4 else 30.0
+    trainer = make_trainer(directory, save_every=1, keep=3, preemption_deadline=deadline)
+    trainer.fit(batches(), steps=steps, resume=True, callbacks=[Report(hang="hang" in sys.argv[3:4])])
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ ROOT = Path(__file__).resolve().parents[2]
 LAST = 100_000  # more steps than any process lives for
 
 
-def start(directory: Path, cache: Path, steps: int = LAST) -> subprocess.Popen[str]:
+def start(directory: Path, cache: Path, *options: str) -> subprocess.Popen[str]:
     """The program, at the moment of its first step in this life."""
     environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
     environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.checkpoint.program", str(directory), str(steps)],
+        [sys.executable, "-m", "tests.checkpoint.program", str(directory), str(LAST), *options],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT,
     )  # fmt: skip
     assert process.stdout is not None
@@ -98,28 +98,77 @@ def test_sigterm_finishes_the_step_and_saves(tmp_path: Path):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_second_signal_ends_at_once(monkeypatch):
+@pytest.mark.slow
+@pytest.mark.parametrize("signals", [1, 2])
+def test_devices_that_never_answer_do_not_keep_the_process(signals: int, tmp_path: Path):
+    """By the deadline after one signal; at once after two, long before the deadline."""
+    process = start(tmp_path / "run", tmp_path / "cache", "hang", "3" if signals == 1 else "300")
+    assert process.stdout is not None
+    while process.stdout.readline() not in ("hanging\n", ""):
+        pass
+    begin = time.monotonic()
+    for _ in range(signals):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)  # signals of one kind that arrive together are one
+        if signals == 1:
+            assert process.poll() is None, "the deadline is the process's to use"
+    assert process.wait(timeout=60) == KILLED_STATUS
+    assert time.monotonic() - begin < 60
+    process.communicate()
+    assert max(steps_in(tmp_path / "run")) >= 1, "the checkpoint before is there"
+
+
+def statuses_of(monkeypatch) -> list[int]:
     statuses: list[int] = []
     monkeypatch.setattr(module.os, "_exit", statuses.append)
+    return statuses
+
+
+def wait_for(statuses: list[int]) -> list[int]:
+    end = time.monotonic() + 30
+    while not statuses and time.monotonic() < end:
+        time.sleep(0.01)
+    return statuses
+
+
+def test_a_second_signal_ends_at_once(monkeypatch):
+    statuses = statuses_of(monkeypatch)
     with Preemption(60.0) as preemption:
         os.kill(os.getpid(), signal.SIGTERM)
         assert preemption.requested
+        time.sleep(0.1)
         assert statuses == []
         os.kill(os.getpid(), signal.SIGTERM)
-    assert statuses == [KILLED_STATUS] == [143]
+        assert wait_for(statuses) == [KILLED_STATUS] == [143]
 
 
 def test_the_deadline_ends_a_save_that_hangs(monkeypatch):
-    statuses: list[int] = []
-    monkeypatch.setattr(module.os, "_exit", statuses.append)
+    statuses = statuses_of(monkeypatch)
     with Preemption(0.05):
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.5)
-    assert statuses == [KILLED_STATUS]
-    with Preemption(0.05):
+        assert wait_for(statuses) == [KILLED_STATUS]
+    with Preemption(0.2):
         os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.2)
+    time.sleep(0.4)
     assert statuses == [KILLED_STATUS], "a save in time is let be"
+
+
+def test_other_signals_go_where_they_went():
+    """An event loop's wakeup file descriptor still hears of them, and has its place back afterwards."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    handler = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        with Preemption(60.0) as preemption:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert os.read(read, 1) == bytes([signal.SIGUSR1])
+        assert not preemption.requested
+        assert signal.set_wakeup_fd(write, warn_on_full_buffer=False) == write
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+        signal.set_wakeup_fd(before)
+        os.close(read), os.close(write)
 
 
 def test_without_a_deadline_signals_are_left_alone():

@@ -5,7 +5,10 @@ from __future__ import annotations
 import datetime
 import os
 import resource
+import shutil
+import subprocess
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +17,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxpp_flax.checkpoint import CheckpointNotFoundError, CheckpointSaveError, restore
+from jaxpp_flax.checkpoint import CheckpointNotFoundError, CheckpointSaveError, restore, save
 from jaxpp_flax.checkpoint.store import CheckpointStore, read_json
 
 
@@ -132,6 +135,46 @@ def test_a_failure_in_the_background_is_told_by_the_next_check(tmp_path: Path):
     assert store.steps() == (3,)
     assert not list((tmp_path / "run").glob("*tmp*")), "the failed save's remains are gone"
     assert_holds(store, 3)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
+    if os.geteuid() != 0 or shutil.which("mount") is None or subprocess.run(command, check=False).returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_disk_that_is_full(small_disk: Path):
+    """200 kB each, all kept: the disk fills up; room made by hand is used again."""
+    store = CheckpointStore(small_disk / "run")
+
+    def fill() -> None:
+        for step in range(1, 10):
+            store.save(step, tree(step), {}, wait=True)
+
+    with pytest.raises(CheckpointSaveError, match="the disk is full"):
+        fill()
+    kept = store.steps()
+    failed = len(kept) + 1
+    assert failed > 1
+    assert kept == tuple(range(1, failed))
+    for step in kept:
+        assert_holds(store, step)
+    shutil.rmtree(store.path(kept[0]))
+    store.save(failed, tree(failed), {}, wait=True)
+    assert store.steps() == (*kept[1:], failed)
+    assert not list((small_disk / "run").glob("*tmp*"))
+    assert_holds(store, failed)
+    with pytest.raises(CheckpointSaveError, match="the disk is full"):
+        save(small_disk / "by hand", tree(1))
+    assert store.steps() == (*kept[1:], failed)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,10 +14,18 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.checkpoint import CheckpointMismatchError, CheckpointNotFoundError, CheckpointSaveError
+from jaxpp_flax.checkpoint import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    CorruptCheckpointError,
+)
 from jaxpp_flax.trainers import DataPositionError
 from jaxpp_flax.trainers.callbacks import OnMetrics
 from jaxpp_flax.trainers.compiling import to_ordinary
+from jaxpp_flax.trainers.data import batches
+from jaxpp_flax.trainers.position import DataPosition
+from jaxpp_flax.trainers.progress import NoMeter
 from tests.checkpoint import program
 from tests.helpers import tree_allclose
 from tests.trainers.models import Model, make_batch, mean_loss
@@ -131,6 +140,57 @@ def test_weights_alone(after_four: Path, uninterrupted):
     assert not np.any(np.asarray(jax.tree.leaves(trainer.state.opt_state)[0]))
 
 
+def test_low_memory_checks_everything_before_it_gives_the_state_up(after_four: Path, tmp_path: Path, uninterrupted):
+    directory = copy_of(after_four, tmp_path)
+    trainer = make_trainer(directory=directory)
+    trainer.train_step(BATCHES[0])
+    data = max((directory / "4" / "state" / "d").iterdir(), key=lambda path: path.stat().st_size)
+    content = data.read_bytes()
+    data.write_bytes(content[:-1])
+    with pytest.raises(CorruptCheckpointError, match=f"{data.name}: .* bytes"):
+        trainer.restore("latest", low_memory=True)
+    trainer.train_step(BATCHES[0])  # as if nothing had been
+    data.write_bytes(content)
+    old = jax.tree.leaves(trainer.state.params)[0]
+    trainer.restore("latest", low_memory=True)
+    assert old.is_deleted()
+    assert float(trainer.train_step(BATCHES[1])["loss"]) == uninterrupted[0][5]
+
+
+def test_low_memory_says_that_the_state_is_gone(after_four: Path, monkeypatch):
+    def fail(*_):
+        raise CorruptCheckpointError("the disk broke.")
+
+    trainer = make_trainer(directory=after_four)
+    trainer.train_step(BATCHES[0])
+    monkeypatch.setattr("jaxpp_flax.checkpoint.reading._read", fail)
+    with pytest.raises(CorruptCheckpointError, match=r"the disk broke. The state in memory was given up"):
+        trainer.restore("latest", low_memory=True)
+    with pytest.raises(RuntimeError, match="has been deleted"):
+        trainer.train_step(BATCHES[0])
+    monkeypatch.undo()
+    trainer.restore("latest", low_memory=True)
+    trainer.train_step(BATCHES[0])
+
+
+def test_low_memory_keeps_what_is_not_restored(after_four: Path):
+    trainer = make_trainer(directory=after_four)
+    trainer.train_step(BATCHES[0])
+    trainer.restore("latest", only="params/*", low_memory=True)
+    assert trainer.step == 1
+    assert np.isfinite(float(trainer.train_step(BATCHES[1])["loss"]))
+
+
+def test_low_memory_leaves_the_users_own_arrays_alone(after_four: Path):
+    model = Model(2, rngs=nnx.Rngs(0), dropout=0.2, batch_norm=True)
+    trainer = PipelineTrainer(
+        model, optax.adamw(1e-2), mean_loss, num_stages=2, num_microbatches=2, progress=False, checkpoint_dir=after_four
+    )
+    trainer.restore("latest", low_memory=True)
+    assert trainer.step == 4
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(nnx.state(model)))
+
+
 def test_an_unpipelined_model_of_stock_orbax(tmp_path: Path):
     plain = program.MLP(2, rngs=nnx.Rngs(5))
     with ocp.StandardCheckpointer() as stock:
@@ -210,12 +270,46 @@ def grain_data():
     return grain.MapDataset.source(OTHER).shuffle(seed=3).repeat(4).to_iter_dataset()
 
 
-@pytest.mark.parametrize("data", [Counting, generator, grain_data], ids=["get_state", "generator", "grain"])
+def grain_loader():
+    grain = pytest.importorskip("grain")
+    sampler = grain.samplers.IndexSampler(
+        len(OTHER), num_epochs=4, shuffle=True, seed=3, shard_options=grain.sharding.NoSharding()
+    )
+    return grain.DataLoader(data_source=OTHER, sampler=sampler, worker_count=0)
+
+
+@pytest.mark.parametrize(
+    "data", [Counting, generator, grain_data, grain_loader], ids=["get_state", "generator", "grain", "DataLoader"]
+)
 def test_data_goes_on_where_it_stood(data, tmp_path: Path):
     whole = fit(program.make_trainer(None, stages=1), data(), steps=5)
     fit(program.make_trainer(tmp_path / "run", stages=1, save_every=3), data(), steps=3)
     rest = fit(program.make_trainer(tmp_path / "run", stages=1), data(), steps=5, resume=True)
     assert rest == {step: whole[step] for step in (4, 5)}
+
+
+class Lines(NoMeter):
+    """Remembers what a bar would have shown."""
+
+    def __init__(self):
+        self.shown: list[Any] = []
+
+    def message(self, text: str) -> None:
+        self.shown.append(text)
+
+    def start(self, total: int | None, begin: int) -> None:
+        self.shown.append(("bar", total, begin))
+
+    def advance(self, step: int) -> None:
+        self.shown.append(step)
+
+
+def test_a_long_way_through_the_data_is_shown():
+    meter = Lines()
+    position = DataPosition(batches=150, epoch=0, in_epoch=150)
+    assert next(batches(range(1000), position=position, meter=meter)) == 150
+    assert meter.shown[:2] == ["fast-forwarding the data by 150 batches", ("bar", 150, 0)]
+    assert meter.shown[2:] == list(range(1, 151))
 
 
 def test_data_that_cannot_go_there_may_be_refused(after_four: Path, tmp_path: Path):
