@@ -7,7 +7,9 @@ import os
 import zlib
 from pathlib import Path
 
+from jaxpp_flax.checkpoint.agreeing import all_faults
 from jaxpp_flax.checkpoint.errors import CorruptCheckpointError
+from jaxpp_flax.engine.coordination import process_group
 
 __all__ = ["DIGESTS", "check_files", "write_digests"]
 
@@ -31,6 +33,8 @@ def write_digests(directory: Path) -> None:
 def check_files(directory: Path) -> None:
     """Compare the files with what was written down; without digests (stock Orbax writes none) nothing is checked.
 
+    Several processes divide the files among themselves, and each of them hears of all faults.
+
     Raises:
       CorruptCheckpointError: naming every file that is missing, cut off or changed.
     """
@@ -47,7 +51,10 @@ def check_files(directory: Path) -> None:
         ) from error
     found = _files(directory)
     faults: list[str] = []
-    for name, (size, crc) in wanted.items():
+    group = process_group()
+    # Largest first, so that the processes have about as much to read as each other.
+    ordered = sorted(wanted.items(), key=lambda item: (-item[1][0], item[0]))
+    for name, (size, crc) in ordered[group.process_index :: group.process_count]:
         path = found.get(name)
         if path is None:
             faults.append(f"{name}: missing")
@@ -55,6 +62,7 @@ def check_files(directory: Path) -> None:
             faults.append(f"{name}: {path.stat().st_size} bytes, {size} were written")
         elif _crc(path) != crc:
             faults.append(f"{name}: other bytes than were written")
+    faults = sorted(all_faults("comparing files with their digests", faults))
     if faults:
         raise CorruptCheckpointError(
             "\n  ".join([f"checkpoint {directory} is damaged; restore another one (an earlier step). Files:", *faults])

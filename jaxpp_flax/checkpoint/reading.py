@@ -15,7 +15,15 @@ import orbax.checkpoint as ocp
 from jaxpp_flax.checkpoint.errors import CheckpointMismatchError
 from jaxpp_flax.checkpoint.integrity import check_files
 from jaxpp_flax.checkpoint.leaves import Wanted, abstract_leaf, empty, is_empty
-from jaxpp_flax.checkpoint.orbax_io import absolute, damaged, find_tree, map_metadata, pytree_handler, read_metadata
+from jaxpp_flax.checkpoint.orbax_io import (
+    absolute,
+    damaged,
+    find_tree,
+    map_metadata,
+    multiprocessing_options,
+    pytree_handler,
+    read_metadata,
+)
 from jaxpp_flax.checkpoint.paths import PathFilter, choose, flatten, rename_path
 
 __all__ = ["RestorePlan", "StoredLeaf", "abstract_state", "leaves_of", "plan_restore", "restore", "stored_leaves"]
@@ -255,7 +263,8 @@ def _read(directory: Path, metadata: Any, wants: Mapping[str, Wanted]) -> dict[s
         )
 
     largest = max((int(np.prod(w.shape)) * np.dtype(w.dtype or np.float64).itemsize for w in wants.values()), default=0)
-    with ocp.Checkpointer(pytree_handler(largest)) as checkpointer:
+    options = multiprocessing_options("jaxpp_flax.restore")
+    with ocp.Checkpointer(pytree_handler(largest), multiprocessing_options=options) as checkpointer:
         try:
             restored = checkpointer.restore(
                 directory,

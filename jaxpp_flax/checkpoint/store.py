@@ -10,6 +10,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
+from jaxpp_flax.checkpoint.agreeing import done_by_one
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CheckpointSaveError
 from jaxpp_flax.checkpoint.orbax_io import (
     TREE_ITEM,
@@ -20,7 +21,7 @@ from jaxpp_flax.checkpoint.orbax_io import (
     under_way,
 )
 from jaxpp_flax.checkpoint.paths import flatten
-from jaxpp_flax.checkpoint.writing import complete, save_failed, to_tree
+from jaxpp_flax.checkpoint.writing import complete, save_failed, to_tree, write_and_check
 
 __all__ = ["CheckpointStore", "read_json", "save_step"]
 
@@ -166,7 +167,7 @@ class CheckpointStore:
 
     def _open(self) -> ocp.CheckpointManager:
         if self._manager is None:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            done_by_one("making its directory", self._make_directory, OSError)
             every, keep = self._save_every, self._keep
             if every is None:
                 every = 1
@@ -188,6 +189,9 @@ class CheckpointStore:
             )
         return self._manager
 
+    def _make_directory(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+
     def _finish(self) -> None:
         """In the background, before Orbax gives the directory its name: one that lacks a leaf never gets it."""
         if self._writing is not None:
@@ -205,12 +209,9 @@ def save_step(path: str | os.PathLike[str], tree: Any, beside: Mapping[str, Any]
     if path.exists():
         raise CheckpointSaveError(f"cannot save to {path}: it exists, and is left as it is. Choose another path.")
     content = to_tree(tree)
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(handler_registry=_registry())) as checkpointer:
-        try:
-            checkpointer.save(path, args=_arguments(content, beside))
-            complete(path, frozenset(flatten(content)[0]))
-        except Exception as error:
-            raise save_failed(path, error) from error
+    options = ocp.CompositeOptions(multiprocessing_options=multiprocessing_options(f"jaxpp_flax.{path.name}"))
+    handler = ocp.CompositeCheckpointHandler(handler_registry=_registry(), composite_options=options)
+    write_and_check(path, handler, _arguments(content, beside), frozenset(flatten(content)[0]))
     return path
 
 

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import orbax.checkpoint as ocp
 
+from jaxpp_flax.checkpoint.agreeing import done_by_one
 from jaxpp_flax.checkpoint.errors import CheckpointSaveError, CorruptCheckpointError
 from jaxpp_flax.checkpoint.integrity import write_digests
 from jaxpp_flax.checkpoint.leaves import is_empty, to_disk
-from jaxpp_flax.checkpoint.orbax_io import absolute, find_tree, pytree_handler, read_metadata
+from jaxpp_flax.checkpoint.orbax_io import (
+    absolute,
+    find_tree,
+    is_primary,
+    multiprocessing_options,
+    pytree_handler,
+    read_metadata,
+)
 from jaxpp_flax.checkpoint.paths import flatten, listing, nest
 from jaxpp_flax.checkpoint.reading import stored_leaves
 
-__all__ = ["complete", "save", "to_tree"]
+__all__ = ["complete", "save", "save_failed", "to_tree", "write_and_check"]
 
 
 def to_tree(tree: Any) -> dict[str, Any]:
@@ -60,13 +69,34 @@ def save(path: str | os.PathLike[str], tree: Any) -> Path:
     content = to_tree(tree)
     if not content:
         raise ValueError(f"cannot save to {path}: the tree has no leaves.")
-    with ocp.Checkpointer(pytree_handler()) as checkpointer:
+    write_and_check(path, pytree_handler(), ocp.args.PyTreeSave(content), flatten(content)[0])
+    return path
+
+
+def write_and_check(path: Path, handler: Any, arguments: Any, leaves: Any) -> None:
+    """Save at once, and check what was written; with several processes, all of them call this.
+
+    Args:
+      path: of the new checkpoint, which does not exist.
+      handler: Orbax's.
+      arguments: for the handler.
+      leaves: the paths that must be there.
+
+    Raises:
+      CheckpointSaveError: if anything goes wrong; nothing is left at the path.
+    """
+    options = multiprocessing_options(f"jaxpp_flax.{path.name}")
+    with ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer:
         try:
-            checkpointer.save(path, args=ocp.args.PyTreeSave(content))
-            complete(path, flatten(content)[0])
+            checkpointer.save(path, args=arguments)
+            try:
+                done_by_one("checking what was written", lambda: complete(path, leaves), CorruptCheckpointError)
+            except Exception:
+                if is_primary():
+                    shutil.rmtree(path, ignore_errors=True)
+                raise
         except Exception as error:
             raise save_failed(path, error) from error
-    return path
 
 
 def complete(directory: Path, leaves: Any) -> None:

@@ -132,6 +132,7 @@ class ProcessGroup:
         self.process_count = process_count
         self._store = store
         self._uses: Counter[str] = Counter()
+        self._announced: dict[str, bytes] = {}
         self._failure: Failure | None = None
         self.failed = threading.Event()
         self._waits: dict[int, tuple[Callable[[], str], int | None]] = {}
@@ -171,6 +172,30 @@ class ProcessGroup:
           ProcessFailedError: if one of them has failed.
         """
         return self._meet(name, value, timeout_s)
+
+    def announce(self, name: str, value: bytes) -> None:
+        """Tell every process something without waiting for any: the first announcement of a name is the only one.
+
+        Args:
+          name: what is announced.
+          value: what `announced` gives, in every process, from about now on.
+        """
+        if self._store is None:
+            self._announced.setdefault(name, value)
+        elif self._store.add(f"{ROOT}/announcements/{name}/count") == 1:
+            self._store.set(f"{ROOT}/announcements/{name}/value/0", value)
+
+    def announced(self, name: str) -> bytes | None:
+        """What has been announced under this name; None if nothing has, or not for long. It takes about 0.2 ms.
+
+        Example:
+          >>> group = ProcessGroup(None, 0, 1)
+          >>> group.announce("stop", b"7"), group.announce("stop", b"9"), group.announced("stop")
+          (None, None, b'7')
+        """
+        if self._store is None:
+            return self._announced.get(name)
+        return self._store.list(f"{ROOT}/announcements/{name}/value").get("0")
 
     def _meet(self, name: str, value: bytes | None, timeout_s: float | None) -> list[bytes]:
         if self._store is None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxpp_flax.checkpoint.agreeing import everyones
+from jaxpp_flax.engine.coordination import process_group
 from jaxpp_flax.trainers.batch import count_units
 from jaxpp_flax.trainers.callbacks import Callback
-from jaxpp_flax.trainers.preemption import Preemption
+from jaxpp_flax.trainers.preemption import Preemption, StopTogether
 from jaxpp_flax.trainers.progress import Meter, Rate
 
 if TYPE_CHECKING:
@@ -63,14 +65,18 @@ class _FitLoop:
         self.units, self.unit = 0, "examples"
         self.pending: tuple[int, int, Mapping[str, Any]] | None = None
         self.last: dict[str, Any] = {}
+        self.preempted = False
 
     def run(self, source: Iterable[Any]) -> dict[str, Any]:
+        together = StopTogether(process_group())
         with Preemption(self.trainer._preemption_deadline) as preemption:
-            last = self._run(source, preemption)
-            self.trainer._end_fit(preemption)
+            last = self._run(source, lambda: together.after(self.trainer.step, requested=preemption.requested))
+            # The data may have ended before the step that was agreed on.
+            asked = any(everyones("asked to stop", self.preempted or preemption.requested))
+            self.trainer._end_fit(lambda: asked or preemption.requested)
         return last
 
-    def _run(self, source: Iterable[Any], preemption: Preemption) -> dict[str, Any]:
+    def _run(self, source: Iterable[Any], is_last: Callable[[], bool]) -> dict[str, Any]:
         trainer, started = self.trainer, False
         try:
             for batch in source:
@@ -80,10 +86,12 @@ class _FitLoop:
                         callback.on_fit_start(trainer)
                     self.meter.start(self.total, self.begin)
                     started = True
-                if not preemption.requested:
+                    self.preempted = is_last()
+                if not self.preempted:
                     self.step(batch)
                     trainer._after_step()
-                if preemption.requested:
+                    self.preempted = is_last()
+                if self.preempted:
                     self.deliver(None)
                     return self.last
                 if trainer.stopping is not None:

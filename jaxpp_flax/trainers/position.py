@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
+from jaxpp_flax.checkpoint.agreeing import everyones
 from jaxpp_flax.trainers.errors import DataPositionError
 from jaxpp_flax.trainers.progress import Meter
 
-__all__ = ["DataPosition", "ResumeData", "seek", "state_of"]
+__all__ = ["DataPosition", "ResumeData", "own_position", "seek", "state_of", "together"]
 
 ResumeData = Literal["fast_forward", "refuse", "restart"]
 
@@ -49,6 +51,32 @@ class DataPosition:
     def from_json(cls, value: Any) -> DataPosition | None:
         """The inverse; None for None."""
         return None if value is None else cls(**{**value, "iterator": _decode(value["iterator"])})
+
+
+def together(mine: Any) -> Any:
+    """The positions of all processes as JSON: one, where all stand alike, and else a list."""
+    all_of_them = everyones("where the data stands", mine)
+    return mine if all(position == mine for position in all_of_them) else {"processes": all_of_them}
+
+
+def own_position(value: Any) -> DataPosition | None:
+    """This process's, of what `together` gave.
+
+    A run of another number of processes divides its data otherwise: it goes on after as many batches, each iterator
+    from its own beginning.
+
+    Example:
+      >>> mine = DataPosition(batches=7, epoch=1, in_epoch=2)
+      >>> own_position(together(mine.to_json())) == mine
+      True
+    """
+    if not isinstance(value, dict) or "processes" not in value:
+        return DataPosition.from_json(value)
+    positions = value["processes"]
+    if len(positions) == jax.process_count():
+        return DataPosition.from_json(positions[jax.process_index()])
+    first = DataPosition.from_json(positions[0])
+    return None if first is None else replace(first, iterator=None)
 
 
 def state_of(iterator: Any) -> Any:

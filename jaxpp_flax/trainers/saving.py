@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,13 +15,14 @@ from jaxpp_flax.checkpoint import (
     CheckpointSaveError,
     CorruptCheckpointError,
 )
+from jaxpp_flax.checkpoint.agreeing import of_whoever_knows
 from jaxpp_flax.checkpoint.paths import PathFilter
 from jaxpp_flax.checkpoint.reading import RestorePlan, plan_restore
 from jaxpp_flax.checkpoint.store import CheckpointStore, read_json, save_step
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.trainers.data import Batches
-from jaxpp_flax.trainers.position import DataPosition
-from jaxpp_flax.trainers.preemption import PREEMPTED_STATUS, Preemption
+from jaxpp_flax.trainers.position import DataPosition, own_position, together
+from jaxpp_flax.trainers.preemption import PREEMPTED_STATUS
 from jaxpp_flax.trainers.progress import Meter
 from jaxpp_flax.trainers.state import TrainState
 
@@ -90,7 +91,7 @@ class Checkpointed:
         Raises:
           CheckpointSaveError: if it cannot be written; the state and older checkpoints are untouched.
         """
-        beside = {"data": self._data_json(), "about": {"format": _FORMAT, "model": self._model_name}}
+        beside = {"data": together(self._data_json()), "about": {"format": _FORMAT, "model": self._model_name}}
         if where is not None and not isinstance(where, int):
             return save_step(where, self.state, beside)
         store = self._need_store("save")
@@ -132,7 +133,7 @@ class Checkpointed:
         if isinstance(where, int) or where == "latest":
             path = self._need_store("restore").path("latest" if where == "latest" else int(path))
         plan = self._plan(path, only, rename, missing)
-        position = DataPosition.from_json(read_json(path, "data"))
+        position = own_position(read_json(path, "data"))
         if low_memory:
             self._release(plan)
         try:
@@ -144,7 +145,9 @@ class Checkpointed:
                 f"{error} The state in memory was given up for it (low_memory=True): restore one before training."
             ) from error
         self._forget_first()
-        self._take_position(int(self._state.step), None if only is not None else position)
+        step: Any = self._state.step
+        known = None if isinstance(step, MpmdArray) and not step.is_partially_addressable else int(step)
+        self._take_position(of_whoever_knows("its step", known), None if only is not None else position)
 
     def _plan(
         self, path: Path, only: PathFilter | None, rename: Mapping[str, str] | None, missing: Literal["error", "keep"]
@@ -192,7 +195,7 @@ class Checkpointed:
                 self.restore(latest)
             else:  # read when the step is compiled, which tells where to
                 self._plan(path, None, None, "error")
-                self._take_position(latest, DataPosition.from_json(read_json(path, "data")))
+                self._take_position(latest, own_position(read_json(path, "data")))
                 self._unread = path
             self._meter.message(f"resumed from {store.path(latest)}, step {latest}")
         found = self._position
@@ -224,15 +227,15 @@ class Checkpointed:
             if self._saves_by_itself and self._store.wants(self._step):
                 self.save(wait=False)
 
-    def _end_fit(self, preemption: Preemption) -> None:
+    def _end_fit(self, preempted: Callable[[], bool]) -> None:
         """Wait for what is being written, save the last step, and exit if that was asked for."""
+        due = self._saves_by_itself or preempted()
         if self._store is None:
             return
         self._store.wait()
-        due = self._saves_by_itself or preemption.requested
         if due and self._step > 0 and self._step not in self._store.steps():
             self.save(wait=True)
-        if preemption.requested:
+        if preempted():
             self._meter.message(f"SIGTERM: saved step {self._step}, exiting with status {PREEMPTED_STATUS}")
             raise SystemExit(PREEMPTED_STATUS)
 

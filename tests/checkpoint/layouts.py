@@ -111,3 +111,6 @@ LAYOUTS = {
     "SPMD": Layout(axis="fsdp"),
     "one device": Layout(),
 }
+
+# In four processes of two devices each, every rank of this one belongs to two of them.
+SHARED_STAGES = Layout(ranks=4, rank_of=lambda block: block // 2, axis="fsdp", devices=(0, 2, 1, 3, 4, 6, 5, 7))

@@ -11,12 +11,16 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from jaxpp_flax.engine.coordination import ProcessGroup
 from jaxpp_flax.trainers import KILLED_STATUS, PREEMPTED_STATUS
 from jaxpp_flax.trainers import preemption as module
 from jaxpp_flax.trainers.compiling import to_ordinary
-from jaxpp_flax.trainers.preemption import Preemption
+from jaxpp_flax.trainers.preemption import Preemption, StopTogether
 from tests.checkpoint.program import batches, make_trainer
+from tests.engine.test_coordination import MemoryStore
 from tests.helpers import tree_allclose
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,8 +98,14 @@ def test_sigterm_finishes_the_step_and_saves(tmp_path: Path):
     with pytest.raises(SystemExit) as caught:
         trainer.fit(until_the_third())
     assert caught.value.code == PREEMPTED_STATUS == 75
-    assert steps_in(tmp_path / "run") == [trainer.step] == [2]
+    # The step of the batch that had been drawn is taken: otherwise the batch would be lost.
+    assert steps_in(tmp_path / "run") == [trainer.step] == [3]
     assert signal.getsignal(signal.SIGTERM) is before
+    resumed = make_trainer(tmp_path / "run", stages=1)
+    resumed.fit(batches(), steps=4, resume=True)
+    undisturbed = make_trainer(None, stages=1)
+    undisturbed.fit(batches(), steps=4)
+    tree_allclose(to_ordinary(resumed.state), to_ordinary(undisturbed.state), rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -181,3 +191,24 @@ def test_without_a_deadline_signals_are_left_alone():
 def test_a_bad_deadline_is_refused(deadline: float, tmp_path: Path):
     with pytest.raises(ValueError, match="preemption_deadline="):
         make_trainer(tmp_path, preemption_deadline=deadline)
+
+
+@given(seed=st.integers(0, 2**32 - 1), processes=st.integers(2, 4), asked=st.integers(1, 4))
+@settings(max_examples=200)
+def test_all_processes_stop_after_the_same_step(seed: int, processes: int, asked: int):
+    """Processes up to three steps apart, some of them asked to stop, at moments of their own."""
+    rng = random.Random(seed)
+    store = MemoryStore()
+    stops = [StopTogether(ProcessGroup(store, index, processes)) for index in range(processes)]
+    signals = {rng.randrange(processes): rng.randrange(6) for _ in range(asked)}  # process -> step
+    steps, ended = [0] * processes, [False] * processes
+    while not all(ended):
+        slowest = min(step for step, end in zip(steps, ended, strict=True) if not end)
+        able = [i for i in range(processes) if not ended[i] and steps[i] < slowest + 3]
+        index = rng.choice(able)
+        steps[index] += 1
+        requested = steps[index] >= signals.get(index, 1000)
+        ended[index] = stops[index].after(steps[index], requested=requested)
+        assert steps[index] < 100
+    assert len(set(steps)) == 1
+    assert steps[0] <= min(signals.values()) + 8

@@ -1,0 +1,69 @@
+"""What processes tell each other about a checkpoint besides its arrays: that it is complete, or what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxpp_flax.engine.coordination import process_group
+
+__all__ = ["all_faults", "done_by_one", "everyones", "of_whoever_knows"]
+
+
+def done_by_one(name: str, function: Callable[[], Any], error: type[Exception]) -> None:
+    """Process 0 calls `function`, the others wait for it; if it fails there, all of them fail.
+
+    Args:
+      name: what is done, for the errors of those who wait.
+      function: returns nothing.
+      error: what the other processes raise, with the message of what process 0 raised.
+
+    Example:
+      >>> done_by_one("greeting", lambda: print("done"), OSError)
+      done
+    """
+    group = process_group()
+    failure: Exception | None = None
+    if group.process_index == 0:
+        try:
+            function()
+        except Exception as caught:
+            failure = caught
+    message = "" if failure is None else f"in process 0: {failure}"
+    answer = group.exchange(f"checkpoint: {name}", message.encode())[0].decode()
+    if failure is not None:
+        raise failure
+    if answer:
+        raise error(answer)
+
+
+def all_faults(name: str, faults: Sequence[str]) -> list[str]:
+    """What all processes found wrong, in each of them.
+
+    Example:
+      >>> all_faults("files", ["a: missing"])
+      ['a: missing']
+    """
+    return [fault for answer in everyones(name, list(faults)) for fault in answer]
+
+
+def everyones(name: str, value: Any) -> list[Any]:
+    """Each process's value, as JSON knows it, in the order of the processes.
+
+    Example:
+      >>> everyones("position", {"batches": 3})
+      [{'batches': 3}]
+    """
+    answers = process_group().exchange(f"checkpoint: {name}", json.dumps(value).encode())
+    return [json.loads(answer) for answer in answers]
+
+
+def of_whoever_knows(name: str, value: Any) -> Any:
+    """The value of the first process that has one, where None says that this one has not.
+
+    Example:
+      >>> of_whoever_knows("step", 4)
+      4
+    """
+    return next(answer for answer in everyones(name, value) if answer is not None)

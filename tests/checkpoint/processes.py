@@ -1,0 +1,208 @@
+"""One of several processes that save and restore together: `python -m tests.checkpoint.processes ADDRESS N INDEX JOBS`.
+
+JOBS is JSON: a list of lists, each the name of a function below and its arguments. Every process has 8/N of the
+devices, so that layouts (`tests/checkpoint/layouts.py`) mean the same whatever N is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICES = 8
+
+
+def run(count: int, jobs: Sequence[Sequence[Any]], *, environment: dict[str, str] | None = None) -> list[str]:
+    """Start `count` processes, wait for their end, and give what each printed; none is left behind.
+
+    Raises:
+      AssertionError: with all their output, if one fails or does not end.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.checkpoint.processes", address, str(count), str(index), json.dumps(jobs)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+            env={**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT), **(environment or {})},
+        )
+        for index in range(count)
+    ]  # fmt: skip
+    try:
+        end = time.monotonic() + 300
+        while any(process.poll() is None for process in processes) and time.monotonic() < end:
+            if any(process.poll() for process in processes):  # the others would wait for it
+                time.sleep(5)
+                break
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+    outputs = [process.communicate()[0] for process in processes]
+    codes = [process.returncode for process in processes]
+    assert codes == [0] * count, "\n".join(f"--- {c}:\n{text[-5000:]}" for c, text in zip(codes, outputs, strict=True))
+    return outputs
+
+
+def layout_of(name: str) -> Any:
+    """A layout of the table, or the one that is for several processes alone."""
+    from tests.checkpoint.layouts import LAYOUTS, SHARED_STAGES
+
+    return {**LAYOUTS, "stages of 2 processes": SHARED_STAGES}[name]
+
+
+def put(state: Any, shardings: dict[str, Any]) -> Any:
+    """The state where the shardings say, from what every process knows."""
+    from jaxpp_flax.checkpoint.paths import flatten
+    from jaxpp_flax.engine.array import MpmdArray, MpmdSharding
+
+    def one(leaf: Any, sharding: Any) -> Any:
+        if isinstance(sharding, MpmdSharding):
+            local = [rank for rank in sharding.ranks if sharding.mpmd_mesh.is_local(rank)]
+            parts = {rank: one(leaf, sharding.local_sharding(rank)) for rank in local}
+            return MpmdArray(parts, sharding, shape=leaf.shape, dtype=leaf.dtype)
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(one(jax.random.key_data(leaf), sharding), impl=jax.random.key_impl(leaf))
+        host = np.asarray(leaf)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index], dtype=host.dtype)
+
+    leaves, structure = flatten(state)
+    return jax.tree.unflatten(structure, [one(leaf, shardings[path]) for path, leaf in leaves.items()])
+
+
+def check(tree: Any, expected: Any, shardings: dict[str, Any]) -> None:
+    """Every shard of this process, of every replica, bit by bit."""
+    from jaxpp_flax.checkpoint.paths import flatten
+    from jaxpp_flax.engine.array import MpmdArray, MpmdSharding
+
+    wanted = flatten(expected)[0]
+    compared = 0
+    for path, leaf in flatten(tree)[0].items():
+        sharding, want = shardings[path], wanted[path]
+        assert leaf.sharding == sharding, path
+        assert (leaf.shape, leaf.dtype) == (want.shape, want.dtype), path
+        if isinstance(sharding, MpmdSharding):
+            assert isinstance(leaf, MpmdArray), path
+            parts = leaf._partially_addressable_arrays
+            assert list(parts) == [rank for rank in sharding.ranks if sharding.mpmd_mesh.is_local(rank)], path
+            replicas = list(parts.values())
+        else:
+            replicas = [leaf]
+        if jax.dtypes.issubdtype(want.dtype, jax.dtypes.prng_key):
+            replicas, want = [jax.random.key_data(replica) for replica in replicas], jax.random.key_data(want)
+        for replica in replicas:
+            for shard in replica.addressable_shards:
+                np.testing.assert_array_equal(np.asarray(shard.data), np.asarray(want)[shard.index], err_msg=path)
+                compared += 1
+    print("compared", compared)
+
+
+def save(layout: str, seed: int, path: str) -> None:
+    """A state made from `seed`, on `layout`."""
+    from jaxpp_flax.checkpoint import save
+    from tests.checkpoint.layouts import make_state
+
+    state = make_state(seed)
+    save(path, put(state, layout_of(layout).shardings(state)))
+
+
+def restore(layout: str, seed: int, path: str) -> None:
+    """What is at `path`, onto `layout`; it must be the state made from `seed`."""
+    from jaxpp_flax.checkpoint import restore
+    from tests.checkpoint.layouts import make_state
+
+    state = make_state(seed)
+    check(restore(path, layout_of(layout).target(state)), state, layout_of(layout).shardings(state))
+
+
+def stock_save(seed: int, path: str) -> None:
+    """Stock Orbax in one process, of the parameters alone."""
+    import orbax.checkpoint as ocp
+
+    from tests.checkpoint.layouts import make_state
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, make_state(seed)["params"])
+
+
+def restore_params(layout: str, seed: int, path: str) -> None:
+    """Parameters that stock Orbax wrote."""
+    from jaxpp_flax.checkpoint import restore
+    from tests.checkpoint.layouts import make_state
+
+    state = {"params": make_state(seed)["params"]}
+    restored = restore(path, layout_of(layout).target(state), rename={"params": ""})
+    check(restored, state, layout_of(layout).shardings(state))
+
+
+def store(layout: str, directory: str, first: int, last: int) -> None:
+    """Saves in the background, keeping two; the arrays are given up at once, as steps do."""
+    from jaxpp_flax.checkpoint.store import CheckpointStore
+    from tests.checkpoint.layouts import make_state
+
+    checkpoints = CheckpointStore(directory, save_every=1, keep=2)
+    for step in range(first, last + 1):
+        state = make_state(step)
+        tree = put(state, layout_of(layout).shardings(state))
+        assert checkpoints.wants(step)
+        checkpoints.save(step, tree, {"about": {"step": step}})
+        for leaf in jax.tree.leaves(tree):
+            leaf.delete()
+    checkpoints.close()
+    assert checkpoints.steps() == (last - 1, last)
+
+
+def standard(layout: str, other: str, seed: int, path: str) -> None:
+    """Orbax's own checkpointer after `register`, of parameters."""
+    import orbax.checkpoint as ocp
+
+    from jaxpp_flax.checkpoint import abstract_state, register
+    from jaxpp_flax.checkpoint.orbax_io import multiprocessing_options
+    from tests.checkpoint.layouts import make_state
+
+    register()
+    state = make_state(seed)["params"]
+    with ocp.StandardCheckpointer(multiprocessing_options=multiprocessing_options("test")) as checkpointer:
+        checkpointer.save(path, put(state, layout_of(layout).shardings(state)))
+        checkpointer.wait_until_finished()
+        shardings = layout_of(other).shardings(state)
+        check(checkpointer.restore(path, abstract_state(put(state, shardings))), state, shardings)
+
+
+def fails(message: str, *job: Any) -> None:
+    """Whatever `job` does must fail with this in its message, in every process."""
+    import pytest
+
+    from jaxpp_flax.checkpoint import CheckpointError
+
+    with pytest.raises(CheckpointError, match=message):
+        globals()[job[0]](*job[1:])
+    print("failed as it should")
+
+
+def main() -> None:
+    address, count, index, jobs = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES // count)
+    if count > 1:
+        jax.distributed.initialize(address, count, index)
+    for function, *arguments in jobs:
+        globals()[function](*arguments)
+    print("all done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
