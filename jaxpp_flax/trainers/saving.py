@@ -15,7 +15,7 @@ from jaxpp_flax.checkpoint import (
     CheckpointSaveError,
     CorruptCheckpointError,
 )
-from jaxpp_flax.checkpoint.agreeing import of_whoever_knows
+from jaxpp_flax.checkpoint.agreeing import everyones, of_whoever_knows
 from jaxpp_flax.checkpoint.paths import PathFilter
 from jaxpp_flax.checkpoint.reading import RestorePlan, plan_restore
 from jaxpp_flax.checkpoint.store import CheckpointStore, read_json, save_step
@@ -131,7 +131,12 @@ class Checkpointed:
         """
         path: Any = where
         if isinstance(where, int) or where == "latest":
-            path = self._need_store("restore").path("latest" if where == "latest" else int(path))
+            store = self._need_store("restore")
+            if where == "latest":
+                latest = _latest(store)
+                path = store.path("latest" if latest is None else latest)
+            else:
+                path = store.path(int(path))
         plan = self._plan(path, only, rename, missing)
         position = own_position(read_json(path, "data"))
         if low_memory:
@@ -188,7 +193,7 @@ class Checkpointed:
     def _resume(self) -> DataPosition | None:
         """Restore the latest checkpoint, if there is one; where its data stood."""
         store = self._need_store("fit(resume=True)")
-        latest = store.latest()
+        latest = _latest(store)
         if latest is not None and latest != self._step:
             path = store.path(latest)
             if self._placed:
@@ -255,3 +260,8 @@ class Checkpointed:
                 f"{what} needs a directory of checkpoints: give the trainer checkpoint_dir=, or pass a path."
             )
         return self._store
+
+
+def _latest(store: CheckpointStore) -> int | None:
+    """The latest step as process 0 sees it: on a shared disk another process may not see it yet."""
+    return everyones("the latest", store.latest())[0]
