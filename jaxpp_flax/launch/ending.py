@@ -60,7 +60,7 @@ class Ending:
     """
 
     def __init__(self, group: ProcessGroup, failure_timeout: float, leave: Callable[[], None]) -> None:
-        self._group, self._timeout, self._leave = group, failure_timeout, leave
+        self.group, self._timeout, self._leave = group, failure_timeout, leave
         self._before = sys.excepthook
         self._done = False
 
@@ -76,7 +76,7 @@ class Ending:
             return
         self._done = True
         try:
-            self._group.close()
+            self.group.close()
         except BaseException as error:
             self.fail(error)
         self._leave()
@@ -84,34 +84,34 @@ class Ending:
     def fail(self, error: BaseException) -> NoReturn:
         """Say what happened, tell the other processes, and end."""
         if isinstance(error, KeyboardInterrupt):
-            self._group.report_failure("it was interrupted from the keyboard")
+            self.group.report_failure("it was interrupted from the keyboard")
             print("interrupted", file=sys.stderr)
             end_at_once(INTERRUPTED_STATUS)
         if isinstance(error, ProgramExitError):
-            self._group.report_failure(str(error))
+            self.group.report_failure(str(error))
             end_at_once(error.status)
         if isinstance(error, ProcessFailedError) or self._is_a_consequence(error):
             self._because_of_a_peer(error)
         error.with_traceback(_users_part(error.__traceback__))
         self._before(type(error), error, error.__traceback__)
         sys.stderr.flush()
-        self._group.report_failure("".join(traceback.format_exception(error)).rstrip())
+        self.group.report_failure("".join(traceback.format_exception(error)).rstrip())
         end_at_once(1)
 
     def _because_of_a_peer(self, error: BaseException) -> NoReturn:
         if isinstance(error, ProcessFailedError):
-            self._group.end_process(str(error))
+            self.group.end_process(str(error))
         last = traceback.format_exception_only(error)[-1].strip()
         print(f"(a consequence of what follows: {last[:500]})", file=sys.stderr)
-        self._group.end_process(self._group.failure or last)
+        self.group.end_process(self.group.failure or last)
 
     def _is_a_consequence(self, error: BaseException) -> bool:
         """Whether another process has failed, which this error, raised here, tells in words of a transport."""
         text = f"{type(error).__name__}: {error}".lower()
         if "jaxruntimeerror" not in text and "xlaruntimeerror" not in text:
-            return self._group.failure is not None
+            return self.group.failure is not None
         patience = 0.7 * self._timeout if any(word in text for word in _MAYBE_A_PEER) else 0.5
-        return self._group.failed.wait(patience)
+        return self.group.failed.wait(patience)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.fail(error.with_traceback(trace))

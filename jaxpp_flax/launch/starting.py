@@ -19,7 +19,7 @@ from jaxpp_flax.launch import coordinator
 from jaxpp_flax.launch.ending import Ending, end_at_once, listen_to_launcher
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
 
-__all__ = ["initialize"]
+__all__ = ["connect", "initialize", "own_address"]
 
 # JAX aborts a process whose connection it gives up, without a word on why; our own deadline comes before that.
 _AFTER_OUR_DEADLINE = 60
@@ -82,7 +82,9 @@ def initialize(
         bind_address=bind_address or settings.bind_address,
         failure_timeout=failure_timeout_s or settings.failure_timeout,
     )
-    return _connect(settings, local_device_ids, initialization_timeout_s, served_elsewhere=served_elsewhere)
+    ending = connect(settings, local_device_ids, initialization_timeout_s, served_elsewhere=served_elsewhere)
+    ending.install()
+    return ending.group
 
 
 def _find_place(
@@ -131,9 +133,24 @@ def own_address(coordinator_address: str) -> str:
         ) from error
 
 
-def _connect(
-    settings: LaunchSettings, local_device_ids: Sequence[int] | None, timeout_s: float, *, served_elsewhere: bool
-) -> ProcessGroup:
+def connect(
+    settings: LaunchSettings,
+    local_device_ids: Sequence[int] | None,
+    timeout_s: float,
+    *,
+    served_elsewhere: bool,
+) -> Ending:
+    """Connect this process to the others.
+
+    Args:
+      settings: its place.
+      local_device_ids: the accelerators of this host that are this process's; None: all.
+      timeout_s: seconds to wait for all processes.
+      served_elsewhere: whether something other than process 0 serves the coordination.
+
+    Returns:
+      How this process ends: to be installed, or called.
+    """
     late = threading.Timer(timeout_s, _end_unconnected, (settings, timeout_s))
     late.daemon = True
     late.start()
@@ -164,10 +181,10 @@ def _connect(
     _compat.bind_cpu_collectives(bind_address)
     os.environ.setdefault("JAXPP_FLAX_BIND_ADDRESS", bind_address)  # for the engine's transports
     group = process_group()
-    Ending(group, settings.failure_timeout, lambda: _leave(service)).install()
+    ending = Ending(group, settings.failure_timeout, lambda: _leave(service))
     group.watch(settings.failure_timeout)
     group.barrier("the start of all processes", timeout_s)
-    return group
+    return ending
 
 
 def _listening_addresses(settings: LaunchSettings) -> tuple[str, str]:

@@ -1,0 +1,324 @@
+"""What this installation has, how fast its processes talk, and what is wrong: ``python -m jaxpp_flax.doctor``.
+
+By itself it starts two processes on this machine for the measurement. Started as several processes
+(``python -m jaxpp_flax.launch -n 4 -m jaxpp_flax.doctor``, or ``--cluster`` in a job), it measures between those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import io
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxpp_flax.engine import _compat
+from jaxpp_flax.engine.coordination import ProcessGroup, process_group
+from jaxpp_flax.launch.local import LocalJob, run
+
+__all__ = ["Finding", "Measurement", "examine", "main", "measure"]
+
+_PACKAGES = ("jaxpp-flax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "rich")
+_OLDEST_JAX = (0, 10)
+_SIZES = (4 << 10, 1 << 20, 64 << 20)
+_REPETITIONS = {4 << 10: 200, 1 << 20: 40, 64 << 20: 4}
+_PROBE_TIMEOUT = 120.0
+_MEASUREMENT_LINE = "measurement "
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Args:
+      subject: what was looked at.
+      text: what was found.
+      remedy: what to do about it; empty if all is well.
+    """
+
+    subject: str
+    text: str
+    remedy: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        """Whether something needs doing."""
+        return bool(self.remedy)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How fast arrays travel between two processes.
+
+    Args:
+      source, target: the processes.
+      nbytes: size of the array.
+      seconds: from the offer in one process to the arrival in the other, half of the median of round trips.
+    """
+
+    source: int
+    target: int
+    nbytes: int
+    seconds: float
+
+
+def versions() -> list[Finding]:
+    """The installed packages, and whether they fit each other."""
+    findings = [Finding("Python", sys.version.split()[0])]
+    for package in _PACKAGES:
+        try:
+            findings.append(Finding(package, importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            findings.append(Finding(package, "not installed", f"pip install {package}"))
+    jax_version, jaxlib_version = jax.__version__, importlib.metadata.version("jaxlib")
+    if _numbers(jax_version) < _OLDEST_JAX:
+        findings.append(Finding("jax", f"{jax_version} is too old", "pip install -U 'jax>=0.10'"))
+    if _numbers(jaxlib_version) > _numbers(jax_version) or _numbers(jaxlib_version)[:2] < _numbers(jax_version)[:2]:
+        findings.append(
+            Finding("jax", f"jax {jax_version} and jaxlib {jaxlib_version} do not fit", "pip install -U jax jaxlib")
+        )
+    hidden = sorted(name for name, used in _compat.private_names_in_use().items() if not used)
+    if hidden and not os.environ.get("JAXPP_FLAX_PUBLIC_API_ONLY"):
+        findings.append(
+            Finding(
+                "JAX internals",
+                f"this JAX hides {', '.join(hidden)}: slower copies, or no several processes",
+                "use a JAX version that this package was tested with (CHANGELOG)",
+            )
+        )
+    return findings
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """
+    >>> _numbers("0.10.2.dev3+abc")
+    (0, 10, 2)
+    """
+    numbers: list[int] = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def devices(group: ProcessGroup) -> list[Finding]:
+    """The backend and its devices, and accelerators that JAX does not see."""
+    try:
+        local, everywhere = jax.local_devices(), jax.devices()
+    except RuntimeError as error:
+        return [Finding("devices", f"no backend: {error}", "unset JAX_PLATFORMS, or install the backend that it names")]
+    kinds = {kind: sum(device.device_kind == kind for device in local) for kind in {d.device_kind for d in local}}
+    text = ", ".join(f"{count} × {kind}" for kind, count in sorted(kinds.items()))
+    findings = [Finding("backend", jax.default_backend()), Finding("devices of this process", text)]
+    if group.process_count > 1:
+        findings.append(Finding("processes", f"{group.process_count}, with {len(everywhere)} devices in all"))
+    if jax.default_backend() == "cpu" and Path("/dev/nvidia0").exists() and "cpu" not in _platforms():
+        findings.append(
+            Finding(
+                "GPU",
+                "this machine has an NVIDIA GPU, and JAX computes on the CPU",
+                "pip install 'jaxpp-flax[cuda13]' (or cuda12)",
+            )
+        )
+    for device in local:
+        stats = device.memory_stats() or {}
+        limit, used = stats.get("bytes_limit", 0), stats.get("bytes_in_use", 0)
+        if limit and used > 0.5 * limit:
+            findings.append(
+                Finding(
+                    f"memory of {device}",
+                    f"{used / 2**30:.1f} of {limit / 2**30:.1f} GiB are in use",
+                    "end the programs that hold it (nvidia-smi shows them)",
+                )
+            )
+    return findings
+
+
+def _platforms() -> str:
+    return os.environ.get("JAX_PLATFORMS", "").lower()
+
+
+def transports() -> list[Finding]:
+    """The ways in which arrays can go from one process to another."""
+    findings: list[Finding] = []
+    if importlib.util.find_spec("jax.experimental.transfer") is None:
+        findings.append(Finding("transport: transfer", "missing from this JAX", "install another version of JAX"))
+    else:
+        findings.append(Finding("transport: transfer", "found (the default on CPU)"))
+    accelerated = jax.default_backend() != "cpu"
+    findings.append(
+        Finding("transport: device_put", "found (the default on accelerators)" if accelerated else "needs accelerators")
+    )
+    if importlib.util.find_spec("cupy") is None:
+        findings.append(Finding("transport: nccl", "not installed (cupy; extras cuda12, cuda13)"))
+    elif not accelerated:
+        findings.append(Finding("transport: nccl", "cupy is installed; needs GPUs"))
+    else:
+        findings.append(Finding("transport: nccl", "found"))
+    return findings
+
+
+def surroundings(environment: Mapping[str, str]) -> list[Finding]:
+    """What in the environment is known to trouble several processes."""
+    findings: list[Finding] = []
+    named = {"http_proxy", "https_proxy", "all_proxy", "grpc_proxy"}
+    named = {"http_proxy", "https_proxy", "all_proxy", "grpc_proxy"}
+    proxies = sorted(name for name in environment if name.lower() in named)
+    direct = environment.get("no_proxy", environment.get("NO_PROXY", ""))
+    if proxies and "127.0.0.1" not in direct:
+        findings.append(
+            Finding(
+                "proxy",
+                f"{', '.join(proxies)} may catch connections between processes (not the local launcher's)",
+                "add the hosts of the run to no_proxy",
+            )
+        )
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < 1024:
+        findings.append(Finding("open files", f"at most {files}", "ulimit -n 4096"))
+    for name in ("JAXPP_FLAX_PUBLIC_API_ONLY", "JAXPP_FLAX_VERIFY"):
+        if environment.get(name):
+            findings.append(Finding(name, "is set: slower than need be"))
+    return findings or [Finding("surroundings", "no proxy in the way; files enough")]
+
+
+def measure(group: ProcessGroup, sizes: Sequence[int] = _SIZES) -> list[Measurement]:
+    """Send arrays between process 0 and each other one, there and back, through JAX's transfer server.
+
+    Every process of the run calls it.
+
+    Args:
+      group: the processes.
+      sizes: bytes of the arrays.
+
+    Returns:
+      On process 0, a measurement for each other process and size; elsewhere, nothing.
+    """
+    from jax.experimental import transfer
+
+    device = jax.local_devices()[0]
+    address = os.environ.get("JAXPP_FLAX_BIND_ADDRESS", "127.0.0.1")
+    host = f"[{address}]" if ":" in address else address
+    server: Any = transfer.start_transfer_server(device.client, f"{host}:0", [f"{host}:0"])
+    addresses = group.exchange("the doctor's addresses", server.address().encode(), _PROBE_TIMEOUT)
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    measurements: list[Measurement] = []
+    for peer in range(1, group.process_count):
+        other = peer if group.process_index == 0 else 0
+        if group.process_index in (0, peer):
+            connection: Any = server.connect(addresses[other].decode())
+            for size in sizes:
+                array = jax.device_put(np.zeros(size // 4, np.float32), sharding)
+                shape = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+                times: list[float] = []
+                for trip in range(_REPETITIONS.get(size, 4) + 1):
+                    there, back = ((peer * 100 + sizes.index(size)) * 10_000 + trip) * 2, 1
+                    begin = time.perf_counter()
+                    if group.process_index == 0:
+                        server.await_pull(there, [array])
+                        _pull(group, connection, there + back, shape, peer)
+                    else:
+                        received = _pull(group, connection, there, shape, 0)
+                        server.await_pull(there + back, [received])
+                    times.append(time.perf_counter() - begin)
+                if group.process_index == 0:
+                    # The first trip opens the connection.
+                    measurements.append(Measurement(0, peer, size, statistics.median(times[1:]) / 2))
+        group.barrier("the doctor's measurement", _PROBE_TIMEOUT)
+    return measurements
+
+
+def _pull(group: ProcessGroup, connection: Any, number: int, shape: jax.ShapeDtypeStruct, peer: int) -> jax.Array:
+    [array] = connection.pull(number, [shape])
+    deadline = time.monotonic() + _PROBE_TIMEOUT
+    with group.waiting(f"{shape.size * 4} bytes of the doctor's measurement", on=peer):
+        while not array.is_ready():
+            group.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"process {peer} sent nothing for {_PROBE_TIMEOUT:g} s")
+            time.sleep(0)  # the other process may share this core
+    return array
+
+
+def measure_here() -> list[Measurement] | Finding:
+    """The same between two processes that this one starts on loopback."""
+    out, errors = io.StringIO(), Console(file=io.StringIO(), width=1000)
+    status = run(LocalJob(program=["-m", "jaxpp_flax.doctor", "--probe"], num_processes=2), out=out, console=errors)
+    lines = [line.partition(_MEASUREMENT_LINE)[2] for line in out.getvalue().splitlines() if _MEASUREMENT_LINE in line]
+    if status != 0 or not lines:
+        last = errors.file.getvalue().strip().splitlines()[-15:]  # type: ignore[attr-defined]
+        return Finding(
+            "two processes",
+            "\n".join(["they could not talk to each other:", *last]),
+            "see the error; a firewall on loopback, or a proxy without no_proxy=127.0.0.1, are the usual causes",
+        )
+    return [Measurement(**json.loads(line)) for line in lines]
+
+
+def examine(group: ProcessGroup) -> list[Finding]:
+    """Everything but the measurement."""
+    return [*versions(), *devices(group), *transports(), *surroundings(os.environ)]
+
+
+def report(findings: Sequence[Finding], measurements: Sequence[Measurement]) -> Table:
+    """The findings and measurements as a table."""
+    table = Table(title="jaxpp_flax doctor", show_lines=False)
+    for title in ("", "what", "found", "what to do"):
+        table.add_column(title, overflow="fold")
+    for finding in findings:
+        mark = "[red]✗[/red]" if finding.wrong else "[green]✓[/green]"
+        table.add_row(mark, finding.subject, finding.text, finding.remedy)
+    for m in measurements:
+        size = f"{m.nbytes >> 20} MiB" if m.nbytes >= 1 << 20 else f"{m.nbytes >> 10} KiB"
+        speed = f"{m.seconds * 1e6:,.0f} µs, {m.nbytes / m.seconds / 1e6:,.0f} MB/s"
+        table.add_row("[green]✓[/green]", f"{size} between processes {m.source} and {m.target}", speed, "")
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Examine, measure, print; returns 1 if something is wrong, else 0."""
+    parser = argparse.ArgumentParser(prog="python -m jaxpp_flax.doctor", description=__doc__)
+    parser.add_argument("--no-processes", action="store_true", help="leave out the measurement between processes")
+    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    group = process_group()
+    if options.probe:
+        for measurement in measure(group):
+            print(_MEASUREMENT_LINE + json.dumps(asdict(measurement)))
+        return 0
+    findings = examine(group)
+    measurements: list[Measurement] = []
+    if group.process_count > 1:
+        measurements = measure(group)
+    elif not options.no_processes:
+        measured = measure_here()
+        if isinstance(measured, Finding):
+            findings.append(measured)
+        else:
+            measurements = measured
+    wrong = [finding for finding in findings if finding.wrong]
+    if group.process_index == 0:
+        # Not narrower than is legible, where the output is a file or a log.
+        console = Console() if sys.stdout.isatty() else Console(width=140)
+        console.print(report(findings, measurements))
+        console.print(f"{len(wrong)} to mend" if wrong else "all is well")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""`python -m jaxpp_flax.doctor`: what it finds, what it calls wrong, and its measurement between processes."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import resource
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxpp_flax import doctor
+from jaxpp_flax.doctor import Finding, Measurement
+from jaxpp_flax.engine.coordination import process_group
+from tests.launch.running import started
+
+
+def wrong(findings: list[Finding]) -> list[str]:
+    return [finding.subject for finding in findings if finding.wrong]
+
+
+def test_it_finds_what_is_installed_here():
+    found = {finding.subject: finding.text for finding in doctor.examine(process_group())}
+    assert found["jax"] == jax.__version__
+    assert found["backend"] == "cpu"
+    assert found["devices of this process"] == "8 × cpu"
+    assert found["transport: transfer"].startswith("found")
+
+
+def test_a_missing_package_is_wrong(monkeypatch: pytest.MonkeyPatch):
+    real = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "optax":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    [finding] = [finding for finding in doctor.versions() if finding.wrong]
+    assert finding == Finding("optax", "not installed", "pip install optax")
+
+
+@pytest.mark.parametrize(
+    ("jax_version", "jaxlib_version"), [("0.9.1", "0.9.1"), ("0.10.2", "0.10.3"), ("0.12.0", "0.10.2")]
+)
+def test_versions_that_do_not_fit_are_wrong(monkeypatch: pytest.MonkeyPatch, jax_version: str, jaxlib_version: str):
+    real = importlib.metadata.version
+    monkeypatch.setattr(jax, "__version__", jax_version)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: jaxlib_version if name == "jaxlib" else real(name))
+    assert wrong(doctor.versions()) == ["jax"]
+
+
+def test_a_proxy_in_the_way_is_wrong():
+    assert wrong(doctor.surroundings({"HTTPS_PROXY": "http://proxy:3128"})) == ["proxy"]
+    assert not wrong(doctor.surroundings({"HTTPS_PROXY": "http://proxy:3128", "no_proxy": "localhost,127.0.0.1"}))
+
+
+def test_too_few_open_files_are_wrong(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
+    assert wrong(doctor.surroundings({})) == ["open files"]
+
+
+def test_something_wrong_gives_exit_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    assert doctor.main(["--no-processes"]) == 0
+    assert "all is well" in capsys.readouterr().out
+    monkeypatch.setattr(doctor, "surroundings", lambda _: [Finding("proxy", "in the way", "remove it")])
+    assert doctor.main(["--no-processes"]) == 1
+    assert re.search(r"proxy +│ in the way +│ remove it", capsys.readouterr().out)
+
+
+def test_processes_that_cannot_talk_are_wrong(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "run", lambda *_, **__: 1)
+    finding = doctor.measure_here()
+    assert isinstance(finding, Finding)
+    assert finding.wrong
+
+
+def test_the_report_has_sizes_and_speeds(capsys: pytest.CaptureFixture[str]):
+    doctor.Console(width=120).print(doctor.report([], [Measurement(0, 3, 1 << 20, 0.001)]))
+    assert re.search(r"1 MiB between processes 0 and 3 +│ 1,000 µs, 1,049 MB/s", capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_it_measures_between_two_processes_of_its_own(tmp_path: Path):
+    with started(tmp_path, [sys.executable, "-m", "jaxpp_flax.doctor"]) as run:
+        assert run.finish() == 0, run.stdout + run.stderr
+        for size in ("4 KiB", "1 MiB", "64 MiB"):
+            assert f"{size} between processes 0 and 1" in run.stdout
+        run.check_nothing_is_left()
+
+
+@pytest.mark.slow
+def test_it_measures_between_launched_processes(tmp_path: Path):
+    command = [sys.executable, "-m", "jaxpp_flax.launch", "-n", "3", "-m", "jaxpp_flax.doctor"]
+    with started(tmp_path, command) as run:
+        assert run.finish() == 0, run.stdout + run.stderr
+        assert run.stdout.count("4 KiB between processes 0 and 1") == 1  # one report, of process 0
+        assert "4 KiB between processes 0 and 2" in run.stdout
+        assert "3, with 3 devices in all" in run.stdout
