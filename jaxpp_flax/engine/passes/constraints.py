@@ -22,7 +22,7 @@ __all__ = ["on_mesh", "on_submesh"]
 
 def on_submesh(graph: Graph, mesh: MpmdMesh) -> Graph:
     """The same graph, every sharding of the whole mesh in its parameters replaced by one of the submesh."""
-    rewrite = _Rewriter([mesh.jax_mesh], mesh.abstract_submesh)
+    rewrite = _Rewriter([mesh.jax_mesh], mesh.abstract_submesh, mesh.mpmd_axis_name)
     return rewrite.graph(graph)
 
 
@@ -32,12 +32,13 @@ def on_mesh(graph: Graph, meshes: Iterable[Mesh], target: AbstractMesh) -> Graph
 
 
 class _Rewriter:
-    def __init__(self, meshes: Iterable[Mesh], submesh: AbstractMesh) -> None:
+    def __init__(self, meshes: Iterable[Mesh], submesh: AbstractMesh, stage_axis: str | None = None) -> None:
         found: dict[Mesh | AbstractMesh, None] = {}
         for mesh in meshes:
             found.update({mesh: None, mesh.abstract_mesh: None})
         self.whole = tuple(mesh for mesh in found if mesh != submesh)
         self.submesh = submesh
+        self.axes = {None, *(name for name in submesh.axis_names if name != stage_axis)}
         self.memo: dict[int, tuple[Any, Any]] = {}  # keeps the original alive, so that its id stays its own
 
     def graph(self, graph: Graph) -> Graph:
@@ -122,7 +123,7 @@ class _Rewriter:
         entries: list[Any] = []
         for entry in sharding.spec:
             names = entry if isinstance(entry, tuple) else (entry,)
-            kept = tuple(name for name in names if name is None or name in self.submesh.axis_names)
+            kept = tuple(name for name in names if name in self.axes)
             entries.append(entry if len(kept) == len(names) else kept or None)
         spec = PartitionSpec(*entries, unreduced=sharding.spec.unreduced, reduced=sharding.spec.reduced)
         return NamedSharding(self.submesh, spec)
