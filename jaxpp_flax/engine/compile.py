@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.fingerprint import Fingerprinter
 from jaxpp_flax.engine.ir import Graph, struct_of
-from jaxpp_flax.engine.mesh import RankMeshes, carried_over, spec_on
+from jaxpp_flax.engine.mesh import RankMeshes, canonical, carried_over, spec_on
 from jaxpp_flax.engine.program import Free, Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.shared_specs import SharedSpecs
 
@@ -95,7 +95,8 @@ class Executables:
     """What the runtime needs beside the program: an executable for each task, the sharding of each slot written.
 
     For each transfer, `transfer_specs` are those of what arrives, `source_specs` those of what is sent, and
-    `transfer_avals` the types (None for an argument of the step).
+    `transfer_avals` the types (None for an argument of the step). `variants` holds, by instruction, the executables of
+    runs whose inputs are partitioned otherwise than in the task's first run.
     """
 
     tasks: tuple[Any, ...]
@@ -105,6 +106,7 @@ class Executables:
     source_specs: dict[int, tuple[PartitionSpec, ...]]
     transfer_avals: dict[int, tuple[Any, ...]]
     written_bytes: dict[int, list[int]]
+    variants: dict[int, Any] = field(default_factory=dict[int, Any])
 
 
 def _local_bytes(aval: Any, sharding: NamedSharding) -> int:
@@ -155,6 +157,26 @@ def compile_program(
     sources: dict[int, list[_Spec]] = {}
     transfers: dict[int, list[_Spec]] = {}
     written: dict[int, list[tuple[_Spec, tuple[Any, int] | None]]] = {}
+    compiled_for: dict[tuple[int, tuple[PartitionSpec, ...]], tuple[Any, Sequence[_Spec]]] = {}
+    seen: set[int] = set()
+    variants: dict[int, Any] = {}
+
+    def compile_run(number: int, run: Run) -> tuple[Any, tuple[PartitionSpec, ...]]:
+        task = program.tasks[run.task]
+        in_specs = [spec[s] for s in run.inputs]
+        out_specs = [wanted.get((number, i)) for i in range(len(task.graph.outputs))]
+        if task.leading:
+            wishes = [None if a is None else argument_specs[a] for a in task.like]
+            out_specs = [s or _initial_spec(program, number, i, spec, wishes[i]) for i, s in enumerate(out_specs)]
+        for output, source in task.pins:
+            out_specs[output] = in_specs[source]
+        compiled = compiler.compile(task, in_specs, out_specs)
+        specs = _output_specs(compiled, task, mesh)
+        if None in specs:  # XLA chose what no PartitionSpec can say: then it is told to choose otherwise
+            compiled = compiler.compile(task, in_specs, [s or PartitionSpec() for s in specs])
+            specs = _output_specs(compiled, task, mesh)
+        return compiled, tuple(s or PartitionSpec() for s in specs)
+
     for number, instruction in enumerate(program.instructions):
         if isinstance(instruction, Free):
             continue
@@ -178,28 +200,23 @@ def compile_program(
                 partial(_spec_of_other, shared, program, instruction.task, i) for i in range(len(task.graph.outputs))
             ]
         elif instruction.task not in outputs:
-            in_specs = [spec[s] for s in instruction.inputs]
-            out_specs = [wanted.get((number, i)) for i in range(len(task.graph.outputs))]
-            if task.leading:
-                wishes = [None if a is None else argument_specs[a] for a in task.like]
-                out_specs = [s or _initial_spec(program, number, i, spec, wishes[i]) for i, s in enumerate(out_specs)]
-            for output, source in task.pins:
-                out_specs[output] = in_specs[source]
-            compiled = compiler.compile(task, in_specs, out_specs)
-            specs = _output_specs(compiled, task, mesh)
-            if None in specs:  # XLA chose what no PartitionSpec can say: then it is told to choose otherwise
-                compiled = compiler.compile(task, in_specs, [s or PartitionSpec() for s in specs])
-                specs = _output_specs(compiled, task, mesh)
-            executables[instruction.task] = compiled
-            found = tuple(s or PartitionSpec() for s in specs)
+            executables[instruction.task], found = compile_run(number, instruction)
             outputs[instruction.task] = found
             if shared is not None:
                 shared.publish(program, instruction.task, found)
             if progress is not None:
                 progress(len(executables) - executables.count(None), count, task.name)
-        for slot, atom, found_spec in zip(
-            instruction.outputs, task.graph.outputs, outputs[instruction.task], strict=True
-        ):
+        made: Sequence[_Spec] = outputs[instruction.task]
+        if shared is None:  # within a loop all runs are alike; other programs may read what was made elsewhere
+            key = instruction.task, tuple(canonical(spec[s]) for s in instruction.inputs)
+            if key not in compiled_for:
+                new = instruction.task not in seen
+                compiled_for[key] = (executables[key[0]], made) if new else compile_run(number, instruction)
+                seen.add(instruction.task)
+            executable, made = compiled_for[key]
+            if executable is not executables[instruction.task]:
+                variants[number] = executable
+        for slot, atom, found_spec in zip(instruction.outputs, task.graph.outputs, made, strict=True):
             spec[slot], types[slot] = found_spec, (atom.aval, task.rank)
             shape[slot] = tuple(atom.aval.shape)
         written[number] = [(spec.unread(s), types[s]) for s in instruction.outputs]
@@ -212,6 +229,7 @@ def compile_program(
         {number: tuple(map(_read, specs)) for number, specs in sources.items()},
         {n: tuple(of[0] if of else None for _, of in written[n]) for n in transfers},
         {n: [_written_bytes(mesh, _read(s), of) for s, of in writes] for n, writes in written.items()},
+        variants,
     )
 
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-__all__ = ["MpmdMesh", "MpmdSharding", "RankMeshes", "carried_over", "spec_on"]
+__all__ = ["MpmdMesh", "MpmdSharding", "RankMeshes", "canonical", "carried_over", "spec_on"]
 
 # A jax.Device: JAX exports that name as a variable, which type checkers refuse in annotations.
 Device: TypeAlias = Any
@@ -317,7 +317,7 @@ def spec_on(mesh: Mesh, sharding: Any, shape: tuple[int, ...]) -> PartitionSpec 
     XLA may give a compiled program's output a sharding without axis names; they are read off the devices' parts.
     """
     if isinstance(sharding, NamedSharding):
-        return _canonical(sharding.spec)
+        return canonical(sharding.spec)
     if sharding.is_fully_replicated:
         return PartitionSpec()
     parts = sharding.devices_indices_map(shape)
@@ -329,7 +329,7 @@ def spec_on(mesh: Mesh, sharding: Any, shape: tuple[int, ...]) -> PartitionSpec 
             if others and parts[first][dim] != parts[others[0]][dim]:
                 steps.append((parts[others[0]][dim].indices(size)[0], name))
         entries.append(tuple(name for _, name in sorted(steps, reverse=True)) or None)
-    spec = _canonical(PartitionSpec(*entries))
+    spec = canonical(PartitionSpec(*entries))
     try:
         same = NamedSharding(mesh, spec).is_equivalent_to(sharding, len(shape))
     except ValueError:  # e.g. one axis partitions two dimensions
@@ -348,10 +348,10 @@ def carried_over(spec: PartitionSpec, mesh: Mesh, shape: tuple[int, ...]) -> Par
                 kept.append(name)
                 shards *= mesh.shape[name]
         entries.append(tuple(kept) or None)
-    return _canonical(PartitionSpec(*entries))
+    return canonical(PartitionSpec(*entries))
 
 
-def _canonical(spec: PartitionSpec) -> PartitionSpec:
+def canonical(spec: PartitionSpec) -> PartitionSpec:
     """One way to write each partition, for comparing: no single names in tuples, no trailing None."""
     entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in spec]
     while entries and not entries[-1]:

@@ -78,7 +78,8 @@ class Runtime:
         if instruction.rank not in local:
             return None
         if isinstance(instruction, Run):
-            run = _bind_run(self._executables.tasks[instruction.task], instruction.inputs, instruction.outputs)
+            executable = self._executables.variants.get(number, self._executables.tasks[instruction.task])
+            run = _bind_run(executable, instruction.inputs, instruction.outputs)
             return run if self._across is None else _after(self._across.link.window.before_task, run)
         return _bind_free(instruction.slots, instruction.delete)
 

@@ -17,7 +17,7 @@ from jaxpp_flax.engine._compat import context_on_mesh
 from jaxpp_flax.engine.ir import Equation, Graph, plain_literal
 from jaxpp_flax.engine.mesh import MpmdMesh
 
-__all__ = ["on_mesh", "on_submesh"]
+__all__ = ["on_submesh", "onto_mesh"]
 
 
 def on_submesh(graph: Graph, mesh: MpmdMesh) -> Graph:
@@ -26,9 +26,9 @@ def on_submesh(graph: Graph, mesh: MpmdMesh) -> Graph:
     return rewrite.graph(graph)
 
 
-def on_mesh(graph: Graph, meshes: Iterable[Mesh], target: AbstractMesh) -> Graph:
-    """The same graph, every sharding of any of `meshes` in its parameters replaced by one of `target`."""
-    return _Rewriter(meshes, target).graph(graph)
+def onto_mesh(meshes: Iterable[Mesh], target: AbstractMesh) -> Callable[[Graph], Graph]:
+    """A function that replaces every sharding of any of `meshes` in a graph's parameters by one of `target`."""
+    return _Rewriter(meshes, target).graph
 
 
 class _Rewriter:

@@ -18,10 +18,10 @@ from jaxpp_flax.engine.ir import Atom, Constant, Equation, Graph, Value, from_ja
 from jaxpp_flax.engine.loop import treduce_p
 from jaxpp_flax.engine.markers import FORWARD, TANGENT, marker_p
 
-__all__ = ["MarkerPlacementError", "inline", "is_recomputation"]
+__all__ = ["CALLS", "MarkerPlacementError", "inline", "is_recomputation"]
 
 # Calls whose body may replace them without changing a value, and the parameter that holds the body.
-_CALLS = {
+CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -190,7 +190,7 @@ class _Inliner:
     def _call(
         self, equation: Equation, scope: _Scope, recomputed: dict[int, list[Equation]] | None, named: bool
     ) -> None:
-        parameter = _CALLS.get(equation.name)
+        parameter = CALLS.get(equation.name)
         if parameter is None:
             raise MarkerPlacementError(
                 f"a stage marker (or a treduce) stands inside `{equation.name}` at {equation.where}, where a pipeline "

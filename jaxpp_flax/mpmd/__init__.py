@@ -1,0 +1,51 @@
+"""Named computations assigned to named meshes: programs written for Shardy:MPMD, on plain JAX.
+
+>>> import jax, numpy as np, jax.numpy as jnp
+>>> from jaxpp_flax import mpmd
+>>> meshes = {f"m{i}": jax.sharding.Mesh(np.array([jax.devices()[i]]), ("data",)) for i in range(2)}
+>>> config = mpmd.make_config(meshes, {"double": "m0", "square": "m1"})
+>>> def f(x):
+...     x = mpmd.named_computation(lambda x: 2 * x, name="double")(x)
+...     return mpmd.named_computation(lambda x: x * x, name="square")(x)
+>>> y = mpmd.jit(f, config)(jnp.ones(2))
+>>> y, y.devices() == {jax.devices()[1]}
+(Array([4., 4.], dtype=float32), True)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from .config import MpmdConfig, make_config
+from .jit import MpmdWrapped, jit
+from .lowered import FunctionMeshAssignment, FunctionNamedShardings, MpmdCompiled, MpmdLowered
+from .ops import broadcast, call, enumerated_for, fori_loop, named_computation, named_tensor, reduce
+from .options import PIPELINE_SCHEDULES, PartitioningOptions, make_partitioning_options
+
+__all__ = [
+    "PIPELINE_SCHEDULES",
+    "FunctionMeshAssignment",
+    "FunctionNamedShardings",
+    "MpmdCompiled",
+    "MpmdConfig",
+    "MpmdLowered",
+    "MpmdWrapped",
+    "PartitioningOptions",
+    "broadcast",
+    "call",
+    "enumerated_for",
+    "fori_loop",
+    "jit",
+    "make_config",
+    "make_partitioning_options",
+    "named_computation",
+    "named_tensor",
+    "reduce",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "flax":  # imported where it is used, so that programs without Flax need none
+        return importlib.import_module(".flax", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

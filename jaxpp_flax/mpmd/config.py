@@ -1,0 +1,158 @@
+"""`make_config`: which name runs on which mesh, in which stage, by which schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxpp_flax.mpmd.options import PartitioningOptions, schedule_name
+from jaxpp_flax.mpmd.topology import Topology, near, topology_of
+from jaxpp_flax.schedules.schedule import Schedule
+
+__all__ = ["MpmdConfig", "make_config"]
+
+
+@dataclass(frozen=True)
+class MpmdConfig:
+    """What `make_config` returns; see there."""
+
+    topology: dict[str, Mesh]
+    name_to_mesh_assignment: dict[str, str]
+    name_to_stage_assignment: dict[str, int] = field(default_factory=dict)
+    input_mesh_assignment: Any = ()
+    output_mesh_assignment: Any = ()
+    partitioning_options: PartitioningOptions = field(default_factory=PartitioningOptions)
+    read_input_output_mesh_from_shardings: bool = False
+    pipeline_schedule: str | Schedule | None = None
+
+    @property
+    def sharding_mesh(self) -> AbstractMesh:
+        """The first mesh without its devices: for shardings that mean the mesh on which an array ends up."""
+        return next(iter(self.topology.values())).abstract_mesh
+
+    @cached_property
+    def meshes(self) -> Topology:
+        """The topology as the engine's ranks."""
+        return topology_of(self.topology)
+
+    @property
+    def mesh_and_stage_assignment(self) -> dict[str, str | tuple[str, int]]:
+        """Both assignments in one."""
+        stages = self.name_to_stage_assignment
+        return {
+            name: (mesh, stages[name]) if name in stages else mesh
+            for name, mesh in self.name_to_mesh_assignment.items()
+        }
+
+    @property
+    def schedule(self) -> str | Schedule | None:
+        """The schedule: that of `pipeline_schedule`, or else the one that the options name."""
+        return self.partitioning_options.schedule if self.pipeline_schedule is None else self.pipeline_schedule
+
+
+def make_config(
+    topology: Mapping[str, Mesh],
+    name_to_mesh_assignment: Mapping[str, str],
+    *,
+    name_to_stage_assignment: Mapping[str, int] | None = None,
+    input_mesh_assignment: Any = (),
+    output_mesh_assignment: Any = (),
+    partitioning_options: Mapping[str, Any] | None = None,
+    read_input_output_mesh_from_shardings: bool = False,
+    pipeline_schedule: str | Schedule | None = None,
+) -> MpmdConfig:
+    """Say on which mesh each named computation or array lives.
+
+    Args:
+      topology: named meshes, of equal or different shapes, with Auto axes; a device may belong to several.
+      name_to_mesh_assignment: for each name in the program (`named_computation`, `named_tensor`) the name of a mesh.
+        Work without a name is placed where the fewest bytes are transferred.
+      name_to_stage_assignment: stages of computations, numbers from 0. Neighbours of one mesh form one stage by
+        themselves; with numbers, those of one mesh and one number do.
+      input_mesh_assignment, output_mesh_assignment: prefix trees of arguments and results with names of meshes, or
+        None: to be inferred.
+      partitioning_options: see `make_partitioning_options`; here is the name of the schedule.
+      read_input_output_mesh_from_shardings: the meshes of `in_shardings` and `out_shardings` are such assignments.
+      pipeline_schedule: a schedule's name, or a schedule of `jaxpp_flax.schedules`, before that of the options.
+
+    Raises:
+      TypeError: if a name, mesh or stage is of another type.
+      ValueError: if the topology is empty, a name is assigned to an unknown mesh, a stage is negative, or an option
+        is unknown; with the near names.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> meshes = {f"m{i}": jax.sharding.Mesh(np.array([jax.devices()[i]]), ("data",)) for i in range(2)}
+      >>> config = make_config(meshes, {"encoder": "m0", "decoder": "m1"})
+      >>> make_config(meshes, {"encoder": "m2"})
+      Traceback (most recent call last):
+      ValueError: 'encoder' is assigned to the mesh 'm2', which the topology lacks. Did you mean 'm1' or 'm0'? ...
+
+    After Shardy:MPMD's function of the same name (openxla/shardy, "MPMD RFC", 2025).
+    """
+    topology_of(topology)
+    if not isinstance(name_to_mesh_assignment, Mapping):
+        raise TypeError(
+            "name_to_mesh_assignment must be a mapping, so that each name has one mesh, got "
+            f'{type(name_to_mesh_assignment).__name__}. Pass e.g. `{{"block_0": "m0"}}`.'
+        )
+    for name, mesh in name_to_mesh_assignment.items():
+        _check_mesh(mesh, topology, f"{name!r}")
+    stages = dict(name_to_stage_assignment or {})
+    for name, stage in stages.items():
+        if isinstance(stage, bool) or not isinstance(stage, int) or stage < 0:
+            raise ValueError(f"the stage of {name!r} must be a number from 0, got {stage!r}.")
+        if name not in name_to_mesh_assignment:
+            raise ValueError(
+                f"{name!r} is assigned to stage {stage}, but to no mesh.{near(name, name_to_mesh_assignment)} "
+                "Add it to name_to_mesh_assignment."
+            )
+    for what, tree in (("input", input_mesh_assignment), ("output", output_mesh_assignment)):
+        leaves = jax.tree.leaves(tree)
+        for mesh in leaves:
+            _check_mesh(mesh, topology, f"an {what} ({what}_mesh_assignment)")
+        if leaves and read_input_output_mesh_from_shardings:
+            raise ValueError(
+                f"both {what}_mesh_assignment and read_input_output_mesh_from_shardings are given; pass one of them."
+            )
+    if isinstance(pipeline_schedule, str):
+        pipeline_schedule = schedule_name(pipeline_schedule)
+    elif pipeline_schedule is not None and not isinstance(pipeline_schedule, Schedule):
+        raise TypeError(
+            f"pipeline_schedule must be a name or a Schedule, got {type(pipeline_schedule).__name__}. "
+            'Pass e.g. "ONE_FWD_ONE_BWD" or `jaxpp_flax.schedules.Std1F1B(4)`.'
+        )
+    return MpmdConfig(
+        topology=dict(topology),
+        name_to_mesh_assignment=dict(name_to_mesh_assignment),
+        name_to_stage_assignment=stages,
+        input_mesh_assignment=input_mesh_assignment,
+        output_mesh_assignment=output_mesh_assignment,
+        partitioning_options=PartitioningOptions(partitioning_options),
+        read_input_output_mesh_from_shardings=read_input_output_mesh_from_shardings,
+        pipeline_schedule=pipeline_schedule,
+    )
+
+
+def _check_mesh(mesh: Any, topology: Mapping[str, Mesh], what: str) -> None:
+    if isinstance(mesh, (tuple, list, set, frozenset)):
+        raise ValueError(
+            f"{what} is assigned to {len(mesh)} meshes ({', '.join(map(str, mesh))}): a name lives on one. Give the "
+            "computations of each mesh a name of their own."
+        )
+    if not isinstance(mesh, str):
+        raise TypeError(f"{what} must be assigned to the name of a mesh, got {mesh!r} ({type(mesh).__name__}).")
+    if mesh in topology:
+        return
+    plain, mark, kind = mesh.partition("#")
+    if mark and plain in topology:
+        raise ValueError(
+            f"{what} is assigned to {mesh!r}: memory kinds ({kind}) are not supported; arrays live in device memory. "
+            f"Assign it to {plain!r}."
+        )
+    raise ValueError(f"{what} is assigned to the mesh {mesh!r}, which the topology lacks.{near(mesh, topology)}")

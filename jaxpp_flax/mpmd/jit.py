@@ -1,0 +1,190 @@
+"""`mpmd.jit`: a function partitioned over named meshes by the names in it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from jax.tree_util import keystr
+
+from jaxpp_flax.engine.compile import TaskCompiler
+from jaxpp_flax.engine.ir import from_jaxpr
+from jaxpp_flax.mpmd.build import build
+from jaxpp_flax.mpmd.config import MpmdConfig
+from jaxpp_flax.mpmd.lowered import MpmdCompiled, MpmdLowered, Signature
+from jaxpp_flax.mpmd.options import PartitioningOptions
+from jaxpp_flax.mpmd.shardings import mesh_ranks, ranks_of_shardings, spec_of, specs_of
+from jaxpp_flax.mpmd.topology import Topology
+
+__all__ = ["MpmdWrapped", "jit"]
+
+
+class MpmdWrapped:
+    """What `jit` returns: `lower(*args)` partitions it, and a call compiles it once for each signature."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        config: MpmdConfig,
+        in_shardings: Any,
+        out_shardings: Any,
+        donate_argnums: int | Sequence[int] | None,
+        name: str,
+    ) -> None:
+        functools.update_wrapper(self, fun)
+        self.mpmd_config, self._name = config, name
+        self._in_shardings, self._out_shardings = in_shardings, out_shardings
+        self._donate = () if donate_argnums is None else donate_argnums
+        self._jitted = jax.jit(fun)
+        self._compiler: TaskCompiler[Topology] = TaskCompiler(config.meshes)
+        self._compiled: dict[Hashable, MpmdCompiled] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the function, compiled first where the arguments' structure, types or specs are new."""
+        leaves, tree = jax.tree_util.tree_flatten(args)
+        key = tree, tuple((_type_of(leaf, ""), spec_of(leaf)) for leaf in leaves)
+        if key not in self._compiled:
+            self._compiled[key] = self.lower(*args).compile()
+        return self._compiled[key](*args)
+
+    def lower(self, *args: Any) -> MpmdLowered:
+        """Partition the function for arguments like these: arrays, or `jax.ShapeDtypeStruct`s in their place.
+
+        Raises:
+          TypeError: if an argument is no array.
+          ValueError: whatever does not fit the topology, the assignment or the schedule; see `jit`.
+        """
+        config = self.mpmd_config
+        _check_processes(config.meshes)
+        leaves, tree = jax.tree_util.tree_flatten(args)
+        paths = [keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
+        structs = [_type_of(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
+        with jax.sharding.use_abstract_mesh(config.sharding_mesh):
+            traced = self._jitted.trace(*jax.tree_util.tree_unflatten(tree, structs))
+        graph, constants = from_jaxpr(traced.jaxpr)
+        shapes = jax.tree_util.tree_unflatten(tree, structs)
+        asked = specs_of(self._in_shardings, shapes, config, "in_shardings")
+        out_specs = specs_of(self._out_shardings, traced.out_info, config, "out_shardings")
+        in_ranks = mesh_ranks(config.input_mesh_assignment, shapes, config.meshes, "input_mesh_assignment")
+        out_ranks = mesh_ranks(config.output_mesh_assignment, traced.out_info, config.meshes, "output_mesh_assignment")
+        if config.read_input_output_mesh_from_shardings:
+            in_ranks = ranks_of_shardings(self._in_shardings, shapes, config, "in_shardings")
+            out_ranks = ranks_of_shardings(self._out_shardings, traced.out_info, config, "out_shardings")
+        donated = self._donated(args)
+        built = build(graph, len(constants), config, in_ranks, out_ranks, donated)
+        homes = [config.meshes.unstack[ranks[0]] for ranks in built.placement.arguments[len(constants) :]]
+        in_specs = [
+            spec if spec is not None else _followed(spec_of(leaf), home.axis_names)
+            for spec, leaf, home in zip(asked, leaves, homes, strict=True)
+        ]
+        signature = Signature(
+            name=self._name,
+            in_tree=tree,
+            out_tree=jax.tree.structure(traced.out_info),
+            types=tuple((tuple(s.shape), s.dtype) for s in structs),
+            paths=tuple(paths),
+            in_specs=tuple(in_specs),
+            out_specs=tuple(out_specs),
+            donated=tuple(donated),
+        )
+        return MpmdLowered(built, signature, config.meshes, tuple(constants), self._compiler)
+
+    def _donated(self, args: Sequence[Any]) -> list[bool]:
+        numbers = (self._donate,) if isinstance(self._donate, int) else tuple(self._donate)
+        donated = {n % len(args) for n in numbers if args and -len(args) <= n < len(args)}
+        return [i in donated for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+
+
+def _followed(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
+    """How an argument arrives, as far as the mesh where it lives has the axes."""
+    entries = [tuple(a for a in (e if isinstance(e, tuple) else (e,)) if a in axes) or None for e in spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*(e[0] if e is not None and len(e) == 1 else e for e in entries))
+
+
+def _check_processes(topology: Topology) -> None:
+    here = jax.process_index()
+    for rank, name in enumerate(topology.names):
+        if any(device.process_index != here for device in topology.rank_devices(rank)):
+            raise NotImplementedError(
+                f"mesh {name!r} has devices of another process. mpmd.jit runs all meshes from one process; for several "
+                "processes use `mpmd_jit_with_loop` or the trainer."
+            )
+
+
+def _type_of(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
+    """The type of an argument, without its sharding."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    try:
+        aval = jax.typeof(leaf)
+    except TypeError as error:
+        raise TypeError(
+            f"argument{path} is a {type(leaf).__name__}, which is no array. Pass arrays or numbers, or close over it."
+        ) from error
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def jit(
+    fun: Callable[..., Any],
+    mpmd_config: MpmdConfig,
+    *,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    partitioning_options: Mapping[str, Any] | None = None,
+    override_func_name: str | None = None,
+) -> MpmdWrapped:
+    """Partition a function over the meshes of a topology, by the names in it.
+
+    Args:
+      fun: any JAX function of arrays, with `named_computation`, `named_tensor`, `call` in it; it takes positional
+        arguments. Differentiate inside of it.
+      mpmd_config: from `make_config`.
+      in_shardings, out_shardings: prefix trees of `NamedSharding`s, of `PartitionSpec`s or of None, as in `jax.jit`.
+        Their specs are followed on the mesh where an array ends up; write `config.sharding_mesh` for "that mesh".
+      donate_argnums: as in `jax.jit`.
+      partitioning_options: in place of those of the config.
+      override_func_name: the program's name in text and messages.
+
+    Returns:
+      A function; `.lower(*args)` gives its partition, `.lower(*args).compile()` what runs. It returns `jax.Array`s,
+      each on its mesh.
+
+    Raises (when it is lowered):
+      TypeError: if an argument is no array.
+      ValueError: if a name in the program is not assigned; names within each other are assigned apart; a loop holds
+        names of several meshes; shardings do not fit.
+      ScheduleError: if the stages do not fit the schedule, or the program cannot run by it.
+
+    Example:
+      >>> import jax, numpy as np, jax.numpy as jnp
+      >>> from jaxpp_flax import mpmd
+      >>> meshes = {f"m{i}": jax.sharding.Mesh(np.array([jax.devices()[i]]), ("data",)) for i in range(2)}
+      >>> def model(w1, w2, x):
+      ...     x = mpmd.named_computation(lambda x: x @ w1, name="first")(x)
+      ...     return mpmd.named_computation(lambda x: x @ w2, name="second")(x)
+      >>> lowered = mpmd.jit(model, mpmd.make_config(meshes, {"first": "m0", "second": "m1"})).lower(
+      ...     jnp.eye(2), jnp.eye(2), jnp.ones((1, 2)))
+      >>> lowered.function_mesh_assignment.input_meshes
+      ('m0', 'm1', 'm0')
+      >>> where = lowered.function_named_shardings.input_specs
+      >>> lowered.compile()(*jax.device_put((jnp.eye(2), jnp.eye(2), jnp.ones((1, 2))), where))
+      Array([[1., 1.]], dtype=float32)
+
+    After Shardy:MPMD's function of the same name (openxla/shardy, "MPMD RFC", 2025).
+    """
+    if not isinstance(mpmd_config, MpmdConfig):
+        raise TypeError(f"mpmd_config must come from `mpmd.make_config`, got {type(mpmd_config).__name__}.")
+    if partitioning_options is not None:
+        mpmd_config = replace(mpmd_config, partitioning_options=PartitioningOptions(partitioning_options))
+    name = override_func_name or getattr(fun, "__name__", "fun")
+    return MpmdWrapped(fun, mpmd_config, in_shardings, out_shardings, donate_argnums, name)

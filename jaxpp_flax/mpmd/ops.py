@@ -1,0 +1,303 @@
+"""What a program is annotated with: names of computations and arrays, calls for microbatches, loops over them.
+
+Under plain `jax.jit`, and outside any `jit`, all of these compute what they would compute without the annotation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+from jax.interpreters import ad, batching, mlir
+
+from jaxpp_flax.mpmd.labels import call_scope, computation_scope
+
+__all__ = [
+    "broadcast",
+    "call",
+    "enumerated_for",
+    "fori_loop",
+    "named_computation",
+    "named_tensor",
+    "named_tensor_p",
+    "reduce",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+RESERVED_NAMES = ("main",)
+RESERVED_PREFIX = "partir."
+
+
+def check_name(name: Any) -> str:
+    """A name that may be assigned to a mesh.
+
+    Raises:
+      TypeError: if it is no string.
+      ValueError: if it is empty or reserved.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"a computation's name must be a string, got {name!r} ({type(name).__name__}).")
+    if not name or name in RESERVED_NAMES or name.startswith(RESERVED_PREFIX):
+        raise ValueError(
+            f"a computation cannot be named {name!r}: the names '', 'main' and those that start with "
+            f"{RESERVED_PREFIX!r} are reserved. Use the name of the layer, such as 'block_0'."
+        )
+    return name
+
+
+def named_computation(
+    fun: Callable[..., Any] | None = None,
+    *,
+    name: str,
+    transpose_count: int = 0,
+    static_argnames: str | Sequence[str] | None = None,
+) -> Any:
+    """Give a function a name, by which `make_config` assigns it, and its backward pass, to a mesh.
+
+    Args:
+      fun: any JAX function; it may close over arrays. Without it, a decorator is returned.
+      name: what assignments and messages call it. Several computations may share a name; then they share a mesh.
+      transpose_count: for a backward pass written by hand: 1 for the transpose of the forward computation of this
+        name, 2 for the transpose of that. What JAX transposes is counted by itself.
+      static_argnames: arguments that are no arrays, as in `jax.jit`.
+
+    Returns:
+      A function that computes the same.
+
+    Raises:
+      TypeError: if `name` is no string.
+      ValueError: if it is empty or reserved (`main`, `partir....`), or `transpose_count` is negative.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> @named_computation(name="double")
+      ... def double(x):
+      ...     return x + x
+      >>> double(jnp.ones(2))
+      Array([2., 2.], dtype=float32)
+
+    After Shardy:MPMD's function of the same name (openxla/shardy, "MPMD RFC", 2025).
+    """
+    check_name(name)
+    if transpose_count < 0:
+        raise ValueError(f"transpose_count of {name!r} must be 0 or more, got {transpose_count}.")
+    if fun is None:
+        return functools.partial(
+            named_computation, name=name, transpose_count=transpose_count, static_argnames=static_argnames
+        )
+    # A jit of its own keeps the computation in one piece through every transformation.
+    jitted = jax.jit(fun, static_argnames=static_argnames)
+
+    @functools.wraps(fun)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with computation_scope(name, transpose_count):
+            return jitted(*args, **kwargs)
+
+    return named
+
+
+def call(fun: F, *, call_counter: int | None = None) -> F:
+    """Mark a call of `fun` as the work of one microbatch.
+
+    A schedule orders the named computations of different microbatches, forward and backward, by this counter. Calls
+    of one function with arguments of one type are traced once.
+
+    Args:
+      fun: a function of arrays (or trees of them).
+      call_counter: the microbatch, from 0. None marks nothing.
+
+    Raises:
+      ValueError: if the counter is negative.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> losses = [call(lambda x: x.sum(), call_counter=i)(jnp.ones(2)) for i in range(2)]
+    """
+    if call_counter is None:
+        return fun
+    if call_counter < 0:
+        raise ValueError(
+            f"call_counter must be 0 or more, got {call_counter}. Count the microbatches: "
+            "`for i, x in enumerate(microbatches): carry = mpmd.call(step, call_counter=i)(carry, x)`."
+        )
+    jitted = jax.jit(fun)
+
+    @functools.wraps(fun)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with call_scope(call_counter):
+            return jitted(*args, **kwargs)
+
+    return called  # type: ignore[return-value]
+
+
+named_tensor_p = jex_core.Primitive("named_tensor")
+
+
+@named_tensor_p.def_impl
+def _tensor_impl(x: Any, *, name: str) -> Any:
+    return x
+
+
+@named_tensor_p.def_abstract_eval
+def _tensor_abstract(x: Any, *, name: str) -> Any:
+    return x
+
+
+def _tensor_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, name: str) -> tuple[Any, Any]:
+    (x,), (t,) = primals, tangents
+    return named_tensor_p.bind(x, name=name), t if isinstance(t, ad.Zero) else named_tensor_p.bind(t, name=name)
+
+
+def _tensor_transpose(cotangent: Any, x: Any, *, name: str) -> list[Any]:
+    return [cotangent if isinstance(cotangent, ad.Zero) else named_tensor_p.bind(cotangent, name=name)]
+
+
+def _tensor_batch(operands: Sequence[Any], dims: Sequence[Any], *, name: str) -> tuple[Any, Any]:
+    return named_tensor_p.bind(operands[0], name=name), dims[0]
+
+
+ad.primitive_jvps[named_tensor_p] = _tensor_jvp
+ad.primitive_transposes[named_tensor_p] = _tensor_transpose
+batching.primitive_batchers[named_tensor_p] = _tensor_batch
+mlir.register_lowering(named_tensor_p, lambda ctx, x, **_: [x])
+
+
+def named_tensor(tensor: jax.typing.ArrayLike, name: str) -> jax.Array:
+    """Give an array a name, by which `make_config` assigns it, and its gradient, to a mesh.
+
+    Args:
+      tensor: an array of any shape and dtype.
+      name: as in `named_computation`; an array and a computation may share one.
+
+    Returns:
+      The array, unchanged.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> named_tensor(jnp.ones(2), "hidden")
+      Array([1., 1.], dtype=float32)
+    """
+    return named_tensor_p.bind(jnp.asarray(tensor), name=check_name(name))
+
+
+def reduce(arr: T) -> T:
+    """Say that `arr` may be reduced over meshes: a sum, product, maximum... of arrays that live on several.
+
+    Nothing needs to be said here: every unnamed computation is placed where the fewest bytes are transferred, sums
+    over meshes among them. The function stands for programs that say it; it returns its argument.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> reduce(jnp.ones(2) + jnp.ones(2))
+      Array([2., 2.], dtype=float32)
+    """
+    return arr
+
+
+def broadcast(arr: T) -> T:
+    """Say that `arr` may be read on several meshes.
+
+    Nothing needs to be said here: what is computed from constants is computed on every mesh that reads it, and an
+    array is sent to each mesh once. The function stands for programs that say it; it returns its argument.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> broadcast(jnp.ones(2))
+      Array([1., 1.], dtype=float32)
+    """
+    return arr
+
+
+def fori_loop(num_iterations: int, body_fun: Callable[[Any, T], T], init_val: T) -> T:
+    """`jax.lax.fori_loop` from 0 whose iterations are microbatches: each is a `call` with its own counter.
+
+    The loop is unrolled, and its body traced once.
+
+    Args:
+      num_iterations: how often `body_fun` runs.
+      body_fun: from the index (a `uint32` scalar) and the value to the next value.
+      init_val: the first value: any tree of arrays. Its structure, shapes and dtypes must stay.
+
+    Raises:
+      ValueError: if `body_fun` returns another structure, shape or dtype, naming the leaf.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> fori_loop(3, lambda i, x: x + 1, jnp.zeros(()))
+      Array(3., dtype=float32)
+    """
+    _check_loop(body_fun, init_val)
+    value = init_val
+    for i in range(num_iterations):
+        value = call(body_fun, call_counter=i)(jnp.uint32(i), value)
+    return value
+
+
+def _check_loop(body_fun: Callable[[Any, T], T], init_val: T) -> None:
+    result = jax.eval_shape(body_fun, jnp.uint32(0), init_val)
+    if jax.tree.structure(result) != jax.tree.structure(init_val):
+        raise ValueError(
+            "fori_loop: the body returns another structure than it takes: "
+            f"{jax.tree.structure(init_val)} becomes {jax.tree.structure(result)}. Return a value like init_val."
+        )
+    leaves = jax.tree_util.tree_leaves_with_path(init_val)
+    for (path, before), after in zip(leaves, jax.tree.leaves(result), strict=True):
+        known = jax.typeof(before)
+        if (known.shape, known.dtype) != (after.shape, after.dtype):
+            raise ValueError(
+                f"fori_loop: the body turns the value{jax.tree_util.keystr(path)} from {known.str_short()} into "
+                f"{after.dtype}{list(after.shape)}. Keep shape and dtype, e.g. with `.astype`."
+            )
+
+
+def _is_sequence(leaf: Any) -> bool:
+    return isinstance(leaf, (list, tuple)) and all(_is_array(x) for x in leaf)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
+
+
+def enumerated_for(body_fun: Callable[[T, Any, Any], T], initial_carry: T, inputs: Any, *, unroll: bool = False) -> T:
+    """`for i, x in enumerate(inputs): carry = body_fun(carry, i, x)`, where each iteration is a microbatch.
+
+    Args:
+      body_fun: from the carry, the index and the i-th inputs to the next carry.
+      initial_carry: the first carry: any tree of arrays.
+      inputs: a tree whose leaves are lists or tuples of arrays, all of one length.
+      unroll: the loop is unrolled in any case; its body is traced once.
+
+    Raises:
+      ValueError: if a leaf of `inputs` is no sequence of arrays, or the lengths differ.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> enumerated_for(lambda carry, i, x: carry + x, jnp.zeros(()), [1.0, 2.0])
+      Array(3., dtype=float32)
+    """
+    leaves, tree = jax.tree_util.tree_flatten_with_path(inputs, is_leaf=_is_sequence)
+    for path, leaf in leaves:
+        if not _is_sequence(leaf):
+            raise ValueError(
+                f"enumerated_for takes sequences of arrays, but the leaf of `inputs` at "
+                f"{jax.tree_util.keystr(path) or 'the top'} is of type {type(leaf).__name__}. "
+                "Pass a list with one array for each microbatch, e.g. `list(batch)`."
+            )
+    lengths = {jax.tree_util.keystr(path) or "inputs": len(leaf) for path, leaf in leaves}
+    if len(set(lengths.values())) != 1:
+        raise ValueError(
+            f"enumerated_for takes sequences of one length, got {lengths}. Each leaf of `inputs` needs one array for "
+            "each microbatch."
+        )
+    carry = initial_carry
+    for i in range(next(iter(lengths.values()))):
+        element = jax.tree_util.tree_unflatten(tree, [leaf[i] for _, leaf in leaves])
+        carry = call(body_fun, call_counter=i)(carry, jnp.uint32(i), element)
+    return carry

@@ -1,0 +1,98 @@
+"""Named meshes, of equal or different shapes: what an MPMD program runs on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+__all__ = ["Topology", "near", "topology_of"]
+
+# Suffixes and characters by which names of meshes carry more than a name, in programs written for Shardy.
+_MEMORY_KINDS = ("#pinned_host", "#device")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Meshes in order; the engine's ranks are their positions. A device may belong to several."""
+
+    names: tuple[str, ...]
+    meshes: tuple[Mesh, ...]
+
+    @cached_property
+    def unstack(self) -> Sequence[Mesh]:
+        """The meshes, under the name that the engine uses."""
+        return self.meshes
+
+    def rank_devices(self, rank: int) -> tuple[Any, ...]:
+        """The devices of one mesh, in its order."""
+        return tuple(self.unstack[rank].devices.flat)
+
+    @cached_property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The meshes with at least one device in this process."""
+        process = jax.process_index()
+        return tuple(
+            rank
+            for rank in range(len(self.names))
+            if any(device.process_index == process for device in self.rank_devices(rank))
+        )
+
+    def rank(self, name: str) -> int:
+        """The position of a mesh."""
+        return self.names.index(name)
+
+
+def near(name: str, known: Iterable[str]) -> str:
+    """What a message adds after an unknown name: the near ones, and what is known."""
+    known = list(known)
+    found = get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f" Did you mean {' or '.join(map(repr, found))}?" if found else ""
+    listing = ", ".join(known[:20]) + (f" and {len(known) - 20} more" if len(known) > 20 else "")
+    return f"{hint} Known: {listing or 'none'}."
+
+
+def topology_of(meshes: Mapping[str, Mesh] | None) -> Topology:
+    """Check a topology as the user gives it.
+
+    Raises:
+      TypeError: if it is no mapping from names to `jax.sharding.Mesh`.
+      ValueError: if it is empty, a name is reserved, or an axis is not of type Auto.
+    """
+    if not meshes:
+        raise ValueError(
+            f"topology must name at least one mesh, got {meshes!r}. "
+            'Pass e.g. `{"m0": Mesh(devices[:2], ("data",)), "m1": Mesh(devices[2:], ("data",))}`.'
+        )
+    if not isinstance(meshes, Mapping):
+        raise TypeError(
+            f"topology must be a mapping from names to meshes, got {type(meshes).__name__}. "
+            'Pass e.g. `{"m0": mesh_0, "m1": mesh_1}`.'
+        )
+    for name, mesh in meshes.items():
+        if not isinstance(mesh, Mesh):
+            raise TypeError(
+                f"topology[{name!r}] must be a jax.sharding.Mesh, got {type(mesh).__name__}. "
+                'Build one: `Mesh(np.array(devices), ("data",))`.'
+            )
+        if "@" in name or name.endswith(_MEMORY_KINDS):
+            raise ValueError(
+                f"a mesh cannot be named {name!r}: '@' and the endings {', '.join(_MEMORY_KINDS)} are reserved. "
+                "Rename it."
+            )
+        other = [f"{axis}: {kind.name}" for axis, kind in _axis_types(mesh) if kind is not AxisType.Auto]
+        if other:
+            raise ValueError(
+                f"topology[{name!r}] has axes that are not Auto ({', '.join(other)}): their shardings are part of the "
+                "arrays' types, which do not change from mesh to mesh. Build the mesh with Auto axes."
+            )
+    return Topology(tuple(meshes), tuple(meshes.values()))
+
+
+def _axis_types(mesh: Mesh) -> Sequence[tuple[Any, AxisType]]:
+    return list(zip(mesh.axis_names, mesh.axis_types, strict=True))

@@ -1,0 +1,80 @@
+"""Programs and meshes that several tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxpp_flax import mpmd
+
+WIDTH = 8
+
+
+def topology(*counts: int, axis: str = "data") -> dict[str, Mesh]:
+    """Meshes m0, m1... of so many devices each."""
+    devices, meshes, start = jax.devices(), {}, 0
+    for number, count in enumerate(counts):
+        meshes[f"m{number}"] = Mesh(np.array(devices[start : start + count]), (axis,))
+        start += count
+    return meshes
+
+
+def weights(blocks: int, seed: int = 0) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(seed), blocks)
+    return [jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5 for key in keys]
+
+
+def batches(count: int, rows: int = 4) -> list[jax.Array]:
+    return [jax.random.normal(jax.random.key(100 + i), (rows, WIDTH)) for i in range(count)]
+
+
+def block(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jax.nn.relu(jnp.sin(x @ w)) + x
+
+
+def model(ws: Sequence[jax.Array], x: jax.Array, body: Any = block) -> jax.Array:
+    x = x * 2  # without a name
+    for number, w in enumerate(ws):
+        x = mpmd.named_computation(body, name=f"block_{number}")(w, x)
+    return x
+
+
+def loss(ws: Sequence[jax.Array], x: jax.Array, body: Any = block) -> jax.Array:
+    return jnp.mean(model(ws, x, body) ** 2)
+
+
+def accumulate(ws: Any, xs: Sequence[jax.Array], loss_fn: Any = loss) -> Any:
+    """Raw sums of losses and gradients over microbatches."""
+
+    def microbatch(carry: Any, ws: Any, x: jax.Array) -> Any:
+        return jax.tree.map(jnp.add, carry, jax.value_and_grad(loss_fn)(ws, x))
+
+    carry = jnp.zeros(()), jax.tree.map(jnp.zeros_like, ws)
+    for number, x in enumerate(xs):
+        carry = mpmd.call(microbatch, call_counter=number)(carry, ws, x)
+    return carry
+
+
+def train_step(ws: Any, xs: Sequence[jax.Array]) -> Any:
+    total, grads = accumulate(ws, xs)
+    return jax.tree.map(lambda w, g: w - 0.1 * g / len(xs), ws, grads), total / len(xs)
+
+
+def in_runs(blocks: int, meshes: int) -> dict[str, str]:
+    """Neighbouring blocks on one mesh."""
+    return {f"block_{i}": f"m{i * meshes // blocks}" for i in range(blocks)}
+
+
+def in_turn(blocks: int, meshes: int) -> dict[str, str]:
+    """Blocks dealt out to the meshes."""
+    return {f"block_{i}": f"m{i % meshes}" for i in range(blocks)}
+
+
+def config(meshes: dict[str, Mesh], assignment: dict[str, str], schedule: str | None = None, **more: Any) -> Any:
+    options = mpmd.make_partitioning_options({"mpmd_pipeline_schedule": schedule} if schedule else {})
+    return mpmd.make_config(meshes, assignment, partitioning_options=options, **more)

@@ -1,0 +1,172 @@
+"""Every schedule, on the assignment that it wants: results are those of plain jax.jit, tasks run in its order."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpp_flax import mpmd
+from jaxpp_flax.engine.program import Run
+from jaxpp_flax.schedules import Circular, Schedule, Std1F1B
+from jaxpp_flax.schedules.task import Task, TaskKind, flatten, forward
+from tests.helpers import tree_allclose
+from tests.mpmd.programs import accumulate, batches, config, in_runs, in_turn, loss, topology, train_step, weights
+
+RUNS = [name for name in mpmd.PIPELINE_SCHEDULES if "CIRCULAR" not in name and "WRAP" not in name]
+
+
+@pytest.mark.parametrize("microbatches", [1, 5])
+@pytest.mark.parametrize("schedule", [None, *RUNS])
+def test_equals_plain_jit(schedule: str | None, microbatches: int):
+    ws, xs = weights(4), batches(microbatches)
+    step = mpmd.jit(accumulate, config(topology(2, 2), in_runs(4, 2), schedule))
+    # Losses and raw gradients; sums of the same float32 numbers in the same order, compiled apart: 1e-5 by the rules.
+    tree_allclose(step(ws, xs), jax.jit(accumulate)(ws, xs))
+
+
+@pytest.mark.parametrize("schedule", ["CIRCULAR", "CIRCULAR_WITH_REVERSED_BACKWARD", "GPIPE"])
+def test_several_stages_on_each_mesh_equal_plain_jit(schedule: str):
+    ws, xs = weights(6), batches(3)
+    step = mpmd.jit(train_step, config(topology(1, 1, 1), in_turn(6, 3), schedule))
+    tree_allclose(step(ws, xs), jax.jit(train_step)(ws, xs))
+
+
+def runs_of(lowered: mpmd.MpmdLowered, mesh: int) -> list[tuple[str, int]]:
+    """What a mesh runs in order: kind and stage, and the microbatch."""
+    program = lowered.built.program
+    runs = [i for i in program.instructions if isinstance(i, Run) and i.rank == mesh and i.microbatch >= 0]
+    return [(program.tasks[run.task].name, run.microbatch) for run in runs]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"), [("ONE_FWD_ONE_BWD", Std1F1B(3)), ("CIRCULAR", Circular(6, 3))], ids=["1f1b", "circular"]
+)
+def test_meshes_run_the_tasks_of_the_schedule_in_its_order(name: str, schedule: Schedule):
+    blocks, microbatches = schedule.num_stages, 6
+    ws, xs = weights(blocks), batches(microbatches)
+    lowered = mpmd.jit(accumulate, config(topology(1, 1, 1), in_turn(blocks, 3), name)).lower(ws, xs)
+    for mesh, tasks in enumerate(schedule.tasks(microbatches)):
+        kinds = {TaskKind.FORWARD: "fwd", TaskKind.BACKWARD: "bwd"}
+        wanted = [(f"{kinds[t.kind]}_{t.stage}", t.microbatch) for t in flatten(tasks)]
+        found: list[tuple[str, int]] = []
+        for label, microbatch in runs_of(lowered, mesh):
+            kind, _, stage = label.rpartition("_")
+            # The last stage's two tasks may be one.
+            found += [(f"{part}_{stage}", microbatch) for part in kind.split("_")]
+        assert found == wanted
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_circular_order_of_a_program_that_is_differentiated_as_a_whole(microbatches: int):
+    """Stages 1 to 4 on two meshes in turn; the backward pass of a microbatch keeps the microbatch's counter."""
+
+    def forward_pass(w, x):
+        x = mpmd.named_computation(lambda a, b: a @ b, name="stage1")(w, x)
+        for number in (2, 3, 4):
+            x = mpmd.named_computation(lambda a: a @ a, name=f"stage{number}")(x)
+        return x
+
+    def train(w, xs):
+        def total(w):
+            y = sum(mpmd.call(forward_pass, call_counter=i)(w, xs[i]) for i in range(microbatches))
+            return jnp.sum(y * y)
+
+        return jax.value_and_grad(total)(w)
+
+    cfg = config(
+        topology(2, 2),
+        {"stage1": "m0", "stage2": "m1", "stage3": "m0", "stage4": "m1"},
+        "CircularWithReversedBackward",
+        name_to_stage_assignment={f"stage{i}": i for i in (1, 2, 3, 4)},
+    )
+    w, xs = jnp.eye(8) + 0.01, [0.1 * jnp.ones((8, 8))] * 4
+    step = mpmd.jit(train, cfg)
+    tree_allclose(step(w, xs), jax.jit(train)(w, xs))
+    text = step.lower(w, xs).as_text("mpmd")
+    calls = [line.split("@")[0] for line in text.splitlines() if "mpmd.fragment_call" in line and "stage=" in line]
+    order = [m.group(1) + ("'" if m.group(2) else "") for c in calls if (m := re.search(r'"stage(\d)"(\(1\))?', c))]
+    on_first = [s for s in order if s[0] in "13"]
+    rounds = [min(2, microbatches - first) for first in range(0, microbatches, 2)]
+    forwards = [s for r in rounds for s in ["1"] * r + ["3"] * r]
+    assert on_first == forwards + [s + "'" for s in reversed(forwards)]
+
+
+def test_parallel_pipelines_with_wrap_around():
+    """Microbatch i enters at mesh i; each mesh takes the microbatch that enters there first, then the one before it."""
+    stages, ws = 3, weights(3)
+    xs = batches(3)
+
+    def infer(ws, xs):
+        def one(first):
+            def run(ws, x):
+                for step in range(stages):
+                    stage = (first + step) % stages
+                    x = mpmd.named_computation(lambda w, x: jnp.tanh(x @ w), name=f"block_{stage}")(ws[stage], x)
+                return x
+
+            return run
+
+        return [mpmd.call(one(i), call_counter=i)(ws, x) for i, x in enumerate(xs)]
+
+    step = mpmd.jit(infer, config(topology(1, 1, 1), in_turn(3, 3), "PARALLEL_PIPELINES_WITH_WRAP_AROUND"))
+    tree_allclose(step(ws, xs), jax.jit(infer)(ws, xs))
+    lowered = step.lower(ws, xs)
+    for mesh in range(stages):
+        assert [m for _, m in runs_of(lowered, mesh)] == [(mesh - k) % stages for k in range(stages)]
+
+
+@pytest.mark.parametrize("schedule", ["ZERO_BUBBLE_H1", "ZERO_BUBBLE_H2_ZERO_TX_LATENCY"])
+def test_zero_bubble_splits_the_backward_of_all_stages_but_the_first(schedule: str):
+    ws, xs = weights(3), batches(6)
+    lowered = mpmd.jit(accumulate, config(topology(1, 1, 1), in_runs(3, 3), schedule)).lower(ws, xs)
+    names = [{label for label, _ in runs_of(lowered, mesh)} for mesh in range(3)]
+    assert names == [{"fwd_0", "bwd_0"}, {"fwd_1", "bwd_i_1", "bwd_w_1"}, {"fwd_2", "bwd_i_2", "bwd_w_2"}]
+    last_input = max(i for i, (label, _) in enumerate(runs_of(lowered, 1)) if label == "bwd_i_1")
+    assert runs_of(lowered, 1)[last_input + 1 :], "no weight gradient was put off"
+
+
+def test_compilations_do_not_grow_with_microbatches():
+    counts = []
+    for microbatches in (4, 12):
+        step = mpmd.jit(train_step, config(topology(2, 2), in_runs(4, 2), "ONE_FWD_ONE_BWD"))
+        step.lower(weights(4), batches(microbatches)).compile()
+        counts.append((step._compiler.lowerings, step._compiler.compilations))
+    assert counts[0] == counts[1]
+
+
+def test_a_schedule_object():
+    class FirstInFirstOut(Schedule):
+        def tasks(self, num_microbatches: int):
+            backward = [[Task(TaskKind.BACKWARD, s, m) for m in range(num_microbatches)] for s in range(self.num_ranks)]
+            return [[*(forward(s, m) for m in range(num_microbatches)), *backward[s]] for s in range(self.num_ranks)]
+
+    ws, xs = weights(2), batches(3)
+    cfg = mpmd.make_config(topology(1, 1), in_runs(2, 2), pipeline_schedule=FirstInFirstOut(2))
+    tree_allclose(mpmd.jit(accumulate, cfg)(ws, xs), jax.jit(accumulate)(ws, xs))
+
+
+def test_loops_number_their_iterations():
+    ws, xs = weights(2), batches(4)
+
+    def by_hand(ws, xs):
+        total = jnp.zeros(())
+        for x in xs:
+            total = total + loss(ws, x)
+        return total
+
+    def enumerated(ws, xs):
+        return mpmd.enumerated_for(lambda carry, i, x: carry + loss(ws, x), jnp.zeros(()), xs)
+
+    def looped(ws, xs):
+        stacked = jnp.stack(xs)
+        return mpmd.fori_loop(len(xs), lambda i, carry: carry + loss(ws, stacked[i]), jnp.zeros(()))
+
+    for fun in (enumerated, looped):
+        grad = jax.value_and_grad(fun)
+        step = mpmd.jit(grad, config(topology(1, 1), in_runs(2, 2), "ONE_FWD_ONE_BWD"))
+        lowered = step.lower(ws, xs)
+        assert {m for _, m in runs_of(lowered, 0)} == {0, 1, 2, 3}
+        tree_allclose(lowered.compile()(ws, xs), jax.jit(jax.value_and_grad(by_hand))(ws, xs))
