@@ -24,8 +24,10 @@ from jaxpp_flax.schedules.task import TaskKind
 __all__ = ["time_blocks"]
 
 _ROUNDS = 5
+_READINGS = 3  # in each round, of each task
 _LEAST_SECONDS = 2e-3  # of one reading: shorter tasks run several times for it
 _MOST_CALLS = 50
+_BACKWARD = (TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT)
 _VALUE = 0.01  # every float is this: no infinities arise from it, nor numbers so small that they take longer
 
 
@@ -41,8 +43,8 @@ class _Timed:
 def time_blocks(marks: Marks, mesh: MpmdMesh, rank: int = 0) -> tuple[Work, ...]:
     """Seconds of each block for one microbatch, on the devices of one rank; the last one is what follows the last mark.
 
-    Forward and backward are compiled apart, and equal blocks once. Readings go round all tasks, so that a noisy
-    machine is noisy for all of them; the median of these is taken. Tasks run one at a time on constant values, with
+    Forward and backward are compiled apart, and equal blocks once. Rounds go through all tasks, so that a noisy machine
+    is noisy for all of them, and the median over the rounds is taken. Tasks run one at a time on constant values, with
     the memory of one task at a time.
 
     Args:
@@ -62,10 +64,7 @@ def time_blocks(marks: Marks, mesh: MpmdMesh, rank: int = 0) -> tuple[Work, ...]
     def seconds(block: int, *kinds: TaskKind) -> float:
         return sum(statistics.median(readings[id(t.run)]) for kind in kinds for t in timed.get((block, kind), ()))
 
-    return tuple(
-        Work(seconds(block, TaskKind.FORWARD), seconds(block, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT))
-        for block in range(len(marks) + 1)
-    )
+    return tuple(Work(seconds(block, TaskKind.FORWARD), seconds(block, *_BACKWARD)) for block in range(len(marks) + 1))
 
 
 def _compile(marks: Marks, mesh: MpmdMesh, rank: int) -> dict[tuple[int, TaskKind], list[_Timed]]:
@@ -99,7 +98,10 @@ def _compile(marks: Marks, mesh: MpmdMesh, rank: int) -> dict[tuple[int, TaskKin
 
 
 def _read(task: _Timed) -> float:
-    """Seconds of one call: warm, and averaged over several where one alone is too short to time."""
+    """Seconds of one call, averaged over several where one alone is too short to time: the least of a few readings.
+
+    Other work on the machine only ever adds to them.
+    """
     operands = [_filled(aval, sharding) for aval, sharding in task.inputs]
     jax.block_until_ready(operands)
 
@@ -109,17 +111,17 @@ def _read(task: _Timed) -> float:
             operands[position] = results[output]
         return results
 
+    def seconds(calls: int) -> float:
+        results: Sequence[Any] = ()
+        start = time.perf_counter()
+        for _ in range(calls):
+            results = call()
+        jax.block_until_ready(results)
+        return (time.perf_counter() - start) / calls
+
     jax.block_until_ready(call())
-    start = time.perf_counter()
-    jax.block_until_ready(call())
-    once = time.perf_counter() - start
-    calls = min(max(math.ceil(_LEAST_SECONDS / max(once, 1e-9)), 1), _MOST_CALLS)
-    results: Sequence[Any] = ()
-    start = time.perf_counter()
-    for _ in range(calls):
-        results = call()
-    jax.block_until_ready(results)
-    return (time.perf_counter() - start) / calls
+    calls = min(max(math.ceil(_LEAST_SECONDS / max(seconds(1), 1e-9)), 1), _MOST_CALLS)
+    return min(seconds(calls) for _ in range(_READINGS))
 
 
 def _filled(aval: Any, sharding: NamedSharding) -> jax.Array:

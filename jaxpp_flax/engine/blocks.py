@@ -31,8 +31,8 @@ class Holding:
 
     Attributes:
       kind: "parameters" (with whatever else goes into the loop whole), "data" (indexed by the microbatch, held for all
-        of them), "gradients" (accumulators), or "activations" (made by a forward, read by a backward: held for each
-        microbatch in flight).
+        of them), "gradients" (accumulators), or "activations" (made by a forward and read by a backward, or made by an
+        input gradient and read by the weight gradient: held for each microbatch in flight).
       nbytes: on each device of a rank.
       blocks: the blocks that need it, in increasing order.
       argument: which of the step's flat arguments it is, counted from the end (-1 is the last); or None.
@@ -56,6 +56,7 @@ class LoopBody:
       num_carry: number of carry leaves.
       operations: of the results.
       length: number of microbatches.
+      split_backward: whether the schedule runs input and weight gradients apart.
       markers: the forward markers in program order.
       arguments: for each constant and carry leaf that is an argument of the step: which, from the end, and its spec.
       data_axes: for each result, the mesh axes over which it is still to be summed after the loop, or None.
@@ -69,6 +70,7 @@ class LoopBody:
     num_carry: int
     operations: Sequence[Op]
     length: int
+    split_backward: bool
     markers: Sequence[Equation]
     arguments: Mapping[Atom, tuple[int, PartitionSpec]] = field(default_factory=dict)
     data_axes: Sequence[Any] = ()
@@ -91,7 +93,7 @@ class LoopBody:
             self.operations,
             self.length,
             fuse_last=False,
-            split_backward=False,
+            split_backward=self.split_backward,
             carry_names=self.carry_names,
         )
 
@@ -130,12 +132,16 @@ class LoopBody:
         sliced = indexed_operands(part, part.tasks)
         readers: dict[Value, set[int]] = {}
         made: set[Value] = set()
+        from_inputs: dict[int, set[Value]] = {}
         states = {a.state for a in part.accumulators}
         for task in part.tasks:
             for value in task.graph.inputs:
                 readers.setdefault(value, set()).add(task.stage)
+            results = {v for v in task.graph.outputs if isinstance(v, Value)}
             if task.kind is TaskKind.FORWARD:
-                made.update(v for v in task.graph.outputs if isinstance(v, Value))
+                made |= results
+            elif task.kind is TaskKind.BACKWARD_INPUT:
+                from_inputs[task.stage] = results
         specs = self.state_specs()
         # The copies of a counter share one value; a carry is held like a parameter.
         outside = {*part.operands, *(c.state for c in part.carries)}
@@ -162,8 +168,10 @@ class LoopBody:
         kept: dict[Value, set[int]] = {}
         for task in part.tasks:
             if task.kind is not TaskKind.FORWARD:
+                # A weight gradient also reads what its own input gradient leaves behind.
+                left = from_inputs.get(task.stage, set()) if task.kind is TaskKind.BACKWARD_WEIGHT else set[Value]()
                 for value in task.graph.inputs:
-                    if value in made:
+                    if value in made or value in left:
                         kept.setdefault(value, set()).add(task.stage)
         found += [
             Holding(

@@ -224,6 +224,7 @@ def _cut_loop(
         num_carry=params["num_carry"],
         operations=params["operations"],
         length=params["length"],
+        split_backward=schedule.splits_backward,
         markers=markers,
         arguments={
             v: (position[a], spec_of[a])

@@ -45,3 +45,9 @@ def test_memory_finds_what_is_predicted(tmp_path: Path):
     assert [row["schedule"] for row in rows] == ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
     # Counts of bytes, not a measurement: they agree exactly.
     assert {row["live over predicted, worst rank"] for row in rows} == {1.0}
+
+
+def test_balance_compares_every_way_with_even_stages(tmp_path: Path):
+    rows = rows_of("balance", tmp_path, "--repeats", "1", "--vocabulary", "32")
+    assert [row["over even"] == 1.0 for row in rows][0]
+    assert all(row["blocks in stages"].count("+") == 1 for row in rows)

@@ -54,7 +54,15 @@ def test_the_engine_counts_contractions_and_the_head() -> None:
     )
     body = inline(from_jaxpr(jaxpr)[0])
     markers, found = find_marks(body)
-    loop = LoopBody(graph=body, num_consts=0, num_carry=len(body.inputs) - 1, operations=(), length=1, markers=markers)
+    loop = LoopBody(
+        graph=body,
+        num_consts=0,
+        num_carry=len(body.inputs) - 1,
+        operations=(),
+        length=1,
+        split_backward=False,
+        markers=markers,
+    )
     marks = Marks(found, loop)
     *blocks, after = [work.total for work in marks.work()]
     # Three contractions of the head (forward, and two backward) against two or three of each block.

@@ -1,0 +1,166 @@
+"""The slowest rank's time with balanced stages over that with even ones, measured: a GPT with a large vocabulary
+head, and a model whose layers grow.
+
+python benchmarks/balance.py
+python benchmarks/balance.py --schedule interleaved_1f1b --stages-per-rank 2
+
+Each rank's tasks are timed inside real training steps of one microbatch, so that no two ranks run at one time: on a
+machine with fewer cores than ranks they would slow each other. The contestants take turns; medians over the steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from workload import parser, prepare, report
+
+
+def models(arguments: Any) -> dict[str, Any]:
+    """Each workload as (model, loss function, batch)."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import nnx
+
+    from jaxpp_flax import PipelineStage
+
+    width, length, blocks = arguments.width, arguments.length, arguments.blocks
+    rng = np.random.default_rng(0)
+
+    class Block(nnx.Module):
+        """Attention of one head, and a feed-forward layer."""
+
+        def __init__(self, hidden: int, rngs: nnx.Rngs) -> None:
+            self.norms = nnx.List([nnx.LayerNorm(width, rngs=rngs) for _ in range(2)])
+            self.qkv = nnx.Linear(width, 3 * width, rngs=rngs)
+            self.out = nnx.Linear(width, width, rngs=rngs)
+            self.widen, self.narrow = nnx.Linear(width, hidden, rngs=rngs), nnx.Linear(hidden, width, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            q, k, v = jnp.split(self.qkv(self.norms[0](x)), 3, -1)
+            scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), q @ k.swapaxes(1, 2) / width**0.5, -1e9)
+            x = x + self.out(jax.nn.softmax(scores) @ v)
+            return x + self.narrow(nnx.gelu(self.widen(self.norms[1](x))))
+
+    class GPT(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.embed = nnx.Embed(arguments.vocabulary, width, rngs=rngs)
+            self.blocks = nnx.List([PipelineStage(Block(4 * width, rngs), name=f"block_{i}") for i in range(blocks)])
+            self.head = nnx.Linear(width, arguments.vocabulary, use_bias=False, rngs=rngs)
+
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    class Growing(nnx.Module):
+        """Feed-forward layers, each wider than the one before."""
+
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            hidden = [width * (i + 1) for i in range(blocks)]
+            self.blocks = nnx.List([PipelineStage(Block(h, rngs), name=f"block_{i}") for i, h in enumerate(hidden)])
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    def token_loss(model: GPT, tokens: jax.Array) -> jax.Array:
+        return optax.softmax_cross_entropy_with_integer_labels(model(tokens), tokens).mean()
+
+    def square(model: Growing, x: jax.Array) -> jax.Array:
+        return (model(x) ** 2).mean()
+
+    tokens = rng.integers(0, arguments.vocabulary, (arguments.batch, length)).astype(np.int32)
+    values = rng.normal(size=(arguments.batch, length, width)).astype(np.float32)
+    return {
+        f"GPT, {blocks} blocks of width {width}, vocabulary {arguments.vocabulary}": (GPT, token_loss, tokens),
+        f"{blocks} blocks that grow from {width} to {blocks * width}": (Growing, square, values),
+    }
+
+
+def main() -> None:
+    flags = parser(__doc__ or "")
+    flags.set_defaults(blocks=12, width=128, length=128, batch=4, repeats=15)
+    flags.add_argument("--vocabulary", type=int, default=8192)
+    flags.add_argument("--schedule", default="1f1b")
+    flags.add_argument("--stages-per-rank", type=int, default=1)
+    arguments = flags.parse_args()
+    prepare(arguments, arguments.stages)
+    import os
+
+    if arguments.platform == "cpu":  # one thread for each device: a core each, as ranks have devices of their own
+        single = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {single}"
+    import jax
+    import optax
+    from flax import nnx
+    from workload import mesh
+
+    from jaxpp_flax import PipelineTrainer
+    from jaxpp_flax.schedules import simulate
+    from jaxpp_flax.trainers.profiling import task_costs
+
+    ways = {
+        "even": {"assignment": "even", "cost": "flops"},
+        "balanced, operations": {"assignment": "balanced", "cost": "flops"},
+        "balanced, estimated": {"assignment": "balanced", "cost": "estimated"},
+        "balanced, measured": {"assignment": "balanced", "cost": "measured"},
+    }
+    for title, (model, loss, batch) in models(arguments).items():
+        trainers = {
+            name: PipelineTrainer(
+                model(nnx.Rngs(0)),
+                optax.sgd(1e-3),
+                loss,
+                num_stages=arguments.stages * arguments.stages_per_rank,
+                num_ranks=arguments.stages,
+                num_microbatches=1,
+                schedule=arguments.schedule,
+                mesh=mesh(arguments.stages),
+                progress=False,
+                **options,
+            )
+            for name, options in ways.items()
+        }
+        # Ways that come to the same stages are measured as one.
+        of_sizes: dict[tuple[int, ...], str] = {}
+        for name, trainer in trainers.items():
+            trainer.compile(batch)
+            of_sizes.setdefault(trainer.plan.stage_sizes, name)
+        chosen = [trainers[name] for name in of_sizes.values()]
+        profiles: list[list[Any]] = [[] for _ in chosen]
+        for turn in range(arguments.repeats + 2):
+            for k in range(len(chosen)):
+                k = (k + turn) % len(chosen)  # nobody is always first
+                profile = chosen[k].profile_step(batch)
+                jax.block_until_ready(chosen[k].state)
+                if turn >= 2:  # the first runs are slower
+                    profiles[k].append(profile)
+        # In each turn the slowest rank's time; ratios within a turn, where the machine is equally busy for all.
+        slowest = [[max(sum(e.end - e.start for e in r) for r in p.measured.events) for p in of] for of in profiles]
+        rows: list[dict[str, Any]] = []
+        for name, trainer in trainers.items():
+            k = list(of_sizes).index(trainer.plan.stage_sizes)
+            costs = task_costs([p.measured.events for p in profiles[k]], profiles[k][-1].stages)
+            schedule = profiles[k][-1].schedule
+            step = simulate(schedule, costs, num_microbatches=arguments.microbatches).makespan
+            ratios = [mine / even for mine, even in zip(slowest[k], slowest[0], strict=True)]
+            rows.append(
+                {
+                    "assignment": name,
+                    "blocks in stages": "+".join(map(str, trainer.plan.stage_sizes)),
+                    "slowest rank, ms": statistics.median(slowest[k]) * 1e3,
+                    "over even": statistics.median(ratios),
+                    "expected": 1.0 - (trainer.plan.gain or 0.0),
+                    f"step of {arguments.microbatches} microbatches, simulated, ms": step * 1e3,
+                }
+            )
+        report(f"balance: {title}, {arguments.stages} ranks, {arguments.schedule}", rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
