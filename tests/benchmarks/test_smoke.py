@@ -49,5 +49,5 @@ def test_memory_finds_what_is_predicted(tmp_path: Path):
 
 def test_balance_compares_every_way_with_even_stages(tmp_path: Path):
     rows = rows_of("balance", tmp_path, "--repeats", "1", "--vocabulary", "32")
-    assert [row["over even"] == 1.0 for row in rows][0]
+    assert (rows[0]["assignment"], rows[0]["over even"]) == ("even", 1.0)
     assert all(row["blocks in stages"].count("+") == 1 for row in rows)
