@@ -194,9 +194,11 @@ def detect_cluster(timeout_s: int) -> ClusterPlace | None:
       >>> detect_cluster(1) is None
       True
     """
+    chosen = os.environ.get("JAX_LOCAL_DEVICE_IDS")
+    devices = [int(number) for number in chosen.split(",")] if chosen else None
     try:
         address, count, index, devices = _ClusterEnv.auto_detect_unset_distributed_params(
-            os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, timeout_s
+            os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, devices, None, timeout_s
         )
     except (AttributeError, TypeError):
         return None

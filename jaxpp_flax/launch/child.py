@@ -14,11 +14,21 @@ from jaxpp_flax.launch.starting import initialize
 __all__ = ["main", "run_program"]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Connect to the other processes, and run the program: a file, or ``-m`` and a module, with its arguments."""
+def main(
+    arguments: Sequence[str] | None = None,
+    *,
+    bind_address: str | None = None,
+    failure_timeout_s: float | None = None,
+) -> None:
+    """Connect to the other processes, and run the program: a file, or ``-m`` and a module, with its arguments.
+
+    Args:
+      arguments: the program; None: what the command line says.
+      bind_address, failure_timeout_s: as in `initialize`.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # lines in time, and whole beside those of other processes
-    group = initialize()
+    group = initialize(bind_address=bind_address, failure_timeout_s=failure_timeout_s)
     try:
         run_program(sys.argv[1:] if arguments is None else list(arguments))
     except SystemExit as error:

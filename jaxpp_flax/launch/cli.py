@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxpp_flax.engine.watch import DEFAULT_FAILURE_TIMEOUT
 from jaxpp_flax.launch import child
-from jaxpp_flax.launch.local import LocalJob, run
+from jaxpp_flax.launch.local import LOOPBACK, LocalJob, run
 from jaxpp_flax.launch.settings import LaunchError
 
 __all__ = ["main"]
@@ -29,13 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.cluster:
             if options.num_processes is not None:
                 raise LaunchError("-n and --cluster exclude each other: the cluster says how many processes there are.")
-            child.main(program)
+            child.main(program, bind_address=options.address, failure_timeout_s=options.failure_timeout)
             return 0
         job = LocalJob(
             program=program,
             num_processes=options.num_processes or 0,
             devices_per_process=options.devices_per_process,
-            address=options.address,
+            address=options.address or LOOPBACK,
             failure_timeout=options.failure_timeout,
             grace=options.grace,
             log_dir=options.log_dir,
@@ -59,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--devices-per-process", type=int, default=1, help="virtual devices on CPU, else accelerators (default: 1)"
     )
-    parser.add_argument("--address", default="127.0.0.1", help="what all sockets listen on (default: 127.0.0.1)")
+    parser.add_argument(
+        "--address", help="what sockets listen on (default: 127.0.0.1; on a cluster, what reaches the coordinator)"
+    )
     parser.add_argument(
         "--failure-timeout",
         type=float,

@@ -24,8 +24,9 @@ from jaxpp_flax.launch import coordinator, guard
 from jaxpp_flax.launch.logs import Logs
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
 
-__all__ = ["LocalJob", "run"]
+__all__ = ["LOOPBACK", "LocalJob", "child_environment", "run"]
 
+LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.05
 
 
@@ -46,7 +47,7 @@ class LocalJob:
     program: Sequence[str]
     num_processes: int
     devices_per_process: int = 1
-    address: str = "127.0.0.1"
+    address: str = LOOPBACK
     failure_timeout: float = DEFAULT_FAILURE_TIMEOUT
     grace: float = 60.0
     log_dir: Path | None = None

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import socket
+import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -175,3 +176,22 @@ def test_a_port_is_not_lost_when_a_start_fails(capsys: pytest.CaptureFixture[str
     capsys.readouterr()
     wait_for(lambda: len(set(os.listdir("/proc/self/fd"))) <= len(before), "the end of all descriptors", 10.0)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_chosen_accelerators_go_before_those_of_the_cluster(monkeypatch: pytest.MonkeyPatch):
+    for name in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID"):
+        monkeypatch.setenv(name, "3")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "node[7-10]")
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0,1,2")
+    assert _compat.detect_cluster(1) == _compat.ClusterPlace("node7:61443", 4, 3, (0, 1, 2))
+    monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS")
+    assert _compat.detect_cluster(1) == _compat.ClusterPlace("node7:61443", 4, 3, (3,))
+
+
+def test_job_files_are_what_they_are_for():
+    jobs = Path(__file__).resolve().parents[2] / "docs" / "jobs"
+    yaml = pytest.importorskip("yaml")
+    kinds = [part["kind"] for part in yaml.safe_load_all((jobs / "kubernetes.yaml").read_text())]
+    assert kinds == ["Service", "ServiceAccount", "Role", "RoleBinding", "Job"]
+    subprocess.run(["bash", "-n", str(jobs / "slurm.sh")], check=True)

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# One process on each of 4 hosts; each has all accelerators of its host. Submit by: sbatch docs/jobs/slurm.sh
+#SBATCH --job-name=train
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=32
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@120     # two minutes before the end, for a last checkpoint
+#SBATCH --requeue
+set -euo pipefail
+
+# JAX gives a task of SLURM the one accelerator of its local number; with one task on a host, it is to have all.
+export JAX_LOCAL_DEVICE_IDS=0,1,2,3,4,5,6,7
+
+# A task that fails ends the others at once; this package would do so within 30 seconds.
+srun --kill-on-bad-exit=1 python -m jaxpp_flax.launch --cluster train.py --steps 100000
