@@ -70,6 +70,7 @@ def train(tx: optax.GradientTransformation, *, steps: int = 3, rtol: float = 1e-
 
 
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10)
+CLIP = optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1, momentum=0.9))
 OPTIMIZERS = {
     # Adam's epsilon is large here: by default it amplifies the rounding of gradients close to zero.
     "adamw": optax.adamw(1e-2, eps=1e-3, weight_decay=0.1),
@@ -80,10 +81,14 @@ OPTIMIZERS = {
     "learning_rate_schedule": optax.sgd(SCHEDULE),
     "inject_hyperparams": optax.inject_hyperparams(optax.sgd)(learning_rate=SCHEDULE, momentum=0.9),
     "ema_of_updates": optax.chain(optax.ema(0.9), optax.scale(-0.1)),
-    "clip": optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1, momentum=0.9)),
+    "clip": CLIP,
     "per_layer_ratios": optax.chain(optax.scale_by_trust_ratio(), optax.scale(-0.01)),
     "apply_if_finite": optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 3),
     "multi_steps": optax.MultiSteps(optax.sgd(0.1, momentum=0.9), 2).gradient_transformation(),
+    # Conditions whose branches mix ranks: the norm of all gradients is taken inside.
+    "clip_in_multi_steps": optax.MultiSteps(CLIP, 2).gradient_transformation(),
+    "clip_in_apply_if_finite": optax.apply_if_finite(CLIP, 3),
+    "apply_if_finite_in_multi_steps": optax.MultiSteps(optax.apply_if_finite(CLIP, 3), 2).gradient_transformation(),
 }
 
 
@@ -118,7 +123,19 @@ def moved_bytes(compiled: Any) -> int:
     )
 
 
-@pytest.mark.parametrize("name", ["adamw", "clip", "apply_if_finite", "multi_steps", "inject_hyperparams"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adamw",
+        "clip",
+        "apply_if_finite",
+        "multi_steps",
+        "inject_hyperparams",
+        "clip_in_multi_steps",
+        "clip_in_apply_if_finite",
+        "apply_if_finite_in_multi_steps",
+    ],
+)
 def test_only_scalars_cross_between_stages(name: str):
     """No parameter, gradient or optimizer state is moved: nothing close to the size of one weight."""
     tx = OPTIMIZERS[name]
