@@ -167,7 +167,7 @@ class MpmdFunction:
         named = self._split(args, kwargs)[1]
         mesh = self.mpmd_mesh
         if mesh.is_explicit:
-            shardings = [NamedSharding(mesh.abstract_submesh, spec) for spec in in_specs]
+            shardings = [NamedSharding(mesh.jax_mesh.abstract_mesh, spec) for spec in in_specs]
             structs = [s.update(sharding=sharding) for s, sharding in zip(structs, shardings, strict=True)]
         traced = self._trace(tree, structs, args, kwargs)
         graph, consts = from_jaxpr(traced.jaxpr)
@@ -193,14 +193,8 @@ class MpmdFunction:
         remaining = iter(dynamic)
         full = [a if i in static else next(remaining) for i, a in enumerate(args)]
         # Bare PartitionSpecs need a mesh: the whole one, so that shardings of it may stand beside them (`on_submesh`).
-        # An Explicit one is part of every array's type, so there it is the submesh from the start.
-        mesh = self.mpmd_mesh
-        if len(mesh.jax_mesh.axis_names) == 1:
-            context = nullcontext()
-        else:
-            context = jax.sharding.use_abstract_mesh(
-                mesh.abstract_submesh if mesh.is_explicit else mesh.jax_mesh.abstract_mesh
-            )
+        mesh = self.mpmd_mesh.jax_mesh
+        context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if len(mesh.axis_names) > 1 else nullcontext()
         with context:
             return self._jitted.trace(*full, **{k: named.get(k, v) for k, v in kwargs.items()})
 

@@ -23,6 +23,7 @@ from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.loop import treduce
 from jaxpp_flax.engine.markers import mark_stage_end
 from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.engine.program import Transfer
 from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Schedule, Std1F1B, ZeroBubble
 from tests.helpers import tree_allclose
@@ -90,8 +91,8 @@ def in_loop(compiled: Compiled) -> dict[str, list[str]]:
     return {name: found for name, found in collectives(compiled).items() if name in loop and found}
 
 
-def check(step: Any, state: Any, batch: Any, mesh: MpmdMesh, *schedules: Schedule, state_specs: Any, data: Any) -> Any:
-    """Compare with plain `jax.jit` on the first submesh, the arguments sharded alike."""
+def on_one_submesh(step: Any, state: Any, batch: Any, mesh: MpmdMesh, state_specs: Any, data: Any) -> list[Any]:
+    """Two steps under plain `jax.jit` on the first submesh, the arguments sharded alike."""
     sub = mesh.unstack[0]
 
     def put(specs: Any, tree: Any, target: Any) -> Any:
@@ -102,7 +103,12 @@ def check(step: Any, state: Any, batch: Any, mesh: MpmdMesh, *schedules: Schedul
         )  # fmt: skip
 
     with jax.set_mesh(sub):
-        expected = run(jax.jit(step, static_argnums=2), put(state_specs, state, sub), put(data, batch, sub), None, 2)
+        return run(jax.jit(step, static_argnums=2), put(state_specs, state, sub), put(data, batch, sub), None, 2)
+
+
+def check(step: Any, state: Any, batch: Any, mesh: MpmdMesh, *schedules: Schedule, state_specs: Any, data: Any) -> Any:
+    """Compare with plain `jax.jit` on the first submesh, the arguments sharded alike."""
+    expected = on_one_submesh(step, state, batch, mesh, state_specs, data)
     pipelined = mpmd_jit_with_loop(step, mesh, in_specs=(state_specs, data), static_argnums=2)
     for schedule in schedules or (Std1F1B(mesh.mpmd_dim),):
         actual = run(pipelined, state, batch, schedule, 2)
@@ -208,27 +214,29 @@ def test_fsdp():
                 assert spec[0] == "fsdp", f"accumulator {output} of {task.name} is partitioned as {spec}"
 
 
+@pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("way", ["spec", "whole_mesh"])
-def test_constraints(way: str):
+def test_constraints(way: str, axis_type: str):
     """Written with a PartitionSpec, or with a NamedSharding of the whole mesh, which no stage sees."""
-    mesh = mesh_of(2, data=2, tensor=2)
+    mesh = mesh_of(2, data=2, tensor=2) if axis_type == "auto" else explicit_mesh(2, data=2, tensor=2)
     names = {"hidden": P("data", "tensor"), "out": P("data", None)}
 
     def pipelined_constraint(x: jax.Array, which: str) -> jax.Array:
         spec = names[which] if way == "spec" else NamedSharding(mesh.jax_mesh, names[which])
-        return jax.lax.with_sharding_constraint(x, spec)
+        return constrain(x, spec)
 
     def plain_constraint(x: jax.Array, which: str) -> jax.Array:
-        return jax.lax.with_sharding_constraint(x, names[which])
+        return constrain(x, names[which])
+
+    constrain = jax.lax.with_sharding_constraint if axis_type == "auto" else jax.sharding.reshard
 
     specs = [TENSOR] * 2
     state = state_of(parameters(2))
     state_specs = (specs, (optax.TraceState(specs), optax.EmptyState()))
-    step = train_step(lambda p, x: model(p, x, pipelined_constraint))
-    plain = train_step(lambda p, x: model(p, x, plain_constraint))
-    sub = mesh.unstack[0]
-    with jax.set_mesh(sub):
-        expected = run(jax.jit(plain, static_argnums=2), state, batch_of(), None, 2)
+    apply = model if axis_type == "auto" else explicit_model
+    step = train_step(lambda p, x: apply(p, x, pipelined_constraint))
+    plain = train_step(lambda p, x: apply(p, x, plain_constraint))
+    expected = on_one_submesh(plain, state, batch_of(), mesh, state_specs, DATA)
     pipelined = mpmd_jit_with_loop(step, mesh, in_specs=(state_specs, DATA), static_argnums=2)
     actual = run(pipelined, state, batch_of(), Std1F1B(2), 2)
     tree_allclose(actual, expected)
@@ -236,6 +244,15 @@ def test_constraints(way: str):
     (task,) = [i for i, t in enumerate(compiled.program.tasks) if t.name == "fwd_0"]
     specs_out = [s.spec for s in compiled._executables.tasks[task].output_shardings]
     assert P("data", "tensor") in specs_out, "the hidden activation is sharded over both axes, as asked"
+
+
+def explicit_model(params: Any, x: jax.Array, constrain: Callable[..., Any] = lambda x, spec: x) -> jax.Array:
+    """As `model`; where axes are part of the types, a product over a sharded dimension is told how to lie."""
+    for i, p in enumerate(params):
+        h = constrain(jnp.tanh(x @ p["up"] + p["bias"]), "hidden")
+        x = constrain(x + jnp.einsum("bh,ho->bo", h, p["down"], out_sharding=P("data", None)), "out")
+        x = mark_stage_end(x) if i < len(params) - 1 else x
+    return x
 
 
 def explicit_mesh(num_ranks: int, **axes: int) -> MpmdMesh:
@@ -253,16 +270,9 @@ def test_explicit_data_parallel():
 
 
 def test_explicit_tensor_parallel():
-    def apply(params: Any, x: jax.Array) -> jax.Array:
-        for i, p in enumerate(params):
-            h = jnp.tanh(x @ p["up"] + p["bias"])
-            x = x + jnp.einsum("bh,ho->bo", h, p["down"], out_sharding=P("data", None))
-            x = mark_stage_end(x) if i < len(params) - 1 else x
-        return x
-
     specs = [TENSOR] * 2
     check(
-        train_step(apply), state_of(parameters(2)), batch_of(), explicit_mesh(2, data=2, tensor=2),
+        train_step(explicit_model), state_of(parameters(2)), batch_of(), explicit_mesh(2, data=2, tensor=2),
         state_specs=(specs, (optax.TraceState(specs), optax.EmptyState())), data=DATA,
     )  # fmt: skip
 
@@ -400,3 +410,36 @@ def test_data_parallel_recurrence():
         train_step(apply), state_of(parameters(2)), batch_of(), mesh_of(2, data=2), state_specs=P(), data=DATA
     )
     assert in_loop(compiled) == {"fwd_bwd_1": ["all-reduce"]}
+
+
+@pytest.mark.parametrize("axes", [{"data": 2}, {"data": 2, "tensor": 2}, {"fsdp": 4}], ids=lambda a: "_".join(a))
+def test_shardings_are_those_of_one_program(axes: dict[str, int]):
+    """Activations, cotangents and gradients lie as XLA's propagation through the whole program has them."""
+    mesh, batch_axis = mesh_of(2, **axes), next(iter(axes))
+    of_layer = TENSOR if "tensor" in axes else FSDP if "fsdp" in axes else dict.fromkeys(TENSOR, P())
+    specs, data = [of_layer] * 2, {"x": P(None, batch_axis), "y": P(None, batch_axis)}
+    state_specs = (specs, (optax.TraceState(specs), optax.EmptyState()))
+    compiled, actual, expected = check(
+        train_step(), state_of(parameters(2)), batch_of(), mesh, state_specs=state_specs, data=data
+    )
+    sub = mesh.unstack[0]
+    for got, wanted in zip(jax.tree.leaves(actual[-1]), jax.tree.leaves(expected[-1]), strict=True):
+        assert wanted.sharding.is_equivalent_to(NamedSharding(sub, got.spec), wanted.ndim)
+
+    def whole(params: Any, x: jax.Array, y: jax.Array) -> Any:
+        activation = model(params[:1], x)
+        loss = lambda a: jnp.mean((model(params[1:], a) - y) ** 2)  # noqa: E731
+        return activation, jax.grad(loss)(activation)
+
+    args = (parameters(2), batch_of()["x"][0], batch_of()["y"][0])
+    lies = jax.tree.map(lambda s: NamedSharding(sub, s), (specs, P(batch_axis), P(batch_axis)))
+    one_program = jax.jit(whole, in_shardings=lies).lower(*args).compile().output_shardings
+    crossing = {
+        instruction.source: spec
+        for number, instruction in enumerate(compiled.program.instructions)
+        if isinstance(instruction, Transfer)
+        for spec in compiled._executables.transfer_specs[number][:1]
+        if len(instruction.sent) == 1
+    }
+    for rank, wanted in enumerate(one_program):
+        assert wanted.is_equivalent_to(NamedSharding(sub, crossing[rank]), 2), (rank, wanted, crossing)

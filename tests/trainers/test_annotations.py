@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax import PipelineStage, PipelineTrainer, mark_stage_end
@@ -100,6 +101,58 @@ def test_annotated_parameters_and_their_optimizer_state_are_sharded(case):
         local = kernel.to_mpmd_local_array
         assert {shard.data.size * parts for shard in local.addressable_shards} == {WIDTH * 4 * WIDTH}
     assert len(piped._executables) == 1
+
+
+class ExplicitBlock(nnx.Module):
+    """As `Block`; where axes are part of the types, JAX asks how a product over a sharded dimension lies."""
+
+    def __init__(self, rngs, names):
+        self.up = nnx.Param(_INIT(rngs.params(), (WIDTH, 4 * WIDTH)), out_sharding=names)
+        self.down = nnx.Param(_INIT(rngs.params(), (4 * WIDTH, WIDTH)), out_sharding=names[::-1])
+
+    def __call__(self, x):
+        up, down = self.up[...], self.down[...]
+        if "fsdp" in jax.typeof(up).sharding.spec:  # the weights are gathered where they are used
+            up, down = (jax.sharding.reshard(w, P(None, None)) for w in (up, down))
+        rows = jax.typeof(x).sharding.spec[0]
+        y = jnp.einsum("bh,ho->bo", jnp.tanh(x @ up), down, out_sharding=P(rows, None) if rows else None)
+        return x + y
+
+
+class ExplicitModel(nnx.Module):
+    def __init__(self, names, layers):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([PipelineStage(ExplicitBlock(rngs, names)) for _ in range(layers)])
+
+    __call__ = Model.__call__
+
+
+EXPLICIT = {
+    "data": ((4, 2), ("data",), (None, None)),
+    "tensor": ((2, 2, 2), ("data", "tensor"), (None, "tensor")),
+    "fsdp": ((2, 4), ("fsdp",), ("fsdp", None)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", EXPLICIT)
+def test_explicit_meshes(case):
+    """Annotations on a mesh whose axes are part of the types."""
+    shape, axes, names = EXPLICIT[case]
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    mesh = jax.sharding.Mesh(devices, ("stage", *axes), axis_types=(AxisType.Explicit,) * len(shape))
+    made = []
+    for stages in (shape[0], 1):
+        with nnx.use_eager_sharding(False):
+            model = ExplicitModel(names, shape[0])
+        options = {"num_stages": stages, "mesh": mesh if stages > 1 else None, "num_microbatches": MICROBATCHES}
+        made.append(PipelineTrainer(model, optax.adamw(1e-2), loss_fn, progress=False, **options))
+    for _ in range(2):
+        np.testing.assert_allclose(*[float(t.train_step(batch())["loss"]) for t in made], rtol=1e-5)
+    tree_allclose(*(jax.tree.map(np.asarray, t.state.params) for t in made), rtol=1e-4)  # as above
+    kernels = [leaf for leaf in jax.tree.leaves(made[0].state.params) if leaf.shape == (WIDTH, 4 * WIDTH)]
+    spec = P(*names) if names[1] else P(names[0]) if names[0] else P()
+    assert [kernel.spec for kernel in kernels] == [spec] * shape[0]
 
 
 def test_refusals():

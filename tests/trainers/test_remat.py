@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -70,6 +71,45 @@ def test_equals_plain_and_a_block_recomputes_itself_alone(case):
     tree_allclose(found[1], state)
     assert (products["fwd_0"], products["bwd_0"]) == (4, 8)
     assert (found[2]["fwd_0"], found[2]["bwd_0"]) == (4, 8 + again)
+    assert found[3] < kept, "less is kept for backward"
+
+
+class LinenModel(nn.Module):
+    """As above: two stages of two blocks, whose remat is Flax's own (`nn.remat`) or the mark's."""
+
+    of_blocks: str | None = None
+
+    @nn.compact
+    def __call__(self, tokens, training=True):
+        x = nn.Embed(m.VOCABULARY, m.WIDTH)(tokens)
+        for i in range(2 * STAGES):
+            kind = nn.remat(m.LinenBlock, static_argnums=(2,)) if self.of_blocks == "nn.remat" else m.LinenBlock
+            remat = "full" if self.of_blocks == "mark" else None
+            x = linen_pipeline.PipelineStage(kind(0.3, name=f"block_{i}"), remat=remat)(x, training)
+        return nn.Dense(m.VOCABULARY)(x)
+
+
+def train_linen(of_blocks=None, **options):
+    module = LinenModel(of_blocks)
+    variables = LinenModel().init(jax.random.key(0), BATCH["tokens"], False)
+    return train(module, variables=variables, **options)
+
+
+@functools.cache
+def plain_linen():
+    return train_linen()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["trainer", "mark", "nn.remat", "policy"])
+def test_linen_equals_plain_and_a_block_recomputes_itself_alone(way):
+    policies = {"trainer": "full", "policy": jax.checkpoint_policies.dots_saveable}
+    losses, state, products, kept = plain_linen()
+    found = train_linen(way, remat=policies.get(way))
+    np.testing.assert_allclose(found[0], losses, rtol=1e-6)  # as above
+    tree_allclose(found[1], state)
+    assert (products["fwd_0"], products["bwd_0"]) == (4, 8)
+    assert (found[2]["fwd_0"], found[2]["bwd_0"]) == (4, 8 + (0 if way == "policy" else 2))
     assert found[3] < kept, "less is kept for backward"
 
 

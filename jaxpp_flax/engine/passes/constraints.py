@@ -14,10 +14,13 @@ from jax.extend import core as jex_core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine._compat import context_on_mesh
-from jaxpp_flax.engine.ir import Equation, Graph, plain_literal
+from jaxpp_flax.engine.ir import Atom, Equation, Graph, plain_literal
 from jaxpp_flax.engine.mesh import MpmdMesh
 
 __all__ = ["on_submesh", "onto_mesh"]
+
+
+_REWRITTEN = ("params", "context", "inputs", "outputs")
 
 
 def on_submesh(graph: Graph, mesh: MpmdMesh) -> Graph:
@@ -42,14 +45,34 @@ class _Rewriter:
         self.memo: dict[int, tuple[Any, Any]] = {}  # keeps the original alive, so that its id stays its own
 
     def graph(self, graph: Graph) -> Graph:
-        equations = tuple(self._equation(e) for e in graph.equations)
-        unchanged = all(a is b for a, b in zip(equations, graph.equations, strict=True))
-        return graph if unchanged else replace(graph, equations=equations)
+        renamed: dict[Atom, Atom] = {}
 
-    def _equation(self, equation: Equation) -> Equation:
-        params, context = self._params(equation.params), self._context(equation.context)
-        unchanged = params is equation.params and context is equation.context
-        return equation if unchanged else replace(equation, params=params, context=context)
+        def atoms(old: Sequence[Any]) -> Any:
+            for atom in old:
+                if atom not in renamed:
+                    aval = self._aval(atom.aval)
+                    renamed[atom] = atom if aval is atom.aval else replace(atom, aval=aval)
+            new = tuple(renamed[atom] for atom in old)
+            return old if all(a is b for a, b in zip(new, old, strict=True)) else new
+
+        inputs = atoms(graph.inputs)
+        equations = tuple(self._equation(e, atoms) for e in graph.equations)
+        outputs = atoms(graph.outputs)
+        unchanged = all(a is b for a, b in zip(equations, graph.equations, strict=True))
+        if unchanged and inputs is graph.inputs and outputs is graph.outputs:
+            return graph
+        return Graph(inputs, outputs, equations)
+
+    def _equation(self, equation: Equation, atoms: Callable[[Sequence[Any]], Any]) -> Equation:
+        new = replace(
+            equation,
+            params=self._params(equation.params),
+            context=self._context(equation.context),
+            inputs=atoms(equation.inputs),
+            outputs=atoms(equation.outputs),
+        )
+        changed = any(getattr(new, name) is not getattr(equation, name) for name in _REWRITTEN)
+        return new if changed else equation
 
     def _context(self, context: Any) -> Any:
         return self._once(context, lambda c: context_on_mesh(c, self.whole, self.submesh))
