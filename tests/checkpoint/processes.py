@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -191,6 +192,55 @@ def fails(message: str, *job: Any) -> None:
     with pytest.raises(CheckpointError, match=message):
         globals()[job[0]](*job[1:])
     print("failed as it should")
+
+
+def make_trainer(directory: str | None, stages: int, **options: Any) -> Any:
+    """A trainer of four blocks whose ranks are spread over all processes."""
+    from jax.sharding import Mesh
+
+    from tests.checkpoint import program
+
+    mesh = Mesh(np.array(jax.devices()).reshape(stages, -1)[:, 0], ("stage",))
+    return program.make_trainer(None if directory is None else Path(directory), stages, depth=4, mesh=mesh, **options)
+
+
+def train(directory: str, stages: int, steps: int, signal_at: int | None = None) -> None:
+    """Go on to `steps`, with a checkpoint of every second one; process 1 gets SIGTERM after step `signal_at`."""
+    from jaxpp_flax.trainers import Callback
+    from tests.checkpoint.program import batches
+
+    class Signal(Callback):
+        def on_step(self, trainer: Any, step: int) -> None:
+            if step == signal_at and jax.process_index() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = make_trainer(directory, stages, save_every=2)
+    try:
+        last = trainer.fit(batches(), steps=steps, resume=True, callbacks=[Signal()])
+        print("loss", repr(last["loss"]), "step", trainer.step)
+    except SystemExit as ended:
+        print("status", ended.code, "step", trainer.step)
+
+
+def back_and_forth(directory: str) -> None:
+    """Save to paths before the first step and later, go back, and take the same step again."""
+    from tests.checkpoint.program import batches
+
+    first, second, *_ = batches(2)
+    trainer = make_trainer(None, 2)
+    trainer.save(f"{directory}/start")
+    trainer.train_step(first)
+    trainer.save(f"{directory}/one")
+    loss = float(trainer.train_step(second)["loss"])
+    for low_memory in (False, True):
+        trainer.restore(f"{directory}/one", low_memory=low_memory)
+        assert trainer.step == 1
+        assert float(trainer.train_step(second)["loss"]) == loss
+    fresh = make_trainer(None, 2)
+    fresh.restore(f"{directory}/one", only="params/*")  # before its place is known
+    fresh.restore(f"{directory}/start")
+    fresh.train_step(first)
+    assert float(fresh.train_step(second)["loss"]) == loss
 
 
 def main() -> None:

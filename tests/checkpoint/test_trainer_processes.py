@@ -1,0 +1,61 @@
+"""A training that several processes share goes on with other numbers of them, and stops as one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxpp_flax.trainers.compiling import to_ordinary
+from jaxpp_flax.trainers.preemption import PREEMPTED_STATUS
+from tests.checkpoint.processes import make_trainer, run
+from tests.checkpoint.program import batches
+from tests.helpers import tree_allclose
+
+
+def steps_in(directory: Path) -> list[int]:
+    return sorted(int(path.name) for path in directory.iterdir())
+
+
+@pytest.mark.slow
+def test_four_processes_then_two_then_one(tmp_path: Path):
+    directory = tmp_path / "run"
+    run(4, [("train", str(directory), 4, 3)])
+    assert steps_in(directory) == [2, 3]
+    losses = {re.findall(r"loss (\S+) step 5", text)[0] for text in run(2, [("train", str(directory), 2, 5)])}
+    assert len(losses) == 1, "every process has the loss"
+    assert steps_in(directory) == [2, 3, 4, 5]
+
+    resumed = make_trainer(str(directory), 1)
+    resumed.fit(batches(), steps=6, resume=True)
+    undisturbed = make_trainer(None, 4)
+    undisturbed.fit(batches(), steps=6)
+    # Other numbers of stages are compiled into other programs, which round otherwise.
+    tree_allclose(to_ordinary(resumed.state.params), to_ordinary(undisturbed.state.params), rtol=1e-6, atol=1e-6)
+    assert jax.tree.structure(resumed.state) == jax.tree.structure(undisturbed.state)
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_process_stops_all_after_the_same_step(tmp_path: Path):
+    directory = tmp_path / "run"
+    first = [re.findall(r"status (\d+) step (\d+)", text) for text in run(2, [("train", str(directory), 2, 1000, 3)])]
+    assert first[0] == first[1]
+    [(status, step)] = first[0]
+    assert int(status) == PREEMPTED_STATUS
+    assert 3 < int(step) <= 8
+    assert max(steps_in(directory)) == int(step)
+    run(2, [("train", str(directory), 2, int(step) + 1)])
+
+    resumed = make_trainer(str(directory), 2)
+    resumed.fit(batches(), steps=int(step) + 2, resume=True)
+    undisturbed = make_trainer(None, 2)
+    undisturbed.fit(batches(), steps=int(step) + 2)
+    tree_allclose(to_ordinary(resumed.state.params), to_ordinary(undisturbed.state.params), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_saving_and_restoring_by_hand(tmp_path: Path):
+    run(2, [("back_and_forth", str(tmp_path))])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "start"]
