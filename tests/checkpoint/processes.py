@@ -24,23 +24,28 @@ ROOT = Path(__file__).resolve().parents[2]
 DEVICES = 8
 
 
-def run(count: int, jobs: Sequence[Sequence[Any]], *, environment: dict[str, str] | None = None) -> list[str]:
+def start(count: int, jobs: Sequence[Sequence[Any]]) -> list[subprocess.Popen[str]]:
+    """Start `count` processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.checkpoint.processes", address, str(count), str(index), json.dumps(jobs)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
+            env={**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)},
+        )
+        for index in range(count)
+    ]  # fmt: skip
+
+
+def run(count: int, jobs: Sequence[Sequence[Any]]) -> list[str]:
     """Start `count` processes, wait for their end, and give what each printed; none is left behind.
 
     Raises:
       AssertionError: with all their output, if one fails or does not end.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.checkpoint.processes", address, str(count), str(index), json.dumps(jobs)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-            env={**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT), **(environment or {})},
-        )
-        for index in range(count)
-    ]  # fmt: skip
+    processes = start(count, jobs)
     try:
         end = time.monotonic() + 300
         while any(process.poll() is None for process in processes) and time.monotonic() < end:
@@ -211,6 +216,7 @@ def train(directory: str, stages: int, steps: int, signal_at: int | None = None)
 
     class Signal(Callback):
         def on_step(self, trainer: Any, step: int) -> None:
+            print("step", step, flush=True)
             if step == signal_at and jax.process_index() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
@@ -244,11 +250,13 @@ def back_and_forth(directory: str) -> None:
 
 
 def main() -> None:
+    from jaxpp_flax.launch import initialize
+
     address, count, index, jobs = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES // count)
     if count > 1:
-        jax.distributed.initialize(address, count, index)
+        initialize(coordinator_address=address, num_processes=count, process_id=index, failure_timeout_s=15)
     for function, *arguments in jobs:
         globals()[function](*arguments)
     print("all done", flush=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+import time
 from pathlib import Path
 
 import jax
@@ -10,7 +12,7 @@ import pytest
 
 from jaxpp_flax.trainers.compiling import to_ordinary
 from jaxpp_flax.trainers.preemption import PREEMPTED_STATUS
-from tests.checkpoint.processes import make_trainer, run
+from tests.checkpoint.processes import make_trainer, run, start
 from tests.checkpoint.program import batches
 from tests.helpers import tree_allclose
 
@@ -59,3 +61,46 @@ def test_sigterm_to_one_process_stops_all_after_the_same_step(tmp_path: Path):
 def test_saving_and_restoring_by_hand(tmp_path: Path):
     run(2, [("back_and_forth", str(tmp_path))])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "start"]
+
+
+def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> None:
+    """Kill one of two processes so many times, and compare with a run that nobody disturbed."""
+    rng, directory = random.Random(seed), tmp_path / "run"
+    reached = 0
+    for _ in range(kills):
+        processes = start(2, [("train", str(directory), 2, 100_000)])
+        try:
+            assert processes[0].stdout is not None
+            while not (line := processes[0].stdout.readline()).startswith("step "):
+                assert line, "it ended before its first step"
+            time.sleep(rng.uniform(0.0, 1.0))  # every second step is saved, and a step takes some milliseconds
+            killed = rng.randrange(2)
+            processes[killed].kill()
+            status = processes[1 - killed].wait(timeout=60)
+            output = processes[1 - killed].communicate()[0]
+            assert status != 0
+            assert f"process {killed}" in output
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
+        steps = [int(path.name) for path in directory.iterdir() if path.name.isdigit()]
+        assert max(steps, default=0) >= reached, "a checkpoint that was complete is gone"
+        reached = max(steps, default=0)
+    run(2, [("train", str(directory), 2, reached + 2)])
+    resumed = make_trainer(str(directory), 2)
+    resumed.fit(batches(), steps=reached + 3, resume=True)
+    undisturbed = make_trainer(None, 2)
+    undisturbed.fit(batches(), steps=reached + 3)
+    # Sums over many steps of roundings that two devices of one process may share otherwise than those of two.
+    tree_allclose(to_ordinary(resumed.state.params), to_ordinary(undisturbed.state.params), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_process_killed_while_saving_loses_nothing(tmp_path: Path):
+    kill_and_resume(tmp_path, kills=2, seed=0)
+
+
+@pytest.mark.soak
+def test_twenty_processes_killed_while_saving_lose_nothing(tmp_path: Path):
+    kill_and_resume(tmp_path, kills=20, seed=1)
