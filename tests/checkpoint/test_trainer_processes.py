@@ -83,7 +83,9 @@ def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> None:
         finally:
             for process in processes:
                 process.kill()
-                process.communicate()
+                process.wait()
+                if process.stdout is not None:
+                    process.stdout.close()
         steps = [int(path.name) for path in directory.iterdir() if path.name.isdigit()]
         assert max(steps, default=0) >= reached, "a checkpoint that was complete is gone"
         reached = max(steps, default=0)
