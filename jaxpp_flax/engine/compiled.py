@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.array import MpmdArray, MpmdSharding
+from jaxpp_flax.engine.bringing import bring
 from jaxpp_flax.engine.compile import TaskCompiler, compile_program
 from jaxpp_flax.engine.ir import Constant
 from jaxpp_flax.engine.listing import ProgramListing
@@ -54,6 +55,7 @@ class Signature:
 class _Argument:
     """Where an argument goes: (slot, rank, sharding) for each of this process's ranks that reads it; all its ranks."""
 
+    position: int
     targets: tuple[tuple[int, int, NamedSharding], ...]
     ranks: tuple[int, ...]
     donated: bool
@@ -82,9 +84,10 @@ class Compiled:
         across, shared = meet(mesh, program, specs, out_specs)
         self._executables = compile_program(program, compiler, specs, out_specs, mesh.local_ranks, shared=shared)
         self._runtime = Runtime(program, self._executables, mesh, across)
-        self._single_process = across is None
+        self._across = across
         self._arguments = tuple(
             _Argument(
+                position - len(consts),
                 tuple(
                     (slot, rank, NamedSharding(mesh.unstack[rank], spec))
                     for rank, slot in ranks.items()
@@ -93,8 +96,8 @@ class Compiled:
                 tuple(ranks),
                 donated,
             )
-            for ranks, spec, donated in zip(
-                program.arguments, specs, (False,) * len(consts) + signature.donated, strict=True
+            for position, (ranks, spec, donated) in enumerate(
+                zip(program.arguments, specs, (False,) * len(consts) + signature.donated, strict=True)
             )
         )
         self._constants = [
@@ -165,14 +168,23 @@ class Compiled:
     def _place(self, leaf: Any, argument: _Argument, environment: list[Any], given_away: list[jax.Array]) -> None:
         if type(leaf) is MpmdArray:
             parts = leaf._partially_addressable_arrays  # pyright: ignore[reportPrivateUsage]
+            if self._across is not None and not leaf.sharding.mesh_ids.issuperset(argument.ranks):
+                call = self._runtime.steps_run
+                parts = {**parts, **bring(leaf, argument.ranks, self._across, call, argument.position)}
             for slot, rank, sharding in argument.targets:
                 part = parts.get(rank)
                 if part is None or (part.sharding is not sharding and part.sharding != sharding):
-                    part = place(leaf._value, sharding)  # pyright: ignore[reportPrivateUsage]
+                    part = place(leaf._value if part is None else part, sharding)  # pyright: ignore[reportPrivateUsage]
                 elif part.is_deleted():
                     raise RuntimeError(leaf._deleted_message(rank))  # pyright: ignore[reportPrivateUsage]
                 environment[slot] = part
             return
+        if argument.targets and isinstance(leaf, jax.ShapeDtypeStruct):
+            ranks = [rank for _, rank, _ in argument.targets]
+            raise TypeError(
+                f"argument {argument.position} is a shape without a value ({leaf}), but the ranks {ranks} of this "
+                "process read it. Pass its value; `compiled.read_here` tells which arguments a process may leave out."
+            )
         for slot, _, sharding in argument.targets:
             environment[slot] = place(leaf, sharding)
         if not argument.donated or not isinstance(leaf, jax.Array):
@@ -199,7 +211,7 @@ class Compiled:
 
     def _constant_result(self, constant: Constant) -> MpmdArray:
         # It costs no transfer, so every process has it.
-        ranks = {0} if self._single_process else set(range(self.mpmd_mesh.mpmd_dim))
+        ranks = {0} if self._across is None else set(range(self.mpmd_mesh.mpmd_dim))
         sharding = MpmdSharding(self.mpmd_mesh, ranks, PartitionSpec())
         value = np.asarray(constant.value, constant.aval.dtype)
         local = [rank for rank in sharding.ranks if self.mpmd_mesh.is_local(rank)]
@@ -239,6 +251,14 @@ class Compiled:
             for a, leaf in zip(self._arguments, self._signature.leaves, strict=True)
         ]
         return jax.tree_util.tree_unflatten(self._signature.tree, shardings)
+
+    @property
+    def read_here(self) -> Any:
+        """For each argument, whether a rank of this process reads it: a tree like that of `in_shardings`.
+
+        Where it is False, a `jax.ShapeDtypeStruct` may stand in for the argument's value.
+        """
+        return jax.tree_util.tree_unflatten(self._signature.tree, [bool(a.targets) for a in self._arguments])
 
     @property
     def out_shardings(self) -> Any:

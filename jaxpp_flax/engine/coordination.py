@@ -135,6 +135,7 @@ class ProcessGroup:
         self._announced: dict[str, bytes] = {}
         self._failure: Failure | None = None
         self.failed = threading.Event()
+        self.idle: str | None = None  # why this process sends nothing any more, until the others have come here too
         self._waits: dict[int, tuple[Callable[[], str], int | None]] = {}
         self._watch: Watch | None = None
         self._ending = threading.Lock()
@@ -227,6 +228,19 @@ class ProcessGroup:
             f"process {self.process_index} waited. Look at the missing processes' logs: they are slower than that, "
             "stand still, or run another program. Raise the timeout if they only need longer."
         )
+
+    def meet_idle(self, name: str, value: bytes, why: str) -> list[bytes]:
+        """`exchange`, where this process sends nothing any more until all have come: whoever waits for it then fails.
+
+        Args:
+          name, value: as in `exchange`.
+          why: what to tell them, such as "its data ended after step 7".
+        """
+        self.idle = why
+        try:
+            return self.exchange(name, value)
+        finally:
+            self.idle = None
 
     # -- values that some processes need
 

@@ -71,6 +71,7 @@ class Watched(Protocol):
     process_index: int
     process_count: int
     failed: threading.Event
+    idle: str | None
 
     @property
     def failure(self) -> Failure | None: ...
@@ -121,7 +122,8 @@ class Watch:
         while not self._ended.is_set():
             number += 1
             try:
-                state = "finished" if self.finished else "running"
+                idle = self._group.idle
+                state = "finished" if self.finished else "running" if idle is None else f"idle: {idle}"
                 self._store.set(f"{ROOT}/beats/{self._group.process_index}", f"{number} {state}".encode())
                 beats, failures = self._store.list(f"{ROOT}/beats"), self._store.list(f"{ROOT}/failures")
             except Exception:
@@ -176,16 +178,24 @@ class Watch:
         return self._ended_too_early(now)
 
     def _ended_too_early(self, now: float) -> Failure | None:
-        """A process that another waits for has ended its program: it will never send."""
-        for on in self._group.awaited_processes():
-            if not self._beats.get(on, (b"", 0.0))[0].endswith(b"finished"):
+        """A process that another waits for has ended its program, or sends nothing any more: it never will."""
+        awaited = self._group.awaited_processes()
+        for on in [on for on in self._lost_since if on not in awaited]:
+            del self._lost_since[on]
+        for on in awaited:
+            _, _, state = self._beats.get(on, (b"", 0.0))[0].partition(b" ")
+            finished, idle = state == b"finished", state.startswith(b"idle: ")
+            if not finished and not idle:
+                self._lost_since.pop(on, None)
                 continue
             # What it sent last may still be on its way.
-            if now - self._lost_since.setdefault(on, now) > 2 * self._interval + 1.0:
+            if now - self._lost_since.setdefault(on, now) > (2 * self._interval + 1.0 if finished else self._silence):
                 return Failure(
                     on,
                     "it ended its program while others wait for it; did its data end earlier, or does it take another "
-                    "branch than they do?",
+                    "branch than they do?"
+                    if finished
+                    else f"it goes no further while others wait for it: {state.removeprefix(b'idle: ').decode()}",
                 )
         return None
 

@@ -75,6 +75,8 @@ def split_batch(batch: Any, num_microbatches: int, shards: int = 1) -> Any:
         )
 
     def reshape(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):  # of a leaf that this process does not read
+            return jax.ShapeDtypeStruct((num_microbatches, each, *leaf.shape[1:]), leaf.dtype)
         numpy = jnp if isinstance(leaf, jax.Array) else np
         return numpy.reshape(leaf, (num_microbatches, each, *leaf.shape[1:]))
 

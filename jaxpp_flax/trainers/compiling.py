@@ -13,6 +13,7 @@ from flax import linen as nn
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.engine.placing import on_every_process
 from jaxpp_flax.layers import CutPolicy
 from jaxpp_flax.trainers.mesh import batch_spec
 from jaxpp_flax.trainers.state import TrainState
@@ -31,7 +32,8 @@ class Backend:
     def compile(self, function: Callable[..., Any], state: Any, batch: Any, policy: CutPolicy, *, donate: bool) -> Any:
         """`function(state, batch)`, compiled for arguments like these; with `donate` the state's memory is reused.
 
-        `policy` says which marks cut.
+        `policy` says which marks cut. With several processes, all of them get what the function returns beside a new
+        state.
         """
         donated = (0,) if donate else ()
         specs = self.state_specs if donate or self.state_specs is None else self.state_specs.for_inference()
@@ -45,6 +47,7 @@ class Backend:
             out_shardings=(specs, None) if donate and specs is not None else None,
             donate_argnums=donated,
             cut_policy=policy,
+            everywhere=(False, True) if donate else True,
         )
         with nn.logical_axis_rules(self.rules or ()):
             return step.compile(state, batch)
@@ -56,12 +59,17 @@ def copied(leaf: Any) -> jax.Array:
 
 
 def to_ordinary(tree: Any) -> Any:
-    """Every leaf as a `jax.Array` of its own on the default device."""
+    """Every leaf as a `jax.Array` of its own on the default device.
+
+    Where ranks belong to several processes, all of these must call it.
+    """
+    device = jax.local_devices()[0]
 
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, MpmdArray):
             return copied(leaf)
-        device = jax.local_devices()[0]
+        if leaf.sharding.mpmd_mesh.jax_mesh.is_multi_process:
+            return copied(jax.device_put(on_every_process(leaf), device))
         return copied(jax.device_put(leaf.as_jax_array(), device))
 
     return jax.tree.map(one, tree)

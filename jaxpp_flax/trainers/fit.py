@@ -98,6 +98,7 @@ class _FitLoop:
                     self.meter.message(f"stopped after step {trainer.step}: {trainer.stopping}")
                     break
             self.deliver(None)
+            trainer._end_together()
             if self.eval_data is not None and (self.eval_every is None or trainer.step % self.eval_every):
                 self.evaluate()
         finally:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -181,6 +182,8 @@ def choose_meter(progress: Any) -> Meter:
     """
     if isinstance(progress, Meter):
         return progress
+    if progress is True and jax.process_index() > 0:  # one process speaks for all
+        return NoMeter()
     if progress is True:
         return BarMeter() if Console().is_terminal else PlainMeter()
     if progress is False:

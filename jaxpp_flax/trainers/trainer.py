@@ -34,6 +34,7 @@ from jaxpp_flax.trainers.sharding import state_specs
 from jaxpp_flax.trainers.state import TrainState
 from jaxpp_flax.trainers.step import Loop, StepBuilder
 from jaxpp_flax.trainers.table import stage_table
+from jaxpp_flax.trainers.together import end_together, leaves_read
 from jaxpp_flax.trainers.tracing import trace_loss
 from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
 from jaxpp_flax.trainers.update import Update
@@ -182,7 +183,8 @@ class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
         self._shards = num_batch_shards(self.mesh)
         self._meter = choose_meter(progress)
         self._progress = progress
-        self.tracker: Tracker = tracker if tracker is not None else NoopTracker()
+        # One process speaks for all.
+        self.tracker: Tracker = tracker if tracker is not None and jax.process_index() == 0 else NoopTracker()
         self.stopping: str | None = None
         self._model_name = type(model).__name__
         self._init_checkpoints(checkpoint_dir, save_every, keep, async_save, preemption_deadline)
@@ -341,6 +343,13 @@ class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
             meter=self._meter,
             log_every=self._log_every,
         )
+
+    def leaves_read(self, batch: Any) -> Any:
+        """For each leaf of such a batch, whether this process reads it in training; see `trainers/together.py`."""
+        return leaves_read(self.compile(batch), batch)
+
+    def _end_together(self) -> None:
+        end_together(self.mesh, self._state, self._step)
 
     def stop(self, reason: str) -> None:
         """End `fit` after the current step; callbacks call it."""

@@ -141,6 +141,11 @@ def join_run() -> None:
     """For the scripts: `jax.distributed.initialize` with what this module put into the environment."""
     import jax
 
+    if os.environ["TEST_PROCESSES"] == "1":
+        return
+    if os.environ.get("JAXPP_FLAX_TRANSPORT") == "device_put":
+        jax.config.update("jax_cross_host_transfer_socket_address", f"127.0.0.1:{free_port()}")
+        jax.config.update("jax_cross_host_transport_addresses", "127.0.0.1:0")
     jax.distributed.initialize(
         os.environ["TEST_COORDINATOR"], int(os.environ["TEST_PROCESSES"]), int(os.environ["TEST_PROCESS"])
     )

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxpp_flax.engine._compat import copy_arrays
+from jaxpp_flax.engine.placing import key_impl
 from jaxpp_flax.engine.transport.base import Parcel
 
 __all__ = ["Leaf", "Route", "plan"]
@@ -188,13 +189,6 @@ def empty(leaf: Leaf) -> jax.Array:
 def is_key(dtype: Any) -> bool:
     """Whether this is the dtype of typed PRNG keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def key_impl(dtype: Any) -> Any:
-    """The name of a key dtype's generator."""
-    found: list[Any] = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
-    return found[0]
 
 
 def key_data_type(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

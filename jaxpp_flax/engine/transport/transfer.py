@@ -39,6 +39,7 @@ class TransferServer:
     def __init__(self, address: str, group: ProcessGroup) -> None:
         from jax.experimental import transfer
 
+        address = f"[{address}]" if ":" in address and not address.startswith("[") else address
         client = jax.local_devices()[0].client
         self._server: Any = transfer.start_transfer_server(
             client, f"{address}:0", [f"{address}:0"] * _STREAMS, transfer_size=_PIECE_BYTES

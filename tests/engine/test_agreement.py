@@ -1,0 +1,119 @@
+"""Programs in words: equal for equal programs, different where anything that matters differs."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxpp_flax.engine.agreement import ProgramMismatchError, agree, describe_program
+from jaxpp_flax.engine.coordination import ProcessGroup
+from jaxpp_flax.schedules import GPipe, Std1F1B
+from tests.engine.toys import batch_of, built, chain, chain_loss, sgd_step
+
+
+def lines(schedule: Any = None, dim: int = 8, microbatches: int = 4, loss: Any = None) -> list[str]:
+    step = sgd_step(schedule or GPipe(2), *([loss] if loss else []))
+    program = built(step, 2, chain(2, dim), batch_of(microbatches, dim=dim)).program
+    none = [PartitionSpec()] * len(program.arguments)
+    return describe_program(program, none, [None] * len(program.results))
+
+
+def test_equal_programs_read_the_same():
+    first = lines()
+    jax.clear_caches()
+    assert lines() == first
+
+
+@pytest.mark.parametrize("change", [{"schedule": Std1F1B(2)}, {"dim": 16}, {"microbatches": 6}], ids=str)
+def test_a_change_shows(change: dict[str, Any]):
+    assert lines(**change) != lines()
+
+
+def test_a_changed_constant_inside_a_call_shows():
+    def loss_with(factor: float) -> Any:
+        inner = jax.jit(lambda x: x * factor)
+
+        def loss(params: Any, batch: Any) -> Any:
+            return inner(chain_loss(params, batch))
+
+        return loss
+
+    assert lines(loss=loss_with(2.0)) == lines(loss=loss_with(2.0))
+    assert lines(loss=loss_with(2.0)) != lines(loss=loss_with(3.0))
+
+
+def test_no_addresses_and_no_folders():
+    def loss(params: Any, batch: Any) -> Any:
+        return jnp.sum(jax.nn.relu(chain_loss(params, batch)))  # a custom_jvp holds functions
+
+    text = "\n".join(lines(loss=loss))
+    assert "custom_jvp" in text or "relu" in text or "max" in text
+    assert " at 0x" not in text
+    assert "/tests/" not in text
+
+
+class SharedStore:
+    """A store that threads share."""
+
+    def __init__(self) -> None:
+        self.entries: dict[str, bytes] = {}
+        self.counts: dict[str, int] = {}
+        self.changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self.changed:
+            self.entries[key] = value
+            self.changed.notify_all()
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        with self.changed:
+            self.changed.wait_for(lambda: key in self.entries, timeout_s)
+            return self.entries.get(key)
+
+    def list(self, folder: str) -> dict[str, bytes]:
+        with self.changed:
+            return {k.removeprefix(folder + "/"): v for k, v in self.entries.items() if k.startswith(folder + "/")}
+
+    def add(self, key: str) -> int:
+        with self.changed:
+            self.counts[key] = self.counts.get(key, 0) + 1
+            return self.counts[key]
+
+    def delete(self, key: str) -> None:
+        pass
+
+
+def together(*programs: list[str]) -> list[Any]:
+    """What `agree` gives or raises in each of several processes."""
+    store, found = SharedStore(), [None] * len(programs)
+
+    def one(index: int) -> None:
+        try:
+            found[index] = agree(ProcessGroup(store, index, len(programs)), "program 1", programs[index], 10.0)
+        except ProgramMismatchError as error:
+            found[index] = error
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(programs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_processes_agree():
+    first, second = together(["a", "b"], ["a", "b"])
+    assert first == second != together(["a", "c"], ["a", "c"])[0]
+
+
+@pytest.mark.parametrize(("last", "shown"), [(["a", "x", "c"], "process 2: x"), (["a"], "process 2: \\(its program")])
+def test_the_first_difference_is_named_with_the_process(last: list[str], shown: str):
+    for error in together(["a", "b", "c"], ["a", "b", "c"], last):
+        assert isinstance(error, ProgramMismatchError)
+        with pytest.raises(ProgramMismatchError, match=rf"(?s)program 1.*processes 0, 1: b.*{shown}"):
+            raise error

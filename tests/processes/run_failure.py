@@ -1,0 +1,66 @@
+"""Run by `test_failure.py`: trains until it is ended, and says each step.
+
+Usage: run_failure.py [BATCHES OF PROCESS 1]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from jaxpp_flax.launch import initialize
+
+initialize(
+    coordinator_address=os.environ["TEST_COORDINATOR"],
+    num_processes=int(os.environ["TEST_PROCESSES"]),
+    process_id=int(os.environ["TEST_PROCESS"]),
+    failure_timeout_s=10.0,
+)
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from flax import nnx  # noqa: E402
+
+from jaxpp_flax import PipelineStage, PipelineTrainer  # noqa: E402
+from jaxpp_flax.trainers import Callback  # noqa: E402
+
+
+class Model(nnx.Module):
+    """A layer in each process."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.blocks = nnx.List([PipelineStage(nnx.Linear(8, 8, rngs=rngs)) for _ in range(jax.process_count())])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for block in self.blocks:
+            x = jnp.tanh(block(x))
+        return x
+
+
+class Say(Callback):
+    """Says each step."""
+
+    def on_step(self, trainer: Any, step: int) -> None:
+        print(f"step {step}", flush=True)
+
+
+def batches(count: int) -> Iterator[Any]:
+    """Equal ones."""
+    for _ in range(count):
+        yield {"x": np.ones((8, 8), np.float32)}
+
+
+mine = int(sys.argv[1]) if len(sys.argv) > 1 and jax.process_index() == 1 else 1_000_000
+trainer = PipelineTrainer(
+    Model(nnx.Rngs(0)),
+    optax.sgd(0.1),
+    lambda model, batch: jnp.mean(model(batch["x"]) ** 2),
+    num_stages=jax.process_count(),
+    num_microbatches=4,
+    progress=False,
+)
+trainer.fit(batches(mine), callbacks=[Say()])

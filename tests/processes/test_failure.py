@@ -1,0 +1,64 @@
+"""What the other processes say, and how soon they end, when one is killed, stands still, or has no more data."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+import pytest
+
+from tests.processes.running import Ended, Processes, start_processes
+
+pytestmark = pytest.mark.slow
+
+# The script's deadline is 10 s; the rest is for machines that are busy with other tests.
+DEADLINE = 25.0
+
+
+def after_some_steps(processes: Processes) -> float:
+    """Wait until process 1 has trained some steps; the time since the start."""
+    while "step 5\n" not in processes.output(1):
+        assert time.monotonic() - processes.begun < 120, "\n".join(processes.output(i) for i in range(3))
+        assert processes.processes[1].poll() is None, processes.output(1)
+        time.sleep(0.05)
+    return time.monotonic() - processes.begun
+
+
+def others(ended: list[Ended], since: float) -> list[str]:
+    """What processes 0 and 2 printed; both ended with an error, in time."""
+    for end in (ended[0], ended[2]):
+        assert end.code not in (0, None), end.output[-3000:]
+        assert end.seconds - since < DEADLINE
+    return [ended[0].output, ended[2].output]
+
+
+def test_a_killed_process_is_named_with_what_was_awaited():
+    with start_processes(3, "run_failure.py") as processes:
+        since = after_some_steps(processes)
+        processes.processes[1].kill()
+        outputs = others(processes.wait(since + 40), since)
+    for output in outputs:
+        assert "process 1" in output, output[-3000:]
+    assert any("microbatch" in output and "stage" in output for output in outputs), outputs[0][-3000:]
+
+
+def test_a_stopped_process_is_named():
+    with start_processes(3, "run_failure.py") as processes:
+        since = after_some_steps(processes)
+        processes.processes[1].send_signal(signal.SIGSTOP)
+        time.sleep(0.1)
+        ended = processes.wait(since + 40)
+        outputs = others(ended, since)
+    for output in outputs:
+        assert "process 1" in output, output[-3000:]
+        assert "no sign of life" in output
+
+
+def test_data_that_ends_early_in_one_process_is_told():
+    with start_processes(3, "run_failure.py", "7") as processes:
+        since = after_some_steps(processes)
+        ended = processes.wait(since + 40)
+    for end in ended:
+        assert end.code not in (0, None), end.output[-3000:]
+        assert "data ended" in end.output, end.output[-3000:]
+        assert "after step 7" in end.output

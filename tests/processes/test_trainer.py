@@ -1,0 +1,41 @@
+"""`PipelineTrainer` as several processes gives, in each of them, what it gives as one."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers import tree_allclose
+from tests.processes.running import run_processes
+
+pytestmark = pytest.mark.slow
+
+
+def found(output: str) -> Any:
+    """What a process has printed, with arrays for lists."""
+    (line,) = [line for line in output.splitlines() if line.startswith("found ")]
+    tree = json.loads(line.removeprefix("found "))
+    return {key: np.asarray(value) if isinstance(value, list) else value for key, value in tree.items()}
+
+
+@pytest.mark.parametrize(("count", "arguments"), [(2, ()), (3, ()), (4, ("data",))], ids=["2", "3", "2x2"])
+def test_losses_metrics_and_weights(count: int, arguments: tuple[str, ...]):
+    (one,) = run_processes(1, "run_trainer.py", *arguments, devices=count)
+    expected = found(one)
+    assert len(expected["losses"]) == 7
+    assert expected.pop("read") == {"x": True, "y": True}
+    outputs = run_processes(count, "run_trainer.py", *arguments)
+    for process, output in enumerate(outputs):
+        actual = found(output)
+        first, last = process < count // 2, process >= count // 2
+        if "data" in arguments:  # two ranks, each of two processes, and two stages on each
+            assert actual.pop("read") == {"x": first, "y": last}
+        else:
+            assert actual.pop("read") == {"x": process == 0, "y": process == count - 1}
+        # The same programs in the same order; collectives between processes may add in another one.
+        tree_allclose(actual["losses"], expected["losses"], rtol=1e-6)
+        # Ten steps of Adam behind BatchNorm magnify that.
+        tree_allclose(actual, expected, rtol=1e-6 if not arguments else 1e-4)
