@@ -44,13 +44,18 @@ class Op(Protocol):
 def _full(value: jax.ShapeDtypeStruct, fill: Any, axis: int | None = None, size: int = 0) -> jax.Array:
     """An array of one number like `value`, with a new axis where one is given; sharded alike on an Explicit mesh."""
     shape, sharding = value.shape, value.sharding
-    entries = list(sharding.spec) if sharding is not None else []
+    entries = list(sharding.spec.partitions) if sharding is not None else []
     if axis is not None:
         shape = (*shape[:axis], size, *shape[axis:])
         entries.insert(axis, None)  # a spec that ends before the axis leaves it alone as it is
     if sharding is None:
         return jnp.full(shape, fill, value.dtype)
-    return jax.lax.full(shape, fill, value.dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*entries)))
+    array = jax.lax.full(shape, fill, value.dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*entries)))
+    if not sharding.spec.unreduced:
+        return array
+    # Partial sums, one for each device: an array of zeros is one too.
+    spec = PartitionSpec(*entries, unreduced=sharding.spec.unreduced)
+    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec))
 
 
 @dataclass(frozen=True)

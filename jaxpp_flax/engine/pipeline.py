@@ -23,6 +23,7 @@ from jaxpp_flax.engine.passes.defer import defer_reductions
 from jaxpp_flax.engine.passes.inline import inline
 from jaxpp_flax.engine.passes.label import find_marks, label
 from jaxpp_flax.engine.passes.liveness import allocate
+from jaxpp_flax.engine.passes.partial_sums import refuse_partial_sums
 from jaxpp_flax.engine.passes.partition import Partial, Partition, partition, verify_effects
 from jaxpp_flax.engine.passes.place import Loop, Placed, place
 from jaxpp_flax.engine.passes.relatives import find_relatives
@@ -97,6 +98,7 @@ def build(
     """
     verify = _verifying()
     flat = split_conditions(drop_unused_results(inline(graph, flatten=True)))
+    refuse_partial_sums(flat)
     if verify:
         flat.verify()
     size = _Sizes(axis_sizes)
@@ -198,6 +200,7 @@ def _cut_loop(
     schedule = _check_schedule(equation, num_ranks)
     params = equation.params
     body = without_hints(inline(params["body"]))
+    refuse_partial_sums(body)
     operands = dict(zip(body.inputs, equation.inputs[: params["num_consts"]], strict=False))
     batch = {v: dims[a] for v, a in operands.items() if isinstance(a, Value) and a in dims}
     deferred: tuple[Any, ...] = (None,) * len(params["operations"])
