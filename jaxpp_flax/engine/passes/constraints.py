@@ -144,7 +144,7 @@ class _Rewriter:
         if sharding.mesh not in self.whole:
             return sharding
         entries: list[Any] = []
-        for entry in sharding.spec:
+        for entry in sharding.spec.partitions:  # a spec with `reduced` or `unreduced` cannot be iterated
             names = entry if isinstance(entry, tuple) else (entry,)
             kept = tuple(name for name in names if name in self.axes)
             entries.append(entry if len(kept) == len(names) else kept or None)
