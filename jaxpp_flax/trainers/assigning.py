@@ -72,14 +72,17 @@ class Assigner:
         self._limit = _check_limit(memory_limit)
         self._plans: dict[Any, tuple[tuple[int, ...], Plan]] = {}
         self._works: dict[int, tuple[Work, ...]] = {}
-        self._shown: Plan | None = None
-        self.plan: Plan | None = None
+        self._unseen: list[Plan] = []
 
-    @property
-    def news(self) -> Plan | None:
-        """A plan with costs that was not asked for before: to be shown once."""
-        plan, self._shown = (self.plan if self.plan is not self._shown else None), self.plan
-        return plan if plan is not None and plan.rank_costs is not None else None
+    def plan_of(self, schedule: Schedule | None, num_microbatches: int) -> Plan | None:
+        """The plan for a schedule, once a training step was compiled for it."""
+        found = self._plans.get((schedule, num_microbatches))
+        return None if found is None else found[1]
+
+    def news(self) -> list[Plan]:
+        """Plans with costs that were made since this was last asked: to be shown once."""
+        unseen, self._unseen = self._unseen, []
+        return [plan for plan in unseen if plan.rank_costs is not None]
 
     def policy(self, pipeline: Pipeline, *, training: bool) -> CutPolicy:
         """The cuts for a training step; for inference, the same once training has them."""
@@ -88,10 +91,10 @@ class Assigner:
             key = (pipeline.schedule, pipeline.num_microbatches)
             if key not in self._plans:
                 self._plans[key] = self._make(marks, num_stages, pipeline)
+                self._unseen.append(self._plans[key][1])
             elif self._limit is not None:  # other shapes of a batch
                 self._check_memory(marks, _sizes(self._plans[key][0], marks), pipeline)
-            cuts, self.plan = self._plans[key]
-            return cuts
+            return self._plans[key][0]
 
         def infer(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
             for (schedule, _), (cuts, plan) in self._plans.items():

@@ -67,7 +67,7 @@ class Scheduled:
     @property
     def plan(self) -> Plan | None:
         """Which block runs on which stage; None before the training step is compiled, and without a pipeline."""
-        return self._assigner.plan
+        return self._assigner.plan_of(self.schedule, self.num_microbatches)
 
     def _cut_policy(self, kind: str, microbatches: Any) -> CutPolicy:
         """Which marks cut the step of this kind ("train", or one of inference)."""

@@ -225,7 +225,7 @@ class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
                 title = f"{self.num_stages} stages on {self.mesh.mpmd_dim} ranks, {self.schedule!r}"
                 memory = {of.rank: of.argument_bytes + of.peak_bytes for of in compiled.memory_analysis()}
                 self._meter.message(stage_table(compiled.stages, memory, title))
-                if (plan := self._assigner.news) is not None:
+                for plan in self._assigner.news():
                     self._meter.message(plan.table())
         return self._executables[key]
 

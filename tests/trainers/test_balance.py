@@ -179,8 +179,9 @@ def test_another_schedule_another_plan_and_measured_once(monkeypatch):
         {"mesh_axes": {"fsdp": 2}, "fsdp": True},
         {"remat": "full"},
         {"ema_decay": 0.9},
+        {"linen": True},
     ],
-    ids=["1f1b", "gpipe", "interleaved", "data", "fsdp", "remat", "ema"],
+    ids=["1f1b", "gpipe", "interleaved", "data", "fsdp", "remat", "ema", "linen"],
 )
 def test_the_bytes_that_are_predicted_are_those_of_the_program(options):
     trainer = trainer_of(memory_limit=1e12, **options)
@@ -279,6 +280,55 @@ def test_measuring_is_refused_where_other_processes_hold_ranks(monkeypatch):
     monkeypatch.setattr(MpmdMesh, "local_ranks", (0,))
     with pytest.raises(AssignmentError, match=r"only 1 of 3 ranks are in it.*trainer.plan.save"):
         trainer.compile(tokens())
+
+
+class Sharing(nnx.Module):
+    """Its first two blocks share a BatchNorm, so that they cannot be on two stages."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        norm = nnx.BatchNorm(m.WIDTH, rngs=rngs)
+        self.embed = nnx.Embed(m.VOCABULARY, m.WIDTH, rngs=rngs)
+        self.blocks = nnx.List([m.Block(rngs=rngs) for _ in range(4)])
+        self.blocks[0].norm = self.blocks[1].norm = nnx.data(norm)
+        for i, block in enumerate(self.blocks):
+            PipelineStage(block, name=f"block_{i}")
+        self.head = nnx.Linear(m.WIDTH, m.VOCABULARY, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_a_model_that_cannot_be_cut_at_some_mark():
+    def sharing(**options):
+        return PipelineTrainer(
+            Sharing(nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, num_stages=2, num_microbatches=4, progress=False,
+            assignment="balanced", **options,
+        )  # fmt: skip
+
+    assert np.isfinite(float(sharing().train_step(m.make_batch(8))["loss"]))  # the estimate needs no such cut
+    with pytest.raises(
+        AssignmentError, match=r"cost='measured' looks at each block alone, .* shar.* use cost='estimat"
+    ):
+        sharing(cost="measured").compile(m.make_batch(8))
+    with pytest.raises(AssignmentError, match=r"memory_limit= looks at each block alone"):
+        sharing(memory_limit=1e9).compile(m.make_batch(8))
+
+
+def test_an_automatic_schedule_balances_each_number_of_stages():
+    from jaxpp_flax.trainers.auto_schedule import AutoSchedule
+
+    trainer = trainer_of(
+        assignment="balanced", cost="measured", num_stages=2, schedule=AutoSchedule(steps=1, evaluations=20)
+    )
+    for _ in range(14):
+        trainer.train_step(tokens())
+    assert trainer.schedule_report is not None
+    assert not trainer.schedule_report.skipped
+    assert trainer.plan.num_stages == trainer.schedule.num_stages
+    assert trainer.plan.ranks == tuple(map(trainer.schedule.rank_of, range(trainer.schedule.num_stages)))
 
 
 # ------------------------------------------------------------------ what is refused
