@@ -10,6 +10,9 @@ from jaxpp_flax.engine.coordination import process_group
 
 __all__ = ["all_faults", "done_by_one", "everyones", "of_whoever_knows"]
 
+# Seconds. Long, since a process may have a large checkpoint's files to read; one that fails is told of sooner.
+_TIMEOUT = 3600.0
+
 
 def done_by_one(name: str, function: Callable[[], Any], error: type[Exception]) -> None:
     """Process 0 calls `function`, the others wait for it; if it fails there, all of them fail.
@@ -31,7 +34,7 @@ def done_by_one(name: str, function: Callable[[], Any], error: type[Exception]) 
         except Exception as caught:
             failure = caught
     message = "" if failure is None else f"in process 0: {failure}"
-    answer = group.exchange(f"checkpoint: {name}", message.encode())[0].decode()
+    answer = group.exchange(f"checkpoint: {name}", message.encode(), _TIMEOUT)[0].decode()
     if failure is not None:
         raise failure
     if answer:
@@ -40,6 +43,9 @@ def done_by_one(name: str, function: Callable[[], Any], error: type[Exception]) 
 
 def all_faults(name: str, faults: Sequence[str]) -> list[str]:
     """What all processes found wrong, in each of them.
+
+    Raises:
+      BarrierTimeoutError, ProcessFailedError: if a process does not come; those below raise them, too.
 
     Example:
       >>> all_faults("files", ["a: missing"])
@@ -55,7 +61,7 @@ def everyones(name: str, value: Any) -> list[Any]:
       >>> everyones("position", {"batches": 3})
       [{'batches': 3}]
     """
-    answers = process_group().exchange(f"checkpoint: {name}", json.dumps(value).encode())
+    answers = process_group().exchange(f"checkpoint: {name}", json.dumps(value).encode(), _TIMEOUT)
     return [json.loads(answer) for answer in answers]
 
 

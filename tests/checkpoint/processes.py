@@ -200,16 +200,18 @@ def fails(message: str, *job: Any) -> None:
 
 
 def make_trainer(directory: str | None, stages: int, **options: Any) -> Any:
-    """A trainer of four blocks whose ranks are spread over all processes."""
+    """A trainer of four blocks whose ranks are spread over all processes; with `data`, each over several of them."""
     from jax.sharding import Mesh
 
     from tests.checkpoint import program
 
-    mesh = Mesh(np.array(jax.devices()).reshape(stages, -1)[:, 0], ("stage",))
+    data = options.pop("data", 1)
+    devices = np.array(jax.devices()).reshape(stages, data, -1)[:, :, 0]
+    mesh = Mesh(devices, ("stage", "data")) if data > 1 else Mesh(devices[:, 0], ("stage",))
     return program.make_trainer(None if directory is None else Path(directory), stages, depth=4, mesh=mesh, **options)
 
 
-def train(directory: str, stages: int, steps: int, signal_at: int | None = None) -> None:
+def train(directory: str, stages: int, steps: int, signal_at: int | None = None, data: int = 1) -> None:
     """Go on to `steps`, with a checkpoint of every second one; process 1 gets SIGTERM after step `signal_at`."""
     from jaxpp_flax.trainers import Callback
     from tests.checkpoint.program import batches
@@ -220,7 +222,7 @@ def train(directory: str, stages: int, steps: int, signal_at: int | None = None)
             if step == signal_at and jax.process_index() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    trainer = make_trainer(directory, stages, save_every=2)
+    trainer = make_trainer(directory, stages, save_every=2, data=data)
     try:
         last = trainer.fit(batches(), steps=steps, resume=True, callbacks=[Signal()])
         print("loss", repr(last["loss"]), "step", trainer.step)

@@ -40,6 +40,20 @@ def test_four_processes_then_two_then_one(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_stages_that_two_processes_share(tmp_path: Path):
+    """Two stages on two processes each: what the optimizer keeps is made, saved and read by both."""
+    directory = tmp_path / "run"
+    run(4, [("train", str(directory), 2, 3, None, 2)])
+    run(2, [("train", str(directory), 2, 4, None, 2)])
+    resumed = make_trainer(str(directory), 2, data=2)
+    resumed.fit(batches(), steps=5, resume=True)
+    undisturbed = make_trainer(None, 2, data=2)
+    undisturbed.fit(batches(), steps=5)
+    # Sums over the data axis may go another way between processes.
+    tree_allclose(to_ordinary(resumed.state.params), to_ordinary(undisturbed.state.params), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
 def test_sigterm_to_one_process_stops_all_after_the_same_step(tmp_path: Path):
     directory = tmp_path / "run"
     first = [re.findall(r"status (\d+) step (\d+)", text) for text in run(2, [("train", str(directory), 2, 1000, 3)])]
