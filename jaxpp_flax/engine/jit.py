@@ -281,19 +281,20 @@ def _broadcast_specs(prefix: Any, tree: Any, what: str, mesh: MpmdMesh) -> list[
     specs: list[PartitionSpec | None] = []
     names = set(mesh.jax_mesh.axis_names)
 
-    def add(node: Any, sub: Any) -> None:
+    def add(path: Any, node: Any, sub: Any) -> None:
         spec: PartitionSpec | None = node if isinstance(node, PartitionSpec) else getattr(node, "spec", None)
         for entry in spec or ():
             for name in entry if isinstance(entry, tuple) else (entry,):
                 if name is not None and name not in names:
                     raise ValueError(
-                        f"{what} holds {spec}, but the mesh has no axis {name!r}: its axes are {sorted(names)}."
+                        f"{what}{keystr(path)} is {spec}, but the mesh has no axis {name!r}: its axes are "
+                        f"{sorted(names)}. Use one of these, or make a mesh that has it."
                     )
         kept = None if spec is None else _within_submesh(spec, mesh)
         specs.extend([kept] * len(jax.tree.leaves(sub)))
 
     try:
-        jax.tree.map(add, prefix, tree, is_leaf=is_spec)
+        jax.tree_util.tree_map_with_path(add, prefix, tree, is_leaf=is_spec)
     except ValueError as error:
         if "mesh has no axis" in str(error):
             raise

@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
+import jaxpp_flax.linen as linen_pipeline
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.layers import AssignmentError
 from jaxpp_flax.schedules import Std1F1B
@@ -254,3 +255,29 @@ def test_predict_of_a_dict():
         trainer().predict(m.make_batch(8))
     with pytest.raises(TypeError, match=r"trainer.variables is for Linen models"):
         _ = trainer().variables
+
+
+class ScannedModel(nn.Module):
+    @nn.compact
+    def __call__(self, tokens):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return linen_pipeline.PipelineStage(nn.Dense(m.WIDTH), name="layer")(x), None
+
+        x = nn.Embed(m.VOCABULARY, m.WIDTH)(tokens)
+        layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=4)
+        return nn.Dense(m.VOCABULARY)(layers()(x, None)[0])
+
+
+def test_a_marked_layer_under_scan():
+    model = ScannedModel()
+    batch = m.make_batch(4)
+    made = trainer(model, variables=model.init(jax.random.key(0), batch["tokens"]))
+    with pytest.raises(ValueError, match="stands inside `scan`") as error:
+        made.train_step(batch)
+    check_text(error)
+    text = str(error.value)
+    assert text.startswith("the stage marker 'layer' stands inside `scan` at ")
+    assert "jaxpp_flax.linen.scan" in text
+    assert "`split_scanned` carries checkpoints over" in text

@@ -81,6 +81,17 @@ def _contains_marker(jaxpr: Any, memo: dict[int, bool]) -> bool:
     return known
 
 
+def _names_of_markers(jaxpr: Any) -> list[str]:
+    """The names of the markers in a jaxpr, at any depth; unnamed ones are left out."""
+    found: list[str] = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is marker_p:
+            found += [eqn.params["name"]] if eqn.params["name"] else []
+        for sub in _subjaxprs(eqn.params):
+            found += _names_of_markers(sub)
+    return found
+
+
 def _count_forward_markers(jaxpr: Any, counts: Counter[int]) -> None:
     """How often each marker is recomputed by a region itself, nested regions left out."""
     for eqn in jaxpr.eqns:
@@ -192,8 +203,10 @@ class _Inliner:
     ) -> None:
         parameter = CALLS.get(equation.name)
         if parameter is None:
+            names = [name for sub in _subjaxprs(equation.params) for name in _names_of_markers(sub)]
+            which = f"the stage marker {names[0]!r}" if names else "a stage marker (or a treduce)"
             raise MarkerPlacementError(
-                f"a stage marker (or a treduce) stands inside `{equation.name}` at {equation.where}, where a pipeline "
+                f"{which} stands inside `{equation.name}` at {equation.where}, where a pipeline "
                 "cannot be cut. " + _REMEDIES.get(equation.name, "Move the mark out of it.")
             )
         body = equation.params[parameter]
