@@ -362,6 +362,11 @@ class ProcessGroup:
 
     # -- the watch
 
+    @property
+    def is_watched(self) -> bool:
+        """Whether `watch` has begun, and `close` has not ended it."""
+        return self._watch is not None
+
     def watch(
         self,
         failure_timeout_s: float = DEFAULT_FAILURE_TIMEOUT,

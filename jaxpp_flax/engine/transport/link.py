@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,7 +13,7 @@ from functools import cache
 import jax
 
 from jaxpp_flax.engine import _compat
-from jaxpp_flax.engine.coordination import ProcessGroup, process_group
+from jaxpp_flax.engine.coordination import CoordinationError, ProcessGroup, process_group
 from jaxpp_flax.engine.transport.base import Parcel, Tag, Transport
 from jaxpp_flax.engine.transport.device_put import CrossHostDevicePut
 from jaxpp_flax.engine.transport.nccl import NcclTransport
@@ -93,6 +95,10 @@ class Link:
         self.window = Window(group)
         self._programs = 0
 
+    def stop_watching(self) -> None:
+        """End the thread that follows receives; to be called at the end of the program."""
+        self._watchdog.stop()
+
     def next_program(self) -> int:
         """Numbers programs as they are compiled: in the same order on every process."""
         self._programs += 1
@@ -118,9 +124,21 @@ class Link:
 def process_link() -> Link:
     """The one link of this process, made at the first call: then JAX's processes are known and its devices exist."""
     group = process_group()
+    mine = not group.is_watched  # else whoever began the watch ends it
     group.watch()
     settings = Settings.read(os.environ)
-    return Link(group, _make(settings, group), settings)
+    link = Link(group, _make(settings, group), settings)
+    # Threads that are inside JAX when Python ends would abort the process.
+    atexit.register(_end, link, end_watch=mine)
+    return link
+
+
+def _end(link: Link, *, end_watch: bool) -> None:
+    link.stop_watching()
+    if end_watch:
+        # A failure has been told by then: the watch ends the process.
+        with contextlib.suppress(CoordinationError):
+            link.group.close()
 
 
 def _make(settings: Settings, group: ProcessGroup) -> Transport:

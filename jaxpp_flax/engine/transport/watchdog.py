@@ -50,7 +50,7 @@ class Watchdog:
         """End the thread."""
         self._stopped = True
         self._wake.set()
-        self._thread.join(timeout=1.0)
+        self._thread.join(timeout=5.0)
 
     def _run(self) -> None:
         while not self._stopped:
