@@ -2,13 +2,14 @@
 
 A value is sent once to each mesh that reads it and does not make it. Which placement of the unnamed work sends the
 fewest bytes is a multiway cut, for which no fast exact method is known with three meshes or more. So a placement
-that follows the data is improved by moving single nodes and connected regions, until no such move helps; small
-regions are searched exhaustively.
+that follows the data is improved by moving single nodes, pairs and connected regions, until no such move helps. Small
+regions are searched exhaustively, middling ones from several first placements.
 """
 
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,8 @@ __all__ = ["Placement", "infer"]
 _SCALAR_BYTES = 64  # step counters, learning rates, keys: cheaper to compute on each mesh than to send
 _EXHAUSTIVE = 4096  # assignments of one region that are all tried
 _MAX_SWEEPS = 20
+_RESTARTED = 100  # nodes of a region up to which other first placements are tried
+_RANDOM_STARTS = 20
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,7 @@ def _follow_data(search: _Search, free: Sequence[Node]) -> None:
 
 
 def _regions(search: _Search, free: Sequence[Node], *, same_rank: bool) -> list[list[Node]]:
-    """Free nodes that are connected by values, on one rank or on any."""
+    """Free nodes that are connected by values, or by an argument that may live anywhere; on one rank or on any."""
     members = set(free)
     seen: set[Node] = set()
     regions: list[list[Node]] = []
@@ -200,7 +203,8 @@ def _regions(search: _Search, free: Sequence[Node], *, same_rank: bool) -> list[
             node = stack.pop()
             region.append(node)
             around = [search.producer[v] for v in node.inputs if v in search.producer]
-            around += [c for v in node.outputs for c in search.consumers.get(v, ())]
+            shared = [v for v in node.inputs if v not in search.producer and v not in search.fixed_arguments]
+            around += [c for v in (*node.outputs, *shared) for c in search.consumers.get(v, ())]
             for other in around:
                 apart = same_rank and search.rank[other] != search.rank[node] if other in members else True
                 if not apart and other not in seen:
@@ -211,25 +215,57 @@ def _regions(search: _Search, free: Sequence[Node], *, same_rank: bool) -> list[
 
 
 def _improve(search: _Search, free: Sequence[Node]) -> None:
+    _descend(search, free)
+    for _ in range(_MAX_SWEEPS):
+        before = search.cost_around(free)
+        for region in _regions(search, free, same_rank=False):
+            ranks = sorted(set[int]().union(*map(search.neighbours, region)))
+            if len(ranks) > 1 and len(ranks) ** len(region) <= _EXHAUSTIVE:
+                _exhaust(search, region, ranks)
+            elif len(ranks) > 1 and len(region) <= _RESTARTED:
+                _restart(search, region, ranks)
+        if search.cost_around(free) == before:  # regions share arguments
+            break
+
+
+def _descend(search: _Search, free: Sequence[Node]) -> None:
+    """Move single nodes, pairs and regions, until no move saves bytes."""
+    members = set(free)
     for _ in range(_MAX_SWEEPS):
         improved = False
         for node in free:
             ranks = search.neighbours(node) - {search.rank[node]}
             improved |= bool(ranks) and search.best_move([node], ranks)
+        for node in free:
+            for other in {c for v in node.outputs for c in search.consumers.get(v, ()) if c in members}:
+                ranks = search.neighbours(node) | search.neighbours(other)
+                improved |= search.best_move([node, other], ranks)
         for region in _regions(search, free, same_rank=True):
             ranks = set[int]().union(*map(search.neighbours, region)) - {search.rank[region[0]]}
-            improved |= len(region) > 1 and bool(ranks) and search.best_move(region, ranks)
+            improved |= len(region) > 2 and bool(ranks) and search.best_move(region, ranks)
         if not improved:
             break
-    for region in _regions(search, free, same_rank=False):
-        _exhaust(search, region)
 
 
-def _exhaust(search: _Search, region: Sequence[Node]) -> None:
+def _restart(search: _Search, region: Sequence[Node], ranks: Sequence[int]) -> None:
+    """Descend from other placements: all of a region on one rank, and some drawn at random (always the same)."""
+    best = [search.rank[node] for node in region]
+    cost = search.cost_around(region)
+    draw = random.Random(0)
+    starts = [[rank] * len(region) for rank in ranks]
+    starts += [[draw.choice(ranks) for _ in region] for _ in range(_RANDOM_STARTS)]
+    for start in starts:
+        for node, rank in zip(region, start, strict=True):
+            search.put(node, rank)
+        _descend(search, region)
+        if (found := search.cost_around(region)) < cost:
+            best, cost = [search.rank[node] for node in region], found
+    for node, rank in zip(region, best, strict=True):
+        search.put(node, rank)
+
+
+def _exhaust(search: _Search, region: Sequence[Node], ranks: Sequence[int]) -> None:
     """Try every placement of a small region."""
-    ranks = sorted(set[int]().union(*map(search.neighbours, region)))
-    if len(ranks) < 2 or len(ranks) ** len(region) > _EXHAUSTIVE:
-        return
     best = [search.rank[node] for node in region]
     cost = search.cost_around(region)
     for candidate in itertools.product(ranks, repeat=len(region)):
