@@ -154,8 +154,11 @@ def connect(
     late = threading.Timer(timeout_s, _end_unconnected, (settings, timeout_s))
     late.daemon = True
     late.start()
+    watching = threading.Event()
     if settings.control_fd is not None:
-        listen_to_launcher(settings.control_fd, _on_launcher_news, _end_with_the_launcher)
+        listen_to_launcher(
+            settings.control_fd, lambda failure: _on_launcher_news(failure, watching), _end_with_the_launcher
+        )
     bind_address, listen_at = _listening_addresses(settings)
     service: subprocess.Popen[bytes] | None = None
     if settings.process_id == 0 and not served_elsewhere and _compat.private_names_in_use()["coordination_service"]:
@@ -183,6 +186,7 @@ def connect(
     group = process_group()
     ending = Ending(group, settings.failure_timeout, lambda: _leave(service))
     group.watch(settings.failure_timeout)
+    watching.set()
     group.barrier("the start of all processes", timeout_s)
     return ending
 
@@ -196,10 +200,10 @@ def _listening_addresses(settings: LaunchSettings) -> tuple[str, str]:
     return settings.bind_address or own_address(settings.coordinator_address), settings.coordinator_address
 
 
-def _on_launcher_news(failure: Failure) -> None:
+def _on_launcher_news(failure: Failure, watching: threading.Event) -> None:
     """The launcher is told by the operating system that a process has ended: sooner than heartbeats can tell."""
-    if _compat.coordination_client() is None:
-        print(f"jaxpp_flax: the run has ended while processes were starting. {failure}", file=sys.stderr)
+    if not watching.is_set():
+        print(f"jaxpp_flax: the run has ended: {failure}\n(Processes were still connecting.)", file=sys.stderr)
         end_at_once(PEER_FAILED_STATUS)
     process_group().observe(failure)
 

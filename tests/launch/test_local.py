@@ -140,6 +140,8 @@ def test_a_process_killed_while_it_starts(tmp_path: Path):
         os.kill(max(children), signal.SIGKILL)
         assert run.finish() == 128 + signal.SIGKILL
         assert "killed by SIGKILL" in error_block(run.stderr)
+        # The other one waits inside of JAX to be connected, and is told all the same.
+        assert re.search(r"\[\d\] jaxpp_flax: the run has ended: process \d: it was killed by SIGKILL", run.stderr)
         run.check_nothing_is_left()
 
 

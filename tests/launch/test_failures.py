@@ -1,0 +1,115 @@
+"""Training as several processes that are killed at random moments: all end, nothing is left, and no loss changes."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.launch.running import Run, marked, started, wait_for
+
+FOREVER = 100_000  # more steps than any run lives for
+FAILURE_TIMEOUT = 30.0  # the launcher's default
+
+
+def command(processes: int, directory: Path, steps: int) -> list[str]:
+    """The program of `training.py`, launched."""
+    launcher = [sys.executable, "-m", "jaxpp_flax.launch", "-n", str(processes)]
+    return [*launcher, "-m", "tests.launch.training", str(directory), str(steps)]
+
+
+def losses(run: Run) -> dict[int, set[str]]:
+    """What the processes said of each step, to the last bit."""
+    said: dict[int, set[str]] = {}
+    for step, loss in re.findall(r"step (\d+) loss (\S+)$", run.stdout, re.MULTILINE):
+        said.setdefault(int(step), set()).add(loss)
+    return said
+
+
+def children(run: Run) -> list[int]:
+    """The processes that the launcher has started, whether they have said anything or not."""
+    return sorted(pid for pid, line in marked(run.mark).items() if "launch.child" in line)
+
+
+def kill_one(run: Run, processes: int, moment: str, rng: random.Random) -> int:
+    """Kill a random process at a random time around `moment`; gives its index, or -1 if it has none yet."""
+    if moment == "start":
+        wait_for(lambda: len(children(run)) == processes, "the start of all processes")
+        time.sleep(rng.uniform(0.0, 2.0))
+    elif moment == "compile":
+        run.wait_for_output("compiling", times=processes)
+        time.sleep(rng.uniform(0.0, 1.5))
+    else:  # each step is followed by a save, which takes about as long
+        run.wait_for_output(" loss ", times=processes * rng.randrange(1, 5))
+        time.sleep(rng.uniform(0.0, 0.3))
+    victim = rng.choice(children(run))
+    index = {pid: index for index, pid in run.process_ids().items()}.get(victim, -1)
+    os.kill(victim, signal.SIGKILL)
+    return index
+
+
+def kill_and_restart(folder: Path, processes: int, moments: list[str], seed: int) -> Counter[str]:
+    """Kill a process at each of these moments of one job's lives; compare with a run that nobody disturbed."""
+    rng, directory = random.Random(seed), folder / "checkpoints"
+    said: dict[int, set[str]] = {}
+    seen: Counter[str] = Counter()
+    longest = 0.0
+    for moment in moments:
+        with started(folder, command(processes, directory, FOREVER)) as run:
+            index = kill_one(run, processes, moment, rng)
+            begin = time.monotonic()
+            assert run.finish() == 128 + signal.SIGKILL, run.stderr
+            longest = max(longest, time.monotonic() - begin)
+            # Not a measurement but the promise; alone, it is a tenth of that.
+            assert time.monotonic() - begin < FAILURE_TIMEOUT
+            run.check_nothing_is_left()
+            block = run.stderr.rpartition("\njaxpp_flax.launch: ")[2]
+            named = "process \\d+" if index < 0 else f"process {index}"
+            assert re.match(rf"{named} of {processes} failed first: it was killed by SIGKILL", block), run.stderr
+            survivors = re.findall(r"^\[(\d+)\] jaxpp_flax: the run has ended", run.stderr, re.MULTILINE)
+            seen[f"{moment}: kills"] += 1
+            seen[f"{moment}: survivors' errors"] += len(set(survivors))
+            seen[f"{moment}: survivors that name the victim"] += len(
+                re.findall(rf"^\[\d+\] jaxpp_flax: the run has ended.* {named}:", run.stderr, re.MULTILINE)
+            )
+            seen[f"{moment}: survivors that say what they awaited"] += run.stderr.count(" was waiting for ")
+            for step, values in losses(run).items():
+                said.setdefault(step, set()).update(values)
+    last = max(said, default=0) + 3
+    with started(folder, command(processes, directory, last)) as run:
+        assert run.finish() == 0, run.stderr
+        for step, values in losses(run).items():
+            said.setdefault(step, set()).update(values)
+    with started(folder, command(processes, folder / "undisturbed", last)) as run:
+        assert run.finish() == 0, run.stderr
+        # The same programs on the same processes: equal to the last bit.
+        assert said == losses(run)
+    assert len(said) == last
+    assert all(len(values) == 1 for values in said.values())
+    seen["steps in all"] = last
+    seen["longest end in ms"] = round(1000 * longest)
+    return seen
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path):
+    moments = ["step or save", "start", "compile"]
+    seen = kill_and_restart(tmp_path, 2, moments, seed=0)
+    for moment in moments:
+        assert seen[f"{moment}: survivors' errors"] == 1, seen
+        assert seen[f"{moment}: survivors that name the victim"] == 1, seen
+    assert seen["step or save: survivors that say what they awaited"] == 1, seen
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("processes", [2, 3])
+def test_many_kills(tmp_path: Path, processes: int):
+    moments = ["start", "compile", "step or save", "step or save", "step or save"] * 3
+    print(kill_and_restart(tmp_path, processes, moments, seed=processes))
