@@ -134,6 +134,7 @@ class ProcessGroup:
         self._uses: Counter[str] = Counter()
         self._announced: dict[str, bytes] = {}
         self._failure: Failure | None = None
+        self._waits_at_failure: list[str] = []
         self.failed = threading.Event()
         self.idle: str | None = None  # why this process sends nothing any more, until the others have come here too
         self._waits: dict[int, tuple[Callable[[], str], int | None]] = {}
@@ -298,9 +299,10 @@ class ProcessGroup:
 
     def describe(self, failure: Failure) -> str:
         """The failure and what this process waits for, in a sentence or two."""
-        waits = self.waits()
-        awaited = f"\nProcess {self.process_index} was waiting for {'; and for '.join(waits)}." if waits else ""
-        return f"{failure}{awaited}"
+        # A wait may have been given up since the failure became known.
+        waits = self.waits() or self._waits_at_failure
+        awaited = f"was waiting for {'; and for '.join(waits)}" if waits else f"was at {_place_of_main_thread()}"
+        return f"{failure}\nProcess {self.process_index} {awaited}."
 
     def report_failure(self, message: str) -> None:
         """Tell every process that this one cannot go on, and why. Only the first report of a run is kept.
@@ -319,6 +321,7 @@ class ProcessGroup:
         """
         if self._failure is not None:
             return
+        self._waits_at_failure = self.waits()
         self._failure = failure
         self.failed.set()
         if tell and self._store is not None:
@@ -422,6 +425,19 @@ class ProcessGroup:
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
+
+
+def _place_of_main_thread() -> str:
+    """Where the program is, for want of a known wait: in a save, in a compilation, in the user's own code."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
+    places: list[str] = []
+    while frame is not None and len(places) < 12:
+        if frame.f_code.co_filename != __file__:
+            places.append(f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})")
+        frame = frame.f_back
+    # Without the libraries' innards: the innermost call, and the innermost of this package's or of the user's.
+    own = [place for place in places if "site-packages" not in place and "/lib/python" not in place]
+    return ", called by ".join(dict.fromkeys([*places[:1], *own[:2]])) or "an unknown place"
 
 
 def _quietly(function: Callable[..., None], *arguments: Any) -> None:
