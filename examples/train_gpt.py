@@ -197,8 +197,9 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    # Takes effect on CPU alone, and only before JAX's first use.
-    jax.config.update("jax_num_cpu_devices", max(4, (args.ranks or args.stages) * args.data_parallel))
+    if not jax.distributed.is_initialized():  # of several processes, the launcher knows the devices
+        # Takes effect on CPU alone, and only before JAX's first use.
+        jax.config.update("jax_num_cpu_devices", max(4, (args.ranks or args.stages) * args.data_parallel))
 
     cfg = Config(layers=args.layers, width=args.width, heads=args.heads, length=args.length)
     model = GPT(cfg, rngs=nnx.Rngs(args.seed))
