@@ -195,8 +195,17 @@ class MpmdFunction:
         # Bare PartitionSpecs need a mesh: the whole one, so that shardings of it may stand beside them (`on_submesh`).
         mesh = self.mpmd_mesh.jax_mesh
         context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if len(mesh.axis_names) > 1 else nullcontext()
-        with context:
-            return self._jitted.trace(*full, **{k: named.get(k, v) for k, v in kwargs.items()})
+        try:
+            with context:
+                return self._jitted.trace(*full, **{k: named.get(k, v) for k, v in kwargs.items()})
+        except ValueError as error:
+            if "not found in mesh" in str(error):
+                raise ValueError(
+                    f"the step constrains a value to a mesh axis that does not exist: {error} In a stage a constraint "
+                    f"may name {[name for name in mesh.axis_names if name != self.mpmd_mesh.mpmd_axis_name]}. Use one "
+                    "of these, or make a mesh that has the axis; the line is in the traceback of the error above."
+                ) from error
+            raise
 
     def _static_positions(self, args: Sequence[Any]) -> set[int]:
         return {n % len(args) for n in self._static_argnums if args and -len(args) <= n < len(args)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -193,3 +194,23 @@ def test_nnx_jit():
     graphdef, params = nnx.split(NnxModel(nnx.Rngs(0)))
     model = lambda p, x: nnx.jit(lambda m, x: m(x))(nnx.merge(graphdef, p, copy=True), x)  # noqa: E731
     check(train_step(model), params, batch_of(), mesh_of(STAGES))
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Examples:
+    """A batch as many users write it."""
+
+    x: Any
+    y: Any
+
+
+def test_a_dataclass_as_the_batch():
+    def loss(p: Any, examples: Examples) -> jax.Array:
+        return jnp.mean((jit_around_each(p, examples.x) - examples.y) ** 2)
+
+    def step(params: Any, batch: Examples, schedule: Schedule | None) -> Any:
+        losses, grads = treduce(lambda mb: jax.value_and_grad(loss)(params, mb), batch, schedule)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), (losses, grads)
+
+    check(step, parameters(), Examples(**batch_of()), mesh_of(STAGES))
