@@ -13,7 +13,9 @@ import jaxpp_flax.api as jaxpp
 STAGES, MICROBATCHES, STEPS = 4, 8, 100
 jax.config.update("jax_num_cpu_devices", STAGES)
 devices = jax.devices() if len(jax.devices()) >= STAGES else jax.devices("cpu")
-mpmd_mesh = jaxpp.MpmdMesh(jax.sharding.Mesh(np.array(devices[:STAGES]), ("stage",)), "stage")
+mpmd_mesh = jaxpp.MpmdMesh(
+    jax.sharding.Mesh(np.array(devices[:: len(devices) // STAGES][:STAGES]), ("stage",)), "stage"
+)
 
 
 class MLP(nn.Module):

@@ -27,12 +27,19 @@ def meet(
     """Agree on a program with the other processes, before anything is compiled; nothing where there are none.
 
     Raises:
+      ValueError: if the mesh has no device of this process.
       ProgramMismatchError: if theirs differ; it shows the first difference.
       BarrierTimeoutError, ProcessFailedError: if a process does not come.
     """
     process = jax.process_index()
-    if all(device.process_index == process for device in mesh.jax_mesh.devices.flat):
+    owners = sorted({device.process_index for device in mesh.jax_mesh.devices.flat})
+    if owners == [process]:
         return None, None
+    if process not in owners:
+        raise ValueError(
+            f"{mesh!r} has no device of process {process}: all are of {owners} of {jax.process_count()} processes. "
+            "Every process of a run takes part in its steps: build the mesh from devices of all of them."
+        )
     link = process_link()
     title = f"program {link.next_program()}"
     timeout = link.settings.start_timeout

@@ -62,7 +62,19 @@ def build_mesh(num_ranks: int, axes: Mapping[str, int] | None = None, devices: S
             "Use smaller axes or fewer stages."
         )
     shape = (num_ranks, *sizes.values())
-    return MpmdMesh(Mesh(np.array(available[:needed]).reshape(shape), (STAGE_AXIS, *sizes)), STAGE_AXIS)
+    chosen = _of_every_process(available, needed)
+    return MpmdMesh(Mesh(np.array(chosen).reshape(shape), (STAGE_AXIS, *sizes)), STAGE_AXIS)
+
+
+def _of_every_process(available: Sequence[Any], needed: int) -> list[Any]:
+    """So many devices, in order: as many of each process, where there are enough, as each has to take part."""
+    by_process: dict[int, list[Any]] = {}
+    for device in available:
+        by_process.setdefault(device.process_index, []).append(device)
+    share, rest = divmod(needed, len(by_process))
+    if rest or any(len(devices) < share for devices in by_process.values()):
+        return list(available[:needed])
+    return [device for devices in by_process.values() for device in devices[:share]]
 
 
 def wrap_mesh(mesh: Any, num_ranks: int | None) -> MpmdMesh:
