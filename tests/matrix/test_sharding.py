@@ -20,12 +20,13 @@ from jaxpp_flax import linen
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.loop import treduce
+from jaxpp_flax.engine.loop import Add, treduce
 from jaxpp_flax.engine.markers import mark_stage_end
 from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.program import Transfer
 from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Schedule, Std1F1B, ZeroBubble
+from jaxpp_flax.trainers.inference import ForwardOnly
 from tests.helpers import tree_allclose
 from tests.matrix.harness import count, mesh_of, run
 
@@ -159,6 +160,26 @@ def test_data_parallel_zero_bubble():
     check(
         train_step(), state_of(parameters(2)), batch_of(), mesh_of(2, data=2), ZeroBubble(2), state_specs=P(), data=DATA
     )
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_metrics_summed_over_the_sharded_batch(training: bool):
+    """They wait for the end of the loop as gradients do, and are work of the forward all the same."""
+    schedule = Std1F1B(2)
+
+    def step(params: Any, batch: Any, schedule: Schedule | None) -> Any:
+        def loss(p: Any, b: Any) -> Any:
+            y = model(p, b["x"])
+            return jnp.mean((y - b["y"]) ** 2), {"columns": y.sum(0), "mean": y.mean(0), "norm": (y * y).sum()}
+
+        body = jax.value_and_grad(loss, has_aux=True) if training else loss
+        return treduce(lambda b: body(params, b), batch, schedule, operation=Add)
+
+    params, batch = parameters(2), batch_of()
+    specs = (P(), P(None, "data"))
+    pipelined = mpmd_jit_with_loop(step, mesh_of(2, data=2), in_specs=specs, static_argnums=2)
+    actual = pipelined(params, batch, schedule if training else ForwardOnly(schedule))
+    tree_allclose(actual, jax.jit(step, static_argnums=2)(params, batch, None), rtol=1e-5)
 
 
 def test_what_a_step_returns_fits_the_next():

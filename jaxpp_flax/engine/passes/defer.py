@@ -227,8 +227,8 @@ class _Finder:
         added: list[Equation] = []
         sums: list[Value] = []
         for chain in chains:
-            source = self.producer[chain.value].source
-            more, total = _partial_sums(chain, self.dims, partial, self.size(chain.axes), source)
+            made = self.producer[chain.value]
+            more, total = _partial_sums(chain, self.dims, partial, self.size(chain.axes), made)
             added.extend(more)
             sums.append(total)
         return equations, added, sums
@@ -249,7 +249,9 @@ class _Finder:
             if position < scan.num_carry:
                 at, aval = scan.num_consts + position, struct_of(total.aval)
                 start, _ = from_jaxpr(jax.make_jaxpr(lambda a=aval: jax.numpy.zeros_like(a))(), [])
-                zeros.extend(replace(e, source=equation.source, transposed=True) for e in start.equations)
+                zeros.extend(
+                    replace(e, source=equation.source, transposed=equation.transposed) for e in start.equations
+                )
                 inputs[at], operands[at] = Value(total.aval), start.outputs[0]
                 for summand in (inputs[at], *(next(remaining) for _ in several[1:])):
                     add, _ = from_jaxpr(jax.make_jaxpr(jax.lax.add)(aval, aval), [summand, total])
@@ -309,9 +311,13 @@ class _Finder:
 
 
 def _partial_sums(
-    chain: _Chain, dims: Mapping[Value, BatchDim], partial: Mapping[Value, tuple[Value, int]], shards: int, source: Any
+    chain: _Chain,
+    dims: Mapping[Value, BatchDim],
+    partial: Mapping[Value, tuple[Value, int]],
+    shards: int,
+    made: Equation,
 ) -> tuple[list[Equation], Value]:
-    """The chain once for each shard, as one vectorised computation."""
+    """The chain once for each shard, as one vectorised computation in place of its last equation, `made`."""
     inside = {v for e in chain.equations for v in e.outputs}
     read = [a for e in chain.equations for a in e.inputs if isinstance(a, Value)]
     inputs = tuple(v for v in dict.fromkeys([*read, chain.value]) if v not in inside)
@@ -330,11 +336,12 @@ def _partial_sums(
 
     jaxpr = jax.make_jaxpr(run)(*(struct_of(v.aval) for v in operands))
     captured = [Constant(c, jax.typeof(c)) for c in getattr(jaxpr, "consts", ())]
-    result, _ = from_jaxpr(jaxpr, [*captured, *operands], transposed=True)
+    # A metric of the forward is a sum over the batch as well: only a gradient's sums belong to the backward.
+    result, _ = from_jaxpr(jaxpr, [*captured, *operands], transposed=made.transposed)
     total = result.outputs[0]
     if not isinstance(total, Value):
         raise TypeError("a gradient over the batch turned out constant")
-    return [replace(e, source=source) for e in result.equations], total
+    return [replace(e, source=made.source) for e in result.equations], total
 
 
 def _split_sharding(operand: Any, axis: int) -> NamedSharding | None:
