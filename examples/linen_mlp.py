@@ -11,7 +11,8 @@ import optax
 import jaxpp_flax.api as jaxpp
 
 STAGES, MICROBATCHES, STEPS = 4, 8, 100
-jax.config.update("jax_num_cpu_devices", STAGES)
+if not jax.distributed.is_initialized():  # of several processes, the launcher knows the devices
+    jax.config.update("jax_num_cpu_devices", STAGES)
 devices = jax.devices() if len(jax.devices()) >= STAGES else jax.devices("cpu")
 mpmd_mesh = jaxpp.MpmdMesh(
     jax.sharding.Mesh(np.array(devices[:: len(devices) // STAGES][:STAGES]), ("stage",)), "stage"

@@ -105,7 +105,9 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    jax.config.update("jax_num_cpu_devices", max(4, args.stages))  # on CPU alone, and only before JAX's first use
+    if not jax.distributed.is_initialized():  # of several processes, the launcher knows the devices
+        # Takes effect on CPU alone, and only before JAX's first use.
+        jax.config.update("jax_num_cpu_devices", max(4, args.stages))
     train_data, held_out = read_digits()
     print(f"{len(train_data['label'])} images to train on, {len(held_out['label'])} held out")
 
