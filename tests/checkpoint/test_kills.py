@@ -23,6 +23,8 @@ from tests.checkpoint.program import batches, make_trainer
 from tests.engine.test_coordination import MemoryStore
 from tests.helpers import tree_allclose
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[2]
 LAST = 100_000  # more steps than any process lives for
 

@@ -18,6 +18,8 @@ READER = """
 import sys
 sys.modules["jaxpp_flax"] = None
 import jax, orbax.checkpoint as ocp
+
+pytestmark = pytest.mark.processes
 here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 with ocp.StandardCheckpointer() as checkpointer:
     leaves = checkpointer.metadata(sys.argv[1]).item_metadata.tree

@@ -16,6 +16,8 @@ from tests.checkpoint.processes import make_trainer, run, start
 from tests.checkpoint.program import batches
 from tests.helpers import tree_allclose
 
+pytestmark = pytest.mark.processes
+
 
 def steps_in(directory: Path) -> list[int]:
     return sorted(int(path.name) for path in directory.iterdir())

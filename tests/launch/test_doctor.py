@@ -16,6 +16,8 @@ from jaxpp_flax.doctor import Finding, Measurement
 from jaxpp_flax.engine.coordination import process_group
 from tests.launch.running import started
 
+pytestmark = pytest.mark.processes
+
 
 def wrong(findings: list[Finding]) -> list[str]:
     return [finding.subject for finding in findings if finding.wrong]

@@ -15,6 +15,8 @@ import pytest
 
 from tests.launch.running import Run, marked, started, wait_for
 
+pytestmark = pytest.mark.processes
+
 FOREVER = 100_000  # more steps than any run lives for
 FAILURE_TIMEOUT = 30.0  # the launcher's default
 

@@ -31,6 +31,8 @@ if len(sys.argv) > 1:
 else:
     group = initialize()
 import jax
+
+pytestmark = pytest.mark.processes
 print("connected", group.process_index, group.process_count, jax.process_count(), flush=True)
 """
 WAIT = """

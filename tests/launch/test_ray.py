@@ -60,6 +60,8 @@ results = run(train, os.getcwd(), 3, num_processes=2, devices_per_process=2, one
 print("heard", [(entry["step"], float(entry["loss"])) for entry in heard])
 print("results", [(index, devices, type(weight).__module__, weight.tolist()) for index, devices, weight in results])
 import numpy as np
+
+pytestmark = pytest.mark.processes
 print("checkpoint", np.load("weight.npy").tolist())
 """
     weight = [0.125] * 3

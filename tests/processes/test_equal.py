@@ -6,7 +6,7 @@ import pytest
 
 from tests.processes.running import run_processes
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from tests.processes.running import run_processes
 
+pytestmark = pytest.mark.processes
+
 # (processes, devices of each): so many ranks.
 LAYOUTS = [(2, 1), (3, 1), (4, 1), (2, 2)]
 PLAIN = ["gpipe", "1f1b", "zero_bubble"]
