@@ -78,21 +78,23 @@ def unroll(
     )
     readers = _readers(step, placement, fragments)
     fingerprints = Fingerprinter()
+    like = _like(step)
     for fragment in fragments:
         rank = fragment.key.rank
-        graph = rewrite[rank](_graph(fragment, readers, unroller.native))
-        unroller.fetch(graph.inputs, rank)
-        inputs = tuple(unroller.slots[v, rank] for v in graph.inputs)
-        outputs = tuple(unroller.new(v, rank) for v in graph.outputs if isinstance(v, Value))
+        whole = _graph(fragment, readers, unroller.native)
+        graph = rewrite[rank](whole)  # its values may be new ones, typed by the rank's mesh, in the same positions
+        unroller.fetch(whole.inputs, rank)
+        inputs = tuple(unroller.slots[v, rank] for v in whole.inputs)
+        outputs = tuple(unroller.new(v, rank) for v in whole.outputs if isinstance(v, Value))
         key = rank, fragment.label, fingerprints.graph(graph)
         if key not in unroller.known:
             unroller.known[key] = len(unroller.tasks)
-            unroller.tasks.append(_task(fragment, graph))
+            unroller.tasks.append(_task(fragment, graph, [like.get(v) for v in whole.outputs if isinstance(v, Value)]))
         call = -1 if fragment.key.call is None else fragment.key.call
         run = Run(unroller.known[key], call, rank, inputs, outputs)
         unroller.instructions.append(run)
         unroller.runs.setdefault(run.task, []).append(run)
-        made = [v for v in graph.outputs if isinstance(v, Value) and min(unroller.native[v]) == rank]
+        made = [v for v in whole.outputs if isinstance(v, Value) and min(unroller.native[v]) == rank]
         for target in sorted({r for v in made for r, _ in readers[v]}):
             if target != rank:
                 wanted = [
@@ -106,8 +108,7 @@ def unroll(
             continue
         unroller.fetch([atom], rank)
         results.append({rank: unroller.slots[atom, rank]})
-    like = _like(step)
-    tasks = [_finished(task, unroller.runs[number], like) for number, task in enumerate(unroller.tasks)]
+    tasks = [_finished(task, unroller.runs[number]) for number, task in enumerate(unroller.tasks)]
     program = Program(
         tuple(unroller.instructions),
         tuple(tasks),
@@ -135,22 +136,21 @@ def _readers(
     return readers
 
 
-def _task(fragment: Fragment, graph: Graph) -> ProgramTask:
+def _task(fragment: Fragment, graph: Graph, like: Sequence[int | None]) -> ProgramTask:
+    """A fragment's task; one that makes accumulators gives them the shardings of the arguments in `like`."""
     key = fragment.key
-    return ProgramTask(fragment.label, key.rank, graph, stage=key.stage, kind=key.kind)
+    task = ProgramTask(fragment.label, key.rank, graph, stage=key.stage, kind=key.kind)
+    return task if graph.inputs else replace(task, leading=(None,) * len(like), like=tuple(like))
 
 
-def _finished(task: ProgramTask, runs: Sequence[Run], like: Mapping[Value, int]) -> ProgramTask:
-    """With what is known about shardings: accumulators keep theirs, and start with their parameter's."""
+def _finished(task: ProgramTask, runs: Sequence[Run]) -> ProgramTask:
+    """With the outputs that go round from run to run, and keep their shardings."""
     pins: list[tuple[int, int]] = []
     if len(runs) > 1:
         for output, made in enumerate(runs[0].outputs):
             positions = [i for i, read in enumerate(runs[1].inputs) if read == made]
             pins += [(output, i) for i in positions if _goes_round(runs, output, i)]
-    if task.graph.inputs:
-        return replace(task, pins=tuple(pins))
-    made = tuple(like.get(v) if isinstance(v, Value) else None for v in task.graph.outputs)
-    return replace(task, leading=(None,) * len(made), like=made)
+    return replace(task, pins=tuple(pins))
 
 
 def _goes_round(runs: Sequence[Run], output: int, source: int) -> bool:
