@@ -13,13 +13,13 @@ import pytest
 from tests.checkpoint.layouts import make_state
 from tests.checkpoint.processes import run
 
+pytestmark = pytest.mark.processes
+
 # Stock Orbax alone, told where to put the leaves, since the writers' devices are not here.
 READER = """
 import sys
 sys.modules["jaxpp_flax"] = None
 import jax, orbax.checkpoint as ocp
-
-pytestmark = pytest.mark.processes
 here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 with ocp.StandardCheckpointer() as checkpointer:
     leaves = checkpointer.metadata(sys.argv[1]).item_metadata.tree

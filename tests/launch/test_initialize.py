@@ -22,6 +22,8 @@ from jaxpp_flax.launch.settings import LaunchSettings
 from jaxpp_flax.launch.starting import own_address
 from tests.launch.running import Run, started, wait_for
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = """
 import os, sys, time
 from jaxpp_flax.launch import initialize
@@ -31,8 +33,6 @@ if len(sys.argv) > 1:
 else:
     group = initialize()
 import jax
-
-pytestmark = pytest.mark.processes
 print("connected", group.process_index, group.process_count, jax.process_count(), flush=True)
 """
 WAIT = """

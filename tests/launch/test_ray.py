@@ -11,6 +11,8 @@ from jaxpp_flax.launch import LaunchError
 from jaxpp_flax.launch.ray import run as run_on_ray
 from tests.launch.running import started
 
+pytestmark = pytest.mark.processes
+
 BEGIN = """
 import os, signal, time
 import ray
@@ -60,8 +62,6 @@ results = run(train, os.getcwd(), 3, num_processes=2, devices_per_process=2, one
 print("heard", [(entry["step"], float(entry["loss"])) for entry in heard])
 print("results", [(index, devices, type(weight).__module__, weight.tolist()) for index, devices, weight in results])
 import numpy as np
-
-pytestmark = pytest.mark.processes
 print("checkpoint", np.load("weight.npy").tolist())
 """
     weight = [0.125] * 3
