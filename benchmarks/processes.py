@@ -1,8 +1,8 @@
 """What it costs to run a pipeline as several processes: step time over one process, latency and bandwidth.
 
-The step is timed as one process with a virtual device for each rank, and as one process for each rank; the two run one
-after the other on the same cores. Between two processes, arrays are then sent there and back: by this library's
-transport, and by the bare transfer server.
+The step is timed as one process with a virtual device for each rank, and as one process for each rank; the two take
+turns, started anew each time, on the same cores. Between two processes, arrays are then sent there and back: by this
+library's transport, and by the bare transfer server.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ def main() -> None:
     flags = workload.parser(__doc__ or "")
     flags.set_defaults(stages=2, microbatches=16, blocks=8, width=256, length=256)
     flags.add_argument("--schedule", default="Std1F1B")
+    flags.add_argument("--rounds", type=int, default=3, help="how often the contestants are started in turn")
+    flags.add_argument("--cores", default="split", choices=["split", "share"], help="as the launcher's")
     flags.add_argument("--role", default="all", choices=["all", "one", "each", "wire"], help="for internal use")
     arguments = flags.parse_args()
     if arguments.role == "all":
@@ -40,13 +42,22 @@ def main() -> None:
 def compare(arguments: Any) -> None:
     """Start the others, and print what they found."""
     own = [os.path.abspath(__file__), *sys.argv[1:]]
-    launch = [sys.executable, "-m", "jaxpp_flax.launch", "-n"]
-    one = run([sys.executable, *own, "--role", "one"], "one")
-    each = run([*launch, str(arguments.stages), *own, "--role", "each"], "each")
+    launch = [sys.executable, "-m", "jaxpp_flax.launch", "--cores", arguments.cores, "-n"]
+    rounds = [
+        (
+            run([sys.executable, *own, "--role", "one"], "one"),
+            run([*launch, str(arguments.stages), *own, "--role", "each"], "each"),
+        )
+        for _ in range(arguments.rounds)
+    ]
+    one, each = (statistics.median(times) for times in zip(*rounds, strict=True))
     wire = run([*launch, "2", *own, "--role", "wire"], "wire")
     print(f"step, {arguments.stages} stages, {arguments.schedule}, {arguments.microbatches} microbatches")
     print(f"  one process         {one * 1e3:9.1f} ms")
-    print(f"  {arguments.stages} processes         {each * 1e3:9.1f} ms   {each / one:.3f} x")
+    ratio = statistics.median(several / single for single, several in rounds)
+    print(
+        f"  {arguments.stages} processes         {each * 1e3:9.1f} ms   {ratio:.3f} x (median of {len(rounds)} rounds)"
+    )
     for name, figures in wire.items():
         nbytes = SIZES[name]
         ours, bare = figures["ours"], figures["bare"]
@@ -54,7 +65,7 @@ def compare(arguments: Any) -> None:
             f"{name:>7}: one way {ours * 1e6:9.0f} us {nbytes / ours / 1e9:6.2f} GB/s; bare transfer server "
             f"{bare * 1e6:9.0f} us {nbytes / bare / 1e9:6.2f} GB/s; {ours / bare:.2f} x"
         )
-    row = {"step_one_process": one, "step_processes": each, "ratio": each / one, "wire": wire}
+    row = {"step_one_process": one, "step_processes": each, "ratio": ratio, "rounds": rounds, "wire": wire}
     print(json.dumps(row))
     if arguments.json:
         with open(arguments.json, "w") as file:

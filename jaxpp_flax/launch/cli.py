@@ -39,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failure_timeout=options.failure_timeout,
             grace=options.grace,
             log_dir=options.log_dir,
+            split_cores=options.cores == "split",
         )
         return run(job)
     except LaunchError as error:
@@ -70,6 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--grace", type=float, default=60.0, help="seconds to end in after Ctrl-C or SIGTERM (default: 60)"
+    )
+    parser.add_argument(
+        "--cores",
+        choices=["split", "share"],
+        default="split",
+        help="with as many cores as processes, each gets its part of them; or all use all (default: split)",
     )
     parser.add_argument("--log-dir", type=Path, help="also write each process's output to a file in this folder")
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module to run, and its arguments")

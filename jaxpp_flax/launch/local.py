@@ -21,6 +21,7 @@ from rich.console import Console
 from jaxpp_flax.engine.coordination import PEER_FAILED_STATUS
 from jaxpp_flax.engine.watch import DEFAULT_FAILURE_TIMEOUT
 from jaxpp_flax.launch import coordinator, guard
+from jaxpp_flax.launch.cores import running_on, share_of_cores, usable_cores
 from jaxpp_flax.launch.logs import Logs
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
 
@@ -42,6 +43,7 @@ class LocalJob:
       failure_timeout: seconds within which a failure of one process has ended all.
       grace: seconds that the processes have to end after Ctrl-C or SIGTERM, for a last checkpoint.
       log_dir: a folder for each process's output; None: none.
+      split_cores: give each process its share of the cores that this one may use, if there are enough.
     """
 
     program: Sequence[str]
@@ -51,6 +53,7 @@ class LocalJob:
     failure_timeout: float = DEFAULT_FAILURE_TIMEOUT
     grace: float = 60.0
     log_dir: Path | None = None
+    split_cores: bool = True
 
     def __post_init__(self) -> None:
         if not self.program or self.program == ["-m"]:
@@ -163,17 +166,19 @@ class _Job:
     def _start_process(self, settings: LaunchSettings) -> _Process:
         reading, writing = os.pipe()
         settings = replace(settings, control_fd=reading)
-        popen = subprocess.Popen(
-            [sys.executable, "-m", "jaxpp_flax.launch.child", *self._job.program],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=child_environment(os.environ, settings, self._job.devices_per_process),
-            pass_fds=[reading],
-            process_group=0,
-            text=True,
-            errors="replace",
-        )
+        cores = share_of_cores(usable_cores(), settings.process_id, self._job.num_processes)
+        with running_on(cores if self._job.split_cores else ()):
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "jaxpp_flax.launch.child", *self._job.program],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=child_environment(os.environ, settings, self._job.devices_per_process),
+                pass_fds=[reading],
+                process_group=0,
+                text=True,
+                errors="replace",
+            )
         os.close(reading)
         self._tell_guard("+", popen.pid)
         process = _Process(settings.process_id, popen, os.fdopen(writing, "wb", buffering=0))

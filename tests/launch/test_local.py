@@ -247,3 +247,17 @@ def test_a_module_runs_too(tmp_path: Path):
     with started(tmp_path, command) as run:
         assert run.finish() == 0, run.stderr
         assert run.stdout.count("module __main__ ['--flag']") == 2
+
+
+@pytest.mark.parametrize("cores", ["split", "share"])
+def test_each_process_has_its_own_cores(tmp_path: Path, cores: str):
+    usable = os.sched_getaffinity(0)
+    if len(usable) < 2:
+        pytest.skip("one core cannot be split")
+    source = BEGIN + "print('cores', sorted(os.sched_getaffinity(0)), flush=True)\n"
+    with launched(tmp_path, source, "-n", "2", "--cores", cores) as run:
+        assert run.finish() == 0, run.stderr
+        found = [re.search(rf"\[{index}\] cores \[(.*)\]", run.stdout) for index in range(2)]
+        first, second = ({int(core) for core in match[1].split(",")} for match in found if match)
+    assert first | second == usable
+    assert not first & second if cores == "split" else first == second
