@@ -2,45 +2,161 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from dataclasses import dataclass
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.array import MpmdArray
+from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.runtime import Across
 from jaxpp_flax.engine.transport.base import Tag
 from jaxpp_flax.engine.transport.crossing import Crossing
 from jaxpp_flax.engine.transport.routes import Leaf, plan
 
-__all__ = ["bring"]
+__all__ = ["Wanted", "bring", "check_parts"]
 
 
-def bring(leaf: MpmdArray, wanted: Iterable[int], across: Across, call: int, argument: int) -> dict[int, jax.Array]:
-    """Replicas of `leaf` on those of its wanted ranks that lack one, as far as they are this process's.
+@dataclass(frozen=True)
+class Wanted:
+    """Where a step reads an argument: on which ranks of its mesh, and how it is partitioned there; and its name."""
+
+    mesh: MpmdMesh
+    ranks: tuple[int, ...]
+    spec: PartitionSpec
+    name: str
+
+    def on(self, rank: int) -> NamedSharding:
+        """Its sharding on one rank."""
+        return NamedSharding(self.mesh.unstack[rank], self.spec)
+
+    def is_met_by(self, leaf: MpmdArray) -> bool:
+        """Whether every rank has it already, partitioned so."""
+        sharding = leaf.sharding
+        return (
+            sharding.mesh_ids.issuperset(self.ranks) and sharding.spec == self.spec and sharding.mpmd_mesh == self.mesh
+        )
+
+
+def bring(leaf: MpmdArray, wanted: Wanted, across: Across, call: int, argument: int) -> dict[int, jax.Array]:
+    """Replicas of `leaf` for the wanted ranks, as far as they are this process's; moved where a rank lacks one.
 
     Every process calls it with the same array at the same point, as all of them know where the array lives. Connections
-    to new peers are opened on the way.
+    to new peers are opened on the way. A replica comes partitioned as the step wants it or as it was; in the second
+    case this process can partition it anew by itself.
 
     Args:
       leaf: the argument.
       wanted: the ranks that read it.
       across: this process's link.
-      call: counts the calls of the step.
+      call: counts the calls of the step; no two calls may have the same number.
       argument: its position.
+
+    Raises:
+      ValueError: in every process, and before anything is sent, if parts of it that lie in different processes would
+        have to be cut anew.
     """
-    mesh, source = leaf.sharding.mpmd_mesh, leaf.mpmd_idxs[0]
-    parts: dict[int, Any] = {}
-    for rank in sorted(set(wanted) - set(leaf.mpmd_idxs)):
-        target = NamedSharding(mesh.unstack[rank], leaf.spec)
-        described = Leaf(leaf.shape, leaf.dtype, leaf.sharding.local_sharding(source), target)
-        what = f"rank {rank}: argument {argument} of the step, which rank {source} has"
-        route = plan([described], jax.process_index(), what)
-        across.link.connect(route.own_parcels())
-        part = leaf._partially_addressable_arrays.get(source)  # pyright: ignore[reportPrivateUsage]
-        tag = Tag(f"{across.name}/argument-{argument}-to-{rank}", call, 0)
-        (arrived,) = Crossing(across.link, route, [True])([part], tag)
-        if arrived is not None:
-            parts[rank] = arrived
-    return parts
+    parts = leaf._partially_addressable_arrays  # pyright: ignore[reportPrivateUsage]
+    routes = {rank: _origin(leaf, wanted, rank) for rank in sorted(set(wanted.ranks))}
+    found: dict[int, jax.Array] = {}
+    for rank, (source, target) in routes.items():
+        part = parts.get(source)
+        if target is not None:
+            lies = leaf.sharding.local_sharding(source)
+            what = f"rank {rank}: argument{wanted.name} of the step, which rank {source} has"
+            route = plan([Leaf(leaf.shape, leaf.dtype, lies, target)], jax.process_index(), what)
+            across.link.connect(route.own_parcels())
+            if part is not None and part.is_deleted():
+                raise RuntimeError(leaf._deleted_message(source))  # pyright: ignore[reportPrivateUsage]
+            tag = Tag(f"{across.name}/argument-{argument}-to-{rank}", call, 0)
+            (part,) = Crossing(across.link, route, [True])([part], tag)
+        if part is not None and wanted.mesh.is_local(rank):
+            found[rank] = part
+    return found
+
+
+def _origin(leaf: MpmdArray, wanted: Wanted, rank: int) -> tuple[int, NamedSharding | None]:
+    """The rank of the leaf's mesh that its replica is taken from, and the sharding with which it arrives.
+
+    That is None where the replica lies on the right devices already.
+    """
+    sharding, target, ndim = leaf.sharding, wanted.on(rank), len(leaf.shape)
+    for own in leaf.mpmd_idxs:
+        lies = sharding.local_sharding(own)
+        if lies.device_set == target.device_set:
+            if _can_repartition(lies, target, ndim):
+                return own, None
+            raise _refusal(leaf, wanted, rank)
+    owners = _processes(target)
+    # Where a process has devices of both ranks, that replica is near.
+    source = min(leaf.mpmd_idxs, key=lambda own: (_processes(sharding.local_sharding(own)) != owners, own))
+    lies = sharding.local_sharding(source)
+    pieces = _pieces(lies, leaf.shape)
+    for arrives in (target, _same_spec(wanted.mesh.unstack[rank], leaf)):
+        if arrives is not None and _pieces(arrives, leaf.shape) <= pieces and _can_repartition(arrives, target, ndim):
+            return source, arrives
+    raise _refusal(leaf, wanted, rank)
+
+
+def _same_spec(mesh: Mesh, leaf: MpmdArray) -> NamedSharding | None:
+    """The leaf's partition on another mesh, if that has its axes and they divide it."""
+    try:
+        sharding = NamedSharding(mesh, leaf.spec)
+        sharding.shard_shape(leaf.shape)
+    except ValueError:
+        return None
+    return sharding
+
+
+def _pieces(sharding: NamedSharding, shape: tuple[int, ...]) -> set[tuple[tuple[int, int, int], ...]]:
+    """The parts of an array that its devices hold."""
+    return {
+        tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
+        for index in sharding.devices_indices_map(shape).values()
+    }
+
+
+def _processes(sharding: NamedSharding) -> set[int]:
+    return {device.process_index for device in sharding.device_set}
+
+
+def _can_repartition(lies: NamedSharding, target: NamedSharding, ndim: int) -> bool:
+    """Whether each process has what it needs of `target`, of the same devices, in what it has of `lies`."""
+    return len(_processes(target)) == 1 or lies.is_fully_replicated or lies.is_equivalent_to(target, ndim)
+
+
+def _refusal(leaf: MpmdArray, wanted: Wanted, rank: int) -> ValueError:
+    return ValueError(
+        f"argument{wanted.name}, {leaf.dtype}{list(leaf.shape)}, lies on rank {', '.join(map(str, leaf.mpmd_idxs))} of "
+        f"{leaf.sharding.mpmd_mesh!r}, partitioned as {leaf.spec}, but the step reads it on rank {rank} of "
+        f"{wanted.mesh!r}, partitioned as {wanted.spec}. Between processes a replica moves as it is cut, or "
+        "whole. Pass it with the sharding that the step takes (`compiled.in_shardings`), from which "
+        "`spmd_to_mpmd_reshard(mesh, tree, shardings)` makes it, or as a host array that every process has."
+    )
+
+
+def check_parts(value: jax.Array, wanted: Wanted) -> None:
+    """Refuse an array over several processes of which one of them lacks what it needs: in all of them, not in that one.
+
+    Args:
+      value: not fully addressable.
+      wanted: the ranks that read it.
+
+    Raises:
+      ValueError: naming the argument and the rank.
+    """
+    has = {device.process_index for device in value.sharding.device_set}
+    for rank in wanted.ranks:
+        target = wanted.on(rank)
+        whole = value.is_fully_replicated and _processes(target) <= has
+        if not whole and not _same_devices(value, target):
+            raise ValueError(
+                f"argument{wanted.name}, {value.dtype}{list(value.shape)}, is sharded over several processes as "
+                f"{value.sharding}, but the step reads it on rank {rank} as {target}, and the processes of that rank "
+                "do not have all of it. Pass it with the sharding that the step takes (`compiled.in_shardings`), or as "
+                "a host array that every process has."
+            )
+
+
+def _same_devices(value: jax.Array, target: NamedSharding) -> bool:
+    return value.sharding.device_set == target.device_set and value.sharding.is_equivalent_to(target, value.ndim)

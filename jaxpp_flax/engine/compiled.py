@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.array import MpmdArray, MpmdSharding
-from jaxpp_flax.engine.bringing import bring
+from jaxpp_flax.engine.bringing import Wanted, bring, check_parts
 from jaxpp_flax.engine.compile import TaskCompiler, compile_program
 from jaxpp_flax.engine.ir import Constant
 from jaxpp_flax.engine.listing import ProgramListing
@@ -57,7 +57,7 @@ class _Argument:
 
     position: int
     targets: tuple[tuple[int, int, NamedSharding], ...]
-    ranks: tuple[int, ...]
+    wanted: Wanted
     donated: bool
 
 
@@ -84,7 +84,8 @@ class Compiled:
         across, shared = meet(mesh, program, specs, out_specs)
         self._executables = compile_program(program, compiler, specs, out_specs, mesh.local_ranks, shared=shared)
         self._runtime = Runtime(program, self._executables, mesh, across)
-        self._across = across
+        self._across, self._calls = across, 0
+        names = [""] * len(consts) + [leaf.path for leaf in signature.leaves]
         self._arguments = tuple(
             _Argument(
                 position - len(consts),
@@ -93,11 +94,11 @@ class Compiled:
                     for rank, slot in ranks.items()
                     if mesh.is_local(rank)
                 ),
-                tuple(ranks),
+                Wanted(mesh, tuple(ranks), spec, name),
                 donated,
             )
-            for position, (ranks, spec, donated) in enumerate(
-                zip(program.arguments, specs, (False,) * len(consts) + signature.donated, strict=True)
+            for position, (ranks, spec, name, donated) in enumerate(
+                zip(program.arguments, specs, names, (False,) * len(consts) + signature.donated, strict=True)
             )
         )
         self._constants = [
@@ -141,6 +142,7 @@ class Compiled:
         environment: list[Any] = [None] * self.program.num_slots
         for slot, constant in self._constants:
             environment[slot] = constant
+        self._calls += 1
         given_away: list[jax.Array] = []
         try:
             for leaf, argument in zip(leaves, self._arguments, strict=True):
@@ -168,9 +170,8 @@ class Compiled:
     def _place(self, leaf: Any, argument: _Argument, environment: list[Any], given_away: list[jax.Array]) -> None:
         if type(leaf) is MpmdArray:
             parts = leaf._partially_addressable_arrays  # pyright: ignore[reportPrivateUsage]
-            if self._across is not None and not leaf.sharding.mesh_ids.issuperset(argument.ranks):
-                call = self._runtime.steps_run
-                parts = {**parts, **bring(leaf, argument.ranks, self._across, call, argument.position)}
+            if self._across is not None and not argument.wanted.is_met_by(leaf):
+                parts = bring(leaf, argument.wanted, self._across, self._calls, argument.position)
             for slot, rank, sharding in argument.targets:
                 part = parts.get(rank)
                 if part is None or (part.sharding is not sharding and part.sharding != sharding):
@@ -179,10 +180,12 @@ class Compiled:
                     raise RuntimeError(leaf._deleted_message(rank))  # pyright: ignore[reportPrivateUsage]
                 environment[slot] = part
             return
+        if self._across is not None and isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            check_parts(leaf, argument.wanted)
         if argument.targets and isinstance(leaf, jax.ShapeDtypeStruct):
             ranks = [rank for _, rank, _ in argument.targets]
             raise TypeError(
-                f"argument {argument.position} is a shape without a value ({leaf}), but the ranks {ranks} of this "
+                f"argument{argument.wanted.name} is a shape without a value ({leaf}), but the ranks {ranks} of this "
                 "process read it. Pass its value; `compiled.read_here` tells which arguments a process may leave out."
             )
         for slot, _, sharding in argument.targets:
@@ -247,7 +250,7 @@ class Compiled:
     def in_shardings(self) -> Any:
         """The `MpmdSharding` of each argument: a tree like `(args, kwargs)`."""
         shardings = [
-            MpmdSharding(self.mpmd_mesh, frozenset(a.ranks) or frozenset({0}), leaf.spec)
+            MpmdSharding(self.mpmd_mesh, frozenset(a.wanted.ranks) or frozenset({0}), leaf.spec)
             for a, leaf in zip(self._arguments, self._signature.leaves, strict=True)
         ]
         return jax.tree_util.tree_unflatten(self._signature.tree, shardings)

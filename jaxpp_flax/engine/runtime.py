@@ -125,11 +125,6 @@ class Runtime:
                 step(environment)
         self._step += 1
 
-    @property
-    def steps_run(self) -> int:
-        """How often `run` was called to its end."""
-        return self._step
-
     def profile(self, environment: Environment, at_once: int | None = None) -> list[TaskTiming]:
         """Run one step as `run` does, measuring when each task of the loop ran; at most `at_once` at a time.
 

@@ -135,22 +135,23 @@ def plan(leaves: Sequence[Leaf], process: int, what: str) -> Route:
 def _hops(number: int, leaf: Leaf) -> list[_Hop]:
     sources: dict[Any, list[Device]] = {}
     for device, index in leaf.source.devices_indices_map(leaf.shape).items():
-        sources.setdefault(_key(index), []).append(device)
+        sources.setdefault(_key(index, leaf.shape), []).append(device)
     chosen: dict[tuple[Device, int], list[Device]] = {}
     first: dict[tuple[Any, int], Device] = {}
     for place, (device, index) in enumerate(leaf.target.devices_indices_map(leaf.shape).items()):
-        process, candidates = device.process_index, sources[_key(index)]
+        process, candidates = device.process_index, sources[_key(index, leaf.shape)]
         near = [source for source in candidates if source.process_index == process]
-        if not near and (_key(index), process) not in first:
+        if not near and (_key(index, leaf.shape), process) not in first:
             # Replicas share the work of sending.
-            first[_key(index), process] = candidates[place % len(candidates)]
-        source = near[0] if near else first[_key(index), process]
+            first[_key(index, leaf.shape), process] = candidates[place % len(candidates)]
+        source = near[0] if near else first[_key(index, leaf.shape), process]
         chosen.setdefault((source, process), []).append(device)
     return [_Hop(number, source, tuple(devices)) for (source, _), devices in chosen.items()]
 
 
-def _key(index: Sequence[slice]) -> tuple[tuple[Any, Any], ...]:
-    return tuple((part.start, part.stop) for part in index)
+def _key(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+    """A part of an array, written in one way: on an axis of size 1 a sharding may say `0:8` for all of 8."""
+    return tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
 
 
 def _shard_on(array: jax.Array, device: Device) -> jax.Array:
