@@ -1,32 +1,32 @@
-"""The slowest rank as fast as can be: contiguous blocks cut into stages, stages dealt to ranks, memory kept in bounds.
+"""Steps as short as can be: contiguous blocks cut into stages, stages dealt to ranks, memory kept in bounds.
 
-With one stage on each rank this is the linear partition problem, solved exactly by dynamic programming. With several
-(interleaved and V-shaped schedules) a rank's time is the sum of its stages', and the dynamic program carries every
-vector of loads that no other one dominates; that is exact as long as they are few, which `Balance.exact` tells. Where
-they are too many only the most promising go on, and what a local search over single cuts finds is kept if it is better.
+With one stage on each rank the slowest rank sets the pace: the linear partition problem, solved exactly by dynamic
+programming. With several (interleaved and V-shaped schedules) ranks also wait for each other where the stages of a rank
+are uneven, so that the fastest slowest rank may well make the slower step. There the simulated step decides: over all
+assignments where they are few, otherwise over those that a local search reaches.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from jaxpp_flax.layers.memory import MemoryModel
+from jaxpp_flax.layers.step_time import StepTime
 
 __all__ = ["Balance", "balance", "leanest"]
 
 _INFINITY = float("inf")
 _TOLERANCE = 1e-12  # relative: sums of floats in another order are still equal costs
-_KEPT_LABELS = 256  # for each number of stages and blocks
-_MAX_LABELS = 400_000  # in all: a few seconds
+_TRIES = 10_000  # assignments judged by the loads of their ranks: a fraction of a second
 _REACH = 16  # stages between which the local search moves a block
 
 # The value of the blocks start to end (exclusive) as a stage: it grows with every block added at the front.
 StageValue = Callable[[int, int, int], float]
+# How bad an assignment is: bytes over the limits, then its cost. Compared in order.
+_Worth = tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Balance:
     Attributes:
       sizes: blocks in each stage.
       slowest: the cost of the slowest rank.
-      exact: whether no other assignment within the memory limit has a faster slowest rank.
+      exact: whether no other assignment within the memory limit is better.
     """
 
     sizes: tuple[int, ...]
@@ -49,16 +49,21 @@ def balance(
     rank_of: Sequence[int],
     memory: MemoryModel | None = None,
     sent: Sequence[float] | None = None,
+    even: Sequence[int] | None = None,
+    step: StepTime | None = None,
 ) -> Balance | None:
-    """The contiguous, non-empty stages whose slowest rank is fastest; None if no assignment fits into memory.
+    """The best contiguous, non-empty stages; None if no assignment that fits into memory is found.
 
-    Among equals, with one stage on each rank: that which sends the fewest bytes, then the most even one.
+    With one stage on each rank: those whose slowest rank is fastest; among equals those that send the fewest bytes,
+    then the most even ones. With several: those with the shortest simulated step; among equals the even ones.
 
     Args:
       costs: of each block, at least 0.
       rank_of: the rank of each stage.
       memory: what a stage holds, and the limits; None: no limit.
       sent: bytes that cross a cut before each block (the first is not used).
+      even: the sizes to beat where ranks have several stages; by default as many blocks in each, give or take one.
+      step: tells the time of a step where ranks have several stages; without it their slowest rank is made fastest.
 
     Example:
       >>> balance([1, 1, 1, 1, 4], [0, 1])
@@ -66,12 +71,11 @@ def balance(
       >>> balance([1, 1, 1, 1, 4], [0, 1, 0, 1])  # two stages on each rank: stages 1 and 3 are rank 1's
       Balance(sizes=(2, 1, 1, 1), slowest=5.0, exact=True)
 
-    Source: the linear partition problem; Skiena, "The Algorithm Design Manual", section 8.5. Several stages on a rank:
-    label setting with dominance, as in multi-objective shortest paths (Martins, 1984).
+    Source: the linear partition problem; Skiena, "The Algorithm Design Manual", section 8.5.
     """
     if len(set(rank_of)) == len(rank_of):
         return _chain(costs, len(rank_of), memory, sent)
-    return _interleaved(costs, rank_of, memory)
+    return _interleaved(costs, rank_of, memory, even, step)
 
 
 def leanest(count: int, num_stages: int, memory: MemoryModel) -> tuple[int, ...]:
@@ -167,109 +171,96 @@ def _least_maximum(value: StageValue, count: int, parts: int) -> tuple[int, ...]
     return tuple(sizes[::-1])
 
 
-@dataclass(frozen=True, slots=True)
-class _Label:
-    """A way to fill the first stages: each rank's load and bytes at its fullest moments, and what came before."""
-
-    loads: tuple[float, ...]
-    held: tuple[float, ...]
-    end: int
-    before: _Label | None
-
-
-def _interleaved(costs: Sequence[float], rank_of: Sequence[int], memory: MemoryModel | None) -> Balance | None:
-    """Several stages on a rank."""
-    count, num_stages, num_ranks = len(costs), len(rank_of), 1 + max(rank_of)
-    total = _running(costs)
-    incumbent = _local_search(costs, rank_of, memory)
-    slowest = max(rank_loads(costs, incumbent, rank_of)) if incumbent is not None else _INFINITY
-    bound = max(total[-1] / num_ranks, max(costs))
-    margin = _TOLERANCE * total[-1]
-    best: _Label | None = None
-    exact, made = True, 0
-    states: dict[int, list[_Label]] = {0: [_Label((0.0,) * num_ranks, memory.nothing if memory else (), 0, None)]}
-    for stage, rank in enumerate(rank_of):
-        if slowest <= bound + margin or made > _MAX_LABELS:
-            break
-        later = set(rank_of[stage + 1 :])
-        left = num_stages - stage - 1
-        grown: dict[int, list[_Label]] = {}
-        for start, labels in states.items():
-            for label in labels:
-                for end in range(start + 1, count - left + 1) if left else [count]:
-                    load = label.loads[rank] + total[end] - total[start]
-                    if load >= slowest - margin:
-                        break
-                    held = memory.with_stage(label.held, stage, start, end) if memory else ()
-                    if memory and not memory.within_limits(held):
-                        break
-                    loads = (*label.loads[:rank], load, *label.loads[rank + 1 :])
-                    # What is left must find room on the ranks that have stages left.
-                    if total[-1] - total[end] > sum(slowest - loads[r] for r in later) + margin:
-                        continue
-                    grown.setdefault(end, []).append(_Label(loads, held, end, label))
-                    made += 1
-        states = {}
-        for end, labels in grown.items():
-            kept = _undominated(labels, sorted(later))
-            exact = exact and len(kept) <= _KEPT_LABELS
-            states[end] = kept[:_KEPT_LABELS]
-        if not left and states.get(count):
-            best = min(states[count], key=lambda label: max(label.loads))
-            slowest = max(best.loads)
-    exact = (exact and made <= _MAX_LABELS) or slowest <= bound + margin
-    if best is not None:
-        ends = [best.end]
-        while best.before is not None:
-            best = best.before
-            ends.append(best.end)
-        incumbent = tuple(b - a for a, b in itertools.pairwise(ends[::-1]))
-    if incumbent is None:
-        return None
-    return Balance(sizes=incumbent, slowest=max(rank_loads(costs, incumbent, rank_of)), exact=exact)
-
-
-def _undominated(labels: list[_Label], later: Sequence[int]) -> list[_Label]:
-    """Labels that no other one is as good as; ranks without later stages count by the slowest of them alone."""
-    labels.sort(key=lambda label: (max(label.loads), sum(load * load for load in label.loads), label.held))
-    rows = np.array([(*(label.loads[r] for r in later), max(label.loads), *label.held) for label in labels])
-    kept: list[int] = []
-    for i in range(len(labels)):
-        if len(kept) > _KEPT_LABELS:
-            break
-        if not kept or not (rows[kept] <= rows[i]).all(axis=1).any():
-            kept.append(i)
-    return [labels[i] for i in kept]
-
-
-def _local_search(costs: Sequence[float], rank_of: Sequence[int], memory: MemoryModel | None) -> tuple[int, ...] | None:
-    """Move blocks from stage to stage as long as that helps, from the even sizes and from the least slowest stage."""
+def _interleaved(
+    costs: Sequence[float],
+    rank_of: Sequence[int],
+    memory: MemoryModel | None,
+    even: Sequence[int] | None,
+    step: StepTime | None,
+) -> Balance | None:
+    """Several stages on a rank: every assignment where they are few, otherwise a local search from several starts."""
     count, num_stages = len(costs), len(rank_of)
     total = _running(costs)
+
+    def excess(sizes: tuple[int, ...]) -> float:
+        if memory is None:
+            return 0.0
+        return sum(max(b - limit, 0.0) for b, limit in zip(memory.rank_bytes(sizes), memory.limits, strict=True))
+
+    def by_load(sizes: tuple[int, ...]) -> _Worth:
+        # All loads, not the largest alone: a move that helps the second slowest rank is progress.
+        return (excess(sizes), *sorted(rank_loads(costs, sizes, rank_of), reverse=True))
+
+    def by_step(sizes: tuple[int, ...]) -> _Worth:
+        return (excess(sizes), step(sizes)) if step is not None else by_load(sizes)
+
+    # Simple ones first: of equals the first is taken.
     share, extra = divmod(count, num_stages)
-    starts = [tuple(share + (stage < extra) for stage in range(num_stages))]
+    starts = [tuple(even) if even is not None else tuple(share + (i < extra) for i in range(num_stages))]
     chain = _least_maximum(lambda _, start, end: total[end] - total[start], count, num_stages)
     starts += [chain] if chain is not None else []
-    if memory is not None:
-        starts.append(leanest(count, num_stages, memory))
+    tries = step.tries if step is not None else _TRIES
+    exact = math.comb(count - 1, num_stages - 1) <= tries
+    if exact:
+        starts += _assignments(count, num_stages)
+    else:
+        starts += [leanest(count, num_stages, memory)] if memory is not None else []
+        starts += [_climb(sizes, by_load, _TRIES)[0] for sizes in starts]
+    best = _best(starts, by_step)
+    if not exact:
+        # The best start first: it gets the most tries.
+        climbed: list[tuple[int, ...]] = []
+        for sizes in dict.fromkeys((best, *starts)):
+            found, tries = _climb(sizes, by_step, tries)
+            climbed.append(found)
+        best = _best(climbed, by_step)
+    if excess(best) > 0:
+        return None
+    return Balance(sizes=best, slowest=max(rank_loads(costs, best, rank_of)), exact=exact)
 
-    def worth(sizes: Sequence[int]) -> tuple[Any, ...]:
-        excess = memory.excess(sizes) if memory is not None else 0.0
-        return (max(excess, 0.0), *sorted(rank_loads(costs, sizes, rank_of), reverse=True))
 
-    best: tuple[tuple[Any, ...], tuple[int, ...]] | None = None
-    for sizes in starts:
-        now = worth(sizes)
-        while True:
-            near = [(i, j) for i, n in enumerate(sizes) for j in range(i - _REACH, i + _REACH + 1) if n > 1 and j != i]
-            moves = [_moved(sizes, i, j) for i, j in near if 0 <= j < num_stages]
-            ranked = min(((worth(move), move) for move in moves), default=(now, sizes))
-            if ranked[0] >= now:
-                break
-            now, sizes = ranked
-        if best is None or now < best[0]:
-            best = (now, sizes)
-    return best[1] if best is not None and best[0][0] <= 0.0 else None
+def _best(candidates: Sequence[tuple[int, ...]], worth: Callable[[tuple[int, ...]], _Worth]) -> tuple[int, ...]:
+    best, least = candidates[0], worth(candidates[0])
+    for sizes in candidates[1:]:
+        value = worth(sizes)
+        if _less(value, least):
+            best, least = sizes, value
+    return best
+
+
+def _climb(
+    sizes: tuple[int, ...], worth: Callable[[tuple[int, ...]], _Worth], tries: int
+) -> tuple[tuple[int, ...], int]:
+    """Move single blocks from stage to stage, near ones first, as long as that helps; and the tries that are left."""
+    if not tries:
+        return sizes, 0
+    now = worth(sizes)
+    ends = [(i, i + way * reach) for reach in range(1, _REACH) for i in range(len(sizes)) for way in (1, -1)]
+    moves = [(i, j) for i, j in ends if 0 <= j < len(sizes)]
+    in_vain = 0
+    for i, j in itertools.cycle(moves):
+        if in_vain == len(moves) or not tries:
+            break
+        in_vain += 1
+        if sizes[i] > 1:
+            tries -= 1
+            moved = _moved(sizes, i, j)
+            value = worth(moved)
+            if _less(value, now):
+                sizes, now, in_vain = moved, value, 0
+    return sizes, tries
+
+
+def _less(one: _Worth, other: _Worth) -> bool:
+    for a, b in zip(one, other, strict=True):
+        if abs(a - b) > _TOLERANCE * max(abs(a), abs(b)):
+            return a < b
+    return False
+
+
+def _assignments(count: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+    for cuts in itertools.combinations(range(1, count), num_stages - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *cuts, count)))
 
 
 def _moved(sizes: tuple[int, ...], source: int, target: int) -> tuple[int, ...]:

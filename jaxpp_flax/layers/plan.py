@@ -52,7 +52,9 @@ class Plan:
       source: where the costs come from, for people.
       ranks: the rank of each stage, if known.
       even_sizes: how many blocks each stage would have without costs, for comparison; if known.
-      exact: whether no other assignment has a faster slowest rank; None where that was not the aim.
+      exact: whether no other assignment is better; None where none was looked for.
+      step_gain: by how much of its time the simulated step is shorter than with an even assignment, where that was the
+        aim (several stages on a rank).
       rank_bytes: what each rank's devices hold, where it was asked for.
 
     Raises:
@@ -77,6 +79,7 @@ class Plan:
     ranks: tuple[int, ...] | None = None
     even_sizes: tuple[int, ...] | None = None
     exact: bool | None = None
+    step_gain: float | None = None
     rank_bytes: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:

@@ -40,6 +40,8 @@ class _Plan(Protocol):
     @property
     def exact(self) -> bool | None: ...
     @property
+    def step_gain(self) -> float | None: ...
+    @property
     def rank_costs(self) -> tuple[float, ...] | None: ...
     @property
     def rank_bytes(self) -> tuple[float, ...] | None: ...
@@ -126,6 +128,8 @@ def _caption(plan: _Plan) -> str:
             text = f"slowest rank over the mean: even {plan.even_imbalance:.3f}, here {plan.imbalance:.3f}"
             change = "less" if plan.gain >= 0 else "more"
             text += f": {abs(plan.gain):.0%} {change} time for the slowest rank"
+        if plan.step_gain is not None:
+            text += f"; simulated step {plan.step_gain:.0%} shorter than even"
         if plan.exact is not None:
             text += "; no other assignment is better" if plan.exact else "; found by local search, not proven best"
         lines.append(text)

@@ -20,6 +20,7 @@ from jaxpp_flax.layers.assignment import cuts_of, near_names
 from jaxpp_flax.layers.balancing import balance, leanest
 from jaxpp_flax.layers.memory import Held, MemoryModel, live_counts
 from jaxpp_flax.layers.plan_table import amount
+from jaxpp_flax.layers.step_time import StepTime
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.state import TrainState
 
@@ -109,19 +110,25 @@ class Assigner:
 
     def _make(self, marks: Sequence[Mark], num_stages: int, pipeline: Pipeline) -> tuple[tuple[int, ...], Plan]:
         work, source, unit = self._work(marks, pipeline)
-        exact = None
-        if self._balances and work is not None:
-            if len(marks) < num_stages - 1:
-                even()(marks, num_stages)  # raises, and says what is missing
+        cuts = () if self._balances else tuple(self._policy(marks, num_stages))
+        even_sizes = _sizes(even()(marks, num_stages), marks)  # raises where there are too few marks
+        exact = step_gain = None
+        if self._balances:
             memory = self._memory(marks, pipeline) if self._limit is not None else None
             sent = [0.0, *marks.sent] if isinstance(marks, Marks) else None
-            found = balance([w.total for w in work], pipeline.ranks, memory, sent)
+            step = StepTime(
+                schedule=pipeline.schedule,
+                num_microbatches=pipeline.num_microbatches,
+                forward=[w.forward for w in work],
+                backward=[w.backward for w in work],
+            )
+            found = balance([w.total for w in work], pipeline.ranks, memory, sent, even_sizes, step)
             if found is None:
                 sizes = leanest(len(work), num_stages, memory) if memory is not None else ()
                 raise self._too_large(marks, sizes, pipeline, memory, "no assignment")
             cuts, exact = cuts_of(found.sizes), found.exact
-        else:
-            cuts = tuple(self._policy(marks, num_stages))
+            if len(set(pipeline.ranks)) < num_stages and step(even_sizes):
+                step_gain = 1.0 - step(found.sizes) / step(even_sizes)
         sizes = _sizes(cuts, marks)
         rank_bytes = self._check_memory(marks, sizes, pipeline) if self._limit is not None else None
         plan = Plan.of(
@@ -132,8 +139,9 @@ class Assigner:
             unit=unit,
             source=source,
             ranks=pipeline.ranks,
-            even_sizes=_sizes(even()(marks, num_stages), marks),
+            even_sizes=even_sizes,
             exact=exact,
+            step_gain=step_gain,
             rank_bytes=rank_bytes,
         )
         return cuts, plan
@@ -227,8 +235,10 @@ class Assigner:
         parts = ", ".join(f"{kind} {amount(n, 'B')}" for kind, n in memory.parts(sizes, rank).items() if n)
         flight = " or ".join("+".join(map(str, moment)) for moment in memory.live[rank])
         if what == "no assignment":
+            searched = len(set(pipeline.ranks)) < len(sizes)  # where ranks have several stages, not all are tried
+            keeps = "was found that keeps" if searched else "keeps"
             text = (
-                f"no assignment of {len(names)} blocks to {len(sizes)} stages keeps within memory_limit: even where "
+                f"no assignment of {len(names)} blocks to {len(sizes)} stages {keeps} within memory_limit: even where "
                 f"stages are as lean as they get, rank {rank} holds"
             )
         else:

@@ -1,0 +1,61 @@
+"""How long a step takes under an assignment, simulated: with several stages on a rank, its load alone does not tell."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from jaxpp_flax.schedules import Costs, Schedule, summarize
+
+__all__ = ["StepTime"]
+
+_MOST_TASKS = 300_000  # that all tries simulate together: about half a second
+_FORWARD_SHARE = 1 / 3  # of a block whose cost is known only as a whole: two contractions backward for each one forward
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The makespan of a step for the sizes of its stages, in the unit of the costs; transfers take no time.
+
+    Args:
+      schedule: of the tasks.
+      num_microbatches: of a step.
+      forward: the cost of each block.
+      backward: the same; where it is 0 everywhere, `forward` is taken for both together.
+
+    Example:
+      >>> from jaxpp_flax.schedules import Std1F1B
+      >>> step = StepTime(schedule=Std1F1B(2), num_microbatches=4, forward=[1, 1, 1], backward=[2, 2, 2])
+      >>> step([2, 1]), step([1, 2])
+      (25.0, 27.0)
+    """
+
+    schedule: Schedule
+    num_microbatches: int
+    forward: Sequence[float]
+    backward: Sequence[float]
+
+    def __call__(self, sizes: Sequence[int]) -> float:
+        forward, backward = (
+            [after[end] - after[end - size] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
+            for after in self._running
+        )
+        half = [cost / 2 for cost in backward]  # where a schedule splits the backward: a contraction in each part
+        costs = Costs(forward=forward, backward_input=half, backward_weight=half)
+        return summarize(self.schedule, costs, num_microbatches=self.num_microbatches).makespan
+
+    @property
+    def tries(self) -> int:
+        """How many assignments can be tried in reasonable time."""
+        return _MOST_TASKS // (2 * self.schedule.num_stages * self.num_microbatches)
+
+    @cached_property
+    def _running(self) -> tuple[list[float], list[float]]:
+        forward, backward = self.forward, self.backward
+        if not any(backward):
+            whole = forward
+            forward = [cost * _FORWARD_SHARE for cost in whole]
+            backward = [cost - ahead for cost, ahead in zip(whole, forward, strict=True)]
+        return [0.0, *itertools.accumulate(forward)], [0.0, *itertools.accumulate(backward)]
