@@ -22,7 +22,7 @@ from jaxpp_flax.engine.placing import place
 from jaxpp_flax.engine.profile import TaskTiming
 from jaxpp_flax.engine.runtime import Runtime
 from jaxpp_flax.engine.summary import MemoryAnalysis, StageSummary, analyse_memory, summarise_stages
-from jaxpp_flax.engine.together import meet, start
+from jaxpp_flax.engine.together import compare_values, meet, start
 
 __all__ = ["Compiled", "Leaf", "Signature"]
 
@@ -109,6 +109,7 @@ class Compiled:
         self._arguments = self._arguments[len(consts) :]
         self._results = [self._bind_result(i) for i in range(len(program.results))]
         if across is not None:
+            compare_values(across, "the constants", {f"constant {i}": value for i, value in enumerate(consts)})
             start(across, self._runtime.parcels)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,9 +124,20 @@ class Compiled:
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on flat arguments whose types are known to fit."""
+        if self._across is not None and not self._runtime.steps_run:
+            compare_values(self._across, "the arguments", self._read_in_several_processes(leaves))
         environment = self._environment(leaves)
         self._runtime.run(environment)
         return self._collect(environment)
+
+    def _read_in_several_processes(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        """By name, the arguments that each process has by itself, and that ranks of several read."""
+        found: dict[str, Any] = {}
+        for leaf, argument, expected in zip(leaves, self._arguments, self._signature.leaves, strict=True):
+            devices = [device for rank in argument.ranks for device in self.mpmd_mesh.unstack[rank].devices.flat]
+            if type(leaf) is not MpmdArray and len({device.process_index for device in devices}) > 1:
+                found[f"argument{expected.path}"] = leaf
+        return found
 
     def profile(self, *args: Any, **kwargs: Any) -> tuple[Any, list[TaskTiming]]:
         """Run one real step and measure it: the results, and when each task of the loop ran on its rank.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.agreement import agree, describe_program
+from jaxpp_flax.engine.alike import agree_on, hash_of
 from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.program import Program
 from jaxpp_flax.engine.runtime import Across
@@ -15,7 +17,12 @@ from jaxpp_flax.engine.shared_specs import SharedSpecs
 from jaxpp_flax.engine.transport.base import Parcel
 from jaxpp_flax.engine.transport.link import process_link
 
-__all__ = ["meet", "start"]
+__all__ = ["compare_values", "meet", "start"]
+
+_REMEDY = (
+    "Several processes read it, each its own value. Make it from the same seed and the same files in each, or in one "
+    "process, and send it to the others by `jax.experimental.multihost_utils.broadcast_one_to_all`."
+)
 
 
 def meet(
@@ -57,3 +64,19 @@ def start(across: Across, parcels: Sequence[Parcel]) -> None:
     """
     across.link.connect(parcels)
     across.link.group.barrier(f"the start of {across.title}", across.link.settings.start_timeout)
+
+
+def compare_values(across: Across, what: str, values: Mapping[str, Any]) -> None:
+    """Make sure that what several processes read, and each has by itself, is the same in all of them.
+
+    Args:
+      across: the program.
+      what: the values together, such as "the arguments".
+      values: by name; what is no whole value of this process is left out.
+
+    Raises:
+      ValuesMismatchError: naming the first value that differs, and the processes.
+    """
+    if values:
+        hashes = {name: hash_of(value) for name, value in values.items()}
+        agree_on(across.link.group, f"{what} of {across.title}", hashes, _REMEDY)

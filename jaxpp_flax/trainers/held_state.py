@@ -13,6 +13,7 @@ from jaxpp_flax.checkpoint.reading import plan_restore
 from jaxpp_flax.trainers.compiling import Backend, copied
 from jaxpp_flax.trainers.placing import is_abstract, place_state
 from jaxpp_flax.trainers.state import TrainState
+from jaxpp_flax.trainers.together import agree_on_state
 from jaxpp_flax.trainers.update import Update
 
 __all__ = ["HeldState"]
@@ -81,6 +82,7 @@ class HeldState:
             self._state = plan_restore(self._unread, target, check=False).read()
             self._forget_first()
         else:
+            agree_on_state(mesh, state)
             self._state = place_state(mesh, state, compiled.in_shardings[0][0], self._update.tx.init)
         self._placed = True
         if sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._initial)) > _KEPT_FOR_DIAGNOSIS:

@@ -5,18 +5,96 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 
+from jaxpp_flax.engine.alike import agree_on, hash_of
 from jaxpp_flax.engine.coordination import process_group
 from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.trainers.errors import BatchError
 
-__all__ = ["end_together", "leaves_read"]
+__all__ = ["BatchesAlike", "agree_on_state", "end_together", "leaves_read"]
+
+_STATE_REMEDY = (
+    "Every process makes the model by itself, so all must make the same one: give each the same seed, one that depends "
+    "neither on the process nor on the time. Values made in one process alone can be sent to the others by "
+    "`jax.experimental.multihost_utils.broadcast_one_to_all`."
+)
+_BATCHES_REMEDY = (
+    "Each process reads its own part of every batch, so all must draw the same ones in the same order: the same seed "
+    "of the shuffling, the same files, no share of them for each process. A leaf that no stage of a process reads may "
+    "be left out there: pass a `jax.ShapeDtypeStruct` for it (`trainer.leaves_read`)."
+)
+
+# Of a larger leaf of a batch, so many elements are looked at, which takes well below a millisecond.
+_SAMPLED = 1 << 16
 
 
-def end_together(mesh: MpmdMesh | None, state: Any, step: int) -> None:
-    """At the end of a training loop, wait until every process has trained as many steps.
+def agree_on_state(mesh: MpmdMesh, state: Any) -> None:
+    """Before the first step, make sure that every process made the same parameters and other state.
 
     Raises:
+      ValuesMismatchError: naming the first leaf that differs, and the processes.
+    """
+    if mesh.jax_mesh.is_multi_process:
+        hashes = {jax.tree_util.keystr(path): hash_of(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
+        agree_on(process_group(), "the initial state", hashes, _STATE_REMEDY)
+
+
+class BatchesAlike:
+    """Compares the batches that processes read: a step whose inputs and targets are of different batches looks well.
+
+    Leaves that a process does not read are left out. The first batch is compared before it is used; then the batches
+    since the last time, after 2, 4, 8, ... of them, and at the end.
+
+    Args:
+      mesh: of all ranks; where it is of one process there is nothing to do.
+      what: is done with the batches, for errors.
+
+    Raises:
+      ValuesMismatchError: from every method, naming the first leaf that differs, and the processes.
+    """
+
+    def __init__(self, mesh: MpmdMesh | None, what: str) -> None:
+        self._several = mesh is not None and mesh.jax_mesh.is_multi_process
+        self._what, self._count = what, 0
+        self._hashes: dict[str, str | None] = {}
+
+    def before(self, batch: Any) -> None:
+        """To be called with each batch before it is used."""
+        if not self._several:
+            return
+        self._count += 1
+        for path, leaf in jax.tree.leaves_with_path(batch):
+            name = f"batch{jax.tree_util.keystr(path)}"
+            known, new = self._hashes.get(name, ""), hash_of(leaf, _SAMPLED)
+            # Once a process has left a leaf out, it cannot say any more what the others' hashes should be.
+            both = None if known is None or new is None else np.frombuffer((known + new).encode(), np.uint8)
+            self._hashes[name] = None if both is None else hash_of(both)
+        if self._count == 1:
+            self._compare(None)
+
+    def after(self, result: Any) -> None:
+        """To be called when the step on a batch is under way; `result` comes once every process has come so far."""
+        if self._several and self._count > 1 and self._count & (self._count - 1) == 0:
+            jax.block_until_ready(result)
+            self._compare(None)
+
+    def end(self) -> None:
+        """To be called after the last batch."""
+        if self._several:
+            self._compare(f"its data for {self._what} ended after {self._count} batches, theirs did not")
+
+    def _compare(self, ended: str | None) -> None:
+        number = {"their number": f"{self._count} batches"}
+        name = f"the batches for {self._what}"
+        agree_on(process_group(), name, {**number, **self._hashes}, _BATCHES_REMEDY, ended)
+
+
+def end_together(mesh: MpmdMesh | None, state: Any, step: int, trained_on: BatchesAlike) -> None:
+    """At the end of a training loop, wait until every process has trained as many steps, on the same batches.
+
+    Raises:
+      ValuesMismatchError: if the batches differ.
       BatchError: if their numbers of steps differ; one that others wait for ends the run instead.
     """
     if mesh is None or not mesh.jax_mesh.is_multi_process:
@@ -32,6 +110,7 @@ def end_together(mesh: MpmdMesh | None, state: Any, step: int) -> None:
             f"the processes trained different numbers of steps ({listing}): data ended earlier on some of them. Give "
             "every process batches for the same steps, or pass `steps=`."
         )
+    trained_on.end()
 
 
 def leaves_read(compiled: Any, batch: Any) -> Any:

@@ -34,7 +34,7 @@ from jaxpp_flax.trainers.sharding import state_specs
 from jaxpp_flax.trainers.state import TrainState
 from jaxpp_flax.trainers.step import Loop, StepBuilder
 from jaxpp_flax.trainers.table import stage_table
-from jaxpp_flax.trainers.together import end_together, leaves_read
+from jaxpp_flax.trainers.together import BatchesAlike, end_together, leaves_read
 from jaxpp_flax.trainers.tracing import trace_loss
 from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
 from jaxpp_flax.trainers.update import Update
@@ -180,6 +180,7 @@ class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
         self._executables: dict[Any, Any] = {}
         self._in_flight: collections.deque[Any] = collections.deque()
         self._step = 0
+        self._trained_on = BatchesAlike(self.mesh, "training")
         self._shards = num_batch_shards(self.mesh)
         self._meter = choose_meter(progress)
         self._progress = progress
@@ -247,6 +248,7 @@ class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
         microbatches = split_batch(batch, self.num_microbatches, self._shards)
         compiled = self._train_executable(microbatches)
         self._check_saves()
+        self._trained_on.before(microbatches)
         return self._finish_step(compiled(self._state, microbatches), microbatches)
 
     def _finish_step(self, results: Any, microbatches: Any) -> dict[str, Any]:
@@ -254,6 +256,7 @@ class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
         self._step += 1
         if self._first_loss_due:
             self._check_first(metrics["loss"], microbatches)
+        self._trained_on.after(metrics["loss"])
         self._in_flight.append(metrics["loss"])
         if len(self._in_flight) > _MAX_IN_FLIGHT:
             self._in_flight.popleft().block_until_ready()
@@ -349,7 +352,7 @@ class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
         return leaves_read(self.compile(batch), batch)
 
     def _end_together(self) -> None:
-        end_together(self.mesh, self._state, self._step)
+        end_together(self.mesh, self._state, self._step, self._trained_on)
 
     def stop(self, reason: str) -> None:
         """End `fit` after the current step; callbacks call it."""
@@ -370,10 +373,11 @@ class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
         Returns:
           Metrics as floats, at least `loss`.
         """
-        average, pending = Average(), None
+        average, pending, alike = Average(), None, BatchesAlike(self.mesh, "evaluation")
         for batch in [data] if isinstance(data, Mapping) else data:
             microbatches, count = self._split_for_inference(batch)
             builder = self._prepare(microbatches).with_loss(self._eval_loss_fn)
+            alike.before(microbatches)
             terms = self._executable(
                 "evaluate", microbatches, lambda b=builder, n=count: b.evaluate(self._inference_loop(n)), donate=False
             )(self._state_for_inference(), microbatches)
@@ -383,6 +387,7 @@ class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
         if pending is None:
             raise ValueError(f"evaluate got data (a {type(data).__name__}) without a single batch.")
         average.add(*pending)
+        alike.end()
         return average.result()
 
     def predict(self, batch: Any) -> Any:
@@ -404,6 +409,7 @@ class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
         compiled = self._executable(
             "predict", microbatches, lambda: builder.predict(loop, self._predict_fn), donate=False
         )
+        BatchesAlike(self.mesh, "prediction").before(microbatches)
         return join_microbatches(compiled(self._state_for_inference(), microbatches))
 
     # ------------------------------------------------------------------ inside
