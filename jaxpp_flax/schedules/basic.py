@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterator
 
 from .errors import ScheduleError
@@ -57,9 +58,9 @@ class WarmedUp1F1B(OneStagePerRank):
 
     fuses_last_stage = True
 
+    @abc.abstractmethod
     def warmup(self, stage: int) -> int:
         """How many forwards ``stage`` runs before its first pair of a forward and a backward."""
-        raise NotImplementedError
 
     def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
         if rank == self.num_stages - 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterator
 
 from .errors import ScheduleError
@@ -29,12 +30,12 @@ class VShaped(StreamedSchedule):
     def rank_of(self, stage: int) -> int:
         return stage if stage < self.num_ranks else self.num_stages - 1 - stage
 
+    @abc.abstractmethod
     def least(self) -> int:
         """The fewest microbatches for which the order is written."""
-        raise NotImplementedError
 
-    def order(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def order(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]: ...
 
     def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
         # With too few microbatches the order is made for more, and what does not exist left out:

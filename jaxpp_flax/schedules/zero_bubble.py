@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Iterator
 
@@ -19,13 +20,13 @@ class _SplitOnePerRank(OneStagePerRank):
 
     splits_backward = True
 
+    @abc.abstractmethod
     def ahead(self, stage: int) -> int:
         """How many forwards ``stage`` starts before its first backward."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def lag(self, stage: int) -> int:
         """How many input gradients later a microbatch's weight gradient follows."""
-        raise NotImplementedError
 
     def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
         warmup = min(self.ahead(rank) - 1, num_microbatches)

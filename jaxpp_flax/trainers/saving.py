@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,7 +32,7 @@ __all__ = ["Checkpointed"]
 _FORMAT = 1
 
 
-class Checkpointed:
+class Checkpointed(abc.ABC):
     """The part of `PipelineTrainer` that saves and restores. A step's directory holds, as items of Orbax:
 
     - `state`: the `TrainState` (parameters, optimizer, other variables, keys of random numbers, step), by logical path;
@@ -48,14 +49,14 @@ class Checkpointed:
     _model_name: str
 
     @property
-    def state(self) -> TrainState:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def state(self) -> TrainState: ...
 
-    def _with_weights(self) -> TrainState:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _with_weights(self) -> TrainState: ...
 
-    def _forget_first(self) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _forget_first(self) -> None: ...
 
     def _init_checkpoints(
         self, directory: Any, save_every: Any, keep: Any, asynchronous: bool, preemption_deadline: float | None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from jaxpp_flax.trainers.setup import choose_ranks
 __all__ = ["Scheduled"]
 
 
-class Scheduled:
+class Scheduled(abc.ABC):
     """What `PipelineTrainer` does with schedules beside running them."""
 
     schedule: Schedule | None
@@ -128,11 +129,11 @@ class Scheduled:
         metrics = self._finish_step(results, microbatches)
         return profile_of(metrics, timings, compiled.stages, self.schedule, self.num_microbatches)
 
-    def _train_executable(self, microbatches: Any) -> Any:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _train_executable(self, microbatches: Any) -> Any: ...
 
-    def _finish_step(self, results: Any, microbatches: Any) -> dict[str, Any]:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _finish_step(self, results: Any, microbatches: Any) -> dict[str, Any]: ...
 
 
 def _no_pipeline(what: str) -> str:

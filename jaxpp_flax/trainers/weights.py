@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Any
 
 from jaxpp_flax.trainers.compiling import to_ordinary
@@ -12,13 +13,13 @@ from jaxpp_flax.trainers.state import TrainState
 __all__ = ["Weights"]
 
 
-class Weights:
+class Weights(abc.ABC):
     """The part of `PipelineTrainer` that gives its weights to the user."""
 
     _adapter: ModelAdapter
 
-    def _with_weights(self) -> TrainState:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _with_weights(self) -> TrainState: ...
 
     @property
     def model(self) -> Any:
