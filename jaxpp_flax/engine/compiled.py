@@ -124,7 +124,7 @@ class Compiled:
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on flat arguments whose types are known to fit."""
-        if self._across is not None and not self._runtime.steps_run:
+        if self._across is not None and not self._calls:
             compare_values(self._across, "the arguments", self._read_in_several_processes(leaves))
         environment = self._environment(leaves)
         self._runtime.run(environment)
@@ -133,10 +133,10 @@ class Compiled:
     def _read_in_several_processes(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """By name, the arguments that each process has by itself, and that ranks of several read."""
         found: dict[str, Any] = {}
-        for leaf, argument, expected in zip(leaves, self._arguments, self._signature.leaves, strict=True):
-            devices = [device for rank in argument.ranks for device in self.mpmd_mesh.unstack[rank].devices.flat]
+        for leaf, argument in zip(leaves, self._arguments, strict=True):
+            devices = [device for rank in argument.wanted.ranks for device in self.mpmd_mesh.unstack[rank].devices.flat]
             if type(leaf) is not MpmdArray and len({device.process_index for device in devices}) > 1:
-                found[f"argument{expected.path}"] = leaf
+                found[f"argument{argument.wanted.name}"] = leaf
         return found
 
     def profile(self, *args: Any, **kwargs: Any) -> tuple[Any, list[TaskTiming]]:
