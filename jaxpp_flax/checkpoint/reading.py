@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 from jaxpp_flax.checkpoint.errors import CheckpointMismatchError
 from jaxpp_flax.checkpoint.integrity import check_files
 from jaxpp_flax.checkpoint.leaves import Wanted, abstract_leaf, empty, is_empty
+from jaxpp_flax.checkpoint.meeting import name_checkpoint, shared_work
 from jaxpp_flax.checkpoint.orbax_io import (
     absolute,
     damaged,
@@ -25,6 +26,7 @@ from jaxpp_flax.checkpoint.orbax_io import (
     read_metadata,
 )
 from jaxpp_flax.checkpoint.paths import PathFilter, choose, flatten, rename_path
+from jaxpp_flax.engine.coordination import process_group
 
 __all__ = ["RestorePlan", "StoredLeaf", "abstract_state", "leaves_of", "plan_restore", "restore", "stored_leaves"]
 
@@ -208,8 +210,9 @@ def plan_restore(
         faults.sort(key=lambda fault: order.get(fault.partition(":")[0], len(order)))
         raise CheckpointMismatchError(f"checkpoint {directory} does not fit the target.", faults)
     if check:
-        for holder in (directory, directory.parent):  # a tree of its own, or one item of a step's directory
-            check_files(holder)
+        with process_group().waiting(f"the restore of {name_checkpoint(directory)}"):
+            for holder in (directory, directory.parent):  # a tree of its own, or one item of a step's directory
+                check_files(holder)
     return RestorePlan(
         directory=directory, metadata=metadata, leaves=leaves, structure=structure, chosen=chosen, wants=wants
     )
@@ -264,16 +267,16 @@ def _read(directory: Path, metadata: Any, wants: Mapping[str, Wanted]) -> dict[s
 
     largest = max((int(np.prod(w.shape)) * np.dtype(w.dtype or np.float64).itemsize for w in wants.values()), default=0)
     options = multiprocessing_options("jaxpp_flax.restore")
-    with ocp.Checkpointer(pytree_handler(largest), multiprocessing_options=options) as checkpointer:
-        try:
-            restored = checkpointer.restore(
-                directory,
-                args=ocp.args.PyTreeRestore(
-                    item=map_metadata(metadata, item), restore_args=map_metadata(metadata, arguments)
-                ),
-            )
-        except Exception as error:
-            raise damaged(directory, error) from error
+    with (
+        shared_work(f"the restore of {name_checkpoint(directory)}", lambda error: damaged(directory, error)),
+        ocp.Checkpointer(pytree_handler(largest), multiprocessing_options=options) as checkpointer,
+    ):
+        restored = checkpointer.restore(
+            directory,
+            args=ocp.args.PyTreeRestore(
+                item=map_metadata(metadata, item), restore_args=map_metadata(metadata, arguments)
+            ),
+        )
     found: dict[str, Any] = {}
     map_metadata(restored, lambda path, leaf: found.update({path: leaf}) if path in wants else None)
     return found

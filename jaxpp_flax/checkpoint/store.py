@@ -12,6 +12,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxpp_flax.checkpoint.agreeing import done_by_one
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CheckpointSaveError
+from jaxpp_flax.checkpoint.meeting import background_barrier, name_checkpoint, poll, shared_work
 from jaxpp_flax.checkpoint.orbax_io import (
     TREE_ITEM,
     absolute,
@@ -22,6 +23,7 @@ from jaxpp_flax.checkpoint.orbax_io import (
 )
 from jaxpp_flax.checkpoint.paths import flatten
 from jaxpp_flax.checkpoint.writing import complete, save_failed, to_tree, write_and_check
+from jaxpp_flax.engine.coordination import process_group
 
 __all__ = ["CheckpointStore", "read_json", "save_step"]
 
@@ -56,6 +58,7 @@ class CheckpointStore:
         self._save_every, self._keep, self._asynchronous = save_every, keep, asynchronous
         self._manager: ocp.CheckpointManager | None = None
         self._writing: tuple[int, frozenset[str]] | None = None
+        self._saving = -1  # the last step whose save was begun
 
     def steps(self) -> tuple[int, ...]:
         """The steps whose checkpoints are complete, ascending. What cut-off saves left is not among them.
@@ -120,12 +123,12 @@ class CheckpointStore:
                 "Choose another checkpoint directory, or delete that one."
             )
         content = to_tree(tree)
-        try:
+        self._saving = step
+        with shared_work(self._what(), lambda error: self._failed(step, error), everywhere=True):
             manager = self._open()
+        with shared_work(self._what(), lambda error: self._failed(step, error)):
             self._writing = (step, frozenset(flatten(content)[0]))
             manager.save(step, args=_arguments(content, beside), force=True)
-        except Exception as error:
-            raise self._failed(step, error) from error
         if wait or not self._asynchronous:
             self.wait()
 
@@ -146,11 +149,10 @@ class CheckpointStore:
         """
         if self._writing is None or self._manager is None:
             return
-        step = self._writing[0]
-        try:
-            self._manager.wait_until_finished()
-        except Exception as error:
-            raise self._failed(step, error) from error
+        step, manager = self._writing[0], self._manager
+        with shared_work(f"the end of {self._what()}", lambda error: self._failed(step, error)):
+            poll(manager.is_saving_in_progress)
+            manager.wait_until_finished()
         self._writing = None
 
     def close(self) -> None:
@@ -159,6 +161,9 @@ class CheckpointStore:
         if self._manager is not None:
             manager, self._manager = self._manager, None
             manager.close()
+
+    def _what(self) -> str:
+        return f"the save of step {self._saving}"
 
     def _failed(self, step: int, error: BaseException) -> CheckpointSaveError:
         # The next save opens the directory anew, which removes what this one left.
@@ -173,20 +178,26 @@ class CheckpointStore:
                 every = 1
             if keep is not None and isinstance(keep, int):
                 keep = policies.LatestN(keep)
-            self._manager = ocp.CheckpointManager(
-                self.directory,
-                options=ocp.CheckpointManagerOptions(
-                    save_decision_policy=policies.FixedIntervalPolicy(every) if isinstance(every, int) else every,
-                    preservation_policy=keep if keep is not None else policies.LatestN(None),
-                    create=False,
-                    cleanup_tmp_directories=True,
-                    # Synchronous saves wait for the background: one way of writing, one way of failing.
-                    enable_async_checkpointing=True,
-                    async_options=ocp.options.AsyncOptions(post_finalization_callback=self._finish),
-                    multiprocessing_options=multiprocessing_options("jaxpp_flax"),
-                ),
-                handler_registry=_registry(),
-            )
+            with shared_work(f"the opening of {self.directory}", lambda error: error):
+                self._manager = ocp.CheckpointManager(
+                    self.directory,
+                    options=ocp.CheckpointManagerOptions(
+                        save_decision_policy=policies.FixedIntervalPolicy(every) if isinstance(every, int) else every,
+                        preservation_policy=keep if keep is not None else policies.LatestN(None),
+                        create=False,
+                        cleanup_tmp_directories=True,
+                        # Synchronous saves wait for the background: one way of writing, one way of failing.
+                        enable_async_checkpointing=True,
+                        async_options=ocp.options.AsyncOptions(
+                            post_finalization_callback=self._finish,
+                            barrier_sync_fn=background_barrier(
+                                self._what, lambda error: save_failed(self.directory / str(self._saving), error)
+                            ),
+                        ),
+                        multiprocessing_options=multiprocessing_options("jaxpp_flax"),
+                    ),
+                    handler_registry=_registry(),
+                )
         return self._manager
 
     def _make_directory(self) -> None:
@@ -224,7 +235,10 @@ def read_json(path: str | os.PathLike[str], name: str) -> Any:
     item = absolute(path) / name
     if not item.is_dir():
         return None
-    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer:
+    with (
+        process_group().waiting(f"the restore of {name_checkpoint(item.parent)} ({name})"),
+        ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer,
+    ):
         try:
             return checkpointer.restore(item)
         except Exception as error:

@@ -13,6 +13,7 @@ from jaxpp_flax.checkpoint.agreeing import done_by_one
 from jaxpp_flax.checkpoint.errors import CheckpointSaveError, CorruptCheckpointError
 from jaxpp_flax.checkpoint.integrity import write_digests
 from jaxpp_flax.checkpoint.leaves import is_empty, to_disk
+from jaxpp_flax.checkpoint.meeting import shared_work
 from jaxpp_flax.checkpoint.orbax_io import (
     absolute,
     find_tree,
@@ -86,17 +87,17 @@ def write_and_check(path: Path, handler: Any, arguments: Any, leaves: Any) -> No
       CheckpointSaveError: if anything goes wrong; nothing is left at the path.
     """
     options = multiprocessing_options(f"jaxpp_flax.{path.name}")
+    what = f"the save to {path}"
     with ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer:
-        try:
+        with shared_work(what, lambda error: save_failed(path, error)):
             checkpointer.save(path, args=arguments)
+        with shared_work(what, lambda error: save_failed(path, error), everywhere=True):
             try:
                 done_by_one("checking what was written", lambda: complete(path, leaves), CorruptCheckpointError)
             except Exception:
                 if is_primary():
                     shutil.rmtree(path, ignore_errors=True)
                 raise
-        except Exception as error:
-            raise save_failed(path, error) from error
 
 
 def complete(directory: Path, leaves: Any) -> None:

@@ -143,18 +143,19 @@ class ProcessGroup:
 
     # -- meeting points
 
-    def barrier(self, name: str, timeout_s: float | None = None) -> None:
+    def barrier(self, name: str, timeout_s: float | None = None, *, what: str | None = None) -> None:
         """Wait until every process has come to this barrier.
 
         Args:
           name: what is waited for, as the error says it.
           timeout_s: seconds to wait, or None to wait until a process fails.
+          what: other words for it, where they differ from time to time: names are kept for as long as the run.
 
         Raises:
           BarrierTimeoutError: if some processes have not come in time; it names them.
           ProcessFailedError: if one of them has failed.
         """
-        self._meet(name, None, timeout_s)
+        self._meet(name, None, timeout_s, what)
 
     def exchange(self, name: str, value: bytes, timeout_s: float | None = None) -> list[bytes]:
         """Give every process's value to every process.
@@ -199,7 +200,7 @@ class ProcessGroup:
             return self._announced.get(name)
         return self._store.list(f"{ROOT}/announcements/{name}/value").get("0")
 
-    def _meet(self, name: str, value: bytes | None, timeout_s: float | None) -> list[bytes]:
+    def _meet(self, name: str, value: bytes | None, timeout_s: float | None, what: str | None = None) -> list[bytes]:
         if self._store is None:
             return [b"" if value is None else value]
         store = self._store
@@ -207,7 +208,7 @@ class ProcessGroup:
         use = self._uses[name]
         here = f"{ROOT}/meet/{name}/{use}"
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self.waiting(f"{name} (every process)"):
+        with self.waiting(what or f"{name} (every process)"):
             self.check()
             store.set(f"{here}/values/{self.process_index}", b"" if value is None else value)
             if store.add(f"{here}/count") == self.process_count:
@@ -215,7 +216,7 @@ class ProcessGroup:
             while store.get(f"{here}/complete", _POLL_SECONDS) is None:
                 self.check()
                 if deadline is not None and time.monotonic() > deadline:
-                    raise self._absent(name, timeout_s, store.list(f"{here}/values"))
+                    raise self._absent(what or name, timeout_s, store.list(f"{here}/values"))
             values = store.list(f"{here}/values") if value is not None else {}
         # Whoever is here has left the use before, and so has everyone else: all of them have come to this one.
         if use > 1 and self.process_index == 0:
@@ -334,11 +335,33 @@ class ProcessGroup:
             sender.start()
             sender.join(timeout=2.0)
 
+    def observe_end(self, failure: Failure) -> None:
+        """Take note that a process has ended, as its launcher saw it; what it has reported itself says why.
+
+        Args:
+          failure: its end.
+        """
+        reports: list[bytes | None] = []
+        if self._store is not None:
+            get, key = self._store.get, f"{ROOT}/failures/{failure.process}"
+            # Whoever was killed has reported nothing; and the store may hang.
+            reader = threading.Thread(target=_quietly, args=(lambda: reports.append(get(key, 0.1)),), daemon=True)
+            reader.start()
+            reader.join(timeout=1.0)
+        _, _, report = (next(iter(reports), None) or b"").decode(errors="replace").partition("\n")
+        if report:
+            # Its traceback is in its own output.
+            why = report.splitlines()[-1] if report.startswith("Traceback") else report
+            failure = Failure(failure.process, f"{failure.message}: {why}")
+        self.observe(failure)
+
     # -- what is waited for
 
     @contextmanager
     def waiting(self, what: str | Callable[[], str], on: int | None = None) -> Generator[None]:
         """Say what this thread waits for inside the block, for the errors of this process. Costs about 1 µs.
+
+        Waits within waits are told together: "the save of step 40: where the data stands".
 
         Args:
           what: such as "stage 2's activations of microbatch 3"; a function is called only when it is asked.
@@ -346,7 +369,8 @@ class ProcessGroup:
         """
         thread = threading.get_ident()
         before = self._waits.get(thread)
-        self._waits[thread] = (what if callable(what) else lambda: what, on)
+        say = what if callable(what) else lambda: what
+        self._waits[thread] = (say if before is None else lambda: f"{before[0]()}: {say()}", on)
         try:
             yield
         finally:
@@ -406,7 +430,8 @@ class ProcessGroup:
             text = failure if isinstance(failure, str) else self.describe(failure)
             print(f"jaxpp_flax: the run has ended: {text}", file=sys.stderr, flush=True)
             sys.stdout.flush()
-            os._exit(PEER_FAILED_STATUS)
+            own = self._failure is not None and self._failure.process == self.process_index
+            os._exit(1 if own else PEER_FAILED_STATUS)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Wait until every process has ended its program, and stop the watch. Call it once, at the end.

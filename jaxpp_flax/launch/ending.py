@@ -107,9 +107,12 @@ class Ending:
 
     def _is_a_consequence(self, error: BaseException) -> bool:
         """Whether another process has failed, which this error, raised here, tells in words of a transport."""
+        failure = self.group.failure
+        if failure is not None and failure.process == self.group.process_index:
+            return False
         text = f"{type(error).__name__}: {error}".lower()
         if "jaxruntimeerror" not in text and "xlaruntimeerror" not in text:
-            return self.group.failure is not None
+            return failure is not None
         patience = 0.7 * self._timeout if any(word in text for word in _MAYBE_A_PEER) else 0.5
         return self.group.failed.wait(patience)
 

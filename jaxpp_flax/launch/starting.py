@@ -205,7 +205,7 @@ def _on_launcher_news(failure: Failure, watching: threading.Event) -> None:
     if not watching.is_set():
         print(f"jaxpp_flax: the run has ended: {failure}\n(Processes were still connecting.)", file=sys.stderr)
         end_at_once(PEER_FAILED_STATUS)
-    process_group().observe(failure)
+    process_group().observe_end(failure)
 
 
 def _end_with_the_launcher() -> None:

@@ -21,6 +21,7 @@ from jaxpp_flax.checkpoint.paths import PathFilter
 from jaxpp_flax.checkpoint.reading import RestorePlan, plan_restore
 from jaxpp_flax.checkpoint.store import CheckpointStore, read_json, save_step
 from jaxpp_flax.engine.array import MpmdArray
+from jaxpp_flax.engine.coordination import process_group
 from jaxpp_flax.trainers.data import Batches
 from jaxpp_flax.trainers.position import DataPosition, own_position, together
 from jaxpp_flax.trainers.preemption import PREEMPTED_STATUS
@@ -92,7 +93,9 @@ class Checkpointed(abc.ABC):
         Raises:
           CheckpointSaveError: if it cannot be written; the state and older checkpoints are untouched.
         """
-        beside = {"data": together(self._data_json()), "about": {"format": _FORMAT, "model": self._model_name}}
+        with process_group().waiting(f"the save of step {self._step}"):
+            data = together(self._data_json())
+        beside = {"data": data, "about": {"format": _FORMAT, "model": self._model_name}}
         if where is not None and not isinstance(where, int):
             return save_step(where, self.state, beside)
         store = self._need_store("save")
@@ -265,4 +268,4 @@ class Checkpointed(abc.ABC):
 
 def _latest(store: CheckpointStore) -> int | None:
     """The latest step as process 0 sees it: on a shared disk another process may not see it yet."""
-    return everyones("the latest", store.latest())[0]
+    return everyones("the latest step", store.latest())[0]

@@ -82,7 +82,7 @@ def test_saving_and_restoring_by_hand(tmp_path: Path):
 def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> None:
     """Kill one of two processes so many times, and compare with a run that nobody disturbed."""
     rng, directory = random.Random(seed), tmp_path / "run"
-    reached = 0
+    reached, ends, cut_off = 0, list[float](), 0
     for _ in range(kills):
         processes = start(2, [("train", str(directory), 2, 100_000)])
         try:
@@ -92,7 +92,9 @@ def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> None:
             time.sleep(rng.uniform(0.0, 1.0))  # every second step is saved, and a step takes some milliseconds
             killed = rng.randrange(2)
             processes[killed].kill()
+            begin = time.monotonic()
             status = processes[1 - killed].wait(timeout=60)
+            ends.append(time.monotonic() - begin)
             output = processes[1 - killed].communicate()[0]
             assert status != 0
             assert f"process {killed}" in output
@@ -102,9 +104,11 @@ def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> None:
                 process.wait()
                 if process.stdout is not None:
                     process.stdout.close()
+        cut_off += bool(list(directory.glob("*tmp*")))
         steps = [int(path.name) for path in directory.iterdir() if path.name.isdigit()]
         assert max(steps, default=0) >= reached, "a checkpoint that was complete is gone"
         reached = max(steps, default=0)
+    print(f"{kills} kills up to step {reached}, {cut_off} in a save; the slowest survivor took {max(ends):.1f} s")
     run(2, [("train", str(directory), 2, reached + 2)])
     resumed = make_trainer(str(directory), 2)
     resumed.fit(batches(), steps=reached + 3, resume=True)

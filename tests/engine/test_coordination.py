@@ -240,7 +240,7 @@ def test_waits_nest_and_end():
     group = ProcessGroup(None, 0, 1)
     with group.waiting("a"):
         with group.waiting(lambda: "b", on=3):
-            assert group.waits() == ["b (from process 3)"]
+            assert group.waits() == ["a: b (from process 3)"]
             assert group.awaited_processes() == [3]
         assert group.waits() == ["a"]
     assert group.waits() == []

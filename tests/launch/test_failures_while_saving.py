@@ -1,0 +1,98 @@
+"""One of two processes is killed, or cannot write, in the middle of a save or restore: what the other one says."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.running import launched
+from tests.launch.test_failures import FAILURE_TIMEOUT
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+
+# Both processes write half of an array. Then one of them gets into trouble, which it alone knows of.
+PROGRAM = """
+import os, resource, signal, sys, time
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxpp_flax.checkpoint import reading, store as store_module
+from jaxpp_flax.checkpoint.store import CheckpointStore
+
+def half(seed):
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), "x"), PartitionSpec("x"))
+    return jax.make_array_from_callback((2048,), sharding, lambda index: np.full(1024, seed, np.float32))
+
+def trouble(*arguments):
+    if trouble_is == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise OSError(28, "No space left on device")
+
+victim, trouble_is, during = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+store = CheckpointStore("run")
+store.save(1, {"w": half(1)}, {}, wait=True)
+if jax.process_index() == victim:
+    if during == "commit":
+        store_module.complete = trouble
+    elif during == "restore":
+        reading.pytree_handler = trouble
+    else:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
+if during == "restore":
+    reading.restore(store.path(1), {"w": half(0)})
+else:
+    store.save(2, {"w": half(2)}, {})
+    print("begun", flush=True)
+if during == "writing":
+    store.wait()
+for _ in range(600):  # steps, of which the next one raises what went wrong in the background
+    time.sleep(0.1)
+    store.check()
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "trouble", "during", "awaited"),
+    [
+        (0, "killed", "commit", r"the save of step 2 \(commit\)"),
+        (1, "killed", "restore", "the restore of step 1"),
+        (0, "cannot write", "commit", r"the save of step 2 \(commit\)"),
+        (
+            1,
+            "cannot write",
+            "writing",
+            "the end of the save of step 2; and for the save of step 2 .every process's part",
+        ),
+    ],
+)
+def test_the_other_process_names_the_failure_and_what_it_awaited(
+    tmp_path: Path, victim: int, trouble: str, during: str, awaited: str
+):
+    with launched(tmp_path, PROGRAM, "-n", "2", arguments=(str(victim), trouble, during)) as run:
+        begin = time.monotonic()
+        status = run.finish()
+        # Not a measurement but the promise: the start included, alone it takes a third of that.
+        assert time.monotonic() - begin < 2 * FAILURE_TIMEOUT
+        survivor = 1 - victim
+        said = "\n".join(re.findall(rf"^\[{survivor}\] (.*)", run.stderr, re.MULTILINE))
+        assert "Traceback" not in said
+        assert said.count("the run has ended") == 1
+        assert re.search(rf"Process {survivor} was waiting for {awaited}", said)
+        block = run.stderr.rpartition("\njaxpp_flax.launch: ")[2]
+        if trouble == "killed":
+            assert status == 128 + signal.SIGKILL
+            assert f"the run has ended: process {victim}: it was killed by SIGKILL" in said
+        else:
+            assert status == 1
+            assert (
+                f"the run has ended: process {victim}: it ended with exit status 1: the save of step 2 failed " in said
+            )
+            assert "the disk is full" in said
+            assert block.startswith(f"process {victim} of 2 failed first")
+            assert f"saving to {tmp_path}/run/2 failed: the disk is full" in block
+        assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.name.isdigit()) == ["1"]
+        run.check_nothing_is_left()
