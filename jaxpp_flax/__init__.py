@@ -5,15 +5,23 @@ The trainer (`PipelineTrainer`) and the layers (`PipelineStage`) are for Flax mo
 `jaxpp_flax.trainers`, `jaxpp_flax.layers` and `jaxpp_flax.schedules`.
 """
 
-from jaxpp_flax.engine.array import MpmdArray
-from jaxpp_flax.engine.jit import mpmd_jit, mpmd_jit_with_loop
-from jaxpp_flax.engine.loop import Add, Concat, Last, Max, Op, treduce, treduce_i
-from jaxpp_flax.engine.markers import mark_stage_end, pipeline_enter_stage
-from jaxpp_flax.engine.mesh import MpmdMesh, MpmdSharding
-from jaxpp_flax.engine.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
-from jaxpp_flax.layers import PipelineStage, pipeline_stage
-from jaxpp_flax.schedules import Eager1F1B, GPipe, Interleaved1F1B, Schedule, Std1F1B
-from jaxpp_flax.trainers import Callback, DictTracker, JsonlTracker, PipelineTrainer, Tracker, TrainState
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+# Names are imported when they are first used: the launcher, its coordination service and the tools for schedules need
+# neither Flax nor Orbax, and start in a third of the time.
+if TYPE_CHECKING:
+    from jaxpp_flax.engine.array import MpmdArray
+    from jaxpp_flax.engine.jit import mpmd_jit, mpmd_jit_with_loop
+    from jaxpp_flax.engine.loop import Add, Concat, Last, Max, Op, treduce, treduce_i
+    from jaxpp_flax.engine.markers import mark_stage_end, pipeline_enter_stage
+    from jaxpp_flax.engine.mesh import MpmdMesh, MpmdSharding
+    from jaxpp_flax.engine.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
+    from jaxpp_flax.layers import PipelineStage, pipeline_stage
+    from jaxpp_flax.schedules import Eager1F1B, GPipe, Interleaved1F1B, Schedule, Std1F1B
+    from jaxpp_flax.trainers import Callback, DictTracker, JsonlTracker, PipelineTrainer, Tracker, TrainState
 
 __all__ = [
     # training a Flax model
@@ -50,3 +58,52 @@ __all__ = [
     "spmd_to_mpmd_reshard",
     "mpmd_to_spmd_reshard",
 ]
+
+# The module that each name comes from.
+_HOME = {
+    "MpmdArray": "engine.array",
+    "mpmd_jit": "engine.jit",
+    "mpmd_jit_with_loop": "engine.jit",
+    "Add": "engine.loop",
+    "Concat": "engine.loop",
+    "Last": "engine.loop",
+    "Max": "engine.loop",
+    "Op": "engine.loop",
+    "treduce": "engine.loop",
+    "treduce_i": "engine.loop",
+    "mark_stage_end": "engine.markers",
+    "pipeline_enter_stage": "engine.markers",
+    "MpmdMesh": "engine.mesh",
+    "MpmdSharding": "engine.mesh",
+    "mpmd_to_spmd_reshard": "engine.reshard",
+    "spmd_to_mpmd_reshard": "engine.reshard",
+    "PipelineStage": "layers",
+    "pipeline_stage": "layers",
+    "Eager1F1B": "schedules",
+    "GPipe": "schedules",
+    "Interleaved1F1B": "schedules",
+    "Schedule": "schedules",
+    "Std1F1B": "schedules",
+    "Callback": "trainers",
+    "DictTracker": "trainers",
+    "JsonlTracker": "trainers",
+    "PipelineTrainer": "trainers",
+    "Tracker": "trainers",
+    "TrainState": "trainers",
+}
+# What `import jaxpp_flax` alone gives as attributes too.
+_PACKAGES = ("checkpoint", "engine", "layers", "schedules", "trainers")
+
+if not TYPE_CHECKING:  # type checkers see the imports above, and would take any name for one of these
+
+    def __getattr__(name: str) -> object:
+        if name in _HOME:
+            value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+            globals()[name] = value
+            return value
+        if name in _PACKAGES:
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_HOME, *_PACKAGES})
