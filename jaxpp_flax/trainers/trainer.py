@@ -489,7 +489,7 @@ class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
             bound = self._adapter.bind(params, rest, step=0, microbatch=index, training=True)
             return self._loss_fn(bound, microbatch)
 
-        origin = diagnose(loss_of, params, microbatches, self.num_microbatches)
+        origin = diagnose(loss_of, params, microbatches, self.num_microbatches, mesh=self.mesh)
         raise NonFiniteLossError(
             f"the loss of step 1 is {value}. {origin} Check the data and the initial parameters there, and operations "
             "such as log, division and square root of zero; a lower learning rate does not change the first loss."
