@@ -80,7 +80,7 @@ class Equation:
     @property
     def where(self) -> str:
         """`file:line (function)` of the user's code that made this equation, or `"unknown"`."""
-        return source_info_util.summarize(self.source) if self.source is not None else "unknown"
+        return (source_info_util.summarize(self.source) if self.source is not None else "") or "unknown"
 
     def bind(self, *operands: Any) -> Sequence[Any]:
         """Apply the primitive; always returns a sequence of results."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 
 import jax
@@ -11,6 +12,8 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxpp_flax.linen as pipeline
+from jaxpp_flax.engine.jit import mpmd_jit
+from jaxpp_flax.engine.mesh import MpmdMesh
 from tests.helpers import tree_allclose
 from tests.layers.test_nnx import marks
 
@@ -142,6 +145,29 @@ def test_base_class_and_decorator():
             if block is cls:
                 assert found == [name]
     assert set(expected["params"]) == {"layers_0"}
+
+
+@pipeline.pipeline_stage
+class ScannedBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.Dense(4)(x), None
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        blocks = nn.scan(ScannedBlock, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
+        return blocks()(x, None)[0]
+
+
+def test_a_mark_inside_of_a_scan_is_refused_with_the_users_line():
+    model = Scanned()
+    variables = model.init(jax.random.key(0), X)
+    mesh = MpmdMesh(jax.sharding.Mesh(jax.devices()[:2], ("stage",)), "stage")
+    line = inspect.getsourcelines(Scanned)[1] + 4
+    with pytest.raises(ValueError, match=rf"'ScanScannedBlock_0' stands inside `scan` at .*test_linen.py:{line}\b"):
+        mpmd_jit(model.apply, mesh)(variables, X)
 
 
 def test_refusals():

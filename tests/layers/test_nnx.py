@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
 import jax
@@ -12,6 +13,8 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, mark_stage_end, pipeline_stage
+from jaxpp_flax.engine.jit import mpmd_jit
+from jaxpp_flax.engine.mesh import MpmdMesh
 from tests.helpers import tree_allclose
 
 
@@ -182,6 +185,23 @@ def test_marks_of_layers_close_a_block_and_bare_ones_do_not():
 
     assert closes(pipeline_stage(lambda x: x)) == [True]
     assert closes(mark_stage_end) == [False]
+
+
+def test_a_mark_inside_of_a_scan_is_refused_with_the_users_line():
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def blocks_of(key):
+        return DecoratedBlock(rngs=nnx.Rngs(key))
+
+    graphdef, state = nnx.split(blocks_of(jax.random.split(jax.random.key(0), 2)))
+
+    def model(state, x):
+        scan = nnx.scan(DecoratedBlock.__call__, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        return scan(nnx.merge(graphdef, state, copy=True), x)
+
+    line = inspect.getsourcelines(model)[1] + 2
+    mesh = MpmdMesh(jax.sharding.Mesh(jax.devices()[:2], ("stage",)), "stage")
+    with pytest.raises(ValueError, match=rf"'DecoratedBlock' stands inside `scan` at .*test_nnx.py:{line}\b"):
+        mpmd_jit(model, mesh)(state, X)
 
 
 @pytest.mark.parametrize(
