@@ -232,9 +232,12 @@ class _Job:
             if process.status != 0 and (found is None or found.status == PEER_FAILED_STATUS):
                 found = self._cause(process)
         unfinished = any(process.status is None for process in self._processes)
-        if found is None and unfinished and self._service is not None and self._service.poll() is not None:
+        # Without its service JAX aborts a process, which may be noticed first.
+        suspected = unfinished if found is None else found.status == _exit_status(-signal.SIGABRT)
+        if suspected and self._service is not None and self._service.poll() is not None:
             status = self._service.returncode
-            found = _Cause(None, f"the coordination service {_how(status)}.", _exit_status(status) or 1)
+            text = f"the coordination service {_how(status)}. JAX ends all processes without it."
+            found = _Cause(None, text, _exit_status(status) or 1)
         return found
 
     def _cause(self, process: _Process) -> _Cause:

@@ -162,8 +162,11 @@ def test_a_killed_coordination_service_ends_all(tmp_path: Path):
         run.wait_for_output(" pid ", times=2)
         [service] = [pid for pid, line in marked(run.mark).items() if "launch.coordinator" in line]
         os.kill(service, signal.SIGKILL)
-        assert run.finish() != 0
-        error_block(run.stderr)
+        assert run.finish() == 128 + signal.SIGKILL
+        # JAX aborts the processes with messages of its own; the last line is the reason all the same.
+        assert error_block(run.stderr).startswith(
+            "the coordination service was killed by SIGKILL. JAX ends all processes"
+        )
         run.check_nothing_is_left()
 
 
