@@ -74,7 +74,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--until-killed", metavar="DIRECTORY")
     arguments = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", 4)
+    if not jax.distributed.is_initialized():  # of several processes, the launcher knows the devices
+        jax.config.update("jax_num_cpu_devices", 4)
     if arguments.until_killed:
         train_until_killed(Path(arguments.until_killed))
 

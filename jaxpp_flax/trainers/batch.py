@@ -76,7 +76,7 @@ def split_batch(batch: Any, num_microbatches: int, shards: int = 1) -> Any:
 
     def reshape(leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):  # of a leaf that this process does not read
-            return jax.ShapeDtypeStruct((num_microbatches, each, *leaf.shape[1:]), leaf.dtype)
+            return jax.ShapeDtypeStruct((num_microbatches, each, *leaf.shape[1:]), dtype_of(leaf))
         numpy = jnp if isinstance(leaf, jax.Array) else np
         return numpy.reshape(leaf, (num_microbatches, each, *leaf.shape[1:]))
 
@@ -102,10 +102,10 @@ def signature(batch: Any) -> tuple[Any, ...]:
 
 
 def dtype_of(leaf: Any) -> Any:
-    """The dtype that JAX gives `leaf`: NumPy's float64 becomes float32, unless 64 bits are enabled."""
-    if not isinstance(leaf, (np.ndarray, np.generic)):
-        return leaf.dtype
-    return jax.dtypes.canonicalize_dtype(leaf.dtype)
+    """The dtype that JAX gives `leaf`: NumPy's float64 becomes float32, unless 64 bits are enabled; for shapes too."""
+    if isinstance(leaf.dtype, np.dtype) and not isinstance(leaf, jax.Array):  # PRNG keys have a dtype of JAX's own
+        return jax.dtypes.canonicalize_dtype(leaf.dtype)
+    return leaf.dtype
 
 
 def count_units(batch: Any) -> tuple[int, str]:

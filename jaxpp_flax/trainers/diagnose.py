@@ -15,9 +15,46 @@ import numpy as np
 from jaxpp_flax.checkpoint.agreeing import everyones
 from jaxpp_flax.engine.ir import Constant, Graph, from_jaxpr
 from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.trainers.errors import NonFiniteLossError
 from jaxpp_flax.trainers.loss import read_loss
+from jaxpp_flax.trainers.model import ModelAdapter
 
-__all__ = ["CALLS", "diagnose"]
+__all__ = ["CALLS", "diagnose", "first_loss_error"]
+
+
+def first_loss_error(
+    value: float,
+    initial: tuple[Any, Any] | None,
+    model: ModelAdapter,
+    loss_fn: Callable[..., Any],
+    batch: Any,
+    num_microbatches: int,
+    mesh: MpmdMesh | None,
+) -> NonFiniteLossError:
+    """What to raise where the loss of step 1 is not finite.
+
+    Args:
+      value: the loss.
+      initial: parameters and the rest of the model's state before that step, or None if they were not kept.
+      model, loss_fn: the trainer's.
+      batch, num_microbatches, mesh: as in `diagnose`.
+    """
+    if initial is None:
+        return NonFiniteLossError(
+            f"the loss of step 1 is {value}. Parameters of this size are not kept to find out where it arose: run "
+            "the loss function on one microbatch under `jax.debug_nans(True)`. Check the data and the initial "
+            "parameters, and operations such as log, division and square root of zero."
+        )
+    params, rest = initial
+
+    def loss_of(params: Any, microbatch: Any, index: int) -> Any:
+        return loss_fn(model.bind(params, rest, step=0, microbatch=index, training=True), microbatch)
+
+    origin = diagnose(loss_of, params, batch, num_microbatches, mesh=mesh)
+    return NonFiniteLossError(
+        f"the loss of step 1 is {value}. {origin} Check the data and the initial parameters there, and operations "
+        "such as log, division and square root of zero; a lower learning rate does not change the first loss."
+    )
 
 
 class _Unknown:

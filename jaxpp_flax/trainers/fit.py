@@ -40,9 +40,10 @@ def run_fit(
     callbacks: Sequence[Callback],
     meter: Meter,
     log_every: int,
+    global_batch_size: int | None = None,
 ) -> dict[str, Any]:
     """Train on every batch of `source`; returns the last metrics (of the evaluation too, as `eval_...`)."""
-    loop = _FitLoop(trainer, total, eval_data, eval_every, callbacks, meter, log_every)
+    loop = _FitLoop(trainer, total, eval_data, eval_every, callbacks, meter, log_every, global_batch_size)
     return loop.run(source)
 
 
@@ -56,9 +57,11 @@ class _FitLoop:
         callbacks: Sequence[Callback],
         meter: Meter,
         log_every: int,
+        global_batch_size: int | None,
     ) -> None:
         self.trainer, self.eval_data, self.eval_every = trainer, eval_data, eval_every
         self.callbacks, self.meter, self.log_every = callbacks, meter, log_every
+        self.global_batch_size = global_batch_size
         self.begin = trainer.step
         self.total = None if total is None else self.begin + total
         self.rate = Rate(self.total)
@@ -81,7 +84,7 @@ class _FitLoop:
         try:
             for batch in source:
                 if not started:
-                    trainer.compile(batch)
+                    trainer.compile(batch, global_batch_size=self.global_batch_size)
                     for callback in self.callbacks:
                         callback.on_fit_start(trainer)
                     self.meter.start(self.total, self.begin)
@@ -110,9 +113,9 @@ class _FitLoop:
 
     def step(self, batch: Any) -> None:
         trainer = self.trainer
-        metrics = trainer.train_step(batch)
+        metrics = trainer.train_step(batch, global_batch_size=self.global_batch_size)
         step = trainer.step
-        units, self.unit = count_units(batch)
+        units, self.unit = count_units(trainer._whole(batch, self.global_batch_size))
         self.units += units
         self.meter.advance(step)
         for callback in self.callbacks:

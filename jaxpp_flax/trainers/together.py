@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,7 +23,9 @@ _STATE_REMEDY = (
 _BATCHES_REMEDY = (
     "Each process reads its own part of every batch, so all must draw the same ones in the same order: the same seed "
     "of the shuffling, the same files, no share of them for each process. A leaf that no stage of a process reads may "
-    "be left out there: pass a `jax.ShapeDtypeStruct` for it (`trainer.leaves_read`)."
+    "be left out there: pass a `jax.ShapeDtypeStruct` for it (`trainer.leaves_read`). With "
+    "`global_batch_size`, those at one place of the data axis, one in each stage, draw the same examples "
+    "(`trainer.rows_read`)."
 )
 
 # Of a larger leaf of a batch, so many elements are looked at, which takes well below a millisecond.
@@ -61,11 +64,16 @@ class BatchesAlike:
 
     def before(self, batch: Any) -> None:
         """To be called with each batch before it is used."""
+        self.before_these(
+            {f"batch{jax.tree_util.keystr(path)}": leaf for path, leaf in jax.tree.leaves_with_path(batch)}
+        )
+
+    def before_these(self, leaves: Mapping[str, Any]) -> None:
+        """The same for what this process has of a batch, by names; others may have other parts."""
         if not self._several:
             return
         self._count += 1
-        for path, leaf in jax.tree.leaves_with_path(batch):
-            name = f"batch{jax.tree_util.keystr(path)}"
+        for name, leaf in leaves.items():
             known, new = self._hashes.get(name, ""), hash_of(leaf, _SAMPLED)
             # Once a process has left a leaf out, it cannot say any more what the others' hashes should be.
             both = None if known is None or new is None else np.frombuffer((known + new).encode(), np.uint8)

@@ -17,12 +17,13 @@ from jaxpp_flax.trainers.batch import batch_size, dtype_of, join_microbatches, s
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.compiling import Backend
 from jaxpp_flax.trainers.data import batches
-from jaxpp_flax.trainers.diagnose import diagnose
-from jaxpp_flax.trainers.errors import BatchError, NonFiniteLossError
+from jaxpp_flax.trainers.diagnose import first_loss_error
+from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.evaluation import Average
 from jaxpp_flax.trainers.fit import run_fit
 from jaxpp_flax.trainers.held_state import HeldState
 from jaxpp_flax.trainers.inference import ForwardOnly
+from jaxpp_flax.trainers.loading import Loading
 from jaxpp_flax.trainers.mesh import num_batch_shards
 from jaxpp_flax.trainers.model import parameter_count
 from jaxpp_flax.trainers.position import ResumeData
@@ -34,7 +35,7 @@ from jaxpp_flax.trainers.sharding import state_specs
 from jaxpp_flax.trainers.state import TrainState
 from jaxpp_flax.trainers.step import Loop, StepBuilder
 from jaxpp_flax.trainers.table import stage_table
-from jaxpp_flax.trainers.together import BatchesAlike, end_together, leaves_read
+from jaxpp_flax.trainers.together import BatchesAlike
 from jaxpp_flax.trainers.tracing import trace_loss
 from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
 from jaxpp_flax.trainers.update import Update
@@ -46,7 +47,7 @@ __all__ = ["PipelineTrainer"]
 _MAX_IN_FLIGHT = 2
 
 
-class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
+class PipelineTrainer(HeldState, Scheduled, Loading, Weights, Checkpointed):
     """Trains a Flax model, NNX or Linen, as a pipeline of stages.
 
     The model is an ordinary one whose layers are marked (`PipelineStage`, `@pipeline_stage`); it is copied, and stays
@@ -207,8 +208,12 @@ class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
 
     # ------------------------------------------------------------------ training
 
-    def compile(self, batch: Any) -> Any:
+    def compile(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
         """Compile the training step for batches like this one, and print the table of stages; nothing is run.
+
+        Args:
+          batch: arrays, or their shapes (`jax.ShapeDtypeStruct`).
+          global_batch_size: as in `fit`.
 
         Returns:
           What the step compiles to: see `jaxpp_flax.engine` (or JAX, for one stage without a mesh).
@@ -216,7 +221,8 @@ class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
         Raises:
           ValueError, TypeError: whatever of model, loss, batch, stages, schedule and devices does not fit.
         """
-        microbatches = split_batch(batch, self.num_microbatches, self._shards)
+        whole = self._whole(batch, global_batch_size)
+        microbatches = split_batch(whole, self.num_microbatches, self._shards)
         key = self._key("train", microbatches)
         if key not in self._executables:
             count = parameter_count(self._state.params)
@@ -230,25 +236,30 @@ class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
                     self._meter.message(plan.table())
         return self._executables[key]
 
-    def train_step(self, batch: Any) -> dict[str, Any]:
+    def train_step(self, batch: Any, *, global_batch_size: int | None = None) -> dict[str, Any]:
         """One optimizer step on a batch; compiles first where its shapes are new.
+
+        Args:
+          batch: leaves of shape (batch, ...).
+          global_batch_size: as in `fit`.
 
         Returns:
           Metrics of the whole batch, at least `loss`: values that behave like arrays (`float(metrics["loss"])`).
           They are not waited for.
 
         Raises:
-          BatchError: if the batch cannot be cut into microbatches.
+          BatchError: if the batch cannot be cut into microbatches, or has not the rows that this process reads.
           NonFiniteLossError: if the very first loss is not finite; it says where that arose.
           CheckpointSaveError: if a save in the background has failed since the last step.
           ValueError, TypeError: whatever else does not fit, before anything runs.
         """
+        whole = self._whole(batch, global_batch_size)
         if self._tuner is not None and not self._tuner.done:
-            return self._tuner.step(self, batch)
-        microbatches = split_batch(batch, self.num_microbatches, self._shards)
+            return self._tuner.step(self, whole)
+        microbatches = split_batch(whole, self.num_microbatches, self._shards)
         compiled = self._train_executable(microbatches)
         self._check_saves()
-        self._trained_on.before(microbatches)
+        microbatches = self._taken(compiled, microbatches, batch if whole is not batch else None)
         return self._finish_step(compiled(self._state, microbatches), microbatches)
 
     def _finish_step(self, results: Any, microbatches: Any) -> dict[str, Any]:
@@ -263,15 +274,20 @@ class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
         return metrics
 
     def training_steps(
-        self, data: Iterable[Any], *, steps: int | None = None, epochs: int | None = None
+        self,
+        data: Iterable[Any],
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+        global_batch_size: int | None = None,
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Train batch by batch in a loop of your own: yields `(step, metrics)` after each step is dispatched.
 
         Args:
-          data, steps, epochs: as in `fit`.
+          data, steps, epochs, global_batch_size: as in `fit`.
         """
         for batch in self._track(batches(data, steps=steps, epochs=epochs)):
-            metrics = self.train_step(batch)
+            metrics = self.train_step(batch, global_batch_size=global_batch_size)
             yield self._step, metrics
 
     def fit(
@@ -280,6 +296,7 @@ class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
         *,
         steps: int | None = None,
         epochs: int | None = None,
+        global_batch_size: int | None = None,
         eval_data: Iterable[Any] | None = None,
         eval_every: int | None = None,
         callbacks: Sequence[Callback] = (),
@@ -292,7 +309,9 @@ class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
           data: an iterable of batches: a list, a generator, a grain dataset or loader.
           steps: train so many; data that can be iterated again is passed over as often as it takes.
           epochs: passes over the data; needs data that can be iterated again. With neither, one pass.
-          eval_data: evaluated at the end, and every `eval_every` steps.
+          global_batch_size: None: each process passes the whole batches (leaves that it does not read may be shapes).
+            A number: batches have so many examples, of which each process passes those that it reads, `rows_read`.
+          eval_data: evaluated at the end, and every `eval_every` steps; whole batches on every process.
           callbacks: see `jaxpp_flax.trainers.callbacks`.
           resume: continue from the latest checkpoint, if there is one; `steps` and `epochs` count from the beginning.
           resume_data: how to find the place in data without `set_state`: "fast_forward" draws what was used and drops
@@ -345,14 +364,8 @@ class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
             callbacks=callbacks,
             meter=self._meter,
             log_every=self._log_every,
+            global_batch_size=global_batch_size,
         )
-
-    def leaves_read(self, batch: Any) -> Any:
-        """For each leaf of such a batch, whether this process reads it in training; see `trainers/together.py`."""
-        return leaves_read(self.compile(batch), batch)
-
-    def _end_together(self) -> None:
-        end_together(self.mesh, self._state, self._step, self._trained_on)
 
     def stop(self, reason: str) -> None:
         """End `fit` after the current step; callbacks call it."""
@@ -477,22 +490,8 @@ class PipelineTrainer(HeldState, Scheduled, Weights, Checkpointed):
         value = float(loss)
         if np.isfinite(value):
             return
-        if initial is None:
-            raise NonFiniteLossError(
-                f"the loss of step 1 is {value}. Parameters of this size are not kept to find out where it arose: run "
-                "the loss function on one microbatch under `jax.debug_nans(True)`. Check the data and the initial "
-                "parameters, and operations such as log, division and square root of zero."
-            )
-        params, rest = initial
-
-        def loss_of(params: Any, microbatch: Any, index: int) -> Any:
-            bound = self._adapter.bind(params, rest, step=0, microbatch=index, training=True)
-            return self._loss_fn(bound, microbatch)
-
-        origin = diagnose(loss_of, params, microbatches, self.num_microbatches, mesh=self.mesh)
-        raise NonFiniteLossError(
-            f"the loss of step 1 is {value}. {origin} Check the data and the initial parameters there, and operations "
-            "such as log, division and square root of zero; a lower learning rate does not change the first loss."
+        raise first_loss_error(
+            value, initial, self._adapter, self._loss_fn, microbatches, self.num_microbatches, self.mesh
         )
 
 

@@ -16,6 +16,7 @@ from jaxpp_flax import DictTracker, JsonlTracker, PipelineTrainer
 from jaxpp_flax.trainers import Callback, CompositeTracker
 from jaxpp_flax.trainers.callbacks import EarlyStopping, OnMetrics, PrintLoss, StopOnNonFinite
 from jaxpp_flax.trainers.data import batches
+from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.progress import BarMeter, PlainMeter
 from jaxpp_flax.trainers.trackers import TensorBoardTracker
 from tests.trainers import models as m
@@ -234,3 +235,15 @@ def test_jsonl_writes_what_json_lacks(tmp_path):
     lines = [json.loads(line) for line in tracker.path.read_text().splitlines()]
     assert lines[0]["config"]["shape"] == [2, 3]
     assert lines[1] == {"step": 1, "loss": "nan", "per_class": [1.0, 1.0], "norm": 2.0}
+
+
+def test_one_process_reads_every_row():
+    sut = trainer(num_stages=2)
+    rows = sut.rows_read(DATA[0])
+    assert {name: list(of) for name, of in rows.items()} == {name: [0, 1, 2, 3] for name in DATA[0]}
+    expected = trainer(num_stages=2).fit(DATA)["loss"]
+    assert sut.fit(DATA, global_batch_size=4)["loss"] == expected
+    with pytest.raises(BatchError, match=r"global_batch_size=8, but the batch has 4 examples.*\(8, 5\)"):
+        sut.fit(DATA, global_batch_size=8)
+    with pytest.raises(ValueError, match="global_batch_size=0: it must be"):
+        sut.train_step(DATA[0], global_batch_size=0)

@@ -1,0 +1,205 @@
+"""Each process loads only what its devices read of a batch: whole leaves, or single examples of them.
+
+A batch of B examples is cut into M microbatches one after another: example `m * (B // M) + i` is example i of
+microbatch m. The devices of a stage that share the examples ("data", "fsdp") share those of each microbatch, so what
+one of them reads is not one range of the batch, but one range in each microbatch. `rows_read` gives it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpp_flax.engine.array import MpmdArray
+from jaxpp_flax.engine.mesh import MpmdMesh, MpmdSharding
+from jaxpp_flax.trainers.batch import batch_size, dtype_of
+from jaxpp_flax.trainers.errors import BatchError
+from jaxpp_flax.trainers.setup import check_count
+from jaxpp_flax.trainers.together import BatchesAlike, end_together, leaves_read
+
+__all__ = ["Loading", "own_rows"]
+
+
+class Loading:
+    """What `PipelineTrainer` does so that no process loads more than it reads."""
+
+    mesh: MpmdMesh | None
+    num_microbatches: int
+    _state: Any
+    _step: int
+    _trained_on: BatchesAlike
+
+    def leaves_read(self, batch: Any) -> Any:
+        """For each leaf of such a batch, whether this process reads it in training; see `trainers/together.py`."""
+        return leaves_read(self.compile(batch), batch)
+
+    def rows_read(self, batch: Any) -> Any:
+        """Which examples of such a batch this process reads in training: the rows to load of each leaf.
+
+        With `fit(..., global_batch_size=)` or `train_step(..., global_batch_size=)`, these are all that it passes, in
+        this order, as an array of shape (rows, ...). They are the same as the index of the devices' shards in
+        `jax.make_array_from_process_local_data`, in one microbatch after another. Processes that divide a dataset among
+        themselves by other means (such as grain's `ShardOptions`) may pass any examples in their places: each process
+        adds its own to every microbatch.
+
+        Args:
+          batch: a whole batch, or its shapes: leaves with `shape` (B, ...) and `dtype`.
+
+        Returns:
+          A tree like `batch`, of int64 arrays of shape (rows,): indices along the first axis, ascending; empty for a
+          leaf that this process does not read.
+
+        Raises:
+          ValueError, TypeError: as `compile`.
+
+        Example:
+          >>> import optax
+          >>> from flax import nnx
+          >>> from jaxpp_flax import PipelineStage, PipelineTrainer
+          >>> model = nnx.Sequential(*[PipelineStage(nnx.Linear(4, 4, rngs=nnx.Rngs(0))) for _ in range(2)])
+          >>> trainer = PipelineTrainer(model, optax.sgd(0.1), lambda model, x: (model(x) ** 2).mean(),
+          ...                           num_stages=2, num_microbatches=2, progress=False)
+          >>> trainer.rows_read(jax.ShapeDtypeStruct((6, 4), np.float32))  # one process reads all of them
+          array([0, 1, 2, 3, 4, 5])
+        """
+        compiled = self.compile(batch)
+        if not self._is_across:
+            return jax.tree.map(lambda leaf: np.arange(leaf.shape[0]), batch)
+
+        def rows(leaf: Any, sharding: MpmdSharding, *, read: bool) -> np.ndarray[Any, Any]:
+            shape = (self.num_microbatches, leaf.shape[0] // self.num_microbatches, *leaf.shape[1:])
+            starts = np.arange(shape[0]) * shape[1]
+            return (starts[:, None] + _places(sharding, shape, read=read)).ravel()
+
+        shardings, read = compiled.in_shardings[0][1], compiled.read_here[0][1]
+        return jax.tree.map(lambda leaf, sharding, here: rows(leaf, sharding, read=here), batch, shardings, read)
+
+    def compile(self, batch: Any) -> Any:
+        """See `PipelineTrainer`."""
+        raise NotImplementedError
+
+    @property
+    def _is_across(self) -> bool:
+        return self.mesh is not None and self.mesh.jax_mesh.is_multi_process
+
+    def _whole(self, batch: Any, global_batch_size: int | None) -> Any:
+        """The batch; of one that has this process's rows alone, the shapes of the whole.
+
+        Raises:
+          BatchError: if a leaf is no array, or one process alone does not pass the whole.
+        """
+        if global_batch_size is None:
+            return batch
+        check_count("global_batch_size", global_batch_size)
+        if not self._is_across:
+            size = batch_size(batch)
+            if size != global_batch_size:
+                path, leaf = jax.tree_util.tree_leaves_with_path(batch)[0]
+                raise BatchError(
+                    f"global_batch_size={global_batch_size}, but the batch has {size} examples "
+                    f"(batch{jax.tree_util.keystr(path)} has shape {tuple(leaf.shape)}), and one process reads all of "
+                    f"them: expected, global and local, {(global_batch_size, *leaf.shape[1:])}. Pass the whole batch, "
+                    "or its own size."
+                )
+            return batch
+
+        def whole(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype") or not leaf.shape:
+                what = "a scalar" if hasattr(leaf, "shape") else f"a {type(leaf).__name__}"
+                raise BatchError(
+                    f"batch{jax.tree_util.keystr(path)} is {what}: every leaf needs to be an array of shape "
+                    "(rows, ...)."
+                )
+            return jax.ShapeDtypeStruct((global_batch_size, *leaf.shape[1:]), dtype_of(leaf))
+
+        return jax.tree_util.tree_map_with_path(whole, batch)
+
+    def _taken(self, compiled: Any, microbatches: Any, own: Any) -> Any:
+        """The microbatches as the step takes them, compared with those of other processes; `own` is a batch of rows."""
+        if own is None:
+            self._trained_on.before(microbatches)
+            return microbatches
+        taken = own_rows(compiled, own, microbatches)
+        self._trained_on.before_these(_named_rows(compiled, own, microbatches))
+        return taken
+
+    def _end_together(self) -> None:
+        end_together(self.mesh, self._state, self._step, self._trained_on)
+
+
+def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
+    """A batch of this process's rows as the step takes it.
+
+    Args:
+      compiled: the step.
+      batch: leaves of shape (rows, ...); of one that this process does not read, only shape and dtype count.
+      microbatches: the shapes of the whole: (num_microbatches, microbatch, ...).
+
+    Returns:
+      `MpmdArray`s, of which this process has its parts; a `jax.ShapeDtypeStruct` for a leaf that it does not read.
+
+    Raises:
+      BatchError: if the number of rows is not that of `rows_read`.
+    """
+    shardings, read = compiled.in_shardings[0][1], compiled.read_here[0][1]
+
+    def lay_out(path: Any, leaf: Any, whole: jax.ShapeDtypeStruct, sharding: MpmdSharding, here: Any) -> Any:
+        if not here:
+            return whole
+        name, count = f"batch{jax.tree_util.keystr(path)}", whole.shape[0]
+        places = _places(sharding, whole.shape, read=True)
+        expected = (count * len(places), *whole.shape[2:])
+        if isinstance(leaf, jax.ShapeDtypeStruct) or tuple(leaf.shape) != expected:
+            size = whole.shape[0] * whole.shape[1]
+            what = f"is a shape without a value ({leaf})"
+            raise BatchError(
+                f"{name} {what if isinstance(leaf, jax.ShapeDtypeStruct) else f'has shape {tuple(leaf.shape)}'}, but "
+                f"process {jax.process_index()} reads {expected[0]} of the {size} examples of a batch "
+                f"(global_batch_size={size}): {len(places)} in each of {count} microbatches. Expected: local "
+                f"{expected}, of {(size, *expected[1:])} global. Load `trainer.rows_read(batch)` of each leaf; or pass "
+                "whole batches, without global_batch_size."
+            )
+        if jnp.issubdtype(whole.dtype, jax.dtypes.prng_key):
+            raise BatchError(f"{name} holds PRNG keys. Pass `jax.random.key_data(keys)`, and wrap it in the loss.")
+        local = np.asarray(leaf, whole.dtype).reshape(count, len(places), *whole.shape[2:])
+
+        def part(index: Any) -> np.ndarray[Any, Any]:
+            begin, end, _ = index[1].indices(whole.shape[1])
+            first = int(np.searchsorted(places, begin))
+            return local[:, first : first + end - begin].copy()  # JAX may take the memory of a NumPy array as its own
+
+        local_ranks = [rank for rank in sharding.ranks if sharding.mpmd_mesh.is_local(rank)]
+        parts = {r: jax.make_array_from_callback(whole.shape, sharding.local_sharding(r), part) for r in local_ranks}
+        return MpmdArray(parts, sharding, shape=whole.shape, dtype=whole.dtype)
+
+    return jax.tree_util.tree_map_with_path(lay_out, batch, microbatches, shardings, read)
+
+
+def _named_rows(compiled: Any, batch: Any, microbatches: Any) -> dict[str, Any]:
+    """The leaves that this process reads, with names that only processes have in common that read the same rows."""
+    shardings, read = compiled.in_shardings[0][1], compiled.read_here[0][1]
+    named: dict[str, Any] = {}
+
+    def add(path: Any, leaf: Any, whole: Any, sharding: MpmdSharding, here: Any) -> None:
+        if here:
+            places = _places(sharding, whole.shape, read=True)
+            together = len(places) == places[-1] - places[0] + 1
+            text = f"{places[0]} to {places[-1]}" if together else ", ".join(map(str, places))
+            named[f"batch{jax.tree_util.keystr(path)} (places {text} of each microbatch)"] = leaf
+
+    jax.tree_util.tree_map_with_path(add, batch, microbatches, shardings, read)
+    return named
+
+
+def _places(sharding: MpmdSharding, shape: tuple[int, ...], *, read: bool) -> np.ndarray[Any, Any]:
+    """Which examples of each microbatch this process's devices hold, ascending."""
+    held: set[int] = set()
+    for rank in sharding.ranks if read else ():
+        indices: Mapping[Any, Any] = sharding.local_sharding(rank).addressable_devices_indices_map(shape)
+        for index in indices.values():
+            held.update(range(*index[1].indices(shape[1])))
+    return np.array(sorted(held), np.int64)
