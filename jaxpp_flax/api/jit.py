@@ -68,10 +68,10 @@ def mpmd_jit_with_loop(
         out_specs=out_specs,
         in_shardings=in_shardings,
         out_shardings=out_shardings,
-        static_argnums=() if static_argnums is None else static_argnums,
-        static_argnames=() if static_argnames is None else static_argnames,
-        donate_argnums=() if donate_argnums is None else donate_argnums,
-        donate_argnames=() if donate_argnames is None else donate_argnames,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
         compiler_options=compiler_options,
     )
 
@@ -118,10 +118,10 @@ def mpmd_jit_by_yield(
         in_shardings=in_shardings,
         out_shardings=out_shardings,
         num_stages=target_num_stages,
-        static_argnums=() if static_argnums is None else static_argnums,
-        static_argnames=() if static_argnames is None else static_argnames,
-        donate_argnums=() if donate_argnums is None else donate_argnums,
-        donate_argnames=() if donate_argnames is None else donate_argnames,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+        donate_argnames=donate_argnames,
         compiler_options=compiler_options,
     )
 

@@ -42,10 +42,10 @@ class MpmdFunction:
         *,
         in_specs: Any = None,
         out_specs: Any = None,
-        donate_argnums: int | Sequence[int] = (),
-        donate_argnames: str | Iterable[str] = (),
-        static_argnums: int | Sequence[int] = (),
-        static_argnames: str | Iterable[str] = (),
+        donate_argnums: int | Sequence[int] | None = None,
+        donate_argnames: str | Iterable[str] | None = None,
+        static_argnums: int | Sequence[int] | None = None,
+        static_argnames: str | Iterable[str] | None = None,
         compiler_options: Mapping[str, Any] | None = None,
         cut_policy: CutPolicy = cut_at_every_mark,
         everywhere: Any = False,
@@ -333,10 +333,10 @@ def mpmd_jit_with_loop(
     *,
     in_shardings: Any = None,
     out_shardings: Any = None,
-    donate_argnums: int | Sequence[int] = (),
-    donate_argnames: str | Iterable[str] = (),
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Iterable[str] = (),
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     cut_policy: CutPolicy = cut_at_every_mark,
     everywhere: Any = False,
@@ -397,11 +397,11 @@ def mpmd_jit_with_loop(
 
 
 def _both_ways(
-    fun: Callable[..., Any], argnums: int | Sequence[int], argnames: str | Iterable[str]
+    fun: Callable[..., Any], argnums: int | Sequence[int] | None, argnames: str | Iterable[str] | None
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Positions and names of the same arguments: as in `jax.jit`, what is not given is read off the signature."""
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    names = (argnames,) if isinstance(argnames, str) else tuple(argnames)
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums or ())
+    names = (argnames,) if isinstance(argnames, str) else tuple(argnames or ())
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):  # some callables have no signature
@@ -450,10 +450,10 @@ def mpmd_jit(
     *,
     in_shardings: Any = None,
     out_shardings: Any = None,
-    donate_argnums: int | Sequence[int] = (),
-    donate_argnames: str | Iterable[str] = (),
-    static_argnums: int | Sequence[int] = (),
-    static_argnames: str | Iterable[str] = (),
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     num_stages: int | None = None,
     cut_policy: CutPolicy = cut_at_every_mark,
