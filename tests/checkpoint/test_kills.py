@@ -20,7 +20,7 @@ from jaxpp_flax.trainers import preemption as module
 from jaxpp_flax.trainers.compiling import to_ordinary
 from jaxpp_flax.trainers.preemption import Preemption, StopTogether
 from tests.checkpoint.program import batches, make_trainer
-from tests.engine.test_coordination import MemoryStore
+from tests.engine.stores import MemoryStore
 from tests.helpers import tree_allclose
 
 pytestmark = pytest.mark.processes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.agreement import ProgramMismatchError, agree, describe_program
 from jaxpp_flax.engine.coordination import ProcessGroup
 from jaxpp_flax.schedules import GPipe, Std1F1B
+from tests.engine.stores import MemoryStore, in_parallel
 from tests.engine.toys import batch_of, built, chain, chain_loss, sgd_step
 
 
@@ -57,53 +58,17 @@ def test_no_addresses_and_no_folders():
     assert "/tests/" not in text
 
 
-class SharedStore:
-    """A store that threads share."""
-
-    def __init__(self) -> None:
-        self.entries: dict[str, bytes] = {}
-        self.counts: dict[str, int] = {}
-        self.changed = threading.Condition()
-
-    def set(self, key: str, value: bytes) -> None:
-        with self.changed:
-            self.entries[key] = value
-            self.changed.notify_all()
-
-    def get(self, key: str, timeout_s: float) -> bytes | None:
-        with self.changed:
-            self.changed.wait_for(lambda: key in self.entries, timeout_s)
-            return self.entries.get(key)
-
-    def list(self, folder: str) -> dict[str, bytes]:
-        with self.changed:
-            return {k.removeprefix(folder + "/"): v for k, v in self.entries.items() if k.startswith(folder + "/")}
-
-    def add(self, key: str) -> int:
-        with self.changed:
-            self.counts[key] = self.counts.get(key, 0) + 1
-            return self.counts[key]
-
-    def delete(self, key: str) -> None:
-        pass
-
-
 def together(*programs: list[str]) -> list[Any]:
     """What `agree` gives or raises in each of several processes."""
-    store, found = SharedStore(), [None] * len(programs)
+    store = MemoryStore()
 
-    def one(index: int) -> None:
+    def one(index: int) -> Any:
         try:
-            found[index] = agree(ProcessGroup(store, index, len(programs)), "program 1", programs[index], 10.0)
+            return agree(ProcessGroup(store, index, len(programs)), "program 1", programs[index], 10.0)
         except ProgramMismatchError as error:
-            found[index] = error
+            return error
 
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(programs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    return in_parallel([partial(one, index) for index in range(len(programs))])
 
 
 def test_processes_agree():

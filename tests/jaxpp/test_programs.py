@@ -14,6 +14,7 @@ from tests.examples.running import load_example
 from tests.helpers import tree_allclose
 
 
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("final_mark", ["yes", "no"])
 @pytest.mark.parametrize("stages", [2, 4])
 def test_manual_stages_with_both_placements_of_marks(stages: int, final_mark: str):

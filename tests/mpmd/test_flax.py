@@ -19,6 +19,8 @@ from jaxpp_flax import mpmd
 from tests.helpers import tree_allclose
 from tests.mpmd.programs import config, topology
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 NUM_LAYERS, WIDTH, NUM_MICROBATCHES = 24, 8, 4
 
 

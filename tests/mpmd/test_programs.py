@@ -27,6 +27,8 @@ from tests.mpmd.programs import (
     weights,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 @settings(max_examples=25)
 @given(
