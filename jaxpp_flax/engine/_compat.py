@@ -29,15 +29,16 @@ __all__ = [
     "private_names_in_use",
     "register_array_type",
     "start_coordination_service",
+    "why_one_process",
 ]
 
-_PUBLIC_ONLY = os.environ.get("JAXPP_FLAX_PUBLIC_API_ONLY", "") not in ("", "0")
+PUBLIC_API_ONLY = os.environ.get("JAXPP_FLAX_PUBLIC_API_ONLY", "") not in ("", "0")
 
 _batched_copy: Any = None
 _always_copy: Any = None
 _reuse: Any = None
 _array_type: Any = None
-if not _PUBLIC_ONLY:
+if not PUBLIC_API_ONLY:
     try:
         # The copy takes this concrete class alone; PRNG key arrays, which are jax.Arrays too, are refused.
         from jax._src.array import ArrayImpl
@@ -54,7 +55,7 @@ if not _PUBLIC_ONLY:
 
 _aval_mappings: Any = None
 _canonicalize_handlers: Any = None
-if not _PUBLIC_ONLY:
+if not PUBLIC_API_ONLY:
     try:
         # How `jax.typeof` learns of a type: without it `jax.jit` refuses objects that only have `__jax_array__`.
         from jax._src.core import pytype_aval_mappings as _aval_mappings
@@ -65,7 +66,7 @@ if not _PUBLIC_ONLY:
         _aval_mappings = _canonicalize_handlers = None
 
 _distributed_state: Any = None
-if not _PUBLIC_ONLY:
+if not PUBLIC_API_ONLY:
     try:
         # The key-value store of `jax.distributed`, which has no public name: who is alive, and why a run ended.
         from jax._src.distributed import global_state as _distributed_state
@@ -75,7 +76,7 @@ if not _PUBLIC_ONLY:
 _runtime: Any = None
 _xla_bridge: Any = None
 _ClusterEnv: Any = None
-if not _PUBLIC_ONLY:
+if not PUBLIC_API_ONLY:
     try:
         # `jax.distributed` can only run its coordination service inside of process 0, whose death then takes down all
         # the others before they can say why. This lets it run in a process of its own.
@@ -102,6 +103,22 @@ def private_names_in_use() -> dict[str, bool]:
         "coordination": _distributed_state is not None,
         "coordination_service": _runtime is not None,
     }
+
+
+def why_one_process() -> str | None:
+    """Why several processes cannot run here, and what to change; None where they can."""
+    if _distributed_state is not None:
+        return None
+    needs = "they find each other by the key-value store of jax.distributed, which has no public name"
+    if PUBLIC_API_ONLY:
+        return (
+            f"JAXPP_FLAX_PUBLIC_API_ONLY is set, and several processes cannot do with that: {needs}. Unset it in every "
+            "process, or run one process with all devices."
+        )
+    return (
+        f"several processes cannot run on JAX {jax.__version__}: {needs}, and it is not where this package looks for "
+        "it. Use a version of JAX that the package was tested with (`python -m jaxpp_flax.doctor`), or one process."
+    )
 
 
 @dataclass(frozen=True)
@@ -148,7 +165,7 @@ def poison(connection: Any) -> bool:
       Whether it took effect.
     """
     breaker = getattr(connection, "_poison_connection", None)
-    if breaker is None or _PUBLIC_ONLY:
+    if breaker is None or PUBLIC_API_ONLY:
         return False
     breaker()
     return True
@@ -264,7 +281,7 @@ def context_on_mesh(context: Any, meshes: Sequence[Any], submesh: Any) -> Any:
     if getattr(context, "cur_abstract_mesh", None) not in meshes:
         return context
     try:
-        if _PUBLIC_ONLY:
+        if PUBLIC_API_ONLY:
             raise AttributeError
         copied = object.__new__(type(context))
         for slot in type(context).__slots__:

@@ -478,7 +478,8 @@ def process_group() -> ProcessGroup:
     """This process's view of the run, as `jax.distributed` was set up before the first call.
 
     Raises:
-      CoordinationError: if there are several processes and this JAX hides their key-value store.
+      CoordinationError: if there are several processes and their key-value store, which has no public name, is not
+        to be used (`JAXPP_FLAX_PUBLIC_API_ONLY`) or not where it was in the JAX versions known.
 
     Example:
       >>> process_group().process_count
@@ -488,8 +489,5 @@ def process_group() -> ProcessGroup:
     if connection is not None:
         return ProcessGroup(JaxKeyValueStore(connection.client), connection.process_index, connection.process_count)
     if jax.distributed.is_initialized():
-        raise CoordinationError(
-            f"JAX {jax.__version__} does not show the key-value store of jax.distributed where this package looks for "
-            "it, and several processes need it. Unset JAXPP_FLAX_PUBLIC_API_ONLY, or use another version of JAX."
-        )
+        raise CoordinationError(_compat.why_one_process())
     return ProcessGroup(None, 0, 1)

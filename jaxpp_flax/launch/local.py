@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from rich.console import Console
 
+from jaxpp_flax.engine import _compat
 from jaxpp_flax.engine.coordination import PEER_FAILED_STATUS
 from jaxpp_flax.engine.watch import DEFAULT_FAILURE_TIMEOUT
 from jaxpp_flax.launch import coordinator, guard
@@ -62,6 +63,8 @@ class LocalJob:
             raise LaunchError(f"there is no file {self.program[0]!r} to run.")
         if self.num_processes < 1:
             raise LaunchError(f"-n {self.num_processes}: at least one process is needed.")
+        if self.num_processes > 1 and (why := _compat.why_one_process()) is not None:
+            raise LaunchError(why)
         if self.devices_per_process < 1:
             raise LaunchError(f"--devices-per-process {self.devices_per_process}: at least one device is needed.")
         if not self.failure_timeout > 0:

@@ -75,6 +75,8 @@ def initialize(
         )
     if settings.num_processes == 1:
         return process_group()
+    if (why := _compat.why_one_process()) is not None:
+        raise LaunchError(why)
     for name in settings.to_environment():
         os.environ.pop(name, None)  # programs that this one starts are no processes of the run
     settings = replace(
