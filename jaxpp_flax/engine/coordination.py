@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NoReturn
@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import jax
 
 from jaxpp_flax.engine import _compat
+from jaxpp_flax.engine.store import CoordinationError, JaxKeyValueStore
 from jaxpp_flax.engine.watch import DEFAULT_FAILURE_TIMEOUT, ROOT, Failure, KeyValueStore, Watch, name_processes
 
 __all__ = [
@@ -41,63 +42,12 @@ PEER_FAILED_STATUS = 69
 _POLL_SECONDS = 0.2
 
 
-class CoordinationError(RuntimeError):
-    """The processes of a run cannot be coordinated, or do not agree."""
-
-
 class BarrierTimeoutError(CoordinationError, TimeoutError):
     """Some processes did not come to a meeting point in time; the message names them."""
 
 
 class ProcessFailedError(CoordinationError):
     """Another process of the run was killed, was stopped, or has failed; the message names it."""
-
-
-class JaxKeyValueStore:
-    """The store of JAX's coordination service, which process 0 (or the launcher) serves.
-
-    Args:
-      client: the client in what `_compat.coordination_client` gives.
-    """
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    def set(self, key: str, value: bytes) -> None:
-        with _store_errors():
-            self._client.key_value_set_bytes(key, value, allow_overwrite=True)
-
-    def get(self, key: str, timeout_s: float) -> bytes | None:
-        with _store_errors():
-            try:
-                return self._client.blocking_key_value_get_bytes(key, max(1, int(timeout_s * 1000)))
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" in str(error):
-                    return None
-                raise
-
-    def list(self, folder: str) -> dict[str, bytes]:
-        with _store_errors():
-            entries: list[tuple[str, bytes]] = self._client.key_value_dir_get_bytes(folder + "/")
-        return {key.removeprefix(folder + "/"): value for key, value in entries}
-
-    def add(self, key: str) -> int:
-        with _store_errors():
-            return self._client.key_value_increment(key, 1)
-
-    def delete(self, key: str) -> None:
-        with _store_errors():
-            self._client.key_value_delete(key)
-
-
-@contextmanager
-def _store_errors() -> Generator[None]:
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        raise CoordinationError(
-            f"the coordination service of this run does not answer: {str(error).splitlines()[0]}"
-        ) from error
 
 
 class ProcessGroup:
@@ -137,7 +87,9 @@ class ProcessGroup:
         self._waits_at_failure: list[str] = []
         self.failed = threading.Event()
         self.idle: str | None = None  # why this process sends nothing any more, until the others have come here too
-        self._waits: dict[int, tuple[Callable[[], str], int | None]] = {}
+        self.meeting: str | None = None  # which one the main thread is at, if it is at any
+        self._waits: dict[int, tuple[Callable[[], str], tuple[int, ...]]] = {}
+        self._main_thread = threading.main_thread()
         self._watch: Watch | None = None
         self._ending = threading.Lock()
 
@@ -208,23 +160,43 @@ class ProcessGroup:
         use = self._uses[name]
         here = f"{ROOT}/meet/{name}/{use}"
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self.waiting(what or f"{name} (every process)"):
+        what, named = what or name, list[int]()
+        with self.waiting(lambda: what if named else f"{what} (every process)"), self._at_meeting(f"{what} ({use})"):
             self.check()
             store.set(f"{here}/values/{self.process_index}", b"" if value is None else value)
             if store.add(f"{here}/count") == self.process_count:
                 store.set(f"{here}/complete", b"")
             while store.get(f"{here}/complete", _POLL_SECONDS) is None:
                 self.check()
+                came = store.list(f"{here}/values")
+                missing = [index for index in range(self.process_count) if str(index) not in came]
+                if self._is_main():
+                    named = missing
+                    self._wait_on(missing)
                 if deadline is not None and time.monotonic() > deadline:
-                    raise self._absent(what or name, timeout_s, store.list(f"{here}/values"))
+                    raise self._absent(what, timeout_s, missing)
             values = store.list(f"{here}/values") if value is not None else {}
         # Whoever is here has left the use before, and so has everyone else: all of them have come to this one.
         if use > 1 and self.process_index == 0:
             store.delete(f"{ROOT}/meet/{name}/{use - 1}")
         return [values[str(index)] for index in range(self.process_count)] if value is not None else []
 
-    def _absent(self, name: str, timeout_s: float | None, came: Mapping[str, bytes]) -> BarrierTimeoutError:
-        missing = [index for index in range(self.process_count) if str(index) not in came]
+    def _is_main(self) -> bool:
+        # Where another thread waits, those of the other processes may still come while their main threads stand.
+        return threading.current_thread() is self._main_thread
+
+    @contextmanager
+    def _at_meeting(self, name: str) -> Generator[None]:
+        if not self._is_main():
+            yield
+            return
+        self.meeting = name
+        try:
+            yield
+        finally:
+            self.meeting = None
+
+    def _absent(self, name: str, timeout_s: float | None, missing: list[int]) -> BarrierTimeoutError:
         return BarrierTimeoutError(
             f"{name_processes(missing)} of {self.process_count} did not come to {name!r} within {timeout_s:g} s; "
             f"process {self.process_index} waited. Look at the missing processes' logs: they are slower than that, "
@@ -370,7 +342,8 @@ class ProcessGroup:
         thread = threading.get_ident()
         before = self._waits.get(thread)
         say = what if callable(what) else lambda: what
-        self._waits[thread] = (say if before is None else lambda: f"{before[0]()}: {say()}", on)
+        said = say if before is None else lambda: f"{before[0]()}: {say()}"
+        self._waits[thread] = (said, () if on is None else (on,))
         try:
             yield
         finally:
@@ -379,13 +352,19 @@ class ProcessGroup:
             else:
                 self._waits[thread] = before
 
+    def _wait_on(self, processes: list[int]) -> None:
+        """Say for which processes this thread waits, where it does not wait for one that it knows from the start."""
+        thread = threading.get_ident()
+        self._waits[thread] = (self._waits[thread][0], tuple(processes))
+
     def waits(self) -> list[str]:
         """What the threads of this process wait for at the moment."""
-        return [what() if on is None else f"{what()} (from process {on})" for what, on in list(self._waits.values())]
+        waits = list(self._waits.values())
+        return [f"{what()} (from {name_processes([*on])})" if on else what() for what, on in waits]
 
     def awaited_processes(self) -> list[int]:
         """The processes that the threads of this one wait for at the moment."""
-        return [on for _, on in list(self._waits.values()) if on is not None]
+        return [process for _, on in list(self._waits.values()) for process in on]
 
     # -- the watch
 

@@ -72,6 +72,7 @@ class Watched(Protocol):
     process_count: int
     failed: threading.Event
     idle: str | None
+    meeting: str | None
 
     @property
     def failure(self) -> Failure | None: ...
@@ -79,6 +80,8 @@ class Watched(Protocol):
     def observe(self, failure: Failure, *, tell: bool = False) -> None: ...
 
     def awaited_processes(self) -> list[int]: ...
+
+    def waits(self) -> list[str]: ...
 
 
 class Watch:
@@ -102,7 +105,7 @@ class Watch:
         now = time.monotonic()
         self._answered = now  # when the store last answered
         self._beats: dict[int, tuple[bytes, float]] = {}  # each process's last heartbeat, and when it came
-        self._lost_since: dict[int, float] = {}
+        self._lost_since: dict[tuple[int, bytes, str | None], float] = {}
         self._peers = [index for index in range(group.process_count) if index != group.process_index]
         self._threads = [
             threading.Thread(target=target, name=f"jaxpp_flax {name}", daemon=True)
@@ -122,9 +125,7 @@ class Watch:
         while not self._ended.is_set():
             number += 1
             try:
-                idle = self._group.idle
-                state = "finished" if self.finished else "running" if idle is None else f"idle: {idle}"
-                self._store.set(f"{ROOT}/beats/{self._group.process_index}", f"{number} {state}".encode())
+                self._store.set(f"{ROOT}/beats/{self._group.process_index}", f"{number} {self._state()}".encode())
                 beats, failures = self._store.list(f"{ROOT}/beats"), self._store.list(f"{ROOT}/failures")
             except Exception:
                 # Either the service is gone, which `_judge` finds out by the silence, or a call failed once.
@@ -177,26 +178,44 @@ class Watch:
             )
         return self._ended_too_early(now)
 
+    def _state(self) -> str:
+        """What this process tells of itself beside that it lives."""
+        if self.finished:
+            return "finished"
+        if self._group.idle is not None:
+            return f"idle: {self._group.idle}"
+        return "running" if self._group.meeting is None else f"meeting: {self._group.meeting}"
+
     def _ended_too_early(self, now: float) -> Failure | None:
-        """A process that another waits for has ended its program, or sends nothing any more: it never will."""
-        awaited = self._group.awaited_processes()
-        for on in [on for on in self._lost_since if on not in awaited]:
-            del self._lost_since[on]
-        for on in awaited:
-            _, _, state = self._beats.get(on, (b"", 0.0))[0].partition(b" ")
-            finished, idle = state == b"finished", state.startswith(b"idle: ")
-            if not finished and not idle:
-                self._lost_since.pop(on, None)
-                continue
+        """A process that another waits for has ended its program, or goes no further: it never will."""
+        mine = self._group.meeting
+        states = {on: self._beats.get(on, (b"", 0.0))[0].partition(b" ")[2] for on in self._group.awaited_processes()}
+        reasons = {(on, state, mine): self._why_in_vain(state, mine) for on, state in states.items()}
+        self._lost_since = {key: self._lost_since.get(key, now) for key, why in reasons.items() if why is not None}
+        for key, since in self._lost_since.items():
             # What it sent last may still be on its way.
-            if now - self._lost_since.setdefault(on, now) > (2 * self._interval + 1.0 if finished else self._silence):
-                return Failure(
-                    on,
-                    "it ended its program while others wait for it; did its data end earlier, or does it take another "
-                    "branch than they do?"
-                    if finished
-                    else f"it goes no further while others wait for it: {state.removeprefix(b'idle: ').decode()}",
-                )
+            patience = 2 * self._interval + 1.0 if key[1] == b"finished" else self._silence
+            if now - since > patience:
+                # Told here, since the process that failed does not know it, and may be the one that is heard.
+                waits = "; and for ".join(self._group.waits())
+                return Failure(key[0], f"{reasons[key]} Process {self._group.process_index} waits for {waits}.")
+        return None
+
+    def _why_in_vain(self, state: bytes, mine: str | None) -> str | None:
+        """Why a process in this state is waited for in vain; None if it may come."""
+        kind, _, text = state.decode(errors="replace").partition(": ")
+        if kind == "finished":
+            return (
+                "it ended its program while others wait for it; did its data end earlier, or does it take another "
+                "branch than they do?"
+            )
+        if kind == "idle":
+            return f"it goes no further while others wait for it: {text}."
+        if kind == "meeting" and mine not in (None, text):
+            return (
+                f"it waits for all processes at {text!r}, while process {self._group.process_index} does so at "
+                f"{mine!r}: every process must make the same calls in the same order."
+            )
         return None
 
 

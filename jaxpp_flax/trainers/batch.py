@@ -11,7 +11,15 @@ import numpy as np
 
 from jaxpp_flax.trainers.errors import BatchError
 
-__all__ = ["batch_size", "count_units", "dtype_of", "join_microbatches", "signature", "split_batch"]
+__all__ = [
+    "batch_size",
+    "count_units",
+    "dtype_of",
+    "join_microbatches",
+    "signature",
+    "split_batch",
+    "split_for_inference",
+]
 
 
 def batch_size(batch: Any) -> int:
@@ -81,6 +89,27 @@ def split_batch(batch: Any, num_microbatches: int, shards: int = 1) -> Any:
         return numpy.reshape(leaf, (num_microbatches, each, *leaf.shape[1:]))
 
     return jax.tree.map(reshape, batch)
+
+
+def split_for_inference(batch: Any, num_microbatches: int, shards: int = 1) -> tuple[Any, int]:
+    """`split_batch` into at most `num_microbatches` parts, as many as batch and shards allow; and how many these are.
+
+    Raises:
+      BatchError: if no number of parts fits.
+
+    Example:
+      >>> parts, count = split_for_inference(np.zeros((6, 3)), 4)
+      >>> parts.shape, count
+      ((3, 2, 3), 3)
+    """
+    size = batch_size(batch)
+    for count in range(min(num_microbatches, size), 0, -1):
+        if size % count == 0 and size // count % shards == 0:
+            return split_batch(batch, count, shards), count
+    raise BatchError(
+        f"a batch of {size} examples cannot be cut into 1 to {num_microbatches} equal microbatches that fit {shards} "
+        f"data-parallel devices in a stage. Use a batch of {num_microbatches * shards}."
+    )
 
 
 def join_microbatches(outputs: Any) -> Any:

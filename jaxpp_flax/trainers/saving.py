@@ -59,6 +59,9 @@ class Checkpointed(abc.ABC):
     @abc.abstractmethod
     def _forget_first(self) -> None: ...
 
+    @abc.abstractmethod
+    def _call_together(self, call: str) -> None: ...
+
     def _init_checkpoints(
         self, directory: Any, save_every: Any, keep: Any, asynchronous: bool, preemption_deadline: float | None
     ) -> None:
@@ -93,6 +96,10 @@ class Checkpointed(abc.ABC):
         Raises:
           CheckpointSaveError: if it cannot be written; the state and older checkpoints are untouched.
         """
+        self._call_together("trainer.save")
+        return self._save(where, wait=wait)
+
+    def _save(self, where: str | os.PathLike[str] | int | None, *, wait: bool) -> Path:
         with process_group().waiting(f"the save of step {self._step}"):
             data = together(self._data_json())
         beside = {"data": data, "about": {"format": _FORMAT, "model": self._model_name}}
@@ -133,6 +140,7 @@ class Checkpointed(abc.ABC):
           CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if it cannot be read. The state
             in memory is as it was, after any of these.
         """
+        self._call_together("trainer.restore")
         path: Any = where
         if isinstance(where, int) or where == "latest":
             store = self._need_store("restore")
@@ -234,7 +242,7 @@ class Checkpointed(abc.ABC):
         if self._store is not None:
             self._store.check()
             if self._saves_by_itself and self._store.wants(self._step):
-                self.save(wait=False)
+                self._save(None, wait=False)
 
     def _end_fit(self, preempted: Callable[[], bool]) -> None:
         """Wait for what is being written, save the last step, and exit if that was asked for."""
@@ -243,7 +251,7 @@ class Checkpointed(abc.ABC):
             return
         self._store.wait()
         if due and self._step > 0 and self._step not in self._store.steps():
-            self.save(wait=True)
+            self._save(None, wait=True)
         if preempted():
             self._meter.message(f"SIGTERM: saved step {self._step}, exiting with status {PREEMPTED_STATUS}")
             raise SystemExit(PREEMPTED_STATUS)

@@ -13,7 +13,7 @@ from jaxpp_flax.engine.coordination import process_group
 from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.trainers.errors import BatchError
 
-__all__ = ["BatchesAlike", "agree_on_state", "end_together", "leaves_read"]
+__all__ = ["BatchesAlike", "agree_on_state", "call_together", "end_together", "leaves_read"]
 
 _STATE_REMEDY = (
     "Every process makes the model by itself, so all must make the same one: give each the same seed, one that depends "
@@ -96,6 +96,20 @@ class BatchesAlike:
         number = {"their number": f"{self._count} batches"}
         name = f"the batches for {self._what}"
         agree_on(process_group(), name, {**number, **self._hashes}, _BATCHES_REMEDY, ended)
+
+
+def call_together(mesh: MpmdMesh | None, state: Any, call: str) -> None:
+    """Wait until every process has made the same call; one that does something else instead is told, not waited for.
+
+    Args:
+      mesh: of all ranks.
+      state: arrays that are to be ready first: then whoever still waits for this process does so in vain.
+      call: such as "trainer.save", for errors.
+    """
+    if mesh is not None and mesh.jax_mesh.is_multi_process:
+        jax.block_until_ready(jax.tree.leaves(state))
+        why = f"it waits in {call}, which every process must call after the same step"
+        process_group().meet_idle(call, b"", why)
 
 
 def end_together(mesh: MpmdMesh | None, state: Any, step: int, trained_on: BatchesAlike) -> None:

@@ -13,12 +13,18 @@ from flax import nnx
 
 from jaxpp_flax.layers.remat import check_remat
 from jaxpp_flax.trainers.assigning import Assigner
-from jaxpp_flax.trainers.batch import batch_size, dtype_of, join_microbatches, signature, split_batch
+from jaxpp_flax.trainers.batch import (
+    batch_size,
+    dtype_of,
+    join_microbatches,
+    signature,
+    split_batch,
+    split_for_inference,
+)
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.compiling import Backend
 from jaxpp_flax.trainers.data import batches
 from jaxpp_flax.trainers.diagnose import first_loss_error
-from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.evaluation import Average
 from jaxpp_flax.trainers.fit import run_fit
 from jaxpp_flax.trainers.held_state import HeldState
@@ -35,7 +41,7 @@ from jaxpp_flax.trainers.sharding import state_specs
 from jaxpp_flax.trainers.state import TrainState
 from jaxpp_flax.trainers.step import Loop, StepBuilder
 from jaxpp_flax.trainers.table import stage_table
-from jaxpp_flax.trainers.together import BatchesAlike
+from jaxpp_flax.trainers.together import BatchesAlike, call_together
 from jaxpp_flax.trainers.tracing import trace_loss
 from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
 from jaxpp_flax.trainers.update import Update
@@ -367,6 +373,9 @@ class PipelineTrainer(HeldState, Scheduled, Loading, Weights, Checkpointed):
             global_batch_size=global_batch_size,
         )
 
+    def _call_together(self, call: str) -> None:
+        call_together(self.mesh, self._state, call)
+
     def stop(self, reason: str) -> None:
         """End `fit` after the current step; callbacks call it."""
         self.stopping = reason
@@ -386,9 +395,10 @@ class PipelineTrainer(HeldState, Scheduled, Loading, Weights, Checkpointed):
         Returns:
           Metrics as floats, at least `loss`.
         """
+        self._call_together("trainer.evaluate")
         average, pending, alike = Average(), None, BatchesAlike(self.mesh, "evaluation")
         for batch in [data] if isinstance(data, Mapping) else data:
-            microbatches, count = self._split_for_inference(batch)
+            microbatches, count = split_for_inference(batch, self.num_microbatches, self._shards)
             builder = self._prepare(microbatches).with_loss(self._eval_loss_fn)
             alike.before(microbatches)
             terms = self._executable(
@@ -416,13 +426,14 @@ class PipelineTrainer(HeldState, Scheduled, Loading, Weights, Checkpointed):
                 f"predict got a dict with {', '.join(map(repr, batch))}, and cannot know what the model takes of it. "
                 "Pass the model's input, or give the trainer `predict_fn=lambda model, batch: model(batch['x'])`."
             )
-        microbatches, count = self._split_for_inference(batch)
+        microbatches, count = split_for_inference(batch, self.num_microbatches, self._shards)
         builder = self._any_builder()
         loop = self._inference_loop(count)
+        self._call_together("trainer.predict")
+        BatchesAlike(self.mesh, "prediction").before(microbatches)
         compiled = self._executable(
             "predict", microbatches, lambda: builder.predict(loop, self._predict_fn), donate=False
         )
-        BatchesAlike(self.mesh, "prediction").before(microbatches)
         return join_microbatches(compiled(self._state_for_inference(), microbatches))
 
     # ------------------------------------------------------------------ inside
@@ -471,18 +482,6 @@ class PipelineTrainer(HeldState, Scheduled, Loading, Weights, Checkpointed):
             state = self._state if donate else self._state_for_inference()
             self._executables[key] = self._backend.compile(build(), state, microbatches, policy, donate=donate)
         return self._executables[key]
-
-    def _split_for_inference(self, batch: Any) -> tuple[Any, int]:
-        """As many microbatches as the batch and the devices of a stage allow."""
-        size = batch_size(batch)
-        for count in range(min(self.num_microbatches, size), 0, -1):
-            if size % count == 0 and size // count % self._shards == 0:
-                return split_batch(batch, count, self._shards), count
-        raise BatchError(
-            f"a batch of {size} examples cannot be cut into 1 to {self.num_microbatches} equal microbatches that fit "
-            f"{self._shards} data-parallel devices in a stage. Use a batch of "
-            f"{self.num_microbatches * self._shards}."
-        )
 
     def _check_first(self, loss: Any, microbatches: Any) -> None:
         """Wait for the first loss; where it is not finite, find out why on the way it was computed."""

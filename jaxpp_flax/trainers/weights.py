@@ -21,10 +21,17 @@ class Weights(abc.ABC):
     @abc.abstractmethod
     def _with_weights(self) -> TrainState: ...
 
+    @abc.abstractmethod
+    def _call_together(self, call: str) -> None: ...
+
     @property
     def model(self) -> Any:
-        """An ordinary module with the current weights (NNX: a new one; Linen: bound to its variables)."""
+        """An ordinary module with the current weights (NNX: a new one; Linen: bound to its variables).
+
+        With several processes, each of them must ask for it after the same step.
+        """
         state = self._with_weights()
+        self._call_together("trainer.model")
         return self._adapter.rebuild(to_ordinary(state.params), to_ordinary(state.model_state))
 
     @property
@@ -39,6 +46,7 @@ class Weights(abc.ABC):
             raise ValueError(
                 "trainer.ema_model needs an average of the weights: give the trainer ema_decay=, such as 0.999."
             )
+        self._call_together("trainer.ema_model")
         return self._adapter.rebuild(to_ordinary(state.ema), to_ordinary(state.model_state))
 
     @property
@@ -51,4 +59,5 @@ class Weights(abc.ABC):
         if not isinstance(self._adapter, LinenModel):
             raise TypeError("trainer.variables is for Linen models; an NNX model's are in `trainer.model`.")
         state = self._with_weights()
+        self._call_together("trainer.variables")
         return self._adapter.variables_of(to_ordinary(state.params), to_ordinary(state.model_state))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -116,7 +117,8 @@ def test_a_failure_ends_a_wait_and_says_what_was_awaited():
     thread.join(timeout=60)
     [message] = messages
     assert message.startswith("process 0: ValueError: no more disk")
-    assert "Process 1 was waiting for checkpoint written (every process)" in message
+    # Whether it had looked who was missing by then.
+    assert re.search(r"Process 1 was waiting for checkpoint written \((every process|from process 0)\)", message)
 
 
 def test_the_first_report_of_a_process_on_itself_is_the_one_told():
@@ -190,6 +192,85 @@ def test_to_end_the_program_while_another_waits_is_a_failure():
                 members[1].check()
 
     in_parallel([early, late])
+
+
+def meet_as_main(group: ProcessGroup, name: str, messages: list[str], *, idle: str | None = None) -> threading.Thread:
+    """A thread that plays a process's main thread, and comes to a meeting; it notes the error."""
+
+    def meet() -> None:
+        group._main_thread = threading.current_thread()
+        with pytest.raises(ProcessFailedError) as caught:
+            group.exchange(name, b"") if idle is None else group.meet_idle(name, b"", idle)
+        messages.append(str(caught.value))
+
+    thread = threading.Thread(target=meet)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("idle", [None, "it waits in trainer.save"])
+def test_processes_that_wait_for_all_at_different_places_are_told(idle: str | None):
+    members = groups(2)
+    messages: list[str] = []
+    for member in members:
+        member.watch(2.0, nothing)
+    threads = [
+        meet_as_main(members[0], "trainer.save", messages, idle=idle),
+        meet_as_main(members[1], "the end of fit", messages, idle="its data ended" if idle else None),
+    ]
+    for thread in threads:
+        thread.join(timeout=60)
+    for member in members:
+        member._watch.stop()
+    assert len(messages) == 2
+    for message in messages:
+        assert "process 0" in message.lower(), message
+        assert "process 1" in message.lower(), message
+        assert re.search("trainer.save|the end of fit|its data ended", message), message
+
+
+def test_a_process_that_ended_its_program_is_not_waited_for_at_a_meeting():
+    members = groups(2)
+    for member in members:
+        member.watch(2.0, nothing)
+    messages: list[str] = []
+    thread = meet_as_main(members[0], "trainer.save", messages)
+
+    def close() -> None:
+        with pytest.raises(ProcessFailedError):
+            members[1].close()
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    for one in (thread, closing):
+        one.join(timeout=60)
+    for member in members:
+        member._watch.stop()
+    assert "process 1: it ended its program while others wait for it" in messages[0]
+    assert "was waiting for trainer.save (from process 1)" in messages[0]
+
+
+def test_a_meeting_of_a_background_thread_is_no_sign_of_a_deadlock():
+    members = groups(2)
+    for member in members:
+        member.watch(1.0, nothing)
+    saving = threading.Thread(target=lambda: members[0].exchange("written", b""))
+    saving.start()
+    ended = [
+        threading.Thread(target=lambda m=m: m.meet_idle("the end of fit", b"", "done"), daemon=True) for m in members
+    ]
+    members[1]._main_thread = ended[1]
+    ended[1].start()
+    time.sleep(2.0)  # process 1's own thread is to come, however long it writes
+    assert members[0].failure is None
+    members[1].exchange("written", b"")
+    saving.join(timeout=60)
+    ended[0].start()
+    for thread in ended:
+        thread.join(timeout=60)
+    for member in members:
+        assert member.failure is None
+        member._watch.stop()
 
 
 def test_waits_nest_and_end():

@@ -1,0 +1,62 @@
+"""The key-value store of JAX's coordination service, through which the processes of a run talk."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+__all__ = ["CoordinationError", "JaxKeyValueStore"]
+
+
+class CoordinationError(RuntimeError):
+    """The processes of a run cannot be coordinated, or do not agree."""
+
+
+class JaxKeyValueStore:
+    """The store of JAX's coordination service, which process 0 (or the launcher) serves.
+
+    Args:
+      client: the client in what `_compat.coordination_client` gives.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def set(self, key: str, value: bytes) -> None:
+        with _store_errors():
+            self._client.key_value_set_bytes(key, value, allow_overwrite=True)
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        with _store_errors():
+            try:
+                return self._client.blocking_key_value_get_bytes(key, max(1, int(timeout_s * 1000)))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" in str(error):
+                    return None
+                raise
+
+    def list(self, folder: str) -> dict[str, bytes]:
+        with _store_errors():
+            entries: list[tuple[str, bytes]] = self._client.key_value_dir_get_bytes(folder + "/")
+        return {key.removeprefix(folder + "/"): value for key, value in entries}
+
+    def add(self, key: str) -> int:
+        with _store_errors():
+            return self._client.key_value_increment(key, 1)
+
+    def delete(self, key: str) -> None:
+        with _store_errors():
+            self._client.key_value_delete(key)
+
+
+@contextmanager
+def _store_errors() -> Generator[None]:
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise CoordinationError(
+            f"the coordination service of this run does not answer: {str(error).splitlines()[0]}"
+        ) from error

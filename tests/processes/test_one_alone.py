@@ -1,0 +1,28 @@
+"""What every process must call, called by one of them alone: an error that names the call, not a wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.processes.running import start_processes
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+
+
+@pytest.mark.parametrize(
+    ("call", "the_other"),
+    [("save", "ends"), ("model", "trains"), ("save", "evaluates")],
+)
+def test_one_process_calls_alone(call: str, the_other: str):
+    with start_processes(2, "run_one_alone.py", call, the_other) as processes:
+        ended = processes.wait(120.0)
+    for end in ended:
+        assert end.code not in (0, None), end.output[-3000:]
+    said = "\n".join(end.output for end in ended)
+    assert f"trainer.{call}" in said, said[-4000:]
+    expected = {
+        "ends": "process 1: it ended its program while others wait for it",
+        "trains": "process 0: it goes no further while others wait for it: it waits in trainer.model, which every process",
+        "evaluates": "it waits in trainer.evaluate, which every process must call after the same step",
+    }
+    assert expected[the_other] in said, said[-4000:]
