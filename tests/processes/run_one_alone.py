@@ -1,0 +1,48 @@
+"""Run by `test_one_alone.py`: two processes train; then process 0 makes a call that process 1 does not.
+
+Usage: run_one_alone.py CALL WHAT_PROCESS_1_DOES FOLDER
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from jaxpp_flax.launch import initialize
+
+initialize(
+    coordinator_address=os.environ["TEST_COORDINATOR"],
+    num_processes=int(os.environ["TEST_PROCESSES"]),
+    process_id=int(os.environ["TEST_PROCESS"]),
+    failure_timeout_s=10.0,
+)
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from flax import nnx  # noqa: E402
+
+from jaxpp_flax import PipelineStage, PipelineTrainer  # noqa: E402
+
+
+def loss_fn(model: Any, x: jax.Array) -> jax.Array:
+    """Any."""
+    return (model(x) ** 2).mean()
+
+
+layers = [PipelineStage(nnx.Linear(4, 4, rngs=nnx.Rngs(i))) for i in range(2)]
+trainer = PipelineTrainer(
+    nnx.Sequential(*layers), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=2, progress=False
+)
+batch = np.ones((4, 4), np.float32)
+trainer.fit([batch] * 3)
+print("trained", flush=True)
+call, other, folder = sys.argv[1:]
+if jax.process_index() == 0:
+    trainer.save(folder) if call == "save" else trainer.model
+elif other == "trains":
+    for _ in range(100):
+        float(trainer.train_step(batch)["loss"])
+elif other == "evaluates":
+    trainer.evaluate([batch])
