@@ -2,7 +2,7 @@
 
     python examples/resume_on_another_layout.py
 
-The first part runs in a process of its own, which is killed by SIGKILL while it trains.
+The first part runs in a process of its own, which is killed by SIGKILL while it trains: this is not for the launcher.
 """
 
 import argparse
@@ -74,8 +74,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--until-killed", metavar="DIRECTORY")
     arguments = parser.parse_args()
-    if not jax.distributed.is_initialized():  # of several processes, the launcher knows the devices
-        jax.config.update("jax_num_cpu_devices", 4)
+    if jax.distributed.is_initialized():
+        raise SystemExit("this example starts and kills a process itself: run it without jaxpp_flax.launch.")
+    jax.config.update("jax_num_cpu_devices", 4)
     if arguments.until_killed:
         train_until_killed(Path(arguments.until_killed))
 
