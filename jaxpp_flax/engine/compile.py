@@ -7,9 +7,11 @@ compiled with the shardings of its inputs, XLA chooses its outputs', and those a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from itertools import islice
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import jax
@@ -18,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_flax.engine.fingerprint import Fingerprinter
 from jaxpp_flax.engine.ir import Graph, struct_of
 from jaxpp_flax.engine.mesh import RankMeshes, canonical, carried_over, spec_on
-from jaxpp_flax.engine.program import Free, Program, ProgramTask, Run, Transfer
+from jaxpp_flax.engine.program import Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.shared_specs import SharedSpecs
 
 __all__ = ["Executables", "TaskCompiler", "compile_program"]
@@ -105,15 +107,8 @@ class Executables:
     transfer_specs: dict[int, tuple[PartitionSpec, ...]]
     source_specs: dict[int, tuple[PartitionSpec, ...]]
     transfer_avals: dict[int, tuple[Any, ...]]
-    written_bytes: dict[int, list[int]]
+    written_bytes: dict[int, tuple[int, ...]]
     variants: dict[int, Any] = field(default_factory=dict[int, Any])
-
-
-def _local_bytes(aval: Any, sharding: NamedSharding) -> int:
-    size = 1
-    for dim in sharding.shard_shape(tuple(aval.shape)):
-        size *= dim
-    return size * int(getattr(aval.dtype, "itemsize", 0))
 
 
 def compile_program(
@@ -138,159 +133,216 @@ def compile_program(
       argument_shapes: for each argument of the program; needed where ranks' meshes differ in shape.
       shared: where not all ranks are this process's: tells how the others' tasks partition their results.
     """
-    mesh: RankMeshes = compiler.mesh
-    spec = _SlotSpecs()
-    types: dict[int, tuple[Any, int]] = {}  # of what tasks wrote: (aval, rank)
-    for ranks_of, argument in zip(program.arguments, argument_specs, strict=True):
-        spec.update(dict.fromkeys(ranks_of.values(), argument))
-    spec.update(dict.fromkeys(program.indices.values(), PartitionSpec()))
-    shape = {
-        slot: known
-        for ranks_of, known in zip(program.arguments, argument_shapes, strict=False)
-        for slot in ranks_of.values()
-    }
-    wanted = _specs_wanted(program, result_specs, mesh)
-    mine = set(ranks)
-    count = sum(task.rank in mine for task in program.tasks)
-    executables: list[Any] = [None] * len(program.tasks)
-    outputs: dict[int, Sequence[_Spec]] = {}
-    sources: dict[int, list[_Spec]] = {}
-    transfers: dict[int, list[_Spec]] = {}
-    written: dict[int, list[tuple[_Spec, tuple[Any, int] | None]]] = {}
-    compiled_for: dict[tuple[int, tuple[PartitionSpec, ...]], tuple[Any, Sequence[_Spec]]] = {}
-    seen: set[int] = set()
-    variants: dict[int, Any] = {}
+    walk = _Walk(program, compiler, argument_specs, result_specs, set(ranks), progress, argument_shapes, shared)
+    for number, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Run):
+            walk.run(number, instruction)
+        elif isinstance(instruction, Transfer):
+            walk.transfer(number, instruction)
+    return walk.executables()
 
-    def compile_run(number: int, run: Run) -> tuple[Any, tuple[PartitionSpec, ...]]:
-        task = program.tasks[run.task]
-        in_specs = [spec[s] for s in run.inputs]
-        out_specs = [wanted.get((number, i)) for i in range(len(task.graph.outputs))]
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """What a slot holds; compared by identity.
+
+    One object stands for the slots of all microbatches: runs of a task that read the same objects write the same ones.
+    So the work for each run is to look these up. `found` tells the spec, or how to find it out: another process may
+    still be compiling what writes it. `made` is (aval, rank) of what a task wrote, None for an argument of the step.
+    """
+
+    found: PartitionSpec | Callable[[], PartitionSpec]
+    shape: tuple[int, ...] = ()
+    made: tuple[Any, int] | None = None
+
+    @cached_property
+    def spec(self) -> PartitionSpec:
+        return self.found if isinstance(self.found, PartitionSpec) else self.found()
+
+    @property
+    def aval(self) -> Any:
+        return self.made[0] if self.made else None
+
+    def local_bytes(self, mesh: RankMeshes) -> int:
+        """On each device; 0 for an argument that is passed on."""
+        if self.made is None:
+            return 0
+        aval, rank = self.made
+        shape = NamedSharding(mesh.unstack[rank], self.spec).shard_shape(self.shape)
+        return math.prod(shape) * int(getattr(aval.dtype, "itemsize", 0))
+
+
+_AllHeld: TypeAlias = "tuple[_Held, ...]"
+_Result: TypeAlias = "tuple[Any, _AllHeld]"  # of a run: its executable, and what its outputs hold
+
+
+class _Walk:
+    """Goes through a program in order, keeping what each slot holds."""
+
+    def __init__(
+        self,
+        program: Program,
+        compiler: TaskCompiler[Any],
+        argument_specs: Sequence[PartitionSpec],
+        result_specs: Sequence[PartitionSpec | None],
+        ranks: set[int],
+        progress: Progress | None,
+        argument_shapes: Sequence[tuple[int, ...]],
+        shared: SharedSpecs | None,
+    ) -> None:
+        self.program, self.compiler, self.argument_specs = program, compiler, argument_specs
+        self.ranks, self.progress, self.shared = ranks, progress, shared
+        self.mesh: RankMeshes = compiler.mesh
+        self.mesh_shapes = [dict(mesh.shape) for mesh in self.mesh.unstack]
+        self.wanted = _specs_wanted(program, result_specs, self._alike)
+        self.held: dict[int, _Held] = dict.fromkeys(program.indices.values(), _Held(PartitionSpec()))
+        shapes = argument_shapes or [()] * len(program.arguments)
+        for slots, spec, shape in zip(program.arguments, argument_specs, shapes, strict=True):
+            self.held.update(dict.fromkeys(slots.values(), _Held(spec, shape)))
+        self.compiled: list[Any] = [None] * len(program.tasks)
+        self.first: dict[int, _Result] = {}  # of each task's first run
+        self.by_specs: dict[tuple[int, tuple[PartitionSpec, ...]], _Result] = {}
+        self.by_held: dict[tuple[int, _AllHeld], _Result] = {}
+        self.carried: dict[tuple[_Held, int], _Held] = {}  # to ranks with meshes of other shapes
+        self.sent: dict[int, _AllHeld] = {}
+        self.received: dict[int, _AllHeld] = {}
+        self.written: dict[int, _AllHeld] = {}
+        self.variants: dict[int, Any] = {}
+
+    def run(self, number: int, run: Run) -> None:
+        key = run.task, tuple(map(self.held.__getitem__, run.inputs))
+        result = self.by_held.get(key)
+        if result is None:
+            result = self.by_held[key] = self._result(number, run)
+        executable, made = result
+        if executable is not self.compiled[run.task]:
+            self.variants[number] = executable
+        self.held.update(zip(run.outputs, made, strict=True))
+        self.written[number] = made
+
+    def _result(self, number: int, run: Run) -> _Result:
+        """The result of a run whose like was not met before."""
+        new = run.task not in self.first
+        if new:
+            self.first[run.task] = self._first_result(number, run)
+        if self.shared is not None:
+            return self.first[run.task]
+        # Within a loop all runs are alike; other programs may read what was made elsewhere.
+        key = run.task, tuple(canonical(self.held[slot].spec) for slot in run.inputs)
+        if key not in self.by_specs:
+            self.by_specs[key] = self.first[run.task] if new else self._compile(number, run)
+        return self.by_specs[key]
+
+    def _first_result(self, number: int, run: Run) -> _Result:
+        program, task, shared = self.program, self.program.tasks[run.task], self.shared
+        if shared is not None and task.rank not in self.ranks:
+            of_other = partial(_spec_of_other, shared, program, run.task)
+            return None, _held_after(task, [partial(of_other, i) for i in range(len(task.graph.outputs))])
+        executable, made = self._compile(number, run)
+        self.compiled[run.task] = executable
+        if shared is not None:
+            shared.publish(program, run.task, [held.spec for held in made])
+        if self.progress is not None:
+            count = sum(task.rank in self.ranks for task in program.tasks)
+            self.progress(len(self.compiled) - self.compiled.count(None), count, task.name)
+        return executable, made
+
+    def _compile(self, number: int, run: Run) -> _Result:
+        task = self.program.tasks[run.task]
+        in_specs = [self.held[slot].spec for slot in run.inputs]
+        wanted = self.wanted.get(number, {})
+        out_specs = [wanted.get(i) for i in range(len(task.graph.outputs))]
         if task.leading:
-            wishes = [None if a is None else argument_specs[a] for a in task.like]
-            out_specs = [s or _initial_spec(program, number, i, spec, wishes[i]) for i, s in enumerate(out_specs)]
+            wishes = [None if a is None else self.argument_specs[a] for a in task.like]
+            out_specs = [
+                s or _initial_spec(self.program, number, i, self.held, wishes[i]) for i, s in enumerate(out_specs)
+            ]
         for output, source in task.pins:
             out_specs[output] = in_specs[source]
-        compiled = compiler.compile(task, in_specs, out_specs)
-        specs = _output_specs(compiled, task, mesh)
+        compiled = self.compiler.compile(task, in_specs, out_specs)
+        specs = _output_specs(compiled, task, self.mesh)
         if None in specs:  # XLA chose what no PartitionSpec can say: then it is told to choose otherwise
-            compiled = compiler.compile(task, in_specs, [s or PartitionSpec() for s in specs])
-            specs = _output_specs(compiled, task, mesh)
-        return compiled, tuple(s or PartitionSpec() for s in specs)
+            compiled = self.compiler.compile(task, in_specs, [s or PartitionSpec() for s in specs])
+            specs = _output_specs(compiled, task, self.mesh)
+        return compiled, _held_after(task, [s or PartitionSpec() for s in specs])
 
-    for number, instruction in enumerate(program.instructions):
-        if isinstance(instruction, Free):
-            continue
-        if isinstance(instruction, Transfer):
-            target = mesh.unstack[instruction.target]
-            alike = _alike(mesh, instruction)
-            sources[number] = [spec.unread(s) for s in instruction.sent]
-            written[number] = [(spec.unread(s), types.get(s)) for s in instruction.sent]
-            for position, (sent, received) in enumerate(zip(instruction.sent, instruction.received, strict=True)):
-                wish = wanted.get((number, position))
-                shape[received] = shape.get(sent, ())
-                spec[received] = wish or (spec.unread(sent) if alike else carried_over(spec[sent], target, shape[sent]))
-                types.pop(received, None)
-                if sent in types:
-                    types[received] = types[sent]
-            transfers[number] = [spec.unread(s) for s in instruction.received]
-            continue
-        task = program.tasks[instruction.task]
-        if instruction.task not in outputs and task.rank not in mine and shared is not None:
-            outputs[instruction.task] = [
-                partial(_spec_of_other, shared, program, instruction.task, i) for i in range(len(task.graph.outputs))
-            ]
-        elif instruction.task not in outputs:
-            executables[instruction.task], found = compile_run(number, instruction)
-            outputs[instruction.task] = found
-            if shared is not None:
-                shared.publish(program, instruction.task, found)
-            if progress is not None:
-                progress(len(executables) - executables.count(None), count, task.name)
-        made: Sequence[_Spec] = outputs[instruction.task]
-        if shared is None:  # within a loop all runs are alike; other programs may read what was made elsewhere
-            key = instruction.task, tuple(canonical(spec[s]) for s in instruction.inputs)
-            if key not in compiled_for:
-                new = instruction.task not in seen
-                compiled_for[key] = (executables[key[0]], made) if new else compile_run(number, instruction)
-                seen.add(instruction.task)
-            executable, made = compiled_for[key]
-            if executable is not executables[instruction.task]:
-                variants[number] = executable
-        for slot, atom, found_spec in zip(instruction.outputs, task.graph.outputs, made, strict=True):
-            spec[slot], types[slot] = found_spec, (atom.aval, task.rank)
-            shape[slot] = tuple(atom.aval.shape)
-        written[number] = [(spec.unread(s), types[s]) for s in instruction.outputs]
-    final = tuple(spec[next(iter(result.values()))] if isinstance(result, dict) else None for result in program.results)
-    return Executables(
-        tuple(executables),
-        tuple(argument_specs),
-        final,
-        {number: tuple(map(_read, specs)) for number, specs in transfers.items()},
-        {number: tuple(map(_read, specs)) for number, specs in sources.items()},
-        {n: tuple(of[0] if of else None for _, of in written[n]) for n in transfers},
-        {n: [_written_bytes(mesh, _read(s), of) for s, of in writes] for n, writes in written.items()},
-        variants,
+    def transfer(self, number: int, transfer: Transfer) -> None:
+        sent = received = tuple(map(self.held.__getitem__, transfer.sent))
+        if not self._alike(transfer):
+            received = tuple(self._carried_over(held, transfer.target) for held in sent)
+        if wanted := self.wanted.get(number):  # P() is no wish here: what sends it may keep it partitioned
+            received = tuple(
+                replace(held, found=wanted[i]) if wanted.get(i) else held for i, held in enumerate(received)
+            )
+        self.held.update(zip(transfer.received, received, strict=True))
+        self.sent[number], self.received[number], self.written[number] = sent, received, sent
+
+    def _alike(self, transfer: Transfer) -> bool:
+        """Whether both ends of a transfer have meshes of one shape, on which one spec means the same."""
+        return self.mesh_shapes[transfer.source] == self.mesh_shapes[transfer.target]
+
+    def _carried_over(self, held: _Held, target: int) -> _Held:
+        key = held, target
+        if key not in self.carried:
+            spec = carried_over(held.spec, self.mesh.unstack[target], held.shape)
+            self.carried[key] = replace(held, found=spec)
+        return self.carried[key]
+
+    def executables(self) -> Executables:
+        """What was found, for the instructions in which it is the same as one object."""
+        specs = {
+            all_held: tuple(held.spec for held in all_held)
+            for all_held in {*self.sent.values(), *self.received.values()}
+        }
+        avals = {all_held: tuple(held.aval for held in all_held) for all_held in set(self.sent.values())}
+        sizes = {
+            all_held: tuple(held.local_bytes(self.mesh) for held in all_held) for all_held in set(self.written.values())
+        }
+        results = self.program.results
+        return Executables(
+            tasks=tuple(self.compiled),
+            in_specs=tuple(self.argument_specs),
+            out_specs=tuple(self.held[next(iter(r.values()))].spec if isinstance(r, dict) else None for r in results),
+            transfer_specs={number: specs[received] for number, received in self.received.items()},
+            source_specs={number: specs[sent] for number, sent in self.sent.items()},
+            transfer_avals={number: avals[sent] for number, sent in self.sent.items()},
+            written_bytes={number: sizes[written] for number, written in self.written.items()},
+            variants=self.variants,
+        )
+
+
+def _held_after(task: ProgramTask, found: Sequence[PartitionSpec | Callable[[], PartitionSpec]]) -> _AllHeld:
+    """What a task's outputs hold."""
+    return tuple(
+        _Held(spec, tuple(atom.aval.shape), (atom.aval, task.rank))
+        for spec, atom in zip(found, task.graph.outputs, strict=True)
     )
-
-
-# The spec of a slot, or how to find it out: another process may still be compiling what writes it.
-_Spec: TypeAlias = "PartitionSpec | Callable[[], PartitionSpec]"
-
-
-class _SlotSpecs(dict[int, Any]):
-    """The specs of slots, each found out when it is read."""
-
-    def __getitem__(self, slot: int) -> PartitionSpec:
-        return _read(super().__getitem__(slot))
-
-    def unread(self, slot: int) -> _Spec:
-        """The spec as it was put in."""
-        return super().__getitem__(slot)
-
-
-def _read(spec: _Spec) -> PartitionSpec:
-    return spec if isinstance(spec, PartitionSpec) else spec()
 
 
 def _spec_of_other(shared: SharedSpecs, program: Program, task: int, output: int) -> PartitionSpec:
     return shared.of(program, task)[output]
 
 
-def _written_bytes(mesh: RankMeshes, spec: PartitionSpec, of: tuple[Any, int] | None) -> int:
-    if of is None:  # an argument that is passed on
-        return 0
-    aval, rank = of
-    return _local_bytes(aval, NamedSharding(mesh.unstack[rank], spec))
-
-
-def _alike(mesh: RankMeshes, transfer: Transfer) -> bool:
-    """Whether both ends of a transfer have meshes of one shape, on which one spec means the same."""
-    return mesh.unstack[transfer.source].shape == mesh.unstack[transfer.target].shape
-
-
 def _specs_wanted(
-    program: Program, result_specs: Sequence[PartitionSpec | None], mesh: RankMeshes
-) -> dict[tuple[int, int], PartitionSpec]:
-    """The specs that results must have, for (instruction, output) of their last writers."""
+    program: Program, result_specs: Sequence[PartitionSpec | None], alike: Callable[[Transfer], bool]
+) -> dict[int, dict[int, PartitionSpec]]:
+    """The specs that results must have, by instruction and output of their last writers."""
     wanted = {
         slot: spec
         for result, spec in zip(program.results, result_specs, strict=True)
         if isinstance(result, dict) and spec is not None
         for slot in result.values()
     }
-    found: dict[tuple[int, int], PartitionSpec] = {}
+    found: dict[int, dict[int, PartitionSpec]] = {}
     for number in range(len(program.instructions) - 1, -1, -1):
+        if not wanted:
+            break
         instruction = program.instructions[number]
-        if isinstance(instruction, Run):
-            for position, slot in enumerate(instruction.outputs):
-                if slot in wanted:
-                    found[number, position] = wanted.pop(slot)
-        elif isinstance(instruction, Transfer):
-            for position, (sent, received) in enumerate(zip(instruction.sent, instruction.received, strict=True)):
-                if received in wanted:
-                    found[number, position] = wanted.pop(received)
-                    if _alike(mesh, instruction):
-                        wanted[sent] = found[number, position]
+        for position, slot in enumerate(instruction.writes()):
+            if slot in wanted:
+                spec = found.setdefault(number, {})[position] = wanted.pop(slot)
+                if isinstance(instruction, Transfer) and alike(instruction):
+                    wanted[instruction.sent[position]] = spec
     return found
 
 
@@ -301,7 +353,7 @@ def _output_specs(compiled: Any, task: ProgramTask, mesh: RankMeshes) -> list[Pa
 
 
 def _initial_spec(
-    program: Program, number: int, position: int, spec: _SlotSpecs, wish: PartitionSpec | None
+    program: Program, number: int, position: int, held: Mapping[int, _Held], wish: PartitionSpec | None
 ) -> PartitionSpec:
     """The sharding of an accumulator: that of its parameter, or else of an array of its type in the same stage."""
     initial = program.instructions[number]
@@ -313,12 +365,12 @@ def _initial_spec(
     prefix = () if leading is None else (leading,)
     if wish is not None:
         return PartitionSpec(*prefix, *wish)
-    for instruction in program.instructions[number + 1 :]:
+    for instruction in islice(program.instructions, number + 1, None):
         if isinstance(instruction, Run) and slot in instruction.inputs:
             task = program.tasks[instruction.task]
             for value, read in zip(task.graph.inputs, instruction.inputs, strict=True):
                 same = value.aval.shape == shape and value.aval.dtype == aval.dtype
-                if same and read != slot and read in spec and spec[read] != PartitionSpec():
-                    return PartitionSpec(*prefix, *spec[read])
+                if same and read != slot and read in held and held[read].spec != PartitionSpec():
+                    return PartitionSpec(*prefix, *held[read].spec)
             break
     return PartitionSpec(*prefix)

@@ -71,7 +71,7 @@ def run_profiled(
 
     Args:
       program: what runs.
-      steps: the runtime's closures, one for each instruction.
+      steps: the runtime's, one for each instruction.
       environment: arguments and indices in their slots; receives the results.
       at_once: how many tasks may run at a time, over all ranks. Where ranks are virtual devices on fewer cores, the
         number of cores keeps the time that a task waits for a core out of the time that it takes.
@@ -93,7 +93,7 @@ def run_profiled(
     begin = time.perf_counter()
 
     def send(number: int, instruction: Transfer) -> None:
-        # The runtime's closure copies within one environment; here the received slots may still be in use.
+        # The runtime's step copies within one environment; here the received slots may still be in use.
         apart = _Overlay(environment)
         steps[number](apart)  # type: ignore[arg-type]
         copies = [apart.written[slot] for slot in instruction.received]

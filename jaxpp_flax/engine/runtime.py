@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property, partial
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine._compat import copy_arrays
 from jaxpp_flax.engine.compile import Executables
@@ -43,8 +44,8 @@ class Across:
 class Runtime:
     """A program bound to its executables; `run` is called once per step.
 
-    Each instruction becomes one closure over plain integers, so that a step evaluates nothing but calls, copies and
-    list accesses. With several processes, only those of this process's ranks become one.
+    Each instruction becomes one function bound to plain integers, so that a step evaluates nothing but calls, copies
+    and list accesses. With several processes, only those of this process's ranks become one.
     """
 
     def __init__(
@@ -55,22 +56,29 @@ class Runtime:
         self._across = across
         self._step = 0
         self._mesh, self._executables = mesh, executables
-        self._handed_over = handed_over(program)
         self._given_away = _given_away(program) if across is not None else {}
         self._awaiting = _awaiting(program) if across is not None else {}
+        # As slots come round, most instructions are like earlier ones, and share what is made for these.
+        self._step_of, self._transfer_of, self._shardings_of = cache(partial), cache(_bind_transfer), cache(_shardings)
         local = set(mesh.local_ranks)
         self._bound = [self._bind(number, instr, local) for number, instr in enumerate(program.instructions)]
         self._steps = [step for step in self._bound if step is not None]
         self._indices = self._place_indices(local)
 
+    @cached_property
+    def _handed_over(self) -> dict[int, frozenset[int]]:
+        # Only where ranks share devices is it asked for.
+        return handed_over(self.program)
+
     def _place_indices(self, local: set[int]) -> dict[int, jax.Array]:
         """The microbatch index as a device scalar on each rank, made once: no step pays for it."""
-        placed: dict[int, jax.Array] = {}
-        for (rank, microbatch), slot in self.program.indices.items():
-            if rank in local:
-                sharding = NamedSharding(self._mesh.unstack[rank], jax.sharding.PartitionSpec())
-                placed[slot] = place(jax.numpy.int32(microbatch), sharding)
-        return placed
+        indices = {key: slot for key, slot in self.program.indices.items() if key[0] in local}
+        value = {microbatch: jax.numpy.int32(microbatch) for _, microbatch in indices}
+        on_rank = {rank: NamedSharding(self._mesh.unstack[rank], PartitionSpec()) for rank, _ in indices}
+        if not all(sharding.is_fully_addressable for sharding in on_rank.values()):
+            return {slot: place(value[m], on_rank[rank]) for (rank, m), slot in indices.items()}
+        placed = copy_arrays([value[m] for _, m in indices], [on_rank[rank] for rank, _ in indices])
+        return dict(zip(indices.values(), placed, strict=True))
 
     def _bind(self, number: int, instruction: Run | Transfer | Free, local: set[int]) -> Step | None:
         if isinstance(instruction, Transfer):
@@ -79,19 +87,19 @@ class Runtime:
             return None
         if isinstance(instruction, Run):
             executable = self._executables.variants.get(number, self._executables.tasks[instruction.task])
-            run = _bind_run(executable, instruction.inputs, instruction.outputs)
-            return run if self._across is None else _after(self._across.link.window.before_task, run)
-        return _bind_free(instruction.slots, instruction.delete)
+            run = self._step_of(_run, executable, instruction.inputs, instruction.outputs)
+            return run if self._across is None else self._step_of(_after, self._across.link.window.before_task, run)
+        return self._step_of(_free, instruction.slots, instruction.delete)
 
     def _bind_any_transfer(self, number: int, instruction: Transfer, local: set[int]) -> Step | None:
         source, target = self._mesh.unstack[instruction.source], self._mesh.unstack[instruction.target]
-        shardings = [NamedSharding(target, spec) for spec in self._executables.transfer_specs[number]]
+        shardings = self._shardings_of(target, self._executables.transfer_specs[number])
         here = {instruction.source, instruction.target} <= local
         if self._across is None or (here and not (source.is_multi_process or target.is_multi_process)):
             # On one device alone: on several, the two ranks may partition a value differently.
             together = source.size == target.size == 1 and source.devices.flat[0] == target.devices.flat[0]
             handed = self._handed_over[number] if together else frozenset[int]()
-            return _bind_transfer(instruction.sent, instruction.received, shardings, handed)
+            return self._transfer_of(instruction, shardings, handed)
         across, link = self._across, self._across.link
         concerned = not local.isdisjoint((instruction.source, instruction.target))
         if not concerned and not link.transport.needs_global_order:
@@ -141,49 +149,52 @@ class Runtime:
         return run_profiled(self.program, self._steps, environment, at_once)
 
 
-def _bind_run(executable: Any, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> Step:
-    def step(environment: Environment) -> None:
-        results = executable(*[environment[slot] for slot in inputs])
-        for slot, result in zip(outputs, results, strict=True):
-            environment[slot] = result
-
-    return step
+# What steps are made of, by `partial`: a closure is five objects to the garbage collector where that is two.
 
 
-def _after(first: Callable[[], None], step: Step) -> Step:
-    def both(environment: Environment) -> None:
-        first()
-        step(environment)
-
-    return both
+def _run(executable: Any, inputs: tuple[int, ...], outputs: tuple[int, ...], environment: Environment) -> None:
+    results = executable(*[environment[slot] for slot in inputs])
+    for slot, result in zip(outputs, results, strict=True):
+        environment[slot] = result
 
 
-def _bind_transfer(
-    sent: tuple[int, ...], received: tuple[int, ...], shardings: Sequence[Any], handed_over: frozenset[int]
-) -> Step:
+def _after(first: Callable[[], None], step: Step, environment: Environment) -> None:
+    first()
+    step(environment)
+
+
+def _copy(
+    sent: Sequence[int], received: Sequence[int], shardings: Sequence[NamedSharding], environment: Environment
+) -> None:
+    for slot, copy in zip(received, copy_arrays([environment[s] for s in sent], shardings), strict=True):
+        environment[slot] = copy
+
+
+def _hand_over(moves: Sequence[tuple[int, int]], rest: Step | None, environment: Environment) -> None:
+    for source, target in moves:
+        environment[target] = environment[source]
+    if rest is not None:
+        rest(environment)
+
+
+def _shardings(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> tuple[NamedSharding, ...]:
+    return tuple(NamedSharding(mesh, spec) for spec in specs)
+
+
+def _bind_transfer(transfer: Transfer, shardings: tuple[NamedSharding, ...], handed_over: frozenset[int]) -> Step:
+    sent, received = transfer.sent, transfer.received
+    if not handed_over:
+        return partial(_copy, sent, received, shardings)
     copied = [position for position in range(len(sent)) if position not in handed_over]
-    sources, targets = [sent[p] for p in copied], [shardings[p] for p in copied]
-    copies = [received[p] for p in copied]
-    moves = [(sent[p], received[p]) for p in sorted(handed_over)]
-
-    def step(environment: Environment) -> None:
-        for source, target in moves:
-            environment[target] = environment[source]
-        if copies:
-            for slot, copy in zip(copies, copy_arrays([environment[s] for s in sources], targets), strict=True):
-                environment[slot] = copy
-
-    return step
+    copy = partial(_copy, [sent[p] for p in copied], [received[p] for p in copied], [shardings[p] for p in copied])
+    return partial(_hand_over, [(sent[p], received[p]) for p in sorted(handed_over)], copy if copied else None)
 
 
-def _bind_free(slots: tuple[int, ...], delete: tuple[int, ...]) -> Step:
-    def step(environment: Environment) -> None:
-        for slot in delete:
-            environment[slot].delete()
-        for slot in slots:
-            environment[slot] = None
-
-    return step
+def _free(slots: tuple[int, ...], delete: tuple[int, ...], environment: Environment) -> None:
+    for slot in delete:
+        environment[slot].delete()
+    for slot in slots:
+        environment[slot] = None
 
 
 def _given_away(program: Program) -> dict[int, list[bool]]:

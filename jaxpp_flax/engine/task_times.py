@@ -72,7 +72,7 @@ def run_timed(
 
     Args:
       program: what runs.
-      steps: the runtime's closures, one for each instruction; None for those of other processes.
+      steps: the runtime's, one for each instruction; None for those of other processes.
       environment: arguments and indices in their slots; receives the results.
       times: by name of the task.
     """

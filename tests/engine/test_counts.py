@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpp_flax.engine import compile as compile_module
 from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.loop import treduce
+from jaxpp_flax.engine.mesh import canonical
 from jaxpp_flax.engine.program import Run
 from jaxpp_flax.schedules import Schedule, Std1F1B
 from tests.engine.toys import batch_of, chain, chain_loss, mesh_of
@@ -52,6 +54,29 @@ def test_counts_do_not_grow_with_the_microbatches(four_of_four: Compiled):
     assert len(more.program.tasks) == len(four_of_four.program.tasks)
     runs = [sum(isinstance(i, Run) for i in c.program.instructions) for c in (four_of_four, more)]
     assert runs == [4 + 4 * 7, 4 + 16 * 7]  # accumulators once, seven tasks for each microbatch
+
+
+def test_what_is_found_out_for_instructions_does_not_grow_with_the_microbatches(monkeypatch: pytest.MonkeyPatch):
+    """Time to the first step: all microbatches share what is worked out for a task, a transfer or a free."""
+    looked_at: list[Any] = []
+
+    def counted(spec: Any) -> Any:
+        looked_at.append(spec)
+        return canonical(spec)
+
+    monkeypatch.setattr(compile_module, "canonical", counted)
+    found = []
+    for microbatches in (16, 64):
+        looked_at.clear()
+        compiled = compiled_loop(4, microbatches)
+        executables, program, steps = compiled._executables, compiled.program, compiled._runtime._steps
+        all_found = [executables.written_bytes.values(), executables.transfer_specs.values()]
+        found.append([len(looked_at), *(len({id(each) for each in of}) for of in all_found)])
+    assert found[0] == found[1]
+    # Slots come round after some microbatches, and with them the instructions and their steps.
+    again = [number for number, i in enumerate(program.instructions) if not isinstance(i, Run)]
+    for objects in (program.instructions, steps):
+        assert len({id(objects[number]) for number in again}) < len(again) / 4
 
 
 class Counting:

@@ -124,6 +124,7 @@ def test_all_ranks_on_one_device_copy_less_and_compute_the_same(make: Any, monke
     states: list[Any] = []
     for function in (apart, together):
         state = jax.tree.map(jnp.array, params)
+        function.compile(state, batch)  # places the microbatches' indices
         copied.clear()
         for _ in range(3):
             state, losses, _ = function(state, batch)

@@ -7,9 +7,12 @@ value that was sent is never donated: the copy may still be reading it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from jaxpp_flax.engine.ir import VerificationError
 from jaxpp_flax.engine.program import Free, Instruction, Program, Run, Transfer
 
 __all__ = ["allocate"]
@@ -28,59 +31,61 @@ def allocate(program: Program, donated_arguments: Sequence[bool], *, keep_receiv
     given: set[int] = set()
     for ranks, donated in zip(program.arguments, donated_arguments, strict=True):
         (given if donated else kept).update(ranks.values())
-    last = _last_uses(program.instructions)
-    sent = {slot for i in program.instructions if isinstance(i, Transfer) for slot in i.sent}
-    never = kept | sent
+    ends, read = _last_uses(program.instructions, kept)
+    not_given = {slot for i in program.instructions if isinstance(i, Transfer) for slot in i.sent}
     if keep_received:
-        never.update(slot for i in program.instructions if isinstance(i, Transfer) for slot in i.received)
-    donate = _donations(program, last, never)
+        not_given.update(slot for i in program.instructions if isinstance(i, Transfer) for slot in i.received)
+    donate = _donations(program, ends, not_given)
     tasks = tuple(replace(t, donate=donate.get(i, frozenset())) for i, t in enumerate(program.tasks))
 
     renamed: dict[int, int] = {}
     # A slot stays with its rank, so that ranks may run apart: in threads of their own, or in other processes.
-    free: dict[int, list[int]] = {}
-    count = 0
+    free: defaultdict[int, list[int]] = defaultdict(list)
+    fresh = itertools.count()
 
-    def define(slot: int, rank: int) -> int:
-        nonlocal count
-        if free.get(rank):
-            renamed[slot] = heapq.heappop(free[rank])
-        else:
-            renamed[slot], count = count, count + 1
-        return renamed[slot]
+    def define(slots: Sequence[int], rank: int) -> tuple[int, ...]:
+        unused = free[rank]
+        new = tuple([heapq.heappop(unused) if unused else next(fresh) for _ in slots])
+        renamed.update(zip(slots, new, strict=True))
+        return new
 
-    arguments = tuple({rank: define(slot, rank) for rank, slot in ranks.items()} for ranks in program.arguments)
-    indices = {key: define(slot, key[0]) for key, slot in program.indices.items()}
-    instructions: list[Instruction] = []
-
-    def release(slots: Sequence[int], rank: int) -> None:
+    def release(slots: Iterable[int], rank: int) -> None:
         for slot in slots:
-            heapq.heappush(free.setdefault(rank, []), renamed[slot])
+            heapq.heappush(free[rank], renamed[slot])
 
-    for number, instruction in enumerate(program.instructions):
-        reads = tuple(renamed[s] for s in instruction.reads())
-        if isinstance(instruction, Run):
-            gone = {instruction.inputs[p] for p in donate.get(instruction.task, ())}
-            rank = instruction.rank
-        else:
-            gone = set[int]()
-            rank = instruction.source if isinstance(instruction, Transfer) else instruction.rank
-        dying = [s for s in dict.fromkeys(instruction.reads()) if last[s] == number and s not in kept and s not in gone]
+    arguments = tuple({rank: define([slot], rank)[0] for rank, slot in ranks.items()} for ranks in program.arguments)
+    indices = {(rank, m): define([slot], rank)[0] for (rank, m), slot in program.indices.items()}
+    instructions: list[Instruction] = []
+    # As slots come round, most transfers and frees are like earlier ones, and one object serves for all.
+    alike: dict[Instruction, Instruction] = {}
+
+    def add(instruction: Transfer | Free) -> None:
+        instructions.append(alike.setdefault(instruction, instruction))
+
+    for instruction, dying in zip(program.instructions, ends, strict=True):
+        old_reads, old_writes = instruction.reads(), instruction.writes()
+        reads = tuple(map(renamed.__getitem__, old_reads))
         # Outputs get fresh slots before the inputs' are released: a runtime may write while it still reads.
-        target = instruction.target if isinstance(instruction, Transfer) else rank
-        writes = tuple(define(s, target) for s in instruction.writes())
         if isinstance(instruction, Run):
-            instructions.append(replace(instruction, inputs=reads, outputs=writes))
+            rank = target = instruction.rank
+            writes = define(old_writes, rank)
+            instructions.append(Run(instruction.task, instruction.microbatch, rank, reads, writes))
+            gone = {old_reads[position] for position in donate[instruction.task]}
         elif isinstance(instruction, Transfer):
-            instructions.append(replace(instruction, sent=reads, received=writes))
-        unused = [s for s in instruction.writes() if s not in last and s not in kept]
-        if dying:
-            delete = tuple(renamed[s] for s in dying if s in given)
-            instructions.append(Free(rank, tuple(renamed[s] for s in dying), delete))
-        if unused:
-            instructions.append(Free(target, tuple(renamed[s] for s in unused)))
-        release([*dying, *sorted(gone)], rank)
-        release(unused, target)
+            rank, target = instruction.source, instruction.target
+            add(Transfer(rank, target, reads, define(old_writes, target)))
+            gone = set[int]()
+        else:
+            raise VerificationError("slots are allocated once: the program already frees some")
+        freed = [s for s in dying if s not in gone]
+        if freed:
+            delete = tuple(renamed[s] for s in freed if s in given)
+            add(Free(rank, tuple(map(renamed.__getitem__, freed)), delete))
+        release(dying, rank)
+        if not read.issuperset(old_writes):
+            unused = [s for s in old_writes if s not in read]
+            add(Free(target, tuple(map(renamed.__getitem__, unused))))
+            release(unused, target)
     results = tuple(
         {rank: renamed[slot] for rank, slot in r.items()} if isinstance(r, dict) else r for r in program.results
     )
@@ -91,27 +96,33 @@ def allocate(program: Program, donated_arguments: Sequence[bool], *, keep_receiv
         arguments=arguments,
         results=results,
         indices=indices,
-        num_slots=count,
+        num_slots=next(fresh),
     )
 
 
-def _last_uses(instructions: Sequence[Instruction]) -> dict[int, int]:
-    last: dict[int, int] = {}
-    for number, instruction in enumerate(instructions):
-        for slot in instruction.reads():
-            last[slot] = number
-    return last
+def _last_uses(instructions: Sequence[Instruction], kept: set[int]) -> tuple[list[tuple[int, ...]], set[int]]:
+    """For each instruction the slots, but those `kept`, that none after it reads; and all that are read or kept."""
+    read = set(kept)
+    ends: list[tuple[int, ...]] = []
+    for instruction in reversed(instructions):
+        ends.append(tuple([slot for slot in dict.fromkeys(instruction.reads()) if slot not in read]))
+        read.update(ends[-1])
+    return ends[::-1], read
 
 
-def _donations(program: Program, last: dict[int, int], never: set[int]) -> dict[int, frozenset[int]]:
+def _donations(program: Program, ends: Sequence[Sequence[int]], never: set[int]) -> dict[int, frozenset[int]]:
     donate: dict[int, set[int]] = {}
-    for number, instruction in enumerate(program.instructions):
+    for instruction, dying in zip(program.instructions, ends, strict=True):
         if not isinstance(instruction, Run):
             continue
         inputs = instruction.inputs
-        possible = {p for p, s in enumerate(inputs) if last[s] == number and s not in never and inputs.count(s) == 1}
-        known = donate.setdefault(instruction.task, possible)
-        known &= possible
+        last = set(dying) - never
+        # What an earlier run of the task could not donate need not be looked at again.
+        known = donate.get(instruction.task, range(len(inputs)))
+        possible = {p for p in known if inputs[p] in last}
+        if len(set(inputs)) < len(inputs):
+            possible = {p for p in possible if inputs.count(inputs[p]) == 1}
+        donate[instruction.task] = possible
     return {task: _aliasable(program, task, positions) for task, positions in donate.items()}
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from jaxpp_flax.engine.ir import Constant, Graph, Value
+from jaxpp_flax.engine.ir import Atom, Constant, Graph, Value
 from jaxpp_flax.engine.passes.partition import LoopTask
 from jaxpp_flax.engine.passes.place import Loop, Move, Placed, Segment
 from jaxpp_flax.engine.program import Instruction, Program, ProgramTask, Run, Transfer
@@ -23,20 +24,23 @@ _STANDS_FOR = {_F: (_F,), _B: (_B, _I, _W), _I: (_I, _B), _W: (_W,)}
 
 @dataclass
 class _Unroller:
-    slots: dict[Hashable, int] = field(default_factory=dict)
+    slots: dict[tuple[Atom, int], int] = field(default_factory=dict)  # of what stands outside of loops, by rank
     instructions: list[Instruction] = field(default_factory=list)
     tasks: list[ProgramTask] = field(default_factory=list)
     indices: dict[tuple[int, int], int] = field(default_factory=dict)
     count: int = 0
 
-    def new(self, key: Hashable) -> int:
-        self.slots[key] = self.count
-        self.count += 1
-        return self.count - 1
+    def new_slots(self, number: int) -> tuple[int, ...]:
+        first, self.count = self.count, self.count + number
+        return tuple(range(first, self.count))
+
+    def new(self, value: Atom, rank: int) -> int:
+        (self.slots[value, rank],) = self.new_slots(1)
+        return self.slots[value, rank]
 
     def index(self, rank: int, microbatch: int) -> int:
         if (rank, microbatch) not in self.indices:
-            self.indices[rank, microbatch] = self.new(("index", rank, microbatch))
+            (self.indices[rank, microbatch],) = self.new_slots(1)
         return self.indices[rank, microbatch]
 
     def add_task(self, task: ProgramTask) -> int:
@@ -45,7 +49,7 @@ class _Unroller:
 
     def segment(self, segment: Segment, number: int) -> None:
         inputs = tuple(self.slots[v, segment.rank] for v in segment.graph.inputs)
-        outputs = tuple(self.new((v, segment.rank)) for v in segment.graph.outputs)
+        outputs = tuple(self.new(v, segment.rank) for v in segment.graph.outputs)
         task = self.add_task(ProgramTask(f"outer_{number}", segment.rank, segment.graph))
         self.instructions.append(Run(task, -1, segment.rank, inputs, outputs))
 
@@ -55,7 +59,7 @@ class _Unroller:
             batches.setdefault((move.source, move.target), []).append(move)
         for (source, target), batch in batches.items():
             sent = tuple(self.slots[m.value, source] for m in batch)
-            received = tuple(self.new((m.value, target)) for m in batch)
+            received = tuple(self.new(m.value, target) for m in batch)
             self.instructions.append(Transfer(source, target, sent, received))
 
 
@@ -110,6 +114,46 @@ def _check_order(loop: Loop, order: Sequence[tuple[int, int]]) -> None:
             )
 
 
+# Where a task reads or writes one of a microbatch's values: the position, and (value or number of the carry, rank).
+_Place: TypeAlias = "tuple[int, tuple[Atom | int, int]]"
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What a run or a transfer leaves to its own microbatch, and to the next one."""
+
+    here: tuple[_Place, ...]
+    next: tuple[_Place, ...]
+
+
+@dataclass(frozen=True)
+class _Send:
+    """The outputs of a task, by position, that another rank gets."""
+
+    target: int
+    positions: tuple[int, ...]
+    written: _Written
+
+
+@dataclass(frozen=True)
+class _Wiring:
+    """Where a task of the loop finds its inputs and leaves its outputs: worked out once for all microbatches.
+
+    `fixed` holds the slots of the loop's operands and -1 for other inputs, `index` the position of the microbatch's
+    index. `accumulators` and `accumulated` are (position, number of the accumulator) among inputs and outputs.
+    """
+
+    fixed: tuple[int, ...]
+    index: int | None
+    accumulators: tuple[tuple[int, int], ...]
+    reads: tuple[_Place, ...]
+    num_outputs: int
+    accumulated: tuple[tuple[int, int], ...]
+    written: _Written
+    sends: tuple[_Send, ...]
+    last_sends: tuple[_Send, ...]  # of the last microbatch, which hands no carry on
+
+
 class _LoopUnroller:
     def __init__(self, program: _Unroller, loop: Loop, number: int) -> None:
         self.program, self.loop, self.part = program, loop, loop.partition
@@ -125,7 +169,10 @@ class _LoopUnroller:
         for i, task in enumerate(tasks):
             for value in task.graph.inputs:
                 self.readers.setdefault(value, set()).add(self.rank[i])
-        self.current: dict[int, int] = {}
+        self.current: dict[int, int] = {}  # the slot of each accumulator
+        # Slots of each microbatch: values of its own, and the carries that it starts from.
+        self.values: list[dict[tuple[Atom | int, int], int]] = [{} for _ in range(loop.length + 1)]
+        self.wiring: list[_Wiring] = []
         self.carry_of = {i: self._carries_read(i, task) for i, task in enumerate(tasks)}
 
     def _carries_read(self, index: int, task: LoopTask) -> dict[Value, int]:
@@ -144,7 +191,8 @@ class _LoopUnroller:
         for k, carry in enumerate(self.part.carries):
             atom = self.loop.carry_init[carry.leaf]
             for rank in {self.rank[carry.task], *self._carry_readers(k)}:
-                program.slots["carry", self.number, k, 0, rank] = program.slots[atom, rank]
+                self.values[0][k, rank] = program.slots[atom, rank]
+        self.wiring = [self._wire(i) for i in range(len(self.part.tasks))]
         numbers = [program.add_task(self._program_task(i)) for i in range(len(self.part.tasks))]
         for task, microbatch in _scheduled(self.loop):
             self._run_task(task, numbers[task], microbatch)
@@ -152,8 +200,7 @@ class _LoopUnroller:
             program.slots[value, self.rank[self.part.accumulators[k].task]] = self.current[k]
         for k, carry in enumerate(self.part.carries):
             rank = self.rank[carry.task]
-            final = program.slots["carry", self.number, k, self.loop.length, rank]
-            program.slots[self.loop.carry_results[carry.leaf], rank] = final
+            program.slots[self.loop.carry_results[carry.leaf], rank] = self.values[self.loop.length][k, rank]
 
     def _carry_readers(self, k: int) -> set[int]:
         return {self.rank[i] for i, carries in self.carry_of.items() if k in carries.values()}
@@ -174,7 +221,7 @@ class _LoopUnroller:
                     like=tuple(self.loop.like[k] for k in members),
                 )
             )
-            outputs = tuple(self.program.new(("accumulator", self.number, k, 0)) for k in members)
+            outputs = self.program.new_slots(len(members))
             self.program.instructions.append(Run(task, -1, rank, (), outputs))
             self.current.update(zip(members, outputs, strict=True))
 
@@ -198,51 +245,91 @@ class _LoopUnroller:
             return self.part.carries[self.carried[result]].state
         return None
 
-    def _run_task(self, index: int, number: int, microbatch: int) -> None:
-        program, task, rank = self.program, self.part.tasks[index], self.rank[index]
-        carries = self.carry_of[index]
-
-        def slot(value: Value) -> int:
+    def _wire(self, index: int) -> _Wiring:
+        task, rank, carries = self.part.tasks[index], self.rank[index], self.carry_of[index]
+        fixed = [-1] * len(task.graph.inputs)
+        counter: int | None = None
+        accumulators: list[tuple[int, int]] = []
+        reads: list[_Place] = []
+        for position, value in enumerate(task.graph.inputs):
             if value in self.operand:
-                return program.slots[self.operand[value], rank]
-            if value is self.part.index:
-                return program.index(rank, microbatch)
-            if value in self.accumulator:
-                return self.current[self.accumulator[value]]
-            if value in carries:
-                return program.slots["carry", self.number, carries[value], microbatch, rank]
-            return program.slots["edge", self.number, value, microbatch, rank]
-
-        inputs = tuple(slot(v) for v in task.graph.inputs)
-        outputs: list[int] = []
-        leaving: dict[int, list[tuple[int, Hashable]]] = {}
-        for value in task.graph.outputs:
-            if value in self.accumulated:
-                k = self.accumulated[value]  # type: ignore[index]
-                self.current[k] = program.new(("accumulator", self.number, k, microbatch + 1))
-                outputs.append(self.current[k])
-                continue
-            if value in self.carried:
-                k = self.carried[value]  # type: ignore[index]
-                key = ("carry", self.number, k, microbatch + 1)
-                targets = self._carry_readers(k) if microbatch + 1 < self.loop.length else set()
+                fixed[position] = self.program.slots[self.operand[value], rank]
+            elif value is self.part.index:
+                counter = position
+            elif value in self.accumulator:
+                accumulators.append((position, self.accumulator[value]))
             else:
-                key = ("edge", self.number, value, microbatch)
-                targets = self.readers.get(value, set())  # type: ignore[arg-type]
-            outputs.append(program.new((*key, rank)))
-            for target in sorted(targets - {rank}):
-                leaving.setdefault(target, []).append((outputs[-1], (*key, target)))
-        program.instructions.append(Run(number, microbatch, rank, inputs, tuple(outputs)))
-        for target, values in leaving.items():
-            received = tuple(program.new(key) for _, key in values)
-            program.instructions.append(Transfer(rank, target, tuple(s for s, _ in values), received))
+                reads.append((position, (carries.get(value, value), rank)))
+        outputs = task.graph.outputs
+        accumulated = [(p, self.accumulated[v]) for p, v in enumerate(outputs) if v in self.accumulated]  # type: ignore[index]
+        written = [(p, v) for p, v in enumerate(outputs) if v not in self.accumulated]
+        return _Wiring(
+            fixed=tuple(fixed),
+            index=counter,
+            accumulators=tuple(accumulators),
+            reads=tuple(reads),
+            num_outputs=len(outputs),
+            accumulated=tuple(accumulated),
+            written=self._written(written, rank),
+            sends=self._sends(
+                written,
+                rank,
+                {**self.readers, **{c.result: self._carry_readers(k) for k, c in enumerate(self.part.carries)}},
+            ),
+            last_sends=self._sends(
+                written, rank, {**self.readers, **{c.result: set[int]() for c in self.part.carries}}
+            ),
+        )
+
+    def _written(self, values: Sequence[tuple[int, Atom]], rank: int) -> _Written:
+        return _Written(
+            tuple((p, (v, rank)) for p, v in values if v not in self.carried),
+            tuple((p, (self.carried[v], rank)) for p, v in values if v in self.carried),  # type: ignore[index]
+        )
+
+    def _sends(
+        self, values: Sequence[tuple[int, Atom]], rank: int, readers: Mapping[Value, set[int]]
+    ) -> tuple[_Send, ...]:
+        leaving: dict[int, list[tuple[int, Atom]]] = {}
+        for position, value in values:
+            for target in sorted(readers.get(value, set()) - {rank}):  # type: ignore[arg-type]
+                leaving.setdefault(target, []).append((position, value))
+        return tuple(
+            _Send(target, tuple(p for p, _ in batch), self._written(list(enumerate(v for _, v in batch)), target))
+            for target, batch in leaving.items()
+        )
+
+    def _run_task(self, index: int, number: int, microbatch: int) -> None:
+        program, rank, wiring, own = self.program, self.rank[index], self.wiring[index], self.values[microbatch]
+        inputs = list(wiring.fixed)
+        if wiring.index is not None:
+            inputs[wiring.index] = program.index(rank, microbatch)
+        for position, k in wiring.accumulators:
+            inputs[position] = self.current[k]
+        for position, key in wiring.reads:
+            inputs[position] = own[key]
+        outputs = program.new_slots(wiring.num_outputs)
+        for position, k in wiring.accumulated:
+            self.current[k] = outputs[position]
+        self._enter(wiring.written, outputs, microbatch)
+        program.instructions.append(Run(number, microbatch, rank, tuple(inputs), outputs))
+        for send in wiring.sends if microbatch + 1 < self.loop.length else wiring.last_sends:
+            sent = tuple(outputs[position] for position in send.positions)
+            received = program.new_slots(len(sent))
+            self._enter(send.written, received, microbatch)
+            program.instructions.append(Transfer(rank, send.target, sent, received))
+
+    def _enter(self, written: _Written, slots: Sequence[int], microbatch: int) -> None:
+        for values, places in zip(self.values[microbatch : microbatch + 2], (written.here, written.next), strict=True):
+            for position, key in places:
+                values[key] = slots[position]
 
 
 def unroll(placed: Placed, num_ranks: int) -> Program:
     """Turn a placed step into a program whose every value has a slot of its own (see `liveness` for reuse)."""
     program = _Unroller()
     arguments = tuple(
-        {rank: program.new((value, rank)) for rank in sorted(ranks)}
+        {rank: program.new(value, rank) for rank in sorted(ranks)}
         for value, ranks in zip(placed.inputs, placed.arguments, strict=True)
     )
     loops = segments = 0
