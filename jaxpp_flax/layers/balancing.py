@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from jaxpp_flax.layers.fitting import fitting
 from jaxpp_flax.layers.memory import MemoryModel
 from jaxpp_flax.layers.step_time import StepTime
 
@@ -214,6 +215,8 @@ def _interleaved(
             found, tries = _climb(sizes, by_step, tries)
             climbed.append(found)
         best = _best(climbed, by_step)
+    if memory is not None and not exact and excess(best) > 0 and (lean := fitting(memory)) is not None:
+        best, _ = _climb(lean, by_step, _TRIES if step is None else step.tries)
     if excess(best) > 0:
         return None
     return Balance(sizes=best, slowest=max(rank_loads(costs, best, rank_of)), exact=exact)

@@ -107,7 +107,7 @@ class MemoryModel:
         for stage, size in enumerate(sizes):
             held = self.with_stage(held, stage, start, start + size)
             start += size
-        slices = self._slices
+        slices = self.slices
         return [max(held[slices[rank]]) for rank in range(len(self.limits))]
 
     def excess(self, sizes: Sequence[int]) -> float:
@@ -132,7 +132,8 @@ class MemoryModel:
     # ------------------------------------------------------------ for the search: a vector, one entry for each moment
 
     @cached_property
-    def _slices(self) -> list[slice]:
+    def slices(self) -> list[slice]:
+        """The entries of each rank."""
         ends = list(itertools.accumulate(len(moments) for moments in self.live))
         return [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
 
@@ -156,13 +157,13 @@ class MemoryModel:
         """`held` and what blocks `start` to `end` add as this stage."""
         rank, position = self.rank_of[stage], self._position[stage]
         fixed, active = self._fixed(start, end), self._active(start, end)
-        here = self._slices[rank]
+        here = self.slices[rank]
         added = [h + fixed + moment[position] * active for h, moment in zip(held[here], self.live[rank], strict=True)]
         return (*held[: here.start], *added, *held[here.stop :])
 
     def within_limits(self, held: tuple[float, ...]) -> bool:
         """Whether no rank holds too much at any moment."""
-        return all(max(held[here]) <= limit for here, limit in zip(self._slices, self.limits, strict=True))
+        return all(max(held[here]) <= limit for here, limit in zip(self.slices, self.limits, strict=True))
 
     def _fixed(self, start: int, end: int) -> float:
         return self._sums[0][start][end - start]

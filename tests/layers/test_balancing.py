@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 from hypothesis import given
@@ -94,6 +95,24 @@ def test_no_other_assignment_within_the_memory_limit_is_better(costs, dealt, dat
     elif schedule.num_ranks == schedule.num_stages:  # then the leanest assignment is over the limit, by the least
         excess = memory.excess(leanest(len(costs), schedule.num_stages, memory))
         assert excess == min(memory.excess(sizes) for sizes in assignments(len(costs), schedule.num_stages)) > 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_barely_fits_is_found_where_assignments_are_too_many_to_try(seed):
+    rng = random.Random(seed)
+    schedule, count = by_name("interleaved_1f1b", 6, 3), 24
+    held = [Held(kind="parameters", nbytes=rng.randint(1, 50), blocks=(block,)) for block in range(count)]
+    held += [Held(kind="activations", nbytes=rng.randint(1, 9), blocks=(block,)) for block in range(count)]
+    rank_of = tuple(map(schedule.rank_of, range(schedule.num_stages)))
+    fields = {"held": held, "num_blocks": count, "rank_of": rank_of, "live": live_counts(schedule, 8)}
+    memory = MemoryModel(**fields, limits=(0.0,) * 3)
+    # Of 33,649 assignments, as tight as any can be.
+    least = min(max(memory.rank_bytes(sizes)) for sizes in assignments(count, schedule.num_stages))
+    tight = MemoryModel(**fields, limits=(least,) * 3)
+    found = balance([1.0] * count, rank_of, tight)
+    assert found is not None
+    assert max(tight.rank_bytes(found.sizes)) <= least
+    assert balance([1.0] * count, rank_of, MemoryModel(**fields, limits=(least - 1,) * 3)) is None
 
 
 @given(costs_of_blocks, st.sampled_from(SCHEDULES), st.data())
