@@ -172,7 +172,8 @@ def test_a_killed_coordination_service_ends_all(tmp_path: Path):
 
 def test_a_process_that_ends_early_is_an_error_that_says_so(tmp_path: Path):
     with launched(tmp_path, BEGIN + "if index == 1:\n    sys.exit(0)\n" + WAIT_IN_PYTHON, "-n", "2") as run:
-        assert run.finish() == 69
+        # Process 1 is told that it is the one that failed, and may be the first to end by that.
+        assert run.finish() in (1, 69)
         assert "process 1: it ended its program while others wait for it" in run.stderr
         assert re.search(rf"\[0\] Process 0 {AWAITED}", run.stderr)
         run.check_nothing_is_left()
