@@ -14,6 +14,7 @@ from jaxpp_flax.trainers.errors import BatchError
 __all__ = [
     "batch_size",
     "count_units",
+    "describe_batch",
     "dtype_of",
     "join_microbatches",
     "signature",
@@ -122,6 +123,17 @@ def join_microbatches(outputs: Any) -> Any:
         return jnp.asarray(array.reshape(-1, *array.shape[2:]))
 
     return jax.tree.map(join, outputs)
+
+
+def describe_batch(batch: Any) -> str:
+    """Types and shapes of a batch's leaves, for messages.
+
+    Example:
+      >>> describe_batch({"x": np.zeros((4, 3), np.float32), "y": np.zeros(4, np.int32)})
+      "['x'] float32[4, 3], ['y'] int32[4]"
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    return ", ".join(f"{jax.tree_util.keystr(path)} {dtype_of(x)}{list(x.shape)}".strip() for path, x in leaves)
 
 
 def signature(batch: Any) -> tuple[Any, ...]:

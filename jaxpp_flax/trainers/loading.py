@@ -7,6 +7,7 @@ one of them reads is not one range of the batch, but one range in each microbatc
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ from jaxpp_flax.trainers.together import BatchesAlike, end_together, leaves_read
 __all__ = ["Loading", "own_rows"]
 
 
-class Loading:
+class Loading(abc.ABC):
     """What `PipelineTrainer` does so that no process loads more than it reads."""
 
     mesh: MpmdMesh | None
@@ -78,9 +79,8 @@ class Loading:
         shardings, read = compiled.in_shardings[0][1], compiled.read_here[0][1]
         return jax.tree.map(lambda leaf, sharding, here: rows(leaf, sharding, read=here), batch, shardings, read)
 
-    def compile(self, batch: Any) -> Any:
-        """See `PipelineTrainer`."""
-        raise NotImplementedError
+    @abc.abstractmethod
+    def compile(self, batch: Any) -> Any: ...
 
     @property
     def _is_across(self) -> bool:

@@ -15,6 +15,7 @@ from jaxpp_flax.layers.remat import check_remat
 from jaxpp_flax.trainers.assigning import Assigner
 from jaxpp_flax.trainers.batch import (
     batch_size,
+    describe_batch,
     dtype_of,
     join_microbatches,
     signature,
@@ -478,6 +479,7 @@ class PipelineTrainer(HeldState, Scheduled, Loading, Weights, Checkpointed):
     def _executable(self, kind: str, microbatches: Any, build: Callable[[], Any], *, donate: bool) -> Any:
         key = self._key(kind, microbatches)
         if key not in self._executables:
+            self._call_together(f"the compilation of the step to {kind} for {describe_batch(microbatches)}")
             policy = self._cut_policy(kind, microbatches)
             state = self._state if donate else self._state_for_inference()
             self._executables[key] = self._backend.compile(build(), state, microbatches, policy, donate=donate)

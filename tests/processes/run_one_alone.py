@@ -40,9 +40,14 @@ trainer.fit([batch] * 3)
 print("trained", flush=True)
 call, other, folder = sys.argv[1:]
 if jax.process_index() == 0:
-    trainer.save(folder) if call == "save" else trainer.model
+    if call == "train_step":  # it waits for what process 1 is to send
+        float(trainer.train_step(batch)["loss"])
+    else:
+        trainer.save(folder) if call == "save" else trainer.model
 elif other == "trains":
     for _ in range(100):
         float(trainer.train_step(batch)["loss"])
+elif other == "trains another shape":
+    trainer.train_step(batch[:2])
 elif other == "evaluates":
     trainer.evaluate([batch])
