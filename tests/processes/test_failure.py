@@ -15,9 +15,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes]
 DEADLINE = 25.0
 
 
-def after_some_steps(processes: Processes) -> float:
-    """Wait until process 1 has trained some steps; the time since the start."""
-    while "step 5\n" not in processes.output(1):
+def after_some_steps(processes: Processes, step: int = 33) -> float:
+    """Wait until process 1 has trained some steps; the time since the start.
+
+    Well before step 64, after which processes compare their batches: then they wait for that, not for activations.
+    """
+    while f"step {step}\n" not in processes.output(1):
         assert time.monotonic() - processes.begun < 120, "\n".join(processes.output(i) for i in range(3))
         assert processes.processes[1].poll() is None, processes.output(1)
         time.sleep(0.05)
@@ -56,7 +59,7 @@ def test_a_stopped_process_is_named():
 
 def test_data_that_ends_early_in_one_process_is_told():
     with start_processes(3, "run_failure.py", "7") as processes:
-        since = after_some_steps(processes)
+        since = after_some_steps(processes, 5)
         ended = processes.wait(since + 40)
     for end in ended:
         assert end.code not in (0, None), end.output[-3000:]
