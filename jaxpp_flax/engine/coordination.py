@@ -91,7 +91,7 @@ class ProcessGroup:
         self._waits: dict[int, tuple[Callable[[], str], tuple[int, ...]]] = {}
         self._main_thread = threading.main_thread()
         self._watch: Watch | None = None
-        self._ending = threading.Lock()
+        self._ending, self._observing = threading.Lock(), threading.Lock()
 
     # -- meeting points
 
@@ -292,20 +292,26 @@ class ProcessGroup:
           failure: what happened.
           tell: also tell the other processes.
         """
-        if self._failure is not None:
-            return
-        self._waits_at_failure = self.waits()
-        self._failure = failure
-        self.failed.set()
-        if tell and self._store is not None:
-            text = f"{'' if failure.process is None else failure.process}\n{failure.message}"
-            # A store that hangs must not hold up the end of a process that has failed.
-            sender = threading.Thread(
-                target=_quietly, args=(self._store.set, f"{ROOT}/failures/{self.process_index}", text.encode())
-            )
-            sender.daemon = True
-            sender.start()
-            sender.join(timeout=2.0)
+        with self._observing:
+            if self._failure is not None:
+                return
+            waits = self.waits()
+            if tell and self._store is not None:
+                # Before this process hears of it itself, and may end by that.
+                self._tell(self._store, failure)
+            self._waits_at_failure = waits
+            self._failure = failure
+            self.failed.set()
+
+    def _tell(self, store: KeyValueStore, failure: Failure) -> None:
+        text = f"{'' if failure.process is None else failure.process}\n{failure.message}"
+        # A store that hangs must not hold up the end of a process that has failed.
+        sender = threading.Thread(
+            target=_quietly, args=(store.set, f"{ROOT}/failures/{self.process_index}", text.encode())
+        )
+        sender.daemon = True
+        sender.start()
+        sender.join(timeout=2.0)
 
     def observe_end(self, failure: Failure) -> None:
         """Take note that a process has ended, as its launcher saw it; what it has reported itself says why.
