@@ -26,7 +26,7 @@ def test_one_process_calls_alone(call: str, the_other: str, tmp_path: Path):
         "trains": ["process 0: it goes no further while others wait for it: it waits in trainer.model, which every"],
         "trains another shape": ["process 1: it goes no further", "the step to train for float32[2, 1, 4]"],
         # Whoever notices first accuses the other.
-        "evaluates": ["waits for trainer.save (from process 1)", "waiting for trainer.evaluate (from process 0)"],
+        "evaluates": [" for trainer.save (from process 1)", " for trainer.evaluate (from process 0)"],
     }
     for words in expected[the_other]:
         assert words in said, said[-4000:]
