@@ -13,14 +13,38 @@ from jaxpp_flax.trainers.errors import BatchError
 
 __all__ = [
     "batch_size",
+    "check_leaf",
     "count_units",
     "describe_batch",
     "dtype_of",
     "join_microbatches",
+    "leaf_name",
     "signature",
     "split_batch",
     "split_for_inference",
 ]
+
+
+def leaf_name(path: Any) -> str:
+    """A leaf of a batch, for messages.
+
+    Example:
+      >>> [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path({"x": 1})]
+      ["batch['x']"]
+    """
+    return f"batch{jax.tree_util.keystr(path)}"
+
+
+def check_leaf(path: Any, leaf: Any) -> None:
+    """Refuse a leaf without an axis of examples.
+
+    Raises:
+      BatchError: naming it.
+    """
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise BatchError(f"{leaf_name(path)} is a {type(leaf).__name__}, not an array. Convert it with `np.asarray`.")
+    if not leaf.shape:
+        raise BatchError(f"{leaf_name(path)} is a scalar. Every leaf needs the axis of examples first: (batch, ...).")
 
 
 def batch_size(batch: Any) -> int:
@@ -38,12 +62,8 @@ def batch_size(batch: Any) -> int:
         raise BatchError(f"the batch holds no array: {batch!r}. Give a pytree of arrays of shape (batch, ...).")
     sizes: dict[str, int] = {}
     for path, leaf in leaves:
-        name = f"batch{jax.tree_util.keystr(path)}"
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise BatchError(f"{name} is a {type(leaf).__name__}, not an array. Convert it with `np.asarray`.")
-        if not leaf.shape:
-            raise BatchError(f"{name} is a scalar. Every leaf needs the axis of examples first: (batch, ...).")
-        sizes[name] = leaf.shape[0]
+        check_leaf(path, leaf)
+        sizes[leaf_name(path)] = leaf.shape[0]
     if len(set(sizes.values())) > 1:
         listing = ", ".join(f"{name}: {size}" for name, size in sizes.items())
         raise BatchError(
@@ -72,7 +92,7 @@ def split_batch(batch: Any, num_microbatches: int, shards: int = 1) -> Any:
         fits = " or ".join(str(n) for n in (lower, lower + num_microbatches) if n)
         raise BatchError(
             f"a batch of {size} examples cannot be cut into num_microbatches={num_microbatches} equal parts "
-            f"(batch{jax.tree_util.keystr(path)} has shape {tuple(leaf.shape)}). Use a batch of {fits}, or a "
+            f"({leaf_name(path)} has shape {tuple(leaf.shape)}). Use a batch of {fits}, or a "
             "num_microbatches that divides the batch."
         )
     each = size // num_microbatches

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import numpy as np
 
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.mesh import MpmdMesh, MpmdSharding
-from jaxpp_flax.trainers.batch import batch_size, dtype_of
+from jaxpp_flax.trainers.batch import batch_size, check_leaf, dtype_of, leaf_name
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.setup import check_count
 from jaxpp_flax.trainers.together import BatchesAlike, end_together, leaves_read
@@ -101,19 +102,14 @@ class Loading(abc.ABC):
                 path, leaf = jax.tree_util.tree_leaves_with_path(batch)[0]
                 raise BatchError(
                     f"global_batch_size={global_batch_size}, but the batch has {size} examples "
-                    f"(batch{jax.tree_util.keystr(path)} has shape {tuple(leaf.shape)}), and one process reads all of "
+                    f"({leaf_name(path)} has shape {tuple(leaf.shape)}), and one process reads all of "
                     f"them: expected, global and local, {(global_batch_size, *leaf.shape[1:])}. Pass the whole batch, "
                     "or its own size."
                 )
             return batch
 
         def whole(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-            if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype") or not leaf.shape:
-                what = "a scalar" if hasattr(leaf, "shape") else f"a {type(leaf).__name__}"
-                raise BatchError(
-                    f"batch{jax.tree_util.keystr(path)} is {what}: every leaf needs to be an array of shape "
-                    "(rows, ...)."
-                )
+            check_leaf(path, leaf)
             return jax.ShapeDtypeStruct((global_batch_size, *leaf.shape[1:]), dtype_of(leaf))
 
         return jax.tree_util.tree_map_with_path(whole, batch)
@@ -150,7 +146,7 @@ def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
     def lay_out(path: Any, leaf: Any, whole: jax.ShapeDtypeStruct, sharding: MpmdSharding, here: Any) -> Any:
         if not here:
             return whole
-        name, count = f"batch{jax.tree_util.keystr(path)}", whole.shape[0]
+        name, count = leaf_name(path), whole.shape[0]
         places = _places(sharding, whole.shape, read=True)
         expected = (count * len(places), *whole.shape[2:])
         if isinstance(leaf, jax.ShapeDtypeStruct) or tuple(leaf.shape) != expected:
@@ -189,17 +185,20 @@ def _named_rows(compiled: Any, batch: Any, microbatches: Any) -> dict[str, Any]:
             places = _places(sharding, whole.shape, read=True)
             together = len(places) == places[-1] - places[0] + 1
             text = f"{places[0]} to {places[-1]}" if together else ", ".join(map(str, places))
-            named[f"batch{jax.tree_util.keystr(path)} (places {text} of each microbatch)"] = leaf
+            named[f"{leaf_name(path)} (places {text} of each microbatch)"] = leaf
 
     jax.tree_util.tree_map_with_path(add, batch, microbatches, shardings, read)
     return named
 
 
+@lru_cache  # asked for each leaf of each step, of shapes that stay the same
 def _places(sharding: MpmdSharding, shape: tuple[int, ...], *, read: bool) -> np.ndarray[Any, Any]:
-    """Which examples of each microbatch this process's devices hold, ascending."""
+    """Which examples of each microbatch this process's devices hold, ascending; read-only."""
     held: set[int] = set()
     for rank in sharding.ranks if read else ():
         indices: Mapping[Any, Any] = sharding.local_sharding(rank).addressable_devices_indices_map(shape)
         for index in indices.values():
             held.update(range(*index[1].indices(shape[1])))
-    return np.array(sorted(held), np.int64)
+    places = np.array(sorted(held), np.int64)
+    places.flags.writeable = False
+    return places

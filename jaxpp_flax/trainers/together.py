@@ -11,6 +11,7 @@ import numpy as np
 from jaxpp_flax.engine.alike import agree_on, hash_of
 from jaxpp_flax.engine.coordination import process_group
 from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.trainers.batch import leaf_name
 from jaxpp_flax.trainers.errors import BatchError
 
 __all__ = ["BatchesAlike", "agree_on_state", "call_together", "end_together", "leaves_read"]
@@ -64,9 +65,8 @@ class BatchesAlike:
 
     def before(self, batch: Any) -> None:
         """To be called with each batch before it is used."""
-        self.before_these(
-            {f"batch{jax.tree_util.keystr(path)}": leaf for path, leaf in jax.tree.leaves_with_path(batch)}
-        )
+        if self._several:  # a single process is to pay nothing for it
+            self.before_these({leaf_name(path): leaf for path, leaf in jax.tree.leaves_with_path(batch)})
 
     def before_these(self, leaves: Mapping[str, Any]) -> None:
         """The same for what this process has of a batch, by names; others may have other parts."""
