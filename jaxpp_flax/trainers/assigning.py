@@ -127,8 +127,8 @@ class Assigner:
                 sizes = leanest(len(work), num_stages, memory) if memory is not None else ()
                 raise self._too_large(marks, sizes, pipeline, memory, "no assignment")
             cuts, exact = cuts_of(found.sizes), found.exact
-            if len(set(pipeline.ranks)) < num_stages and step(even_sizes):
-                step_gain = 1.0 - step(found.sizes) / step(even_sizes)
+            if len(set(pipeline.ranks)) < num_stages and (even_step := step(even_sizes)):
+                step_gain = 1.0 - step(found.sizes) / even_step
         sizes = _sizes(cuts, marks)
         rank_bytes = self._check_memory(marks, sizes, pipeline) if self._limit is not None else None
         plan = Plan.of(
