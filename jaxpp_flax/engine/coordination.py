@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 
@@ -305,13 +305,7 @@ class ProcessGroup:
 
     def _tell(self, store: KeyValueStore, failure: Failure) -> None:
         text = f"{'' if failure.process is None else failure.process}\n{failure.message}"
-        # A store that hangs must not hold up the end of a process that has failed.
-        sender = threading.Thread(
-            target=_quietly, args=(store.set, f"{ROOT}/failures/{self.process_index}", text.encode())
-        )
-        sender.daemon = True
-        sender.start()
-        sender.join(timeout=2.0)
+        _quietly(lambda: store.set(f"{ROOT}/failures/{self.process_index}", text.encode()), timeout_s=2.0)
 
     def observe_end(self, failure: Failure) -> None:
         """Take note that a process has ended, as its launcher saw it; what it has reported itself says why.
@@ -322,10 +316,8 @@ class ProcessGroup:
         reports: list[bytes | None] = []
         if self._store is not None:
             get, key = self._store.get, f"{ROOT}/failures/{failure.process}"
-            # Whoever was killed has reported nothing; and the store may hang.
-            reader = threading.Thread(target=_quietly, args=(lambda: reports.append(get(key, 0.1)),), daemon=True)
-            reader.start()
-            reader.join(timeout=1.0)
+            # Whoever was killed has reported nothing.
+            _quietly(lambda: reports.append(get(key, 0.1)), timeout_s=1.0)
         _, _, report = (next(iter(reports), None) or b"").decode(errors="replace").partition("\n")
         if report:
             # Its traceback is in its own output.
@@ -450,12 +442,18 @@ def _place_of_main_thread() -> str:
     return ", called by ".join(dict.fromkeys([*places[:1], *own[:2]])) or "an unknown place"
 
 
-def _quietly(function: Callable[..., None], *arguments: Any) -> None:
-    """Call, and let an error be: the store may be the very thing that failed."""
-    try:
-        function(*arguments)
-    except Exception:
-        return
+def _quietly(function: Callable[[], None], timeout_s: float) -> None:
+    """Call, but neither fail by it nor be held up for longer: the store may be the very thing that failed."""
+
+    def call() -> None:
+        try:
+            function()
+        except Exception:
+            return
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(timeout_s)
 
 
 @cache
