@@ -143,7 +143,15 @@ class Compiled:
         """Run one real step and measure it: the results, and when each task of the loop ran on its rank.
 
         Ranks run in threads of their own and wait for each task, so this step is slower than others.
+
+        Raises:
+          ValueError: with several processes; nothing has been donated then.
         """
+        if self._across is not None:
+            raise ValueError(
+                "a step is measured in one process that owns all ranks, but here each process owns some. Measure it "
+                "there: on one host, or with virtual CPU devices."
+            )
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
         self._check(leaves, tree, args, kwargs)
         environment = self._environment(leaves)

@@ -136,14 +136,8 @@ class Runtime:
     def profile(self, environment: Environment, at_once: int | None = None) -> list[TaskTiming]:
         """Run one step as `run` does, measuring when each task of the loop ran; at most `at_once` at a time.
 
-        Raises:
-          ValueError: with several processes.
+        It is for one process that owns all ranks.
         """
-        if self._across is not None:
-            raise ValueError(
-                "a step is measured in one process that owns all ranks, but here each process owns some. Measure it "
-                "there: on one host, or with virtual CPU devices."
-            )
         for slot, index in self._indices.items():
             environment[slot] = index
         return run_profiled(self.program, self._steps, environment, at_once)

@@ -174,12 +174,11 @@ class Assigner:
         return marks.work(_FLOPS_PER_BYTE.get(platform, 100.0)), "operations and bytes estimated", "FLOP"
 
     def _measure(self, marks: Marks, mesh: MpmdMesh) -> tuple[Work, ...]:
-        if len(mesh.local_ranks) < mesh.mpmd_dim:
+        if mesh.jax_mesh.is_multi_process:
             raise AssignmentError(
-                f"cost='measured' times blocks in this process, but only {len(mesh.local_ranks)} of {mesh.mpmd_dim} "
-                "ranks are in it: processes would measure, and cut, differently. Measure in one process, "
-                "`trainer.plan.save('plan.json')`, and pass assignment='plan.json' to all of them; or use "
-                "cost='estimated'."
+                "cost='measured' times blocks, but the devices of this mesh belong to several processes, which would "
+                "measure, and cut, differently. Measure in one process, `trainer.plan.save('plan.json')`, and pass "
+                "assignment='plan.json' to all of them; or use cost='estimated'."
             )
         return _at_every_mark(lambda: time_blocks(marks, mesh), "cost='measured'", "cost='estimated'")
 

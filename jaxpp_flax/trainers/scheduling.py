@@ -57,11 +57,11 @@ class Scheduled(abc.ABC):
         self.num_stages = num_stages
         self._tuner = None
         if isinstance(auto, AutoSchedule) and self.schedule is not None and self.mesh is not None:
-            if len(self.mesh.local_ranks) < self.mesh.mpmd_dim:
+            if self.mesh.jax_mesh.is_multi_process:
                 raise ValueError(
-                    f"schedule='auto' measures every rank, but only {len(self.mesh.local_ranks)} of "
-                    f"{self.mesh.mpmd_dim} ranks are in this process: processes would choose differently. Find a "
-                    "schedule in one process, or with `jaxpp_flax.schedules.search`, and pass it to all of them."
+                    "schedule='auto' measures steps, but the devices of this mesh belong to several processes, which "
+                    "would measure, and choose, differently. Find a schedule in one process, or with "
+                    "`jaxpp_flax.schedules.search`, and pass it to all of them."
                 )
             self._tuner = ScheduleTuner(auto, self.schedule)
 
