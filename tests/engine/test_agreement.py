@@ -35,6 +35,18 @@ def test_a_change_shows(change: dict[str, Any]):
     assert lines(**change) != lines()
 
 
+def test_a_changed_dtype_or_partition_shows():
+    step, batch = sgd_step(GPipe(2)), batch_of(4)
+    program = built(step, 2, chain(2), batch).program
+    arguments, results = len(program.arguments), len(program.results)
+    plain = describe_program(program, [PartitionSpec()] * arguments, [None] * results)
+    cut = PartitionSpec("data")
+    assert describe_program(program, [PartitionSpec()] * (arguments - 1) + [cut], [None] * results) != plain
+    assert describe_program(program, [PartitionSpec()] * arguments, [None] * (results - 1) + [cut]) != plain
+    narrow = built(step, 2, jax.tree.map(lambda p: p.astype(jnp.bfloat16), chain(2)), batch).program
+    assert describe_program(narrow, [PartitionSpec()] * arguments, [None] * results) != plain
+
+
 def test_a_changed_constant_inside_a_call_shows():
     def loss_with(factor: float) -> Any:
         inner = jax.jit(lambda x: x * factor)

@@ -47,6 +47,23 @@ def test_one_executable_for_each_task_and_device_set(four_of_four: Compiled):
     assert four_of_four.num_executables == len(four_of_four.program.tasks)
 
 
+def test_nothing_but_the_tasks_is_compiled():
+    """No second compilation of the whole program to find shardings: XLA sees each task once, and nothing larger."""
+    names: list[str] = []
+
+    def listen(event: str, seconds: float, **more: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(more.get("fun_name", ""))
+
+    compiled_loop(3, 4)  # what the arguments and constants take is compiled by then
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        compiled = compiled_loop(3, 5)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(names) == compiled.num_executables, names
+
+
 def test_counts_do_not_grow_with_the_microbatches(four_of_four: Compiled):
     more = compiled_loop(4, 16)
     assert more.num_lowerings == four_of_four.num_lowerings

@@ -185,6 +185,7 @@ def test_accumulators_are_updated_in_place(case: tuple[Schedule, Compiled]):
     _, compiled = case
     checked = 0
     before: list[Any] = []
+    addresses: list[int] = []
 
     def look(instruction: Instruction, environment: list[Any], done: bool) -> None:
         nonlocal checked
@@ -196,9 +197,13 @@ def test_accumulators_are_updated_in_place(case: tuple[Schedule, Compiled]):
         if not done:
             before[:] = [environment[instruction.inputs[p]] for p in sorted(states)]
             assert not any(x.is_deleted() for x in before)
+            addresses[:] = [x.unsafe_buffer_pointer() for x in before]
         else:
             checked += len(before)
             assert all(x.is_deleted() for x in before)
+            after = {position: environment[instruction.outputs[output]] for output, position in task.pins}
+            # Deleted is not enough: XLA may take a donated buffer and write to another one.
+            assert [after[p].unsafe_buffer_pointer() for p in sorted(states)] == addresses
 
     observe(compiled, (two_layers(STAGES), batch_of(MICROBATCHES, dim=DIM)), look)
     assert checked == MICROBATCHES * (2 * STAGES + 1)  # two gradients for each stage, and the losses

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import queue
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +45,7 @@ class FakeNccl:
     def __init__(self) -> None:
         self.channels: dict[bytes, queue.Queue[list[bytes]]] = defaultdict(queue.Queue)
         self.joined: list[tuple[bytes, bool, int]] = []
-        self.broken = False
+        self.broken = self.busy = False
 
     def unique_id(self) -> bytes:
         return b"name-%d" % len({name for name, *_ in self.joined})
@@ -60,17 +62,19 @@ class FakeCommunicator:
     def __init__(self, nccl: FakeNccl, channel: queue.Queue[list[bytes]]) -> None:
         self.nccl, self.channel = nccl, channel
         self.waiting: list[Sequence[tuple[int, int]]] = []
+        self.leaving: list[Sequence[tuple[int, int]]] = []
         self.aborted = False
 
     def group(self, moves: Sequence[tuple[int, int]], *, sending: bool) -> None:
-        if sending:
-            self.channel.put([ctypes.string_at(pointer, nbytes) for pointer, nbytes in moves])
-        else:
-            self.waiting.append(moves)
+        (self.leaving if sending else self.waiting).append(moves)
 
     def is_done(self) -> bool:
         if self.nccl.broken:
             raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR")
+        if self.nccl.busy:
+            return False
+        while self.leaving:  # as in a stream, memory is read some time after the call
+            self.channel.put([ctypes.string_at(pointer, nbytes) for pointer, nbytes in self.leaving.pop(0)])
         while self.waiting and not self.channel.empty():
             for (pointer, nbytes), data in zip(self.waiting.pop(0), self.channel.get(), strict=True):
                 assert nbytes == len(data)
@@ -174,10 +178,22 @@ def test_one_communicator_for_each_ordered_pair_of_devices_opened_in_ascending_o
 
 def test_a_value_is_kept_alive_until_it_is_sent():
     sent = parcel([jnp.ones(4)], [(0, 1)])
-    _, sender, receiver = two_ends(sent)
-    sender.send([on(0, jnp.full(4, 7.0))], sent, Tag("p", 0, 1))  # nobody else holds it
-    time.sleep(0.05)
+    nccl, sender, receiver = two_ends(sent)
+    nccl.busy = True
+    value = on(0, jnp.full(4, 7.0))
+    held = weakref.ref(value)
+    sender.send([value], sent, Tag("p", 0, 1))
+    del value
+    (communicator,) = [pair.communicator for pair in sender._pairs.values()]
+    while not communicator.leaving:
+        time.sleep(0.001)
+    is_held = held() is not None
+    nccl.busy = False  # else the sender's thread would never end
+    assert is_held, "its memory may be used for something else while NCCL reads it"
     np.testing.assert_array_equal(receiver.recv(sent, Tag("p", 0, 1))[0], np.full(4, 7.0))
+    sender.close()
+    gc.collect()
+    assert held() is None
 
 
 def test_a_failed_peer_ends_a_receive_and_the_error_names_what_was_awaited():
