@@ -78,13 +78,14 @@ _xla_bridge: Any = None
 _ClusterEnv: Any = None
 if not PUBLIC_API_ONLY:
     try:
-        # `jax.distributed` can only run its coordination service inside of process 0, whose death then takes down all
-        # the others before they can say why. This lets it run in a process of its own.
         # How gloo's collectives on CPU can be told which address to listen on.
         from jax._src import xla_bridge as _xla_bridge
 
         # The place in a run that SLURM, Open MPI or Kubernetes give this process, before anything is connected.
         from jax._src.clusters.cluster import ClusterEnv as _ClusterEnv
+
+        # `jax.distributed` can only run its coordination service inside of process 0, whose death then takes down all
+        # the others before they can say why. This lets it run in a process of its own.
         from jax._src.lib import _jax as _runtime  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     except (ImportError, AttributeError):
         _runtime = _xla_bridge = _ClusterEnv = None
@@ -341,10 +342,6 @@ def copy_arrays(
       >>> copy.devices() == {jax.devices()[1]}
       True
     """
-    if len(arrays) != len(shardings):
-        raise ValueError(
-            f"copy_arrays got {len(arrays)} arrays and {len(shardings)} shardings: one for each is needed."
-        )
     if _batched_copy is None:
         return copy_arrays_public(arrays, shardings, may_alias=may_alias)
     if len(arrays) != len(shardings):
