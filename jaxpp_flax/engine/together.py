@@ -77,6 +77,6 @@ def compare_values(across: Across, what: str, values: Mapping[str, Any]) -> None
     Raises:
       ValuesMismatchError: naming the first value that differs, and the processes.
     """
-    if values:
-        hashes = {name: hash_of(value) for name, value in values.items()}
-        agree_on(across.link.group, f"{what} of {across.title}", hashes, _REMEDY)
+    # Without values as well: where arrays have been laid out already, another process may still have some to compare.
+    hashes = {name: hash_of(value) for name, value in values.items()}
+    agree_on(across.link.group, f"{what} of {across.title}", hashes, _REMEDY)

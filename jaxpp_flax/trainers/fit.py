@@ -41,10 +41,11 @@ def run_fit(
     meter: Meter,
     log_every: int,
     global_batch_size: int | None = None,
+    eval_global_batch_size: int | None = None,
 ) -> dict[str, Any]:
     """Train on every batch of `source`; returns the last metrics (of the evaluation too, as `eval_...`)."""
-    loop = _FitLoop(trainer, total, eval_data, eval_every, callbacks, meter, log_every, global_batch_size)
-    return loop.run(source)
+    sizes = (global_batch_size, eval_global_batch_size)
+    return _FitLoop(trainer, total, eval_data, eval_every, callbacks, meter, log_every, sizes).run(source)
 
 
 class _FitLoop:
@@ -57,11 +58,11 @@ class _FitLoop:
         callbacks: Sequence[Callback],
         meter: Meter,
         log_every: int,
-        global_batch_size: int | None,
+        global_batch_sizes: tuple[int | None, int | None],
     ) -> None:
         self.trainer, self.eval_data, self.eval_every = trainer, eval_data, eval_every
         self.callbacks, self.meter, self.log_every = callbacks, meter, log_every
-        self.global_batch_size = global_batch_size
+        self.global_batch_size, self.eval_global_batch_size = global_batch_sizes
         self.begin = trainer.step
         self.total = None if total is None else self.begin + total
         self.rate = Rate(self.total)
@@ -151,7 +152,7 @@ class _FitLoop:
         trainer = self.trainer
         if self.eval_data is None:
             return
-        metrics = trainer.evaluate(self.eval_data)
+        metrics = trainer.evaluate(self.eval_data, global_batch_size=self.eval_global_batch_size)
         named = {f"eval_{name}": value for name, value in metrics.items()}
         shown = "  ".join(f"{name} {value:.4f}" for name, value in named.items() if isinstance(value, float))
         self.meter.message(f"step {trainer.step}  {shown}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.mesh import MpmdMesh, MpmdSharding
-from jaxpp_flax.trainers.batch import batch_size, check_leaf, dtype_of, leaf_name
+from jaxpp_flax.trainers.batch import batch_size, check_leaf, dtype_of, leaf_name, split_for_inference
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.setup import check_count
 from jaxpp_flax.trainers.together import BatchesAlike, end_together, leaves_read
@@ -31,6 +31,7 @@ class Loading(abc.ABC):
 
     mesh: MpmdMesh | None
     num_microbatches: int
+    _shards: int
     _state: Any
     _step: int
     _trained_on: BatchesAlike
@@ -39,8 +40,8 @@ class Loading(abc.ABC):
         """For each leaf of such a batch, whether this process reads it in training; see `trainers/together.py`."""
         return leaves_read(self.compile(batch), batch)
 
-    def rows_read(self, batch: Any) -> Any:
-        """Which examples of such a batch this process reads in training: the rows to load of each leaf.
+    def rows_read(self, batch: Any, call: Literal["train", "evaluate", "predict"] = "train") -> Any:
+        """Which examples of such a batch this process reads: the rows to load of each leaf.
 
         With `fit(..., global_batch_size=)` or `train_step(..., global_batch_size=)`, these are all that it passes, in
         this order, as an array of shape (rows, ...). They are the same as the index of the devices' shards in
@@ -50,13 +51,15 @@ class Loading(abc.ABC):
 
         Args:
           batch: a whole batch, or its shapes: leaves with `shape` (B, ...) and `dtype`.
+          call: what the batch is for. Rows for "evaluate" are those for "train" if the batch can be cut into
+            `num_microbatches` parts, but for leaves that only one of the two losses reads.
 
         Returns:
           A tree like `batch`, of int64 arrays of shape (rows,): indices along the first axis, ascending; empty for a
           leaf that this process does not read.
 
         Raises:
-          ValueError, TypeError: as `compile`.
+          ValueError, TypeError: as `compile`; and for another `call`.
 
         Example:
           >>> import optax
@@ -68,12 +71,18 @@ class Loading(abc.ABC):
           >>> trainer.rows_read(jax.ShapeDtypeStruct((6, 4), np.float32))  # one process reads all of them
           array([0, 1, 2, 3, 4, 5])
         """
-        compiled = self.compile(batch)
+        if call not in ("train", "evaluate", "predict"):
+            raise ValueError(f"rows_read knows no call {call!r}; use 'train', 'evaluate' or 'predict'.")
+        if call == "train":
+            compiled, count = self.compile(batch), self.num_microbatches
+        else:
+            microbatches, count = split_for_inference(jax.tree.map(_shape, batch), self.num_microbatches, self._shards)
+            compiled = self._for_inference(call, microbatches, count)
         if not self._is_across:
             return jax.tree.map(lambda leaf: np.arange(leaf.shape[0]), batch)
 
         def rows(leaf: Any, sharding: MpmdSharding, *, read: bool) -> np.ndarray[Any, Any]:
-            shape = (self.num_microbatches, leaf.shape[0] // self.num_microbatches, *leaf.shape[1:])
+            shape = (count, leaf.shape[0] // count, *leaf.shape[1:])
             starts = np.arange(shape[0]) * shape[1]
             return (starts[:, None] + _places(sharding, shape, read=read)).ravel()
 
@@ -82,6 +91,9 @@ class Loading(abc.ABC):
 
     @abc.abstractmethod
     def compile(self, batch: Any) -> Any: ...
+
+    @abc.abstractmethod
+    def _for_inference(self, kind: Literal["evaluate", "predict"], microbatches: Any, count: int) -> Any: ...
 
     @property
     def _is_across(self) -> bool:
@@ -120,11 +132,15 @@ class Loading(abc.ABC):
             self._trained_on.before(microbatches)
             return microbatches
         taken = own_rows(compiled, own, microbatches)
-        self._trained_on.before_these(_named_rows(compiled, own, microbatches))
+        self._trained_on.before_these(named_rows(compiled, own, microbatches))
         return taken
 
     def _end_together(self) -> None:
         end_together(self.mesh, self._state, self._step, self._trained_on)
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf))
 
 
 def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
@@ -175,7 +191,7 @@ def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lay_out, batch, microbatches, shardings, read)
 
 
-def _named_rows(compiled: Any, batch: Any, microbatches: Any) -> dict[str, Any]:
+def named_rows(compiled: Any, batch: Any, microbatches: Any) -> dict[str, Any]:
     """The leaves that this process reads, with names that only processes have in common that read the same rows."""
     shardings, read = compiled.in_shardings[0][1], compiled.read_here[0][1]
     named: dict[str, Any] = {}

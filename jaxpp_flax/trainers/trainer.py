@@ -13,24 +13,14 @@ from flax import nnx
 
 from jaxpp_flax.layers.remat import check_remat
 from jaxpp_flax.trainers.assigning import Assigner
-from jaxpp_flax.trainers.batch import (
-    batch_size,
-    describe_batch,
-    dtype_of,
-    join_microbatches,
-    signature,
-    split_batch,
-    split_for_inference,
-)
+from jaxpp_flax.trainers.batch import describe_batch, dtype_of, signature, split_batch
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.compiling import Backend
 from jaxpp_flax.trainers.data import batches
 from jaxpp_flax.trainers.diagnose import first_loss_error
-from jaxpp_flax.trainers.evaluation import Average
 from jaxpp_flax.trainers.fit import run_fit
 from jaxpp_flax.trainers.held_state import HeldState
-from jaxpp_flax.trainers.inference import ForwardOnly
-from jaxpp_flax.trainers.loading import Loading
+from jaxpp_flax.trainers.inferring import Inferring, call_model
 from jaxpp_flax.trainers.mesh import num_batch_shards
 from jaxpp_flax.trainers.model import parameter_count
 from jaxpp_flax.trainers.position import ResumeData
@@ -54,7 +44,7 @@ __all__ = ["PipelineTrainer"]
 _MAX_IN_FLIGHT = 2
 
 
-class PipelineTrainer(HeldState, Scheduled, Loading, Weights, Checkpointed):
+class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
     """Trains a Flax model, NNX or Linen, as a pipeline of stages.
 
     The model is an ordinary one whose layers are marked (`PipelineStage`, `@pipeline_stage`); it is copied, and stays
@@ -183,7 +173,7 @@ class PipelineTrainer(HeldState, Scheduled, Loading, Weights, Checkpointed):
         self._backend = Backend(mesh=self.mesh, state_specs=specs, rules=sharding_rules)
         self._loss_fn = loss_fn
         self._eval_loss_fn = eval_loss_fn or loss_fn
-        self._predict_fn = predict_fn or _call_model
+        self._predict_fn = predict_fn or call_model
         self._builder: StepBuilder | None = None
         self._executables: dict[Any, Any] = {}
         self._in_flight: collections.deque[Any] = collections.deque()
@@ -306,6 +296,7 @@ class PipelineTrainer(HeldState, Scheduled, Loading, Weights, Checkpointed):
         global_batch_size: int | None = None,
         eval_data: Iterable[Any] | None = None,
         eval_every: int | None = None,
+        eval_global_batch_size: int | None = None,
         callbacks: Sequence[Callback] = (),
         resume: bool = False,
         resume_data: ResumeData = "fast_forward",
@@ -318,7 +309,8 @@ class PipelineTrainer(HeldState, Scheduled, Loading, Weights, Checkpointed):
           epochs: passes over the data; needs data that can be iterated again. With neither, one pass.
           global_batch_size: None: each process passes the whole batches (leaves that it does not read may be shapes).
             A number: batches have so many examples, of which each process passes those that it reads, `rows_read`.
-          eval_data: evaluated at the end, and every `eval_every` steps; whole batches on every process.
+          eval_data: evaluated at the end, and every `eval_every` steps.
+          eval_global_batch_size: the same as `global_batch_size`, for `eval_data`: see `evaluate`.
           callbacks: see `jaxpp_flax.trainers.callbacks`.
           resume: continue from the latest checkpoint, if there is one; `steps` and `epochs` count from the beginning.
           resume_data: how to find the place in data without `set_state`: "fast_forward" draws what was used and drops
@@ -368,6 +360,7 @@ class PipelineTrainer(HeldState, Scheduled, Loading, Weights, Checkpointed):
             total,
             eval_data=eval_data,
             eval_every=eval_every,
+            eval_global_batch_size=eval_global_batch_size,
             callbacks=callbacks,
             meter=self._meter,
             log_every=self._log_every,
@@ -385,66 +378,10 @@ class PipelineTrainer(HeldState, Scheduled, Loading, Weights, Checkpointed):
         """Print a line without disturbing the progress bar."""
         self._meter.message(text)
 
-    # ------------------------------------------------------------------ inference
-
-    def evaluate(self, data: Iterable[Any]) -> dict[str, Any]:
-        """The mean loss and metrics over all examples of `data`, pipelined; the state is not changed.
-
-        Batches may be of any sizes, and each is cut into at most `num_microbatches` parts. NNX modules run in
-        `eval()` mode; for Linen, `model.training` is False.
-
-        Returns:
-          Metrics as floats, at least `loss`.
-        """
-        self._call_together("trainer.evaluate")
-        average, pending, alike = Average(), None, BatchesAlike(self.mesh, "evaluation")
-        for batch in [data] if isinstance(data, Mapping) else data:
-            microbatches, count = split_for_inference(batch, self.num_microbatches, self._shards)
-            builder = self._prepare(microbatches).with_loss(self._eval_loss_fn)
-            alike.before(microbatches)
-            terms = self._executable(
-                "evaluate", microbatches, lambda b=builder, n=count: b.evaluate(self._inference_loop(n)), donate=False
-            )(self._state_for_inference(), microbatches)
-            if pending is not None:
-                average.add(*pending)
-            pending = (terms, count, batch_size(batch))
-        if pending is None:
-            raise ValueError(f"evaluate got data (a {type(data).__name__}) without a single batch.")
-        average.add(*pending)
-        alike.end()
-        return average.result()
-
-    def predict(self, batch: Any) -> Any:
-        """The model's outputs for a batch of any size, pipelined: `jax.Array`s of shape (batch, ...).
-
-        Outputs that are scalars for each microbatch come back as one value for each microbatch.
-
-        Raises:
-          TypeError: if the batch is a dict and no `predict_fn` says what of it the model takes.
-        """
-        if isinstance(batch, Mapping) and self._predict_fn is _call_model:
-            raise TypeError(
-                f"predict got a dict with {', '.join(map(repr, batch))}, and cannot know what the model takes of it. "
-                "Pass the model's input, or give the trainer `predict_fn=lambda model, batch: model(batch['x'])`."
-            )
-        microbatches, count = split_for_inference(batch, self.num_microbatches, self._shards)
-        builder = self._any_builder()
-        loop = self._inference_loop(count)
-        self._call_together("trainer.predict")
-        BatchesAlike(self.mesh, "prediction").before(microbatches)
-        compiled = self._executable(
-            "predict", microbatches, lambda: builder.predict(loop, self._predict_fn), donate=False
-        )
-        return join_microbatches(compiled(self._state_for_inference(), microbatches))
-
     # ------------------------------------------------------------------ inside
 
     def _loop(self, num_microbatches: int) -> Loop:
         return Loop(num_microbatches=num_microbatches, schedule=self.schedule)
-
-    def _inference_loop(self, num_microbatches: int) -> Loop:
-        schedule = ForwardOnly(self.schedule) if self.schedule is not None else None
-        return Loop(num_microbatches=num_microbatches, schedule=schedule)
 
     def _key(self, kind: str, microbatches: Any) -> Any:
         return (kind, self.schedule, signature(microbatches))
@@ -454,9 +391,6 @@ class PipelineTrainer(HeldState, Scheduled, Loading, Weights, Checkpointed):
             one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], dtype_of(x)), microbatches)
             self._builder = self._new_builder(*trace_loss(self._adapter, self._loss_fn, self._state, one))
         return self._builder
-
-    def _any_builder(self) -> StepBuilder:
-        return self._builder or self._new_builder()  # inference carries nothing
 
     def _new_builder(self, carried: tuple[int, ...] = (), unused: tuple[str, ...] = ()) -> StepBuilder:
         return StepBuilder(
@@ -494,7 +428,3 @@ class PipelineTrainer(HeldState, Scheduled, Loading, Weights, Checkpointed):
         raise first_loss_error(
             value, initial, self._adapter, self._loss_fn, microbatches, self.num_microbatches, self.mesh
         )
-
-
-def _call_model(model: Any, batch: Any) -> Any:
-    return model(batch)

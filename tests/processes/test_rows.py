@@ -17,5 +17,6 @@ def test_two_stages_of_two_processes():
         assert f"half: batch['mask'] has shape (6,), but {reads}" in output
         assert "Expected: local (12,), of (24,) global." in output
         assert f"whole: batch['mask'] has shape (24,), but {reads}" in output
+        assert f"evaluate: batch['mask'] has shape (6,), but process {process} reads 8 of the 16 examples" in output
         assert "unlike: " in output
         assert "the same: batch['mask'] (places 4 to 7 of each microbatch)." in output
