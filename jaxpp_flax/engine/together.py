@@ -55,15 +55,23 @@ def meet(
     return Across(link, title, name), SharedSpecs(link.group, mesh, name, timeout)
 
 
-def start(across: Across, parcels: Sequence[Parcel]) -> None:
-    """Connect, and wait until every process has compiled its tasks and has done so too.
+def start(across: Across, parcels: Sequence[Parcel], constants: Mapping[str, Any]) -> None:
+    """Connect, wait until every process has compiled its tasks and has done so too, and compare the constants.
+
+    Args:
+      across: the program.
+      parcels: those that this process sends or receives.
+      constants: by name, the arrays that the step closes over: each process has its own.
 
     Raises:
+      ValuesMismatchError: naming the first constant that differs.
       BarrierTimeoutError: naming the processes that are missing.
       ProcessFailedError: naming the process that failed.
     """
     across.link.connect(parcels)
     across.link.group.barrier(f"the start of {across.title}", across.link.settings.start_timeout)
+    # After the barrier: who waits here has no deadline.
+    compare_values(across, "the constants", constants)
 
 
 def compare_values(across: Across, what: str, values: Mapping[str, Any]) -> None:

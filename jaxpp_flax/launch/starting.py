@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,12 +13,13 @@ from dataclasses import replace
 import jax
 
 from jaxpp_flax.engine import _compat
+from jaxpp_flax.engine.addresses import own_address
 from jaxpp_flax.engine.coordination import PEER_FAILED_STATUS, Failure, ProcessGroup, process_group
 from jaxpp_flax.launch import coordinator
 from jaxpp_flax.launch.ending import Ending, end_at_once, listen_to_launcher
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
 
-__all__ = ["connect", "initialize", "own_address"]
+__all__ = ["connect", "initialize"]
 
 # JAX aborts a process whose connection it gives up, without a word on why; our own deadline comes before that.
 _AFTER_OUR_DEADLINE = 60
@@ -116,19 +116,9 @@ def _find_place(
     return settings, local_device_ids
 
 
-def own_address(coordinator_address: str) -> str:
-    """The address by which this host reaches the coordinator: one that its peers can reach, and no wildcard.
-
-    >>> own_address("127.0.0.1:4321")
-    '127.0.0.1'
-    """
-    host, _, port = coordinator_address.rpartition(":")
+def _own_address(coordinator_address: str) -> str:
     try:
-        family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            # Nothing is sent: a datagram socket only chooses its route.
-            probe.connect(target)
-            return probe.getsockname()[0]
+        return own_address(coordinator_address)
     except OSError as error:
         raise LaunchError(
             f"the coordinator's address {coordinator_address!r} cannot be reached or resolved: {error}"
@@ -198,8 +188,8 @@ def _listening_addresses(settings: LaunchSettings) -> tuple[str, str]:
     if settings.bind_address in ("0.0.0.0", "::"):
         port = settings.coordinator_address.rpartition(":")[2]
         host = f"[{settings.bind_address}]" if ":" in settings.bind_address else settings.bind_address
-        return own_address(settings.coordinator_address), f"{host}:{port}"
-    return settings.bind_address or own_address(settings.coordinator_address), settings.coordinator_address
+        return _own_address(settings.coordinator_address), f"{host}:{port}"
+    return settings.bind_address or _own_address(settings.coordinator_address), settings.coordinator_address
 
 
 def _on_launcher_news(failure: Failure, watching: threading.Event) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -11,7 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.agreement import ProgramMismatchError, agree, describe_program
-from jaxpp_flax.engine.coordination import ProcessGroup
+from jaxpp_flax.engine.alike import ValuesMismatchError
+from jaxpp_flax.engine.coordination import BarrierTimeoutError, ProcessGroup
+from jaxpp_flax.engine.runtime import Across
+from jaxpp_flax.engine.together import start
 from jaxpp_flax.schedules import GPipe, Std1F1B
 from tests.engine.stores import MemoryStore, in_parallel
 from tests.engine.toys import batch_of, built, chain, chain_loss, sgd_step
@@ -93,4 +97,31 @@ def test_the_first_difference_is_named_with_the_process(last: list[str], shown: 
     for error in together(["a", "b", "c"], ["a", "b", "c"], last):
         assert isinstance(error, ProgramMismatchError)
         with pytest.raises(ProgramMismatchError, match=rf"(?s)program 1.*processes 0, 1: b.*{shown}"):
+            raise error
+
+
+def started(store: MemoryStore, index: int, count: int, constant: float, seconds: float) -> Any:
+    """What `start` raises in a process with this constant, or None."""
+    settings = SimpleNamespace(start_timeout=seconds)
+    link: Any = SimpleNamespace(
+        group=ProcessGroup(store, index, count), settings=settings, connect=lambda parcels: None
+    )
+    try:
+        return start(Across(link, "program 1", "p"), [], {"constant 0": jnp.full(3, constant)})
+    except (BarrierTimeoutError, ValuesMismatchError) as error:
+        return error
+
+
+def test_who_is_missing_at_the_start_is_named_after_the_deadline():
+    error = started(MemoryStore(), 0, 3, 1.0, 0.3)
+    with pytest.raises(BarrierTimeoutError, match=r"processes 1, 2 of 3 did not come to 'the start of program 1'"):
+        raise error
+
+
+def test_constants_are_compared_at_the_start():
+    store = MemoryStore()
+    assert in_parallel([partial(started, store, index, 2, 1.0, 10.0) for index in range(2)]) == [None, None]
+    store = MemoryStore()
+    for error in in_parallel([partial(started, store, index, 2, float(index), 10.0) for index in range(2)]):
+        with pytest.raises(ValuesMismatchError, match=r"different values of the constants of program 1.*constant 0"):
             raise error

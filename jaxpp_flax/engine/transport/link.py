@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +12,7 @@ from functools import cache
 import jax
 
 from jaxpp_flax.engine import _compat
+from jaxpp_flax.engine.addresses import own_address
 from jaxpp_flax.engine.coordination import CoordinationError, ProcessGroup, process_group
 from jaxpp_flax.engine.transport.base import Parcel, Tag, Transport
 from jaxpp_flax.engine.transport.device_put import CrossHostDevicePut
@@ -144,18 +144,7 @@ def _end(link: Link, *, end_watch: bool) -> None:
 def _make(settings: Settings, group: ProcessGroup) -> Transport:
     name = settings.transport or ("transfer" if jax.default_backend() == "cpu" else "device_put")
     if name == "transfer":
-        return TransferServer(settings.bind_address or _own_address(), group)
+        # Without a coordinator there is one process, or a JAX that hides it.
+        address = settings.bind_address or own_address(_compat.coordinator_address() or "127.0.0.1:1")
+        return TransferServer(address, group)
     return CrossHostDevicePut() if name == "device_put" else NcclTransport(group=group)
-
-
-def _own_address() -> str:
-    """The address by which this host reaches the coordinator: what its peers can reach, and no wildcard."""
-    coordinator = _compat.coordinator_address()
-    host, _, port = (coordinator or "127.0.0.1:1").rpartition(":")
-    host = host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent: a datagram socket only chooses its route.
-        probe.connect((host, int(port)))
-        address = probe.getsockname()[0]
-    return f"[{address}]" if ":" in address else address
