@@ -34,6 +34,7 @@ FORBIDDEN_LIBRARIES = {
 }
 # Imported when it is first used, so that the rest of its part needs no Flax.
 MAY_IMPORT_FLAX = {"mpmd/flax.py"}
+UNPICKLING = ("pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing")
 PRIVATE_JAX = ("jax._src", "jaxlib")
 ONLY_FILE_WITH_PRIVATE_JAX = "engine/_compat.py"
 
@@ -131,6 +132,17 @@ def test_private_jax_is_touched_in_one_file(path: Path):
     for node in ast.walk(tree):
         private = isinstance(node, ast.Attribute) and node.attr == "_src" and ast.unparse(node.value) == "jax"
         assert not private, f"{path}:{getattr(node, 'lineno', 0)}: jax._src belongs in {ONLY_FILE_WITH_PRIVATE_JAX}"
+
+
+@every_file
+def test_nothing_is_unpickled(path: Path):
+    """What comes over the network, or lies in a checkpoint, may be anybody's."""
+    tree = parse(path)
+    for name, line in imports(path, tree):
+        assert not any(matches(name, library) for library in UNPICKLING), f"{path}:{line}: {name} runs what it reads"
+    for node in ast.walk(tree):
+        allowed = isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False"
+        assert not allowed, f"{path}:{getattr(node, 'lineno', 0)}: allow_pickle runs what it reads"
 
 
 @every_file

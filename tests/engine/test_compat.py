@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine import _compat
@@ -212,3 +213,42 @@ def test_a_registered_type_is_an_argument_of_jit():
 def test_registering_reports_when_it_cannot(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_compat, "_aval_mappings", None)
     assert not _compat.register_array_type(Boxed, lambda box: box, lambda box: box)
+
+
+def test_without_private_names_every_other_feature_says_that_it_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    for name in ("_distributed_state", "_runtime", "_xla_bridge", "_ClusterEnv"):
+        monkeypatch.setattr(_compat, name, None)
+    monkeypatch.setenv("SLURM_JOB_ID", "3")  # JAX would look further
+    assert _compat.coordination_client() is None
+    assert _compat.coordinator_address() is None
+    assert _compat.start_coordination_service("127.0.0.1:0", 2, 10) is None
+    assert _compat.detect_cluster(1) is None
+    assert not _compat.bind_cpu_collectives("127.0.0.1")
+    assert "one process" in str(_compat.why_one_process())
+
+
+def test_a_connection_is_poisoned_only_by_the_private_name(monkeypatch: pytest.MonkeyPatch):
+    calls: list[int] = []
+    connection = SimpleNamespace(_poison_connection=lambda: calls.append(1))
+    assert _compat.poison(connection)
+    assert not _compat.poison(SimpleNamespace())
+    monkeypatch.setattr(_compat, "PUBLIC_API_ONLY", True)
+    assert not _compat.poison(connection)
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_an_equations_context_moves_to_another_mesh(monkeypatch: pytest.MonkeyPatch, public: bool):
+    monkeypatch.setattr(_compat, "PUBLIC_API_ONLY", public)
+    whole, part = (
+        Mesh(np.array(jax.devices()[:count]), ("data",), axis_types=(AxisType.Explicit,)).abstract_mesh
+        for count in (4, 2)
+    )
+    with jax.sharding.use_abstract_mesh(whole):
+        (equation,) = jax.make_jaxpr(jnp.sin)(jax.ShapeDtypeStruct((4,), jnp.float32)).eqns
+    assert equation.ctx.cur_abstract_mesh == whole
+    moved = _compat.context_on_mesh(equation.ctx, [whole], part)
+    assert type(moved) is type(equation.ctx)
+    assert moved.cur_abstract_mesh == part
+    assert equation.ctx.cur_abstract_mesh == whole
+    assert _compat.context_on_mesh(moved, [whole], whole) is moved

@@ -19,7 +19,7 @@ from jaxpp_flax.launch import LaunchError, initialize
 from jaxpp_flax.launch.cli import main
 from jaxpp_flax.launch.local import LocalJob
 from jaxpp_flax.launch.settings import LaunchSettings
-from jaxpp_flax.launch.starting import own_address
+from jaxpp_flax.launch.starting import _listening_addresses
 from tests.launch.running import Run, started, wait_for
 
 pytestmark = pytest.mark.processes
@@ -134,7 +134,21 @@ def test_a_place_outside_of_the_run_is_refused():
 
 def test_an_address_that_cannot_be_resolved_is_refused():
     with pytest.raises(LaunchError, match=r"'no\.such\.host\.invalid:1' cannot be reached or resolved"):
-        own_address("no.such.host.invalid:1")
+        initialize(coordinator_address="no.such.host.invalid:1", num_processes=2, process_id=1)
+
+
+@pytest.mark.parametrize(
+    ("bind", "own", "service"),
+    [
+        (None, "127.0.0.1", "127.0.0.1:4321"),
+        ("127.0.0.2", "127.0.0.2", "127.0.0.1:4321"),
+        ("0.0.0.0", "127.0.0.1", "0.0.0.0:4321"),
+        ("::", "127.0.0.1", "[::]:4321"),
+    ],
+)
+def test_only_the_service_listens_everywhere_and_only_if_asked(bind: str | None, own: str, service: str):
+    place = LaunchSettings(coordinator_address="127.0.0.1:4321", num_processes=2, process_id=0, bind_address=bind)
+    assert _listening_addresses(place) == (own, service)
 
 
 def test_settings_that_are_incomplete_are_refused():

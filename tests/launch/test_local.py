@@ -75,7 +75,9 @@ def test_all_sockets_listen_on_loopback(tmp_path: Path):
         + """
 import jax
 from jax.experimental import multihost_utils
+from jaxpp_flax.engine.transport.link import process_link
 multihost_utils.process_allgather(jax.numpy.zeros(1))
+process_link()
 print("ready")
 while not os.path.exists("looked"):
     time.sleep(0.05)
@@ -86,8 +88,8 @@ while not os.path.exists("looked"):
         addresses = listening_addresses(list(marked(run.mark)))
         (tmp_path / "looked").touch()
         assert run.finish() == 0, run.stderr
-    # At least the service's, and gloo's of each process.
-    assert len(addresses) >= 3
+    # At least the service's, and gloo's and the transfer server's of each process.
+    assert len(addresses) >= 5
     # 127.0.0.1, as itself and as an IPv6 address, in the byte order of /proc.
     assert set(addresses) <= {"0100007F", "0000000000000000FFFF00000100007F"}
 
