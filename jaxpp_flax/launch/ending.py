@@ -90,7 +90,7 @@ class Ending:
         if isinstance(error, ProgramExitError):
             self.group.report_failure(str(error))
             end_at_once(error.status)
-        if isinstance(error, ProcessFailedError) or self._is_a_consequence(error):
+        if self.is_a_consequence(error):
             self._because_of_a_peer(error)
         error.with_traceback(_users_part(error.__traceback__))
         self._before(type(error), error, error.__traceback__)
@@ -105,8 +105,10 @@ class Ending:
         print(f"(a consequence of what follows: {last[:500]})", file=sys.stderr)
         self.group.end_process(self.group.failure or last)
 
-    def _is_a_consequence(self, error: BaseException) -> bool:
-        """Whether another process has failed, which this error, raised here, tells in words of a transport."""
+    def is_a_consequence(self, error: BaseException) -> bool:
+        """Whether another process has failed, which this error, raised here, tells, maybe in words of a transport."""
+        if isinstance(error, ProcessFailedError):
+            return True
         failure = self.group.failure
         if failure is not None and failure.process == self.group.process_index:
             return False

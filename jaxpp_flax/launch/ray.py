@@ -21,14 +21,18 @@ import importlib
 import os
 import re
 import socket
+import threading
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
+from jaxpp_flax.engine import _compat
+from jaxpp_flax.engine.coordination import Failure, process_group
 from jaxpp_flax.engine.watch import DEFAULT_FAILURE_TIMEOUT
-from jaxpp_flax.launch.ending import Ending
+from jaxpp_flax.launch.ending import ProgramExitError
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
 from jaxpp_flax.launch.starting import connect
 
@@ -39,6 +43,26 @@ Report = Callable[[Any], None]
 arrive as NumPy's, and must be whole in process 0."""
 
 _POLL_SECONDS = 0.2
+_TELL_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a process puts into the queue: a report, or why it ends although nothing is wrong with itself."""
+
+    process: int
+    report: Any = None
+    failed: int | None = None
+    why: str | None = None
+
+
+@dataclass
+class _News:
+    """What the driver has heard."""
+
+    on_report: Callable[[Any], None] | None
+    errors: dict[int, Exception] = field(default_factory=dict)
+    told: dict[int, _Told] = field(default_factory=dict)  # by the processes that end because of another one
 
 
 def run(
@@ -84,8 +108,8 @@ def run(
         ray.init()
     resources = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
     group = ray.util.placement_group([resources] * num_processes, strategy="STRICT_SPREAD" if one_per_host else "PACK")
-    workers: list[Any] = []
-    reports: Any = None
+    actors: list[Any] = []
+    queue: Any = None
     try:
         if not group.wait(timeout_seconds=initialization_timeout_s):
             raise LaunchError(
@@ -93,21 +117,27 @@ def run(
                 f"{initialization_timeout_s:g} s; it has {ray.cluster_resources()}. Ask for less, or pass "
                 "one_per_host=False."
             )
-        reports = importlib.import_module("ray.util.queue").Queue(actor_options={"num_cpus": 0})
+        queue = importlib.import_module("ray.util.queue").Queue(actor_options={"num_cpus": 0})
         strategy = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
-        actor = ray.remote(_Worker)
         variables = {**_device_variables(devices_per_process), **(environment or {})}
-        workers = [
-            actor.options(
+
+        def start(kind: type[Any], place: int, cpus: float, gpus: float, variables: Mapping[str, str]) -> Any:
+            actor = ray.remote(kind).options(
                 num_cpus=cpus,
                 num_gpus=gpus,
                 max_restarts=0,
-                runtime_env={"env_vars": variables},
-                scheduling_strategy=strategy(placement_group=group, placement_group_bundle_index=index),
-            ).remote()
-            for index in range(num_processes)
-        ]
-        address = ray.get(workers[0].free_address.remote(), timeout=initialization_timeout_s)
+                runtime_env={"env_vars": dict(variables)},
+                scheduling_strategy=strategy(placement_group=group, placement_group_bundle_index=place),
+            )
+            actors.append(actor.remote())
+            return actors[-1]
+
+        workers = [start(_Worker, place, cpus, gpus, variables) for place in range(num_processes)]
+        # Not by process 0, which may be killed; and it ends with this driver, or by it.
+        service = start(_Service, 0, 0.0, 0.0, {**variables, "TF_CPP_MIN_LOG_LEVEL": "2"})
+        address, served = ray.get(
+            service.serve.remote(num_processes, failure_timeout_s), timeout=initialization_timeout_s
+        )
         settings = [
             LaunchSettings(
                 coordinator_address=address,
@@ -118,15 +148,15 @@ def run(
             for index in range(num_processes)
         ]
         calls = [
-            worker.execute.remote(place, initialization_timeout_s, reports, function, arguments)
+            worker.execute.remote(place, initialization_timeout_s, served, queue, function, arguments)
             for worker, place in zip(workers, settings, strict=True)
         ]
-        return _follow(ray, calls, reports, on_report, failure_timeout_s)
+        return _follow(ray, calls, queue, _News(on_report), failure_timeout_s)
     finally:
-        for worker in workers:
-            ray.kill(worker)
-        if reports is not None:
-            reports.shutdown()
+        for actor in actors:
+            ray.kill(actor)
+        if queue is not None:
+            queue.shutdown()
         ray.util.remove_placement_group(group)
 
 
@@ -144,69 +174,75 @@ def _device_variables(devices_per_process: int) -> dict[str, str]:
     return {"JAX_NUM_CPU_DEVICES": str(devices_per_process), "XLA_FLAGS": flags}
 
 
-def _follow(
-    ray: Any, calls: list[Any], reports: Any, on_report: Callable[[Any], None] | None, failure_timeout_s: float
-) -> list[Any]:
+def _follow(ray: Any, calls: list[Any], queue: Any, news: _News, failure_timeout_s: float) -> list[Any]:
     """Pass reports on until all processes have ended, or one has failed."""
     waiting = list(calls)
     while waiting:
         done, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_SECONDS)
-        _pass_on(reports, on_report)
-        errors = {calls.index(call): error for call in done if (error := _error_of(ray, call)) is not None}
-        if errors:
+        _hear(ray, calls, done, queue, news)
+        if news.errors:
             # The others end by themselves, and may do so before the one that failed first is known to have ended.
-            late, _ = (
-                ray.wait(waiting, num_returns=len(waiting), timeout=0.3 * failure_timeout_s) if waiting else ([], [])
-            )
-            errors |= {calls.index(call): error for call in late if (error := _error_of(ray, call)) is not None}
-            raise _first_failure(ray, errors)
-    _pass_on(reports, on_report)
+            late = ray.wait(waiting, num_returns=len(waiting), timeout=0.3 * failure_timeout_s)[0] if waiting else []
+            _hear(ray, calls, late, queue, news)
+            raise _first_failure(ray, news)
     return ray.get(calls)
 
 
-def _error_of(ray: Any, call: Any) -> Exception | None:
-    try:
-        ray.get(call)
-    except Exception as error:
-        return error
-    return None
+def _hear(ray: Any, calls: list[Any], done: list[Any], queue: Any, news: _News) -> None:
+    """Take in how calls have ended, and what their processes told before."""
+    for call in done:
+        try:
+            ray.get(call)
+        except Exception as error:
+            news.errors[calls.index(call)] = error
+    for told in queue.get_nowait_batch(queue.qsize()):
+        if told.why is not None:
+            news.told[told.process] = told
+        elif news.on_report is not None:
+            news.on_report(told.report)
 
 
-def _first_failure(ray: Any, errors: Mapping[int, Exception]) -> LaunchError:
-    """An exception of the program's own comes before the ends of the processes that it brought about."""
-    own = {index: error for index, error in errors.items() if isinstance(error, ray.exceptions.RayTaskError)}
-    index, error = min((own or errors).items())
-    what = "raised" if own else "was killed, or lost its host"
-    failure = LaunchError(f"process {index} {what}, and the run has ended: {error}")
-    failure.__cause__ = error
-    return failure
+def _first_failure(ray: Any, news: _News) -> LaunchError:
+    """What a process says of itself, before what became of it, before what others say of it."""
+    own = {index: error for index, error in news.errors.items() if index not in news.told}
+    raised = {index: error for index, error in own.items() if isinstance(error, ray.exceptions.RayTaskError)}
+    if own:
+        index, error = min((raised or own).items())
+        what = "raised" if raised else "was killed, or lost its host"
+        failure = LaunchError(f"process {index} {what}, and the run has ended: {error}")
+        failure.__cause__ = error
+        return failure
+    _, told = min(news.told.items())
+    who = "the run" if told.failed is None else f"process {told.failed}"
+    return LaunchError(f"{who} has failed, as process {told.process} found, and the run has ended: {told.why}")
 
 
-def _pass_on(reports: Any, on_report: Callable[[Any], None] | None) -> None:
-    for report in reports.get_nowait_batch(reports.qsize()):
-        if on_report is not None:
-            on_report(report)
+class _Service:
+    """The coordination service of the run, on the host of process 0; an actor."""
+
+    def serve(self, num_processes: int, failure_timeout_s: float) -> tuple[str, bool]:
+        """An address of this host, and whether it is served here; if not, process 0 is to do so."""
+        host = importlib.import_module("ray").util.get_node_ip_address()
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+            port = probe.getsockname()[1]
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        if num_processes == 1:
+            return address, False
+        # It lives as long as what ends it.
+        self._stop = _compat.start_coordination_service(address, num_processes, max(1, round(failure_timeout_s)))
+        return address, self._stop is not None
 
 
 class _Worker:
     """One process of the run; an actor."""
 
-    def __init__(self) -> None:
-        self._ending: Ending | None = None
-
-    def free_address(self) -> str:
-        """An address of this host, with a port that is free at the moment."""
-        host = importlib.import_module("ray").util.get_node_ip_address()
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.bind((host, 0))
-            port = probe.getsockname()[1]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
     def execute(
         self,
         settings: LaunchSettings,
         timeout_s: float,
-        reports: Any,
+        served: bool,
+        queue: Any,
         function: Callable[..., Any],
         arguments: tuple[Any, ...],
     ) -> Any:
@@ -214,15 +250,45 @@ class _Worker:
 
         def report(value: Any) -> None:
             if settings.process_id == 0:
-                reports.put(jax.device_get(value))
+                queue.put(_Told(0, report=jax.device_get(value)))
+
+        def tell(failure: Failure) -> None:
+            """Tell the driver that this process ends because of `failure`."""
+            told = _Told(settings.process_id, failed=failure.process, why=process_group().describe(failure))
+            # Not for long: it may be the driver's host that is gone.
+            telling = threading.Thread(target=queue.put, args=(told,), daemon=True)
+            telling.start()
+            telling.join(_TELL_SECONDS)
+
+        raising = threading.Event()
+
+        def end(failure: Failure) -> None:
+            if raising.is_set():
+                return  # what it raises is on its way to the driver, which then ends this actor
+            tell(failure)
+            process_group().end_process(failure)
 
         if settings.num_processes == 1:
-            return jax.device_get(function(report, *arguments))
-        ending = connect(settings, None, timeout_s, served_elsewhere=False)
+            return jax.device_get(_call(function, report, arguments))
+        ending = connect(settings, None, timeout_s, served_elsewhere=served, on_failure=end)
         try:
-            result = jax.device_get(function(report, *arguments))
-        except BaseException:
-            ending.group.report_failure(traceback.format_exc().rstrip())
+            result = jax.device_get(_call(function, report, arguments))
+        except BaseException as error:
+            if ending.is_a_consequence(error) and (failure := ending.group.failure) is not None:
+                tell(failure)
+            else:
+                raising.set()
+                ending.group.report_failure(traceback.format_exc().rstrip())
             raise
         ending.finish()
         return result
+
+
+def _call(function: Callable[..., Any], report: Report, arguments: tuple[Any, ...]) -> Any:
+    try:
+        return function(report, *arguments)
+    except SystemExit as error:
+        if error.code in (None, 0):
+            return None
+        # Ray would take it for the wish to end the actor.
+        raise ProgramExitError(error.code) from None

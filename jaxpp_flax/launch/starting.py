@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -131,6 +131,7 @@ def connect(
     timeout_s: float,
     *,
     served_elsewhere: bool,
+    on_failure: Callable[[Failure], None] | None = None,
 ) -> Ending:
     """Connect this process to the others.
 
@@ -139,6 +140,7 @@ def connect(
       local_device_ids: the accelerators of this host that are this process's; None: all.
       timeout_s: seconds to wait for all processes.
       served_elsewhere: whether something other than process 0 serves the coordination.
+      on_failure: as in `ProcessGroup.watch`.
 
     Returns:
       How this process ends: to be installed, or called.
@@ -177,7 +179,7 @@ def connect(
     os.environ.setdefault("JAXPP_FLAX_BIND_ADDRESS", bind_address)  # for the engine's transports
     group = process_group()
     ending = Ending(group, settings.failure_timeout, lambda: _leave(service))
-    group.watch(settings.failure_timeout)
+    group.watch(settings.failure_timeout, on_failure)
     watching.set()
     group.barrier("the start of all processes", timeout_s)
     return ending

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from jaxpp_flax.launch import LaunchError
+from jaxpp_flax.launch import ray as ray_launch
 from jaxpp_flax.launch.ray import run as run_on_ray
 from tests.launch.running import started
 
@@ -31,6 +33,31 @@ def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
 def test_no_process_is_refused():
     with pytest.raises(LaunchError, match="num_processes=0"):
         run_on_ray(print, num_processes=0)
+
+
+class RayTaskError(Exception):
+    """What Ray raises at the driver for an exception of an actor's."""
+
+
+RAY = SimpleNamespace(exceptions=SimpleNamespace(RayTaskError=RayTaskError))
+DIED, RAISED = Exception("the actor died"), RayTaskError("KeyError: bad luck")
+CONSEQUENCE = RayTaskError("ProcessFailedError: process 1 ...")
+
+
+@pytest.mark.parametrize(
+    ("errors", "message"),
+    [
+        ({0: CONSEQUENCE, 1: RAISED}, "process 1 raised, and the run has ended: KeyError: bad luck"),
+        ({0: CONSEQUENCE, 1: DIED}, "process 1 was killed, or lost its host, and the run has ended: the actor died"),
+        ({0: CONSEQUENCE, 1: DIED, 2: RAISED}, "process 2 raised"),
+        ({0: CONSEQUENCE}, "process 1 has failed, as process 0 found, and the run has ended: no sign of life"),
+    ],
+)
+def test_a_process_that_ends_because_of_another_is_not_blamed(errors: dict[int, Exception], message: str):
+    told = {0: ray_launch._Told(0, failed=1, why="no sign of life")}
+    failure = ray_launch._first_failure(RAY, ray_launch._News(None, errors, told))
+    assert str(failure).startswith(message)
+    assert failure.__cause__ is (None if len(errors) == 1 else errors[2 if 2 in errors else 1])
 
 
 def check(folder: Path, program: str, *printed: str) -> None:
@@ -81,8 +108,7 @@ def train(report):
     from jaxpp_flax.engine.coordination import process_group
     if process_group().process_index == 1:
         raise KeyError("bad luck")
-    with process_group().waiting("the moon", on=1):
-        time.sleep(1000)
+    process_group().barrier("the moon")  # raises as soon as process 1 has failed, before the driver may know of that
 
 try:
     run(train, num_processes=2, one_per_host=False, failure_timeout_s=10.0)
@@ -98,15 +124,16 @@ def test_a_killed_actor_ends_the_run(tmp_path: Path):
 def train(report):
     from jaxpp_flax.engine.coordination import process_group
     if process_group().process_index == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(1000)
+        os.kill(os.getpid(), number)
+    process_group().barrier("the moon")
 
-try:
-    run(train, num_processes=2, one_per_host=False, failure_timeout_s=10.0)
-except LaunchError as error:
-    print("caught", str(error).splitlines()[0])
+for number in signal.SIGKILL, signal.SIGSTOP:
+    try:
+        run(train, num_processes=2, one_per_host=False, failure_timeout_s=10.0)
+    except LaunchError as error:
+        print("caught", str(error).splitlines())
 """
-    check(tmp_path, program, "caught process 1 was killed")
+    check(tmp_path, program, "caught ['process 1 was killed", "caught ['process 1 has failed, as process 0 found, and")
 
 
 @pytest.mark.slow
