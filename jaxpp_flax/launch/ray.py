@@ -5,7 +5,7 @@ Example:
 
     def train(report, steps):
         trainer = PipelineTrainer(...)
-        for metrics in trainer.training_steps(data, steps=steps):
+        for _, metrics in trainer.training_steps(data, steps=steps):
             report({"loss": float(metrics["loss"])})
         trainer.save(directory)  # storage that every host sees
         return float(metrics["loss"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import sys
+import time
 from typing import Any
 
 from tests.processes.running import join_run
@@ -17,6 +18,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from jaxpp_flax.engine.array import MpmdArray  # noqa: E402
+from jaxpp_flax.engine.coordination import process_group  # noqa: E402
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop  # noqa: E402
 from tests.helpers import tree_allclose  # noqa: E402
 from tests.processes.cases import GROUPS, STEPS, Case  # noqa: E402
@@ -71,11 +73,37 @@ def compare(case: Case) -> None:
     print(f"case {case.name}: {compared} leaves equal", flush=True)
 
 
+def num_live_arrays() -> int:
+    """How many arrays this process holds, once those that are on their way have come and been given back."""
+    process_group().barrier("the end of some steps", 60.0)
+    before, now = -1, len(jax.live_arrays())
+    while now != before:
+        time.sleep(0.3)  # many looks of the thread that follows receives
+        before, now = now, len(jax.live_arrays())
+    return now
+
+
+def check_nothing_is_kept(case: Case) -> None:
+    """Fail where arrays that were sent or received stay: at least one more for each step."""
+    run = mpmd_jit_with_loop(
+        lambda state, batch: case.step(state, batch, case.schedule), case.mesh, in_specs=case.in_specs, donate_argnums=0
+    )
+    state, counts, steps = case.state, list[int](), 30
+    for _ in range(2):
+        for _ in range(steps):
+            state, outputs = run(state, case.batch)
+        jax.block_until_ready((state, outputs))
+        counts.append(num_live_arrays())
+    assert counts[1] < counts[0] + steps, f"{counts} arrays are alive after {steps} and after {2 * steps} steps"
+
+
 def main() -> None:
     faulthandler.dump_traceback_later(200, exit=True)
     for case in GROUPS[sys.argv[1]](jax.process_count()):
         print(f"begin {case.name}", flush=True)
         compare(case)
+        if case.name == "chain-1f1b":
+            check_nothing_is_kept(case)
     print("all cases done", flush=True)
 
 

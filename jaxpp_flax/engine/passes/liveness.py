@@ -25,6 +25,9 @@ def allocate(program: Program, donated_arguments: Sequence[bool], *, keep_receiv
       program: from `unroll`: each slot is written once.
       donated_arguments: for each argument, whether the caller gives its buffers away.
       keep_received: donate nothing that was received: between processes, that is how its arrival is seen.
+
+    Raises:
+      VerificationError: if the program frees slots already.
     """
     kept = {slot for result in program.results if isinstance(result, dict) for slot in result.values()}
     kept.update(program.indices.values())
