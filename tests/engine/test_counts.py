@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxpp_flax.engine import compile as compile_module
 from jaxpp_flax.engine.compiled import Compiled
@@ -21,11 +25,17 @@ from tests.engine.toys import batch_of, chain, chain_loss, mesh_of
 
 def compiled_loop(num_stages: int, num_microbatches: int) -> Compiled:
     """Losses and gradients, with nothing around the loop."""
+    return compiled_for(chain(num_stages), batch_of(num_microbatches))
+
+
+def compiled_for(params: Any, batch: Any) -> Compiled:
+    """The same, where making the arguments shall not count."""
+    num_stages = len(params)
 
     def step(params: Any, batch: Any) -> Any:
         return treduce(lambda mb: jax.value_and_grad(chain_loss)(params, mb), batch, Std1F1B(num_stages))
 
-    return mpmd_jit_with_loop(step, mesh_of(num_stages)).compile(chain(num_stages), batch_of(num_microbatches))
+    return mpmd_jit_with_loop(step, mesh_of(num_stages)).compile(params, batch)
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +65,56 @@ def test_nothing_but_the_tasks_is_compiled():
         if event == "/jax/core/compile/backend_compile_duration":
             names.append(more.get("fun_name", ""))
 
-    compiled_loop(3, 4)  # what the arguments and constants take is compiled by then
+    compiled_loop(2, 5)  # what placing indices takes of JAX is compiled by then
+    arguments = chain(3), batch_of(5)
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        compiled = compiled_loop(3, 5)
+        compiled = compiled_for(*arguments)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert len(names) == compiled.num_executables, names
+
+
+@pytest.fixture
+def persistent_cache(tmp_path: Path) -> Iterator[None]:
+    """JAX's cache on disk, new and empty, for quick compilations too."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("persistent_cache")
+def test_a_second_start_finds_every_executable_in_the_persistent_cache():
+    events: Counter[str] = Counter()
+
+    def listen(event: str, **more: Any) -> None:
+        events[event.rpartition("/")[2]] += 1
+
+    arguments = chain(3), batch_of(6)
+    jax.monitoring.register_event_listener(listen)
+    try:
+        jax.clear_caches()  # what earlier tests compiled is not on disk
+        first = compiled_for(*arguments)
+        assert events["cache_misses"] >= first.num_executables
+        events.clear()
+        jax.clear_caches()  # whatever is traced and lowered again must come out the same
+        second = compiled_for(*arguments)
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+    assert second.num_executables == first.num_executables
+    assert (events["cache_misses"], events["cache_hits"] >= second.num_executables) == (0, True)
 
 
 def test_counts_do_not_grow_with_the_microbatches(four_of_four: Compiled):
