@@ -80,6 +80,7 @@ class ProcessGroup:
             raise ValueError(f"{process_count} processes need a store that they share; `store` is None.")
         self.process_index = process_index
         self.process_count = process_count
+        self.service = "the coordination service"  # as errors name it
         self._store = store
         self._uses: Counter[str] = Counter()
         self._announced: dict[str, bytes] = {}
@@ -470,7 +471,9 @@ def process_group() -> ProcessGroup:
     """
     connection = _compat.coordination_client()
     if connection is not None:
-        return ProcessGroup(JaxKeyValueStore(connection.client), connection.process_index, connection.process_count)
+        group = ProcessGroup(JaxKeyValueStore(connection.client), connection.process_index, connection.process_count)
+        group.service = f"the coordination service at {_compat.coordinator_address()} (the host of process 0)"
+        return group
     if jax.distributed.is_initialized():
         raise CoordinationError(_compat.why_one_process())
     return ProcessGroup(None, 0, 1)

@@ -73,6 +73,7 @@ class Watched(Protocol):
     failed: threading.Event
     idle: str | None
     meeting: str | None
+    service: str
 
     @property
     def failure(self) -> Failure | None: ...
@@ -164,7 +165,7 @@ class Watch:
         if now - self._answered > self._silence:
             return Failure(
                 None,
-                f"the coordination service has not answered process {self._group.process_index} for "
+                f"{self._group.service} has not answered process {self._group.process_index} for "
                 f"{now - self._answered:.0f} s: its host or the network is down, or it was killed or stopped",
             )
         # Who has not begun to write heartbeats is still starting; the barrier after the start has its own deadline.

@@ -19,10 +19,22 @@ from collections.abc import Sequence
 from jaxpp_flax.engine import _compat
 from jaxpp_flax.launch.settings import LaunchError
 
-__all__ = ["main", "start"]
+__all__ = ["heartbeat_timeout", "main", "start"]
 
 _GOODBYE = b"end\n"
 _AFTER_GOODBYE_SECONDS = 5.0
+
+
+def heartbeat_timeout(failure_timeout: float) -> int:
+    """Seconds of silence until JAX's own service and clients give each other up, the same in all of them.
+
+    A client whose service does not answer (its host's network is gone, say) is aborted, without a word on why, after
+    half of it at the earliest: this package, which says why, is done by then.
+
+    >>> heartbeat_timeout(30.0)
+    60
+    """
+    return max(2, round(2 * failure_timeout))
 
 
 def start(address: str, num_processes: int, failure_timeout: float, linger: float) -> subprocess.Popen[bytes]:
@@ -64,9 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("failure_timeout", type=float)
     parser.add_argument("linger", type=float)
     options = parser.parse_args(arguments)
-    stop = _compat.start_coordination_service(
-        options.address, options.num_processes, max(1, round(options.failure_timeout))
-    )
+    timeout = heartbeat_timeout(options.failure_timeout)
+    stop = _compat.start_coordination_service(options.address, options.num_processes, timeout)
     if stop is None:
         raise LaunchError("this version of JAX hides its coordination service; process 0 must serve it.")
     said = sys.stdin.buffer.read()

@@ -32,6 +32,7 @@ import jax
 from jaxpp_flax.engine import _compat
 from jaxpp_flax.engine.coordination import Failure, process_group
 from jaxpp_flax.engine.watch import DEFAULT_FAILURE_TIMEOUT
+from jaxpp_flax.launch.coordinator import heartbeat_timeout
 from jaxpp_flax.launch.ending import ProgramExitError
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
 from jaxpp_flax.launch.starting import connect
@@ -230,7 +231,8 @@ class _Service:
         if num_processes == 1:
             return address, False
         # It lives as long as what ends it.
-        self._stop = _compat.start_coordination_service(address, num_processes, max(1, round(failure_timeout_s)))
+        timeout = heartbeat_timeout(failure_timeout_s)
+        self._stop = _compat.start_coordination_service(address, num_processes, timeout)
         return address, self._stop is not None
 
 

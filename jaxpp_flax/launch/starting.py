@@ -171,7 +171,7 @@ def connect(
         local_device_ids,
         cluster_detection_method="deactivate",
         initialization_timeout=round(timeout_s) + _AFTER_OUR_DEADLINE,
-        heartbeat_timeout_seconds=max(1, round(settings.failure_timeout)),
+        heartbeat_timeout_seconds=coordinator.heartbeat_timeout(settings.failure_timeout),
         coordinator_bind_address="127.0.0.1:0" if alone else listen_at,
     )
     late.cancel()

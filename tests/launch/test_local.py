@@ -172,6 +172,20 @@ def test_a_killed_coordination_service_ends_all(tmp_path: Path):
         run.check_nothing_is_left()
 
 
+def test_a_coordination_service_that_does_not_answer_ends_all_with_our_own_words(tmp_path: Path):
+    # As where the network to its host is gone. JAX, which would abort without a word on why, waits for longer.
+    with launched(tmp_path, BEGIN + WAIT_OUTSIDE_OF_PYTHON, "-n", "2", "--failure-timeout", "8") as run:
+        run.wait_for_output(" pid ", times=2)
+        [service] = [pid for pid, line in marked(run.mark).items() if "launch.coordinator" in line]
+        os.kill(service, signal.SIGSTOP)
+        assert run.finish() == 69
+        for index in range(2):
+            name = r"the coordination service at 127\.0\.0\.1:\d+ \(the host of process 0\)"
+            assert re.search(rf"\[{index}\].* {name} has not answered process {index}", run.stderr)
+        assert "Terminating process" not in run.stderr
+        run.check_nothing_is_left()
+
+
 def test_a_process_that_ends_early_is_an_error_that_says_so(tmp_path: Path):
     with launched(tmp_path, BEGIN + "if index == 1:\n    sys.exit(0)\n" + WAIT_IN_PYTHON, "-n", "2") as run:
         # Process 1 is told that it is the one that failed, and may be the first to end by that.
