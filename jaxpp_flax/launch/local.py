@@ -358,7 +358,9 @@ def _reserve_port(address: str) -> socket.socket:
 @contextlib.contextmanager
 def _handled_signals() -> Generator[_Signals]:
     signals = _Signals()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under `nohup` the run outlives its terminal
+        numbers.append(signal.SIGHUP)
     before: dict[int, Any] = {number: signal.signal(number, signals) for number in numbers}
     try:
         yield signals

@@ -30,12 +30,13 @@ class Logs:
         self._console, self._out = console, out
         self._lock = threading.Lock()
         self._errors: list[deque[str]] = [deque(maxlen=_KEPT_LINES) for _ in range(num_processes)]
-        self._files: list[IO[str]] = []
+        self._files: dict[int, IO[str]] = {}
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
-            self._files = [
-                (directory / f"process_{index}.log").open("w", encoding="utf-8") for index in range(num_processes)
-            ]
+            self._files = {
+                index: (directory / f"process_{index}.log").open("w", encoding="utf-8")
+                for index in range(num_processes)
+            }
         width = len(str(num_processes - 1))
         self._prefixes = [self._render(f"[{index:>{width}}]", _COLOURS[index % 6]) for index in range(num_processes)]
         self._readers: list[threading.Thread] = []
@@ -60,20 +61,32 @@ class Logs:
         with self._lock:
             if errors:
                 self._errors[index].append(line)
-            if self._files:
-                self._files[index].write(line + "\n")
-            target = self._console.file if errors else self._out
-            with contextlib.suppress(OSError):  # whoever reads our output may have gone
-                target.write(f"{self._prefixes[index]}{line}\n")
-                target.flush()
+            if index in self._files:
+                self._log(index, line)
+            # Whoever reads our output may have gone; a process whose output nobody takes would stand still.
+            with contextlib.suppress(OSError):
+                _write(self._console.file if errors else self._out, f"{self._prefixes[index]}{line}\n")
+
+    def _log(self, index: int, line: str) -> None:
+        try:
+            _write(self._files[index], line + "\n")
+        except OSError as error:
+            file = self._files.pop(index)
+            with contextlib.suppress(OSError):
+                file.close()  # once more it tries to write what is left
+            with contextlib.suppress(OSError):
+                _write(
+                    self._console.file, f"jaxpp_flax.launch: the log of process {index} is not written on: {error}\n"
+                )
 
     def drain(self, seconds: float) -> None:
-        """Wait for the ends of all streams, which programs started by a process may hold open for long."""
+        """Wait for the ends of all streams, which programs started by a process may hold open for long; close files."""
         for reader in self._readers:
             reader.join(timeout=seconds)
         with self._lock:
-            for file in self._files:
-                file.flush()
+            while self._files:
+                with contextlib.suppress(OSError):
+                    self._files.popitem()[1].close()
 
     def last_error(self, index: int) -> list[str]:
         """The end of what a process wrote to its standard error: its last traceback, if there is one.
@@ -86,3 +99,13 @@ class Logs:
         starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
         shown = lines[starts[-1] :] if starts else lines[-20:]
         return [f"{self._prefixes[index]}{line}" for line in shown]
+
+
+def _write(file: IO[str], text: str) -> None:
+    """Write at once, also what the file's encoding cannot express."""
+    try:
+        file.write(text)
+    except UnicodeEncodeError:
+        encoding = getattr(file, "encoding", None) or "ascii"
+        file.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    file.flush()
