@@ -22,6 +22,7 @@ from jaxpp_flax.checkpoint.orbax_io import (
     under_way,
 )
 from jaxpp_flax.checkpoint.paths import flatten
+from jaxpp_flax.checkpoint.sharing import check_shared
 from jaxpp_flax.checkpoint.writing import complete, save_failed, to_tree, write_and_check
 from jaxpp_flax.engine.coordination import process_group
 
@@ -59,6 +60,17 @@ class CheckpointStore:
         self._manager: ocp.CheckpointManager | None = None
         self._writing: tuple[int, frozenset[str]] | None = None
         self._saving = -1  # the last step whose save was begun
+
+    def describe(self) -> str:
+        """When it saves and what it keeps, in words that are the same in every process.
+
+        Example:
+          >>> CheckpointStore("anywhere", save_every=2, keep=3).describe()
+          'save_every=2, keep=3'
+        """
+        named = {"save_every": self._save_every, "keep": self._keep}
+        plain = {name: of if of is None or isinstance(of, int) else type(of).__name__ for name, of in named.items()}
+        return ", ".join(f"{name}={of}" for name, of in plain.items())
 
     def steps(self) -> tuple[int, ...]:
         """The steps whose checkpoints are complete, ascending. What cut-off saves left is not among them.
@@ -173,6 +185,7 @@ class CheckpointStore:
     def _open(self) -> ocp.CheckpointManager:
         if self._manager is None:
             done_by_one("making its directory", self._make_directory, OSError)
+            check_shared(self.directory)
             every, keep = self._save_every, self._keep
             if every is None:
                 every = 1

@@ -24,6 +24,7 @@ from jaxpp_flax.checkpoint.orbax_io import (
 )
 from jaxpp_flax.checkpoint.paths import flatten, listing, nest
 from jaxpp_flax.checkpoint.reading import stored_leaves
+from jaxpp_flax.checkpoint.sharing import check_shared
 
 __all__ = ["complete", "save", "save_failed", "to_tree", "write_and_check"]
 
@@ -88,6 +89,7 @@ def write_and_check(path: Path, handler: Any, arguments: Any, leaves: Any) -> No
     """
     options = multiprocessing_options(f"jaxpp_flax.{path.name}")
     what = f"the save to {path}"
+    check_shared(path.parent)
     with ocp.Checkpointer(handler, multiprocessing_options=options) as checkpointer:
         with shared_work(what, lambda error: save_failed(path, error)):
             checkpointer.save(path, args=arguments)

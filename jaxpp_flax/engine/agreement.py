@@ -18,7 +18,7 @@ from jaxpp_flax.engine.coordination import CoordinationError, ProcessGroup, name
 from jaxpp_flax.engine.ir import Atom, Constant, Graph, Value
 from jaxpp_flax.engine.program import Program
 
-__all__ = ["ProgramMismatchError", "agree", "describe_program"]
+__all__ = ["ProgramMismatchError", "agree", "describe_graph", "describe_program"]
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|\bid=\d+|0x[0-9a-f]{6,}")
 # Parameters that say how a call was written, not what it computes, or that hold functions.
@@ -44,19 +44,19 @@ def describe_program(
             f"task {task.name} of rank {task.rank} donates {sorted(task.donate)}, pins {task.pins}, "
             f"leading {task.leading}, like {task.like}"
         )
-        lines += [f"task {task.name}: {line}" for line in _graph_lines(task.graph)]
+        lines += [f"task {task.name}: {line}" for line in describe_graph(task.graph)]
     lines += [f"instruction {number}: {line}" for number, line in enumerate(program.as_text().splitlines())]
     return lines
 
 
-def agree(group: ProcessGroup, name: str, lines: Sequence[str], timeout_s: float) -> str:
+def agree(group: ProcessGroup, name: str, lines: Sequence[str], timeout_s: float | None) -> str:
     """Compare the processes' lines.
 
     Args:
       group: the processes; each calls this at the same point of its program.
       name: which program, for errors.
       lines: what must be equal.
-      timeout_s: to wait for the slowest.
+      timeout_s: to wait for the slowest; None: until a process fails.
 
     Returns:
       The hash of the lines: a name for the program that every process knows it by.
@@ -96,7 +96,8 @@ def _explain(name: str, texts: Sequence[str]) -> str:
     )
 
 
-def _graph_lines(graph: Graph) -> Iterator[str]:
+def describe_graph(graph: Graph) -> Iterator[str]:
+    """A graph in lines: its inputs, its equations with all that they hold, its outputs."""
     names: dict[Value, str] = {}
 
     def name(atom: Atom) -> str:

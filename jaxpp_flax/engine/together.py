@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.agreement import agree, describe_program
 from jaxpp_flax.engine.alike import agree_on, hash_of
+from jaxpp_flax.engine.environment import describe_environment
 from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.program import Program
 from jaxpp_flax.engine.runtime import Across
@@ -35,7 +36,7 @@ def meet(
 
     Raises:
       ValueError: if the mesh has no device of this process.
-      ProgramMismatchError: if theirs differ; it shows the first difference.
+      ProgramMismatchError: if theirs differ, or the settings that they are compiled by; it shows the first difference.
       BarrierTimeoutError, ProcessFailedError: if a process does not come.
     """
     process = jax.process_index()
@@ -50,7 +51,9 @@ def meet(
     link = process_link()
     title = f"program {link.next_program()}"
     timeout = link.settings.start_timeout
-    digest = agree(link.group, title, describe_program(program, argument_specs, result_specs), timeout)
+    # Settings first: where they differ the program mostly does too, and says less.
+    lines = [*describe_environment(), *describe_program(program, argument_specs, result_specs)]
+    digest = agree(link.group, title, lines, timeout)
     name = f"{title.replace(' ', '-')}-{digest}"
     return Across(link, title, name), SharedSpecs(link.group, mesh, name, timeout)
 

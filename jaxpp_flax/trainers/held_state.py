@@ -82,7 +82,7 @@ class HeldState:
             self._state = plan_restore(self._unread, target, check=False).read()
             self._forget_first()
         else:
-            agree_on_state(mesh, state)
+            agree_on_state(mesh, state, self._update.tx.init)
             self._state = place_state(mesh, state, compiled.in_shardings[0][0], self._update.tx.init)
         self._placed = True
         if sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._initial)) > _KEPT_FOR_DIAGNOSIS:

@@ -8,7 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxpp_flax.engine.agreement import describe_graph
+from jaxpp_flax.engine.alike import hash_of
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.ir import from_jaxpr
 from jaxpp_flax.engine.mesh import MpmdMesh, MpmdSharding
@@ -17,7 +20,7 @@ from jaxpp_flax.engine.reshard import spmd_to_mpmd_reshard
 from jaxpp_flax.trainers.state import TrainState
 from jaxpp_flax.trainers.tracing import used_inputs
 
-__all__ = ["is_abstract", "make_on_ranks", "place_state", "shapes_or_values"]
+__all__ = ["hash_of_init", "is_abstract", "make_on_ranks", "place_state", "shapes_or_values"]
 
 
 def shapes_or_values(init: Callable[[Any], Any], params: Any) -> Any:
@@ -26,6 +29,26 @@ def shapes_or_values(init: Callable[[Any], Any], params: Any) -> Any:
         return jax.eval_shape(init, params)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         return init(params)
+
+
+def hash_of_init(init: Callable[[Any], Any], params: Any) -> str | None:
+    """Sixteen digits that stand for what `init` does with such parameters, values that it holds included.
+
+    None where it cannot be traced.
+
+    Example:
+      >>> import optax
+      >>> tx = optax.inject_hyperparams(optax.sgd)
+      >>> slow, again, fast = (hash_of_init(tx(rate).init, {"w": jnp.zeros(2)}) for rate in (0.1, 0.1, 0.2))
+      >>> slow == again, slow == fast
+      (True, False)
+    """
+    try:
+        graph, consts = from_jaxpr(jax.make_jaxpr(init)(params))
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+        return None
+    text = "\n".join([*describe_graph(graph), *(str(hash_of(const)) for const in consts)])
+    return hash_of(np.frombuffer(text.encode(), np.uint8))
 
 
 def is_abstract(tree: Any) -> bool:

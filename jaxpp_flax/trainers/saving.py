@@ -19,7 +19,9 @@ from jaxpp_flax.checkpoint import (
 from jaxpp_flax.checkpoint.agreeing import everyones, of_whoever_knows
 from jaxpp_flax.checkpoint.paths import PathFilter
 from jaxpp_flax.checkpoint.reading import RestorePlan, plan_restore
+from jaxpp_flax.checkpoint.sharing import check_shared
 from jaxpp_flax.checkpoint.store import CheckpointStore, read_json, save_step
+from jaxpp_flax.engine.agreement import agree
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.coordination import process_group
 from jaxpp_flax.trainers.data import Batches
@@ -62,6 +64,10 @@ class Checkpointed(abc.ABC):
     @abc.abstractmethod
     def _call_together(self, call: str) -> None: ...
 
+    @property
+    @abc.abstractmethod
+    def _is_across(self) -> bool: ...
+
     def _init_checkpoints(
         self, directory: Any, save_every: Any, keep: Any, asynchronous: bool, preemption_deadline: float | None
     ) -> None:
@@ -96,10 +102,10 @@ class Checkpointed(abc.ABC):
         Raises:
           CheckpointSaveError: if it cannot be written; the state and older checkpoints are untouched.
         """
-        self._call_together("trainer.save")
         return self._save(where, wait=wait)
 
     def _save(self, where: str | os.PathLike[str] | int | None, *, wait: bool) -> Path:
+        self._call_together("trainer.save")
         with process_group().waiting(f"the save of step {self._step}"):
             data = together(self._data_json())
         beside = {"data": data, "about": {"format": _FORMAT, "model": self._model_name}}
@@ -141,6 +147,10 @@ class Checkpointed(abc.ABC):
             in memory is as it was, after any of these.
         """
         self._call_together("trainer.restore")
+        if self._is_across:
+            lines = [f"where={where}", f"rename={rename}", f"missing={missing}", f"low_memory={low_memory}"]
+            lines.append(f"only={'a function' if callable(only) else only}")
+            agree(process_group(), "what to restore", lines, None)
         path: Any = where
         if isinstance(where, int) or where == "latest":
             store = self._need_store("restore")
@@ -220,6 +230,25 @@ class Checkpointed(abc.ABC):
             self._meter.message("the checkpoint holds no position in the data, which begins anew")
         return found[1] if found is not None and found[0] == self._step else None
 
+    def _agree_on_fit(self, steps: Any, epochs: Any, batch: Any, evaluates: Any, eval_every: Any, resume: Any) -> None:
+        """Before the first step, make sure that every process does the same in `fit`, and saves to the same place.
+
+        Raises:
+          ProgramMismatchError: naming the first argument that differs, and the processes.
+          CheckpointSaveError: if they do not see one `checkpoint_dir`.
+        """
+        if not self._is_across:
+            return
+        self._call_together("trainer.fit")
+        lines = [
+            f"steps={steps}, epochs={epochs}, global_batch_size={batch}, resume={resume}",
+            f"{'with' if evaluates else 'no'} eval_data, eval_every={eval_every}",
+            "no checkpoint_dir" if self._store is None else f"a checkpoint_dir, {self._store.describe()}",
+        ]
+        agree(process_group(), "the arguments of fit", lines, None)
+        if self._store is not None:
+            check_shared(self._store.directory)
+
     def _refuse_later_checkpoints(self) -> None:
         latest = None if self._store is None else self._store.latest()
         if self._store is not None and latest is not None and latest > self._step:
@@ -250,7 +279,9 @@ class Checkpointed(abc.ABC):
         if self._store is None:
             return
         self._store.wait()
-        if due and self._step > 0 and self._step not in self._store.steps():
+        # As process 0 sees it: on a shared disk another process may not see the last save yet.
+        saved = everyones("whether the last step is saved", self._step in self._store.steps())[0]
+        if due and self._step > 0 and not saved:
             self._save(None, wait=True)
         if preempted():
             self._meter.message(f"SIGTERM: saved step {self._step}, exiting with status {PREEMPTED_STATUS}")

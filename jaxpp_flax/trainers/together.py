@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxpp_flax.engine.agreement import agree
 from jaxpp_flax.engine.alike import agree_on, hash_of
 from jaxpp_flax.engine.coordination import process_group
+from jaxpp_flax.engine.environment import describe_environment
 from jaxpp_flax.engine.mesh import MpmdMesh
-from jaxpp_flax.trainers.batch import leaf_name
+from jaxpp_flax.schedules import Schedule
+from jaxpp_flax.trainers.batch import describe_batch, leaf_name
 from jaxpp_flax.trainers.errors import BatchError
+from jaxpp_flax.trainers.placing import hash_of_init
+from jaxpp_flax.trainers.state import TrainState
 
-__all__ = ["BatchesAlike", "agree_on_state", "call_together", "end_together", "leaves_read"]
+__all__ = ["BatchesAlike", "agree_on_state", "call_together", "compile_together", "end_together", "leaves_read"]
 
 _STATE_REMEDY = (
-    "Every process makes the model by itself, so all must make the same one: give each the same seed, one that depends "
-    "neither on the process nor on the time. Values made in one process alone can be sent to the others by "
-    "`jax.experimental.multihost_utils.broadcast_one_to_all`."
+    "Every process makes model and optimizer by itself, so all must make the same ones: give each the same seed and "
+    "hyperparameters, which depend neither on the process nor on the time. Values made in one process alone can be "
+    "sent to the others by `jax.experimental.multihost_utils.broadcast_one_to_all`."
 )
 _BATCHES_REMEDY = (
     "Each process reads its own part of every batch, so all must draw the same ones in the same order: the same seed "
@@ -33,14 +38,22 @@ _BATCHES_REMEDY = (
 _SAMPLED = 1 << 16
 
 
-def agree_on_state(mesh: MpmdMesh, state: Any) -> None:
+def agree_on_state(mesh: MpmdMesh, state: TrainState, init: Callable[[Any], Any]) -> None:
     """Before the first step, make sure that every process made the same parameters and other state.
+
+    Args:
+      mesh: of all ranks.
+      state: of which the optimizer's may be shapes alone.
+      init: what makes that.
 
     Raises:
       ValuesMismatchError: naming the first leaf that differs, and the processes.
     """
     if mesh.jax_mesh.is_multi_process:
         hashes = {jax.tree_util.keystr(path): hash_of(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
+        hashes["what the optimizer begins with (its hyperparameters and keys of random numbers)"] = hash_of_init(
+            init, state.params
+        )
         agree_on(process_group(), "the initial state", hashes, _STATE_REMEDY)
 
 
@@ -98,18 +111,39 @@ class BatchesAlike:
         agree_on(process_group(), name, {**number, **self._hashes}, _BATCHES_REMEDY, ended)
 
 
-def call_together(mesh: MpmdMesh | None, state: Any, call: str) -> None:
+def call_together(mesh: MpmdMesh | None, state: Any, call: str, detail: str = "") -> None:
     """Wait until every process has made the same call; one that does something else instead is told, not waited for.
 
     Args:
       mesh: of all ranks.
       state: arrays that are to be ready first: then whoever still waits for this process does so in vain.
       call: such as "trainer.save", for errors.
+      detail: more of it, which may differ.
     """
     if mesh is not None and mesh.jax_mesh.is_multi_process:
         jax.block_until_ready(jax.tree.leaves(state))
-        why = f"it waits in {call}, which every process must call after the same step"
+        why = f"it waits in {call}{detail}, which every process must call after the same step"
         process_group().meet_idle(call, b"", why)
+
+
+def compile_together(mesh: MpmdMesh | None, state: Any, kind: str, schedule: Schedule | None, batch: Any) -> None:
+    """`call_together` for the compilation of a step, and see to it that all processes compile the same.
+
+    Args:
+      mesh, state: as there.
+      kind: of step, such as "train".
+      schedule: whose; None without a pipeline.
+      batch: the microbatches.
+
+    Raises:
+      ProgramMismatchError: naming what differs, and the processes.
+    """
+    if mesh is None or schedule is None or not mesh.jax_mesh.is_multi_process:
+        return
+    step = f"step to {kind} for {describe_batch(batch)}"
+    call_together(mesh, state, "the compilation of a step", f" (a {step})")
+    ran = f"{type(schedule).__name__}, {schedule.num_stages} stages on {schedule.num_ranks} ranks"
+    agree(process_group(), "what to compile", [*describe_environment(), step, ran], None)
 
 
 def end_together(mesh: MpmdMesh | None, state: Any, step: int, trained_on: BatchesAlike) -> None:

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxpp_flax.layers.remat import check_remat
 from jaxpp_flax.trainers.assigning import Assigner
-from jaxpp_flax.trainers.batch import describe_batch, dtype_of, signature, split_batch
+from jaxpp_flax.trainers.batch import dtype_of, signature, split_batch
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.compiling import Backend
 from jaxpp_flax.trainers.data import batches
@@ -32,7 +32,7 @@ from jaxpp_flax.trainers.sharding import state_specs
 from jaxpp_flax.trainers.state import TrainState
 from jaxpp_flax.trainers.step import Loop, StepBuilder
 from jaxpp_flax.trainers.table import stage_table
-from jaxpp_flax.trainers.together import BatchesAlike, call_together
+from jaxpp_flax.trainers.together import BatchesAlike, call_together, compile_together
 from jaxpp_flax.trainers.tracing import trace_loss
 from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
 from jaxpp_flax.trainers.update import Update
@@ -337,15 +337,15 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
                 f"{type(eval_data).__name__} runs once. Pass a list."
             )
         self._meter = choose_meter(self._progress)
-        position = None
-        if resume:
-            position = self._resume()
-            if steps is not None and self._step >= steps:
+        self._agree_on_fit(steps, epochs, global_batch_size, eval_data is not None, eval_every, resume)
+        if not resume:
+            self._refuse_later_checkpoints()
+        position = self._resume() if resume else None
+        if resume and steps is not None:
+            if self._step >= steps:
                 self._meter.message(f"nothing to do: step {self._step} of {steps} is done")
                 return {}
-            steps = None if steps is None else steps - self._step
-        else:
-            self._refuse_later_checkpoints()
+            steps -= self._step
         source = self._track(
             batches(data, steps=steps, epochs=epochs, position=position, resume_data=resume_data, meter=self._meter)
         )
@@ -413,7 +413,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
     def _executable(self, kind: str, microbatches: Any, build: Callable[[], Any], *, donate: bool) -> Any:
         key = self._key(kind, microbatches)
         if key not in self._executables:
-            self._call_together(f"the compilation of the step to {kind} for {describe_batch(microbatches)}")
+            compile_together(self.mesh, self._state, kind, self.schedule, microbatches)
             policy = self._cut_policy(kind, microbatches)
             state = self._state if donate else self._state_for_inference()
             self._executables[key] = self._backend.compile(build(), state, microbatches, policy, donate=donate)

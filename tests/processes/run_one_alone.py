@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 from jaxpp_flax.launch import initialize
@@ -31,14 +32,27 @@ def loss_fn(model: Any, x: jax.Array) -> jax.Array:
     return (model(x) ** 2).mean()
 
 
+class ByTheClock:
+    """Asks for a checkpoint in process 0 alone, as a clock of its own may."""
+
+    def should_save(self, *_: Any, **__: Any) -> bool:
+        """Any."""
+        return jax.process_index() == 0
+
+    def get_decision(self, *_: Any, **__: Any) -> Any:
+        """Any."""
+        return SimpleNamespace(should_save=self.should_save())
+
+
+call, other, folder = sys.argv[1:]
+saves = {"checkpoint_dir": folder, "save_every": ByTheClock()} if call == "fit" else {}
 layers = [PipelineStage(nnx.Linear(4, 4, rngs=nnx.Rngs(i))) for i in range(2)]
 trainer = PipelineTrainer(
-    nnx.Sequential(*layers), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=2, progress=False
+    nnx.Sequential(*layers), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=2, progress=False, **saves
 )
 batch = np.ones((4, 4), np.float32)
 trainer.fit([batch] * 3)
 print("trained", flush=True)
-call, other, folder = sys.argv[1:]
 if jax.process_index() == 0:
     if call == "train_step":  # it waits for what process 1 is to send
         float(trainer.train_step(batch)["loss"])

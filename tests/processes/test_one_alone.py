@@ -13,7 +13,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 @pytest.mark.parametrize(
     ("call", "the_other"),
-    [("save", "ends"), ("model", "trains"), ("save", "evaluates"), ("train_step", "trains another shape")],
+    [
+        ("save", "ends"),
+        ("model", "trains"),
+        ("save", "evaluates"),
+        ("train_step", "trains another shape"),
+        ("fit", "does not save"),
+    ],
 )
 def test_one_process_calls_alone(call: str, the_other: str, tmp_path: Path):
     with start_processes(2, "run_one_alone.py", call, the_other, str(tmp_path / "saved")) as processes:
@@ -24,7 +30,8 @@ def test_one_process_calls_alone(call: str, the_other: str, tmp_path: Path):
     expected = {
         "ends": ["process 1: it ended its program while others wait for it", "trainer.save"],
         "trains": ["process 0: it goes no further while others wait for it: it waits in trainer.model, which every"],
-        "trains another shape": ["process 1: it goes no further", "the step to train for float32[2, 1, 4]"],
+        "does not save": ["process 0: it goes no further while others wait for it: it waits in trainer.save, which"],
+        "trains another shape": ["process 1: it goes no further", "a step to train for float32[2, 1, 4]"],
         # Whoever notices first accuses the other.
         "evaluates": [" for trainer.save (from process 1)", " for trainer.evaluate (from process 0)"],
     }
