@@ -164,12 +164,15 @@ class ProcessGroup:
         what, named = what or name, list[int]()
         with self.waiting(lambda: what if named else f"{what} (every process)"), self._at_meeting(f"{what} ({use})"):
             self.check()
-            store.set(f"{here}/values/{self.process_index}", b"" if value is None else value)
+            if value is not None:
+                store.set(f"{here}/values/{self.process_index}", value)
+            # Whoever waits looks at these again and again, and values may be large.
+            store.set(f"{here}/came/{self.process_index}", b"")
             if store.add(f"{here}/count") == self.process_count:
                 store.set(f"{here}/complete", b"")
             while store.get(f"{here}/complete", _POLL_SECONDS) is None:
                 self.check()
-                came = store.list(f"{here}/values")
+                came = store.list(f"{here}/came")
                 missing = [index for index in range(self.process_count) if str(index) not in came]
                 if self._is_main():
                     named = missing

@@ -88,6 +88,25 @@ def test_the_store_does_not_grow_with_the_number_of_meetings():
     assert sizes[1:] == [sizes[0]] * 4
 
 
+def test_values_are_read_once_however_long_the_wait():
+    store = MemoryStore()
+    read: list[str] = []
+
+    def counted(folder: str, plain: Callable[[str], dict[str, bytes]] = store.list) -> dict[str, bytes]:
+        read.append(folder.rpartition("/")[2])
+        return plain(folder)
+
+    store.list = counted  # type: ignore[method-assign]
+    early, late = groups(2, store)
+
+    def come_late() -> list[bytes]:
+        wait_until(lambda: len(read) >= 3)
+        return late.exchange("hashes", b"large")
+
+    assert in_parallel([lambda: early.exchange("hashes", b"large"), come_late]) == [[b"large"] * 2] * 2
+    assert read.count("values") == 2
+
+
 def test_a_late_process_is_named():
     members = groups(4)
     present = [members[0], members[2]]
