@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -145,6 +146,8 @@ def connect(
     Returns:
       How this process ends: to be installed, or called.
     """
+    bind_address, listen_at = _listening_addresses(settings)
+    _check_own(bind_address)
     late = threading.Timer(timeout_s, _end_unconnected, (settings, timeout_s))
     late.daemon = True
     late.start()
@@ -153,7 +156,6 @@ def connect(
         listen_to_launcher(
             settings.control_fd, lambda failure: _on_launcher_news(failure, watching), _end_with_the_launcher
         )
-    bind_address, listen_at = _listening_addresses(settings)
     service: subprocess.Popen[bytes] | None = None
     if settings.process_id == 0 and not served_elsewhere and _compat.private_names_in_use()["coordination_service"]:
         service = coordinator.start(
@@ -192,6 +194,18 @@ def _listening_addresses(settings: LaunchSettings) -> tuple[str, str]:
         host = f"[{settings.bind_address}]" if ":" in settings.bind_address else settings.bind_address
         return _own_address(settings.coordinator_address), f"{host}:{port}"
     return settings.bind_address or _own_address(settings.coordinator_address), settings.coordinator_address
+
+
+def _check_own(bind_address: str) -> None:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(bind_address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except OSError as error:
+        raise LaunchError(
+            f"bind_address={bind_address!r}: this host cannot listen there: {error}. Give one of its own addresses, or "
+            "none: then it is the one by which it reaches the coordinator."
+        ) from error
 
 
 def _on_launcher_news(failure: Failure, watching: threading.Event) -> None:

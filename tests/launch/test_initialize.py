@@ -151,6 +151,11 @@ def test_only_the_service_listens_everywhere_and_only_if_asked(bind: str | None,
     assert _listening_addresses(place) == (own, service)
 
 
+def test_an_address_of_another_host_is_refused_to_listen_on():
+    with pytest.raises(LaunchError, match=r"bind_address='192\.0\.2\.1': this host cannot listen there"):
+        initialize(coordinator_address="127.0.0.1:1", num_processes=2, process_id=1, bind_address="192.0.2.1")
+
+
 def test_settings_that_are_incomplete_are_refused():
     with pytest.raises(LaunchError, match=r"JAXPP_FLAX_LAUNCH_.* are incomplete or wrong"):
         LaunchSettings.from_environment({"JAXPP_FLAX_LAUNCH_PROCESS_ID": "1"})

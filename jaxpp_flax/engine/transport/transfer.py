@@ -8,6 +8,7 @@ peer's only when the connection is poisoned.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -15,13 +16,15 @@ import jax
 
 from jaxpp_flax.engine import _compat
 from jaxpp_flax.engine.coordination import ProcessGroup
-from jaxpp_flax.engine.transport.base import Parcel, Tag
+from jaxpp_flax.engine.transport.base import Parcel, Tag, TransportError
 
 __all__ = ["TransferServer"]
 
 # Pieces in which large arrays travel; measured on loopback, these halve the time of 64 MiB.
 _PIECE_BYTES = 4 << 20
 _STREAMS = 4
+# Long enough for three lost packets; the other end's system answers, however busy its process is.
+_REACH_SECONDS = 10.0
 
 
 class TransferServer:
@@ -47,16 +50,41 @@ class TransferServer:
         self._group = group
         self._addresses: list[str] = []
         self._connections: dict[int, Any] = {}
+        self._reached: set[int] = set()
 
     def connect(self, parcels: Sequence[Parcel], timeout_s: float) -> None:
-        """Tell all processes this one's address, and connect to those that it receives from."""
+        """Tell all processes this one's address, and connect to those that it receives from.
+
+        Raises:
+          TransportError: for a process that receives from this one, or sends to it, and whose address is out of reach:
+            JAX would wait for it without an end.
+        """
         if not self._addresses:
             mine = self._server.address().encode()
             every = self._group.exchange("the addresses of transfer servers", mine, timeout_s)
             self._addresses = [address.decode() for address in every]
         me = self._group.process_index
+        for peer in sorted(
+            {end for parcel in parcels for end in (parcel.source, parcel.target)} - {me} - self._reached
+        ):
+            self._reach(peer, min(timeout_s, _REACH_SECONDS))
         for peer in sorted({parcel.source for parcel in parcels} - {me} - self._connections.keys()):
             self._connections[peer] = self._server.connect(self._addresses[peer])
+
+    def _reach(self, peer: int, timeout_s: float) -> None:
+        """Try whether a process can be reached, both of whose ends connect to each other."""
+        address = self._addresses[peer]
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+        except OSError as error:
+            raise TransportError(
+                f"process {self._group.process_index} cannot reach process {peer}, whose transfer server listens on "
+                f"{address}: {error}. Let a firewall between the two through; or if that is not the address by which "
+                f"others reach its host, give the right one in process {peer}: initialize(bind_address=...), or "
+                "--address after --cluster."
+            ) from error
+        self._reached.add(peer)
 
     def send(self, values: Sequence[jax.Array], parcel: Parcel, tag: Tag) -> None:
         """Offer the values; the server holds them until they are fetched."""
