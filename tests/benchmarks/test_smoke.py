@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,16 +18,21 @@ TINY = ["--stages", "2", "--microbatches", "4", "--blocks", "4", "--width", "8",
 STAND_IN = "from jaxpp_flax.api import *\n"
 
 
-def rows_of(command: str, folder: Path, *flags: str) -> list[dict[str, object]]:
+def result_of(command: str, folder: Path, *flags: str) -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     paths = [str(folder), str(BENCHMARKS.parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / f"{command}.py"), *TINY, *flags, "--json", str(folder / "rows.json")],
+        [sys.executable, str(BENCHMARKS / f"{command}.py"), *(flags if command == "scale" else (*TINY, *flags)),
+         "--json", str(folder / "rows.json")],
         env=environment, capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return json.loads((folder / "rows.json").read_text())["rows"]
+    return json.loads((folder / "rows.json").read_text())
+
+
+def rows_of(command: str, folder: Path, *flags: str) -> list[dict[str, Any]]:
+    return result_of(command, folder, *flags)["rows"]
 
 
 @pytest.mark.parametrize("command", ["dispatch", "compile_time", "step"])
@@ -51,3 +57,24 @@ def test_balance_compares_every_way_with_even_stages(tmp_path: Path):
     rows = rows_of("balance", tmp_path, "--repeats", "1", "--vocabulary", "32")
     assert (rows[0]["assignment"], rows[0]["over even"]) == ("even", 1.0)
     assert all(row["blocks in stages"].count("+") == 1 for row in rows)
+
+
+def test_scale_counts_tasks_and_bytes(tmp_path: Path):
+    (row,) = rows_of("scale", tmp_path, "--ranks", "2", "--microbatches", "4")
+    # 16 runs and 8 transfers; what is freed by itself depends on the residuals that this JAX chooses.
+    assert row["tasks"] == 16
+    assert row["instructions"] in (32, 36)
+
+
+def test_fit_takes_part_beside_the_bare_step(tmp_path: Path):
+    rows = rows_of("host_cost", tmp_path, "--repeats", "2")
+    assert [row["contestant"] for row in rows] == ["the compiled step", "fit"]
+
+
+@pytest.mark.processes
+def test_processes_take_turns_with_one(tmp_path: Path):
+    found = result_of("processes", tmp_path, "--repeats", "1", "--rounds", "1")
+    assert [len(times) for times in found["rounds"]] == [2]
+    assert {size: sorted(of) for size, of in found["wire"].items()} == {
+        size: ["bare", "ours"] for size in ("4 KiB", "1 MiB", "64 MiB")
+    }
