@@ -11,7 +11,7 @@ from jaxpp_flax.checkpoint.agreeing import all_faults
 from jaxpp_flax.checkpoint.errors import CorruptCheckpointError
 from jaxpp_flax.engine.coordination import process_group
 
-__all__ = ["DIGESTS", "check_files", "write_digests"]
+__all__ = ["DIGESTS", "check_files", "describe_checkpoint", "write_digests"]
 
 DIGESTS = "file_digests.json"
 """A file beside Orbax's own, with size and CRC-32 of each of them. Without it a checkpoint is read unchecked."""
@@ -28,6 +28,21 @@ def write_digests(directory: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(directory / DIGESTS)
+
+
+def describe_checkpoint(path: str | os.PathLike[str]) -> str:
+    """A checkpoint in words that are the same in every process that reads the same one: by its digests, if it has any.
+
+    Each host may have a copy of its own.
+
+    Example:
+      >>> describe_checkpoint("/shared/run/40")
+      'the checkpoint /shared/run/40'
+    """
+    record = Path(path).expanduser() / DIGESTS
+    if not record.is_file():
+        return f"the checkpoint {path}"
+    return f"the checkpoint {Path(path).name}, whose {DIGESTS} has the CRC-32 {_crc(record):08x}"
 
 
 def check_files(directory: Path) -> None:

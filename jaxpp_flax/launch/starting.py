@@ -177,6 +177,7 @@ def connect(
         coordinator_bind_address="127.0.0.1:0" if alone else listen_at,
     )
     late.cancel()
+    _take_sigterm_back()
     _compat.bind_cpu_collectives(bind_address)
     os.environ.setdefault("JAXPP_FLAX_BIND_ADDRESS", bind_address)  # for the engine's transports
     group = process_group()
@@ -185,6 +186,13 @@ def connect(
     watching.set()
     group.barrier("the start of all processes", timeout_s)
     return ending
+
+
+def _take_sigterm_back() -> None:
+    """JAX's preemption service has taken SIGTERM: without a `fit` that saves, a process would not end by it."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _listening_addresses(settings: LaunchSettings) -> tuple[str, str]:

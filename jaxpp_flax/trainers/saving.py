@@ -17,6 +17,7 @@ from jaxpp_flax.checkpoint import (
     CorruptCheckpointError,
 )
 from jaxpp_flax.checkpoint.agreeing import everyones, of_whoever_knows
+from jaxpp_flax.checkpoint.integrity import describe_checkpoint
 from jaxpp_flax.checkpoint.paths import PathFilter
 from jaxpp_flax.checkpoint.reading import RestorePlan, plan_restore
 from jaxpp_flax.checkpoint.sharing import check_shared
@@ -147,10 +148,6 @@ class Checkpointed(abc.ABC):
             in memory is as it was, after any of these.
         """
         self._call_together("trainer.restore")
-        if self._is_across:
-            lines = [f"where={where}", f"rename={rename}", f"missing={missing}", f"low_memory={low_memory}"]
-            lines.append(f"only={'a function' if callable(only) else only}")
-            agree(process_group(), "what to restore", lines, None)
         path: Any = where
         if isinstance(where, int) or where == "latest":
             store = self._need_store("restore")
@@ -159,6 +156,10 @@ class Checkpointed(abc.ABC):
                 path = store.path("latest" if latest is None else latest)
             else:
                 path = store.path(int(path))
+        if self._is_across:
+            lines = [describe_checkpoint(path), f"rename={rename}", f"missing={missing}", f"low_memory={low_memory}"]
+            lines.append(f"only={'a function' if callable(only) else only}")
+            agree(process_group(), "what to restore", lines, None)
         plan = self._plan(path, only, rename, missing)
         position = own_position(read_json(path, "data"))
         if low_memory:

@@ -52,7 +52,7 @@ DIFFERING = {
     "one directory": "process 0: a checkpoint_dir, save_every=None, keep=None |   process 1: no checkpoint_dir",
     "two directories": "process 1 cannot see in ",
     "two files": "process 1 cannot see in ",
-    "restore": "what to restore. The first difference: |   process 0: where=",
+    "restore": "what to restore. The first difference: |   process 0: the checkpoint 0, whose file_digests.json",
     "same directory": "ran",
 }
 

@@ -35,11 +35,14 @@ def others(ended: list[Ended], since: float) -> list[str]:
     return [ended[0].output, ended[2].output]
 
 
-def test_a_killed_process_is_named_with_what_was_awaited():
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_process_is_named_with_what_was_awaited(end: signal.Signals):
     with start_processes(3, "run_failure.py") as processes:
         since = after_some_steps(processes)
-        processes.processes[1].kill()
-        outputs = others(processes.wait(since + 40), since)
+        processes.processes[1].send_signal(end)
+        ended = processes.wait(since + 40)
+        outputs = others(ended, since)
+    assert ended[1].code == -end  # JAX's preemption service would have it ignore SIGTERM
     for output in outputs:
         assert "process 1" in output, output[-3000:]
     assert any("microbatch" in output and "stage" in output for output in outputs), outputs[0][-3000:]
