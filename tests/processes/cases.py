@@ -190,6 +190,21 @@ def two_devices_each(num_processes: int) -> Iterator[Case]:
         yield Case(f"{layout}-clipped", clipped, clipped_state(num_processes), batch, schedule, mesh, specs)
         yield Case(f"{layout}-tied", tied, tied_state(num_processes), batch, schedule, mesh, specs)
         yield Case(f"{layout}-odd", odd_types, chain(num_processes), batch, schedule, mesh, specs)
+    # Ranks of a whole process, and ranks of a part of each: 1F1B and GPipe are above and below.
+    for layout, name in (("rows", "interleaved"), ("columns", "zero_bubble")):
+        schedule = dict(schedules(num_processes))[name]
+        # Whole rows on each device: sums over parts of them, through this many stages, round otherwise.
+        yield Case(
+            f"{layout}-{name}", plain_chain, chain(schedule.num_stages), batch, schedule, mesh_of(num_processes, layout)
+        )
+    yield Case(
+        "rows-statistics",
+        with_statistics,
+        statistics_state(num_processes),
+        batch,
+        Std1F1B(num_processes),
+        mesh_of(num_processes, "rows"),
+    )
     yield Case(
         "rows-many", plain_chain, chain(num_processes), many, GPipe(num_processes), mesh_of(num_processes, "rows")
     )
