@@ -7,11 +7,17 @@
 #SBATCH --cpus-per-task=32
 #SBATCH --time=24:00:00
 #SBATCH --signal=TERM@120     # two minutes before the end, for a last checkpoint
-#SBATCH --requeue
+#SBATCH --requeue             # after the failure of a host
+#SBATCH --open-mode=append    # keep the output of the run before
 set -euo pipefail
 
 # JAX gives a task of SLURM the one accelerator of its local number; with one task on a host, it is to have all.
 export JAX_LOCAL_DEVICE_IDS=0,1,2,3,4,5,6,7
 
 # A task that fails ends the others at once; this package would do so within 30 seconds.
-srun --kill-on-bad-exit=1 python -m jaxpp_flax.launch --cluster train.py --steps 100000
+status=0
+srun --kill-on-bad-exit=1 python -m jaxpp_flax.launch --cluster train.py --steps 100000 || status=$?
+
+# 75: it was asked to end, and has saved. SLURM runs the job again from there, if train.py has fit(resume=True).
+if [ "$status" = 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$status"

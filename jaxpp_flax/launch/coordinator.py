@@ -4,7 +4,7 @@ JAX would serve it inside of process 0. Were that one killed, JAX would abort al
 say which process died and what they awaited. Here, process 0 is like the others.
 
 It lives as long as its standard input is open, and then for as long as the processes of the run need to end: a client
-that loses the service is aborted.
+that loses the service is aborted. When none is connected any more it ends, since the next run may have the same port.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from jaxpp_flax.engine import _compat
 from jaxpp_flax.launch.settings import LaunchError
 
-__all__ = ["heartbeat_timeout", "main", "start"]
+__all__ = ["heartbeat_timeout", "is_connected", "is_taken", "main", "start"]
 
 _GOODBYE = b"end\n"
 _AFTER_GOODBYE_SECONDS = 5.0
+_POLL_SECONDS = 0.2
+_ESTABLISHED, _LISTENING = "01", "0A"  # as Linux writes a connection's state
 
 
 def heartbeat_timeout(failure_timeout: float) -> int:
@@ -35,6 +38,29 @@ def heartbeat_timeout(failure_timeout: float) -> int:
     60
     """
     return max(2, round(2 * failure_timeout))
+
+
+def is_connected(port: int) -> bool:
+    """Whether somebody is connected to this TCP port of this host, or it is unknown."""
+    return _has_socket(port, _ESTABLISHED) is not False
+
+
+def is_taken(port: int) -> bool:
+    """Whether something on this host is known to listen on this TCP port."""
+    return _has_socket(port, _LISTENING) is True
+
+
+def _has_socket(port: int, state: str) -> bool | None:
+    """Whether a socket of this port is in this state; None where the system does not tell."""
+    lines: list[str] = []
+    for name in ("tcp", "tcp6"):
+        try:
+            lines += Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
+        except OSError:
+            continue  # no such system, or no IPv6
+    words = [line.split() for line in lines]
+    found = any(int(word[1].rpartition(":")[2], 16) == port and word[3] == state for word in words)
+    return found if lines else None
 
 
 def start(address: str, num_processes: int, failure_timeout: float, linger: float) -> subprocess.Popen[bytes]:
@@ -81,7 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if stop is None:
         raise LaunchError("this version of JAX hides its coordination service; process 0 must serve it.")
     said = sys.stdin.buffer.read()
-    time.sleep(_AFTER_GOODBYE_SECONDS if said.endswith(_GOODBYE) else options.linger)
+    deadline = time.monotonic() + (_AFTER_GOODBYE_SECONDS if said.endswith(_GOODBYE) else options.linger)
+    port = int(options.address.rpartition(":")[2])
+    while time.monotonic() < deadline and is_connected(port):
+        time.sleep(_POLL_SECONDS)
     stop()
     return 0
 

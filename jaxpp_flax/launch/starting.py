@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -24,6 +25,8 @@ __all__ = ["connect", "initialize"]
 
 # JAX aborts a process whose connection it gives up, without a word on why; our own deadline comes before that.
 _AFTER_OUR_DEADLINE = 60
+# A run before this one that ended well leaves its service for up to 5 s.
+_WAIT_FOR_PORT_SECONDS = 10.0
 
 
 def initialize(
@@ -158,6 +161,7 @@ def connect(
         )
     service: subprocess.Popen[bytes] | None = None
     if settings.process_id == 0 and not served_elsewhere and _compat.private_names_in_use()["coordination_service"]:
+        _wait_until_free(listen_at)
         service = coordinator.start(
             listen_at,
             settings.num_processes,
@@ -214,6 +218,19 @@ def _check_own(bind_address: str) -> None:
             f"bind_address={bind_address!r}: this host cannot listen there: {error}. Give one of its own addresses, or "
             "none: then it is the one by which it reaches the coordinator."
         ) from error
+
+
+def _wait_until_free(address: str) -> None:
+    """JAX's service would share a port with that of another run, whose processes and this one's would meet."""
+    port = int(address.rpartition(":")[2])
+    deadline = time.monotonic() + _WAIT_FOR_PORT_SECONDS
+    while coordinator.is_taken(port):
+        if time.monotonic() > deadline:
+            raise LaunchError(
+                f"the coordination service cannot listen on {address}: the port is taken, by another run or by what is "
+                "left of one (it goes within the failure timeout). Wait for that to end, or give another port."
+            )
+        time.sleep(0.2)
 
 
 def _on_launcher_news(failure: Failure, watching: threading.Event) -> None:

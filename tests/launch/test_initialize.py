@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from jaxpp_flax.engine import _compat
-from jaxpp_flax.launch import LaunchError, initialize
+from jaxpp_flax.launch import LaunchError, initialize, starting
 from jaxpp_flax.launch.cli import main
+from jaxpp_flax.launch.coordinator import is_connected
 from jaxpp_flax.launch.local import LocalJob
 from jaxpp_flax.launch.settings import LaunchSettings
 from jaxpp_flax.launch.starting import _listening_addresses
@@ -63,6 +64,19 @@ def test_places_given_by_hand(tmp_path: Path):
             assert f"connected {index} 2 2" in run.stdout
         for run in runs:
             run.check_nothing_is_left(seconds=30.0)  # the service stays 5 s for those that leave last
+
+
+@pytest.mark.slow
+def test_the_next_run_may_have_the_same_address_at_once(tmp_path: Path):
+    # Process 0 is the first to end: what it served stays for process 1, and is gone when that has ended.
+    source = SCRIPT + "if len(sys.argv) > 3 and group.process_index == 0:\n    raise ValueError('no')\n"
+    (tmp_path / "script.py").write_text(source + "group.barrier('the end')\n", encoding="utf-8")
+    address = f"127.0.0.1:{free_port()}"
+    with ExitStack() as stack:
+        for more, statuses in [(["fail"], [1, 69]), ([], [0, 0])]:
+            commands = [[sys.executable, "script.py", address, str(index), *more] for index in range(2)]
+            runs = [stack.enter_context(started(tmp_path, command)) for command in commands]
+            assert [run.finish() for run in runs] == statuses, runs[0].stderr + runs[1].stderr
 
 
 @pytest.mark.slow
@@ -154,6 +168,21 @@ def test_only_the_service_listens_everywhere_and_only_if_asked(bind: str | None,
 def test_an_address_of_another_host_is_refused_to_listen_on():
     with pytest.raises(LaunchError, match=r"bind_address='192\.0\.2\.1': this host cannot listen there"):
         initialize(coordinator_address="127.0.0.1:1", num_processes=2, process_id=1, bind_address="192.0.2.1")
+
+
+def test_a_port_that_another_run_has_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(starting, "_WAIT_FOR_PORT_SECONDS", 0.0)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as JAX does: its services would share the port
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        starting._wait_until_free(f"127.0.0.1:{port}")
+        other.listen()
+        with pytest.raises(LaunchError, match=rf"cannot listen on 127\.0\.0\.1:{port}: the port is taken"):
+            starting._wait_until_free(f"127.0.0.1:{port}")
+        assert not is_connected(port)
+        with socket.create_connection(("127.0.0.1", port)):
+            assert is_connected(port)
 
 
 def test_settings_that_are_incomplete_are_refused():
