@@ -109,7 +109,7 @@ class Compiled:
         self._arguments = self._arguments[len(consts) :]
         self._results = [self._bind_result(i) for i in range(len(program.results))]
         if across is not None:
-            start(across, self._runtime.parcels, {f"constant {i}": value for i, value in enumerate(consts)})
+            start(across, self._runtime.parcels, {f"constant {i}, {jax.typeof(c)}": c for i, c in enumerate(consts)})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxpp_flax.checkpoint.agreeing import everyones
-from jaxpp_flax.engine.coordination import process_group
+from jaxpp_flax.engine.coordination import ProcessGroup, process_group
 from jaxpp_flax.trainers.batch import count_units
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.preemption import Preemption, StopTogether
@@ -72,11 +72,14 @@ class _FitLoop:
         self.preempted = False
 
     def run(self, source: Iterable[Any]) -> dict[str, Any]:
-        together = StopTogether(process_group())
+        # One process of several may train a model of its own, without the others.
+        alone = not self.trainer._is_across and self.trainer._store is None
+        together = StopTogether(ProcessGroup(None, 0, 1) if alone else process_group())
         with Preemption(self.trainer._preemption_deadline) as preemption:
             last = self._run(source, lambda: together.after(self.trainer.step, requested=preemption.requested))
             # The data may have ended before the step that was agreed on.
-            asked = any(everyones("asked to stop", self.preempted or preemption.requested))
+            mine = self.preempted or preemption.requested
+            asked = mine if alone else any(everyones("asked to stop", mine))
             self.trainer._end_fit(lambda: asked or preemption.requested)
         return last
 

@@ -35,10 +35,7 @@ def trainer(tx: optax.GradientTransformation | None = None, **arguments: Any) ->
         nnx.Sequential(*layers),
         tx or optax.sgd(0.1),
         lambda model, x: jnp.mean(model(x) ** 2),
-        num_stages=2,
-        num_microbatches=2,
-        progress=False,
-        **arguments,
+        **{"num_stages": 2, "num_microbatches": 2, "progress": False, **arguments},
     )
 
 
@@ -81,3 +78,4 @@ case("two directories", lambda: trainer(checkpoint_dir=f"{saved}{ME}", save_ever
 case("two files", lambda: trainer().save(f"{FOLDER}/of{ME}/file"))
 case("restore", restored)
 case("same directory", lambda: trainer(checkpoint_dir=saved, save_every=2).fit(BATCHES))
+case("one process alone", lambda: trainer(num_stages=1).fit(BATCHES) if ME == 0 else None)

@@ -21,7 +21,7 @@ EXPECTED = {
     "evaluation": "the batches for evaluation, where all are to have the same: batch['y']",
     "prediction": "the batches for prediction, where all are to have the same: batch['y']",
     "argument": "where all are to have the same: argument[1]",
-    "constant": "where all are to have the same: constant 0",
+    "constant": "where all are to have the same: constant 0, float32[4]",
     "equal arguments": "ran",
 }
 
@@ -54,6 +54,7 @@ DIFFERING = {
     "two files": "process 1 cannot see in ",
     "restore": "what to restore. The first difference: |   process 0: the checkpoint 0, whose file_digests.json",
     "same directory": "ran",
+    "one process alone": "ran",
 }
 
 
