@@ -6,6 +6,7 @@ future JAX moves or renames what is used here.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -214,12 +215,14 @@ def detect_cluster(timeout_s: int) -> ClusterPlace | None:
     """
     chosen = os.environ.get("JAX_LOCAL_DEVICE_IDS")
     devices = [int(number) for number in chosen.split(",")] if chosen else None
+    detect = getattr(_ClusterEnv, "auto_detect_unset_distributed_params", None)
+    arguments = (os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, devices, None, timeout_s)
     try:
-        address, count, index, devices = _ClusterEnv.auto_detect_unset_distributed_params(
-            os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, devices, None, timeout_s
-        )
-    except (AttributeError, TypeError):
+        inspect.signature(detect).bind(*arguments)  # pyright: ignore[reportArgumentType]
+    except TypeError:
         return None
+    # What it raises itself says what is wrong with the cluster.
+    address, count, index, devices = detect(*arguments)  # pyright: ignore[reportOptionalCall]
     if address is None or count is None or index is None:
         return None
     return ClusterPlace(address, count, index, None if devices is None else tuple(devices))

@@ -101,7 +101,14 @@ def _find_place(
     timeout_s: int,
 ) -> tuple[LaunchSettings, Sequence[int] | None]:
     if coordinator_address is None or num_processes is None or process_id is None:
-        place = _compat.detect_cluster(timeout_s)
+        try:
+            place = _compat.detect_cluster(timeout_s)
+        except Exception as error:
+            raise LaunchError(
+                "JAX could not find this process's place among those that the cluster started: "
+                f"{type(error).__name__}: {error}. Mend that, or give coordinator_address, num_processes and "
+                "process_id."
+            ) from error
         if place is None:
             missing = {"coordinator_address": coordinator_address, "num_processes": num_processes,
                        "process_id": process_id}  # fmt: skip

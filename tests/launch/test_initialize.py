@@ -134,6 +134,13 @@ def test_open_mpi_is_detected(monkeypatch: pytest.MonkeyPatch):
     assert place.coordinator_address.startswith("10.96.0.1:")
 
 
+def test_a_cluster_that_tells_nonsense_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1531576320.0;tcp://10.96.0.1:34911")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "eight")
+    with pytest.raises(LaunchError, match=r"could not find this process's place .* ValueError: .*'eight'"):
+        initialize()
+
+
 def test_without_a_cluster_it_says_what_to_do():
     with pytest.raises(LaunchError, match=r"found no cluster .* not given num_processes, process_id.*-n 4"):
         initialize(coordinator_address="127.0.0.1:1")
