@@ -231,8 +231,12 @@ class Checkpointed(abc.ABC):
             self._meter.message("the checkpoint holds no position in the data, which begins anew")
         return found[1] if found is not None and found[0] == self._step else None
 
-    def _agree_on_fit(self, steps: Any, epochs: Any, batch: Any, evaluates: Any, eval_every: Any, resume: Any) -> None:
+    def _agree_on_fit(self, *, eval_data: Any, **arguments: Any) -> None:
         """Before the first step, make sure that every process does the same in `fit`, and saves to the same place.
+
+        Args:
+          eval_data: whether there is any is compared.
+          arguments: the others, by name.
 
         Raises:
           ProgramMismatchError: naming the first argument that differs, and the processes.
@@ -242,8 +246,8 @@ class Checkpointed(abc.ABC):
             return
         self._call_together("trainer.fit")
         lines = [
-            f"steps={steps}, epochs={epochs}, global_batch_size={batch}, resume={resume}",
-            f"{'with' if evaluates else 'no'} eval_data, eval_every={eval_every}",
+            ", ".join(f"{name}={value}" for name, value in arguments.items()),
+            f"{'no' if eval_data is None else 'with'} eval_data",
             "no checkpoint_dir" if self._store is None else f"a checkpoint_dir, {self._store.describe()}",
         ]
         agree(process_group(), "the arguments of fit", lines, None)

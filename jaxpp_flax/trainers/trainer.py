@@ -337,7 +337,15 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
                 f"{type(eval_data).__name__} runs once. Pass a list."
             )
         self._meter = choose_meter(self._progress)
-        self._agree_on_fit(steps, epochs, global_batch_size, eval_data is not None, eval_every, resume)
+        self._agree_on_fit(
+            steps=steps,
+            epochs=epochs,
+            global_batch_size=global_batch_size,
+            resume=resume,
+            eval_every=eval_every,
+            eval_global_batch_size=eval_global_batch_size,
+            eval_data=eval_data,
+        )
         if not resume:
             self._refuse_later_checkpoints()
         position = self._resume() if resume else None

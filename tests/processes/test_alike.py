@@ -47,7 +47,7 @@ DIFFERING = {
     "noise": "of the initial state, where all are to have the same: what the optimizer begins with",
     "equal": "ran",
     "steps": "the arguments of fit. The first difference: |   process 0: steps=2, ",
-    "eval_data": "process 0: with eval_data, eval_every=None |   process 1: no eval_data, ",
+    "eval_data": "process 0: with eval_data |   process 1: no eval_data",
     "save_every": "process 0: a checkpoint_dir, save_every=2, keep=None |   process 1: a checkpoint_dir, save_every=3",
     "one directory": "process 0: a checkpoint_dir, save_every=None, keep=None |   process 1: no checkpoint_dir",
     "two directories": "process 1 cannot see in ",
