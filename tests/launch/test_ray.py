@@ -20,7 +20,7 @@ import os, signal, time
 import ray
 from jaxpp_flax.launch import LaunchError
 from jaxpp_flax.launch.ray import run
-ray.init(num_cpus=4, include_dashboard=False, log_to_driver=True, _node_ip_address="127.0.0.1")
+ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=True, _node_ip_address="127.0.0.1")
 """
 
 
