@@ -16,6 +16,11 @@ from jaxpp_flax.engine.transport.base import Parcel, Tag, TransportError
 
 __all__ = ["CrossHostDevicePut"]
 
+_REMEDY = (
+    "Use transport 'transfer', or set jax_cross_host_transfer_socket_address and jax_cross_host_transport_addresses "
+    "before JAX starts."
+)
+
 
 class CrossHostDevicePut:
     """Transport by `jax.device_put`.
@@ -32,7 +37,14 @@ class CrossHostDevicePut:
     reads_later: ClassVar[bool] = True
 
     def connect(self, parcels: Sequence[Parcel], timeout_s: float) -> None:
-        """Nothing: JAX connects at the first transfer."""
+        """Refuse what JAX would refuse at the first transfer, which is when it connects.
+
+        Raises:
+          TransportError: on CPU, without the setting.
+        """
+        origins = {device.platform for of in parcels for sharding in of.origins for device in sharding.device_set}
+        if "cpu" in origins and _setting() == "":
+            raise TransportError(f"transport 'device_put' cannot copy between processes on CPU. {_REMEDY}")
 
     def send(self, values: Sequence[jax.Array], parcel: Parcel, tag: Tag) -> None:
         """Take part in the copies as the source."""
@@ -64,6 +76,13 @@ class CrossHostDevicePut:
         except ValueError as error:
             raise TransportError(
                 f"transport 'device_put' cannot copy from process {parcel.source} to process {parcel.target}: {error}. "
-                "Use transport 'transfer', or set jax_cross_host_transfer_socket_address and "
-                "jax_cross_host_transport_addresses before JAX starts."
+                f"{_REMEDY}"
             ) from error
+
+
+def _setting() -> str | None:
+    """The address that JAX's transfers between hosts listen on; None where this JAX has no such setting."""
+    try:
+        return jax.config.read("jax_cross_host_transfer_socket_address")
+    except AttributeError:
+        return None
