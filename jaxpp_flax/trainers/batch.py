@@ -19,6 +19,7 @@ __all__ = [
     "dtype_of",
     "join_microbatches",
     "leaf_name",
+    "shape_of",
     "signature",
     "split_batch",
     "split_for_inference",
@@ -167,6 +168,16 @@ def dtype_of(leaf: Any) -> Any:
     if isinstance(leaf.dtype, np.dtype) and not isinstance(leaf, jax.Array):  # PRNG keys have a dtype of JAX's own
         return jax.dtypes.canonicalize_dtype(leaf.dtype)
     return leaf.dtype
+
+
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The shape of `leaf`, and the dtype that JAX gives it.
+
+    Example:
+      >>> shape_of(np.zeros(3))
+      ShapeDtypeStruct(shape=(3,), dtype=float32)
+    """
+    return jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf))
 
 
 def count_units(batch: Any) -> tuple[int, str]:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.batch import batch_size, join_microbatches, split_for_inference
 from jaxpp_flax.trainers.evaluation import Average
 from jaxpp_flax.trainers.inference import ForwardOnly
-from jaxpp_flax.trainers.loading import Loading, named_rows, own_rows
+from jaxpp_flax.trainers.loading import InferenceKind, Loading, rows_alike
 from jaxpp_flax.trainers.step import Loop, StepBuilder
 from jaxpp_flax.trainers.together import BatchesAlike
 
 __all__ = ["Inferring", "call_model"]
-
-Kind = Literal["evaluate", "predict"]
 
 
 def call_model(model: Any, batch: Any) -> Any:
@@ -92,17 +90,17 @@ class Inferring(Loading):
         compiled, taken = self._ready("predict", microbatches, count, own, alike)
         return join_microbatches(compiled(self._state_for_inference(), taken))
 
-    def _ready(self, kind: Kind, microbatches: Any, count: int, own: Any, alike: BatchesAlike) -> tuple[Any, Any]:
+    def _ready(
+        self, kind: InferenceKind, microbatches: Any, count: int, own: Any, alike: BatchesAlike
+    ) -> tuple[Any, Any]:
         """The compiled step, and the microbatches as it takes them, compared; `own` is a batch of rows, or None."""
         if own is None:
             alike.before(microbatches)
             return self._for_inference(kind, microbatches, count), microbatches
         compiled = self._for_inference(kind, microbatches, count)
-        taken = own_rows(compiled, own, microbatches)
-        alike.before_these(named_rows(compiled, own, microbatches))
-        return compiled, taken
+        return compiled, rows_alike(compiled, own, microbatches, alike)
 
-    def _for_inference(self, kind: Kind, microbatches: Any, count: int) -> Any:
+    def _for_inference(self, kind: InferenceKind, microbatches: Any, count: int) -> Any:
         schedule = ForwardOnly(self.schedule) if self.schedule is not None else None
         loop = Loop(num_microbatches=count, schedule=schedule)
         if kind == "evaluate":

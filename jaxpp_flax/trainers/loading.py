@@ -18,12 +18,15 @@ import numpy as np
 
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.mesh import MpmdMesh, MpmdSharding
-from jaxpp_flax.trainers.batch import batch_size, check_leaf, dtype_of, leaf_name, split_for_inference
+from jaxpp_flax.trainers.batch import batch_size, check_leaf, dtype_of, leaf_name, shape_of, split_for_inference
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.setup import check_count
 from jaxpp_flax.trainers.together import BatchesAlike, end_together, leaves_read
 
-__all__ = ["Loading", "own_rows"]
+__all__ = ["InferenceKind", "Loading", "own_rows", "rows_alike"]
+
+InferenceKind = Literal["evaluate", "predict"]
+"""The calls that change no state."""
 
 
 class Loading(abc.ABC):
@@ -40,7 +43,7 @@ class Loading(abc.ABC):
         """For each leaf of such a batch, whether this process reads it in training; see `trainers/together.py`."""
         return leaves_read(self.compile(batch), batch)
 
-    def rows_read(self, batch: Any, call: Literal["train", "evaluate", "predict"] = "train") -> Any:
+    def rows_read(self, batch: Any, call: Literal["train"] | InferenceKind = "train") -> Any:
         """Which examples of such a batch this process reads: the rows to load of each leaf.
 
         With `fit(..., global_batch_size=)` or `train_step(..., global_batch_size=)`, these are all that it passes, in
@@ -76,7 +79,9 @@ class Loading(abc.ABC):
         if call == "train":
             compiled, count = self.compile(batch), self.num_microbatches
         else:
-            microbatches, count = split_for_inference(jax.tree.map(_shape, batch), self.num_microbatches, self._shards)
+            microbatches, count = split_for_inference(
+                jax.tree.map(shape_of, batch), self.num_microbatches, self._shards
+            )
             compiled = self._for_inference(call, microbatches, count)
         if not self._is_across:
             return jax.tree.map(lambda leaf: np.arange(leaf.shape[0]), batch)
@@ -93,7 +98,7 @@ class Loading(abc.ABC):
     def compile(self, batch: Any) -> Any: ...
 
     @abc.abstractmethod
-    def _for_inference(self, kind: Literal["evaluate", "predict"], microbatches: Any, count: int) -> Any: ...
+    def _for_inference(self, kind: InferenceKind, microbatches: Any, count: int) -> Any: ...
 
     @property
     def _is_across(self) -> bool:
@@ -126,21 +131,8 @@ class Loading(abc.ABC):
 
         return jax.tree_util.tree_map_with_path(whole, batch)
 
-    def _taken(self, compiled: Any, microbatches: Any, own: Any) -> Any:
-        """The microbatches as the step takes them, compared with those of other processes; `own` is a batch of rows."""
-        if own is None:
-            self._trained_on.before(microbatches)
-            return microbatches
-        taken = own_rows(compiled, own, microbatches)
-        self._trained_on.before_these(named_rows(compiled, own, microbatches))
-        return taken
-
     def _end_together(self) -> None:
         end_together(self.mesh, self._state, self._step, self._trained_on)
-
-
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf))
 
 
 def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
@@ -191,7 +183,14 @@ def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lay_out, batch, microbatches, shardings, read)
 
 
-def named_rows(compiled: Any, batch: Any, microbatches: Any) -> dict[str, Any]:
+def rows_alike(compiled: Any, batch: Any, microbatches: Any, alike: BatchesAlike) -> Any:
+    """`own_rows`, compared with those of the processes that read the same."""
+    taken = own_rows(compiled, batch, microbatches)
+    alike.before_these(_named_rows(compiled, batch, microbatches))
+    return taken
+
+
+def _named_rows(compiled: Any, batch: Any, microbatches: Any) -> dict[str, Any]:
     """The leaves that this process reads, with names that only processes have in common that read the same rows."""
     shardings, read = compiled.in_shardings[0][1], compiled.read_here[0][1]
     named: dict[str, Any] = {}

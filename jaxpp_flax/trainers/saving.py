@@ -103,9 +103,6 @@ class Checkpointed(abc.ABC):
         Raises:
           CheckpointSaveError: if it cannot be written; the state and older checkpoints are untouched.
         """
-        return self._save(where, wait=wait)
-
-    def _save(self, where: str | os.PathLike[str] | int | None, *, wait: bool) -> Path:
         self._call_together("trainer.save")
         with process_group().waiting(f"the save of step {self._step}"):
             data = together(self._data_json())
@@ -276,7 +273,7 @@ class Checkpointed(abc.ABC):
         if self._store is not None:
             self._store.check()
             if self._saves_by_itself and self._store.wants(self._step):
-                self._save(None, wait=False)
+                self.save(wait=False)
 
     def _end_fit(self, preempted: Callable[[], bool]) -> None:
         """Wait for what is being written, save the last step, and exit if that was asked for."""
@@ -287,7 +284,7 @@ class Checkpointed(abc.ABC):
         # As process 0 sees it: on a shared disk another process may not see the last save yet.
         saved = everyones("whether the last step is saved", self._step in self._store.steps())[0]
         if due and self._step > 0 and not saved:
-            self._save(None, wait=True)
+            self.save()
         if preempted():
             self._meter.message(f"SIGTERM: saved step {self._step}, exiting with status {PREEMPTED_STATUS}")
             raise SystemExit(PREEMPTED_STATUS)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp_flax.engine.ir import Graph, Value, from_jaxpr
-from jaxpp_flax.trainers.batch import dtype_of
+from jaxpp_flax.trainers.batch import shape_of
 from jaxpp_flax.trainers.diagnose import CALLS
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.frozen import path_text
@@ -43,8 +43,8 @@ def trace_loss(
         return jax.tree.leaves(model.rest_of(bound, rest)), terms.total
 
     index = jax.ShapeDtypeStruct((), jnp.int32)
-    abstract = jax.tree.map(_shape, (leaves, state.params, state.step))
-    graph, consts = from_jaxpr(jax.make_jaxpr(run)(*abstract, index, jax.tree.map(_shape, microbatch)))
+    abstract = jax.tree.map(shape_of, (leaves, state.params, state.step))
+    graph, consts = from_jaxpr(jax.make_jaxpr(run)(*abstract, index, jax.tree.map(shape_of, microbatch)))
     inputs = graph.inputs[len(consts) :]
     carried = tuple(i for i in range(len(leaves)) if graph.outputs[i] is not inputs[i])
     used = used_inputs(graph, [False] * len(leaves) + [True])[len(consts) + len(leaves) :]
@@ -66,10 +66,6 @@ def check_used(unused: Sequence[str]) -> None:
             "stage uses what no stage computes with, and training would leave it as it is, or decay it. Use it in the "
             f"model, remove it, or freeze it by choice: frozen=[{patterns}]."
         )
-
-
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf))
 
 
 def used_inputs(graph: Graph, wanted: Sequence[bool]) -> list[bool]:

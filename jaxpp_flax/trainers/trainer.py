@@ -21,6 +21,7 @@ from jaxpp_flax.trainers.diagnose import first_loss_error
 from jaxpp_flax.trainers.fit import run_fit
 from jaxpp_flax.trainers.held_state import HeldState
 from jaxpp_flax.trainers.inferring import Inferring, call_model
+from jaxpp_flax.trainers.loading import rows_alike
 from jaxpp_flax.trainers.mesh import num_batch_shards
 from jaxpp_flax.trainers.model import parameter_count
 from jaxpp_flax.trainers.position import ResumeData
@@ -256,7 +257,10 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         microbatches = split_batch(whole, self.num_microbatches, self._shards)
         compiled = self._train_executable(microbatches)
         self._check_saves()
-        microbatches = self._taken(compiled, microbatches, batch if whole is not batch else None)
+        if whole is batch:
+            self._trained_on.before(microbatches)
+        else:
+            microbatches = rows_alike(compiled, batch, microbatches, self._trained_on)
         return self._finish_step(compiled(self._state, microbatches), microbatches)
 
     def _finish_step(self, results: Any, microbatches: Any) -> dict[str, Any]:
