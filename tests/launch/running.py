@@ -45,19 +45,19 @@ def marked(mark: str) -> dict[int, str]:
 
 def listening_addresses(processes: list[int]) -> list[str]:
     """The addresses, as /proc writes them, on which these processes listen for TCP connections."""
-    sockets: set[str] = set()
+    found: list[str] = []
     for process in processes:
+        sockets: set[str] = set()
         for descriptor in Path(f"/proc/{process}/fd").iterdir():
             try:
                 sockets.add(os.readlink(descriptor))
             except OSError:
                 continue  # closed meanwhile
-    found: list[str] = []
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
-                found.append(words[1].rpartition(":")[0])
+        for table in ("tcp", "tcp6"):  # of the network that the process is in
+            for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
+                    found.append(words[1].rpartition(":")[0])
     return found
 
 

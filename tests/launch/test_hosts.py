@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.running import Run, started, wait_for
+from tests.launch.running import Run, listening_addresses, started, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.soak]
 
-COUNT, STAGES, STEPS, PORT, FAILURE_TIMEOUT = 3, 6, 8, 8476, 30.0
+COUNT, STEPS, PORT, FAILURE_TIMEOUT = 3, 8, 8476, 30.0
 FOREVER = 100_000
 
 PROGRAM = """
@@ -62,13 +62,13 @@ class Hosts:
     names: tuple[str, ...]
     cables: tuple[str, ...]
 
-    def start(self, stack: ExitStack, folder: Path, steps: int, *, address: str, **environment: str) -> list[Run]:
+    def start(self, stack: ExitStack, folder: Path, *, address: str, **environment: str) -> list[Run]:
         """The program on each of them."""
         (folder / "train.py").write_text(PROGRAM, encoding="utf-8")
         runs: list[Run] = []
         for place, name in enumerate(self.names):
             command = ["ip", "netns", "exec", name, sys.executable, "train.py", address, str(place), str(COUNT)]
-            command += [str(folder / "checkpoints"), str(steps)]
+            command += [str(folder / "checkpoints"), str(FOREVER)]
             runs.append(stack.enter_context(started(folder, command, **environment)))
         return runs
 
@@ -115,14 +115,6 @@ def wait_for_steps(runs: list[Run], count: int) -> None:
         assert run.popen.poll() is None, run.stderr
 
 
-def listening(host: str) -> list[str]:
-    """The addresses that somebody on a host listens on, as /proc writes them."""
-    tables = [subprocess.run(["ip", "netns", "exec", host, "cat", f"/proc/net/{table}"], capture_output=True, text=True)
-              for table in ("tcp", "tcp6")]  # fmt: skip
-    lines = [line.split() for table in tables for line in table.stdout.splitlines()[1:]]
-    return [words[1].rpartition(":")[0] for words in lines if words[3] == "0A"]
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     """The losses of one process with all the devices."""
@@ -143,9 +135,10 @@ def test_losses_are_those_of_one_process(
     hosts: Hosts, alone: dict[int, str], tmp_path: Path, transport: str, address: str
 ):
     with ExitStack() as stack:
-        runs = hosts.start(stack, tmp_path, FOREVER, address=address, JAXPP_FLAX_TRANSPORT=transport)
+        runs = hosts.start(stack, tmp_path, address=address, JAXPP_FLAX_TRANSPORT=transport)
         wait_for_steps(runs, STEPS)
-        sockets = [found for host in hosts.names for found in listening(host)]
+        processes = [int(process) for host in hosts.names for process in ip("netns", "pids", host).split()]
+        sockets = listening_addresses(processes)
     assert len(sockets) >= COUNT
     assert not [found for found in sockets if set(found) == {"0"}], "somebody listens on a wildcard"
     for run in runs:
@@ -153,12 +146,12 @@ def test_losses_are_those_of_one_process(
         assert {step: said[step] for step in alone} == alone
 
 
-def cut(hosts: Hosts, runs: list[Run], victim: int) -> None:
+def cut(hosts: Hosts, victim: int) -> None:
     """The network to a host is gone, and nobody is told."""
     ip("link", "set", hosts.cables[victim], "down")
 
 
-def kill(hosts: Hosts, runs: list[Run], victim: int) -> None:
+def kill(hosts: Hosts, victim: int) -> None:
     """Its process is killed."""
     for process in ip("netns", "pids", hosts.names[victim]).split():
         # Process 0 has the coordination service beside it, which outlives it for as long as the others need.
@@ -169,12 +162,12 @@ def kill(hosts: Hosts, runs: list[Run], victim: int) -> None:
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("trouble", [kill, cut])
 def test_the_others_end_in_time_and_say_why(
-    hosts: Hosts, tmp_path: Path, trouble: Callable[[Hosts, list[Run], int], None], victim: int
+    hosts: Hosts, tmp_path: Path, trouble: Callable[[Hosts, int], None], victim: int
 ):
     with ExitStack() as stack:
-        runs = hosts.start(stack, tmp_path, FOREVER, address=f"10.77.0.1:{PORT}")
+        runs = hosts.start(stack, tmp_path, address=f"10.77.0.1:{PORT}")
         wait_for_steps(runs, 2)
-        trouble(hosts, runs, victim)
+        trouble(hosts, victim)
         begin = time.monotonic()
         survivors = [run for place, run in enumerate(runs) if place != victim]
         wait_for(lambda: all(run.popen.poll() is not None for run in survivors), "the others' end", 2 * FAILURE_TIMEOUT)
