@@ -33,6 +33,7 @@ __all__ = [
     "ProcessFailedError",
     "ProcessGroup",
     "process_group",
+    "quietly",
 ]
 
 PEER_FAILED_STATUS = 69
@@ -309,7 +310,7 @@ class ProcessGroup:
 
     def _tell(self, store: KeyValueStore, failure: Failure) -> None:
         text = f"{'' if failure.process is None else failure.process}\n{failure.message}"
-        _quietly(lambda: store.set(f"{ROOT}/failures/{self.process_index}", text.encode()), timeout_s=2.0)
+        quietly(lambda: store.set(f"{ROOT}/failures/{self.process_index}", text.encode()), timeout_s=2.0)
 
     def observe_end(self, failure: Failure) -> None:
         """Take note that a process has ended, as its launcher saw it; what it has reported itself says why.
@@ -321,7 +322,7 @@ class ProcessGroup:
         if self._store is not None:
             get, key = self._store.get, f"{ROOT}/failures/{failure.process}"
             # Whoever was killed has reported nothing.
-            _quietly(lambda: reports.append(get(key, 0.1)), timeout_s=1.0)
+            quietly(lambda: reports.append(get(key, 0.1)), timeout_s=1.0)
         _, _, report = (next(iter(reports), None) or b"").decode(errors="replace").partition("\n")
         if report:
             # Its traceback is in its own output.
@@ -446,8 +447,12 @@ def _place_of_main_thread() -> str:
     return ", called by ".join(dict.fromkeys([*places[:1], *own[:2]])) or "an unknown place"
 
 
-def _quietly(function: Callable[[], None], timeout_s: float) -> None:
-    """Call, but neither fail by it nor be held up for longer: the store may be the very thing that failed."""
+def quietly(function: Callable[[], None], timeout_s: float) -> None:
+    """Call, but neither fail by it nor be held up for longer: what is called may be the very thing that failed.
+
+    Example:
+      >>> quietly(lambda: time.sleep(60.0), timeout_s=0.01)
+    """
 
     def call() -> None:
         try:

@@ -30,7 +30,7 @@ from typing import Any
 import jax
 
 from jaxpp_flax.engine import _compat
-from jaxpp_flax.engine.coordination import Failure, process_group
+from jaxpp_flax.engine.coordination import Failure, process_group, quietly
 from jaxpp_flax.engine.watch import DEFAULT_FAILURE_TIMEOUT
 from jaxpp_flax.launch.coordinator import heartbeat_timeout
 from jaxpp_flax.launch.ending import ProgramExitError
@@ -258,9 +258,7 @@ class _Worker:
             """Tell the driver that this process ends because of `failure`."""
             told = _Told(settings.process_id, failed=failure.process, why=process_group().describe(failure))
             # Not for long: it may be the driver's host that is gone.
-            telling = threading.Thread(target=queue.put, args=(told,), daemon=True)
-            telling.start()
-            telling.join(_TELL_SECONDS)
+            quietly(lambda: queue.put(told), _TELL_SECONDS)
 
         raising = threading.Event()
 
