@@ -1,11 +1,83 @@
-"""Settings of every test and doctest, made before anything imports JAX: 8 virtual CPU devices."""
+"""Settings of every test and doctest, made before anything imports JAX: virtual devices, and quick compilation.
+
+Most of a test is XLA compiling. By default XLA optimizes little, and one compilation cache serves the whole run: the
+workers of pytest-xdist and the processes that tests start inherit these environment variables. A variable that is set
+already is kept, so `JAX_DISABLE_MOST_OPTIMIZATIONS=0 pytest` compiles as users do.
+"""
 
 import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
+
+import pytest
 
 NUM_DEVICES = 8
 
+
+def add_xla_flag(name: str, value: object) -> None:
+    """Set a flag of XLA unless the environment does."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if name not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()
+
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={NUM_DEVICES}".strip()
-    )
+add_xla_flag("xla_force_host_platform_device_count", NUM_DEVICES)
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+if version("jaxlib").startswith("0.10."):
+    # A third of the time to compile. JAX 0.12 does not know this flag, and ends with an error for an unknown flag.
+    add_xla_flag("xla_cpu_use_fusion_emitters", "false")
+
+_RUN_CACHE = None  # removed after the run; a directory that the environment names is kept
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _RUN_CACHE = tempfile.mkdtemp(prefix="jaxpp_flax_tests_")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+def pytest_unconfigure() -> None:
+    """Remove the compilation cache of this run."""
+    if _RUN_CACHE is not None:
+        shutil.rmtree(_RUN_CACHE, ignore_errors=True)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give every test the mark `all`, which selects all tiers; the tiers `slow` and `processes` exclude each other."""
+    item.add_marker("all")
+    if item.get_closest_marker("slow") and item.get_closest_marker("processes"):
+        raise pytest.UsageError(f"{item.nodeid} is marked slow and processes: a test is in one tier")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave soak tests out unless `-m` asks for them by name, or for all."""
+    if {"soak", "all"} & set(re.findall(r"\w+", config.getoption("markexpr"))):
+        return
+    soak = [item for item in items if item.get_closest_marker("soak")]
+    config.hook.pytest_deselected(items=soak)
+    items[:] = [item for item in items if not item.get_closest_marker("soak")]
+
+
+@pytest.fixture(autouse=True)
+def _compilation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compile as users do in tests marked `full_compilation`: with all optimizations, and without the cache on disk."""
+    if request.node.get_closest_marker("full_compilation") is None:
+        yield
+        return
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    settings = {"jax_disable_most_optimizations": False, "jax_enable_compilation_cache": False}
+    before = {name: jax.config.read(name) for name in settings}
+
+    def apply(values: dict[str, bool]) -> None:
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()  # JAX remembers whether it uses the cache
+
+    apply(settings)
+    yield
+    apply(before)

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+
+
+def slow(*values: Any) -> Any:
+    """Values of `pytest.mark.parametrize` that repeat, in another combination, what the default tier tests."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def slow_but(values: Iterable[Any], *default: Any) -> list[Any]:
+    """All of `values` for `pytest.mark.parametrize`; only those of `default` are in the default tier."""
+    return [value if value in default else slow(value) for value in values]
 
 
 def tree_allclose(actual: Any, expected: Any, *, rtol: float = 1e-5, atol: float = 1e-8) -> None:

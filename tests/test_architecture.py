@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-
-import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "jaxpp_flax"
 MAX_LINES = 500
@@ -38,30 +38,53 @@ UNPICKLING = ("pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "
 PRIVATE_JAX = ("jax._src", "jaxlib")
 ONLY_FILE_WITH_PRIVATE_JAX = "engine/_compat.py"
 
-FILES = sorted(PACKAGE.rglob("*.py"))
-every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+
+@dataclass(frozen=True)
+class Source:
+    """One file of the package; its text is parsed once for all tests."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.relative_to(PACKAGE).as_posix()
+
+    @property
+    def part(self) -> str:
+        """The part of the package that the file belongs to: a folder, or a module at the top."""
+        parts = self.path.relative_to(PACKAGE).parts
+        return parts[0] if len(parts) > 1 else self.path.stem
+
+    @cached_property
+    def text(self) -> str:
+        return self.path.read_text(encoding="utf-8")
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(ast.parse(self.text, filename=str(self.path))))
+
+    @cached_property
+    def imports(self) -> list[tuple[str, int]]:
+        """Dotted names of everything the file imports anywhere, with lines; relative imports made absolute."""
+        package = (PACKAGE.name, *self.path.relative_to(PACKAGE).parent.parts)
+        found: list[tuple[str, int]] = []
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                found += [(alias.name, node.lineno) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                origin = package[: len(package) - node.level + 1] if node.level else ()
+                base = ".".join([*origin, *([node.module] if node.module else [])])
+                found += [(f"{base}.{alias.name}", node.lineno) for alias in node.names]
+        return found
 
 
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+SOURCES = [Source(path) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
-def part_of(path: Path) -> str:
-    """The part of the package that a file belongs to: a folder, or a module at the top."""
-    relative = path.relative_to(PACKAGE)
-    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
-
-
-def imports(path: Path, tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """Dotted names of everything a file imports anywhere in it, with lines; relative imports made absolute."""
-    package = (PACKAGE.name, *path.relative_to(PACKAGE).parent.parts)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            origin = package[: len(package) - node.level + 1] if node.level else ()
-            base = ".".join([*origin, *([node.module] if node.module else [])])
-            yield from ((f"{base}.{alias.name}", node.lineno) for alias in node.names)
+def refuse(faults: Iterator[str]) -> None:
+    """Fail with every fault, one a line."""
+    found = list(faults)
+    assert not found, "\n".join(found)
 
 
 def matches(name: str, library: str) -> bool:
@@ -70,88 +93,113 @@ def matches(name: str, library: str) -> bool:
 
 def defining_modules() -> dict[str, str]:
     """Which module of `schedules` defines each name that the package re-exports."""
-    init = PACKAGE / "schedules" / "__init__.py"
+    (init,) = [source for source in SOURCES if source.name == "schedules/__init__.py"]
     return {
         alias.asname or alias.name: node.module.removeprefix("jaxpp_flax.schedules.")
-        for node in ast.walk(parse(init))
+        for node in init.nodes
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }
 
 
 def test_the_package_is_found():
-    assert FILES, f"no Python files under {PACKAGE}"
+    assert len(SOURCES) > 100, f"only {len(SOURCES)} Python files under {PACKAGE}"
 
 
-@every_file
-def test_arrows_point_down(path: Path):
-    part = part_of(path)
-    assert part in MAY_IMPORT, f"{part} has no place in the architecture: add it to MAY_IMPORT with what it may import"
-    allowed = MAY_IMPORT[part] | {part}
-    for name, line in imports(path, parse(path)):
-        root, _, rest = name.partition(".")
-        if root != PACKAGE.name:
-            continue
-        target = rest.partition(".")[0]
-        if (PACKAGE / target).is_dir() or (PACKAGE / f"{target}.py").exists():
-            assert target in allowed, f"{path}:{line}: {part} may import {sorted(allowed)} of this package, not {name}"
+def test_every_part_has_a_place():
+    unknown = {source.part for source in SOURCES} - MAY_IMPORT.keys()
+    assert not unknown, f"{unknown} have no place in the architecture: add them to MAY_IMPORT with what they may import"
 
 
-@every_file
-def test_the_engine_knows_no_particular_schedule(path: Path):
-    if part_of(path) != "engine":
-        pytest.skip("not part of the engine")
-    for name, line in imports(path, parse(path)):
+def test_arrows_point_down():
+    refuse(
+        f"{source.path}:{line}: {source.part} may import {sorted(allowed)} of this package, not {name}"
+        for source in SOURCES
+        for allowed in [MAY_IMPORT[source.part] | {source.part}]
+        for name, line in source.imports
+        for root, _, rest in [name.partition(".")]
+        for target in [rest.partition(".")[0]]
+        if root == PACKAGE.name and ((PACKAGE / target).is_dir() or (PACKAGE / f"{target}.py").exists())
+        if target not in allowed
+    )
+
+
+def test_the_engine_knows_no_particular_schedule():
+    defined = defining_modules()
+
+    def module_of(name: str) -> str | None:
+        """The module of `schedules` that an imported name stands in."""
         root, *rest = name.split(".")
         if root != PACKAGE.name or rest[:1] != ["schedules"] or len(rest) < 2:
-            continue
-        module = rest[1] if (PACKAGE / "schedules" / f"{rest[1]}.py").exists() else defining_modules().get(rest[1])
+            return None
         # A name such as `validate` may be both a module and a function: both stand in the same module then.
-        assert module in ENGINE_MAY_USE_OF_SCHEDULES, (
-            f"{path}:{line}: the engine may use {sorted(ENGINE_MAY_USE_OF_SCHEDULES)} of schedules, not {name}"
-        )
+        return rest[1] if (PACKAGE / "schedules" / f"{rest[1]}.py").exists() else defined[rest[1]]
+
+    refuse(
+        f"{source.path}:{line}: the engine may use {sorted(ENGINE_MAY_USE_OF_SCHEDULES)} of schedules, not {name}"
+        for source in SOURCES
+        if source.part == "engine"
+        for name, line in source.imports
+        if (module := module_of(name)) is not None and module not in ENGINE_MAY_USE_OF_SCHEDULES
+    )
 
 
-@every_file
-def test_libraries_that_a_part_must_not_know(path: Path):
-    allowed = {"flax"} if path.relative_to(PACKAGE).as_posix() in MAY_IMPORT_FLAX else set()
-    for name, line in imports(path, parse(path)):
-        for library in FORBIDDEN_LIBRARIES.get(part_of(path), set()) - allowed:
-            assert not matches(name, library), f"{path}:{line}: {part_of(path)} must not import {library}"
+def test_libraries_that_a_part_must_not_know():
+    refuse(
+        f"{source.path}:{line}: {source.part} must not import {library}"
+        for source in SOURCES
+        for allowed in [{"flax"} if source.name in MAY_IMPORT_FLAX else set()]
+        for library in FORBIDDEN_LIBRARIES.get(source.part, set()) - allowed
+        for name, line in source.imports
+        if matches(name, library)
+    )
 
 
-@every_file
-def test_private_jax_is_touched_in_one_file(path: Path):
-    if path.relative_to(PACKAGE).as_posix() == ONLY_FILE_WITH_PRIVATE_JAX:
-        pytest.skip("the file for it")
-    tree = parse(path)
-    for name, line in imports(path, tree):
-        assert not any(matches(name, private) for private in PRIVATE_JAX), (
-            f"{path}:{line}: {name} belongs in {ONLY_FILE_WITH_PRIVATE_JAX}"
-        )
-    for node in ast.walk(tree):
-        private = isinstance(node, ast.Attribute) and node.attr == "_src" and ast.unparse(node.value) == "jax"
-        assert not private, f"{path}:{getattr(node, 'lineno', 0)}: jax._src belongs in {ONLY_FILE_WITH_PRIVATE_JAX}"
+def test_private_jax_is_touched_in_one_file():
+    others = [source for source in SOURCES if source.name != ONLY_FILE_WITH_PRIVATE_JAX]
+    assert len(others) == len(SOURCES) - 1
+    refuse(
+        f"{source.path}:{line}: {name} belongs in {ONLY_FILE_WITH_PRIVATE_JAX}"
+        for source in others
+        for name, line in source.imports
+        if any(matches(name, private) for private in PRIVATE_JAX)
+    )
+    refuse(
+        f"{source.path}:{node.lineno}: jax._src belongs in {ONLY_FILE_WITH_PRIVATE_JAX}"
+        for source in others
+        for node in source.nodes
+        if isinstance(node, ast.Attribute) and node.attr == "_src" and ast.unparse(node.value) == "jax"
+    )
 
 
-@every_file
-def test_nothing_is_unpickled(path: Path):
+def test_nothing_is_unpickled():
     """What comes over the network, or lies in a checkpoint, may be anybody's."""
-    tree = parse(path)
-    for name, line in imports(path, tree):
-        assert not any(matches(name, library) for library in UNPICKLING), f"{path}:{line}: {name} runs what it reads"
-    for node in ast.walk(tree):
-        allowed = isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False"
-        assert not allowed, f"{path}:{getattr(node, 'lineno', 0)}: allow_pickle runs what it reads"
+    refuse(
+        f"{source.path}:{line}: {name} runs what it reads"
+        for source in SOURCES
+        for name, line in source.imports
+        if any(matches(name, library) for library in UNPICKLING)
+    )
+    refuse(
+        f"{source.path}:{node.value.lineno}: allow_pickle runs what it reads"
+        for source in SOURCES
+        for node in source.nodes
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False"
+    )
 
 
-@every_file
-def test_no_bare_assert(path: Path):
-    lines = [node.lineno for node in ast.walk(parse(path)) if isinstance(node, ast.Assert)]
-    assert not lines, f"{path}: assert on lines {lines}: raise an error that says what to change"
+def test_no_bare_assert():
+    refuse(
+        f"{source.path}:{node.lineno}: assert: raise an error that says what to change"
+        for source in SOURCES
+        for node in source.nodes
+        if isinstance(node, ast.Assert)
+    )
 
 
-@every_file
-def test_files_are_short(path: Path):
-    lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= MAX_LINES, f"{path} has {lines} lines: one idea, one file (at most {MAX_LINES})"
+def test_files_are_short():
+    refuse(
+        f"{source.path} has {lines} lines: one idea, one file (at most {MAX_LINES})"
+        for source in SOURCES
+        if (lines := len(source.text.splitlines())) > MAX_LINES
+    )

@@ -47,6 +47,7 @@ def test_a_name_that_does_not_exist():
         exec("from jaxpp_flax import PipelineTrainr")
 
 
+@pytest.mark.processes
 def test_nothing_is_imported_before_it_is_used():
     assert loaded_after("import jaxpp_flax") == set()
     assert loaded_after("import jaxpp_flax.schedules") == set()
@@ -55,6 +56,7 @@ def test_nothing_is_imported_before_it_is_used():
     assert {"jax", "flax", "optax"} <= loaded_after("from jaxpp_flax import *\nPipelineTrainer")
 
 
+@pytest.mark.processes
 def test_the_packages_are_attributes_too():
     parts = ("checkpoint", "engine", "layers", "schedules", "trainers")
     loaded_after(f"import jaxpp_flax\n{'; '.join(f'jaxpp_flax.{part}' for part in parts)}")

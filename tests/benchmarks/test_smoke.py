@@ -35,6 +35,7 @@ def rows_of(command: str, folder: Path, *flags: str) -> list[dict[str, Any]]:
     return result_of(command, folder, *flags)["rows"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["dispatch", "compile_time", "step"])
 def test_a_peer_that_can_be_imported_takes_part(command: str, tmp_path: Path):
     (tmp_path / "jaxpp").mkdir()
@@ -46,6 +47,7 @@ def test_a_peer_that_can_be_imported_takes_part(command: str, tmp_path: Path):
     assert any(name.startswith("JaxPP") for name in names)
 
 
+@pytest.mark.slow
 def test_memory_finds_what_is_predicted(tmp_path: Path):
     rows = rows_of("memory", tmp_path)
     assert [row["schedule"] for row in rows] == ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
@@ -53,12 +55,14 @@ def test_memory_finds_what_is_predicted(tmp_path: Path):
     assert {row["live over predicted, worst rank"] for row in rows} == {1.0}
 
 
+@pytest.mark.slow
 def test_balance_compares_every_way_with_even_stages(tmp_path: Path):
     rows = rows_of("balance", tmp_path, "--repeats", "1", "--vocabulary", "32")
     assert (rows[0]["assignment"], rows[0]["over even"]) == ("even", 1.0)
     assert all(row["blocks in stages"].count("+") == 1 for row in rows)
 
 
+@pytest.mark.slow
 def test_scale_counts_tasks_and_bytes(tmp_path: Path):
     (row,) = rows_of("scale", tmp_path, "--ranks", "2", "--microbatches", "4")
     # 16 runs and 8 transfers; what is freed by itself depends on the residuals that this JAX chooses.
@@ -66,6 +70,7 @@ def test_scale_counts_tasks_and_bytes(tmp_path: Path):
     assert row["instructions"] in (32, 36)
 
 
+@pytest.mark.slow
 def test_fit_takes_part_beside_the_bare_step(tmp_path: Path):
     rows = rows_of("host_cost", tmp_path, "--repeats", "2")
     assert [row["contestant"] for row in rows] == ["the compiled step", "fit"]

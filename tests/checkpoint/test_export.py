@@ -61,6 +61,7 @@ def test_arrays_of_a_checkpoint(tmp_path: Path):
         read_arrays(path, only="x")
 
 
+@pytest.mark.extras
 def test_a_safetensors_file(tmp_path: Path):
     safetensors = pytest.importorskip("safetensors.numpy")
     state = make_state()

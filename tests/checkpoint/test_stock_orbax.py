@@ -111,6 +111,7 @@ else:
 """
 
 
+@pytest.mark.processes
 def test_stock_orbax_reads_it_without_this_package(tmp_path: Path):
     state = make_state(2)
     path = save(tmp_path / "ckpt", LAYOUTS["4 stages x fsdp"].put(state))

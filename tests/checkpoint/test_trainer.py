@@ -68,6 +68,7 @@ def copy_of(directory: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(directory, tmp_path / "copy"))
 
 
+@pytest.mark.slow
 def test_interrupted_equals_uninterrupted_bitwise(uninterrupted, after_four: Path, tmp_path: Path):
     trainer = make_trainer(directory=copy_of(after_four, tmp_path), save_every=3, keep=2)
     losses = fit(trainer, steps=10, resume=True)
@@ -279,7 +280,13 @@ def grain_loader():
 
 
 @pytest.mark.parametrize(
-    "data", [Counting, generator, grain_data, grain_loader], ids=["get_state", "generator", "grain", "DataLoader"]
+    "data",
+    [
+        pytest.param(Counting, id="get_state"),
+        pytest.param(generator, id="generator"),
+        pytest.param(grain_data, id="grain", marks=pytest.mark.extras),
+        pytest.param(grain_loader, id="DataLoader", marks=pytest.mark.extras),
+    ],
 )
 def test_data_goes_on_where_it_stood(data, tmp_path: Path):
     whole = fit(program.make_trainer(None, stages=1), data(), steps=5)

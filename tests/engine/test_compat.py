@@ -181,6 +181,7 @@ def test_without_the_private_copy_the_public_one_runs(monkeypatch: pytest.Monkey
     np.testing.assert_array_equal(result, np.arange(3))
 
 
+@pytest.mark.processes
 def test_the_switch_leaves_private_names_alone():
     script = (
         "from jaxpp_flax.engine import _compat, array, reshard\n"

@@ -15,8 +15,6 @@ from jaxpp_flax.engine.markers import mark_stage_end
 from jaxpp_flax.schedules import GPipe, Std1F1B, ZeroBubble
 from tests.engine.toys import DIM, batch_of, chain, chain_loss, forward, gradients, same_as_plain, sgd_step
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 grad = jax.value_and_grad
 
 

@@ -15,8 +15,6 @@ from jaxpp_flax.schedules import GPipe, Std1F1B
 from tests.engine.toys import batch_of, chain, forward, gradients, mesh_of, sgd_step
 from tests.helpers import tree_allclose
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module")
 def step() -> MpmdFunction:

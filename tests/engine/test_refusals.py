@@ -21,7 +21,7 @@ from jaxpp_flax.schedules import CustomSchedule, Interleaved1F1B, Schedule, Sche
 from jaxpp_flax.schedules.task import Task, TaskKind
 from tests.engine.toys import batch_of, chain, chain_loss, gradients, mesh_of, sgd_step
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "nothing_runs")
+pytestmark = pytest.mark.usefixtures("nothing_runs")
 
 HERE = Path(__file__).name
 BUILTIN = (ValueError, TypeError, RuntimeError)

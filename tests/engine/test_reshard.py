@@ -270,7 +270,7 @@ class TestWithSeveralProcesses:
         assert_same(back, values())
         assert all(leaf.sharding == sharding for leaf in back.values())
 
-    @pytest.mark.slow
+    @pytest.mark.processes
     def test_two_processes(self):
         """Each owns one rank of two devices; both hold what they should, and get the whole back."""
         script = textwrap.dedent(

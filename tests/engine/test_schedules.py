@@ -31,8 +31,6 @@ from jaxpp_flax.schedules.task import forward as fwd
 from tests.engine.toys import batch_of, chain, chain_loss, mesh_of
 from tests.helpers import tree_allclose
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # The bound of issue 5. The sums of a step are taken in another order, which moves a few units in the last place.
 RTOL = 1e-5
 

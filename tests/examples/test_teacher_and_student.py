@@ -2,9 +2,12 @@
 
 import re
 
+import pytest
+
 from tests.examples.running import run_example
 
 
+@pytest.mark.slow
 def test_the_student_learns():
     out = run_example("mpmd/teacher_and_student.py", "--steps", "100")
     sent = re.search(r"sends (\d+) bytes .* labels have (\d+)\)", out)

@@ -11,18 +11,17 @@ import pytest
 
 from jaxpp_flax.api import MpmdArray
 from tests.examples.running import load_example
-from tests.helpers import tree_allclose
+from tests.helpers import slow, tree_allclose
 
 
-@pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("final_mark", ["yes", "no"])
-@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize(("stages", "final_mark"), [(2, "yes"), slow(2, "no"), slow(4, "yes"), slow(4, "no")])
 def test_manual_stages_with_both_placements_of_marks(stages: int, final_mark: str):
     example = load_example("jaxpp/manual_stages.py")
     plain, pipelined = example.main(["--stages", str(stages), "--final-mark", final_mark])
     tree_allclose(pipelined, plain)
 
 
+@pytest.mark.slow
 def test_basic_in_float32(capsys: pytest.CaptureFixture[str]):
     difference, tolerance = load_example("jaxpp/basic.py").main(["--train_steps", "10", "--num_ubatches", "4"])
     assert tolerance == 1e-5
@@ -31,6 +30,7 @@ def test_basic_in_float32(capsys: pytest.CaptureFixture[str]):
     assert "[0010/0010] plain" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_basic_in_float16():
     # 2 ** -8 is 8 units in the last place: the example says why. The steps that follow amplify it, hence one step.
     arguments = ["--train_steps", "1", "--num_ubatches", "4", "--dtype", "float16"]
@@ -43,6 +43,7 @@ def tutorial() -> Any:
     return load_example("jaxpp/tutorial.py")
 
 
+@pytest.mark.slow
 def test_tutorial(tutorial: Any, capsys: pytest.CaptureFixture[str]):
     (plain, plain_losses), (updated, losses), (interleaved, interleaved_losses) = tutorial.main()
     # Losses of four steps of Adam; its parameters are compared by way of them, since Adam divides by gradients' sizes.
@@ -87,6 +88,7 @@ def test_resharding(capsys: pytest.CaptureFixture[str]):
     assert "w1.is_deleted()=True w2.is_deleted()=True x.is_deleted()=True" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_gpt2_with_pipeline_data_and_tensor_parallelism():
     plain, pipelined = load_example("jaxpp/gpt2.py").main(["--train_steps", "3"])
     tree_allclose(pipelined, plain)

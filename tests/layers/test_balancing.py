@@ -13,6 +13,7 @@ from jaxpp_flax.layers.balancing import balance, leanest, rank_loads
 from jaxpp_flax.layers.memory import Held, MemoryModel, live_counts
 from jaxpp_flax.layers.step_time import StepTime
 from jaxpp_flax.schedules import Costs, by_name, simulate
+from tests.helpers import slow
 
 
 def assignments(count: int, num_stages: int) -> list[tuple[int, ...]]:
@@ -176,7 +177,7 @@ SEVERAL_ON_A_RANK = ["interleaved_1f1b", "interleaved_gpipe", "kimi_k2", "circul
 
 @pytest.mark.parametrize("name", SEVERAL_ON_A_RANK)
 @pytest.mark.parametrize("forward", [GROWING, LARGE_HEAD], ids=["growing", "large_head"])
-@pytest.mark.parametrize("num_microbatches", [8, 64])
+@pytest.mark.parametrize("num_microbatches", [8, slow(64)])
 def test_with_several_stages_on_a_rank_the_simulated_step_decides(name, forward, num_microbatches):
     schedule = by_name(name, 8, 4)
     found, step = balanced_for(schedule, forward, num_microbatches, even=EVEN)
@@ -218,7 +219,7 @@ def test_costs_known_as_a_whole_are_split_in_forward_and_backward():
     assert whole(EVEN) == pytest.approx(apart(EVEN))
 
 
-@pytest.mark.parametrize("name", ["interleaved_1f1b", "zbv"])
+@pytest.mark.parametrize("name", ["interleaved_1f1b", slow("zbv")])
 def test_a_large_model_is_searched_with_few_simulations(name):
     schedule = by_name(name, 16, 8)
     forward = [3.0 + (7 * i) % 5 for i in range(99)] + [60.0]

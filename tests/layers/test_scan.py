@@ -11,7 +11,7 @@ from flax import nnx
 
 import jaxpp_flax.linen as pipeline
 from jaxpp_flax.layers import join_scanned, split_scanned
-from tests.helpers import tree_allclose
+from tests.helpers import slow, tree_allclose
 from tests.layers.test_nnx import marks
 
 X = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
@@ -48,7 +48,7 @@ SCALES = jnp.linspace(0.5, 1.5, LENGTH)
 KEY = jax.random.key(0)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 5, (1, 3, 1)], ids=str)
+@pytest.mark.parametrize("stages", [slow(1), 2, slow(5), (1, 3, 1)], ids=str)
 @pytest.mark.parametrize("target", [Layer, nn.remat(Layer, prevent_cse=False)], ids=["plain", "remat"])
 def test_it_computes_what_nn_scan_does(stages, target):
     plain, divided = Model(target=target), Model(stages=stages, target=target)
@@ -114,7 +114,7 @@ def test_unnamed_modules_are_called_as_by_nn_scan():
         ({"stages": 2, "reverse": True}, "reverse=True"),
         ({"stages": 2, "out_axes": nn.broadcast}, "one axis"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )
 def test_what_cannot_be_divided_is_refused(arguments, text):
     with pytest.raises(ValueError, match=text):

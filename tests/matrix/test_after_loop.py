@@ -20,7 +20,6 @@ from jaxpp_flax.schedules import GPipe, Interleaved1F1B, Schedule, Std1F1B
 from tests.helpers import tree_allclose
 from tests.matrix.harness import check, mesh_of, run
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 STAGES, MICROBATCHES, ROWS, DIM = 3, 3, 8, 24  # a weight is 2.3 kB: more than what is copied around freely
 
 

@@ -20,7 +20,6 @@ from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Schedule, Std1F1B, ZeroBubble
 from tests.matrix.harness import check, count, mesh_of
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 STAGES, MICROBATCHES, ROWS, DIM = 3, 3, 16, 16
 
 

@@ -16,7 +16,6 @@ from jaxpp_flax.engine.program import Transfer
 from jaxpp_flax.schedules import Interleaved1F1B, Schedule, Std1F1B, ZeroBubble
 from tests.matrix.harness import check, mesh_of
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 MICROBATCHES, ROWS, DIM = 4, 16, 16
 
 

@@ -23,7 +23,6 @@ from jaxpp_flax.schedules import Schedule, Std1F1B
 from tests.helpers import tree_allclose
 from tests.matrix.harness import count, mesh_of, run
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 LAYERS, STAGES, MICROBATCHES, ROWS, DIM = 5, 2, 3, 16, 16
 LENGTHS = (3, 2)
 AXES: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "in_axes": nn.broadcast}

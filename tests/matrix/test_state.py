@@ -19,7 +19,6 @@ from jaxpp_flax.schedules import Eager1F1B, GPipe, Interleaved1F1B, Schedule, St
 from tests.helpers import tree_allclose
 from tests.matrix.harness import check, mesh_of, run
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 STAGES, MICROBATCHES, ROWS, DIM = 3, 4, 16, 8
 
 

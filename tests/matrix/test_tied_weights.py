@@ -139,7 +139,6 @@ def parameters(case: str) -> Any:
     return {**params, "shared": {"kernel": PARAMETERS["shared"]["kernel"]}} if case == "three_stages" else params
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_and_updates(case: str):
     # SGD: Adam's division by the root of v would amplify the rounding of the smallest gradients.

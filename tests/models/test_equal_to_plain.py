@@ -9,7 +9,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxpp_flax.layers import join_scanned, split_scanned
-from tests.helpers import tree_allclose
+from tests.helpers import slow, tree_allclose
 from tests.models.comparing import load, pipelined_step, tokens
 
 # Four microbatches' gradients summed, relative to a leaf's largest entry: some roundings of 6e-8. The exact gradient of
@@ -61,8 +61,7 @@ def test_decoder_with_padding_and_tied_embedding():
     tree_allclose(nnx.to_pure_dict(got_grads), nnx.to_pure_dict(grads), **TOLERANCE)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("stages", "axes"), [(4, None), (2, {"data": 2})])
+@pytest.mark.parametrize(("stages", "axes"), [(4, None), slow(2, {"data": 2})])
 def test_scanned(stages: int, axes: dict[str, int] | None):
     plain, converted = load("scanned"), load("scanned_pipelined")
     config = {"vocabulary": 11, "width": 8, "hidden": 16, "heads": 2, "layers": 8, "length": 6}

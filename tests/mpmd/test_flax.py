@@ -16,10 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax import mpmd
-from tests.helpers import tree_allclose
+from tests.helpers import slow, tree_allclose
 from tests.mpmd.programs import config, topology
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 NUM_LAYERS, WIDTH, NUM_MICROBATCHES = 24, 8, 4
 
@@ -87,7 +85,7 @@ def basic() -> tuple[dict[str, str], None]:
 
 @pytest.mark.parametrize(
     ("schedule", "assign"),
-    [("ONE_FWD_ONE_BWD", basic), ("GPIPE", basic), ("CIRCULAR", circular), ("ZERO_BUBBLE_H1", basic)],
+    [slow("ONE_FWD_ONE_BWD", basic), ("GPIPE", basic), slow("CIRCULAR", circular), slow("ZERO_BUBBLE_H1", basic)],
 )
 def test_the_transformer_of_24_blocks_trains(expected, schedule: str, assign):
     xs, x, plain, losses = expected

@@ -27,8 +27,6 @@ from tests.mpmd.programs import (
     weights,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @settings(max_examples=25)
 @given(
@@ -36,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
     sizes=st.sampled_from([(1, 1, 1), (2, 2, 2), (1, 2, 4), (4, 1, 2)]),
     microbatches=st.sampled_from([0, 1, 3]),
 )
+@pytest.mark.slow
 def test_any_assignment_gives_equal_results(assignment: list[int], sizes: tuple[int, ...], microbatches: int):
     """Random meshes for five blocks; 0 microbatches stands for one gradient without any call."""
     ws = weights(5)

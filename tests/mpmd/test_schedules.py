@@ -15,8 +15,6 @@ from jaxpp_flax.schedules.task import Task, TaskKind, flatten, forward
 from tests.helpers import tree_allclose
 from tests.mpmd.programs import accumulate, batches, config, in_runs, in_turn, loss, topology, train_step, weights
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 RUNS = [name for name in mpmd.PIPELINE_SCHEDULES if "CIRCULAR" not in name and "WRAP" not in name]
 
 

@@ -62,6 +62,7 @@ def test_a_chrome_trace_has_times_and_memory(tmp_path):
     assert max(held) == 2.0
 
 
+@pytest.mark.extras
 def test_png(tmp_path):
     pytest.importorskip("matplotlib")
     step = simulate(ZBV(8), num_microbatches=8)

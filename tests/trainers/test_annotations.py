@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax import PipelineStage, PipelineTrainer, mark_stage_end
 from jaxpp_flax.trainers import MeshError
-from tests.helpers import tree_allclose
+from tests.helpers import slow_but, tree_allclose
 
 WIDTH, STAGES, MICROBATCHES = 8, 2, 2
 _INIT = nnx.initializers.lecun_normal()
@@ -81,8 +81,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(CASES, "fsdp", "rules"))
 def test_annotated_parameters_and_their_optimizer_state_are_sharded(case):
     kind, axes, options, spec, parts = CASES[case]
     piped, plain = (
@@ -134,8 +133,7 @@ EXPLICIT = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", EXPLICIT)
+@pytest.mark.parametrize("case", slow_but(EXPLICIT, "fsdp"))
 def test_explicit_meshes(case):
     """Annotations on a mesh whose axes are part of the types."""
     shape, axes, names = EXPLICIT[case]

@@ -215,7 +215,7 @@ def test_several_processes_are_refused_though_each_has_a_part_of_every_rank(monk
         )  # fmt: skip
 
 
-@pytest.mark.usefixtures("verified_quick_compilation")
+@pytest.mark.usefixtures("verified")
 def test_for_real(capsys):
     """The losses are those of 1F1B, whatever was chosen."""
     batches = [m.make_batch(8, seed) for seed in range(12)]

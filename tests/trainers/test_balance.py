@@ -19,7 +19,7 @@ from tests.trainers import models as m
 
 VOCABULARY, WIDTH, ROWS = 512, 64, 8
 
-pytestmark = pytest.mark.usefixtures("verified_quick_compilation")
+pytestmark = pytest.mark.usefixtures("verified")
 
 
 class Tower(nnx.Module):

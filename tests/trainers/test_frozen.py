@@ -10,7 +10,7 @@ from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.trainers import ModelError
-from tests.helpers import tree_allclose
+from tests.helpers import slow, tree_allclose
 from tests.matrix.harness import count
 from tests.trainers import models as m
 
@@ -34,8 +34,7 @@ def accumulators(compiled):
     return [v.aval.shape for v in compiled._built.loops[0].accumulator_results if v.aval.shape]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
+@pytest.mark.parametrize("kind", ["nnx", slow("linen")])
 def test_frozen_parameters_have_no_gradient_and_no_accumulator(kind):
     frozen = {"nnx": ["embed", "blocks/0"], "linen": ["Embed_0", "LinenBlock_0/*"]}[kind]
     make = nnx_trainer if kind == "nnx" else lambda **options: linen_trainer(**options)[1]
@@ -65,7 +64,6 @@ def test_frozen_parameters_have_no_gradient_and_no_accumulator(kind):
     assert len(jax.tree.leaves(made.state.opt_state)) == 1 + 2 * len(trained)
 
 
-@pytest.mark.slow
 def test_lora_trains_its_factors_alone():
     model = m.Model(2, rngs=nnx.Rngs(0), marked=False)
     for block in model.blocks:

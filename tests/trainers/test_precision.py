@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.trainers import DynamicLossScale
-from tests.helpers import tree_allclose
+from tests.helpers import slow, tree_allclose
 
 STAGES, MICROBATCHES, WIDTH = 2, 4, 16
 
@@ -82,7 +82,6 @@ def snapshot(made):
     return jax.tree.map(np.asarray, (state.params, state.opt_state, state.model_state, state.ema))
 
 
-@pytest.mark.slow
 def test_dynamic_scale_skips_on_all_stages_halves_and_grows():
     made = trainer(loss_scale=DynamicLossScale(initial=64.0, growth_interval=2), ema_decay=0.5)
     plain = trainer(stages=1, ema_decay=0.5)
@@ -124,8 +123,7 @@ def test_gradients_summed_in_bfloat16_by_choice():
         tree_allclose(rounded, exact, rtol=2.0**-16)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", [1, STAGES])
+@pytest.mark.parametrize("stages", [slow(1), STAGES])
 def test_gradients_of_bfloat16_weights_summed_in_float32(stages):
     """Equal to a loop in plain JAX that casts each microbatch's gradients and adds these up."""
     made = trainer(stages, jnp.bfloat16, keep_gradients(), gradient_dtype=jnp.float32, param_dtype=jnp.bfloat16)
@@ -162,8 +160,7 @@ def keep_gradients():
     return optax.GradientTransformation(lambda params: jax.tree.map(lambda p: 0 * p, params), update)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "epsilon"), [(jnp.bfloat16, 2.0**-8), (jnp.float16, 2.0**-11)])
+@pytest.mark.parametrize(("dtype", "epsilon"), [(jnp.bfloat16, 2.0**-8), slow(jnp.float16, 2.0**-11)])
 def test_narrow_compute_over_float32_weights_equals_plain(dtype, epsilon):
     scale = {"loss_scale": 2.0**8} if dtype == jnp.float16 else {}
     (found, metrics, made), (expected, reference, _) = one_step(dtype=dtype, **scale), one_step(dtype=dtype, stages=1)

@@ -23,7 +23,7 @@ from tests.trainers import models as m
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
 
 
-pytestmark = pytest.mark.usefixtures("verified_quick_compilation")
+pytestmark = pytest.mark.usefixtures("verified")
 
 
 def trainer(schedule: object, num_stages: int = 3, **options: object) -> PipelineTrainer:
@@ -160,6 +160,7 @@ def test_a_stage_without_a_gradient_costs_nothing_there():
     assert (costs.backward, costs.backward_input, costs.backward_weight) == ((0.0, 2.0), (0.0, 2.0), (0.0, 0.0))
 
 
+@pytest.mark.slow
 def test_changing_the_schedule_changes_no_result():
     """From two stages to four, to two in a V on each rank, and back."""
     steady, moving = trainer("1f1b", 2), trainer("1f1b", 2)

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxpp_flax.linen as linen_pipeline
 from jaxpp_flax import PipelineStage, PipelineTrainer, pipeline_stage
-from tests.helpers import tree_allclose
+from tests.helpers import slow, slow_but, tree_allclose
 from tests.matrix.harness import count
 from tests.trainers import models as m
 
@@ -60,8 +60,7 @@ CASES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(CASES, "trainer"))
 def test_equals_plain_and_a_block_recomputes_itself_alone(case):
     options, of_blocks, again = CASES[case]
     losses, state, products, kept = plain()
@@ -100,8 +99,7 @@ def plain_linen():
     return train_linen()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["trainer", "mark", "nn.remat", "policy"])
+@pytest.mark.parametrize("way", [slow("trainer"), "mark", slow("nn.remat"), slow("policy")])
 def test_linen_equals_plain_and_a_block_recomputes_itself_alone(way):
     policies = {"trainer": "full", "policy": jax.checkpoint_policies.dots_saveable}
     losses, state, products, kept = plain_linen()

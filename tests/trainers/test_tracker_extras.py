@@ -1,0 +1,53 @@
+"""The trackers of TensorBoard and Weights & Biases write what they are given."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from jaxpp_flax.trainers.trackers import TensorBoardTracker, WandbTracker
+
+pytestmark = pytest.mark.extras
+
+
+def records(file: Path) -> list[bytes]:
+    """The records of a file in TensorFlow's format: length, checksum, data, checksum."""
+    content, found = file.read_bytes(), []
+    while content:
+        (length,) = struct.unpack("<Q", content[:8])
+        found.append(content[12 : 12 + length])
+        content = content[16 + length :]
+    return found
+
+
+def test_tensorboard(tmp_path: Path):
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event  # type: ignore[import-not-found]
+
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.log_config({"learning_rate": 0.5})
+    for step, loss in [(1, 2.5), (2, 1.25)]:
+        tracker.log({"loss": loss, "note": "no number"}, step=step)
+    tracker.close()
+    (file,) = tmp_path.iterdir()
+    events = [Event.FromString(record) for record in records(file)]
+    scalars = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value if v.HasField("simple_value")]
+    assert scalars == [(1, "loss", 2.5), (2, "loss", 1.25)]
+    texts = [t for e in events for v in e.summary.value for t in v.tensor.string_val]
+    assert texts == [b"- learning_rate: 0.5"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the client's own
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    tracker = WandbTracker(mode="offline", dir=str(tmp_path), project="test")
+    tracker.log_config({"learning_rate": 0.5})
+    for step, loss in [(1, 2.5), (2, 1.25)]:
+        tracker.log({"loss": loss}, step=step)
+    assert tracker._run.config["learning_rate"] == 0.5
+    assert tracker._run.summary["loss"] == 1.25
+    tracker.close()
+    assert [file for file in tmp_path.rglob("*.wandb") if file.stat().st_size]
