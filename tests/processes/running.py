@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+from tests.processes.prepared import ROOT, start_program
 
 __all__ = ["Ended", "run_processes", "start_processes"]
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -34,17 +31,15 @@ def free_port() -> int:
 
 
 class Processes:
-    """N processes of one script, each with its index; a context manager that ends them all."""
+    """N processes of one program, each with its index; a context manager that ends them all."""
 
-    def __init__(
-        self, count: int, script: Path, arguments: Sequence[str], devices: int, environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, count: int, program: Sequence[str], devices: int, environment: Mapping[str, str]) -> None:
         port = free_port()
         self.begun = time.monotonic()
         self.files = [tempfile.TemporaryFile() for _ in range(count)]  # noqa: SIM115 closed by __exit__
-        self.processes: list[subprocess.Popen[bytes]] = []
-        for index in range(count):
-            env = {
+        self.processes = []
+        for index, file in enumerate(self.files):
+            own = {
                 **os.environ,
                 "JAX_PLATFORMS": "cpu",
                 "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false",
@@ -55,16 +50,7 @@ class Processes:
                 "TEST_PROCESS": str(index),
                 **environment,
             }
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(script), *arguments],
-                    env=env,
-                    stdout=self.files[index],
-                    stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                    cwd=ROOT,
-                )
-            )
+            self.processes.append(start_program(program, environment=own, cwd=ROOT, output=file.fileno()))
 
     def __enter__(self) -> Processes:
         return self
@@ -80,19 +66,29 @@ class Processes:
 
     def output(self, index: int) -> str:
         """What a process has printed so far."""
-        self.files[index].seek(0)
-        text = self.files[index].read().decode(errors="replace")
-        self.files[index].seek(0, os.SEEK_END)
-        return text
+        file = self.files[index].fileno()
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")  # the process writes at the position
 
-    def wait(self, timeout: float) -> list[Ended]:
-        """Wait for all of them until `timeout` seconds after the start; then they are killed."""
+    def wait_for_output(self, index: int, text: str, timeout: float = 120.0) -> float:
+        """Wait until a process has printed this; the seconds since the start."""
+        while text not in self.output(index):
+            shown = "\n".join(self.output(i) for i in range(len(self.processes)))
+            assert self.processes[index].poll() is None, f"it ended before it printed {text!r}: {shown}"
+            assert time.monotonic() - self.begun < timeout, f"no {text!r} in {timeout} s: {shown}"
+            time.sleep(0.01)
+        return time.monotonic() - self.begun
+
+    def wait(self, timeout: float, after_a_failure: float | None = None) -> list[Ended]:
+        """Wait for all of them until `timeout` seconds after the start, and not longer than `after_a_failure` seconds
+        after one has failed; then they are killed."""
         ended: dict[int, tuple[int | None, float]] = {}
-        while len(ended) < len(self.processes) and time.monotonic() - self.begun < timeout:
+        while len(ended) < len(self.processes) and (now := time.monotonic() - self.begun) < timeout:
             for index, process in enumerate(self.processes):
                 if index not in ended and process.poll() is not None:
-                    ended[index] = (process.returncode, time.monotonic() - self.begun)
-            time.sleep(0.05)
+                    ended[index] = (process.returncode, now)
+                    if process.returncode and after_a_failure is not None:
+                        timeout = min(timeout, now + after_a_failure)
+            time.sleep(0.01)
         for index, process in enumerate(self.processes):
             if index not in ended:
                 process.kill()
@@ -103,18 +99,19 @@ class Processes:
 
 def start_processes(
     count: int,
-    script: str | Path,
+    program: str,
     *arguments: str,
     devices: int = 1,
     environment: Mapping[str, str] | None = None,
 ) -> Processes:
-    """Start `count` processes of a script of this folder, with `devices` virtual CPU devices each."""
-    return Processes(count, ROOT / "tests" / "processes" / script, arguments, devices, environment or {})
+    """Start `count` processes with `devices` virtual CPU devices each: of a script of this folder, or of a module."""
+    what = [str(ROOT / "tests" / "processes" / program)] if program.endswith(".py") else ["-m", program]
+    return Processes(count, [*what, *arguments], devices, environment or {})
 
 
 def run_processes(
     count: int,
-    script: str | Path,
+    program: str,
     *arguments: str,
     devices: int = 1,
     timeout: float = 240.0,
@@ -125,15 +122,15 @@ def run_processes(
     Raises:
       AssertionError: if one fails or does not end in time; it shows what all of them printed.
     """
-    with start_processes(count, script, *arguments, devices=devices, environment=environment) as processes:
-        ended = processes.wait(timeout)
+    with start_processes(count, program, *arguments, devices=devices, environment=environment) as processes:
+        ended = processes.wait(timeout, after_a_failure=15.0)
     if any(end.code != 0 for end in ended):
         shown = "\n".join(
             f"--- process {i}: {'killed at the deadline' if e.code is None else f'exit code {e.code}'} "
             f"after {e.seconds:.1f} s\n{e.output[-6000:]}"
             for i, e in enumerate(ended)
         )
-        raise AssertionError(f"{count} processes of {script} {' '.join(arguments)} did not all succeed:\n{shown}")
+        raise AssertionError(f"{count} processes of {program} {' '.join(arguments)} did not all succeed:\n{shown}")
     return [end.output for end in ended]
 
 

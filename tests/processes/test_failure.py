@@ -20,11 +20,7 @@ def after_some_steps(processes: Processes, step: int = 33) -> float:
 
     Well before step 64, after which processes compare their batches: then they wait for that, not for activations.
     """
-    while f"step {step}\n" not in processes.output(1):
-        assert time.monotonic() - processes.begun < 120, "\n".join(processes.output(i) for i in range(3))
-        assert processes.processes[1].poll() is None, processes.output(1)
-        time.sleep(0.05)
-    return time.monotonic() - processes.begun
+    return processes.wait_for_output(1, f"step {step}\n")
 
 
 def others(ended: list[Ended], since: float) -> list[str]:
