@@ -1,7 +1,9 @@
-"""Programs of tests start in a fork of one interpreter that has imported JAX, Flax, Optax, Orbax and this package.
+"""Programs of tests start in forks of interpreters that have imported JAX, Flax, Optax, Orbax and this package.
 
 These imports take longer than most of what several processes are started for. The forks are made before any backend
 or thread exists, and each sets its own environment, devices and connection; it ends as an ordinary interpreter does.
+Processes of one run are forks of different interpreters: what depends on the hashes of strings, such as the order of a
+set, differs between them, as it does in earnest.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -17,6 +20,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +29,10 @@ __all__ = ["Started", "start_program"]
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST_REQUEST = 1 << 20
+IMPORTED = (
+    "jax", "flax.nnx", "optax", "orbax.checkpoint", "jaxpp_flax.api", "jaxpp_flax.checkpoint", "jaxpp_flax.launch",
+    "jaxpp_flax.trainers", "tests.engine.toys",
+)  # fmt: skip
 # JAX reads these when it is imported: a program that needs other values than the tests' gets an interpreter of its own.
 READ_BY_IMPORTS = ("JAX_", "JAXPP_FLAX_PUBLIC_API_ONLY", "PYTHON")
 
@@ -102,18 +110,21 @@ class Server:
 
 
 @functools.cache
-def the_server() -> Server:
-    """Started with the first program, and closed with the tests."""
+def server_of(index: int) -> Server:
+    """Started with the first program that asks for it, and closed with the tests."""
     server = Server()
     atexit.register(server.close)
     return server
 
 
 def start_program(
-    program: Sequence[str], *, environment: Mapping[str, str], cwd: Path, output: int
+    program: Sequence[str], *, index: int, environment: Mapping[str, str], cwd: Path, output: int
 ) -> Started | subprocess.Popen[bytes]:
-    """Start a script, or "-m" and a module, with arguments; what it prints goes to the descriptor `output`."""
-    server = the_server()
+    """Start a script, or "-m" and a module, with arguments, in a fork of interpreter `index`.
+
+    What it prints goes to the descriptor `output`.
+    """
+    server = server_of(index)
     if not server.fits(environment):
         return subprocess.Popen(
             [sys.executable, *program],
@@ -135,7 +146,9 @@ def serve(connection: socket.socket) -> dict[str, Any]:
             text, outputs = text + part, outputs + more
         request = json.loads(text)
         if "program" in request:
-            pid = os.fork()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", r"os\.fork\(\)")  # JAX warns of its threads, which are not there yet
+                pid = os.fork()
             if pid == 0:
                 connection.close()
                 os.dup2(outputs[0], 1), os.dup2(outputs[0], 2), os.close(outputs[0])
@@ -178,13 +191,8 @@ def run(request: dict[str, Any]) -> None:
 def main() -> None:
     """Import what programs of the tests do, and fork for each of them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests end, and this with them
-    import jax  # noqa: F401
-    import optax  # noqa: F401
-    import orbax.checkpoint  # noqa: F401
-    from flax import nnx  # noqa: F401
-
-    import tests.engine.toys  # noqa: F401
-
+    for name in IMPORTED:
+        importlib.import_module(name)
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         print(f"the imports have started {threads - 1} threads, which a fork would not have", file=sys.stderr)
     gc.freeze()  # the pages of what is imported stay shared

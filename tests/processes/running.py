@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tests.processes.prepared import ROOT, start_program
 
-__all__ = ["Ended", "run_processes", "start_processes"]
+__all__ = ["Ended", "ProcessesError", "results_of_cases", "run_processes", "start_processes"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,19 @@ class Ended:
     code: int | None
     output: str
     seconds: float
+
+
+class ProcessesError(AssertionError):
+    """Processes of which not all succeeded."""
+
+    def __init__(self, what: str, ended: list[Ended]) -> None:
+        self.ended = ended
+        shown = "\n".join(
+            f"--- process {i}: {'killed at the deadline' if e.code is None else f'exit code {e.code}'} "
+            f"after {e.seconds:.1f} s\n{e.output[-6000:]}"
+            for i, e in enumerate(ended)
+        )
+        super().__init__(f"{what} did not all succeed:\n{shown}")
 
 
 def free_port() -> int:
@@ -50,7 +65,7 @@ class Processes:
                 "TEST_PROCESS": str(index),
                 **environment,
             }
-            self.processes.append(start_program(program, environment=own, cwd=ROOT, output=file.fileno()))
+            self.processes.append(start_program(program, index=index, environment=own, cwd=ROOT, output=file.fileno()))
 
     def __enter__(self) -> Processes:
         return self
@@ -78,11 +93,12 @@ class Processes:
             time.sleep(0.01)
         return time.monotonic() - self.begun
 
-    def wait(self, timeout: float, after_a_failure: float | None = None) -> list[Ended]:
+    def wait(self, timeout: float, after_a_failure: float | None = None, standing: Collection[int] = ()) -> list[Ended]:
         """Wait for all of them until `timeout` seconds after the start, and not longer than `after_a_failure` seconds
-        after one has failed; then they are killed."""
+        after one has failed; then they are killed. Those of index `standing` cannot end: they are not waited for."""
         ended: dict[int, tuple[int | None, float]] = {}
-        while len(ended) < len(self.processes) and (now := time.monotonic() - self.begun) < timeout:
+        awaited = set(range(len(self.processes))) - set(standing)
+        while not awaited <= set(ended) and (now := time.monotonic() - self.begun) < timeout:
             for index, process in enumerate(self.processes):
                 if index not in ended and process.poll() is not None:
                     ended[index] = (process.returncode, now)
@@ -120,24 +136,51 @@ def run_processes(
     """Run them to their end; gives what each printed.
 
     Raises:
-      AssertionError: if one fails or does not end in time; it shows what all of them printed.
+      ProcessesError: if one fails or does not end in time; it shows what all of them printed.
     """
     with start_processes(count, program, *arguments, devices=devices, environment=environment) as processes:
         ended = processes.wait(timeout, after_a_failure=15.0)
     if any(end.code != 0 for end in ended):
-        shown = "\n".join(
-            f"--- process {i}: {'killed at the deadline' if e.code is None else f'exit code {e.code}'} "
-            f"after {e.seconds:.1f} s\n{e.output[-6000:]}"
-            for i, e in enumerate(ended)
-        )
-        raise AssertionError(f"{count} processes of {program} {' '.join(arguments)} did not all succeed:\n{shown}")
+        raise ProcessesError(f"{count} processes of {program} {' '.join(arguments)}", ended)
     return [end.output for end in ended]
 
 
-def join_run() -> None:
-    """For the scripts: `jax.distributed.initialize` with what this module put into the environment."""
+@functools.cache
+def results_of_cases(
+    count: int, script: str, *arguments: str, names: tuple[str, ...], devices: int = 1, transport: str = ""
+) -> dict[str, str]:
+    """Run cases one after the other in one start of the processes; what went wrong in each, nothing if it passed.
+
+    A script of cases gets their names as JSON in its last argument, and prints "passed NAME" after each. A case that
+    fails ends the processes: those after it get a new start.
+    """
+    environment = {"JAXPP_FLAX_TRANSPORT": transport} if transport else None
+    results: dict[str, str] = {}
+    while pending := [name for name in names if name not in results]:
+        try:
+            run_processes(
+                count, script, *arguments, json.dumps(pending), devices=devices, environment=environment,
+            )  # fmt: skip
+            results |= dict.fromkeys(pending, "")
+        except ProcessesError as error:
+            texts = [end.output for end in error.ended]
+            passed = [name for name in pending if all(f"passed {name}\n" in text for text in texts)]
+            results |= dict.fromkeys(passed, "")
+            # After the last one, what failed is the end of the processes.
+            results[pending[min(len(passed), len(pending) - 1)]] = str(error)
+    return results
+
+
+def join_run(*, optimized: bool = False) -> None:
+    """For the scripts: `jax.distributed.initialize` with what this module put into the environment.
+
+    Args:
+      optimized: whether XLA compiles as usual. Otherwise it is asked for less optimization, for scripts that compare
+        what has been compiled alike, or with a tolerance that holds for either.
+    """
     import jax
 
+    jax.config.update("jax_disable_most_optimizations", not optimized)
     if os.environ["TEST_PROCESSES"] == "1":
         return
     if os.environ.get("JAXPP_FLAX_TRANSPORT") == "device_put":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 
 import pytest
 
@@ -48,8 +47,7 @@ def test_a_stopped_process_is_named():
     with start_processes(3, "run_failure.py") as processes:
         since = after_some_steps(processes)
         processes.processes[1].send_signal(signal.SIGSTOP)
-        time.sleep(0.1)
-        ended = processes.wait(since + 40)
+        ended = processes.wait(since + 40, standing=[1])
         outputs = others(ended, since)
     for output in outputs:
         assert "process 1" in output, output[-3000:]
