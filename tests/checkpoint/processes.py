@@ -23,8 +23,11 @@ DEVICES = 8
 
 
 def start(count: int, jobs: Sequence[Sequence[Any]]) -> Processes:
-    """Start `count` processes."""
-    return start_processes(count, "tests.checkpoint.processes", json.dumps(jobs), devices=DEVICES // count)
+    """Start `count` processes, one of which will be killed: the others are to notice soon."""
+    soon = {"TEST_FAILURE_TIMEOUT": "8"}
+    return start_processes(
+        count, "tests.checkpoint.processes", json.dumps(jobs), devices=DEVICES // count, environment=soon
+    )
 
 
 def run(count: int, jobs: Sequence[Sequence[Any]]) -> list[str]:
@@ -227,13 +230,15 @@ def back_and_forth(directory: str) -> None:
 def main() -> None:
     from jaxpp_flax.launch import initialize
 
+    # What these compute is compared by tolerances; what they save and restore, bit by bit.
+    jax.config.update("jax_disable_most_optimizations", True)
     count = int(os.environ["TEST_PROCESSES"])
     if count > 1:
         initialize(
             coordinator_address=os.environ["TEST_COORDINATOR"],
             num_processes=count,
             process_id=int(os.environ["TEST_PROCESS"]),
-            failure_timeout_s=15,
+            failure_timeout_s=float(os.environ.get("TEST_FAILURE_TIMEOUT", "15")),
         )
     jobs = json.loads(sys.argv[1])
     for function, *arguments in jobs:
