@@ -6,12 +6,13 @@ import functools
 import json
 import os
 import socket
+import subprocess
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from tests.processes.prepared import ROOT, start_program
+from tests.processes.prepared import ROOT, Started, start_program
 
 __all__ = ["Ended", "ProcessesError", "results_of_cases", "run_processes", "start_processes"]
 
@@ -52,7 +53,7 @@ class Processes:
         port = free_port()
         self.begun = time.monotonic()
         self.files = [tempfile.TemporaryFile() for _ in range(count)]  # noqa: SIM115 closed by __exit__
-        self.processes = []
+        self.processes: list[Started | subprocess.Popen[bytes]] = []
         for index, file in enumerate(self.files):
             own = {
                 **os.environ,
@@ -157,17 +158,20 @@ def results_of_cases(
     environment = {"JAXPP_FLAX_TRANSPORT": transport} if transport else None
     results: dict[str, str] = {}
     while pending := [name for name in names if name not in results]:
+        failure = None
         try:
-            run_processes(
-                count, script, *arguments, json.dumps(pending), devices=devices, environment=environment,
-            )  # fmt: skip
-            results |= dict.fromkeys(pending, "")
+            texts = run_processes(
+                count, script, *arguments, json.dumps(pending), devices=devices, environment=environment
+            )
         except ProcessesError as error:
-            texts = [end.output for end in error.ended]
-            passed = [name for name in pending if all(f"passed {name}\n" in text for text in texts)]
-            results |= dict.fromkeys(passed, "")
-            # After the last one, what failed is the end of the processes.
-            results[pending[min(len(passed), len(pending) - 1)]] = str(error)
+            texts, failure = [end.output for end in error.ended], str(error)
+        passed = [name for name in pending if all(f"passed {name}\n" in text for text in texts)]
+        results |= dict.fromkeys(passed, "")
+        if passed != pending:
+            missing = next(name for name in pending if name not in passed)
+            results[missing] = failure or "the processes ended well without it"
+        elif failure is not None:  # after the last case
+            results[pending[-1]] = failure
     return results
 
 
