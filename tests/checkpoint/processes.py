@@ -1,4 +1,4 @@
-"""One of several processes that save and restore together: `python -m tests.checkpoint.processes ADDRESS N INDEX JOBS`.
+"""One of several processes that save and restore together: `run(N, JOBS)`.
 
 JOBS is JSON: a list of lists, each the name of a function below and its arguments. Every process has 8/N of the
 devices, so that layouts (`tests/checkpoint/layouts.py`) mean the same whatever N is.
@@ -9,10 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,47 +17,26 @@ from typing import Any
 import jax
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.processes.running import Processes, run_processes, start_processes
+
 DEVICES = 8
 
 
-def start(count: int, jobs: Sequence[Sequence[Any]]) -> list[subprocess.Popen[str]]:
-    """Start `count` processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    return [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.checkpoint.processes", address, str(count), str(index), json.dumps(jobs)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT,
-            env={**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)},
-        )
-        for index in range(count)
-    ]  # fmt: skip
+def start(count: int, jobs: Sequence[Sequence[Any]]) -> Processes:
+    """Start `count` processes, one of which will be killed: the others are to notice soon."""
+    soon = {"TEST_FAILURE_TIMEOUT": "8"}
+    return start_processes(
+        count, "tests.checkpoint.processes", json.dumps(jobs), devices=DEVICES // count, environment=soon
+    )
 
 
 def run(count: int, jobs: Sequence[Sequence[Any]]) -> list[str]:
-    """Start `count` processes, wait for their end, and give what each printed; none is left behind.
+    """Start `count` processes, wait for their end, and give what each printed.
 
     Raises:
       AssertionError: with all their output, if one fails or does not end.
     """
-    processes = start(count, jobs)
-    try:
-        end = time.monotonic() + 300
-        while any(process.poll() is None for process in processes) and time.monotonic() < end:
-            if any(process.poll() for process in processes):  # the others would wait for it
-                time.sleep(5)
-                break
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-    outputs = [process.communicate()[0] for process in processes]
-    codes = [process.returncode for process in processes]
-    assert codes == [0] * count, "\n".join(f"--- {c}:\n{text[-5000:]}" for c, text in zip(codes, outputs, strict=True))
-    return outputs
+    return run_processes(count, "tests.checkpoint.processes", json.dumps(jobs), devices=DEVICES // count)
 
 
 def layout_of(name: str) -> Any:
@@ -254,11 +230,17 @@ def back_and_forth(directory: str) -> None:
 def main() -> None:
     from jaxpp_flax.launch import initialize
 
-    address, count, index, jobs = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", DEVICES // count)
+    # What these compute is compared by tolerances; what they save and restore, bit by bit.
+    jax.config.update("jax_disable_most_optimizations", True)
+    count = int(os.environ["TEST_PROCESSES"])
     if count > 1:
-        initialize(coordinator_address=address, num_processes=count, process_id=index, failure_timeout_s=15)
+        initialize(
+            coordinator_address=os.environ["TEST_COORDINATOR"],
+            num_processes=count,
+            process_id=int(os.environ["TEST_PROCESS"]),
+            failure_timeout_s=float(os.environ.get("TEST_FAILURE_TIMEOUT", "15")),
+        )
+    jobs = json.loads(sys.argv[1])
     for function, *arguments in jobs:
         globals()[function](*arguments)
     print("all done", flush=True)

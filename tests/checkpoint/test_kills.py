@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,26 +22,21 @@ from jaxpp_flax.trainers.preemption import Preemption, StopTogether
 from tests.checkpoint.program import batches, make_trainer
 from tests.engine.stores import MemoryStore
 from tests.helpers import tree_allclose
+from tests.processes.running import Processes, start_processes
 
 pytestmark = pytest.mark.processes
 
-ROOT = Path(__file__).resolve().parents[2]
 LAST = 100_000  # more steps than any process lives for
 
 
-def start(directory: Path, cache: Path, *options: str) -> subprocess.Popen[str]:
-    """The program, at the moment of its first step in this life."""
-    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT)}
-    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.checkpoint.program", str(directory), str(LAST), *options],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT,
-    )  # fmt: skip
-    assert process.stdout is not None
-    assert process.stderr is not None
-    if not process.stdout.readline().startswith("step "):
-        raise AssertionError(f"the program ended before its first step:\n{process.stderr.read()}")
-    return process
+@contextmanager
+def started(directory: Path, *options: str) -> Iterator[Processes]:
+    """The program, at the moment of its first step in this life; compiled as the tests' own process compiles."""
+    flags = {"XLA_FLAGS": os.environ["XLA_FLAGS"]}
+    arguments = (str(directory), str(LAST), *options)
+    with start_processes(1, "tests.checkpoint.program", *arguments, environment=flags) as processes:
+        processes.wait_for_output(0, "step ")
+        yield processes
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -50,21 +45,19 @@ def steps_in(directory: Path) -> list[int]:
 
 def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> int:
     """Kill so many processes, ask one to end, and compare with a run that nobody disturbed; the saves cut off."""
-    rng, directory, cache = random.Random(seed), tmp_path / "run", tmp_path / "cache"
+    rng, directory = random.Random(seed), tmp_path / "run"
     reached = cut_off = 0
     for _ in range(kills):
-        process = start(directory, cache)
-        time.sleep(rng.uniform(0.0, 0.4))  # a save takes about a tenth of a second, and one follows another
-        process.kill()
-        process.communicate()
+        with started(directory) as processes:
+            time.sleep(rng.uniform(0.0, 0.4))  # a save takes about a tenth of a second, and one follows another
+            processes.processes[0].kill()
         cut_off += bool(list(directory.glob("*tmp*")))
         steps = steps_in(directory)
         assert not steps or max(steps) >= reached, "a checkpoint that was complete is gone"
         reached = max(steps, default=0)
-    process = start(directory, cache)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == PREEMPTED_STATUS
-    process.communicate()
+    with started(directory) as processes:
+        processes.processes[0].send_signal(signal.SIGTERM)
+        assert processes.processes[0].wait(timeout=60) == PREEMPTED_STATUS
     assert not list(directory.glob("*tmp*")), "what the kills left has been removed"
     last = max(steps_in(directory))
     assert last > reached
@@ -114,19 +107,17 @@ def test_sigterm_finishes_the_step_and_saves(tmp_path: Path):
 @pytest.mark.parametrize("signals", [1, 2])
 def test_devices_that_never_answer_do_not_keep_the_process(signals: int, tmp_path: Path):
     """By the deadline after one signal; at once after two, long before the deadline."""
-    process = start(tmp_path / "run", tmp_path / "cache", "hang", "3" if signals == 1 else "300")
-    assert process.stdout is not None
-    while process.stdout.readline() not in ("hanging\n", ""):
-        pass
-    begin = time.monotonic()
-    for _ in range(signals):
-        process.send_signal(signal.SIGTERM)
-        time.sleep(0.5)  # signals of one kind that arrive together are one
-        if signals == 1:
-            assert process.poll() is None, "the deadline is the process's to use"
-    assert process.wait(timeout=60) == KILLED_STATUS
-    assert time.monotonic() - begin < 60
-    process.communicate()
+    with started(tmp_path / "run", "hang", "3" if signals == 1 else "300") as processes:
+        processes.wait_for_output(0, "hanging\n")
+        begin = time.monotonic()
+        (process,) = processes.processes
+        for _ in range(signals):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.5)  # signals of one kind that arrive together are one
+            if signals == 1:
+                assert process.poll() is None, "the deadline is the process's to use"
+        assert process.wait(timeout=60) == KILLED_STATUS
+        assert time.monotonic() - begin < 60
     assert max(steps_in(tmp_path / "run")) >= 1, "the checkpoint before is there"
 
 

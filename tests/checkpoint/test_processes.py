@@ -21,11 +21,12 @@ import sys
 sys.modules["jaxpp_flax"] = None
 import jax, orbax.checkpoint as ocp
 here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-with ocp.StandardCheckpointer() as checkpointer:
-    leaves = checkpointer.metadata(sys.argv[1]).item_metadata.tree
-    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), leaves)
-    tree = checkpointer.restore(sys.argv[1], target)
-print(sorted(tree), len(jax.tree.leaves(tree)), tree["params"]["embed"].sum())
+for path in sys.argv[1:]:
+    with ocp.StandardCheckpointer() as checkpointer:
+        leaves = checkpointer.metadata(path).item_metadata.tree
+        target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), leaves)
+        tree = checkpointer.restore(path, target)
+    print(sorted(tree), len(jax.tree.leaves(tree)), tree["params"]["embed"].sum())
 """
 
 # With 2 devices in a process: 2 stages in each process; one in each; stages of 2 processes; leaves that are in none of
@@ -47,16 +48,17 @@ def test_four_to_two_to_one_to_stock_orbax_and_back(tmp_path: Path):
     plain = str(tmp_path / "plain")
     run(1, [*jobs, ("save", "2 stages x tensor", 7, one), ("stock_save", 8, plain)])
     (tmp_path / "reader.py").write_text(READER)
-    for _, (seed, path) in [*four.items(), *two.items()]:
-        done = subprocess.run(
-            [sys.executable, "-I", str(tmp_path / "reader.py"), path],
-            capture_output=True, text=True, cwd=tmp_path, check=False, timeout=120,
-            env={**os.environ, "XLA_FLAGS": ""},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith("['model_state', 'opt_state', 'params', 'step'] 21 ")
+    written = [*four.values(), *two.values()]
+    done = subprocess.run(
+        [sys.executable, "-I", str(tmp_path / "reader.py"), *(path for _, path in written)],
+        capture_output=True, text=True, cwd=tmp_path, check=False, timeout=120,
+        env={**os.environ, "XLA_FLAGS": ""},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for (seed, _), line in zip(written, done.stdout.splitlines(), strict=True):
+        assert line.startswith("['model_state', 'opt_state', 'params', 'step'] 21 ")
         total = float(np.asarray(make_state(seed)["params"]["embed"]).sum())
-        np.testing.assert_allclose(float(done.stdout.split()[-1]), total, rtol=1e-5)
+        np.testing.assert_allclose(float(line.split()[-1]), total, rtol=1e-5)
     back = [("restore", name, 7, one) for name in FROM] + [("restore_params", name, 8, plain) for name in FROM]
     outputs = run(4, back)
     # Every process has compared what it owns; only process 1 has a part in every layout.

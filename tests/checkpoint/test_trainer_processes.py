@@ -84,26 +84,16 @@ def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> None:
     rng, directory = random.Random(seed), tmp_path / "run"
     reached, ends, cut_off = 0, list[float](), 0
     for _ in range(kills):
-        processes = start(2, [("train", str(directory), 2, 100_000)])
-        try:
-            assert processes[0].stdout is not None
-            while not (line := processes[0].stdout.readline()).startswith("step "):
-                assert line, "it ended before its first step"
+        with start(2, [("train", str(directory), 2, 100_000)]) as processes:
+            processes.wait_for_output(0, "step ")
             time.sleep(rng.uniform(0.0, 1.0))  # every second step is saved, and a step takes some milliseconds
             killed = rng.randrange(2)
-            processes[killed].kill()
+            processes.processes[killed].kill()
             begin = time.monotonic()
-            status = processes[1 - killed].wait(timeout=60)
+            status = processes.processes[1 - killed].wait(timeout=60)
             ends.append(time.monotonic() - begin)
-            output = processes[1 - killed].communicate()[0]
             assert status != 0
-            assert f"process {killed}" in output
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-                if process.stdout is not None:
-                    process.stdout.close()
+            assert f"process {killed}" in processes.output(1 - killed)
         cut_off += bool(list(directory.glob("*tmp*")))
         steps = [int(path.name) for path in directory.iterdir() if path.name.isdigit()]
         assert max(steps, default=0) >= reached, "a checkpoint that was complete is gone"

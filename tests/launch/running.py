@@ -138,10 +138,16 @@ def started(folder: Path, command: list[str], **more: str) -> Iterator[Run]:
 
 
 @contextmanager
-def launched(folder: Path, source: str, *options: str, arguments: tuple[str, ...] = ()) -> Iterator[Run]:
-    """A script, running as several processes under the launcher."""
+def launched(
+    folder: Path, source: str, *options: str, arguments: tuple[str, ...] = (), failure_timeout: float = 10.0
+) -> Iterator[Run]:
+    """A script, running as several processes under the launcher.
+
+    The failure timeout is a third of the launcher's default: processes wait for shares of it before they end.
+    """
     script = folder / "script.py"
     script.write_text(source, encoding="utf-8")
+    options = ("--failure-timeout", str(failure_timeout), *options)
     command = [sys.executable, "-m", "jaxpp_flax.launch", *options, str(script), *arguments]
     with started(folder, command) as run:
         yield run

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -79,21 +80,28 @@ def test_the_next_run_may_have_the_same_address_at_once(tmp_path: Path):
             assert [run.finish() for run in runs] == statuses, runs[0].stderr + runs[1].stderr
 
 
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[Run]]]:
+    """Two runs side by side: in the first process 0 is killed, in the second process 1. They end by the silence."""
+    with ExitStack() as stack:
+        started = [start_two(stack, tmp_path_factory.mktemp("killed"), SCRIPT + WAIT) for _ in range(2)]
+        for victim, runs in enumerate(started):
+            for run in runs:
+                run.wait_for_output("connected")
+            runs[victim].popen.kill()
+        yield started
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_without_a_launcher_heartbeats_find_a_killed_process(tmp_path: Path, victim: int):
-    with ExitStack() as stack:
-        runs = start_two(stack, tmp_path, SCRIPT + WAIT)
-        for run in runs:
-            run.wait_for_output("connected")
-        runs[victim].popen.kill()
-        survivor = runs[1 - victim]
-        assert survivor.finish() == 69
-        assert re.search(rf"process {victim}: no sign of life for \d+ s", survivor.stderr)
-        awaited = f"Process {1 - victim} was waiting for the loss of step 4 (from process {victim})."
-        assert awaited in survivor.stderr
-        for run in runs:
-            run.check_nothing_is_left(seconds=60.0)
+def test_without_a_launcher_heartbeats_find_a_killed_process(killed: list[list[Run]], victim: int):
+    survivor = killed[victim][1 - victim]
+    assert survivor.finish() == 69
+    assert re.search(rf"process {victim}: no sign of life for \d+ s", survivor.stderr)
+    awaited = f"Process {1 - victim} was waiting for the loss of step 4 (from process {victim})."
+    assert awaited in survivor.stderr
+    for run in killed[victim]:
+        run.check_nothing_is_left(seconds=60.0)
 
 
 @pytest.mark.slow

@@ -7,11 +7,13 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.launch.running import launched, listening_addresses, marked, started, wait_for
+from tests.launch.running import Run, launched, listening_addresses, marked, started, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -147,16 +149,42 @@ def test_a_process_killed_while_it_starts(tmp_path: Path):
         run.check_nothing_is_left()
 
 
-def test_a_stopped_process_is_found_and_named(tmp_path: Path):
-    with launched(tmp_path, BEGIN + WAIT_OUTSIDE_OF_PYTHON, "-n", "2", "--failure-timeout", "8") as run:
-        run.wait_for_output(" pid ", times=2)
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
+    """Two runs side by side: in one process 1 stands still, in one the service. Their time is that of the silence."""
+    with ExitStack() as stack:
+        runs: dict[str, Run] = {}
+        for what in ("process", "service"):
+            folder = tmp_path_factory.mktemp(f"stopped_{what}")
+            run = launched(folder, BEGIN + WAIT_OUTSIDE_OF_PYTHON, "-n", "2", failure_timeout=8.0)
+            runs[what] = stack.enter_context(run)
+        for run in runs.values():
+            run.wait_for_output(" pid ", times=2)
         time.sleep(2.0)  # until its first heartbeat has been seen
-        run.kill(1, signal.SIGSTOP)
-        assert run.finish() == 128 + signal.SIGSTOP
-        assert error_block(run.stderr).startswith("process 1 of 2 was stopped (SIGSTOP)")
-        assert "[0] jaxpp_flax: the run has ended: process 1: no sign of life for " in run.stderr
-        assert re.search(rf"\[0\] Process 0 {AWAITED}", run.stderr)
-        run.check_nothing_is_left()
+        runs["process"].kill(1, signal.SIGSTOP)
+        [service] = [pid for pid, line in marked(runs["service"].mark).items() if "launch.coordinator" in line]
+        os.kill(service, signal.SIGSTOP)
+        yield runs
+
+
+def test_a_stopped_process_is_found_and_named(stopped: dict[str, Run]):
+    run = stopped["process"]
+    assert run.finish() == 128 + signal.SIGSTOP
+    assert error_block(run.stderr).startswith("process 1 of 2 was stopped (SIGSTOP)")
+    assert "[0] jaxpp_flax: the run has ended: process 1: no sign of life for " in run.stderr
+    assert re.search(rf"\[0\] Process 0 {AWAITED}", run.stderr)
+    run.check_nothing_is_left()
+
+
+def test_a_coordination_service_that_does_not_answer_ends_all_with_our_own_words(stopped: dict[str, Run]):
+    # As where the network to its host is gone. JAX, which would abort without a word on why, waits for longer.
+    run = stopped["service"]
+    assert run.finish() == 69
+    for index in range(2):
+        name = r"the coordination service at 127\.0\.0\.1:\d+ \(the host of process 0\)"
+        assert re.search(rf"\[{index}\].* {name} has not answered process {index}", run.stderr)
+    assert "Terminating process" not in run.stderr
+    run.check_nothing_is_left()
 
 
 def test_a_killed_coordination_service_ends_all(tmp_path: Path):
@@ -172,20 +200,6 @@ def test_a_killed_coordination_service_ends_all(tmp_path: Path):
         run.check_nothing_is_left()
 
 
-def test_a_coordination_service_that_does_not_answer_ends_all_with_our_own_words(tmp_path: Path):
-    # As where the network to its host is gone. JAX, which would abort without a word on why, waits for longer.
-    with launched(tmp_path, BEGIN + WAIT_OUTSIDE_OF_PYTHON, "-n", "2", "--failure-timeout", "8") as run:
-        run.wait_for_output(" pid ", times=2)
-        [service] = [pid for pid, line in marked(run.mark).items() if "launch.coordinator" in line]
-        os.kill(service, signal.SIGSTOP)
-        assert run.finish() == 69
-        for index in range(2):
-            name = r"the coordination service at 127\.0\.0\.1:\d+ \(the host of process 0\)"
-            assert re.search(rf"\[{index}\].* {name} has not answered process {index}", run.stderr)
-        assert "Terminating process" not in run.stderr
-        run.check_nothing_is_left()
-
-
 def test_a_process_that_ends_early_is_an_error_that_says_so(tmp_path: Path):
     with launched(tmp_path, BEGIN + "if index == 1:\n    sys.exit(0)\n" + WAIT_IN_PYTHON, "-n", "2") as run:
         # Process 1 is told that it is the one that failed, and may be the first to end by that.
@@ -197,7 +211,7 @@ def test_a_process_that_ends_early_is_an_error_that_says_so(tmp_path: Path):
 
 def test_a_process_may_take_its_time_at_the_end(tmp_path: Path):
     source = BEGIN + "time.sleep(4.0 if index == 0 else 0.0)\nprint('done')\n"
-    with launched(tmp_path, source, "-n", "2", "--failure-timeout", "3") as run:
+    with launched(tmp_path, source, "-n", "2", failure_timeout=3.0) as run:
         assert run.finish() == 0, run.stderr
         assert run.stdout.count("done") == 2
 

@@ -212,4 +212,17 @@ def two_devices_each(num_processes: int) -> Iterator[Case]:
 
 GROUPS: dict[str, Callable[[int], Iterator[Case]]] = {"one": one_device_each, "two": two_devices_each}
 
-__all__ = ["GROUPS", "ROWS", "STEPS", "Case"]
+# The cases of each group by name, for tests, which have not as many processes to make them.
+NAMES = {
+    "one": (
+        "chain-gpipe", "chain-1f1b", "chain-interleaved", "chain-zero_bubble", "clipped", "tied", "tied-kept",
+        "statistics", "odd-types",
+    ),
+    "two": (
+        "ranks-gpipe", "rows-replicated-chain", "rows-data-chain", "rows-clipped", "rows-tied", "rows-odd",
+        "columns-replicated-chain", "columns-data-chain", "columns-clipped", "columns-tied", "columns-odd",
+        "rows-interleaved", "columns-zero_bubble", "rows-statistics", "rows-many",
+    ),
+}  # fmt: skip
+
+__all__ = ["GROUPS", "NAMES", "ROWS", "STEPS", "Case"]

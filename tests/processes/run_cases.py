@@ -1,18 +1,25 @@
-"""Run by `test_equal.py` as several processes: every case of a group, compared with plain `jax.jit`.
+"""Run by `test_equal.py` as several processes: cases of a group, compared with plain `jax.jit`.
 
-Usage: run_cases.py GROUP
+Usage: run_cases.py GROUP NAMES; the names are JSON.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import json
+import pickle
+import shutil
 import sys
+import tempfile
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from tests.processes.running import join_run
 
-join_run()
+join_run(optimized=True)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -21,7 +28,7 @@ from jaxpp_flax.engine.array import MpmdArray  # noqa: E402
 from jaxpp_flax.engine.coordination import process_group  # noqa: E402
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop  # noqa: E402
 from tests.helpers import tree_allclose  # noqa: E402
-from tests.processes.cases import GROUPS, STEPS, Case  # noqa: E402
+from tests.processes.cases import GROUPS, NAMES, STEPS, Case  # noqa: E402
 
 
 def is_key(leaf: Any) -> bool:
@@ -36,10 +43,23 @@ def on_host(leaf: Any) -> np.ndarray:
     return np.asarray(leaf)
 
 
-def compare(case: Case) -> None:
+def write_expected(cases: Iterable[Case], folder: Path) -> None:
+    """Run cases under plain `jax.jit`, and write what comes out, as NumPy's values."""
+    for case in cases:
+        plain = jax.jit(lambda state, batch, case=case: case.step(state, batch, None))
+        expected = case.state
+        for _ in range(STEPS):
+            expected, wanted = plain(expected, case.batch)
+        leaves = [on_host(leaf) for leaf in jax.tree.leaves((expected, wanted))]
+        (folder / case.name).write_bytes(pickle.dumps(leaves))
+
+
+def compare(case: Case, expected: list[np.ndarray]) -> None:
     """Fail where what this process has of the results differs from plain `jax.jit`."""
     # Copies: the state is donated.
-    host = jax.tree.map(lambda x: jax.random.wrap_key_data(on_host(x).copy()) if is_key(x) else np.array(x), case.state)
+    state = jax.tree.map(
+        lambda x: jax.random.wrap_key_data(on_host(x).copy()) if is_key(x) else np.array(x), case.state
+    )
     # Sums of float32 in another order; bfloat16 between stages magnifies that.
     rtol = 1e-5 if "odd" in case.name else 1e-6
     donated = (0,) if case.donate else ()
@@ -49,15 +69,10 @@ def compare(case: Case) -> None:
         in_specs=case.in_specs,
         donate_argnums=donated,
     )
-    plain = jax.jit(lambda state, batch: case.step(state, batch, None))
-    state, expected = host, case.state
-    compared = 0
     for _ in range(STEPS):
         state, outputs = run(state, case.batch)
-        expected, wanted = plain(expected, case.batch)
-    for (path, leaf), want in zip(
-        jax.tree_util.tree_leaves_with_path((state, outputs)), jax.tree.leaves((expected, wanted)), strict=True
-    ):
+    compared = 0
+    for (path, leaf), want in zip(jax.tree_util.tree_leaves_with_path((state, outputs)), expected, strict=True):
         name = jax.tree_util.keystr(path)
         assert isinstance(leaf, MpmdArray), name
         if not leaf.shape:
@@ -67,10 +82,10 @@ def compare(case: Case) -> None:
         for part in leaf._parts.values():
             for shard in part.addressable_shards:
                 # Sums of float32 in another order; with bfloat16 between stages, one rounding is 4e-3.
-                tree_allclose(on_host(shard.data), on_host(want)[shard.index], rtol=rtol)
+                tree_allclose(on_host(shard.data), want[shard.index], rtol=rtol)
         compared += 1
     assert compared, "nothing of the results is in this process"
-    print(f"case {case.name}: {compared} leaves equal", flush=True)
+    print(f"{case.name}: {compared} leaves equal", flush=True)
 
 
 def num_live_arrays() -> int:
@@ -97,14 +112,34 @@ def check_nothing_is_kept(case: Case) -> None:
     assert counts[1] < counts[0] + steps, f"{counts} arrays are alive after {steps} and after {2 * steps} steps"
 
 
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """An empty folder that all processes see; process 0 makes it, and removes it."""
+    group = process_group()
+    made = tempfile.mkdtemp() if jax.process_index() == 0 else ""
+    folder = Path(group.exchange("a folder", made.encode(), 120.0)[0].decode())
+    yield folder
+    if jax.process_index() == 0:
+        shutil.rmtree(folder)
+
+
 def main() -> None:
     faulthandler.dump_traceback_later(200, exit=True)
-    for case in GROUPS[sys.argv[1]](jax.process_count()):
-        print(f"begin {case.name}", flush=True)
-        compare(case)
-        if case.name == "chain-1f1b":
-            check_nothing_is_kept(case)
-    print("all cases done", flush=True)
+    group, names = sys.argv[1], json.loads(sys.argv[2])
+    cases = {case.name: case for case in GROUPS[group](jax.process_count())}
+    assert tuple(cases) == NAMES[group]
+    # Each process compiles the reference of its share of the cases.
+    with shared_folder() as folder:
+        write_expected([cases[name] for name in names[jax.process_index() :: jax.process_count()]], folder)
+        process_group().barrier("the references", 120.0)
+        references = {name: pickle.loads((folder / name).read_bytes()) for name in names}
+        process_group().barrier("the references are read", 120.0)
+    for name in names:
+        print(f"begin {name}", flush=True)
+        compare(cases[name], references[name])
+        if name == "chain-1f1b":
+            check_nothing_is_kept(cases[name])
+        print(f"passed {name}", flush=True)
 
 
 main()

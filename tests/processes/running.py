@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import socket
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-__all__ = ["Ended", "run_processes", "start_processes"]
+from tests.processes.prepared import ROOT, Started, start_program
 
-ROOT = Path(__file__).resolve().parents[2]
+__all__ = ["Ended", "ProcessesError", "results_of_cases", "run_processes", "start_processes"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,19 @@ class Ended:
     seconds: float
 
 
+class ProcessesError(AssertionError):
+    """Processes of which not all succeeded."""
+
+    def __init__(self, what: str, ended: list[Ended]) -> None:
+        self.ended = ended
+        shown = "\n".join(
+            f"--- process {i}: {'killed at the deadline' if e.code is None else f'exit code {e.code}'} "
+            f"after {e.seconds:.1f} s\n{e.output[-6000:]}"
+            for i, e in enumerate(ended)
+        )
+        super().__init__(f"{what} did not all succeed:\n{shown}")
+
+
 def free_port() -> int:
     """A port of loopback that was free a moment ago."""
     with socket.socket() as probe:
@@ -34,17 +47,15 @@ def free_port() -> int:
 
 
 class Processes:
-    """N processes of one script, each with its index; a context manager that ends them all."""
+    """N processes of one program, each with its index; a context manager that ends them all."""
 
-    def __init__(
-        self, count: int, script: Path, arguments: Sequence[str], devices: int, environment: Mapping[str, str]
-    ) -> None:
+    def __init__(self, count: int, program: Sequence[str], devices: int, environment: Mapping[str, str]) -> None:
         port = free_port()
         self.begun = time.monotonic()
         self.files = [tempfile.TemporaryFile() for _ in range(count)]  # noqa: SIM115 closed by __exit__
-        self.processes: list[subprocess.Popen[bytes]] = []
-        for index in range(count):
-            env = {
+        self.processes: list[Started | subprocess.Popen[bytes]] = []
+        for index, file in enumerate(self.files):
+            own = {
                 **os.environ,
                 "JAX_PLATFORMS": "cpu",
                 "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false",
@@ -55,16 +66,7 @@ class Processes:
                 "TEST_PROCESS": str(index),
                 **environment,
             }
-            self.processes.append(
-                subprocess.Popen(
-                    [sys.executable, str(script), *arguments],
-                    env=env,
-                    stdout=self.files[index],
-                    stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                    cwd=ROOT,
-                )
-            )
+            self.processes.append(start_program(program, index=index, environment=own, cwd=ROOT, output=file.fileno()))
 
     def __enter__(self) -> Processes:
         return self
@@ -80,19 +82,30 @@ class Processes:
 
     def output(self, index: int) -> str:
         """What a process has printed so far."""
-        self.files[index].seek(0)
-        text = self.files[index].read().decode(errors="replace")
-        self.files[index].seek(0, os.SEEK_END)
-        return text
+        file = self.files[index].fileno()
+        return os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")  # the process writes at the position
 
-    def wait(self, timeout: float) -> list[Ended]:
-        """Wait for all of them until `timeout` seconds after the start; then they are killed."""
+    def wait_for_output(self, index: int, text: str, timeout: float = 120.0) -> float:
+        """Wait until a process has printed this; the seconds since the start."""
+        while text not in self.output(index):
+            shown = "\n".join(self.output(i) for i in range(len(self.processes)))
+            assert self.processes[index].poll() is None, f"it ended before it printed {text!r}: {shown}"
+            assert time.monotonic() - self.begun < timeout, f"no {text!r} in {timeout} s: {shown}"
+            time.sleep(0.01)
+        return time.monotonic() - self.begun
+
+    def wait(self, timeout: float, after_a_failure: float | None = None, standing: Collection[int] = ()) -> list[Ended]:
+        """Wait for all of them until `timeout` seconds after the start, and not longer than `after_a_failure` seconds
+        after one has failed; then they are killed. Those of index `standing` cannot end: they are not waited for."""
         ended: dict[int, tuple[int | None, float]] = {}
-        while len(ended) < len(self.processes) and time.monotonic() - self.begun < timeout:
+        awaited = set(range(len(self.processes))) - set(standing)
+        while not awaited <= set(ended) and (now := time.monotonic() - self.begun) < timeout:
             for index, process in enumerate(self.processes):
                 if index not in ended and process.poll() is not None:
-                    ended[index] = (process.returncode, time.monotonic() - self.begun)
-            time.sleep(0.05)
+                    ended[index] = (process.returncode, now)
+                    if process.returncode and after_a_failure is not None:
+                        timeout = min(timeout, now + after_a_failure)
+            time.sleep(0.01)
         for index, process in enumerate(self.processes):
             if index not in ended:
                 process.kill()
@@ -103,18 +116,19 @@ class Processes:
 
 def start_processes(
     count: int,
-    script: str | Path,
+    program: str,
     *arguments: str,
     devices: int = 1,
     environment: Mapping[str, str] | None = None,
 ) -> Processes:
-    """Start `count` processes of a script of this folder, with `devices` virtual CPU devices each."""
-    return Processes(count, ROOT / "tests" / "processes" / script, arguments, devices, environment or {})
+    """Start `count` processes with `devices` virtual CPU devices each: of a script of this folder, or of a module."""
+    what = [str(ROOT / "tests" / "processes" / program)] if program.endswith(".py") else ["-m", program]
+    return Processes(count, [*what, *arguments], devices, environment or {})
 
 
 def run_processes(
     count: int,
-    script: str | Path,
+    program: str,
     *arguments: str,
     devices: int = 1,
     timeout: float = 240.0,
@@ -123,24 +137,54 @@ def run_processes(
     """Run them to their end; gives what each printed.
 
     Raises:
-      AssertionError: if one fails or does not end in time; it shows what all of them printed.
+      ProcessesError: if one fails or does not end in time; it shows what all of them printed.
     """
-    with start_processes(count, script, *arguments, devices=devices, environment=environment) as processes:
-        ended = processes.wait(timeout)
+    with start_processes(count, program, *arguments, devices=devices, environment=environment) as processes:
+        ended = processes.wait(timeout, after_a_failure=15.0)
     if any(end.code != 0 for end in ended):
-        shown = "\n".join(
-            f"--- process {i}: {'killed at the deadline' if e.code is None else f'exit code {e.code}'} "
-            f"after {e.seconds:.1f} s\n{e.output[-6000:]}"
-            for i, e in enumerate(ended)
-        )
-        raise AssertionError(f"{count} processes of {script} {' '.join(arguments)} did not all succeed:\n{shown}")
+        raise ProcessesError(f"{count} processes of {program} {' '.join(arguments)}", ended)
     return [end.output for end in ended]
 
 
-def join_run() -> None:
-    """For the scripts: `jax.distributed.initialize` with what this module put into the environment."""
+@functools.cache
+def results_of_cases(
+    count: int, script: str, *arguments: str, names: tuple[str, ...], devices: int = 1, transport: str = ""
+) -> dict[str, str]:
+    """Run cases one after the other in one start of the processes; what went wrong in each, nothing if it passed.
+
+    A script of cases gets their names as JSON in its last argument, and prints "passed NAME" after each. A case that
+    fails ends the processes: those after it get a new start.
+    """
+    environment = {"JAXPP_FLAX_TRANSPORT": transport} if transport else None
+    results: dict[str, str] = {}
+    while pending := [name for name in names if name not in results]:
+        failure = None
+        try:
+            texts = run_processes(
+                count, script, *arguments, json.dumps(pending), devices=devices, environment=environment
+            )
+        except ProcessesError as error:
+            texts, failure = [end.output for end in error.ended], str(error)
+        passed = [name for name in pending if all(f"passed {name}\n" in text for text in texts)]
+        results |= dict.fromkeys(passed, "")
+        if passed != pending:
+            missing = next(name for name in pending if name not in passed)
+            results[missing] = failure or "the processes ended well without it"
+        elif failure is not None:  # after the last case
+            results[pending[-1]] = failure
+    return results
+
+
+def join_run(*, optimized: bool = False) -> None:
+    """For the scripts: `jax.distributed.initialize` with what this module put into the environment.
+
+    Args:
+      optimized: whether XLA compiles as usual. Otherwise it is asked for less optimization, for scripts that compare
+        what has been compiled alike, or with a tolerance that holds for either.
+    """
     import jax
 
+    jax.config.update("jax_disable_most_optimizations", not optimized)
     if os.environ["TEST_PROCESSES"] == "1":
         return
     if os.environ.get("JAXPP_FLAX_TRANSPORT") == "device_put":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.processes.running import run_processes
@@ -26,17 +24,30 @@ EXPECTED = {
 }
 
 
-def test_what_differs_between_processes_is_named():
-    for output in run_processes(2, "run_alike.py"):
-        cases = dict(
-            line.removeprefix("case ").split(": ", 1) for line in output.splitlines() if line.startswith("case ")
-        )
-        assert cases.keys() == EXPECTED.keys(), output[-3000:]
-        for name, expected in EXPECTED.items():
-            assert expected in cases[name], (name, cases[name])
-            if expected != "ran":
-                assert "|   process 0: " in cases[name]
-                assert "|   process 1: " in cases[name]
+def said_of_cases(output: str) -> dict[str, str]:
+    """What a process has said of each case."""
+    return dict(line.removeprefix("case ").split(": ", 1) for line in output.splitlines() if line.startswith("case "))
+
+
+@pytest.fixture(scope="module")
+def outputs() -> list[str]:
+    """What both processes printed of all cases."""
+    return run_processes(2, "run_alike.py")
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_what_differs_between_processes_is_named(outputs: list[str], name: str):
+    for output in outputs:
+        said = said_of_cases(output)[name]
+        assert EXPECTED[name] in said
+        if EXPECTED[name] != "ran":
+            assert "|   process 0: " in said
+            assert "|   process 1: " in said
+
+
+def test_every_case_is_expected(outputs: list[str]):
+    for output in outputs:
+        assert said_of_cases(output).keys() == EXPECTED.keys()
         assert "steps 4\n" in output  # what differs in the third is found after the fourth
 
 
@@ -58,11 +69,14 @@ DIFFERING = {
 }
 
 
-def test_arguments_and_settings_that_differ_are_named(tmp_path: Path):
-    for output in run_processes(2, "run_differing.py", str(tmp_path)):
-        cases = dict(
-            line.removeprefix("case ").split(": ", 1) for line in output.splitlines() if line.startswith("case ")
-        )
-        assert cases.keys() == DIFFERING.keys(), output[-3000:]
-        for name, expected in DIFFERING.items():
-            assert expected in cases[name], (name, cases[name])
+@pytest.fixture(scope="module")
+def outputs_of_arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The same for arguments and settings."""
+    return run_processes(2, "run_differing.py", str(tmp_path_factory.mktemp("differing")))
+
+
+@pytest.mark.parametrize("name", DIFFERING)
+def test_arguments_and_settings_that_differ_are_named(outputs_of_arguments: list[str], name: str):
+    for output in outputs_of_arguments:
+        assert said_of_cases(output).keys() == DIFFERING.keys()
+        assert DIFFERING[name] in said_of_cases(output)[name]

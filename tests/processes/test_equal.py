@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import pytest
 
-from tests.processes.running import run_processes
+from tests.processes.cases import NAMES
+from tests.processes.running import results_of_cases, run_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_a_rank_in_each_process(count: int):
-    for output in run_processes(count, "run_cases.py", "one"):
-        assert "all cases done" in output
+# (processes, devices of each, group of cases, transport). By device_put, all processes follow one order: with three of
+# them, of each transfer one is a bystander.
+STARTS = [(2, 1, "one", ""), (3, 1, "one", ""), (4, 1, "one", ""), (2, 2, "two", ""), (4, 2, "two", "")]
+STARTS += [(3, 1, "one", "device_put")]
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_two_devices_in_each_process(count: int):
-    for output in run_processes(count, "run_cases.py", "two", devices=2):
-        assert "all cases done" in output
-
-
-def test_by_device_put_in_one_order_for_all():
-    # Three processes: of each transfer, one is a bystander.
-    environment = {"JAXPP_FLAX_TRANSPORT": "device_put"}
-    for output in run_processes(3, "run_cases.py", "one", environment=environment):
-        assert "all cases done" in output
+@pytest.mark.parametrize(
+    ("count", "devices", "group", "transport", "name"),
+    [
+        pytest.param(*start, name, id="-".join([f"{start[0]}x{start[1]}", *filter(None, [start[3], name])]))
+        for start in STARTS
+        for name in NAMES[start[2]]
+    ],
+)
+def test_every_process_has_what_plain_jit_gives(count: int, devices: int, group: str, transport: str, name: str):
+    found = results_of_cases(count, "run_cases.py", group, names=NAMES[group], devices=devices, transport=transport)
+    assert not found[name], found[name]
 
 
 def test_a_program_that_differs_is_refused_in_every_process():

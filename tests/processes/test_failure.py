@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 
 import pytest
 
@@ -20,11 +19,7 @@ def after_some_steps(processes: Processes, step: int = 33) -> float:
 
     Well before step 64, after which processes compare their batches: then they wait for that, not for activations.
     """
-    while f"step {step}\n" not in processes.output(1):
-        assert time.monotonic() - processes.begun < 120, "\n".join(processes.output(i) for i in range(3))
-        assert processes.processes[1].poll() is None, processes.output(1)
-        time.sleep(0.05)
-    return time.monotonic() - processes.begun
+    return processes.wait_for_output(1, f"step {step}\n")
 
 
 def others(ended: list[Ended], since: float) -> list[str]:
@@ -52,8 +47,7 @@ def test_a_stopped_process_is_named():
     with start_processes(3, "run_failure.py") as processes:
         since = after_some_steps(processes)
         processes.processes[1].send_signal(signal.SIGSTOP)
-        time.sleep(0.1)
-        ended = processes.wait(since + 40)
+        ended = processes.wait(since + 40, standing=[1])
         outputs = others(ended, since)
     for output in outputs:
         assert "process 1" in output, output[-3000:]

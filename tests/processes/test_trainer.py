@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import tree_allclose
-from tests.processes.running import run_processes
+from tests.processes.running import run_processes, start_processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
@@ -23,11 +23,13 @@ def found(output: str) -> Any:
 
 @pytest.mark.parametrize(("count", "arguments"), [(2, ()), (3, ()), (4, ("data",))], ids=["2", "3", "2x2"])
 def test_losses_metrics_and_weights(count: int, arguments: tuple[str, ...]):
-    (one,) = run_processes(1, "run_trainer.py", *arguments, devices=count)
-    expected = found(one)
+    with start_processes(1, "run_trainer.py", *arguments, devices=count) as one:
+        outputs = run_processes(count, "run_trainer.py", *arguments)
+        (alone,) = one.wait(240.0)
+    assert alone.code == 0, alone.output
+    expected = found(alone.output)
     assert len(expected["losses"]) == 7
     assert expected.pop("read") == {"x": True, "y": True}
-    outputs = run_processes(count, "run_trainer.py", *arguments)
     for process, output in enumerate(outputs):
         actual = found(output)
         first, last = process < count // 2, process >= count // 2

@@ -1,0 +1,205 @@
+"""Programs of tests start in forks of interpreters that have imported JAX, Flax, Optax, Orbax and this package.
+
+These imports take longer than most of what several processes are started for. The forks are made before any backend
+or thread exists, and each sets its own environment, devices and connection; it ends as an ordinary interpreter does.
+Processes of one run are forks of different interpreters: what depends on the hashes of strings, such as the order of a
+set, differs between them, as it does in earnest.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+__all__ = ["Started", "start_program"]
+
+ROOT = Path(__file__).resolve().parents[2]
+LONGEST_REQUEST = 1 << 20
+IMPORTED = (
+    "jax", "flax.nnx", "optax", "orbax.checkpoint", "jaxpp_flax.api", "jaxpp_flax.checkpoint", "jaxpp_flax.launch",
+    "jaxpp_flax.trainers", "tests.engine.toys",
+)  # fmt: skip
+# JAX reads these when it is imported: a program that needs other values than the tests' gets an interpreter of its own.
+READ_BY_IMPORTS = ("JAX_", "JAXPP_FLAX_PUBLIC_API_ONLY", "PYTHON")
+
+
+class Started:
+    """One program that runs; what the tests use of `subprocess.Popen`."""
+
+    def __init__(self, server: Server, pid: int) -> None:
+        self._server, self.pid = server, pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit status, minus the signal that ended it, or None while it runs."""
+        if self.returncode is None:
+            self.returncode = self._server.ask({"status of": self.pid})["status"]
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end.
+
+        Raises:
+          subprocess.TimeoutExpired: if it still runs after `timeout` seconds.
+        """
+        begin = time.monotonic()
+        while (status := self.poll()) is None:
+            if timeout is not None and time.monotonic() - begin > timeout:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.01)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        """Nothing if it has ended: its number is its own until `poll` has told its end."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """By SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Server:
+    """The interpreter with the imports, and the connection to it; it ends all that it has started when this closes."""
+
+    def __init__(self) -> None:
+        self.environment = dict(os.environ)
+        self._connection, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.processes.prepared", str(theirs.fileno())],
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                cwd=ROOT,
+            )
+
+    def fits(self, environment: Mapping[str, str]) -> bool:
+        """Whether a program with this environment would have imported the same."""
+        return all(
+            self.environment.get(name) == environment.get(name)
+            for name in {*self.environment, *environment}
+            if name.startswith(READ_BY_IMPORTS) and name not in ("PYTHONPATH", "PYTHONUNBUFFERED")
+        )
+
+    def ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        """Send a request with open files, and wait for the reply."""
+        socket.send_fds(self._connection, [json.dumps(request).encode() + b"\n"], descriptors)
+        if not (reply := self._connection.recv(LONGEST_REQUEST)):
+            raise RuntimeError(f"the interpreter that starts programs has ended with status {self._process.wait()}")
+        return json.loads(reply)
+
+    def close(self) -> None:
+        """End it."""
+        self._connection.close()
+        self._process.wait()
+
+
+@functools.cache
+def server_of(index: int) -> Server:
+    """Started with the first program that asks for it, and closed with the tests."""
+    server = Server()
+    atexit.register(server.close)
+    return server
+
+
+def start_program(
+    program: Sequence[str], *, index: int, environment: Mapping[str, str], cwd: Path, output: int
+) -> Started | subprocess.Popen[bytes]:
+    """Start a script, or "-m" and a module, with arguments, in a fork of interpreter `index`.
+
+    What it prints goes to the descriptor `output`.
+    """
+    server = server_of(index)
+    if not server.fits(environment):
+        return subprocess.Popen(
+            [sys.executable, *program],
+            env=environment, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    request = {"program": list(program), "environment": dict(environment), "cwd": str(cwd)}
+    return Started(server, server.ask(request, [output])["pid"])
+
+
+def serve(connection: socket.socket) -> dict[str, Any]:
+    """Answer until the connection ends; returns in the forks alone, with what each is to run."""
+    children: set[int] = set()
+    while True:
+        text, outputs = b"", list[int]()
+        while not text.endswith(b"\n"):
+            part, more, _, _ = socket.recv_fds(connection, LONGEST_REQUEST, 1)
+            if not part:
+                leave(children)
+            text, outputs = text + part, outputs + more
+        request = json.loads(text)
+        if "program" in request:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", r"os\.fork\(\)")  # JAX warns of its threads, which are not there yet
+                pid = os.fork()
+            if pid == 0:
+                connection.close()
+                os.dup2(outputs[0], 1), os.dup2(outputs[0], 2), os.close(outputs[0])
+                return request
+            children.add(pid)
+            os.close(outputs[0])
+            connection.sendall(json.dumps({"pid": pid}).encode())
+        else:
+            pid, status = os.waitpid(request["status of"], os.WNOHANG)
+            children.discard(pid)
+            ended = os.waitstatus_to_exitcode(status) if pid else None
+            connection.sendall(json.dumps({"status": ended}).encode())
+
+
+def leave(children: set[int]) -> NoReturn:
+    """End those that still run, and this process."""
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    sys.exit()
+
+
+def run(request: dict[str, Any]) -> None:
+    """As Python itself would run the program."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["cwd"])
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    program = request["program"]
+    if program[0] == "-m":
+        sys.argv = program[1:]
+        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = program
+        runpy.run_path(program[0], run_name="__main__")
+
+
+def main() -> None:
+    """Import what programs of the tests do, and fork for each of them."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the tests end, and this with them
+    for name in IMPORTED:
+        importlib.import_module(name)
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+        print(f"the imports have started {threads - 1} threads, which a fork would not have", file=sys.stderr)
+    gc.freeze()  # the pages of what is imported stay shared
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        request = serve(connection)
+    run(request)
+
+
+if __name__ == "__main__":
+    main()
