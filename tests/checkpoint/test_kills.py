@@ -70,7 +70,6 @@ def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> int:
     return cut_off
 
 
-@pytest.mark.slow
 def test_kills_at_random_moments_lose_nothing(tmp_path: Path):
     kill_and_resume(tmp_path, kills=3, seed=0)
 
@@ -103,7 +102,6 @@ def test_sigterm_finishes_the_step_and_saves(tmp_path: Path):
     tree_allclose(to_ordinary(resumed.state), to_ordinary(undisturbed.state), rtol=0, atol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("signals", [1, 2])
 def test_devices_that_never_answer_do_not_keep_the_process(signals: int, tmp_path: Path):
     """By the deadline after one signal; at once after two, long before the deadline."""

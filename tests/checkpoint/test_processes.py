@@ -34,7 +34,6 @@ for path in sys.argv[1:]:
 FROM = ["8 stages", "4 stages x fsdp", "stages of 2 processes", "other devices", "2 stages x data"]
 
 
-@pytest.mark.slow
 def test_four_to_two_to_one_to_stock_orbax_and_back(tmp_path: Path):
     four = {name: (seed, str(tmp_path / f"four {seed}")) for seed, name in enumerate(FROM)}
     run(4, [("save", name, *at) for name, at in four.items()])
@@ -66,7 +65,6 @@ def test_four_to_two_to_one_to_stock_orbax_and_back(tmp_path: Path):
     assert ["compared 0\n" in output for output in outputs] == [True, False, True, True]
 
 
-@pytest.mark.slow
 def test_a_run_of_four_goes_on_as_one_of_two(tmp_path: Path):
     directory = str(tmp_path / "run")
     run(4, [("store", "stages of 2 processes", directory, 1, 3)])
@@ -76,7 +74,6 @@ def test_a_run_of_four_goes_on_as_one_of_two(tmp_path: Path):
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["4", "5"]
 
 
-@pytest.mark.slow
 def test_every_process_hears_of_what_is_wrong(tmp_path: Path):
     """Damage that one process finds, paths that exist, checkpoints that do not fit, and Orbax's own checkpointer."""
     path = tmp_path / "ckpt"

@@ -23,7 +23,6 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(int(path.name) for path in directory.iterdir())
 
 
-@pytest.mark.slow
 def test_four_processes_then_two_then_one(tmp_path: Path):
     directory = tmp_path / "run"
     run(4, [("train", str(directory), 4, 3)])
@@ -41,7 +40,6 @@ def test_four_processes_then_two_then_one(tmp_path: Path):
     assert jax.tree.structure(resumed.state) == jax.tree.structure(undisturbed.state)
 
 
-@pytest.mark.slow
 def test_stages_that_two_processes_share(tmp_path: Path):
     """Two stages on two processes each: what the optimizer keeps is made, saved and read by both."""
     directory = tmp_path / "run"
@@ -55,7 +53,6 @@ def test_stages_that_two_processes_share(tmp_path: Path):
     tree_allclose(to_ordinary(resumed.state.params), to_ordinary(undisturbed.state.params), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_sigterm_to_one_process_stops_all_after_the_same_step(tmp_path: Path):
     directory = tmp_path / "run"
     first = [re.findall(r"status (\d+) step (\d+)", text) for text in run(2, [("train", str(directory), 2, 1000, 3)])]
@@ -73,7 +70,6 @@ def test_sigterm_to_one_process_stops_all_after_the_same_step(tmp_path: Path):
     tree_allclose(to_ordinary(resumed.state.params), to_ordinary(undisturbed.state.params), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_saving_and_restoring_by_hand(tmp_path: Path):
     run(2, [("back_and_forth", str(tmp_path))])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "start"]
@@ -108,7 +104,6 @@ def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> None:
     tree_allclose(to_ordinary(resumed.state.params), to_ordinary(undisturbed.state.params), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_a_process_killed_while_saving_loses_nothing(tmp_path: Path):
     kill_and_resume(tmp_path, kills=2, seed=0)
 

@@ -84,7 +84,6 @@ def test_the_report_has_sizes_and_speeds(capsys: pytest.CaptureFixture[str]):
     assert re.search(r"1 MiB between processes 0 and 3 +│ 1,000 µs, 1,049 MB/s", capsys.readouterr().out)
 
 
-@pytest.mark.slow
 def test_it_measures_between_two_processes_of_its_own(tmp_path: Path):
     with started(tmp_path, [sys.executable, "-m", "jaxpp_flax.doctor"]) as run:
         assert run.finish() == 0, run.stdout + run.stderr
@@ -93,7 +92,6 @@ def test_it_measures_between_two_processes_of_its_own(tmp_path: Path):
         run.check_nothing_is_left()
 
 
-@pytest.mark.slow
 def test_it_measures_between_launched_processes(tmp_path: Path):
     command = [sys.executable, "-m", "jaxpp_flax.launch", "-n", "3", "-m", "jaxpp_flax.doctor"]
     with started(tmp_path, command) as run:

@@ -106,7 +106,6 @@ def kill_and_restart(folder: Path, processes: int, moments: list[str], seed: int
     return seen
 
 
-@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path: Path):
     moments = ["step or save", "start", "compile"]
     seen = kill_and_restart(tmp_path, 2, moments, seed=0)

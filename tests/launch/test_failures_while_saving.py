@@ -12,7 +12,7 @@ import pytest
 from tests.launch.running import launched
 from tests.launch.test_failures import FAILURE_TIMEOUT
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
+pytestmark = pytest.mark.processes
 
 # Both processes write half of an array. Then one of them gets into trouble, which it alone knows of.
 PROGRAM = """

@@ -21,7 +21,7 @@ import pytest
 
 from tests.launch.running import Run, listening_addresses, started, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.soak]
+pytestmark = pytest.mark.soak
 
 COUNT, STEPS, PORT, FAILURE_TIMEOUT = 3, 8, 8476, 30.0
 FOREVER = 100_000

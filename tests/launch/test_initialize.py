@@ -56,7 +56,6 @@ def start_two(stack: ExitStack, folder: Path, source: str) -> list[Run]:
     return [stack.enter_context(started(folder, command)) for command in commands]
 
 
-@pytest.mark.slow
 def test_places_given_by_hand(tmp_path: Path):
     with ExitStack() as stack:
         runs = start_two(stack, tmp_path, SCRIPT)
@@ -67,7 +66,6 @@ def test_places_given_by_hand(tmp_path: Path):
             run.check_nothing_is_left(seconds=30.0)  # the service stays 5 s for those that leave last
 
 
-@pytest.mark.slow
 def test_the_next_run_may_have_the_same_address_at_once(tmp_path: Path):
     # Process 0 is the first to end: what it served stays for process 1, and is gone when that has ended.
     source = SCRIPT + "if len(sys.argv) > 3 and group.process_index == 0:\n    raise ValueError('no')\n"
@@ -92,7 +90,6 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[Run]]
         yield started
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_without_a_launcher_heartbeats_find_a_killed_process(killed: list[list[Run]], victim: int):
     survivor = killed[victim][1 - victim]
@@ -104,7 +101,6 @@ def test_without_a_launcher_heartbeats_find_a_killed_process(killed: list[list[R
         run.check_nothing_is_left(seconds=60.0)
 
 
-@pytest.mark.slow
 def test_without_a_launcher_an_exception_ends_all(tmp_path: Path):
     with ExitStack() as stack:
         runs = start_two(stack, tmp_path, SCRIPT + "if group.process_index == 0:\n    raise ValueError('no')\n" + WAIT)
@@ -114,7 +110,6 @@ def test_without_a_launcher_an_exception_ends_all(tmp_path: Path):
         assert re.search(r"(?s)process 0: Traceback.*ValueError: no.*the loss of step 4", runs[1].stderr)
 
 
-@pytest.mark.slow
 def test_slurm_is_detected(tmp_path: Path):
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     # JAX derives the port from the job's number.

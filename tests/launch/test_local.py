@@ -15,7 +15,7 @@ import pytest
 
 from tests.launch.running import Run, launched, listening_addresses, marked, started, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
+pytestmark = pytest.mark.processes
 
 # What every script here begins with: process_group() needs no devices, so a script without collectives starts fast.
 BEGIN = """

@@ -69,7 +69,6 @@ def check(folder: Path, program: str, *printed: str) -> None:
             assert text in run.stdout, run.stdout + run.stderr
 
 
-@pytest.mark.slow
 def test_losses_and_a_checkpoint_come_back_to_the_driver(tmp_path: Path):
     program = """
 def train(report, directory, steps):
@@ -101,7 +100,6 @@ print("checkpoint", np.load("weight.npy").tolist())
     )
 
 
-@pytest.mark.slow
 def test_an_exception_in_one_process_reaches_the_driver(tmp_path: Path):
     program = """
 def train(report):
@@ -118,7 +116,6 @@ except LaunchError as error:
     check(tmp_path, program, "caught process 1 raised", "True RayTaskError(KeyError)")
 
 
-@pytest.mark.slow
 def test_a_killed_actor_ends_the_run(tmp_path: Path):
     program = """
 def train(report):
@@ -136,7 +133,6 @@ for number in signal.SIGKILL, signal.SIGSTOP:
     check(tmp_path, program, "caught ['process 1 was killed", "caught ['process 1 has failed, as process 0 found, and")
 
 
-@pytest.mark.slow
 def test_hosts_that_there_are_not(tmp_path: Path):
     program = """
 try:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.processes.running import run_processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
+pytestmark = pytest.mark.processes
 
 
 def test_arguments_of_other_ranks():

@@ -7,7 +7,7 @@ import pytest
 from tests.processes.cases import NAMES
 from tests.processes.running import results_of_cases, run_processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
+pytestmark = pytest.mark.processes
 
 
 # (processes, devices of each, group of cases, transport). By device_put, all processes follow one order: with three of

@@ -8,7 +8,7 @@ import pytest
 
 from tests.processes.running import Ended, Processes, start_processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
+pytestmark = pytest.mark.processes
 
 # The script's deadline is 10 s; the rest is for machines that are busy with other tests.
 DEADLINE = 25.0

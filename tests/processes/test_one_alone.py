@@ -9,7 +9,7 @@ import pytest
 
 from tests.processes.running import Ended, start_processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
+pytestmark = pytest.mark.processes
 
 # (the call of process 0, what process 1 does instead): what is said of it.
 SAID = {

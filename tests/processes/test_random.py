@@ -57,7 +57,6 @@ def run(count: int, devices: int, number: int, folder: Path, seconds: float) -> 
     one_start()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("count", "devices"), LAYOUTS)
 def test_random_programs(count: int, devices: int, tmp_path: Path):
     run(count, devices, 3, tmp_path, 240.0)

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers import tree_allclose
 from tests.processes.running import run_processes, start_processes
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
+pytestmark = pytest.mark.processes
 
 
 def found(output: str) -> Any:
