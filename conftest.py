@@ -51,6 +51,16 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         raise pytest.UsageError(f"{item.nodeid} is marked slow and processes: a test is in one tier")
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """All cores for the tiers without deadlines; one process for tests with deadlines, and for a single file."""
+    expression, arguments = config.getoption("markexpr"), config.invocation_params.args
+    files = [argument for argument in arguments if ".py" in str(argument)]
+    if ("not processes" in expression or expression == "slow") and len(files) != 1:
+        return None  # as many as there are cores
+    config.option.dist = "no"
+    return 0
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave soak tests out unless `-m` asks for them by name, or for all."""
@@ -71,7 +81,10 @@ def _compilation(request: pytest.FixtureRequest) -> Iterator[None]:
     from jax.experimental.compilation_cache import compilation_cache
 
     settings = {"jax_disable_most_optimizations": False, "jax_enable_compilation_cache": False}
-    before = {name: jax.config.read(name) for name in settings}
+    before = {
+        "jax_disable_most_optimizations": jax.config.read("jax_disable_most_optimizations"),
+        "jax_enable_compilation_cache": jax.config.jax_enable_compilation_cache,
+    }
 
     def apply(values: dict[str, bool]) -> None:
         for name, value in values.items():

@@ -19,6 +19,8 @@ from jaxpp_flax.engine.coordination import (
 )
 from tests.engine.stores import MemoryStore, in_parallel
 
+pytestmark = pytest.mark.processes  # for their deadlines: silences of a fifth of a second
+
 
 def groups(number: int, store: MemoryStore | None = None) -> list[ProcessGroup]:
     store = store or MemoryStore()

@@ -22,6 +22,8 @@ from jaxpp_flax.engine.program import Run
 from jaxpp_flax.schedules import Schedule, Std1F1B
 from tests.engine.toys import batch_of, chain, chain_loss, mesh_of
 
+pytestmark = pytest.mark.full_compilation
+
 
 def compiled_loop(num_stages: int, num_microbatches: int) -> Compiled:
     """Losses and gradients, with nothing around the loop."""
@@ -79,6 +81,7 @@ def test_nothing_but_the_tasks_is_compiled():
 def persistent_cache(tmp_path: Path) -> Iterator[None]:
     """JAX's cache on disk, new and empty, for quick compilations too."""
     settings = {
+        "jax_enable_compilation_cache": True,
         "jax_compilation_cache_dir": str(tmp_path),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,

@@ -21,6 +21,8 @@ from jaxpp_flax.engine.program import Instruction, Run
 from jaxpp_flax.schedules import Eager1F1B, GPipe, Interleaved1F1B, Schedule, Std1F1B
 from tests.engine.toys import ROWS, batch_of, chain, mesh_of, sgd_step
 
+pytestmark = pytest.mark.full_compilation
+
 STAGES, MICROBATCHES = 3, 5
 DIM, HIDDEN = 8, 24  # no other array of a step has the shape of a hidden activation
 

@@ -17,6 +17,8 @@ from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Schedule, Std1F1B
 from tests.matrix.harness import check, mesh_of
 
+pytestmark = pytest.mark.full_compilation
+
 STAGES, MICROBATCHES, ROWS, DIM = 2, 4, 16, 16
 # One rounding of bfloat16 is 2^-8, of float16 2^-11. Both runs do the same operations in the same dtype; only where XLA
 # keeps a longer intermediate in a fusion may a rounding fall away, here or there: a few of them, never dozens.

@@ -13,6 +13,8 @@ from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.trainers import DynamicLossScale
 from tests.helpers import slow, tree_allclose
 
+pytestmark = pytest.mark.full_compilation
+
 STAGES, MICROBATCHES, WIDTH = 2, 4, 16
 
 
