@@ -94,7 +94,7 @@ def choose_model(
             )
         adapter, params, rest = LinenModel.take_apart(model, variables, jax.random.key(seed), rng_names, frozen)
         return adapter, unboxed(params), unboxed(rest), (annotations(params), annotations(rest))
-    kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+    kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     raise TypeError(f"model must be an instance of nnx.Module or flax.linen.Module, got {kind}.{_what_to_pass(model)}")
 
 

@@ -49,7 +49,8 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
     """Trains a Flax model, NNX or Linen, as a pipeline of stages.
 
     The model is an ordinary one whose layers are marked (`PipelineStage`, `@pipeline_stage`); it is copied, and stays
-    as it is. A batch is a pytree of arrays of shape (batch, ...), cut into `num_microbatches` equal parts.
+    as it is. A batch is a pytree of arrays of shape (batch, ...), cut into `num_microbatches` equal parts; each part
+    gets the scalars in it unchanged.
 
     `loss_fn(model, microbatch)` returns the mean loss; or `(loss_sum, weight)`; or either with a dict of metrics:
     `(loss, metrics)`. The step's loss and gradients are those of the whole batch (see `jaxpp_flax.trainers.loss`).
@@ -58,7 +59,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
 
     Args:
       model: an `nnx.Module`, or a Linen module, then with `variables=model.init(...)`.
-      tx: an Optax optimizer.
+      tx: an Optax optimizer; one whose update asks for `value` gets the loss of the whole batch.
       loss_fn: as above; traced, never run eagerly.
       num_stages: stages to cut the model into. One stage without a mesh runs under plain `jax.jit`.
       num_microbatches: parts of a batch.

@@ -105,9 +105,8 @@ class Update:
           TypeError, ValueError: naming the argument that does not fit.
         """
         if not hasattr(tx, "init") or not hasattr(tx, "update"):
-            inner = f"Pass the Optax optimizer that it holds, its `.tx`. {_ITS_STATE}" if hasattr(tx, "tx") else ""
-            kind = f"a {type(tx).__name__}. {inner}" if inner else f"{type(tx).__name__}."
-            raise TypeError(f"tx must be an Optax optimizer such as optax.adamw(3e-4), got {kind}")
+            inner = f" Pass the Optax optimizer that it holds, its `.tx`. {_ITS_STATE}" if hasattr(tx, "tx") else ""
+            raise TypeError(f"tx must be an Optax optimizer such as optax.adamw(3e-4), got {type(tx).__name__}.{inner}")
         scale: Any = DynamicLossScale() if isinstance(loss_scale, str) and loss_scale == "dynamic" else loss_scale
         number = isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0 < scale < math.inf
         if not (number or scale is None or isinstance(scale, DynamicLossScale)):

@@ -78,6 +78,13 @@ CASES = {
     "tensor": ("nnx", {"data": 2, "tensor": 2}, {"names": (None, "tensor")}, P(None, "tensor"), 2),
     "fsdp": ("nnx", {"fsdp": 4}, {"names": ("fsdp", None)}, P("fsdp"), 4),
     "rules": ("linen", {"data": 2, "tensor": 2}, {"sharding_rules": RULES}, P(None, "tensor"), 2),
+    "rules, nnx": (
+        "nnx",
+        {"data": 2, "tensor": 2},
+        {"names": ("embed", "mlp"), "sharding_rules": RULES},
+        P(None, "tensor"),
+        2,
+    ),
 }
 
 
@@ -215,10 +222,11 @@ def test_rules_of_a_leaf_of_its_own():
     assert {*jax.tree.leaves(made._backend.state_specs.params)} == {P(None, "tensor")}
 
 
-@pytest.mark.parametrize("axes", [None, {"data": 1}], ids=["stages", "axis of one"])
-def test_names_that_can_cut_nothing_are_passed_over(axes):
+@pytest.mark.parametrize(("kind", "axes"), [("linen", None), ("nnx", {"data": 1})])
+def test_names_that_can_cut_nothing_are_passed_over(kind, axes):
     """One device in each stage: neither unknown names, nor the constraints in the model, matter."""
     with nn.logical_axis_rules([("batch", ("data", "fsdp")), ("embed", "fsdp")]):  # 'mlp' has no rule
-        piped, plain = trainer("linen", mesh_axes=axes), trainer("linen", stages=1)
+        names = ("embed", "mlp")
+        piped, plain = trainer(kind, names, mesh_axes=axes), trainer(kind, names, stages=1)
     losses = [float(made.train_step(batch())["loss"]) for made in (piped, plain)]
     np.testing.assert_allclose(*losses, rtol=1e-5)

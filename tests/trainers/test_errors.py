@@ -113,7 +113,7 @@ ARGUMENTS = {
         r"the parameter .*table.* of IntegerParameter has dtype int32, which has no gradient",
     ),
     "model class": ({"model": m.Model}, TypeError, r"must be an instance of nnx.Module .*, got the class Model"),
-    "model type": ({"model": "gpt"}, TypeError, r"must be an instance of nnx.Module .*, got a str"),
+    "model type": ({"model": "gpt"}, TypeError, r"must be an instance of nnx.Module .*, got str"),
     "linen without variables": ({"model": LINEN}, TypeError, r"LinenModel holds no variables of its own: pass"),
     "linen without params": (
         {"model": LINEN, "variables": {"batch_stats": {}}},
@@ -126,23 +126,23 @@ ARGUMENTS = {
     "nnx.Optimizer as optimizer": (
         {"tx": NNX_OPTIMIZER},
         TypeError,
-        r"got a Optimizer\. Pass the Optax optimizer that it holds, its `\.tx`\. The trainer keeps a state of its own",
+        r"got Optimizer\. Pass the Optax optimizer that it holds, its `\.tx`\. The trainer keeps a state of its own",
     ),
-    "TrainState as optimizer": ({"tx": LINEN_STATE}, TypeError, r"got a TrainState\. Pass the Optax .* its `\.tx`\."),
+    "TrainState as optimizer": ({"tx": LINEN_STATE}, TypeError, r"got TrainState\. Pass the Optax .* its `\.tx`\."),
     "nnx.Optimizer as model": (
         {"model": NNX_OPTIMIZER},
         TypeError,
-        r"got a Optimizer\. Pass the module that it updates as the model, and its `\.tx` as the optimizer",
+        r"got Optimizer\. Pass the module that it updates as the model, and its `\.tx` as the optimizer",
     ),
     "TrainState as model": (
         {"model": LINEN_STATE},
         TypeError,
-        r"got a TrainState\. Pass the Linen module .* with variables={'params': state\.params}, and its `\.tx`",
+        r"got TrainState\. Pass the Linen module .* with variables={'params': state\.params}, and its `\.tx`",
     ),
     "Hugging Face's model": (
         {"model": HuggingFaceModel()},
         TypeError,
-        r"got a HuggingFaceModel\. Pass .*: `model\.module`, with variables={'params': model\.params}\.",
+        r"got HuggingFaceModel\. Pass .*: `model\.module`, with variables={'params': model\.params}\.",
     ),
     "loss of three": (
         {"loss_fn": lambda params, batch, key: 0.0},
