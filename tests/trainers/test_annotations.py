@@ -222,7 +222,7 @@ def test_rules_of_a_leaf_of_its_own():
     assert {*jax.tree.leaves(made._backend.state_specs.params)} == {P(None, "tensor")}
 
 
-@pytest.mark.parametrize(("kind", "axes"), [("linen", None), ("nnx", {"data": 1})])
+@pytest.mark.parametrize(("kind", "axes"), [("linen", {"data": 1}), ("nnx", None)])
 def test_names_that_can_cut_nothing_are_passed_over(kind, axes):
     """One device in each stage: neither unknown names, nor the constraints in the model, matter."""
     with nn.logical_axis_rules([("batch", ("data", "fsdp")), ("embed", "fsdp")]):  # 'mlp' has no rule
