@@ -19,7 +19,7 @@ from jaxpp_flax.trainers.linen_model import LinenModel
 from jaxpp_flax.trainers.mesh import build_mesh, wrap_mesh
 from jaxpp_flax.trainers.model import ModelAdapter
 from jaxpp_flax.trainers.nnx_model import NnxModel
-from jaxpp_flax.trainers.sharding import annotations, unboxed
+from jaxpp_flax.trainers.sharding import annotations_of, unboxed
 
 __all__ = ["check_count", "check_functions", "check_parameters", "choose_model", "choose_ranks"]
 
@@ -80,7 +80,7 @@ def choose_model(
                 "Leave them out."
             )
         adapter, params, rest = NnxModel.take_apart(model, wrt, frozen)
-        return adapter, params, rest, (annotations(params), annotations(rest))
+        return adapter, params, rest, (annotations_of(params), annotations_of(rest))
     if isinstance(model, nn.Module):
         if not isinstance(variables, Mapping):
             raise TypeError(
@@ -93,7 +93,7 @@ def choose_model(
                 "returned, or {'params': params}."
             )
         adapter, params, rest = LinenModel.take_apart(model, variables, jax.random.key(seed), rng_names, frozen)
-        return adapter, unboxed(params), unboxed(rest), (annotations(params), annotations(rest))
+        return adapter, unboxed(params), unboxed(rest), (annotations_of(params), annotations_of(rest))
     kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     raise TypeError(f"model must be an instance of nnx.Module or flax.linen.Module, got {kind}.{_what_to_pass(model)}")
 

@@ -18,7 +18,7 @@ from jaxpp_flax.trainers.frozen import path_text
 from jaxpp_flax.trainers.mesh import inner_sizes
 from jaxpp_flax.trainers.state import TrainState
 
-__all__ = ["Annotation", "AxisRules", "annotations", "state_specs", "unboxed"]
+__all__ = ["Annotation", "AxisRules", "annotations_of", "state_specs", "unboxed"]
 
 Pairs = tuple[tuple[Any, Any], ...]  # of a name, and a mesh axis, or several, or None
 
@@ -90,7 +90,7 @@ def _is_annotated(node: Any) -> bool:
     return isinstance(node, (nnx.Variable, core.meta.AxisMetadata))
 
 
-def annotations(tree: Any) -> list[Annotation | None]:
+def annotations_of(tree: Any) -> list[Annotation | None]:
     """The annotations of a tree's leaves, of NNX variables or Linen boxes; None where there is none."""
     found: list[Annotation | None] = []
     for node in jax.tree.leaves(tree, is_leaf=_is_annotated):
