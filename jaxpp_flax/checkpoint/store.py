@@ -102,7 +102,10 @@ class CheckpointStore:
         """
         steps = self.steps()
         if step == "latest" and not steps:
-            raise CheckpointNotFoundError(f"{self.directory} holds no complete checkpoint yet.")
+            raise CheckpointNotFoundError(
+                f"{self.directory} holds no complete checkpoint yet. Save one first (`trainer.save()`, or "
+                "`save_every=`), or look whether the directory is the one that the run wrote to."
+            )
         wanted = steps[-1] if step == "latest" else step
         if wanted not in steps:
             raise CheckpointNotFoundError(

@@ -26,6 +26,7 @@ __all__ = [
     "copy_arrays",
     "copy_arrays_public",
     "detect_cluster",
+    "needs_devices",
     "poison",
     "private_names_in_use",
     "register_array_type",
@@ -66,6 +67,16 @@ if not PUBLIC_API_ONLY:
     except (ImportError, AttributeError):
         _aval_mappings = _canonicalize_handlers = None
 
+# Those whose lowering asks for devices: all that have a public name; cuDNN's, on GPUs, have none.
+_NEED_DEVICES = frozenset({"pure_callback", "io_callback", "custom_partitioning", "inspect_sharding"})
+_device_primitives: Any = frozenset[Any]()
+if not PUBLIC_API_ONLY:
+    try:
+        # JAX's own list of primitives that cannot be lowered for a mesh without devices; libraries add theirs to it.
+        from jax._src.dispatch import prim_requires_devices_during_lowering as _device_primitives
+    except (ImportError, AttributeError):
+        _device_primitives = frozenset()
+
 _distributed_state: Any = None
 if not PUBLIC_API_ONLY:
     try:
@@ -97,13 +108,14 @@ def private_names_in_use() -> dict[str, bool]:
 
     Example:
       >>> sorted(private_names_in_use())
-      ['array_type', 'batched_copy', 'coordination', 'coordination_service']
+      ['array_type', 'batched_copy', 'coordination', 'coordination_service', 'device_primitives']
     """
     return {
         "array_type": _aval_mappings is not None,
         "batched_copy": _batched_copy is not None,
         "coordination": _distributed_state is not None,
         "coordination_service": _runtime is not None,
+        "device_primitives": bool(_device_primitives),
     }
 
 
@@ -274,6 +286,14 @@ def register_array_type(cls: type[Any], abstract: Callable[[Any], Any], convert:
     except (TypeError, AttributeError):
         return False
     return True
+
+
+def needs_devices(primitive: Any) -> bool:
+    """Whether JAX lowers this primitive only where the devices are known.
+
+    Without JAX's own list the primitives with public names are known by these.
+    """
+    return primitive in _device_primitives or primitive.name in _NEED_DEVICES
 
 
 def context_on_mesh(context: Any, meshes: Sequence[Any], submesh: Any) -> Any:

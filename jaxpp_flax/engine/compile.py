@@ -1,8 +1,9 @@
 """Executables for a program's tasks: one lowering for each distinct task, one executable for each device set.
 
 A task is traced and lowered under the submesh's abstract mesh, so that identical stages on different ranks share the
-lowering; XLA then compiles it for each rank's devices. Shardings inside a submesh are found task by task: a task is
-compiled with the shardings of its inputs, XLA chooses its outputs', and those are the next task's inputs.
+lowering; XLA then compiles it for each rank's devices. A task with a callback to the host, or another operation that
+JAX lowers for known devices alone, is lowered once for each rank. Shardings inside a submesh are found task by task: a
+task is compiled with the shardings of its inputs, XLA chooses its outputs', and those are the next task's inputs.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from itertools import islice
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxpp_flax.engine._compat import needs_devices
 from jaxpp_flax.engine.fingerprint import Fingerprinter
-from jaxpp_flax.engine.ir import Graph, struct_of
+from jaxpp_flax.engine.ir import Graph, everywhere, struct_of
 from jaxpp_flax.engine.mesh import RankMeshes, canonical, carried_over, spec_on
 from jaxpp_flax.engine.program import Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.shared_specs import SharedSpecs
@@ -51,14 +53,14 @@ class TaskCompiler(Generic[MeshT]):
         self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
     ) -> Any:
         """The executable of a task on its rank's devices; `None` in `out_specs` leaves the choice to XLA."""
-        abstract = self.mesh.unstack[task.rank].abstract_mesh  # equal for ranks of one shape, which share a lowering
-        key = (abstract, self._fingerprints.graph(task.graph), tuple(in_specs), tuple(out_specs), task.donate)
+        mesh = self._lowering_mesh(task)
+        key = (mesh, self._fingerprints.graph(task.graph), tuple(in_specs), tuple(out_specs), task.donate)
         devices = self.mesh.rank_devices(task.rank)
         compiled = self._compiled.get((key, devices))
         if compiled is None:
             lowered = self._lowered.get(key)
             if lowered is None:
-                lowered = self._lowered[key] = self._lower(task, in_specs, out_specs)
+                lowered = self._lowered[key] = self._lower(task, mesh, in_specs, out_specs)
                 self.lowerings += 1
             compiled = self._compiled[key, devices] = lowered.compile(
                 compiler_options=self.options, device_assignment=devices
@@ -66,16 +68,24 @@ class TaskCompiler(Generic[MeshT]):
             self.compilations += 1
         return compiled
 
+    def _lowering_mesh(self, task: ProgramTask) -> Mesh | AbstractMesh:
+        """The mesh without devices, equal for ranks of one shape, which share a lowering; else the rank's own."""
+        mesh = self.mesh.unstack[task.rank]
+        return mesh if any(needs_devices(e.primitive) for e in everywhere(task.graph)) else mesh.abstract_mesh
+
     def _lower(
-        self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
+        self,
+        task: ProgramTask,
+        mesh: Mesh | AbstractMesh,
+        in_specs: Sequence[PartitionSpec],
+        out_specs: Sequence[PartitionSpec | None],
     ) -> Any:
-        abstract = self.mesh.unstack[task.rank].abstract_mesh
         avals = [struct_of(v.aval) for v in task.graph.inputs]
-        with jax.sharding.use_abstract_mesh(abstract):
+        with jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
             jitted = jax.jit(
                 _named(task.graph, task.name),
-                in_shardings=tuple(NamedSharding(abstract, spec) for spec in in_specs),
-                out_shardings=tuple(None if spec is None else NamedSharding(abstract, spec) for spec in out_specs),
+                in_shardings=tuple(NamedSharding(mesh, spec) for spec in in_specs),
+                out_shardings=tuple(None if spec is None else NamedSharding(mesh, spec) for spec in out_specs),
                 donate_argnums=tuple(sorted(task.donate)),
                 keep_unused=True,
             )

@@ -6,7 +6,7 @@ classes differ between JAX versions. A `Graph` runs anywhere through `Graph.run`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,8 +17,8 @@ from jax.extend import source_info_util
 from jax.sharding import AxisType
 
 __all__ = [
-    "Atom", "Constant", "Equation", "Graph", "Value", "VerificationError", "from_jaxpr", "plain_literal", "prune",
-    "struct_of", "with_outputs",
+    "Atom", "Constant", "Equation", "Graph", "Value", "VerificationError", "everywhere", "from_jaxpr", "plain_literal",
+    "prune", "struct_of", "with_outputs",
 ]  # fmt: skip
 
 
@@ -209,6 +209,20 @@ def from_jaxpr(
         environment.update(zip(eqn.outvars, outputs, strict=True))
     values = tuple(v for v in inputs if isinstance(v, Value))
     return Graph(values, tuple(map(read, inner.outvars)), tuple(equations)), consts
+
+
+def everywhere(graph: Graph) -> Iterator[Any]:
+    """Every equation of a graph, and of the jaxprs inside its equations (these as JAX has them), at any depth."""
+    for equation in graph.equations:
+        yield equation
+        yield from _inside(equation.params)
+
+
+def _inside(params: Mapping[str, Any]) -> Iterator[Any]:
+    for jaxpr in jex_core.jaxprs_in_params(dict(params)):
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+            yield equation
+            yield from _inside(equation.params)
 
 
 def prune(graph: Graph) -> Graph:

@@ -17,7 +17,8 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.ir import Graph, from_jaxpr, struct_of
+from jaxpp_flax.engine._compat import needs_devices
+from jaxpp_flax.engine.ir import Graph, everywhere, from_jaxpr, struct_of
 
 if TYPE_CHECKING:
     from jaxpp_flax.schedules import Schedule
@@ -156,6 +157,13 @@ def _abstract(*avals: Any, body: Graph, **params: Any) -> tuple[list[Any], set[A
 mlir.register_lowering(treduce_p, mlir.lower_fun(_run, multiple_results=True))
 
 
+def _for_devices(body: Graph) -> tuple[Any, ...]:
+    """What tells JAX, which does not look into graphs, that the body holds what is lowered for known devices alone."""
+    if not any(needs_devices(equation.primitive) for equation in everywhere(body)):
+        return ()
+    return (jax.make_jaxpr(lambda: jax.pure_callback(int, jax.ShapeDtypeStruct((), jnp.int32)))(),)
+
+
 def _refuse(what: str, remedy: str) -> Callable[..., Any]:
     def rule(*_: Any, **__: Any) -> Any:
         raise TypeError(f"treduce cannot be {what}. {remedy}")
@@ -266,6 +274,7 @@ def treduce_i(
         carry_names=tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(init))
         if has_carry
         else (),
+        lowered_for=_for_devices(graph),
     )
     reduced = jax.tree.unflatten(jax.tree.structure(result_shapes), flat[len(carry_leaves) :])
     if has_carry:

@@ -55,9 +55,15 @@ class _Mailbox:
                 lambda: number in self._arrived or self.failure is not None, timeout=_WAIT_SECONDS
             )
             if self.failure is not None:
-                raise RuntimeError("another rank failed while its task was measured") from self.failure
+                raise RuntimeError(
+                    "another rank failed while its task was measured; its error is above this one, and is to be mended"
+                ) from self.failure
             if not done:
-                raise TimeoutError(f"transfer {number} did not arrive within {_WAIT_SECONDS:.0f} s")
+                raise TimeoutError(
+                    f"the step was measured, and what transfer {number} of its program brings did not arrive within "
+                    f"{_WAIT_SECONDS:.0f} s: the rank that sends it still runs a task, or waits for ever. Measure a "
+                    "smaller batch or fewer microbatches; `compiled.as_text('program')` lists the transfers."
+                )
             return self._arrived.pop(number)
 
 
@@ -133,7 +139,9 @@ def run_profiled(
     for thread in threads:
         thread.join()
     if mailbox.failure is not None:
-        raise RuntimeError("a task failed while the step was measured") from mailbox.failure
+        raise RuntimeError(
+            "a task failed while the step was measured; its error is above this one, and is to be mended"
+        ) from mailbox.failure
     return [timing for rank in timings for timing in rank]
 
 

@@ -58,5 +58,7 @@ def _store_errors() -> Generator[None]:
         yield
     except jax.errors.JaxRuntimeError as error:
         raise CoordinationError(
-            f"the coordination service of this run does not answer: {str(error).splitlines()[0]}"
+            f"the coordination service of this run does not answer: {str(error).splitlines()[0]}. It runs in the "
+            "launcher, or beside process 0: see whether that has ended and why, and whether its port can be reached "
+            "from this host. Then start the run again, from its last checkpoint."
         ) from error

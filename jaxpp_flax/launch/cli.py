@@ -31,9 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise LaunchError("-n and --cluster exclude each other: the cluster says how many processes there are.")
             child.main(program, bind_address=options.address, failure_timeout_s=options.failure_timeout)
             return 0
+        if options.num_processes is None:
+            raise LaunchError(
+                "nothing says how many processes to start. Give their number, as in `-n 4 train.py`; or `--cluster`, "
+                "if SLURM, Open MPI or Kubernetes has started this one."
+            )
         job = LocalJob(
             program=program,
-            num_processes=options.num_processes or 0,
+            num_processes=options.num_processes,
             devices_per_process=options.devices_per_process,
             address=options.address or LOOPBACK,
             failure_timeout=options.failure_timeout,

@@ -62,7 +62,9 @@ class LocalJob:
         if self.program[0] != "-m" and not Path(self.program[0]).is_file():
             raise LaunchError(f"there is no file {self.program[0]!r} to run.")
         if self.num_processes < 1:
-            raise LaunchError(f"-n {self.num_processes}: at least one process is needed.")
+            raise LaunchError(
+                f"-n {self.num_processes}: at least one process is needed. Give the number, as in `-n 4`."
+            )
         if self.num_processes > 1 and (why := _compat.why_one_process()) is not None:
             raise LaunchError(why)
         if self.devices_per_process < 1:

@@ -1,4 +1,7 @@
-"""Batches: checked, cut into microbatches, and counted."""
+"""Batches: checked, cut into microbatches, and counted.
+
+A leaf is an array of examples, of shape (batch, ...), or a scalar: a constant of the step, the same in each microbatch.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ __all__ = [
     "count_units",
     "describe_batch",
     "dtype_of",
+    "first_examples",
     "join_microbatches",
     "leaf_name",
     "shape_of",
@@ -37,22 +41,34 @@ def leaf_name(path: Any) -> str:
 
 
 def check_leaf(path: Any, leaf: Any) -> None:
-    """Refuse a leaf without an axis of examples.
+    """Refuse a leaf that is neither an array nor a number.
 
     Raises:
       BatchError: naming it.
     """
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+    if not isinstance(leaf, complex | float | int) and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise BatchError(f"{leaf_name(path)} is a {type(leaf).__name__}, not an array. Convert it with `np.asarray`.")
-    if not leaf.shape:
-        raise BatchError(f"{leaf_name(path)} is a scalar. Every leaf needs the axis of examples first: (batch, ...).")
+
+
+def first_examples(batch: Any) -> tuple[Any, Any]:
+    """The path and the leaf of the first array of examples.
+
+    Raises:
+      BatchError: if there is none.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    found = next((leaf for leaf in leaves if np.shape(leaf[1])), None)
+    if found is None:
+        only = f"the batch holds nothing but the scalar {leaf_name(leaves[0][0])}" if leaves else "the batch is empty"
+        raise BatchError(f"{only}. At least one leaf needs the axis of examples first: (batch, ...).")
+    return found
 
 
 def batch_size(batch: Any) -> int:
-    """The size that the leaves of `batch` have in common along their first axis.
+    """The size that the leaves of `batch` have in common along their first axis; scalars have none.
 
     Raises:
-      BatchError: if a leaf is no array or has no axis, the sizes differ, or there is no leaf.
+      BatchError: if a leaf is no array, the sizes differ, or there is no array of examples.
 
     Example:
       >>> batch_size({"x": np.zeros((6, 3)), "y": np.zeros(6)})
@@ -64,7 +80,9 @@ def batch_size(batch: Any) -> int:
     sizes: dict[str, int] = {}
     for path, leaf in leaves:
         check_leaf(path, leaf)
-        sizes[leaf_name(path)] = leaf.shape[0]
+        if np.shape(leaf):
+            sizes[leaf_name(path)] = leaf.shape[0]
+    first_examples(batch)
     if len(set(sizes.values())) > 1:
         listing = ", ".join(f"{name}: {size}" for name, size in sizes.items())
         raise BatchError(
@@ -77,6 +95,8 @@ def batch_size(batch: Any) -> int:
 def split_batch(batch: Any, num_microbatches: int, shards: int = 1) -> Any:
     """Reshape each leaf from (batch, ...) to (num_microbatches, batch // num_microbatches, ...).
 
+    A scalar becomes (num_microbatches,): the same value for each.
+
     `shards` is the number of devices in a stage that share the examples of one microbatch.
 
     Raises:
@@ -88,7 +108,7 @@ def split_batch(batch: Any, num_microbatches: int, shards: int = 1) -> Any:
     """
     size = batch_size(batch)
     if size % num_microbatches or size == 0:
-        path, leaf = jax.tree_util.tree_leaves_with_path(batch)[0]
+        path, leaf = first_examples(batch)
         lower = size - size % num_microbatches
         fits = " or ".join(str(n) for n in (lower, lower + num_microbatches) if n)
         raise BatchError(
@@ -105,12 +125,24 @@ def split_batch(batch: Any, num_microbatches: int, shards: int = 1) -> Any:
         )
 
     def reshape(leaf: Any) -> Any:
+        if not np.shape(leaf):
+            return _repeated(leaf, num_microbatches)
         if isinstance(leaf, jax.ShapeDtypeStruct):  # of a leaf that this process does not read
             return jax.ShapeDtypeStruct((num_microbatches, each, *leaf.shape[1:]), dtype_of(leaf))
         numpy = jnp if isinstance(leaf, jax.Array) else np
         return numpy.reshape(leaf, (num_microbatches, each, *leaf.shape[1:]))
 
     return jax.tree.map(reshape, batch)
+
+
+def _repeated(scalar: Any, count: int) -> Any:
+    if isinstance(scalar, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((count,), dtype_of(scalar))
+    return (
+        jnp.broadcast_to(scalar, (count,))
+        if isinstance(scalar, jax.Array)
+        else np.full(count, scalar, dtype_of(scalar))
+    )
 
 
 def split_for_inference(batch: Any, num_microbatches: int, shards: int = 1) -> tuple[Any, int]:
@@ -154,7 +186,7 @@ def describe_batch(batch: Any) -> str:
       "['x'] float32[4, 3], ['y'] int32[4]"
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    return ", ".join(f"{jax.tree_util.keystr(path)} {dtype_of(x)}{list(x.shape)}".strip() for path, x in leaves)
+    return ", ".join(f"{jax.tree_util.keystr(path)} {dtype_of(x)}{list(np.shape(x))}".strip() for path, x in leaves)
 
 
 def signature(batch: Any) -> tuple[Any, ...]:
@@ -164,7 +196,9 @@ def signature(batch: Any) -> tuple[Any, ...]:
 
 
 def dtype_of(leaf: Any) -> Any:
-    """The dtype that JAX gives `leaf`: NumPy's float64 becomes float32, unless 64 bits are enabled; for shapes too."""
+    """The dtype that JAX gives `leaf`: float64 becomes float32, unless 64 bits are enabled; for shapes too."""
+    if isinstance(leaf, complex | float | int) and not isinstance(leaf, np.generic):
+        return jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
     if isinstance(leaf.dtype, np.dtype) and not isinstance(leaf, jax.Array):  # PRNG keys have a dtype of JAX's own
         return jax.dtypes.canonicalize_dtype(leaf.dtype)
     return leaf.dtype
@@ -177,7 +211,7 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
       >>> shape_of(np.zeros(3))
       ShapeDtypeStruct(shape=(3,), dtype=float32)
     """
-    return jax.ShapeDtypeStruct(leaf.shape, dtype_of(leaf))
+    return jax.ShapeDtypeStruct(np.shape(leaf), dtype_of(leaf))
 
 
 def count_units(batch: Any) -> tuple[int, str]:
@@ -189,6 +223,6 @@ def count_units(batch: Any) -> tuple[int, str]:
     """
     leaves = jax.tree.leaves(batch)
     for leaf in leaves:
-        if len(leaf.shape) == 2 and jnp.issubdtype(leaf.dtype, jnp.integer):
+        if len(np.shape(leaf)) == 2 and jnp.issubdtype(leaf.dtype, jnp.integer):
             return math.prod(leaf.shape), "tokens"
-    return leaves[0].shape[0], "examples"
+    return first_examples(batch)[1].shape[0], "examples"

@@ -15,7 +15,8 @@ from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.placing import on_every_process
 from jaxpp_flax.layers import CutPolicy
-from jaxpp_flax.trainers.mesh import batch_spec
+from jaxpp_flax.trainers.mesh import batch_spec, inner_sizes
+from jaxpp_flax.trainers.sharding import AxisRules
 from jaxpp_flax.trainers.state import TrainState
 
 __all__ = ["Backend", "copied", "to_ordinary"]
@@ -26,8 +27,8 @@ class Backend:
     """Where steps run: on the ranks of `mesh`, or, without one, on JAX's default device under `jax.jit`."""
 
     mesh: MpmdMesh | None
-    state_specs: TrainState | None = None  # of the state's leaves; see `state_specs`
-    rules: Any = None  # what logical axis names stand for: pairs
+    state_specs: TrainState | None  # of the state's leaves; see `state_specs`
+    rules: AxisRules  # what logical axis names stand for
 
     def compile(self, function: Callable[..., Any], state: Any, batch: Any, policy: CutPolicy, *, donate: bool) -> Any:
         """`function(state, batch)`, compiled for arguments like these; with `donate` the state's memory is reused.
@@ -39,17 +40,18 @@ class Backend:
         specs = self.state_specs if donate or self.state_specs is None else self.state_specs.for_inference()
         if self.mesh is None:
             return jax.jit(function, donate_argnums=donated).lower(state, batch).compile()
+        mesh = self.mesh
         step = mpmd_jit_with_loop(
             function,
-            self.mesh,
-            in_shardings=(specs, batch_spec(self.mesh)),
+            mesh,
+            in_shardings=(specs, jax.tree.map(lambda leaf: batch_spec(mesh, len(leaf.shape)), batch)),
             # A step that gives the state back gives it as it took it.
             out_shardings=(specs, None) if donate and specs is not None else None,
             donate_argnums=donated,
             cut_policy=policy,
             everywhere=(False, True) if donate else True,
         )
-        with nn.logical_axis_rules(self.rules or ()):
+        with nn.logical_axis_rules(self.rules.on(inner_sizes(mesh))):
             return step.compile(state, batch)
 
 

@@ -18,7 +18,15 @@ import numpy as np
 
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.mesh import MpmdMesh, MpmdSharding
-from jaxpp_flax.trainers.batch import batch_size, check_leaf, dtype_of, leaf_name, shape_of, split_for_inference
+from jaxpp_flax.trainers.batch import (
+    batch_size,
+    check_leaf,
+    dtype_of,
+    first_examples,
+    leaf_name,
+    shape_of,
+    split_for_inference,
+)
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.setup import check_count
 from jaxpp_flax.trainers.together import BatchesAlike, end_together, leaves_read
@@ -59,7 +67,7 @@ class Loading(abc.ABC):
 
         Returns:
           A tree like `batch`, of int64 arrays of shape (rows,): indices along the first axis, ascending; empty for a
-          leaf that this process does not read.
+          leaf that this process does not read. `...` for a scalar, which has no rows: pass it as it is.
 
         Raises:
           ValueError, TypeError: as `compile`; and for another `call`.
@@ -84,9 +92,11 @@ class Loading(abc.ABC):
             )
             compiled = self._for_inference(call, microbatches, count)
         if not self._is_across:
-            return jax.tree.map(lambda leaf: np.arange(leaf.shape[0]), batch)
+            return jax.tree.map(lambda leaf: np.arange(leaf.shape[0]) if np.shape(leaf) else ..., batch)
 
-        def rows(leaf: Any, sharding: MpmdSharding, *, read: bool) -> np.ndarray[Any, Any]:
+        def rows(leaf: Any, sharding: MpmdSharding, *, read: bool) -> Any:
+            if not np.shape(leaf):
+                return ...
             shape = (count, leaf.shape[0] // count, *leaf.shape[1:])
             starts = np.arange(shape[0]) * shape[1]
             return (starts[:, None] + _places(sharding, shape, read=read)).ravel()
@@ -116,7 +126,7 @@ class Loading(abc.ABC):
         if not self._is_across:
             size = batch_size(batch)
             if size != global_batch_size:
-                path, leaf = jax.tree_util.tree_leaves_with_path(batch)[0]
+                path, leaf = first_examples(batch)
                 raise BatchError(
                     f"global_batch_size={global_batch_size}, but the batch has {size} examples "
                     f"({leaf_name(path)} has shape {tuple(leaf.shape)}), and one process reads all of "
@@ -127,7 +137,8 @@ class Loading(abc.ABC):
 
         def whole(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
             check_leaf(path, leaf)
-            return jax.ShapeDtypeStruct((global_batch_size, *leaf.shape[1:]), dtype_of(leaf))
+            shape = np.shape(leaf)
+            return jax.ShapeDtypeStruct((global_batch_size, *shape[1:]) if shape else (), dtype_of(leaf))
 
         return jax.tree_util.tree_map_with_path(whole, batch)
 
@@ -155,6 +166,10 @@ def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
         if not here:
             return whole
         name, count = leaf_name(path), whole.shape[0]
+        if whole.ndim == 1:  # a scalar, which every process passes
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise BatchError(f"{name} is a shape without a value, but this process reads it. Pass the scalar.")
+            return np.full(whole.shape, leaf, whole.dtype)
         places = _places(sharding, whole.shape, read=True)
         expected = (count * len(places), *whole.shape[2:])
         if isinstance(leaf, jax.ShapeDtypeStruct) or tuple(leaf.shape) != expected:
@@ -196,7 +211,9 @@ def _named_rows(compiled: Any, batch: Any, microbatches: Any) -> dict[str, Any]:
     named: dict[str, Any] = {}
 
     def add(path: Any, leaf: Any, whole: Any, sharding: MpmdSharding, here: Any) -> None:
-        if here:
+        if here and whole.ndim == 1:
+            named[leaf_name(path)] = leaf
+        elif here:
             places = _places(sharding, whole.shape, read=True)
             together = len(places) == places[-1] - places[0] + 1
             text = f"{places[0]} to {places[-1]}" if together else ", ".join(map(str, places))

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.trainers.errors import MeshError
 
-__all__ = ["BATCH_AXES", "STAGE_AXIS", "batch_spec", "build_mesh", "num_batch_shards", "wrap_mesh"]
+__all__ = ["BATCH_AXES", "STAGE_AXIS", "batch_spec", "build_mesh", "inner_sizes", "num_batch_shards", "wrap_mesh"]
 
 STAGE_AXIS = "stage"
 BATCH_AXES = ("data", "fsdp")
@@ -101,14 +101,24 @@ def wrap_mesh(mesh: Any, num_ranks: int | None) -> MpmdMesh:
     return mesh
 
 
+def inner_sizes(mesh: MpmdMesh) -> dict[str, int]:
+    """The axes of a stage's submesh, beside that of the stages, and their sizes.
+
+    Example:
+      >>> inner_sizes(build_mesh(4, {"data": 2}))
+      {'data': 2}
+    """
+    return {axis: size for axis, size in mesh.jax_mesh.shape.items() if axis != mesh.mpmd_axis_name}
+
+
 def _batch_axes(mesh: MpmdMesh) -> tuple[str, ...]:
     return tuple(name for name in BATCH_AXES if name in mesh.jax_mesh.axis_names and name != mesh.mpmd_axis_name)
 
 
-def batch_spec(mesh: MpmdMesh) -> PartitionSpec:
-    """How leaves of shape (num_microbatches, microbatch, ...) lie on a rank."""
+def batch_spec(mesh: MpmdMesh, ndim: int) -> PartitionSpec:
+    """How a leaf of shape (num_microbatches, microbatch, ...) lies on a rank; one of shape (num_microbatches,) too."""
     axes = _batch_axes(mesh)
-    return PartitionSpec(None, axes) if axes else PartitionSpec()
+    return PartitionSpec(None, axes) if axes and ndim > 1 else PartitionSpec()
 
 
 def num_batch_shards(mesh: MpmdMesh | None) -> int:

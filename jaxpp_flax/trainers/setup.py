@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from jaxpp_flax.trainers.linen_model import LinenModel
 from jaxpp_flax.trainers.mesh import build_mesh, wrap_mesh
 from jaxpp_flax.trainers.model import ModelAdapter
 from jaxpp_flax.trainers.nnx_model import NnxModel
-from jaxpp_flax.trainers.sharding import axis_names, unboxed
+from jaxpp_flax.trainers.sharding import annotations_of, unboxed
 
 __all__ = ["check_count", "check_functions", "check_parameters", "choose_model", "choose_ranks"]
 
@@ -35,14 +36,28 @@ def check_count(name: str, value: Any) -> int:
 
 
 def check_functions(**functions: Any) -> None:
-    """Refuse what is no function; all but `loss_fn` may be None.
+    """Refuse what is no function of two arguments; all but `loss_fn` may be None.
 
     Raises:
       TypeError: naming the argument.
     """
     for name, function in functions.items():
-        if not callable(function) and not (function is None and name != "loss_fn"):
+        if function is None and name != "loss_fn":
+            continue
+        if not callable(function):
             raise TypeError(f"{name} must be a function of (model, batch), got {type(function).__name__}.")
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # of a function that is not written in Python
+            continue
+        try:
+            signature.bind(None, None)
+        except TypeError as error:
+            raise TypeError(
+                f"{name} is called as {name}(model, batch), but the one that was given takes {signature}. Give it two "
+                "arguments; bind others beforehand (`functools.partial`), or put them into the batch: a scalar there "
+                "is a constant of the step."
+            ) from error
 
 
 def choose_model(
@@ -65,7 +80,7 @@ def choose_model(
                 "Leave them out."
             )
         adapter, params, rest = NnxModel.take_apart(model, wrt, frozen)
-        return adapter, params, rest, (axis_names(params), axis_names(rest))
+        return adapter, params, rest, (annotations_of(params), annotations_of(rest))
     if isinstance(model, nn.Module):
         if not isinstance(variables, Mapping):
             raise TypeError(
@@ -78,9 +93,28 @@ def choose_model(
                 "returned, or {'params': params}."
             )
         adapter, params, rest = LinenModel.take_apart(model, variables, jax.random.key(seed), rng_names, frozen)
-        return adapter, unboxed(params), unboxed(rest), (axis_names(params), axis_names(rest))
-    kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-    raise TypeError(f"model must be an instance of nnx.Module or flax.linen.Module, got {kind}.")
+        return adapter, unboxed(params), unboxed(rest), (annotations_of(params), annotations_of(rest))
+    kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+    raise TypeError(f"model must be an instance of nnx.Module or flax.linen.Module, got {kind}.{_what_to_pass(model)}")
+
+
+def _what_to_pass(model: Any) -> str:
+    """What of an object that holds a model is to be given to the trainer."""
+    if isinstance(model, type):
+        return ""
+    if isinstance(model, nnx.Optimizer):
+        module = "its `.model`" if hasattr(model, "model") else "the module that it updates"
+        return f" Pass {module} as the model, and its `.tx` as the optimizer."
+    if all(hasattr(model, name) for name in ("apply_fn", "params", "tx")):  # flax.training.train_state.TrainState
+        return (
+            " Pass the Linen module whose `apply` is its `.apply_fn`, with variables={'params': state.params}, and its "
+            "`.tx` as the optimizer."
+        )
+    if isinstance(getattr(model, "module", None), nn.Module) and hasattr(model, "params"):  # Hugging Face's, in Flax
+        return " Pass the Linen module that it wraps: `model.module`, with variables={'params': model.params}."
+    if any(of.__module__.partition(".")[0] == "torch" for of in type(model).__mro__):
+        return " That is a PyTorch module: use a Flax model, and convert its weights."
+    return ""
 
 
 def check_parameters(params: Any, model: Any) -> None:

@@ -11,7 +11,7 @@ import jax
 from jaxpp_flax.engine.loop import Add, Concat, treduce_i
 from jaxpp_flax.layers.remat import policy_of
 from jaxpp_flax.schedules import Schedule
-from jaxpp_flax.trainers.loss import LossTerms, read_loss, whole_batch
+from jaxpp_flax.trainers.loss import LossTerms, loss_terms, whole_batch
 from jaxpp_flax.trainers.model import ModelAdapter
 from jaxpp_flax.trainers.state import TrainState
 from jaxpp_flax.trainers.tracing import check_used
@@ -68,7 +68,7 @@ class StepBuilder:
 
                 def loss_of(params: Any) -> tuple[Any, Any]:
                     bound = self.model.bind(params, rest, step=state.step, microbatch=index, training=True)
-                    terms = read_loss(self.loss_fn(bound, microbatch))
+                    terms = loss_terms(self.loss_fn, bound, microbatch)
                     after = jax.tree.leaves(self.model.rest_of(bound, rest))
                     return self.update.scaled(terms.total, state), (terms, [after[i] for i in self.carried])
 
@@ -84,7 +84,7 @@ class StepBuilder:
             def model_state(carry: Sequence[Any]) -> Any:
                 return jax.tree.unflatten(tree, self._with_carry(leaves, carry))
 
-            new, more = self.update.apply(state, grads, divisor, (before, after), model_state)
+            new, more = self.update.apply(state, grads, metrics["loss"], divisor, (before, after), model_state)
             return new, {**metrics, **more}
 
         return step
@@ -95,7 +95,7 @@ class StepBuilder:
         def evaluate(state: TrainState, batch: Any) -> LossTerms:
             def body(index: Any) -> LossTerms:
                 bound = self._bind_for_inference(state, index)
-                return read_loss(self.loss_fn(bound, _at(batch, index)))
+                return loss_terms(self.loss_fn, bound, _at(batch, index))
 
             return treduce_i(body, loop.num_microbatches, loop.schedule, Add)
 

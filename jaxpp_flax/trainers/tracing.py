@@ -13,7 +13,7 @@ from jaxpp_flax.trainers.batch import shape_of
 from jaxpp_flax.trainers.diagnose import CALLS
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.frozen import path_text
-from jaxpp_flax.trainers.loss import read_loss
+from jaxpp_flax.trainers.loss import loss_terms
 from jaxpp_flax.trainers.model import ModelAdapter
 from jaxpp_flax.trainers.state import TrainState
 
@@ -39,7 +39,7 @@ def trace_loss(
     def run(leaves: Sequence[Any], params: Any, step: Any, index: Any, batch: Any) -> tuple[Sequence[Any], Any]:
         rest = jax.tree.unflatten(tree, leaves)
         bound = model.bind(params, rest, step=step, microbatch=index, training=True)
-        terms = read_loss(loss_fn(bound, batch))
+        terms = loss_terms(loss_fn, bound, batch)
         return jax.tree.leaves(model.rest_of(bound, rest)), terms.total
 
     index = jax.ShapeDtypeStruct((), jnp.int32)

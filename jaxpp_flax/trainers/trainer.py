@@ -29,7 +29,7 @@ from jaxpp_flax.trainers.progress import choose_meter
 from jaxpp_flax.trainers.saving import Checkpointed
 from jaxpp_flax.trainers.scheduling import Scheduled
 from jaxpp_flax.trainers.setup import check_count, check_functions, check_parameters, choose_model
-from jaxpp_flax.trainers.sharding import state_specs
+from jaxpp_flax.trainers.sharding import AxisRules, state_specs
 from jaxpp_flax.trainers.state import TrainState
 from jaxpp_flax.trainers.step import Loop, StepBuilder
 from jaxpp_flax.trainers.table import stage_table
@@ -49,7 +49,8 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
     """Trains a Flax model, NNX or Linen, as a pipeline of stages.
 
     The model is an ordinary one whose layers are marked (`PipelineStage`, `@pipeline_stage`); it is copied, and stays
-    as it is. A batch is a pytree of arrays of shape (batch, ...), cut into `num_microbatches` equal parts.
+    as it is. A batch is a pytree of arrays of shape (batch, ...), cut into `num_microbatches` equal parts; each part
+    gets the scalars in it unchanged.
 
     `loss_fn(model, microbatch)` returns the mean loss; or `(loss_sum, weight)`; or either with a dict of metrics:
     `(loss, metrics)`. The step's loss and gradients are those of the whole batch (see `jaxpp_flax.trainers.loss`).
@@ -58,7 +59,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
 
     Args:
       model: an `nnx.Module`, or a Linen module, then with `variables=model.init(...)`.
-      tx: an Optax optimizer.
+      tx: an Optax optimizer; one whose update asks for `value` gets the loss of the whole batch.
       loss_fn: as above; traced, never run eagerly.
       num_stages: stages to cut the model into. One stage without a mesh runs under plain `jax.jit`.
       num_microbatches: parts of a batch.
@@ -82,7 +83,8 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
       loss_scale: "dynamic", a `DynamicLossScale` or a number: a step with a gradient that is not finite is skipped.
       gradient_dtype: in which gradients are summed over the microbatches; by default as they come.
       ema_decay: keeps a moving average of the weights: `ema_model`.
-      sharding_rules: pairs (name, mesh axis or None) for the axis names that the model's parameters are annotated with.
+      sharding_rules: pairs (name, mesh axis or None) for the axis names that the model's parameters are annotated with,
+        before those of Flax's `logical_axis_rules` that are active here.
       eval_loss_fn: for `evaluate`; by default `loss_fn`, with an NNX model in `eval()` mode.
       predict_fn: `(model, microbatch) -> outputs` for `predict`; by default `model(microbatch)`.
       seed: of the random numbers of a Linen model (an NNX model brings its own).
@@ -165,13 +167,14 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         check_functions(loss_fn=loss_fn, eval_loss_fn=eval_loss_fn, predict_fn=predict_fn)
         check_remat(remat, "PipelineTrainer")
         self._update, self._remat = Update.of(tx, loss_scale, gradient_dtype, ema_decay), remat
-        self._adapter, params, rest, names = choose_model(model, variables, wrt, frozen, seed, rng_names)
+        self._adapter, params, rest, notes = choose_model(model, variables, wrt, frozen, seed, rng_names)
         check_parameters(params, model)
         self._assigner = Assigner(assignment, cost, memory_limit)
         self._init_schedule(schedule, num_stages, num_ranks, mesh, mesh_axes)
         self._init_state(params, rest)
-        specs = state_specs(self._state, names, self.mesh, sharding_rules)
-        self._backend = Backend(mesh=self.mesh, state_specs=specs, rules=sharding_rules)
+        rules = AxisRules.of(sharding_rules)
+        specs = state_specs(self._state, notes, self.mesh, rules)
+        self._backend = Backend(mesh=self.mesh, state_specs=specs, rules=rules)
         self._loss_fn = loss_fn
         self._eval_loss_fn = eval_loss_fn or loss_fn
         self._predict_fn = predict_fn or call_model

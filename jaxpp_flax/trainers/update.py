@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +58,29 @@ class DynamicLossScale:
         return {"scale": jnp.where(finite, larger, smaller), "good_steps": jnp.where(grow, 0, good)}
 
 
+_ITS_STATE = "The trainer keeps a state of its own for it (`trainer.state.opt_state`), and begins with a new one."
+
+
+def _takes_value(tx: Any) -> bool:
+    """Whether the optimizer's update may be given the loss; by Optax's contract, one with extra arguments may."""
+    if isinstance(tx, optax.GradientTransformationExtraArgs):
+        return True
+    try:
+        parameters = inspect.signature(tx.update).parameters
+    except (TypeError, ValueError):
+        return False
+    return "value" in parameters or any(of.kind is of.VAR_KEYWORD for of in parameters.values())
+
+
+def _wanted(error: Exception) -> tuple[str, str] | None:
+    """The function of an optimizer that lacks arguments, and these arguments; None for other errors."""
+    missing = re.search(r"([\w.<>]+)\(\) missing \d+ required keyword-only arguments?: (.*)", str(error))
+    if missing is not None:
+        return missing[1].split(".")[0], " and ".join(f"{name}=" for name in re.findall(r"'(\w+)'", missing[2]))
+    required = re.match(r"(\w+) must be provided to (\w+)", str(error))  # Sophia's words
+    return None if required is None else (required[2], f"{required[1]}=")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Update:
     """What a step does with its gradients.
@@ -80,7 +105,8 @@ class Update:
           TypeError, ValueError: naming the argument that does not fit.
         """
         if not hasattr(tx, "init") or not hasattr(tx, "update"):
-            raise TypeError(f"tx must be an Optax optimizer such as optax.adamw(3e-4), got {type(tx).__name__}.")
+            inner = f" Pass the Optax optimizer that it holds, its `.tx`. {_ITS_STATE}" if hasattr(tx, "tx") else ""
+            raise TypeError(f"tx must be an Optax optimizer such as optax.adamw(3e-4), got {type(tx).__name__}.{inner}")
         scale: Any = DynamicLossScale() if isinstance(loss_scale, str) and loss_scale == "dynamic" else loss_scale
         number = isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0 < scale < math.inf
         if not (number or scale is None or isinstance(scale, DynamicLossScale)):
@@ -116,12 +142,19 @@ class Update:
         return jax.tree.map(lambda g: g.astype(self.gradient_dtype), grads)
 
     def apply(
-        self, state: TrainState, grads: Any, divisor: Any, carried: Any, new_model_state: Callable[[Any], Any]
+        self,
+        state: TrainState,
+        grads: Any,
+        loss: Any,
+        divisor: Any,
+        carried: Any,
+        new_model_state: Callable[[Any], Any],
     ) -> tuple[TrainState, dict[str, Any]]:
         """The new state and the metrics that belong to it.
 
         Args:
           grads: summed over the microbatches.
+          loss: of the whole batch, for optimizers that ask for its `value`.
           divisor: what they are divided by.
           carried: the leaves of the model's state that the step has written, before and after: a pair of lists.
           new_model_state: makes the model's state from these leaves.
@@ -137,7 +170,7 @@ class Update:
             # The scale times the divisor may overflow a narrow type, though neither does.
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         grads = jax.tree.map(mean, grads, state.params)
-        updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
+        updates, opt_state = self._updates(grads, state, loss)
         params = optax.apply_updates(state.params, updates)
         old, new = carried
         metrics: dict[str, Any] = {}
@@ -167,6 +200,27 @@ class Update:
             loss_scale=grown,
         )
         return after, metrics
+
+    def _updates(self, grads: Any, state: TrainState, loss: Any) -> tuple[Any, Any]:
+        """What the optimizer makes of the gradients.
+
+        Raises:
+          TypeError: if it needs more than gradients, parameters and the loss.
+        """
+        more = {"value": loss} if _takes_value(self.tx) else {}
+        try:
+            return self.tx.update(grads, state.opt_state, state.params, **more)
+        except (TypeError, ValueError) as error:
+            wanted = _wanted(error)
+            if wanted is None:
+                raise
+            name, arguments = wanted
+            raise TypeError(
+                f"the optimizer cannot be used in a pipeline's step: its part `{name}` needs {arguments}, but a step "
+                "has the gradients, the parameters and the loss of the whole batch (`value`), and does not compute the "
+                "loss again. Use an optimizer without line search and without estimates of the Hessian, such as "
+                "optax.adamw(3e-4); optax.lbfgs(learning_rate, linesearch=None) is one too."
+            ) from error
 
     def _scale(self, state: TrainState) -> Any:
         return state.loss_scale["scale"] if isinstance(self.loss_scale, DynamicLossScale) else self.loss_scale

@@ -62,6 +62,8 @@ def no_permission():
 def test_intervals_and_keeping(tmp_path: Path):
     store = CheckpointStore(tmp_path / "run", save_every=3, keep=2)
     assert store.latest() is None
+    with pytest.raises(CheckpointNotFoundError, match=r"no complete checkpoint yet\. Save one first .*`save_every=`"):
+        store.path("latest")
     assert [step for step in range(1, 10) if store.wants(step)] == [3, 6, 9]
     for step in (3, 6, 9):
         store.save(step, tree(step), {"about": {"n": step}})

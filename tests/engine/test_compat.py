@@ -33,6 +33,7 @@ def test_the_private_names_exist_in_this_jax():
         "batched_copy": True,
         "coordination": True,
         "coordination_service": True,
+        "device_primitives": True,
     }
 
 
@@ -253,3 +254,12 @@ def test_an_equations_context_moves_to_another_mesh(monkeypatch: pytest.MonkeyPa
     assert moved.cur_abstract_mesh == part
     assert equation.ctx.cur_abstract_mesh == whole
     assert _compat.context_on_mesh(moved, [whole], whole) is moved
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_primitives_whose_lowering_needs_devices(monkeypatch: pytest.MonkeyPatch, listed: bool):
+    if not listed:
+        monkeypatch.setattr(_compat, "_device_primitives", frozenset())
+    shape = jax.ShapeDtypeStruct((4,), jnp.float32)
+    sines = jax.make_jaxpr(lambda x: jnp.sin(jax.pure_callback(np.sin, shape, x)))(shape).eqns
+    assert [_compat.needs_devices(equation.primitive) for equation in sines] == [True, False]

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 from jaxpp_flax.engine.jit import mpmd_jit, mpmd_jit_with_loop
 from jaxpp_flax.engine.loop import Add, Concat, Last, treduce, treduce_i
@@ -119,6 +120,24 @@ def test_more_marks_than_stages_shows_where_the_first_ones_are():
 
 def test_a_mark_without_arrays():
     refused(ValueError, lambda: mark_stage_end({"name": "text"}, "encoder"), "no array to mark", "'encoder'", "str")
+
+
+@pytest.mark.parametrize("how", ["io_callback", "debug"])
+def test_side_effects_in_one_order_over_the_stages(how: str):
+    def loss(params: Any, mb: Any) -> jax.Array:
+        x = mark_stage_end(mb["x"] @ params)
+        if how == "io_callback":
+            io_callback(print, None, 1, ordered=True)  # ordered: io_callback
+        else:
+            jax.debug.print("{}", x.sum(), ordered=True)  # ordered: debug
+        return jnp.mean(x**2)
+
+    refused(
+        ValueError,
+        lambda: pipelined(gradients(Std1F1B(2), loss))(jnp.eye(8), batch_of(2)),
+        "ordered=True", "no order of the whole step is kept", "Leave out ordered=True",
+        line_of=f"# ordered: {how}",
+    )  # fmt: skip
 
 
 def test_a_cut_policy_that_counts_wrong():

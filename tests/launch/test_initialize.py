@@ -225,6 +225,12 @@ def test_errors_of_the_command_line(capsys: pytest.CaptureFixture[str]):
     assert "error: there is no file 'absent.py' to run." in capsys.readouterr().err
     assert main(["-n", "2", "--cluster", __file__]) == 2
     assert "-n and --cluster exclude each other" in capsys.readouterr().err
+    assert main([__file__]) == 2
+    assert (
+        "nothing says how many processes to start. Give their number, as in `-n 4 train.py`" in capsys.readouterr().err
+    )
+    assert main(["-n", "0", __file__]) == 2
+    assert "-n 0: at least one process is needed. Give" in capsys.readouterr().err
     assert main(["--address", "192.0.2.1", "-n", "2", __file__]) == 2
     assert "--address 192.0.2.1: this machine cannot listen there" in capsys.readouterr().err
 

@@ -27,8 +27,8 @@ BATCH, MICROBATCHES = 24, 3
 
 
 def loss_fn(model: Any, batch: Any) -> Any:
-    """The mask is read by both stages' processes: `x` by the first alone, `y` by the last."""
-    error = (model(batch["x"] * batch["mask"][:, None]) - batch["y"]) ** 2
+    """The mask is read by both stages' processes: `x` and the constant `gain` by the first alone, `y` by the last."""
+    error = (model(batch["x"] * batch["gain"] * batch["mask"][:, None]) - batch["y"]) ** 2
     return (error.mean(-1) * batch["mask"]).sum(), batch["mask"].sum()
 
 
@@ -54,6 +54,7 @@ def make_batch(seed: int) -> dict[str, np.ndarray]:
         "x": rng.normal(size=(BATCH, 6)),
         "y": rng.normal(size=(BATCH, 6)).astype(jnp.bfloat16),
         "mask": rng.integers(0, 3, BATCH),
+        "gain": np.asarray(rng.normal()),
     }
 
 
@@ -68,7 +69,7 @@ def refused(function: Any) -> str:
 
 def check_inference(by_rows: PipelineTrainer, whole: PipelineTrainer) -> None:
     """Batches of 16 cannot be cut into 3 microbatches: these are two, of other rows than in training."""
-    held_out = [jax.tree.map(lambda leaf: leaf[:16], make_batch(seed)) for seed in (8, 9)]
+    held_out = [jax.tree.map(lambda leaf: leaf[:16] if leaf.ndim else leaf, make_batch(seed)) for seed in (8, 9)]
     process, nothing = jax.process_index(), np.zeros(0, np.int64)
     mine = np.arange(16).reshape(2, 2, 4)[:, process % 2].ravel()
     rows = by_rows.rows_read(held_out[0], "evaluate")
@@ -111,6 +112,7 @@ def main() -> None:
     # Laid out as JAX itself would.
     microbatches = jax.tree.map(lambda s: jax.ShapeDtypeStruct((MICROBATCHES, 8, *s.shape[1:]), s.dtype), shapes)
     microbatches["x"] = jax.ShapeDtypeStruct((MICROBATCHES, 8, 6), np.float32)
+    microbatches["gain"] = jax.ShapeDtypeStruct((MICROBATCHES,), np.float32)
     microbatches["mask"] = jax.ShapeDtypeStruct((MICROBATCHES, 8), np.int32)
     laid_out = own_rows(compiled, parts[0], microbatches)
     (mask,) = laid_out["mask"]._parts.values()

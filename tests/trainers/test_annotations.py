@@ -78,6 +78,13 @@ CASES = {
     "tensor": ("nnx", {"data": 2, "tensor": 2}, {"names": (None, "tensor")}, P(None, "tensor"), 2),
     "fsdp": ("nnx", {"fsdp": 4}, {"names": ("fsdp", None)}, P("fsdp"), 4),
     "rules": ("linen", {"data": 2, "tensor": 2}, {"sharding_rules": RULES}, P(None, "tensor"), 2),
+    "rules, nnx": (
+        "nnx",
+        {"data": 2, "tensor": 2},
+        {"names": ("embed", "mlp"), "sharding_rules": RULES},
+        P(None, "tensor"),
+        2,
+    ),
 }
 
 
@@ -153,12 +160,71 @@ def test_explicit_meshes(case):
     assert [kernel.spec for kernel in kernels] == [spec] * shape[0]
 
 
+NO_AXIS = r"names without a rule that are no axis of a stage: these are {'data': 2}\. The names: "
+
+
 def test_refusals():
-    with pytest.raises(MeshError, match=r"blocks/0/down/kernel is annotated with .*'tensor'.* is no axis of a stage"):
+    with pytest.raises(MeshError, match=NO_AXIS + r"'tensor' \(of blocks/0/down/kernel\)\. Say what each stands for"):
         trainer("nnx", (None, "tensor"), mesh_axes={"data": 2})
     with pytest.raises(MeshError, match=r"of shape \(32, 8\) cannot be cut into 3 equal parts"):
         trainer("nnx", (None, "fsdp"), mesh_axes={"fsdp": 3})
-    with pytest.raises(MeshError, match=r"Dense_0/kernel .*'embed' is no axis of a stage.*rules=\[\('embed', None"):
-        trainer("linen", mesh_axes={"data": 2})
     with pytest.raises(TypeError, match=r"sharding_rules holds 'embed'"):
         trainer("linen", mesh_axes={"data": 2}, sharding_rules=["embed"])
+    with pytest.raises(MeshError, match=r"annotated with 'fsdp' in two dimensions"):
+        trainer("nnx", ("fsdp", "fsdp"), mesh_axes={"fsdp": 2})
+
+
+def test_all_names_without_a_meaning_are_listed_at_once():
+    listed = (
+        r"'embed' \(of Dense_0/kernel\), 'mlp' \(of Dense_0/kernel\)\. Say .*rules=\[\('embed', None\), \('mlp', None"
+    )
+    with pytest.raises(MeshError, match=NO_AXIS + listed):
+        trainer("linen", mesh_axes={"data": 2})
+    lacking = (
+        r"rules lead names to axes that the mesh lacks: 'embed' to 'fsdp' .*, 'mlp' to 'tensor' .*mesh_axes={'fsdp'"
+    )
+    with pytest.raises(MeshError, match=lacking):
+        trainer("linen", mesh_axes={"data": 2}, sharding_rules={"embed": "fsdp", "mlp": "tensor"})
+    both = r"The names: 'embed' \(of .*Besides, rules lead names to axes that the mesh lacks: 'mlp' to 'tensor'"
+    with pytest.raises(MeshError, match=both):
+        trainer("linen", mesh_axes={"data": 2}, sharding_rules={"mlp": "tensor"})
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_the_active_rules_of_flax_are_inherited(kind):
+    names = {"names": ("embed", "mlp")} if kind == "nnx" else {}
+    axes = {"data": 2, "tensor": 2}
+    with (nnx if kind == "nnx" else nn).logical_axis_rules(RULES):
+        made = trainer(kind, mesh_axes=axes, **names)
+    given = trainer(kind, mesh_axes=axes, sharding_rules=RULES, **names)
+    specs = made._backend.state_specs
+    assert specs == given._backend.state_specs
+    assert {P(None, "tensor"), P("tensor")} <= {*jax.tree.leaves(specs.params), *jax.tree.leaves(specs.opt_state)}
+    with nn.logical_axis_rules(RULES):  # the trainer's own come first
+        made = trainer(kind, mesh_axes=axes, sharding_rules=[("mlp", None)], **names)
+    assert {*jax.tree.leaves(made._backend.state_specs.params)} == {P()}
+
+
+def test_rules_of_a_leaf_of_its_own():
+    class OwnRules(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.with_logical_partitioning(_INIT, ("embed", "mlp"), rules=[("embed", None), ("mlp", "tensor")])
+            for _ in range(STAGES):
+                x = mark_stage_end(nn.Dense(WIDTH, kernel_init=init)(x))
+            return x
+
+    variables = OwnRules().init(jax.random.key(0), batch()["x"])
+    options = {"num_stages": STAGES, "num_microbatches": MICROBATCHES, "progress": False, "mesh_axes": {"tensor": 2}}
+    made = PipelineTrainer(OwnRules(), optax.sgd(0.1), loss_fn, variables=variables, **options)
+    assert {*jax.tree.leaves(made._backend.state_specs.params)} == {P(None, "tensor")}
+
+
+@pytest.mark.parametrize(("kind", "axes"), [("linen", {"data": 1}), ("nnx", None)])
+def test_names_that_can_cut_nothing_are_passed_over(kind, axes):
+    """One device in each stage: neither unknown names, nor the constraints in the model, matter."""
+    with nn.logical_axis_rules([("batch", ("data", "fsdp")), ("embed", "fsdp")]):  # 'mlp' has no rule
+        names = ("embed", "mlp")
+        piped, plain = trainer(kind, names, mesh_axes=axes), trainer(kind, names, stages=1)
+    losses = [float(made.train_step(batch())["loss"]) for made in (piped, plain)]
+    np.testing.assert_allclose(*losses, rtol=1e-5)

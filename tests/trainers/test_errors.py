@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax.training.train_state import TrainState as LinenTrainState
 
 import jaxpp_flax.linen as linen_pipeline
 from jaxpp_flax import PipelineTrainer
@@ -43,6 +44,16 @@ class IntegerParameter(nnx.Module):
 
 
 LINEN = m.LinenModel(2)
+LINEN_STATE = LinenTrainState.create(apply_fn=LINEN.apply, params={"w": jnp.ones(2)}, tx=optax.sgd(0.1))
+NNX_OPTIMIZER = nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)
+
+
+class HuggingFaceModel:
+    """A Linen module and its parameters in one object, as `transformers.FlaxPreTrainedModel` is."""
+
+    def __init__(self):
+        self.module, self.params = LINEN, {}
+
 
 ARGUMENTS = {
     "stages": ({"num_stages": 0}, ValueError, r"num_stages=0: it must be a whole number of at least 1"),
@@ -102,7 +113,7 @@ ARGUMENTS = {
         r"the parameter .*table.* of IntegerParameter has dtype int32, which has no gradient",
     ),
     "model class": ({"model": m.Model}, TypeError, r"must be an instance of nnx.Module .*, got the class Model"),
-    "model type": ({"model": "gpt"}, TypeError, r"must be an instance of nnx.Module .*, got a str"),
+    "model type": ({"model": "gpt"}, TypeError, r"must be an instance of nnx.Module .*, got str"),
     "linen without variables": ({"model": LINEN}, TypeError, r"LinenModel holds no variables of its own: pass"),
     "linen without params": (
         {"model": LINEN, "variables": {"batch_stats": {}}},
@@ -112,6 +123,33 @@ ARGUMENTS = {
     "nnx with variables": ({"variables": {"params": {}}}, TypeError, r"variables= are for Linen models, but Model is"),
     "linen no parameters": ({"model": nn.Dropout(0.1), "variables": {"params": {}}}, ModelError, "has no parameters"),
     "optimizer": ({"tx": 0.1}, TypeError, r"tx must be an Optax optimizer such as optax.adamw\(3e-4\), got float"),
+    "nnx.Optimizer as optimizer": (
+        {"tx": NNX_OPTIMIZER},
+        TypeError,
+        r"got Optimizer\. Pass the Optax optimizer that it holds, its `\.tx`\. The trainer keeps a state of its own",
+    ),
+    "TrainState as optimizer": ({"tx": LINEN_STATE}, TypeError, r"got TrainState\. Pass the Optax .* its `\.tx`\."),
+    "nnx.Optimizer as model": (
+        {"model": NNX_OPTIMIZER},
+        TypeError,
+        r"got Optimizer\. Pass the module that it updates as the model, and its `\.tx` as the optimizer",
+    ),
+    "TrainState as model": (
+        {"model": LINEN_STATE},
+        TypeError,
+        r"got TrainState\. Pass the Linen module .* with variables={'params': state\.params}, and its `\.tx`",
+    ),
+    "Hugging Face's model": (
+        {"model": HuggingFaceModel()},
+        TypeError,
+        r"got HuggingFaceModel\. Pass .*: `model\.module`, with variables={'params': model\.params}\.",
+    ),
+    "loss of three": (
+        {"loss_fn": lambda params, batch, key: 0.0},
+        TypeError,
+        r"loss_fn is called as loss_fn\(model, batch\), but .* takes \(params, batch, key\)\. Give it two arguments",
+    ),
+    "predict_fn of one": ({"predict_fn": lambda batch: 0.0}, TypeError, r"called as predict_fn\(model, batch\)"),
     "loss": ({"loss_fn": 3}, TypeError, r"loss_fn must be a function of \(model, batch\), got int"),
     "log_every": ({"log_every": 0}, ValueError, r"log_every=0: it must be a whole number"),
     "progress": ({"progress": "bar"}, TypeError, r"progress='bar' \(str\): it must be True, False or a Meter"),
@@ -139,7 +177,7 @@ BATCHES = {
         {**m.make_batch(8), "mask": np.ones((6, m.LENGTH), np.float32)},
         r"different leading sizes \(batch\['mask'\]: 6, batch\['targets'\]: 8, batch\['tokens'\]: 8\)",
     ),
-    "scalar": ({**m.make_batch(8), "rate": np.float32(1)}, r"batch\['rate'\] is a scalar"),
+    "scalars alone": ({"rate": np.float32(1)}, r"nothing but the scalar batch\['rate'\]\. At least one leaf needs the"),
     "no array": ({**m.make_batch(8), "id": "x"}, r"batch\['id'\] is a str, not an array"),
     "empty": ({}, r"the batch holds no array"),
 }
@@ -175,6 +213,11 @@ LOSSES = {
         lambda model, batch: (m.mean_loss(model, batch), {"a": "x"}),
         r"returned the metric 'a' as a str\. A metric is an array",
     ),
+    "parameters by name": (
+        lambda params, batch: LINEN.apply({"params": params}, batch["tokens"]).mean(),
+        r"takes its first argument 'params' for parameters; it is called with the model \(Model\).*loss_fn\(model",
+    ),
+    "parameters by use": (lambda w, batch: w["w"].sum(), r"TypeError: 'Model' object is not .* first argument 'w' for"),
     "complex": (lambda model, batch: m.mean_loss(model, batch) + 0j, r"a loss of dtype complex64; it must be a real"),
 }
 
@@ -185,6 +228,28 @@ def test_losses(case):
     with pytest.raises(LossError, match=text) as error:
         trainer(loss_fn=loss_fn).train_step(m.make_batch(8))
     check_text(error)
+
+
+@pytest.mark.parametrize("name", ["params", "p"])
+def test_a_loss_that_takes_a_linen_model_for_its_parameters(name):
+    tokens = m.make_batch(8)["tokens"]
+
+    def by_name(params, batch):
+        return LINEN.apply({"params": params}, batch["tokens"]).mean()
+
+    loss_fn = by_name if name == "params" else lambda p, batch: p["Dense_0"]["kernel"].sum()
+    made = trainer(LINEN, loss_fn, variables=LINEN.init(jax.random.key(0), tokens))
+    with pytest.raises(LossError, match=rf"'{name}' for parameters; .* \(LinenCall\).*`model\.params`") as error:
+        made.train_step(m.make_batch(8))
+    check_text(error)
+
+
+def test_an_error_in_the_loss_is_its_own():
+    def loss_fn(model, batch):
+        raise KeyError("labels")
+
+    with pytest.raises(KeyError, match="labels"):
+        trainer(loss_fn=loss_fn).train_step(m.make_batch(8))
 
 
 def test_fewer_marks_than_stages_names_the_users_lines():

@@ -50,6 +50,13 @@ OPTIMIZERS = {
     "multi_steps": lambda: optax.MultiSteps(optax.sgd(0.1), every_k_schedule=2),
     "multi_transform": lambda: optax.multi_transform({"matrix": optax.adam(1e-2), "vector": optax.sgd(0.1)}, by_kind),
     "schedule": lambda: optax.sgd(SCHEDULE),
+    "plateau": lambda: optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(0.5, patience=1, rtol=0.9)),
+    "polyak": lambda: optax.polyak_sgd(max_learning_rate=0.1),
+    "momo": lambda: optax.contrib.momo(0.1),
+    "multi_steps of plateau": lambda: optax.MultiSteps(
+        optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(0.5, patience=1, rtol=0.9)), 2
+    ),
+    "lbfgs": lambda: optax.lbfgs(0.1, linesearch=None),
 }
 
 
@@ -70,3 +77,55 @@ def test_equals_plain(name):
     tree_allclose(*state, rtol=1e-4)
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), state[0][0], start)
     assert min(jax.tree.leaves(moved)) > 1e-4, "every parameter is trained"
+
+
+def scaled_by_loss():
+    """Steps as long as the loss is large, which is kept."""
+
+    def update(updates, state, params=None, *, value, **extra):
+        return jax.tree.map(lambda g: -0.1 * value * g, updates), value
+
+    return optax.GradientTransformationExtraArgs(lambda params: jnp.float32(0), update)
+
+
+def weighted_loss(model, batch):
+    return jnp.sum((model(batch["x"]) - batch["y"]) ** 2 * batch["w"][:, None]), WIDTH * batch["w"].sum()
+
+
+def test_the_value_is_the_loss_of_the_whole_batch():
+    """Unequal weights of the microbatches, and a loss scale, are no part of it."""
+    data = {**batch(0), "w": np.array([1, 2, 0, 4], np.float32)}
+    graph, params = nnx.split(Model())
+
+    @jax.jit
+    def plain(params):
+        def mean(params):
+            total, weight = weighted_loss(nnx.merge(graph, params), data)
+            return total / weight
+
+        value, grads = jax.value_and_grad(mean)(params)
+        return value, jax.tree.map(lambda p, g: p - 0.1 * value * g, params, grads)
+
+    options = {"num_stages": 2, "num_microbatches": 2, "progress": False, "loss_scale": 8.0}
+    made = PipelineTrainer(Model(), scaled_by_loss(), weighted_loss, **options)
+    loss = made.train_step(data)["loss"]
+    value, after = plain(params)
+    np.testing.assert_allclose([float(loss), float(made.state.opt_state)], float(value), rtol=1e-6)
+    tree_allclose(jax.tree.map(np.asarray, (made.state.params,)), jax.tree.map(np.asarray, (after,)), rtol=1e-5)
+
+
+REFUSED = {
+    "lbfgs": (lambda: optax.lbfgs(), r"its part `scale_by_zoom_linesearch` needs grad= and value_fn=, but a step has"),
+    "sophia": (
+        lambda: optax.contrib.sophia(1e-2),
+        r"its part `hutchinson` needs obj_fn=.* such as optax\.adamw\(3e-4\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_optimizers_that_compute_the_loss_again_are_refused(name):
+    make, text = REFUSED[name]
+    made = PipelineTrainer(Model(), make(), loss_fn, num_stages=2, num_microbatches=2, progress=False)
+    with pytest.raises(TypeError, match=text):
+        made.compile(batch(0))

@@ -173,7 +173,9 @@ class NcclTransport:
             communicator.abort()
             raise TransportError(
                 f"NCCL could not move {parcel.what}, in step {tag.step}, from process {parcel.source} to process "
-                f"{parcel.target}: {error}"
+                f"{parcel.target}: {error}. Look for the first error in the logs of both processes; NCCL_DEBUG=INFO "
+                "makes NCCL say more. Then start the run again, from its last checkpoint; "
+                "JAXPP_FLAX_TRANSPORT=device_put does without NCCL."
             ) from error
 
     def pass_by(self, parcel: Parcel, tag: Tag) -> None:

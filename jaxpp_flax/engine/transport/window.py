@@ -64,5 +64,6 @@ class Window:
             self._group.check()
             raise TransportError(
                 f"what process {parcel.source} was to send did not arrive: {parcel.what}, in step {tag.step}. It was "
-                f"killed, or ended early ({str(error).splitlines()[0]})."
+                f"killed, or ended early ({str(error).splitlines()[0]}). Look for the reason at the end of the output "
+                f"of process {parcel.source}, then start the run again, from its last checkpoint."
             ) from error

@@ -1,0 +1,53 @@
+"""How far a process runs ahead of what it receives, and what it says where that does not come."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from jaxpp_flax.engine.coordination import ProcessGroup
+from jaxpp_flax.engine.transport.base import Parcel, Tag, TransportError
+from jaxpp_flax.engine.transport.window import Window
+
+
+class Awaited:
+    """A received array that is not there yet."""
+
+    waited = 0
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def is_deleted(self) -> bool:
+        return False
+
+    def is_ready(self) -> bool:
+        return False
+
+    def block_until_ready(self) -> None:
+        self.waited += 1
+        if self.error is not None:
+            raise self.error
+
+
+PARCEL, TAG = Parcel(1, 0, (), (), "what task fwd_1 needs of rank 1"), Tag("p", 4, 1)
+
+
+def test_tasks_wait_for_the_oldest_receive_once_too_many_hang_on_it():
+    window, array = Window(ProcessGroup(None, 0, 1), max_tasks=2), Awaited()
+    window.received(array, PARCEL, TAG)
+    waits = []
+    for _ in range(4):
+        window.before_task()
+        waits.append(array.waited)
+    assert waits == [0, 0, 1, 1]
+
+
+def test_what_does_not_arrive_is_named_with_what_to_do():
+    window = Window(ProcessGroup(None, 0, 1), max_tasks=0)
+    window.received(Awaited(jax.errors.JaxRuntimeError("INTERNAL: connection closed")), PARCEL, TAG)
+    says = (
+        r"process 1 was to send .* task fwd_1 needs .* in step 4.*connection closed.*Look .* of process 1, then start"
+    )
+    with pytest.raises(TransportError, match=says):
+        window.before_task()
