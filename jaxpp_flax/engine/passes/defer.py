@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import primitives
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, prune, struct_of
@@ -329,7 +330,7 @@ def _partial_sums(
     inside = {v for e in chain.equations for v in e.outputs}
     read = [a for e in chain.equations for a in e.inputs if isinstance(a, Value)]
     inputs = tuple(v for v in dict.fromkeys([*read, chain.value]) if v not in inside)
-    graph = Graph(inputs, (chain.value,), chain.equations)
+    graph = Graph(inputs, (chain.value,), tuple(map(_told_how_to_lie, chain.equations)))
     operands = [partial[v][0] if v in chain.scanned else v for v in inputs]
     axes = [partial[v][1] if v in chain.scanned else dims[v][0] if v in chain.split else None for v in inputs]
 
@@ -358,6 +359,17 @@ def _split_sharding(operand: Any, axis: int) -> NamedSharding | None:
     if sharding is None:
         return None
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: axis + 1], None, *sharding.spec[axis + 1 :]))
+
+
+def _told_how_to_lie(equation: Equation) -> Equation:
+    """On an Explicit mesh a reshape of the parts, whose first dimension is sharded, needs to be told how the rest lies.
+
+    The sum itself is reshaped without being told.
+    """
+    sharding = struct_of(equation.outputs[0].aval).sharding
+    if equation.primitive is not primitives.reshape_p or sharding is None:
+        return equation
+    return replace(equation, params={**equation.params, "sharding": sharding})
 
 
 def _ordered(body: Graph, outputs: Sequence[Atom], added: Sequence[Equation]) -> Graph:

@@ -126,6 +126,7 @@ LINEAR: Mapping[Any, Linear] = {
     primitives.reshape_p: Linear(Operands.FIRST, _moves),
     primitives.slice_p: Linear(Operands.FIRST, _moves),
     primitives.squeeze_p: Linear(Operands.FIRST, _moves),
+    primitives.stop_gradient_p: Linear(Operands.FIRST, _moves),
     primitives.transpose_p: Linear(Operands.FIRST, _moves),
 }
 
