@@ -167,12 +167,24 @@ def _callable(kind, trainer):
     return lambda tokens: trainer.model(tokens)
 
 
+def loss_with_vectors(model, batch):
+    """Metrics that are counted over the examples of a microbatch and then cut off: not those of its shards, added."""
+    tokens = batch["tokens"]
+    present = jax.nn.one_hot(tokens, m.VOCABULARY).sum((0, 1)).astype(bool)
+    return m.mean_loss(model, batch), {"present": present, "frac": (tokens >= 0).mean(0).astype(jnp.int32)}
+
+
 def test_data_parallel_stages():
     losses, _, last = reference("nnx", 2, 4)
-    trainer = make_trainer("nnx", "1f1b", 2, 2, 4, mesh=mesh_of(2, data=2))
-    found = [float(trainer.train_step(batch)["loss"]) for batch in batches(4)]
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    trainer = make_trainer("nnx", "1f1b", 2, 2, 4, mesh=mesh_of(2, data=2), loss_fn=loss_with_vectors)
+    found = [trainer.train_step(batch) for batch in batches(4)]
+    np.testing.assert_allclose([float(metrics["loss"]) for metrics in found], losses, rtol=1e-5)
     tree_allclose(parameters("nnx", trainer), last)
+    for metrics, batch in zip(found, batches(4), strict=True):
+        microbatches = batch["tokens"].reshape(4, -1)
+        present = np.mean([np.isin(np.arange(m.VOCABULARY), tokens) for tokens in microbatches], 0)
+        np.testing.assert_array_equal(metrics["present"], present.astype(np.float32))
+        np.testing.assert_array_equal(metrics["frac"], np.ones(m.LENGTH, np.float32))
 
 
 @pytest.mark.slow

@@ -4,8 +4,9 @@ On an Auto mesh a weight gradient contracts the sharded batch dimension, and XLA
 task. Here that contraction keeps the shards apart: with D shards, the gradient of shape (...) becomes D partial
 gradients of shape (D, ...), each on the device that made it; these are accumulated, and their sum over the first
 axis, taken after the loop, is the one reduction. A gradient qualifies if it is linear in contractions over the batch
-dimension, each used for nothing else; the others are left as they are, which is slower and no less right. Scans over
-layers are looked into: the gradients that a scan stacks or adds up qualify by what its body does.
+dimension, each used for nothing else; the others are left as they are, which is slower and no less right. What is
+linear, in which dtypes, stands in `linear`. Scans over layers are looked into: the gradients that a scan stacks or adds
+up qualify by what its body does.
 """
 
 from __future__ import annotations
@@ -16,20 +17,17 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import primitives
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, prune, struct_of
 from jaxpp_flax.engine.loop import AddOp, Op
 from jaxpp_flax.engine.markers import marker_p
 from jaxpp_flax.engine.passes.batch_dims import BatchDim, inside_scan, propagate
+from jaxpp_flax.engine.passes.linear import LINEAR, Operands, accumulates, summed_in
 from jaxpp_flax.engine.passes.scans import Scan, open_scan, scan_again
 
 __all__ = ["Deferred", "defer_reductions"]
-
-_LINEAR_UNARY = frozenset(
-    {"transpose", "reshape", "convert_element_type", "neg", "copy", "copy_p", "broadcast_in_dim", "squeeze",
-     "expand_dims", "reduce_sum", "slice", "stop_gradient", "name"}
-)  # fmt: skip
 
 
 class Deferred(NamedTuple):
@@ -63,7 +61,9 @@ def defer_reductions(
     chains: dict[int, _Chain] = {}
     for k, op in enumerate(operations):
         atom = body.outputs[num_carry + k]
-        if not isinstance(op, AddOp) or not isinstance(atom, Value) or not atom.aval.shape:
+        if type(op) is not AddOp or not isinstance(atom, Value) or not atom.aval.shape:
+            continue
+        if not accumulates(atom.aval.dtype):
             continue
         chain = finder.chain(atom)
         if chain is not None and may_defer(atom, chain.axes):
@@ -128,45 +128,54 @@ class _Finder:
     def chain(self, value: Value) -> _Chain | None:
         """How a value is made of contractions over the batch, or None if it is not linear in such."""
         found = _Found()
-        if not self._visit(value, found) or len(found.axes) != 1:
+        if self._visit(value, found) is None or len(found.axes) != 1:
             return None
         ordered = sorted(dict.fromkeys(found.equations), key=self.order.__getitem__)
         return _Chain(value, tuple(ordered), found.axes.pop(), frozenset(found.split), frozenset(found.scanned))
 
-    def _visit(self, value: Atom, found: _Found) -> bool:
-        """Whether `value` is linear in contractions over the batch; collects what lies between."""
+    def _visit(self, value: Atom, found: _Found) -> Any:
+        """The dtype that holds the shards' parts of a sum over the batch; None if `value` is not the sum of parts.
+
+        Collects what lies between the contractions over the batch and the value.
+        """
         equation = self.producer.get(value) if isinstance(value, Value) else None
         if not isinstance(value, Value) or equation is None or self.users.get(value, 0) != 1 or value in self.dims:
-            return False
+            return None
         if equation.name == "scan":
             chains = self._scan_chains(equation, equation.outputs.index(value))
             found.axes.update(chain.axes for chain in chains or ())
             found.scanned.add(value)
-            return chains is not None
+            return value.aval.dtype if chains is not None else None
         tagged = [a for a in equation.inputs if isinstance(a, Value) and a in self.dims]
-        if tagged:
-            if not self._contracts_batch(equation, tagged):
-                return False
+        if not tagged:
+            kept = self._passed_on(equation, found)
+        else:
+            kept = summed_in(equation)
+            if kept is None or not self._contracts_batch(equation, tagged):
+                return None
             found.split.update(tagged)
             found.axes.update(self.dims[a][1] for a in tagged)
-        elif equation.name in ("add", "add_any"):
-            if not all(self._visit(a, found) for a in equation.inputs):
-                return False
-        elif equation.name in _LINEAR_UNARY or (equation.name == "pad" and self._is_zero(equation.inputs[1])):
-            if not self._visit(equation.inputs[0], found):
-                return False
-        elif equation.name in ("mul", "div", "dot_general"):
-            first, second = equation.inputs
-            if self._depends(second):
-                if equation.name == "div" or self._depends(first):
-                    return False
-                first = second
-            if not self._visit(first, found):
-                return False
-        else:
-            return False
         found.equations.append(equation)
-        return True
+        return kept
+
+    def _passed_on(self, equation: Equation, found: _Found) -> Any:
+        """The dtype that holds the parts behind an operation on sums over the batch, by the table of linear ones."""
+        rule = LINEAR.get(equation.primitive)
+        if rule is None:
+            return None
+        summands, others = equation.inputs[:1], equation.inputs[1:]
+        if rule.operands is Operands.EVERY:
+            summands, others = equation.inputs, ()
+        elif rule.operands is Operands.EITHER and self._depends(others[0]):
+            summands, others = others, summands
+        if any(self._depends(a) for a in others):
+            return None
+        if rule.operands is Operands.PADDED and not all(self._is_zero(a) for a in others):
+            return None
+        kept = [self._visit(a, found) for a in summands]
+        if any(dtype is None for dtype in kept):
+            return None
+        return rule.keeps(equation, kept[0])
 
     def _scan_chains(self, equation: Equation, position: int) -> tuple[_Chain, ...] | None:
         """How a scan's result is a sum over the batch: stacked by the scan, or added up from zero in its carry."""
@@ -183,7 +192,7 @@ class _Finder:
             if position < opened.scan.num_carry:
                 start = equation.inputs[opened.scan.num_consts + position]
                 summands = opened.finder.added_to(opened.scan.carry_in[position], summands[0])
-                summands = summands if self._is_zero(start) else []
+                summands = summands if self._is_zero(start) and accumulates(start.aval.dtype) else []
             chains = [opened.finder.chain(s) if isinstance(s, Value) else None for s in summands]
             found = tuple(chain for chain in chains if chain is not None)
             opened.chains[position] = found if found and len(found) == len(chains) else None
@@ -321,7 +330,7 @@ def _partial_sums(
     inside = {v for e in chain.equations for v in e.outputs}
     read = [a for e in chain.equations for a in e.inputs if isinstance(a, Value)]
     inputs = tuple(v for v in dict.fromkeys([*read, chain.value]) if v not in inside)
-    graph = Graph(inputs, (chain.value,), chain.equations)
+    graph = Graph(inputs, (chain.value,), tuple(map(_told_how_to_lie, chain.equations)))
     operands = [partial[v][0] if v in chain.scanned else v for v in inputs]
     axes = [partial[v][1] if v in chain.scanned else dims[v][0] if v in chain.split else None for v in inputs]
 
@@ -350,6 +359,17 @@ def _split_sharding(operand: Any, axis: int) -> NamedSharding | None:
     if sharding is None:
         return None
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: axis + 1], None, *sharding.spec[axis + 1 :]))
+
+
+def _told_how_to_lie(equation: Equation) -> Equation:
+    """On an Explicit mesh a reshape of the parts, whose first dimension is sharded, needs to be told how the rest lies.
+
+    The sum itself is reshaped without being told.
+    """
+    sharding = struct_of(equation.outputs[0].aval).sharding
+    if equation.primitive is not primitives.reshape_p or sharding is None:
+        return equation
+    return replace(equation, params={**equation.params, "sharding": sharding})
 
 
 def _ordered(body: Graph, outputs: Sequence[Atom], added: Sequence[Equation]) -> Graph:
