@@ -22,6 +22,7 @@ from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.passes.audience import Audience
 from jaxpp_flax.engine.passes.constraints import on_submesh
 from jaxpp_flax.engine.pipeline import CutPolicy, build, cut_at_every_mark
+from jaxpp_flax.engine.static_arguments import StaticArgument, unhashable, unwrapping
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 
@@ -32,7 +33,7 @@ class MpmdFunction:
     """A function that runs as a pipeline; what `mpmd_jit_with_loop` and `mpmd_jit` return.
 
     Like a function under `jax.jit`, it is traced and compiled once for each structure, shape and dtype of its
-    arguments. `compile(*args)` does that ahead of time.
+    arguments, and each value and type of its static ones. `compile(*args)` does that ahead of time.
     """
 
     def __init__(
@@ -60,7 +61,11 @@ class MpmdFunction:
         self._policy = cut_policy
         self._everywhere = everywhere
         self._compiler = TaskCompiler(mpmd_mesh, compiler_options)
-        self._jitted = jax.jit(fun, static_argnums=self._static_argnums, static_argnames=self._static_argnames)
+        self._jitted = (
+            jax.jit(unwrapping(fun), static_argnums=self._static_argnums, static_argnames=self._static_argnames)
+            if self._static_argnums or self._static_argnames
+            else jax.jit(fun)
+        )
         self._cache: dict[Hashable, Compiled] = {}
         self._latest: Compiled | None = None
 
@@ -104,29 +109,14 @@ class MpmdFunction:
         static = self._static_positions(args)
         dynamic = tuple(a for i, a in enumerate(args) if i not in static)
         named = {k: v for k, v in kwargs.items() if k not in self._static_argnames}
-        positional = tuple((i, args[i]) for i in sorted(static))
-        by_name = tuple(sorted((k, kwargs[k]) for k in kwargs if k in self._static_argnames))
+        positional = tuple((i, StaticArgument.of(args[i])) for i in sorted(static))
+        by_name = tuple((k, StaticArgument.of(kwargs[k])) for k in sorted(kwargs) if k in self._static_argnames)
         statics = (positional, by_name)
         try:
             hash(statics)
         except TypeError as error:
-            raise self._unhashable((*positional, *by_name)) from error
+            raise unhashable(self._fun, (*positional, *by_name)) from error
         return dynamic, named, statics
-
-    def _unhashable(self, statics: Sequence[tuple[int | str, Any]]) -> TypeError:
-        """What to raise when a static argument cannot be hashed."""
-        names = list(inspect.signature(self._fun).parameters)
-        for where, value in statics:
-            try:
-                hash(value)
-            except TypeError:
-                name = where if isinstance(where, str) else names[where] if where < len(names) else f"number {where}"
-                return TypeError(
-                    f"the static argument {name!r} is a {type(value).__name__}, which cannot be hashed, so the step "
-                    "compiled for it could not be found again. Pass a hashable value (a tuple, a frozen dataclass), or "
-                    "an array that is not static."
-                )
-        return TypeError("a static argument cannot be hashed.")
 
     def _flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any, Hashable]:
         dynamic, named, statics = self._split(args, kwargs)
@@ -191,13 +181,14 @@ class MpmdFunction:
         dynamic, named = jax.tree_util.tree_unflatten(tree, structs)
         static = self._static_positions(args)
         remaining = iter(dynamic)
-        full = [a if i in static else next(remaining) for i, a in enumerate(args)]
+        full = [StaticArgument.of(a) if i in static else next(remaining) for i, a in enumerate(args)]
         # Bare PartitionSpecs need a mesh: the whole one, so that shardings of it may stand beside them (`on_submesh`).
         mesh = self.mpmd_mesh.jax_mesh
         context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if len(mesh.axis_names) > 1 else nullcontext()
         try:
             with context:
-                return self._jitted.trace(*full, **{k: named.get(k, v) for k, v in kwargs.items()})
+                by_name = {k: named[k] if k in named else StaticArgument.of(v) for k, v in kwargs.items()}
+                return self._jitted.trace(*full, **by_name)
         except ValueError as error:
             if "not found in mesh" in str(error):
                 raise ValueError(
