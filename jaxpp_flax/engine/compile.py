@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpp_flax.engine._compat import trace_context
 from jaxpp_flax.engine.fingerprint import Fingerprinter
 from jaxpp_flax.engine.ir import Graph, struct_of
 from jaxpp_flax.engine.mesh import RankMeshes, canonical, carried_over, spec_on
@@ -52,7 +53,9 @@ class TaskCompiler(Generic[MeshT]):
     ) -> Any:
         """The executable of a task on its rank's devices; `None` in `out_specs` leaves the choice to XLA."""
         abstract = self.mesh.unstack[task.rank].abstract_mesh  # equal for ranks of one shape, which share a lowering
-        key = (abstract, self._fingerprints.graph(task.graph), tuple(in_specs), tuple(out_specs), task.donate)
+        graph = self._fingerprints.graph(task.graph)
+        # Some primitives (random bits, say) are lowered by JAX's settings at that time.
+        key = (abstract, graph, tuple(in_specs), tuple(out_specs), task.donate, trace_context())
         devices = self.mesh.rank_devices(task.rank)
         compiled = self._compiled.get((key, devices))
         if compiled is None:

@@ -13,9 +13,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
+from jaxpp_flax.engine._compat import trace_context
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.compile import TaskCompiler
 from jaxpp_flax.engine.compiled import Compiled, Leaf, Signature
+from jaxpp_flax.engine.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.ir import from_jaxpr
 from jaxpp_flax.engine.loop import Last, treduce_i
 from jaxpp_flax.engine.mesh import MpmdMesh
@@ -33,7 +35,8 @@ class MpmdFunction:
     """A function that runs as a pipeline; what `mpmd_jit_with_loop` and `mpmd_jit` return.
 
     Like a function under `jax.jit`, it is traced and compiled once for each structure, shape and dtype of its
-    arguments, and each value and type of its static ones. `compile(*args)` does that ahead of time.
+    arguments, each value and type of its static ones, and each of JAX's settings that a trace depends on
+    (`jax.enable_x64`, `jax.default_matmul_precision`, ...). `compile(*args)` does that ahead of time.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class MpmdFunction:
 
         Raises:
           ValueError: whatever does not fit a pipeline; see `mpmd_jit_with_loop`.
+          RuntimeError: under `jax.disable_jit`.
         """
         leaves, tree, statics = self._flatten(args, kwargs)
         return self._get(leaves, tree, statics, args, kwargs)
@@ -129,7 +133,8 @@ class MpmdFunction:
         except TypeError as error:
             raise _not_an_array(tree, leaves) from error
         specs = tuple(_spec_of(leaf, self.mpmd_mesh) for leaf in leaves)
-        key = (tree, types, specs, statics)
+        context = trace_context()
+        key = (tree, types, specs, statics, context)
         compiled = self._cache.get(key)
         if compiled is None:
             dynamic, named, _ = self._split(args, kwargs)
@@ -137,7 +142,7 @@ class MpmdFunction:
             structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in types]
             in_specs = tuple(self._argument_specs(tree, dynamic, specs, structs, paths))
             # Where `in_specs` says how arguments are partitioned, how they arrive makes no difference.
-            asked = (tree, types, in_specs, statics)
+            asked = (tree, types, in_specs, statics, context)
             if asked not in self._cache:
                 self._cache[asked] = self._compile(tree, types, structs, paths, in_specs, args, kwargs)
             compiled = self._cache[key] = self._cache[asked]
@@ -154,6 +159,7 @@ class MpmdFunction:
         args: Any,
         kwargs: Any,
     ) -> Compiled:
+        refuse_disabled_jit("a pipelined step")
         named = self._split(args, kwargs)[1]
         mesh = self.mpmd_mesh
         if mesh.is_explicit:

@@ -33,6 +33,7 @@ def test_the_private_names_exist_in_this_jax():
         "batched_copy": True,
         "coordination": True,
         "coordination_service": True,
+        "trace_context": True,
     }
 
 
