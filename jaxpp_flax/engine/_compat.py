@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -31,6 +31,7 @@ __all__ = [
     "private_names_in_use",
     "register_array_type",
     "start_coordination_service",
+    "trace_context",
     "why_one_process",
 ]
 
@@ -76,6 +77,13 @@ if not PUBLIC_API_ONLY:
         from jax._src.dispatch import prim_requires_devices_during_lowering as _device_primitives
     except (ImportError, AttributeError):
         _device_primitives = frozenset()
+_trace_context: Any = None
+if not PUBLIC_API_ONLY:
+    try:
+        # All settings by which `jax.jit` traces again; some of them have no public name, and versions add to them.
+        from jax._src.config import trace_context as _trace_context
+    except (ImportError, AttributeError):
+        _trace_context = None
 
 _distributed_state: Any = None
 if not PUBLIC_API_ONLY:
@@ -108,7 +116,7 @@ def private_names_in_use() -> dict[str, bool]:
 
     Example:
       >>> sorted(private_names_in_use())
-      ['array_type', 'batched_copy', 'coordination', 'coordination_service', 'device_primitives']
+      ['array_type', 'batched_copy', 'coordination', 'coordination_service', 'device_primitives', 'trace_context']
     """
     return {
         "array_type": _aval_mappings is not None,
@@ -116,7 +124,52 @@ def private_names_in_use() -> dict[str, bool]:
         "coordination": _distributed_state is not None,
         "coordination_service": _runtime is not None,
         "device_primitives": bool(_device_primitives),
+        "trace_context": _trace_context is not None,
     }
+
+
+# What `trace_context` reads where the private name is missing: the settings that change numbers, dtypes or errors.
+_TRACE_SETTINGS = (
+    "jax_allow_f16_reductions",
+    "jax_check_static_indices",
+    "jax_custom_jvp3",
+    "jax_custom_vjp3",
+    "jax_debug_key_reuse",
+    "jax_default_device",
+    "jax_default_matmul_precision",
+    "jax_disable_jit",
+    "jax_enable_x64",
+    "jax_explicit_x64_dtypes",
+    "jax_high_dynamic_range_gumbel",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_random_seed_offset",
+    "jax_remat3",
+    "jax_scan3",
+    "jax_softmax_custom_jvp",
+    "jax_threefry_partitionable",
+    "jax_use_direct_linearize",
+    "jax_use_shardy_partitioner",
+)
+
+
+def trace_context() -> Hashable:
+    """JAX's settings and contexts that a trace depends on, as a part of a key: what `jax.jit` keys its traces by.
+
+    Example:
+      >>> import jax
+      >>> before = trace_context()
+      >>> with jax.default_matmul_precision("float32"):
+      ...     trace_context() == before
+      False
+      >>> trace_context() == before
+      True
+    """
+    if _trace_context is not None:
+        return _trace_context()
+    # A name that this version lacks is no setting that can change.
+    settings = tuple(getattr(jax.config, name, None) for name in _TRACE_SETTINGS)
+    return (*settings, jax.sharding.get_abstract_mesh())
 
 
 def why_one_process() -> str | None:

@@ -11,18 +11,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxpp_flax.engine.alike import hash_of
 from jaxpp_flax.engine.coordination import CoordinationError, ProcessGroup, name_processes
 from jaxpp_flax.engine.ir import Atom, Constant, Graph, Value
+from jaxpp_flax.engine.parameters import telling
 from jaxpp_flax.engine.program import Program
 
 __all__ = ["ProgramMismatchError", "agree", "describe_graph", "describe_program"]
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|\bid=\d+|0x[0-9a-f]{6,}")
-# Parameters that say how a call was written, not what it computes, or that hold functions.
-_IGNORED = frozenset({"name", "debug_info", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "identifier", "inline"})
 
 
 class ProgramMismatchError(CoordinationError):
@@ -109,7 +110,8 @@ def describe_graph(graph: Graph) -> Iterator[str]:
     for equation in graph.equations:
         results = ", ".join(f"{name(v)}:{_aval(v.aval)}" for v in equation.outputs)
         operands = ", ".join(name(a) for a in equation.inputs)
-        yield f"{results} = {equation.name}[{_params(equation.params)}]({operands}) at {_place(equation.where)}"
+        params = _params(equation.primitive, equation.params)
+        yield f"{results} = {equation.name}[{params}]({operands}) at {_place(equation.where)}"
     yield "outputs " + ", ".join(name(atom) for atom in graph.outputs)
 
 
@@ -124,23 +126,25 @@ def _aval(aval: Any) -> str:
     return f"{weak}{getattr(aval, 'dtype', aval)}{list(getattr(aval, 'shape', ()))}{spec or ''}"
 
 
-def _params(params: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={_text(value)}" for key, value in sorted(params.items()) if key not in _IGNORED)
+def _params(primitive: Any, params: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={_text(value)}" for key, value in telling(primitive, params))
 
 
 def _text(value: Any) -> str:
     """What a parameter says, the same in every process."""
     if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
         inner = getattr(value, "jaxpr", value)
-        return "{" + "; ".join(_inner_lines(inner)) + "}"
+        # Before JAX 0.12 the jaxpr around it holds the arrays that a call closes over, later it does so itself.
+        return "{" + "; ".join([*map(_text, getattr(value, "consts", ())), *_inner_lines(inner)]) + "}"
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(map(_text, value)) + ")"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{k}: {_text(v)}" for k, v in sorted(value.items(), key=lambda kv: str(kv[0]))) + "}"
     if isinstance(value, (set, frozenset)):
         return "{" + ", ".join(sorted(map(_text, value))) + "}"
-    if isinstance(value, np.ndarray):
-        return f"{value.dtype}{list(value.shape)}#{hashlib.blake2b(value.tobytes(), digest_size=8).hexdigest()}"
+    if isinstance(value, (np.ndarray, jax.Array)):
+        # No hash where this process has only a part of it.
+        return f"{value.dtype}{list(value.shape)}#{hash_of(value)}"
     if value is None or isinstance(value, (bool, int, float, complex, str, np.generic, np.dtype)):
         return str(value)
     if callable(value) and hasattr(value, "__qualname__"):
@@ -160,5 +164,5 @@ def _inner_lines(jaxpr: Any) -> Iterator[str]:
     for equation in jaxpr.eqns:
         results = ", ".join(f"{name(v)}:{_aval(v.aval)}" for v in equation.outvars)
         operands = ", ".join(name(a) for a in equation.invars)
-        yield f"{results} = {equation.primitive.name}[{_params(equation.params)}]({operands})"
+        yield f"{results} = {equation.primitive.name}[{_params(equation.primitive, equation.params)}]({operands})"
     yield ", ".join(name(a) for a in jaxpr.outvars)

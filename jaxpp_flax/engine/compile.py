@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine._compat import needs_devices
+from jaxpp_flax.engine._compat import needs_devices, trace_context
 from jaxpp_flax.engine.fingerprint import Fingerprinter
 from jaxpp_flax.engine.ir import Graph, everywhere, struct_of
 from jaxpp_flax.engine.mesh import RankMeshes, canonical, carried_over, spec_on
@@ -54,7 +54,9 @@ class TaskCompiler(Generic[MeshT]):
     ) -> Any:
         """The executable of a task on its rank's devices; `None` in `out_specs` leaves the choice to XLA."""
         mesh = self._lowering_mesh(task)
-        key = (mesh, self._fingerprints.graph(task.graph), tuple(in_specs), tuple(out_specs), task.donate)
+        graph = self._fingerprints.graph(task.graph)
+        # Some primitives (random bits, say) are lowered by JAX's settings at that time.
+        key = (mesh, graph, tuple(in_specs), tuple(out_specs), task.donate, trace_context())
         devices = self.mesh.rank_devices(task.rank)
         compiled = self._compiled.get((key, devices))
         if compiled is None:

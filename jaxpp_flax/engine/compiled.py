@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_flax.engine.array import MpmdArray, MpmdSharding
 from jaxpp_flax.engine.bringing import Wanted, bring, check_parts
 from jaxpp_flax.engine.compile import TaskCompiler, compile_program
+from jaxpp_flax.engine.debug_switches import kinds_looked_for, looking_away
 from jaxpp_flax.engine.ir import Constant
 from jaxpp_flax.engine.listing import ProgramListing
 from jaxpp_flax.engine.mesh import MpmdMesh
@@ -164,12 +165,14 @@ class Compiled:
         self._calls += 1
         given_away: list[jax.Array] = []
         try:
-            for leaf, argument in zip(leaves, self._arguments, strict=True):
-                self._place(leaf, argument, environment, given_away)
+            with looking_away():
+                for leaf, argument in zip(leaves, self._arguments, strict=True):
+                    self._place(leaf, argument, environment, given_away)
         except RuntimeError as error:
             raise self._name_deleted(leaves, error) from error
-        for leaf in given_away:  # only now: where another argument is refused, the donated ones are as they were
-            leaf.delete()
+        if not kinds_looked_for():  # then `jax.jit` donates nothing
+            for leaf in given_away:  # only now: where another argument is refused, the donated ones are as they were
+                leaf.delete()
         return environment
 
     def _name_deleted(self, leaves: Sequence[Any], error: RuntimeError) -> RuntimeError:

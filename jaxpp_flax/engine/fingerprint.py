@@ -1,23 +1,36 @@
 """Structural keys: two tasks with the same key compute the same function, whatever their variables are called.
 
 Identical stages thus share one lowering. The key covers primitives, parameters (recursing into inner jaxprs), wiring
-and types; it leaves out names, sources and debug information.
+and types; it leaves out the names of calls, sources and debug information.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jax.extend import core as jex_core
 
 from jaxpp_flax.engine.ir import Constant, Graph, Value
+from jaxpp_flax.engine.parameters import telling
+from jaxpp_flax.engine.static_arguments import types_within
 
 __all__ = ["Fingerprinter"]
 
-# Parameters that say how a call was written, not what it computes.
-_IGNORED = frozenset({"name", "debug_info", "jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "identifier", "inline"})
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """The identity of a value that cannot be hashed; it keeps the value, so that no other one takes its address."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
 
 
 class Fingerprinter:
@@ -42,8 +55,8 @@ class Fingerprinter:
         for e in graph.equations:
             parts.append(
                 (
-                    e.name,
-                    self._params(e.params),
+                    e.primitive,
+                    self._params(e.primitive, e.params),
                     tuple(map(atom, e.inputs)),
                     tuple((number(v), self._aval(v.aval)) for v in e.outputs),
                     self._value(e.context),
@@ -67,26 +80,27 @@ class Fingerprinter:
         try:
             array = np.asarray(value)
         except TypeError:  # typed PRNG keys have no NumPy form
-            return ("object", id(value))
+            return _Same(value)
         return ("constant", self._aval(aval), array.tobytes())
 
-    def _params(self, params: Mapping[str, Any]) -> Hashable:
-        return tuple((k, self._value(v)) for k, v in sorted(params.items()) if k not in _IGNORED)
+    def _params(self, primitive: Any, params: Mapping[str, Any]) -> Hashable:
+        return tuple((k, self._value(v)) for k, v in telling(primitive, params))
 
     def _value(self, value: Any) -> Hashable:
         if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
             return self._jaxpr(value)
         if isinstance(value, (tuple, list)):
-            return (type(value).__name__, *map(self._value, value))
+            return (type(value), *map(self._value, value))
         if isinstance(value, Mapping):
-            return ("dict", *((str(k), self._value(v)) for k, v in sorted(value.items(), key=lambda kv: str(kv[0]))))
+            items = sorted(value.items(), key=lambda kv: str(kv[0]))
+            return ("dict", *((self._value(k), self._value(v)) for k, v in items))
         if isinstance(value, np.ndarray):
             return ("array", value.shape, str(value.dtype), value.tobytes())
         try:
             hash(value)
         except TypeError:
-            return ("object", id(value))
-        return value
+            return _Same(value)
+        return (value, types_within(value))  # 1, 1.0 and True are equal, and so are 0.0 and -0.0
 
     def _jaxpr(self, jaxpr: Any) -> Hashable:
         known = self._jaxprs.get(id(jaxpr))
@@ -109,8 +123,8 @@ class Fingerprinter:
         for e in inner.eqns:
             parts.append(
                 (
-                    e.primitive.name,
-                    self._params(e.params),
+                    e.primitive,
+                    self._params(e.primitive, e.params),
                     tuple(map(atom, e.invars)),
                     tuple((number(v), self._aval(v.aval)) for v in e.outvars),
                     self._value(e.ctx),

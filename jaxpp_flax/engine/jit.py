@@ -13,15 +13,18 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
+from jaxpp_flax.engine._compat import trace_context
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.compile import TaskCompiler
 from jaxpp_flax.engine.compiled import Compiled, Leaf, Signature
+from jaxpp_flax.engine.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.ir import from_jaxpr
 from jaxpp_flax.engine.loop import Last, treduce_i
 from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.passes.audience import Audience
 from jaxpp_flax.engine.passes.constraints import on_submesh
 from jaxpp_flax.engine.pipeline import CutPolicy, build, cut_at_every_mark
+from jaxpp_flax.engine.static_arguments import StaticArgument, unhashable, unwrapping
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 
@@ -32,7 +35,8 @@ class MpmdFunction:
     """A function that runs as a pipeline; what `mpmd_jit_with_loop` and `mpmd_jit` return.
 
     Like a function under `jax.jit`, it is traced and compiled once for each structure, shape and dtype of its
-    arguments. `compile(*args)` does that ahead of time.
+    arguments, each value and type of its static ones, and each of JAX's settings that a trace depends on
+    (`jax.enable_x64`, `jax.default_matmul_precision`, ...). `compile(*args)` does that ahead of time.
     """
 
     def __init__(
@@ -60,7 +64,11 @@ class MpmdFunction:
         self._policy = cut_policy
         self._everywhere = everywhere
         self._compiler = TaskCompiler(mpmd_mesh, compiler_options)
-        self._jitted = jax.jit(fun, static_argnums=self._static_argnums, static_argnames=self._static_argnames)
+        self._jitted = (
+            jax.jit(unwrapping(fun), static_argnums=self._static_argnums, static_argnames=self._static_argnames)
+            if self._static_argnums or self._static_argnames
+            else jax.jit(fun)
+        )
         self._cache: dict[Hashable, Compiled] = {}
         self._latest: Compiled | None = None
 
@@ -74,6 +82,7 @@ class MpmdFunction:
 
         Raises:
           ValueError: whatever does not fit a pipeline; see `mpmd_jit_with_loop`.
+          RuntimeError: under `jax.disable_jit`.
         """
         leaves, tree, statics = self._flatten(args, kwargs)
         return self._get(leaves, tree, statics, args, kwargs)
@@ -104,29 +113,14 @@ class MpmdFunction:
         static = self._static_positions(args)
         dynamic = tuple(a for i, a in enumerate(args) if i not in static)
         named = {k: v for k, v in kwargs.items() if k not in self._static_argnames}
-        positional = tuple((i, args[i]) for i in sorted(static))
-        by_name = tuple(sorted((k, kwargs[k]) for k in kwargs if k in self._static_argnames))
+        positional = tuple((i, StaticArgument.of(args[i])) for i in sorted(static))
+        by_name = tuple((k, StaticArgument.of(kwargs[k])) for k in sorted(kwargs) if k in self._static_argnames)
         statics = (positional, by_name)
         try:
             hash(statics)
         except TypeError as error:
-            raise self._unhashable((*positional, *by_name)) from error
+            raise unhashable(self._fun, (*positional, *by_name)) from error
         return dynamic, named, statics
-
-    def _unhashable(self, statics: Sequence[tuple[int | str, Any]]) -> TypeError:
-        """What to raise when a static argument cannot be hashed."""
-        names = list(inspect.signature(self._fun).parameters)
-        for where, value in statics:
-            try:
-                hash(value)
-            except TypeError:
-                name = where if isinstance(where, str) else names[where] if where < len(names) else f"number {where}"
-                return TypeError(
-                    f"the static argument {name!r} is a {type(value).__name__}, which cannot be hashed, so the step "
-                    "compiled for it could not be found again. Pass a hashable value (a tuple, a frozen dataclass), or "
-                    "an array that is not static."
-                )
-        return TypeError("a static argument cannot be hashed.")
 
     def _flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any, Hashable]:
         dynamic, named, statics = self._split(args, kwargs)
@@ -139,7 +133,8 @@ class MpmdFunction:
         except TypeError as error:
             raise _not_an_array(tree, leaves) from error
         specs = tuple(_spec_of(leaf, self.mpmd_mesh) for leaf in leaves)
-        key = (tree, types, specs, statics)
+        context = trace_context()
+        key = (tree, types, specs, statics, context)
         compiled = self._cache.get(key)
         if compiled is None:
             dynamic, named, _ = self._split(args, kwargs)
@@ -147,7 +142,7 @@ class MpmdFunction:
             structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in types]
             in_specs = tuple(self._argument_specs(tree, dynamic, specs, structs, paths))
             # Where `in_specs` says how arguments are partitioned, how they arrive makes no difference.
-            asked = (tree, types, in_specs, statics)
+            asked = (tree, types, in_specs, statics, context)
             if asked not in self._cache:
                 self._cache[asked] = self._compile(tree, types, structs, paths, in_specs, args, kwargs)
             compiled = self._cache[key] = self._cache[asked]
@@ -164,6 +159,7 @@ class MpmdFunction:
         args: Any,
         kwargs: Any,
     ) -> Compiled:
+        refuse_disabled_jit("a pipelined step")
         named = self._split(args, kwargs)[1]
         mesh = self.mpmd_mesh
         if mesh.is_explicit:
@@ -191,13 +187,14 @@ class MpmdFunction:
         dynamic, named = jax.tree_util.tree_unflatten(tree, structs)
         static = self._static_positions(args)
         remaining = iter(dynamic)
-        full = [a if i in static else next(remaining) for i, a in enumerate(args)]
+        full = [StaticArgument.of(a) if i in static else next(remaining) for i, a in enumerate(args)]
         # Bare PartitionSpecs need a mesh: the whole one, so that shardings of it may stand beside them (`on_submesh`).
         mesh = self.mpmd_mesh.jax_mesh
         context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if len(mesh.axis_names) > 1 else nullcontext()
         try:
             with context:
-                return self._jitted.trace(*full, **{k: named.get(k, v) for k, v in kwargs.items()})
+                by_name = {k: named[k] if k in named else StaticArgument.of(v) for k, v in kwargs.items()}
+                return self._jitted.trace(*full, **by_name)
         except ValueError as error:
             if "not found in mesh" in str(error):
                 raise ValueError(

@@ -18,6 +18,8 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
+from jaxpp_flax.engine.parameters import COSMETIC
+
 __all__ = [
     "BACKWARD",
     "FORWARD",
@@ -40,6 +42,7 @@ _identifiers = itertools.count()
 
 marker_p = jex_core.Primitive("stage_marker")
 marker_p.multiple_results = True
+setattr(marker_p, COSMETIC, ("name", "identifier"))
 
 
 @marker_p.def_impl

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine._compat import copy_arrays
 from jaxpp_flax.engine.compile import Executables
+from jaxpp_flax.engine.debug_switches import SpecialValues
 from jaxpp_flax.engine.mesh import RankMeshes
 from jaxpp_flax.engine.passes.handover import handed_over
 from jaxpp_flax.engine.placing import place
@@ -123,15 +124,26 @@ class Runtime:
         return step
 
     def run(self, environment: Environment) -> None:
-        """Run one step; `environment` holds the arguments in their slots and receives the results in theirs."""
+        """Run one step; `environment` holds the arguments in their slots and receives the results in theirs.
+
+        Raises:
+          FloatingPointError: if a result holds what `jax.debug_nans` or `jax.debug_infs` look for.
+        """
         for slot, index in self._indices.items():
             environment[slot] = index
+        bound, steps = self._bound, self._steps
+        if (watch := SpecialValues.wanted(self.program)) is not None:
+            watch.keep_arguments(environment)
+            bound = watch.watching(bound)
+            steps = [step for step in bound if step is not None]
         if (times := collector()) is not None:
-            run_timed(self.program, self._bound, environment, times)
+            run_timed(self.program, bound, environment, times)
         else:
-            for step in self._steps:
+            for step in steps:
                 step(environment)
         self._step += 1
+        if watch is not None:
+            watch.finish()
 
     def profile(self, environment: Environment, at_once: int | None = None) -> list[TaskTiming]:
         """Run one step as `run` does, measuring when each task of the loop ran; at most `at_once` at a time.

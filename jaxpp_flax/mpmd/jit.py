@@ -12,7 +12,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
 
+from jaxpp_flax.engine._compat import trace_context
 from jaxpp_flax.engine.compile import TaskCompiler
+from jaxpp_flax.engine.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.ir import from_jaxpr
 from jaxpp_flax.mpmd.build import build
 from jaxpp_flax.mpmd.config import MpmdConfig
@@ -45,9 +47,9 @@ class MpmdWrapped:
         self._compiled: dict[Hashable, MpmdCompiled] = {}
 
     def __call__(self, *args: Any) -> Any:
-        """Run the function, compiled first where the arguments' structure, types or specs are new."""
+        """Run the function, compiled first where its arguments' structure, types or specs or JAX's settings are new."""
         leaves, tree = jax.tree_util.tree_flatten(args)
-        key = tree, tuple((_type_of(leaf, ""), spec_of(leaf)) for leaf in leaves)
+        key = tree, tuple((_type_of(leaf, ""), spec_of(leaf)) for leaf in leaves), trace_context()
         if key not in self._compiled:
             self._compiled[key] = self.lower(*args).compile()
         return self._compiled[key](*args)
@@ -58,7 +60,9 @@ class MpmdWrapped:
         Raises:
           TypeError: if an argument is no array.
           ValueError: whatever does not fit the topology, the assignment or the schedule; see `jit`.
+          RuntimeError: under `jax.disable_jit`.
         """
+        refuse_disabled_jit("a function under mpmd.jit")
         config = self.mpmd_config
         _check_processes(config.meshes)
         leaves, tree = jax.tree_util.tree_flatten(args)

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
 from jaxpp_flax.engine.compile import Executables, TaskCompiler, compile_program
+from jaxpp_flax.engine.debug_switches import kinds_looked_for, looking_away
 from jaxpp_flax.engine.ir import Constant
 from jaxpp_flax.engine.runtime import Runtime
 from jaxpp_flax.mpmd.build import Built
@@ -203,8 +204,10 @@ class MpmdCompiled:
         environment: list[Any] = [None] * self._program.num_slots
         for slot, constant in self._constants:
             environment[slot] = constant
-        for leaf, (slot, sharding), donated in zip(leaves, self._targets, self._signature.donated, strict=True):
-            environment[slot] = _placed(leaf, sharding, donated)
+        keep = bool(kinds_looked_for())  # then `jax.jit` donates nothing
+        with looking_away():
+            for leaf, (slot, sharding), donated in zip(leaves, self._targets, self._signature.donated, strict=True):
+                environment[slot] = _placed(leaf, sharding, donated and not keep)
         self._runtime.run(environment)
         results = [
             environment[next(iter(result.values()))] if isinstance(result, dict) else self._constant(position, result)

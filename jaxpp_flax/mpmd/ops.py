@@ -15,6 +15,7 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
+from jaxpp_flax.engine.parameters import COSMETIC
 from jaxpp_flax.mpmd.labels import call_scope, computation_scope
 
 __all__ = [
@@ -138,6 +139,7 @@ def call(fun: F, *, call_counter: int | None = None) -> F:
 
 
 named_tensor_p = jex_core.Primitive("named_tensor")
+setattr(named_tensor_p, COSMETIC, ("name",))
 
 
 @named_tensor_p.def_impl

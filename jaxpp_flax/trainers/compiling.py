@@ -39,7 +39,10 @@ class Backend:
         donated = (0,) if donate else ()
         specs = self.state_specs if donate or self.state_specs is None else self.state_specs.for_inference()
         if self.mesh is None:
-            return jax.jit(function, donate_argnums=donated).lower(state, batch).compile()
+            jitted = jax.jit(function, donate_argnums=donated)
+            if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+                return jitted  # then it is called operation by operation, which what is compiled refuses
+            return jitted.lower(state, batch).compile()
         mesh = self.mesh
         step = mpmd_jit_with_loop(
             function,

@@ -11,6 +11,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jaxpp_flax.engine._compat import trace_context
+from jaxpp_flax.engine.debug_switches import refuse_disabled_jit
 from jaxpp_flax.layers.remat import check_remat
 from jaxpp_flax.trainers.assigning import Assigner
 from jaxpp_flax.trainers.batch import dtype_of, signature, split_batch
@@ -399,7 +401,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         return Loop(num_microbatches=num_microbatches, schedule=self.schedule)
 
     def _key(self, kind: str, microbatches: Any) -> Any:
-        return (kind, self.schedule, signature(microbatches))
+        return (kind, self.schedule, signature(microbatches), trace_context())
 
     def _prepare(self, microbatches: Any) -> StepBuilder:
         if self._builder is None:
@@ -428,6 +430,8 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
     def _executable(self, kind: str, microbatches: Any, build: Callable[[], Any], *, donate: bool) -> Any:
         key = self._key(kind, microbatches)
         if key not in self._executables:
+            if self.mesh is not None:  # else `jax.jit` decides
+                refuse_disabled_jit("a pipelined step")
             compile_together(self.mesh, self._state, kind, self.schedule, microbatches)
             policy = self._cut_policy(kind, microbatches)
             state = self._state if donate else self._state_for_inference()

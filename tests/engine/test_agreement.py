@@ -8,12 +8,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.extend import core as jex_core
 from jax.sharding import PartitionSpec
 
-from jaxpp_flax.engine.agreement import ProgramMismatchError, agree, describe_program
+from jaxpp_flax.engine.agreement import ProgramMismatchError, agree, describe_graph, describe_program
 from jaxpp_flax.engine.alike import ValuesMismatchError
 from jaxpp_flax.engine.coordination import BarrierTimeoutError, ProcessGroup
+from jaxpp_flax.engine.ir import from_jaxpr
 from jaxpp_flax.engine.runtime import Across
 from jaxpp_flax.engine.together import start
 from jaxpp_flax.schedules import GPipe, Std1F1B
@@ -62,6 +65,39 @@ def test_a_changed_constant_inside_a_call_shows():
 
     assert lines(loss=loss_with(2.0)) == lines(loss=loss_with(2.0))
     assert lines(loss=loss_with(2.0)) != lines(loss=loss_with(3.0))
+
+
+CALLS: dict[str, Any] = {
+    "jit": jax.jit,
+    "jit in jit": lambda f: jax.jit(lambda x: jax.jit(f)(x) + 1),
+    "cond in jit": lambda f: jax.jit(lambda x: jax.lax.cond(x[0] > 0, f, lambda x: x, x)),
+    "scan in jit": lambda f: jax.jit(lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0]),
+}
+
+
+def calling(call: Any, constant: Any) -> str:
+    """A function that closes over an array in an inner call, as the processes compare it."""
+    graph, _ = from_jaxpr(jax.make_jaxpr(call(lambda x: x + constant))(jnp.zeros(constant.shape)))
+    return "\n".join(describe_graph(graph))
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_an_array_that_an_inner_call_closes_over_shows(call: Any):
+    """It is long, so that its text would leave out where the two differ."""
+    first = jnp.zeros(5000)
+    second = jnp.asarray(np.where(np.arange(5000) == 2500, 1e-7, 0.0), jnp.float32)
+    assert calling(call, first) == calling(call, jnp.asarray(np.zeros(5000, np.float32)))
+    assert calling(call, first) != calling(call, second)
+
+
+def test_a_parameter_called_name_shows_where_it_is_not_a_calls():
+    mine = jex_core.Primitive("mine")
+    mine.def_abstract_eval(lambda x, **_: x)
+
+    def lines_of(**params: Any) -> list[str]:
+        return list(describe_graph(from_jaxpr(jax.make_jaxpr(lambda x: mine.bind(x, **params))(1.0))[0]))
+
+    assert lines_of(name="a") != lines_of(name="b")
 
 
 def test_no_addresses_and_no_folders():

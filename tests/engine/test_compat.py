@@ -34,6 +34,7 @@ def test_the_private_names_exist_in_this_jax():
         "coordination": True,
         "coordination_service": True,
         "device_primitives": True,
+        "trace_context": True,
     }
 
 

@@ -1,0 +1,97 @@
+"""Static arguments as parts of a key: values that are equal but of other types (2 and 2.0) trace other programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+__all__ = ["StaticArgument", "types_within", "unhashable", "unwrapping"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticArgument:
+    """A static argument that is equal to others of the same value and the same types, at any depth of containers.
+
+    `jax.jit` compares the type of the argument alone: to it `(2,)` and `(2.0,)` are one argument, and so are 0.0 and
+    -0.0.
+
+    Example:
+      >>> StaticArgument.of((2,)) == StaticArgument.of((2.0,)), StaticArgument.of((2,)) == StaticArgument.of((2,))
+      (False, True)
+    """
+
+    value: Any
+    types: Hashable
+
+    @classmethod
+    def of(cls, value: Any) -> StaticArgument:
+        """The argument with the types of all that it holds."""
+        return cls(value, types_within(value))
+
+
+def types_within(value: Any) -> Hashable:
+    """The types of a hashable value and of what it holds, and the signs of floats: what `==` leaves out.
+
+    Example:
+      >>> types_within((1, -0.0)) == types_within((1, 0.0)), types_within((1, 2.0)) == types_within((3, 4.0))
+      (False, True)
+    """
+    if isinstance(value, tuple):
+        return (type(value), *map(types_within, value))
+    if isinstance(value, frozenset):
+        return (type(value), frozenset((element, types_within(element)) for element in value))
+    if isinstance(value, functools.partial):
+        return (
+            type(value),
+            types_within(value.func),
+            types_within(value.args),
+            types_within(tuple(value.keywords.items())),
+        )
+    if _compares_fields(value):
+        compared = (field.name for field in dataclasses.fields(value) if field.compare)
+        return (type(value), *(types_within(getattr(value, name, None)) for name in compared))
+    if isinstance(value, (float, np.floating)):
+        return (type(value), math.copysign(1.0, value))
+    if isinstance(value, complex):
+        return (type(value), math.copysign(1.0, value.real), math.copysign(1.0, value.imag))
+    return type(value)
+
+
+def _compares_fields(value: Any) -> bool:
+    return not isinstance(value, type) and getattr(getattr(value, "__dataclass_params__", None), "eq", False)
+
+
+def unhashable(fun: Callable[..., Any], statics: Sequence[tuple[int | str, StaticArgument]]) -> TypeError:
+    """What to raise when one of a function's static arguments, by position or name, cannot be hashed."""
+    names = list(inspect.signature(fun).parameters)
+    for where, static in statics:
+        try:
+            hash(static)
+        except TypeError:
+            name = where if isinstance(where, str) else names[where] if where < len(names) else f"number {where}"
+            return TypeError(
+                f"the static argument {name!r} is a {type(static.value).__name__}, which cannot be hashed, so the step "
+                "compiled for it could not be found again. Pass a hashable value (a tuple, a frozen dataclass), or "
+                "an array that is not static."
+            )
+    return TypeError("a static argument cannot be hashed.")
+
+
+def unwrapping(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun` for arguments some of which are `StaticArgument`s: JAX, too, must find its traces by their types."""
+
+    @functools.wraps(fun)
+    def unwrapped(*args: Any, **kwargs: Any) -> Any:
+        return fun(*map(_value, args), **{name: _value(argument) for name, argument in kwargs.items()})
+
+    return unwrapped
+
+
+def _value(argument: Any) -> Any:
+    return argument.value if isinstance(argument, StaticArgument) else argument
