@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -52,13 +52,31 @@ class Signature:
 
 
 @dataclass(frozen=True)
+class _Target:
+    """One of this process's ranks that reads an argument.
+
+    `own_memory`: an earlier target has a device of it, and one of the two may give its buffer away.
+    """
+
+    slot: int
+    rank: int
+    sharding: NamedSharding
+    own_memory: bool
+
+
+@dataclass(frozen=True)
 class _Argument:
-    """Where an argument goes: (slot, rank, sharding) for each of this process's ranks that reads it; all its ranks."""
+    """Where an argument goes: its targets in this process, and all its ranks."""
 
     position: int
-    targets: tuple[tuple[int, int, NamedSharding], ...]
+    targets: tuple[_Target, ...]
     wanted: Wanted
     donated: bool
+
+    @cached_property
+    def has_own_memory(self) -> bool:
+        """Whether a target needs memory that no other one shares."""
+        return any(target.own_memory for target in self.targets)
 
 
 class Compiled:
@@ -86,14 +104,12 @@ class Compiled:
         self._runtime = Runtime(program, self._executables, mesh, across)
         self._across, self._calls = across, 0
         names = [""] * len(consts) + [leaf.path for leaf in signature.leaves]
+        # A later step may be given what this one returns, and give it away.
+        returned = {slot for result in program.results if isinstance(result, dict) for slot in result.values()}
         self._arguments = tuple(
             _Argument(
                 position - len(consts),
-                tuple(
-                    (slot, rank, NamedSharding(mesh.unstack[rank], spec))
-                    for rank, slot in ranks.items()
-                    if mesh.is_local(rank)
-                ),
+                _targets(mesh, ranks, spec, separate=donated or not returned.isdisjoint(ranks.values())),
                 Wanted(mesh, tuple(ranks), spec, name),
                 donated,
             )
@@ -102,9 +118,9 @@ class Compiled:
             )
         )
         self._constants = [
-            (slot, place(value, sharding))
+            (target.slot, place(value, target.sharding, may_alias=False if target.own_memory else None))
             for value, argument in zip(consts, self._arguments[: len(consts)], strict=True)
-            for slot, _, sharding in argument.targets
+            for target in argument.targets
         ]
         self._arguments = self._arguments[len(consts) :]
         self._results = [self._bind_result(i) for i in range(len(program.results))]
@@ -191,29 +207,32 @@ class Compiled:
             parts = leaf._partially_addressable_arrays  # pyright: ignore[reportPrivateUsage]
             if self._across is not None and not argument.wanted.is_met_by(leaf):
                 parts = bring(leaf, argument.wanted, self._across, self._calls, argument.position)
-            for slot, rank, sharding in argument.targets:
+            may_alias = False if argument.has_own_memory else None
+            for target in argument.targets:
+                rank, sharding = target.rank, target.sharding
                 part = parts.get(rank)
                 if part is None or (part.sharding is not sharding and part.sharding != sharding):
-                    part = place(leaf._value if part is None else part, sharding)  # pyright: ignore[reportPrivateUsage]
+                    part = leaf._value if part is None else part  # pyright: ignore[reportPrivateUsage]
+                    part = place(part, sharding, may_alias=may_alias)
                 elif part.is_deleted():
                     raise RuntimeError(leaf._deleted_message(rank))  # pyright: ignore[reportPrivateUsage]
-                environment[slot] = part
+                environment[target.slot] = part
             return
         if self._across is not None and isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             check_parts(leaf, argument.wanted)
         if argument.targets and isinstance(leaf, jax.ShapeDtypeStruct):
-            ranks = [rank for _, rank, _ in argument.targets]
+            ranks = [target.rank for target in argument.targets]
             raise TypeError(
                 f"argument{argument.wanted.name} is a shape without a value ({leaf}), but the ranks {ranks} of this "
                 "process read it. Pass its value; `compiled.read_here` tells which arguments a process may leave out."
             )
-        for slot, _, sharding in argument.targets:
-            environment[slot] = place(leaf, sharding)
+        for target in argument.targets:
+            environment[target.slot] = place(leaf, target.sharding, may_alias=False if target.own_memory else None)
         if not argument.donated or not isinstance(leaf, jax.Array):
             return
         # As under jax.jit, a donated argument is gone after the call. Where a target shares its device, the copy may
         # share its memory too, and goes the way of every donated buffer.
-        if all(leaf.devices().isdisjoint(sharding.device_set) for _, _, sharding in argument.targets):
+        if all(leaf.devices().isdisjoint(target.sharding.device_set) for target in argument.targets):
             given_away.append(leaf)
 
     def _bind_result(self, position: int) -> Any:
@@ -330,6 +349,22 @@ class Compiled:
     def num_executables(self) -> int:
         """Executables compiled so far by the function this belongs to."""
         return self._compiler.compilations
+
+
+def _targets(mesh: MpmdMesh, ranks: Mapping[int, int], spec: PartitionSpec, *, separate: bool) -> tuple[_Target, ...]:
+    """This process's ranks among those that read an argument; with `separate`, no two of them share memory."""
+    found: list[_Target] = []
+    taken: set[Any] = set()
+    for rank, slot in ranks.items():
+        if mesh.is_local(rank):
+            devices = mesh.rank_devices(rank)
+            found.append(
+                _Target(
+                    slot, rank, NamedSharding(mesh.unstack[rank], spec), separate and not taken.isdisjoint(devices)
+                )
+            )
+            taken.update(devices)
+    return tuple(found)
 
 
 def _first_difference(wanted: Signature, args: Any, kwargs: Any) -> str:
