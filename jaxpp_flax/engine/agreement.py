@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.coordination import CoordinationError, ProcessGroup, name_processes
-from jaxpp_flax.engine.ir import Atom, Constant, Graph, Value
+from jaxpp_flax.engine.ir import Atom, Constant, Graph, Value, memory_kind_of
 from jaxpp_flax.engine.program import Program
 
 __all__ = ["ProgramMismatchError", "agree", "describe_graph", "describe_program"]
@@ -121,7 +121,8 @@ def _place(where: str) -> str:
 def _aval(aval: Any) -> str:
     weak = "~" if getattr(aval, "weak_type", False) else ""
     spec = getattr(getattr(aval, "sharding", None), "spec", None)
-    return f"{weak}{getattr(aval, 'dtype', aval)}{list(getattr(aval, 'shape', ()))}{spec or ''}"
+    memory = memory_kind_of(aval) or ""
+    return f"{weak}{getattr(aval, 'dtype', aval)}{list(getattr(aval, 'shape', ()))}{spec or ''}{memory}"
 
 
 def _params(params: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_flax.engine.array import MpmdArray, MpmdSharding
 from jaxpp_flax.engine.bringing import Wanted, bring, check_parts
 from jaxpp_flax.engine.compile import TaskCompiler, compile_program
-from jaxpp_flax.engine.ir import Constant
+from jaxpp_flax.engine.ir import Constant, memory_kind_of
 from jaxpp_flax.engine.listing import ProgramListing
 from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.pipeline import Built
@@ -92,7 +92,7 @@ class Compiled:
     ) -> None:
         self._built, self._signature, self._compiler = built, signature, compiler
         mesh = self.mpmd_mesh = compiler.mesh
-        program = self.program = built.program
+        program = built.program
         specs = [PartitionSpec()] * len(consts) + [leaf.spec for leaf in signature.leaves]
         # Every process reads what all of them get: it is whole on each device.
         out_specs = [
@@ -100,22 +100,27 @@ class Compiled:
             for spec, for_all in zip(out_specs, built.placed.for_all, strict=True)
         ]
         across, shared = meet(mesh, program, specs, out_specs)
-        self._executables = compile_program(program, compiler, specs, out_specs, mesh.local_ranks, shared=shared)
+        avals = [value.aval for value in built.placed.inputs]
+        self._executables = compile_program(program, compiler, specs, out_specs, avals, mesh.local_ranks, shared=shared)
+        program = self.program = self._executables.program
         self._runtime = Runtime(program, self._executables, mesh, across)
         self._across, self._calls = across, 0
         names = [""] * len(consts) + [leaf.path for leaf in signature.leaves]
         # A later step may be given what this one returns, and give it away.
         returned = {slot for result in program.results if isinstance(result, dict) for slot in result.values()}
+        given_away = (False,) * len(consts) + signature.donated
+        wanted = [
+            Wanted(mesh, tuple(ranks), spec, name, memory_kind_of(aval))
+            for ranks, spec, name, aval in zip(program.arguments, specs, names, avals, strict=True)
+        ]
         self._arguments = tuple(
             _Argument(
                 position - len(consts),
-                _targets(mesh, ranks, spec, separate=donated or not returned.isdisjoint(ranks.values())),
-                Wanted(mesh, tuple(ranks), spec, name),
+                _targets(where, ranks, separate=donated or not returned.isdisjoint(ranks.values())),
+                where,
                 donated,
             )
-            for position, (ranks, spec, name, donated) in enumerate(
-                zip(program.arguments, specs, names, (False,) * len(consts) + signature.donated, strict=True)
-            )
+            for position, (ranks, where, donated) in enumerate(zip(program.arguments, wanted, given_away, strict=True))
         )
         self._constants = [
             (target.slot, place(value, target.sharding, may_alias=False if target.own_memory else None))
@@ -238,10 +243,10 @@ class Compiled:
     def _bind_result(self, position: int) -> Any:
         result = self.program.results[position]
         if not isinstance(result, dict):
-            return lambda environment: self._constant_result(result)
+            return lambda environment: self._constant_result(position, result)
         spec = self._executables.out_specs[position]
-        sharding = MpmdSharding(self.mpmd_mesh, frozenset(result), spec or PartitionSpec())
         aval = self._built.placed.outputs[position].aval
+        sharding = MpmdSharding(self.mpmd_mesh, frozenset(result), spec or PartitionSpec(), memory_kind_of(aval))
         local = [(rank, slot) for rank, slot in result.items() if self.mpmd_mesh.is_local(rank)]
 
         def bind(environment: list[Any]) -> MpmdArray:
@@ -250,10 +255,10 @@ class Compiled:
 
         return bind
 
-    def _constant_result(self, constant: Constant) -> MpmdArray:
+    def _constant_result(self, position: int, constant: Constant) -> MpmdArray:
         # It costs no transfer, so every process has it.
         ranks = {0} if self._across is None else set(range(self.mpmd_mesh.mpmd_dim))
-        sharding = MpmdSharding(self.mpmd_mesh, ranks, PartitionSpec())
+        sharding = MpmdSharding(self.mpmd_mesh, ranks, self._executables.out_specs[position] or PartitionSpec())
         value = np.asarray(constant.value, constant.aval.dtype)
         local = [rank for rank in sharding.ranks if self.mpmd_mesh.is_local(rank)]
         parts = {rank: place(value, sharding.local_sharding(rank)) for rank in local}
@@ -288,7 +293,7 @@ class Compiled:
     def in_shardings(self) -> Any:
         """The `MpmdSharding` of each argument: a tree like `(args, kwargs)`."""
         shardings = [
-            MpmdSharding(self.mpmd_mesh, frozenset(a.wanted.ranks) or frozenset({0}), leaf.spec)
+            MpmdSharding(self.mpmd_mesh, a.wanted.ranks or {0}, leaf.spec, a.wanted.memory_kind)
             for a, leaf in zip(self._arguments, self._signature.leaves, strict=True)
         ]
         return jax.tree_util.tree_unflatten(self._signature.tree, shardings)
@@ -306,9 +311,11 @@ class Compiled:
         """The `MpmdSharding` of each result, as a tree like the results."""
         shardings = [
             MpmdSharding(
-                self.mpmd_mesh, frozenset(r) if isinstance(r, dict) else frozenset({0}), spec or PartitionSpec()
+                self.mpmd_mesh, r if isinstance(r, dict) else {0}, spec or PartitionSpec(), memory_kind_of(atom.aval)
             )
-            for r, spec in zip(self.program.results, self._executables.out_specs, strict=True)
+            for r, spec, atom in zip(
+                self.program.results, self._executables.out_specs, self._built.placed.outputs, strict=True
+            )
         ]
         return jax.tree_util.tree_unflatten(self._signature.out_tree, shardings)
 
@@ -351,18 +358,15 @@ class Compiled:
         return self._compiler.compilations
 
 
-def _targets(mesh: MpmdMesh, ranks: Mapping[int, int], spec: PartitionSpec, *, separate: bool) -> tuple[_Target, ...]:
+def _targets(wanted: Wanted, slots: Mapping[int, int], *, separate: bool) -> tuple[_Target, ...]:
     """This process's ranks among those that read an argument; with `separate`, no two of them share memory."""
     found: list[_Target] = []
     taken: set[Any] = set()
-    for rank, slot in ranks.items():
-        if mesh.is_local(rank):
-            devices = mesh.rank_devices(rank)
-            found.append(
-                _Target(
-                    slot, rank, NamedSharding(mesh.unstack[rank], spec), separate and not taken.isdisjoint(devices)
-                )
-            )
+    for rank, slot in slots.items():
+        if wanted.mesh.is_local(rank):
+            devices = wanted.mesh.rank_devices(rank)
+            shared = not taken.isdisjoint(devices)
+            found.append(_Target(slot, rank, wanted.on(rank), own_memory=separate and shared))
             taken.update(devices)
     return tuple(found)
 
