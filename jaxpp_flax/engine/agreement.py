@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.alike import hash_of
 from jaxpp_flax.engine.coordination import CoordinationError, ProcessGroup, name_processes
-from jaxpp_flax.engine.ir import Atom, Constant, Graph, Value
+from jaxpp_flax.engine.ir import Atom, Constant, Graph, Value, memory_kind_of
 from jaxpp_flax.engine.parameters import telling
 from jaxpp_flax.engine.program import Program
 
@@ -123,7 +123,8 @@ def _place(where: str) -> str:
 def _aval(aval: Any) -> str:
     weak = "~" if getattr(aval, "weak_type", False) else ""
     spec = getattr(getattr(aval, "sharding", None), "spec", None)
-    return f"{weak}{getattr(aval, 'dtype', aval)}{list(getattr(aval, 'shape', ()))}{spec or ''}"
+    memory = memory_kind_of(aval) or ""
+    return f"{weak}{getattr(aval, 'dtype', aval)}{list(getattr(aval, 'shape', ()))}{spec or ''}{memory}"
 
 
 def _params(primitive: Any, params: Mapping[str, Any]) -> str:

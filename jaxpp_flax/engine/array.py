@@ -418,7 +418,8 @@ def _from_pieces(
     first = next(iter(arrays.values() if isinstance(arrays, Mapping) else arrays), None)
     if spec is None and first is not None and isinstance(first.sharding, NamedSharding):
         spec = first.sharding.spec
-    return MpmdSharding(mesh, ranks, PartitionSpec() if spec is None else spec)
+    memory_kind = getattr(getattr(first, "sharding", None), "memory_kind", None)
+    return MpmdSharding(mesh, ranks, PartitionSpec() if spec is None else spec, memory_kind)
 
 
 def _assign_ranks(

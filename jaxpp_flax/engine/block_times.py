@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.blocks import Marks
 from jaxpp_flax.engine.compile import TaskCompiler
-from jaxpp_flax.engine.ir import Value
+from jaxpp_flax.engine.ir import Value, memory_kind_of
 from jaxpp_flax.engine.mesh import MpmdMesh, spec_on
 from jaxpp_flax.engine.passes.costs import Work
 from jaxpp_flax.engine.program import ProgramTask
@@ -92,7 +92,10 @@ def _compile(marks: Marks, mesh: MpmdMesh, rank: int) -> dict[tuple[int, TaskKin
         for atom, sharding in zip(task.graph.outputs, run.output_shardings, strict=True):
             if isinstance(atom, Value):
                 specs[atom] = spec_on(submesh, sharding, tuple(atom.aval.shape)) or PartitionSpec()
-        inputs = tuple((v.aval, NamedSharding(submesh, s)) for v, s in zip(values, in_specs, strict=True))
+        inputs = tuple(
+            (v.aval, NamedSharding(submesh, s, memory_kind=memory_kind_of(v.aval)))
+            for v, s in zip(values, in_specs, strict=True)
+        )
         found.setdefault((task.stage, task.kind), []).append(_Timed(run, inputs, turns))
     return found
 

@@ -19,23 +19,24 @@ __all__ = ["Wanted", "bring", "check_parts"]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Where a step reads an argument: on which ranks of its mesh, and how it is partitioned there; and its name."""
+    """Where a step reads an argument: on which ranks of its mesh, how it is partitioned there, and in which memory."""
 
     mesh: MpmdMesh
     ranks: tuple[int, ...]
     spec: PartitionSpec
     name: str
+    memory_kind: str | None = None
 
     def on(self, rank: int) -> NamedSharding:
         """Its sharding on one rank."""
-        return NamedSharding(self.mesh.unstack[rank], self.spec)
+        return NamedSharding(self.mesh.unstack[rank], self.spec, memory_kind=self.memory_kind)
 
     def is_met_by(self, leaf: MpmdArray) -> bool:
         """Whether every rank has it already, partitioned so."""
         sharding = leaf.sharding
-        return (
-            sharding.mesh_ids.issuperset(self.ranks) and sharding.spec == self.spec and sharding.mpmd_mesh == self.mesh
-        )
+        if not sharding.mesh_ids.issuperset(self.ranks) or sharding.mpmd_mesh != self.mesh:
+            return False
+        return all(sharding.local_sharding(rank) == self.on(rank) for rank in self.ranks[:1])
 
 
 def bring(leaf: MpmdArray, wanted: Wanted, across: Across, call: int, argument: int) -> dict[int, jax.Array]:
@@ -80,9 +81,9 @@ def _origin(leaf: MpmdArray, wanted: Wanted, rank: int) -> tuple[int, NamedShard
 
     That is None where the replica lies on the right devices already.
     """
-    sharding, target, ndim = leaf.sharding, wanted.on(rank), len(leaf.shape)
+    sharding, target, ndim = leaf.sharding, _in_own_memory(wanted.on(rank)), len(leaf.shape)
     for own in leaf.mpmd_idxs:
-        lies = sharding.local_sharding(own)
+        lies = _in_own_memory(sharding.local_sharding(own))
         if lies.device_set == target.device_set:
             if _can_repartition(lies, target, ndim):
                 return own, None
@@ -91,11 +92,22 @@ def _origin(leaf: MpmdArray, wanted: Wanted, rank: int) -> tuple[int, NamedShard
     # Where a process has devices of both ranks, that replica is near.
     source = min(leaf.mpmd_idxs, key=lambda own: (_processes(sharding.local_sharding(own)) != owners, own))
     lies = sharding.local_sharding(source)
+    if lies != _in_own_memory(lies):
+        raise ValueError(
+            f"argument{wanted.name}, {leaf.dtype}{list(leaf.shape)}, lies in {lies.memory_kind!r} memory on rank "
+            f"{source}, but the step reads it on rank {rank} of another process, and only what is in the devices' own "
+            "memory goes from process to process. Move it there first, or pass a host array that every process has."
+        )
     pieces = _pieces(lies, leaf.shape)
     for arrives in (target, _same_spec(wanted.mesh.unstack[rank], leaf)):
         if arrives is not None and _pieces(arrives, leaf.shape) <= pieces and _can_repartition(arrives, target, ndim):
             return source, arrives
     raise _refusal(leaf, wanted, rank)
+
+
+def _in_own_memory(sharding: NamedSharding) -> NamedSharding:
+    """The same in the devices' own memory: what is brought moves on from there, within its process."""
+    return NamedSharding(sharding.mesh, sharding.spec)
 
 
 def _same_spec(mesh: Mesh, leaf: MpmdArray) -> NamedSharding | None:

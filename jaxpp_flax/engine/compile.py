@@ -19,10 +19,12 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine._compat import needs_devices, trace_context
+from jaxpp_flax.engine.donation import usable_donations
 from jaxpp_flax.engine.fingerprint import Fingerprinter
-from jaxpp_flax.engine.ir import Graph, everywhere, struct_of
+from jaxpp_flax.engine.ir import Atom, Graph, everywhere, memory_kind_of, struct_of
 from jaxpp_flax.engine.mesh import RankMeshes, canonical, carried_over, spec_on
 from jaxpp_flax.engine.program import Program, ProgramTask, Run, Transfer
+from jaxpp_flax.engine.results import specs_wanted, with_own_results
 from jaxpp_flax.engine.shared_specs import SharedSpecs
 
 __all__ = ["Executables", "TaskCompiler", "compile_program"]
@@ -83,12 +85,24 @@ class TaskCompiler(Generic[MeshT]):
         out_specs: Sequence[PartitionSpec | None],
     ) -> Any:
         avals = [struct_of(v.aval) for v in task.graph.inputs]
+        # With two kinds of memory JAX must be told each one: it pairs what is donated with results by them.
+        mixed = any(memory_kind_of(atom.aval) for atom in (*task.graph.inputs, *task.graph.outputs))
+        if mixed and mesh.size == 1:
+            out_specs = [spec or PartitionSpec() for spec in out_specs]
+
+        def sharding(atom: Atom, spec: PartitionSpec) -> NamedSharding:
+            kind = memory_kind_of(atom.aval) or "device" if mixed else None
+            return NamedSharding(mesh, spec, memory_kind=kind)
+
         with jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
             jitted = jax.jit(
                 _named(task.graph, task.name),
-                in_shardings=tuple(NamedSharding(mesh, spec) for spec in in_specs),
-                out_shardings=tuple(None if spec is None else NamedSharding(mesh, spec) for spec in out_specs),
-                donate_argnums=tuple(sorted(task.donate)),
+                in_shardings=tuple(map(sharding, task.graph.inputs, in_specs)),
+                out_shardings=tuple(
+                    None if spec is None else sharding(atom, spec)
+                    for atom, spec in zip(task.graph.outputs, out_specs, strict=True)
+                ),
+                donate_argnums=usable_donations(task, self.mesh.unstack[task.rank], in_specs, out_specs),
                 keep_unused=True,
             )
             traced = jitted.trace(*avals)
@@ -106,13 +120,15 @@ def _named(graph: Graph, name: str) -> Callable[..., tuple[Any, ...]]:
 
 @dataclass(frozen=True)
 class Executables:
-    """What the runtime needs beside the program: an executable for each task, the sharding of each slot written.
+    """What the runtime needs: the program, an executable for each task, the sharding of each slot written.
 
-    For each transfer, `transfer_specs` are those of what arrives, `source_specs` those of what is sent, and
-    `transfer_avals` the types (None for an argument of the step). `variants` holds, by instruction, the executables of
-    runs whose inputs are partitioned otherwise than in the task's first run.
+    The program is the given one, with tasks at its end for results that are wanted otherwise than they come. For each
+    transfer, `transfer_specs` are those of what arrives, `source_specs` those of what is sent, and `transfer_avals`
+    the types. `variants` holds, by instruction, the executables of runs whose inputs are partitioned otherwise than in
+    the task's first run.
     """
 
+    program: Program
     tasks: tuple[Any, ...]
     in_specs: tuple[PartitionSpec, ...]
     out_specs: tuple[PartitionSpec | None, ...]
@@ -128,9 +144,9 @@ def compile_program(
     compiler: TaskCompiler[Any],
     argument_specs: Sequence[PartitionSpec],
     result_specs: Sequence[PartitionSpec | None],
+    argument_avals: Sequence[Any],
     ranks: Sequence[int],
     progress: Progress | None = None,
-    argument_shapes: Sequence[tuple[int, ...]] = (),
     shared: SharedSpecs | None = None,
 ) -> Executables:
     """Compile the tasks of `ranks` in program order, finding shardings on the way.
@@ -140,17 +156,18 @@ def compile_program(
       compiler: shared by all programs of one step function, so that identical tasks compile once.
       argument_specs: for each argument of the program.
       result_specs: for each result; `None` keeps what XLA chose.
+      argument_avals: the type of each argument.
       ranks: those of this process.
       progress: told after each task.
-      argument_shapes: for each argument of the program; needed where ranks' meshes differ in shape.
       shared: where not all ranks are this process's: tells how the others' tasks partition their results.
     """
-    walk = _Walk(program, compiler, argument_specs, result_specs, set(ranks), progress, argument_shapes, shared)
+    walk = _Walk(program, compiler, argument_specs, result_specs, argument_avals, set(ranks), progress, shared)
     for number, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run):
             walk.run(number, instruction)
         elif isinstance(instruction, Transfer):
             walk.transfer(number, instruction)
+    walk.finish()
     return walk.executables()
 
 
@@ -160,28 +177,27 @@ class _Held:
 
     One object stands for the slots of all microbatches: runs of a task that read the same objects write the same ones.
     So the work for each run is to look these up. `found` tells the spec, or how to find it out: another process may
-    still be compiling what writes it. `made` is (aval, rank) of what a task wrote, None for an argument of the step.
+    still be compiling what writes it. `rank` is that of the task that wrote it, None for an argument of the step.
     """
 
     found: PartitionSpec | Callable[[], PartitionSpec]
-    shape: tuple[int, ...] = ()
-    made: tuple[Any, int] | None = None
+    aval: Any = None
+    rank: int | None = None
 
     @cached_property
     def spec(self) -> PartitionSpec:
         return self.found if isinstance(self.found, PartitionSpec) else self.found()
 
     @property
-    def aval(self) -> Any:
-        return self.made[0] if self.made else None
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.aval.shape)
 
     def local_bytes(self, mesh: RankMeshes) -> int:
-        """On each device; 0 for an argument that is passed on."""
-        if self.made is None:
+        """On each device; 0 for an argument that is passed on, and for what lies on the host."""
+        if self.rank is None or memory_kind_of(self.aval) is not None:
             return 0
-        aval, rank = self.made
-        shape = NamedSharding(mesh.unstack[rank], self.spec).shard_shape(self.shape)
-        return math.prod(shape) * int(getattr(aval.dtype, "itemsize", 0))
+        shape = NamedSharding(mesh.unstack[self.rank], self.spec).shard_shape(self.shape)
+        return math.prod(shape) * int(getattr(self.aval.dtype, "itemsize", 0))
 
 
 _AllHeld: TypeAlias = "tuple[_Held, ...]"
@@ -197,20 +213,20 @@ class _Walk:
         compiler: TaskCompiler[Any],
         argument_specs: Sequence[PartitionSpec],
         result_specs: Sequence[PartitionSpec | None],
+        argument_avals: Sequence[Any],
         ranks: set[int],
         progress: Progress | None,
-        argument_shapes: Sequence[tuple[int, ...]],
         shared: SharedSpecs | None,
     ) -> None:
         self.program, self.compiler, self.argument_specs = program, compiler, argument_specs
+        self.result_specs = result_specs
         self.ranks, self.progress, self.shared = ranks, progress, shared
         self.mesh: RankMeshes = compiler.mesh
         self.mesh_shapes = [dict(mesh.shape) for mesh in self.mesh.unstack]
-        self.wanted = _specs_wanted(program, result_specs, self._alike)
+        self.wanted = specs_wanted(program, result_specs, self._alike)
         self.held: dict[int, _Held] = dict.fromkeys(program.indices.values(), _Held(PartitionSpec()))
-        shapes = argument_shapes or [()] * len(program.arguments)
-        for slots, spec, shape in zip(program.arguments, argument_specs, shapes, strict=True):
-            self.held.update(dict.fromkeys(slots.values(), _Held(spec, shape)))
+        for slots, spec, aval in zip(program.arguments, argument_specs, argument_avals, strict=True):
+            self.held.update(dict.fromkeys(slots.values(), _Held(spec, aval)))
         self.compiled: list[Any] = [None] * len(program.tasks)
         self.first: dict[int, _Result] = {}  # of each task's first run
         self.by_specs: dict[tuple[int, tuple[PartitionSpec, ...]], _Result] = {}
@@ -300,6 +316,27 @@ class _Walk:
             self.carried[key] = replace(held, found=spec)
         return self.carried[key]
 
+    def finish(self) -> None:
+        """Add tasks for the results that are not partitioned as they are wanted."""
+        results, end = self.program.results, len(self.program.instructions)
+        wanted = [
+            (position, rank)
+            for position, (result, spec) in enumerate(zip(results, self.result_specs, strict=True))
+            for rank, slot in (result.items() if isinstance(result, dict) and spec is not None else ())
+            if not self._is_partitioned(rank, self.held[slot], spec)
+        ]
+        avals = {results[position][rank]: self.held[results[position][rank]].aval for position, rank in wanted}
+        self.program = with_own_results(self.program, avals, wanted)
+        self.compiled += [None] * (len(self.program.tasks) - len(self.compiled))
+        for number, run in enumerate(self.program.instructions[end:], end):
+            specs = [self.result_specs[position] for position, rank in wanted if rank == run.rank]
+            self.wanted[number] = {output: spec for output, spec in enumerate(specs) if spec is not None}
+            self.run(number, run)
+
+    def _is_partitioned(self, rank: int, held: _Held, spec: PartitionSpec) -> bool:
+        mesh = self.mesh.unstack[rank]
+        return NamedSharding(mesh, held.spec).is_equivalent_to(NamedSharding(mesh, spec), len(held.shape))
+
     def executables(self) -> Executables:
         """What was found, for the instructions in which it is the same as one object."""
         specs = {
@@ -310,11 +347,15 @@ class _Walk:
         sizes = {
             all_held: tuple(held.local_bytes(self.mesh) for held in all_held) for all_held in set(self.written.values())
         }
-        results = self.program.results
+        results = zip(self.program.results, self.result_specs, strict=True)
         return Executables(
+            program=self.program,
             tasks=tuple(self.compiled),
             in_specs=tuple(self.argument_specs),
-            out_specs=tuple(self.held[next(iter(r.values()))].spec if isinstance(r, dict) else None for r in results),
+            out_specs=tuple(
+                self.held[next(iter(result.values()))].spec if isinstance(result, dict) else spec
+                for result, spec in results
+            ),
             transfer_specs={number: specs[received] for number, received in self.received.items()},
             source_specs={number: specs[sent] for number, sent in self.sent.items()},
             transfer_avals={number: avals[sent] for number, sent in self.sent.items()},
@@ -325,37 +366,11 @@ class _Walk:
 
 def _held_after(task: ProgramTask, found: Sequence[PartitionSpec | Callable[[], PartitionSpec]]) -> _AllHeld:
     """What a task's outputs hold."""
-    return tuple(
-        _Held(spec, tuple(atom.aval.shape), (atom.aval, task.rank))
-        for spec, atom in zip(found, task.graph.outputs, strict=True)
-    )
+    return tuple(_Held(spec, atom.aval, task.rank) for spec, atom in zip(found, task.graph.outputs, strict=True))
 
 
 def _spec_of_other(shared: SharedSpecs, program: Program, task: int, output: int) -> PartitionSpec:
     return shared.of(program, task)[output]
-
-
-def _specs_wanted(
-    program: Program, result_specs: Sequence[PartitionSpec | None], alike: Callable[[Transfer], bool]
-) -> dict[int, dict[int, PartitionSpec]]:
-    """The specs that results must have, by instruction and output of their last writers."""
-    wanted = {
-        slot: spec
-        for result, spec in zip(program.results, result_specs, strict=True)
-        if isinstance(result, dict) and spec is not None
-        for slot in result.values()
-    }
-    found: dict[int, dict[int, PartitionSpec]] = {}
-    for number in range(len(program.instructions) - 1, -1, -1):
-        if not wanted:
-            break
-        instruction = program.instructions[number]
-        for position, slot in enumerate(instruction.writes()):
-            if slot in wanted:
-                spec = found.setdefault(number, {})[position] = wanted.pop(slot)
-                if isinstance(instruction, Transfer) and alike(instruction):
-                    wanted[instruction.sent[position]] = spec
-    return found
 
 
 def _output_specs(compiled: Any, task: ProgramTask, mesh: RankMeshes) -> list[PartitionSpec | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from jaxpp_flax.engine.array import MpmdArray, MpmdSharding
 from jaxpp_flax.engine.bringing import Wanted, bring, check_parts
 from jaxpp_flax.engine.compile import TaskCompiler, compile_program
 from jaxpp_flax.engine.debug_switches import kinds_looked_for, looking_away
-from jaxpp_flax.engine.ir import Constant
+from jaxpp_flax.engine.ir import Constant, memory_kind_of
 from jaxpp_flax.engine.listing import ProgramListing
 from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.pipeline import Built
@@ -53,13 +53,31 @@ class Signature:
 
 
 @dataclass(frozen=True)
+class _Target:
+    """One of this process's ranks that reads an argument.
+
+    `own_memory`: an earlier target has a device of it, and one of the two may give its buffer away.
+    """
+
+    slot: int
+    rank: int
+    sharding: NamedSharding
+    own_memory: bool
+
+
+@dataclass(frozen=True)
 class _Argument:
-    """Where an argument goes: (slot, rank, sharding) for each of this process's ranks that reads it; all its ranks."""
+    """Where an argument goes: its targets in this process, and all its ranks."""
 
     position: int
-    targets: tuple[tuple[int, int, NamedSharding], ...]
+    targets: tuple[_Target, ...]
     wanted: Wanted
     donated: bool
+
+    @cached_property
+    def has_own_memory(self) -> bool:
+        """Whether a target needs memory that no other one shares."""
+        return any(target.own_memory for target in self.targets)
 
 
 class Compiled:
@@ -75,7 +93,7 @@ class Compiled:
     ) -> None:
         self._built, self._signature, self._compiler = built, signature, compiler
         mesh = self.mpmd_mesh = compiler.mesh
-        program = self.program = built.program
+        program = built.program
         specs = [PartitionSpec()] * len(consts) + [leaf.spec for leaf in signature.leaves]
         # Every process reads what all of them get: it is whole on each device.
         out_specs = [
@@ -83,29 +101,32 @@ class Compiled:
             for spec, for_all in zip(out_specs, built.placed.for_all, strict=True)
         ]
         across, shared = meet(mesh, program, specs, out_specs)
-        self._executables = compile_program(program, compiler, specs, out_specs, mesh.local_ranks, shared=shared)
+        avals = [value.aval for value in built.placed.inputs]
+        self._executables = compile_program(program, compiler, specs, out_specs, avals, mesh.local_ranks, shared=shared)
+        program = self.program = self._executables.program
         self._runtime = Runtime(program, self._executables, mesh, across)
         self._across, self._calls = across, 0
         names = [""] * len(consts) + [leaf.path for leaf in signature.leaves]
+        # A later step may be given what this one returns, and give it away.
+        returned = {slot for result in program.results if isinstance(result, dict) for slot in result.values()}
+        given_away = (False,) * len(consts) + signature.donated
+        wanted = [
+            Wanted(mesh, tuple(ranks), spec, name, memory_kind_of(aval))
+            for ranks, spec, name, aval in zip(program.arguments, specs, names, avals, strict=True)
+        ]
         self._arguments = tuple(
             _Argument(
                 position - len(consts),
-                tuple(
-                    (slot, rank, NamedSharding(mesh.unstack[rank], spec))
-                    for rank, slot in ranks.items()
-                    if mesh.is_local(rank)
-                ),
-                Wanted(mesh, tuple(ranks), spec, name),
+                _targets(where, ranks, separate=donated or not returned.isdisjoint(ranks.values())),
+                where,
                 donated,
             )
-            for position, (ranks, spec, name, donated) in enumerate(
-                zip(program.arguments, specs, names, (False,) * len(consts) + signature.donated, strict=True)
-            )
+            for position, (ranks, where, donated) in enumerate(zip(program.arguments, wanted, given_away, strict=True))
         )
         self._constants = [
-            (slot, place(value, sharding))
+            (target.slot, place(value, target.sharding, may_alias=False if target.own_memory else None))
             for value, argument in zip(consts, self._arguments[: len(consts)], strict=True)
-            for slot, _, sharding in argument.targets
+            for target in argument.targets
         ]
         self._arguments = self._arguments[len(consts) :]
         self._results = [self._bind_result(i) for i in range(len(program.results))]
@@ -194,38 +215,41 @@ class Compiled:
             parts = leaf._partially_addressable_arrays  # pyright: ignore[reportPrivateUsage]
             if self._across is not None and not argument.wanted.is_met_by(leaf):
                 parts = bring(leaf, argument.wanted, self._across, self._calls, argument.position)
-            for slot, rank, sharding in argument.targets:
+            may_alias = False if argument.has_own_memory else None
+            for target in argument.targets:
+                rank, sharding = target.rank, target.sharding
                 part = parts.get(rank)
                 if part is None or (part.sharding is not sharding and part.sharding != sharding):
-                    part = place(leaf._value if part is None else part, sharding)  # pyright: ignore[reportPrivateUsage]
+                    part = leaf._value if part is None else part  # pyright: ignore[reportPrivateUsage]
+                    part = place(part, sharding, may_alias=may_alias)
                 elif part.is_deleted():
                     raise RuntimeError(leaf._deleted_message(rank))  # pyright: ignore[reportPrivateUsage]
-                environment[slot] = part
+                environment[target.slot] = part
             return
         if self._across is not None and isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             check_parts(leaf, argument.wanted)
         if argument.targets and isinstance(leaf, jax.ShapeDtypeStruct):
-            ranks = [rank for _, rank, _ in argument.targets]
+            ranks = [target.rank for target in argument.targets]
             raise TypeError(
                 f"argument{argument.wanted.name} is a shape without a value ({leaf}), but the ranks {ranks} of this "
                 "process read it. Pass its value; `compiled.read_here` tells which arguments a process may leave out."
             )
-        for slot, _, sharding in argument.targets:
-            environment[slot] = place(leaf, sharding)
+        for target in argument.targets:
+            environment[target.slot] = place(leaf, target.sharding, may_alias=False if target.own_memory else None)
         if not argument.donated or not isinstance(leaf, jax.Array):
             return
         # As under jax.jit, a donated argument is gone after the call. Where a target shares its device, the copy may
         # share its memory too, and goes the way of every donated buffer.
-        if all(leaf.devices().isdisjoint(sharding.device_set) for _, _, sharding in argument.targets):
+        if all(leaf.devices().isdisjoint(target.sharding.device_set) for target in argument.targets):
             given_away.append(leaf)
 
     def _bind_result(self, position: int) -> Any:
         result = self.program.results[position]
         if not isinstance(result, dict):
-            return lambda environment: self._constant_result(result)
+            return lambda environment: self._constant_result(position, result)
         spec = self._executables.out_specs[position]
-        sharding = MpmdSharding(self.mpmd_mesh, frozenset(result), spec or PartitionSpec())
         aval = self._built.placed.outputs[position].aval
+        sharding = MpmdSharding(self.mpmd_mesh, frozenset(result), spec or PartitionSpec(), memory_kind_of(aval))
         local = [(rank, slot) for rank, slot in result.items() if self.mpmd_mesh.is_local(rank)]
 
         def bind(environment: list[Any]) -> MpmdArray:
@@ -234,10 +258,10 @@ class Compiled:
 
         return bind
 
-    def _constant_result(self, constant: Constant) -> MpmdArray:
+    def _constant_result(self, position: int, constant: Constant) -> MpmdArray:
         # It costs no transfer, so every process has it.
         ranks = {0} if self._across is None else set(range(self.mpmd_mesh.mpmd_dim))
-        sharding = MpmdSharding(self.mpmd_mesh, ranks, PartitionSpec())
+        sharding = MpmdSharding(self.mpmd_mesh, ranks, self._executables.out_specs[position] or PartitionSpec())
         value = np.asarray(constant.value, constant.aval.dtype)
         local = [rank for rank in sharding.ranks if self.mpmd_mesh.is_local(rank)]
         parts = {rank: place(value, sharding.local_sharding(rank)) for rank in local}
@@ -272,7 +296,7 @@ class Compiled:
     def in_shardings(self) -> Any:
         """The `MpmdSharding` of each argument: a tree like `(args, kwargs)`."""
         shardings = [
-            MpmdSharding(self.mpmd_mesh, frozenset(a.wanted.ranks) or frozenset({0}), leaf.spec)
+            MpmdSharding(self.mpmd_mesh, a.wanted.ranks or {0}, leaf.spec, a.wanted.memory_kind)
             for a, leaf in zip(self._arguments, self._signature.leaves, strict=True)
         ]
         return jax.tree_util.tree_unflatten(self._signature.tree, shardings)
@@ -290,9 +314,11 @@ class Compiled:
         """The `MpmdSharding` of each result, as a tree like the results."""
         shardings = [
             MpmdSharding(
-                self.mpmd_mesh, frozenset(r) if isinstance(r, dict) else frozenset({0}), spec or PartitionSpec()
+                self.mpmd_mesh, r if isinstance(r, dict) else {0}, spec or PartitionSpec(), memory_kind_of(atom.aval)
             )
-            for r, spec in zip(self.program.results, self._executables.out_specs, strict=True)
+            for r, spec, atom in zip(
+                self.program.results, self._executables.out_specs, self._built.placed.outputs, strict=True
+            )
         ]
         return jax.tree_util.tree_unflatten(self._signature.out_tree, shardings)
 
@@ -333,6 +359,19 @@ class Compiled:
     def num_executables(self) -> int:
         """Executables compiled so far by the function this belongs to."""
         return self._compiler.compilations
+
+
+def _targets(wanted: Wanted, slots: Mapping[int, int], *, separate: bool) -> tuple[_Target, ...]:
+    """This process's ranks among those that read an argument; with `separate`, no two of them share memory."""
+    found: list[_Target] = []
+    taken: set[Any] = set()
+    for rank, slot in slots.items():
+        if wanted.mesh.is_local(rank):
+            devices = wanted.mesh.rank_devices(rank)
+            shared = not taken.isdisjoint(devices)
+            found.append(_Target(slot, rank, wanted.on(rank), own_memory=separate and shared))
+            taken.update(devices)
+    return tuple(found)
 
 
 def _first_difference(wanted: Signature, args: Any, kwargs: Any) -> str:

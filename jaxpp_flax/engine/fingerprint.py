@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core as jex_core
 
-from jaxpp_flax.engine.ir import Constant, Graph, Value
+from jaxpp_flax.engine.ir import Constant, Graph, Value, memory_kind_of
 from jaxpp_flax.engine.parameters import telling
 from jaxpp_flax.engine.static_arguments import types_within
 
@@ -74,6 +74,7 @@ class Fingerprinter:
             str(getattr(aval, "dtype", aval)),
             getattr(aval, "weak_type", False),
             getattr(aval, "sharding", None),
+            memory_kind_of(aval),
         )
 
     def _constant(self, value: Any, aval: Any) -> Hashable:

@@ -14,11 +14,11 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 __all__ = [
-    "Atom", "Constant", "Equation", "Graph", "Value", "VerificationError", "everywhere", "from_jaxpr", "plain_literal",
-    "prune", "struct_of", "with_outputs",
+    "Atom", "Constant", "Equation", "Graph", "Value", "VerificationError", "everywhere", "from_jaxpr", "in_memory",
+    "memory_kind_of", "plain_literal", "prune", "struct_of", "with_outputs",
 ]  # fmt: skip
 
 
@@ -236,11 +236,26 @@ def prune(graph: Graph) -> Graph:
     return replace(graph, equations=tuple(reversed(kept)))
 
 
+def memory_kind_of(aval: Any) -> str | None:
+    """The memory that is part of a type, as shardings name it; None: the devices' own."""
+    return "pinned_host" if getattr(aval, "memory_space", None) == jax.memory.Space.Host else None
+
+
 def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """The type as tracing takes it: with its sharding where that is part of the type (Explicit meshes)."""
+    """The type as tracing takes it: with its memory, and its sharding where that is part of it (Explicit meshes)."""
     mesh = getattr(aval.sharding, "mesh", None)
     typed = mesh is not None and not mesh.empty and AxisType.Explicit in mesh.axis_types
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding if typed else None)
+    sharding = aval.sharding if typed else None
+    if (kind := memory_kind_of(aval)) is not None:
+        sharding = in_memory(sharding, kind)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+
+
+def in_memory(sharding: NamedSharding | None, kind: str) -> NamedSharding:
+    """A sharding that gives a traced type its memory, and where `sharding` is None nothing else."""
+    if sharding is None:
+        return NamedSharding(AbstractMesh((), ()), PartitionSpec(), memory_kind=kind)
+    return NamedSharding(sharding.mesh, sharding.spec, memory_kind=kind)
 
 
 def with_outputs(graph: Graph, outputs: Sequence[Value]) -> list[Equation]:

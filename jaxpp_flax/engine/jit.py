@@ -18,7 +18,8 @@ from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.compile import TaskCompiler
 from jaxpp_flax.engine.compiled import Compiled, Leaf, Signature
 from jaxpp_flax.engine.debug_switches import refuse_disabled_jit
-from jaxpp_flax.engine.ir import from_jaxpr
+from jaxpp_flax.engine.ir import from_jaxpr, in_memory
+from jaxpp_flax.engine.layouts import Layout, broadcast_layouts, layout_of, with_memories
 from jaxpp_flax.engine.loop import Last, treduce_i
 from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.passes.audience import Audience
@@ -64,6 +65,7 @@ class MpmdFunction:
         self._policy = cut_policy
         self._everywhere = everywhere
         self._compiler = TaskCompiler(mpmd_mesh, compiler_options)
+        fun = with_memories(fun, out_specs)
         self._jitted = (
             jax.jit(unwrapping(fun), static_argnums=self._static_argnums, static_argnames=self._static_argnames)
             if self._static_argnums or self._static_argnames
@@ -132,7 +134,7 @@ class MpmdFunction:
             types = tuple(type_of(leaf) for leaf in leaves)
         except TypeError as error:
             raise _not_an_array(tree, leaves) from error
-        specs = tuple(_spec_of(leaf, self.mpmd_mesh) for leaf in leaves)
+        specs = tuple(layout_of(leaf, self.mpmd_mesh) for leaf in leaves)
         context = trace_context()
         key = (tree, types, specs, statics, context)
         compiled = self._cache.get(key)
@@ -140,11 +142,11 @@ class MpmdFunction:
             dynamic, named, _ = self._split(args, kwargs)
             paths = [keystr(path[1:]) for path, _ in jax.tree_util.tree_leaves_with_path((dynamic, named))]
             structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in types]
-            in_specs = tuple(self._argument_specs(tree, dynamic, specs, structs, paths))
+            layouts = tuple(self._argument_layouts(tree, specs, structs))
             # Where `in_specs` says how arguments are partitioned, how they arrive makes no difference.
-            asked = (tree, types, in_specs, statics, context)
+            asked = (tree, types, layouts, statics, context)
             if asked not in self._cache:
-                self._cache[asked] = self._compile(tree, types, structs, paths, in_specs, args, kwargs)
+                self._cache[asked] = self._compile(tree, types, structs, paths, layouts, args, kwargs)
             compiled = self._cache[key] = self._cache[asked]
         self._latest = compiled
         return compiled
@@ -155,16 +157,21 @@ class MpmdFunction:
         types: Any,
         structs: Sequence[jax.ShapeDtypeStruct],
         paths: Sequence[str],
-        in_specs: tuple[PartitionSpec, ...],
+        layouts: tuple[Layout, ...],
         args: Any,
         kwargs: Any,
     ) -> Compiled:
         refuse_disabled_jit("a pipelined step")
         named = self._split(args, kwargs)[1]
         mesh = self.mpmd_mesh
+        in_specs = [layout.spec or PartitionSpec() for layout in layouts]
+        shardings: list[NamedSharding | None] = [None] * len(layouts)
         if mesh.is_explicit:
             shardings = [NamedSharding(mesh.jax_mesh.abstract_mesh, spec) for spec in in_specs]
-            structs = [s.update(sharding=sharding) for s, sharding in zip(structs, shardings, strict=True)]
+        for i, layout in enumerate(layouts):
+            if layout.memory_kind not in (None, "device"):
+                shardings[i] = in_memory(shardings[i], layout.memory_kind)
+        structs = [s.update(sharding=sharding) for s, sharding in zip(structs, shardings, strict=True)]
         traced = self._trace(tree, structs, args, kwargs)
         graph, consts = from_jaxpr(traced.jaxpr)
         graph = on_submesh(graph, self.mpmd_mesh)
@@ -174,14 +181,14 @@ class MpmdFunction:
         audience = Audience.of(mesh, _broadcast_flags(self._everywhere, traced.out_info))
         with jax.sharding.use_abstract_mesh(mesh.abstract_submesh) if mesh.is_explicit else nullcontext():
             built = build(graph, mesh.mpmd_dim, self._policy, donated, specs, sizes, audience)
-        out_specs = _broadcast_specs(self._out_specs, traced.out_info, "out_specs", self.mpmd_mesh)
+        wanted = broadcast_layouts(self._out_specs, traced.out_info, "out_specs", self.mpmd_mesh)
         signature = Signature(
             tree=tree,
             leaves=tuple(Leaf(p, *t, spec=s) for p, t, s in zip(paths, types, in_specs, strict=True)),
             out_tree=jax.tree.structure(traced.out_info),
             donated=tuple(donated[len(consts) :]),
         )
-        return Compiled(built, signature, tuple(consts), out_specs, self._compiler)
+        return Compiled(built, signature, tuple(consts), [layout.spec for layout in wanted], self._compiler)
 
     def _trace(self, tree: Any, structs: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         dynamic, named = jax.tree_util.tree_unflatten(tree, structs)
@@ -218,16 +225,14 @@ class MpmdFunction:
             flags += [name in self._donate_argnames] * len(jax.tree.leaves(named[name]))
         return flags
 
-    def _argument_specs(
-        self, tree: Any, dynamic: Any, found: Sequence[PartitionSpec], structs: Sequence[Any], paths: Sequence[str]
-    ) -> list[PartitionSpec]:
+    def _argument_layouts(self, tree: Any, found: Sequence[Layout], structs: Sequence[Any]) -> list[Layout]:
         if self._in_specs is None:
             return list(found)
         shapes = jax.tree_util.tree_unflatten(tree, structs)[0]
         given = self._in_specs if isinstance(self._in_specs, (tuple, list)) else (self._in_specs,) * len(shapes)
-        specs = _broadcast_specs(tuple(given), shapes, "in_specs", self.mpmd_mesh)
-        merged = [f if s is None else s for s, f in zip(specs, found[: len(specs)], strict=True)]
-        return [*merged, *found[len(specs) :]]
+        wanted = broadcast_layouts(tuple(given), shapes, "in_specs", self.mpmd_mesh)
+        merged = [wish.over(layout) for wish, layout in zip(wanted, found[: len(wanted)], strict=True)]
+        return [*merged, *found[len(wanted) :]]
 
 
 def type_of(leaf: Any) -> tuple[tuple[int, ...], Any, bool]:
@@ -252,62 +257,6 @@ def _not_an_array(tree: Any, leaves: Sequence[Any]) -> TypeError:
                 "arrays or numbers, or name the argument in `static_argnums`/`static_argnames`."
             )
     return TypeError("an argument is no array.")
-
-
-def _spec_of(leaf: Any, mesh: MpmdMesh) -> PartitionSpec:
-    """The partitioning that an argument brings along, the stage axis left out."""
-    if isinstance(leaf, MpmdArray):
-        return leaf.spec
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return PartitionSpec()
-    return _within_submesh(sharding.spec, mesh)
-
-
-def _within_submesh(spec: PartitionSpec, mesh: MpmdMesh) -> PartitionSpec:
-    names = set(mesh.jax_mesh.axis_names) - {mesh.mpmd_axis_name}
-
-    def keep(entry: Any) -> Any:
-        if isinstance(entry, tuple):
-            kept = tuple(name for name in entry if name in names)
-            return kept or None
-        return entry if entry in names else None
-
-    kept = [keep(entry) for entry in spec]
-    while kept and kept[-1] is None:
-        kept.pop()
-    return PartitionSpec(*kept)
-
-
-def _broadcast_specs(prefix: Any, tree: Any, what: str, mesh: MpmdMesh) -> list[PartitionSpec | None]:
-    """One spec (or None: no wish) for each leaf of `tree`; a prefix may hold specs or shardings."""
-    if prefix is None:
-        return [None] * len(jax.tree.leaves(tree))
-    is_spec = lambda x: x is None or isinstance(x, (PartitionSpec, jax.sharding.Sharding))  # noqa: E731
-    specs: list[PartitionSpec | None] = []
-    names = set(mesh.jax_mesh.axis_names)
-
-    def add(path: Any, node: Any, sub: Any) -> None:
-        spec: PartitionSpec | None = node if isinstance(node, PartitionSpec) else getattr(node, "spec", None)
-        for entry in spec or ():
-            for name in entry if isinstance(entry, tuple) else (entry,):
-                if name is not None and name not in names:
-                    raise ValueError(
-                        f"{what}{keystr(path)} is {spec}, but the mesh has no axis {name!r}: its axes are "
-                        f"{sorted(names)}. Use one of these, or make a mesh that has it."
-                    )
-        kept = None if spec is None else _within_submesh(spec, mesh)
-        specs.extend([kept] * len(jax.tree.leaves(sub)))
-
-    try:
-        jax.tree_util.tree_map_with_path(add, prefix, tree, is_leaf=is_spec)
-    except ValueError as error:
-        if "mesh has no axis" in str(error):
-            raise
-        raise ValueError(
-            f"{what} is not a prefix of the tree it describes: {prefix!r} against {jax.tree.structure(tree)}."
-        ) from error
-    return specs
 
 
 def _broadcast_flags(prefix: Any, tree: Any) -> list[bool]:
@@ -345,7 +294,8 @@ def mpmd_jit_with_loop(
       mpmd_mesh: the ranks, and the submesh of each.
       in_specs, out_specs: prefix trees of `PartitionSpec`s over the submesh's axes; `None` keeps what an argument
         brings along, and what XLA finds for results.
-      in_shardings, out_shardings: the same as shardings (`MpmdSharding`, `NamedSharding`).
+      in_shardings, out_shardings: the same as shardings (`MpmdSharding`, `NamedSharding`), whose kind of memory is
+        kept: the devices' own, or `pinned_host`.
       donate_argnums, donate_argnames: arguments whose memory the step may reuse.
       static_argnums, static_argnames, compiler_options: as in `jax.jit`.
       cut_policy: which marks cut; by default all of them.

@@ -6,7 +6,7 @@ Under plain `jax.jit` the loop is an ordinary `jax.lax.fori_loop`: that is the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine._compat import needs_devices
-from jaxpp_flax.engine.ir import Graph, everywhere, from_jaxpr, struct_of
+from jaxpp_flax.engine.ir import Graph, everywhere, from_jaxpr, memory_kind_of, struct_of
 
 if TYPE_CHECKING:
     from jaxpp_flax.schedules import Schedule
@@ -249,6 +249,7 @@ def treduce_i(
     has_carry = init is not _NO_CARRY
     carry_leaves, carry_tree = jax.tree.flatten(init if has_carry else ())
     carry_leaves = [jnp.asarray(leaf) for leaf in carry_leaves]
+    _refuse_other_memory("treduce's init is", init if has_carry else (), map(jax.typeof, carry_leaves))
 
     def body(index: jax.Array, *leaves: Any) -> Any:
         if has_carry:
@@ -262,6 +263,7 @@ def treduce_i(
     carry_shapes, result_shapes = shapes
     _check_carry(avals, carry_tree, carry_shapes)
     graph, consts = from_jaxpr(jaxpr)
+    _refuse_other_memory("treduce's body returns", shapes, [atom.aval for atom in graph.outputs])
     flat = treduce_p.bind(
         *consts,
         *carry_leaves,
@@ -296,6 +298,18 @@ def _whole_along(leaf: jax.Array, axis: int) -> jax.Array:
         return leaf
     entries = [None if i == axis % leaf.ndim else entry for i, entry in enumerate(spec)]
     return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
+
+
+def _refuse_other_memory(what: str, tree: Any, avals: Iterable[Any]) -> None:
+    """Refuse what goes round a loop if it is not in the devices' own memory: that is where it is reduced."""
+    for (path, _), aval in zip(jax.tree_util.tree_leaves_with_path(tree), avals, strict=True):
+        if (kind := memory_kind_of(aval)) is not None:
+            raise ValueError(
+                f"{what} {aval.dtype}{list(aval.shape)} in {kind!r} memory (leaf {jax.tree_util.keystr(path)}), but "
+                "microbatches are reduced in the devices' own. Move it there, `jax.device_put(x, "
+                "jax.memory.Space.Device)`, and back after the loop (or by `out_shardings`); take gradients with "
+                "respect to the moved parameter."
+            )
 
 
 def _check_carry(before: Sequence[Any], treedef: Any, after: Any) -> None:

@@ -331,7 +331,7 @@ def spec_on(mesh: Mesh, sharding: Any, shape: tuple[int, ...]) -> PartitionSpec 
         entries.append(tuple(name for _, name in sorted(steps, reverse=True)) or None)
     spec = canonical(PartitionSpec(*entries))
     try:
-        same = NamedSharding(mesh, spec).is_equivalent_to(sharding, len(shape))
+        same = NamedSharding(mesh, spec, memory_kind=sharding.memory_kind).is_equivalent_to(sharding, len(shape))
     except ValueError:  # e.g. one axis partitions two dimensions
         return None
     return spec if same else None

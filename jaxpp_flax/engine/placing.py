@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from jaxpp_flax.engine._compat import copy_arrays
 from jaxpp_flax.engine.array import MpmdArray, MpmdSharding
 from jaxpp_flax.engine.reshard import mpmd_to_spmd_reshard
 
@@ -32,9 +33,12 @@ def place(value: Any, sharding: Sharding, *, may_alias: bool | None = None) -> j
       ValueError: if a part that is needed here lies in another process.
     """
     if sharding.is_fully_addressable:
-        if not isinstance(value, jax.Array) or value.is_fully_addressable:
-            return jax.device_put(value, sharding, may_alias=may_alias)
-        return jax.device_put(_own_part(value, sharding), sharding, may_alias=may_alias)
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            value = _own_part(value, sharding)
+        if may_alias is False and isinstance(value, jax.Array):
+            # Where `jax.device_put` partitions anew, it takes the parts that are in place already as they are.
+            return copy_arrays([value], [sharding])[0]
+        return jax.device_put(value, sharding, may_alias=may_alias)
     if isinstance(value, jax.Array):
         if value.sharding == sharding or value.sharding.is_equivalent_to(sharding, value.ndim):
             return value if may_alias is not False else jnp.copy(value)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpp_flax.engine._compat import copy_arrays
 from jaxpp_flax.engine.compile import Executables
 from jaxpp_flax.engine.debug_switches import SpecialValues
+from jaxpp_flax.engine.ir import memory_kind_of
 from jaxpp_flax.engine.mesh import RankMeshes
 from jaxpp_flax.engine.passes.handover import handed_over
 from jaxpp_flax.engine.placing import place
@@ -57,6 +58,8 @@ class Runtime:
         self._across = across
         self._step = 0
         self._mesh, self._executables = mesh, executables
+        if across is not None:
+            _refuse_other_memory(program, executables)
         self._given_away = _given_away(program) if across is not None else {}
         self._awaiting = _awaiting(program) if across is not None else {}
         # As slots come round, most instructions are like earlier ones, and share what is made for these.
@@ -94,7 +97,9 @@ class Runtime:
 
     def _bind_any_transfer(self, number: int, instruction: Transfer, local: set[int]) -> Step | None:
         source, target = self._mesh.unstack[instruction.source], self._mesh.unstack[instruction.target]
-        shardings = self._shardings_of(target, self._executables.transfer_specs[number])
+        types = self._executables.transfer_avals[number]
+        memories = tuple(memory_kind_of(aval) for aval in types)
+        shardings = self._shardings_of(target, self._executables.transfer_specs[number], memories)
         here = {instruction.source, instruction.target} <= local
         if self._across is None or (here and not (source.is_multi_process or target.is_multi_process)):
             # On one device alone: on several, the two ranks may partition a value differently.
@@ -105,7 +110,7 @@ class Runtime:
         concerned = not local.isdisjoint((instruction.source, instruction.target))
         if not concerned and not link.transport.needs_global_order:
             return None
-        types, specs = self._executables.transfer_avals[number], self._executables.source_specs[number]
+        specs = self._executables.source_specs[number]
         leaves = [
             Leaf(tuple(aval.shape), aval.dtype, NamedSharding(source, spec), sharding)
             for aval, spec, sharding in zip(types, specs, shardings, strict=True)
@@ -183,8 +188,10 @@ def _hand_over(moves: Sequence[tuple[int, int]], rest: Step | None, environment:
         rest(environment)
 
 
-def _shardings(mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> tuple[NamedSharding, ...]:
-    return tuple(NamedSharding(mesh, spec) for spec in specs)
+def _shardings(
+    mesh: Mesh, specs: tuple[PartitionSpec, ...], memories: tuple[str | None, ...]
+) -> tuple[NamedSharding, ...]:
+    return tuple(NamedSharding(mesh, spec, memory_kind=kind) for spec, kind in zip(specs, memories, strict=True))
 
 
 def _bind_transfer(transfer: Transfer, shardings: tuple[NamedSharding, ...], handed_over: frozenset[int]) -> Step:
@@ -201,6 +208,19 @@ def _free(slots: tuple[int, ...], delete: tuple[int, ...], environment: Environm
         environment[slot].delete()
     for slot in slots:
         environment[slot] = None
+
+
+def _refuse_other_memory(program: Program, executables: Executables) -> None:
+    """Between processes, only what is in the devices' own memory is sent; every process refuses alike."""
+    for number, avals in executables.transfer_avals.items():
+        for aval in avals:
+            if (kind := memory_kind_of(aval)) is not None:
+                transfer = program.instructions[number]
+                raise ValueError(
+                    f"a value {aval.dtype}{list(aval.shape)} in {kind!r} memory goes from rank {transfer.source} to "
+                    f"rank {transfer.target}, and with several processes only what is in the devices' own memory is "
+                    "sent. Move it there before the mark: `jax.device_put(x, jax.memory.Space.Device)`."
+                )
 
 
 def _given_away(program: Program) -> dict[int, list[bool]]:

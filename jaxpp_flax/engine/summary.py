@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from jaxpp_flax.engine.blocks import indexed_operands
 from jaxpp_flax.engine.compile import Executables
-from jaxpp_flax.engine.ir import Value
+from jaxpp_flax.engine.ir import Value, memory_kind_of
 from jaxpp_flax.engine.markers import segment_names
 from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.passes.partition import Partition
@@ -147,7 +147,7 @@ def analyse_memory(
     for ranks, spec, value in zip(program.arguments, executables.in_specs, built.placed.inputs, strict=True):
         for rank, slot in ranks.items():
             shape = NamedSharding(mesh.unstack[rank], spec).shard_shape(tuple(value.aval.shape))
-            size = int(getattr(value.aval.dtype, "itemsize", 0))
+            size = int(getattr(value.aval.dtype, "itemsize", 0)) if memory_kind_of(value.aval) is None else 0
             for dim in shape:
                 size *= dim
             argument[rank] += size

@@ -15,12 +15,13 @@ from jax.tree_util import keystr
 from jaxpp_flax.engine._compat import trace_context
 from jaxpp_flax.engine.compile import TaskCompiler
 from jaxpp_flax.engine.debug_switches import refuse_disabled_jit
-from jaxpp_flax.engine.ir import from_jaxpr
+from jaxpp_flax.engine.ir import from_jaxpr, in_memory
+from jaxpp_flax.engine.layouts import memory_wanted, with_memories
 from jaxpp_flax.mpmd.build import build
 from jaxpp_flax.mpmd.config import MpmdConfig
 from jaxpp_flax.mpmd.lowered import MpmdCompiled, MpmdLowered, Signature
 from jaxpp_flax.mpmd.options import PartitioningOptions
-from jaxpp_flax.mpmd.shardings import mesh_ranks, ranks_of_shardings, spec_of, specs_of
+from jaxpp_flax.mpmd.shardings import memories_of, mesh_ranks, ranks_of_shardings, spec_of, specs_of
 from jaxpp_flax.mpmd.topology import Topology
 
 __all__ = ["MpmdWrapped", "jit"]
@@ -42,7 +43,7 @@ class MpmdWrapped:
         self.mpmd_config, self._name = config, name
         self._in_shardings, self._out_shardings = in_shardings, out_shardings
         self._donate = () if donate_argnums is None else donate_argnums
-        self._jitted = jax.jit(fun)
+        self._jitted = jax.jit(with_memories(fun, out_shardings))
         self._compiler: TaskCompiler[Topology] = TaskCompiler(config.meshes)
         self._compiled: dict[Hashable, MpmdCompiled] = {}
 
@@ -68,6 +69,8 @@ class MpmdWrapped:
         leaves, tree = jax.tree_util.tree_flatten(args)
         paths = [keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
         structs = [_type_of(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
+        memories = memories_of(self._in_shardings, jax.tree_util.tree_unflatten(tree, structs), "in_shardings")
+        structs = [_moved(struct, kind) for struct, kind in zip(structs, memories, strict=True)]
         with jax.sharding.use_abstract_mesh(config.sharding_mesh):
             traced = self._jitted.trace(*jax.tree_util.tree_unflatten(tree, structs))
         graph, constants = from_jaxpr(traced.jaxpr)
@@ -123,9 +126,10 @@ def _check_processes(topology: Topology) -> None:
 
 
 def _type_of(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
-    """The type of an argument, without its sharding."""
+    """The type of an argument: its memory, but not how it is partitioned."""
+    kind = memory_wanted(getattr(leaf, "sharding", None), f"argument{path}")
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+        return _moved(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type), kind)
     if isinstance(leaf, (np.ndarray, np.generic)):
         return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
     try:
@@ -134,7 +138,14 @@ def _type_of(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
         raise TypeError(
             f"argument{path} is a {type(leaf).__name__}, which is no array. Pass arrays or numbers, or close over it."
         ) from error
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    return _moved(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type), kind)
+
+
+def _moved(struct: jax.ShapeDtypeStruct, kind: str | None) -> jax.ShapeDtypeStruct:
+    """The type in the memory that is asked for; None: as it is."""
+    if kind is None:
+        return struct
+    return struct.update(sharding=None if kind == "device" else in_memory(None, kind))
 
 
 def jit(

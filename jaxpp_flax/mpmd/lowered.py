@@ -13,7 +13,7 @@ from jax.tree_util import keystr
 
 from jaxpp_flax.engine.compile import Executables, TaskCompiler, compile_program
 from jaxpp_flax.engine.debug_switches import kinds_looked_for, looking_away
-from jaxpp_flax.engine.ir import Constant
+from jaxpp_flax.engine.ir import Constant, memory_kind_of
 from jaxpp_flax.engine.runtime import Runtime
 from jaxpp_flax.mpmd.build import Built
 from jaxpp_flax.mpmd.shardings import within
@@ -111,7 +111,11 @@ class MpmdLowered:
     @property
     def input_shardings(self) -> Any:
         """See `function_named_shardings`."""
-        leaves = [NamedSharding(mesh, spec) for mesh, spec in zip(self._homes, self._in_specs, strict=True)]
+        values = self.built.step.inputs[len(self._constants) :]
+        leaves = [
+            NamedSharding(mesh, spec, memory_kind=memory_kind_of(value.aval))
+            for mesh, spec, value in zip(self._homes, self._in_specs, values, strict=True)
+        ]
         return jax.tree_util.tree_unflatten(self.signature.in_tree, leaves)
 
     @property
@@ -119,8 +123,8 @@ class MpmdLowered:
         """See `function_named_shardings`."""
         found = self._executables.out_specs
         leaves = [
-            NamedSharding(self.topology.unstack[rank], spec or PartitionSpec())
-            for rank, spec in zip(self.built.placement.results, found, strict=True)
+            NamedSharding(self.topology.unstack[rank], spec or PartitionSpec(), memory_kind=memory_kind_of(atom.aval))
+            for rank, spec, atom in zip(self.built.placement.results, found, self.built.step.outputs, strict=True)
         ]
         return jax.tree_util.tree_unflatten(self.signature.out_tree, leaves)
 
@@ -141,8 +145,8 @@ class MpmdLowered:
             self._compiler,
             [*(PartitionSpec() for _ in self._constants), *self._in_specs],
             self.signature.out_specs,
+            [value.aval for value in inputs],
             self.topology.local_ranks,
-            argument_shapes=[tuple(v.aval.shape) for v in inputs],
         )
 
     def as_text(self, dialect: str = "mpmd") -> str:
@@ -164,11 +168,11 @@ class MpmdCompiled:
 
     def __init__(self, lowered: MpmdLowered, executables: Executables, constants: Sequence[Any]) -> None:
         self._lowered, self._signature = lowered, lowered.signature
-        program = self._program = lowered.built.program
+        program = self._program = executables.program
         meshes = lowered.topology.unstack
         self._runtime = Runtime(program, executables, lowered.topology)
         self._constants = [
-            (slot, jax.device_put(value, NamedSharding(meshes[rank], PartitionSpec())))
+            (slot, jax.device_put(value, NamedSharding(meshes[rank], PartitionSpec(), memory_kind=_memory(value))))
             for value, ranks in zip(constants, program.arguments, strict=False)
             for rank, slot in ranks.items()
         ]
@@ -218,7 +222,8 @@ class MpmdCompiled:
     def _constant(self, position: int, constant: Constant) -> jax.Array:
         rank = self._lowered.built.placement.results[position]
         value = jax.numpy.asarray(constant.value, constant.aval.dtype)
-        return jax.device_put(value, NamedSharding(self._lowered.topology.unstack[rank], PartitionSpec()))
+        spec = self._signature.out_specs[position] or PartitionSpec()
+        return jax.device_put(value, NamedSharding(self._lowered.topology.unstack[rank], spec))
 
     def _check(self, leaves: Sequence[Any], tree: Any, args: Any) -> None:
         signature = self._signature
@@ -247,6 +252,10 @@ class MpmdCompiled:
                 f"{signature.name} was called with arguments of other types than it was lowered for: "
                 f"{'; '.join(wrong[:10])}{more}. Lower it again for these."
             )
+
+
+def _memory(value: Any) -> str | None:
+    return memory_kind_of(jax.typeof(value))
 
 
 def _placed(leaf: Any, sharding: NamedSharding, donated: bool) -> Any:

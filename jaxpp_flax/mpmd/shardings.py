@@ -9,10 +9,11 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import keystr
 
+from jaxpp_flax.engine.layouts import memory_wanted
 from jaxpp_flax.mpmd.config import MpmdConfig
 from jaxpp_flax.mpmd.topology import Topology
 
-__all__ = ["mesh_ranks", "ranks_of_shardings", "spec_of", "specs_of", "within"]
+__all__ = ["memories_of", "mesh_ranks", "ranks_of_shardings", "spec_of", "specs_of", "within"]
 
 
 def _broadcast(prefix: Any, tree: Any, what: str) -> list[Any]:
@@ -45,6 +46,19 @@ def specs_of(shardings: Any, tree: Any, config: MpmdConfig, what: str) -> list[P
     ]
 
 
+def memories_of(shardings: Any, tree: Any, what: str) -> list[str | None]:
+    """The kind of memory for each leaf; None where nothing is said.
+
+    Raises:
+      ValueError: if it is no prefix, or a kind is none that JAX's types know.
+    """
+    paths = [keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    if shardings is None:
+        return [None] * len(paths)
+    leaves = _broadcast(shardings, tree, what)
+    return [memory_wanted(leaf, f"{what}{path}") for leaf, path in zip(leaves, paths, strict=True)]
+
+
 def _spec(sharding: Any, config: MpmdConfig, where: str) -> PartitionSpec:
     if isinstance(sharding, PartitionSpec):
         return sharding
@@ -53,8 +67,6 @@ def _spec(sharding: Any, config: MpmdConfig, where: str) -> PartitionSpec:
             f"{where} must be a NamedSharding or a PartitionSpec, got {type(sharding).__name__}. "
             "Use `NamedSharding(config.sharding_mesh, spec)`."
         )
-    if sharding.memory_kind not in (None, "device"):
-        raise ValueError(f"{where} asks for memory kind {sharding.memory_kind!r}; arrays live in device memory.")
     shapes = [dict(mesh.shape) for mesh in config.topology.values()]
     if dict(sharding.mesh.shape) not in shapes:
         raise ValueError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,6 +129,51 @@ def test_specs_follow_the_arrays_to_their_meshes():
     out = mpmd.jit(model, cfg, in_shardings=(None, P("data")), out_shardings=P("data"))(first, x)
     assert out.sharding == NamedSharding(meshes["m1"], P("data"))
     np.testing.assert_allclose(out, jax.jit(model)(ws, x), rtol=1e-5)
+
+
+def test_out_shardings_are_always_respected():
+    """Of an argument that comes back as it went in too, and of a value that is returned twice (a test of Shardy's)."""
+    meshes = topology(2, 2)
+    cfg = config(meshes, in_runs(2, 2))
+    ws, x = weights(2), batches(1)[0]
+
+    def passing(ws: list[jax.Array], x: jax.Array) -> Any:
+        y = model(ws, x)
+        return ws[0], ws[0], y, y, x
+
+    wanted = P("data"), P(None, "data"), P("data"), P(None, "data"), P(None, "data")
+    lowered = mpmd.jit(passing, cfg, in_shardings=P(), out_shardings=wanted).lower(ws, x)
+    results = lowered.compile()(ws, x)
+    promised = lowered.function_named_shardings.output_specs
+    for result, spec, sharding in zip(results, wanted, promised, strict=True):
+        assert result.sharding.is_equivalent_to(NamedSharding(sharding.mesh, spec), 2)
+        assert result.sharding == sharding
+    tree_allclose(results, jax.jit(passing)(ws, x))
+
+
+def test_kinds_of_memory():
+    """What a sharding or `jax.device_put` puts on the host stays there: arguments, results, values between meshes."""
+    meshes = topology(2, 2)
+    cfg = config(meshes, in_runs(2, 2))
+    ws, x = weights(2), batches(1)[0]
+    host = NamedSharding(cfg.sharding_mesh, P("data"), memory_kind="pinned_host")
+
+    def offloading(ws: list[jax.Array], x: jax.Array) -> Any:
+        ws = [jax.device_put(w, jax.memory.Space.Device) for w in ws]
+        y = model(ws, x)
+        return y, jax.device_put(y, jax.memory.Space.Host), y
+
+    lowered = mpmd.jit(offloading, cfg, in_shardings=(host, None), out_shardings=(host, None, None)).lower(ws, x)
+    results = lowered.compile()(ws, x)
+    assert {s.memory_kind for s in lowered.function_named_shardings.input_specs[0]} == {"pinned_host"}
+    kinds = ["pinned_host", "pinned_host", "device"]
+    assert [s.memory_kind for s in lowered.function_named_shardings.output_specs] == kinds
+    assert [result.sharding.memory_kind for result in results] == kinds
+    assert results[0].sharding == NamedSharding(meshes["m1"], P("data"), memory_kind="pinned_host")
+    on_host = jax.device_put(ws, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
+    tree_allclose(results, jax.jit(offloading)(on_host, x))
+    carried = mpmd.jit(offloading, cfg)(on_host, x)
+    assert [result.sharding.memory_kind for result in carried] == ["device", "pinned_host", "device"]
 
 
 def test_state_comes_back_where_it_was():

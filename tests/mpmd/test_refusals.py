@@ -184,6 +184,11 @@ def test_shardings_that_no_mesh_can_follow():
         lower(cfg, in_shardings=(None, stranger))
     with pytest.raises(ValueError, match=r"argument\[1\]\[0\] is to be partitioned by .*'model'.* lives on mesh 'm0'"):
         lower(cfg, in_shardings=(None, P("model")))
+    elsewhere = NamedSharding(cfg.sharding_mesh, P(), memory_kind="unpinned_host")
+    with pytest.raises(ValueError, match=r"in_shardings\[0\]\[0\] has the memory kind 'unpinned_host'.*pinned_host"):
+        lower(cfg, in_shardings=elsewhere)
+    with pytest.raises(ValueError, match=r"out_shardings has the memory kind 'unpinned_host'"):
+        lower(cfg, out_shardings=elsewhere)
     with pytest.raises(ValueError, match="out_shardings is not a prefix of the tree"):
         lower(cfg, out_shardings=(None, None, None))
     with pytest.raises(

@@ -15,7 +15,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_flax.engine.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, prune, with_outputs
+from jaxpp_flax.engine.ir import (
+    Atom,
+    Constant,
+    Equation,
+    Graph,
+    Value,
+    from_jaxpr,
+    in_memory,
+    memory_kind_of,
+    prune,
+    with_outputs,
+)
 from jaxpp_flax.engine.passes.inline import inline
 
 __all__ = ["is_condition", "select_between_branches", "split_condition", "split_conditions"]
@@ -144,4 +155,7 @@ def _condition(
 
 
 def _struct(atom: Atom) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, weak_type=getattr(atom.aval, "weak_type", False))
+    kind = memory_kind_of(atom.aval)
+    sharding = None if kind is None else in_memory(None, kind)
+    weak = getattr(atom.aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, sharding=sharding, weak_type=weak)

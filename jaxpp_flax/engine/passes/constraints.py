@@ -149,4 +149,4 @@ class _Rewriter:
             kept = tuple(name for name in names if name in self.axes)
             entries.append(entry if len(kept) == len(names) else kept or None)
         spec = PartitionSpec(*entries, unreduced=sharding.spec.unreduced, reduced=sharding.spec.reduced)
-        return NamedSharding(self.submesh, spec)
+        return NamedSharding(self.submesh, spec, memory_kind=sharding.memory_kind)

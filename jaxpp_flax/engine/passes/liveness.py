@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from jaxpp_flax.engine.ir import VerificationError
+from jaxpp_flax.engine.ir import VerificationError, memory_kind_of
 from jaxpp_flax.engine.program import Free, Instruction, Program, Run, Transfer
 
 __all__ = ["allocate"]
@@ -132,15 +132,15 @@ def _donations(program: Program, ends: Sequence[Sequence[int]], never: set[int])
 def _aliasable(program: Program, task: int, positions: set[int]) -> frozenset[int]:
     """Those that an output of the same type can reuse: XLA frees the others no earlier than we do."""
     graph = program.tasks[task].graph
-    room: dict[tuple[tuple[int, ...], str], int] = {}
+    room: dict[tuple[tuple[int, ...], str, str | None], int] = {}
     for atom in graph.outputs:
-        key = (tuple(atom.aval.shape), str(atom.aval.dtype))
+        key = (tuple(atom.aval.shape), str(atom.aval.dtype), memory_kind_of(atom.aval))
         room[key] = room.get(key, 0) + 1
     pinned = [i for _, i in program.tasks[task].pins if i in positions]
     chosen: set[int] = set()
     for position in [*pinned, *sorted(positions - set(pinned))]:
         aval = graph.inputs[position].aval
-        key = (tuple(aval.shape), str(aval.dtype))
+        key = (tuple(aval.shape), str(aval.dtype), memory_kind_of(aval))
         if room.get(key, 0) > 0:
             room[key] -= 1
             chosen.add(position)
