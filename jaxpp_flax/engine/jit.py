@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
 from jaxpp_flax.engine.array import MpmdArray
@@ -22,6 +21,7 @@ from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.passes.audience import Audience
 from jaxpp_flax.engine.passes.constraints import on_submesh
 from jaxpp_flax.engine.pipeline import CutPolicy, build, cut_at_every_mark
+from jaxpp_flax.engine.tracing import context_mesh, trace_for_stages
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 
@@ -149,7 +149,8 @@ class MpmdFunction:
             # Where `in_specs` says how arguments are partitioned, how they arrive makes no difference.
             asked = (tree, types, in_specs, statics)
             if asked not in self._cache:
-                self._cache[asked] = self._compile(tree, types, structs, paths, in_specs, args, kwargs)
+                with context_mesh(None):  # no mesh around the call may change what is compiled
+                    self._cache[asked] = self._compile(tree, types, structs, paths, in_specs, args, kwargs)
             compiled = self._cache[key] = self._cache[asked]
         self._latest = compiled
         return compiled
@@ -166,17 +167,14 @@ class MpmdFunction:
     ) -> Compiled:
         named = self._split(args, kwargs)[1]
         mesh = self.mpmd_mesh
-        if mesh.is_explicit:
-            shardings = [NamedSharding(mesh.jax_mesh.abstract_mesh, spec) for spec in in_specs]
-            structs = [s.update(sharding=sharding) for s, sharding in zip(structs, shardings, strict=True)]
-        traced = self._trace(tree, structs, args, kwargs)
+        traced = self._trace(tree, structs, in_specs, args, kwargs)
         graph, consts = from_jaxpr(traced.jaxpr)
         graph = on_submesh(graph, self.mpmd_mesh)
         donated = [False] * len(consts) + self._donated(args, named)
         specs = [PartitionSpec()] * len(consts) + list(in_specs)
         sizes = dict(mesh.unstack[0].shape)
         audience = Audience.of(mesh, _broadcast_flags(self._everywhere, traced.out_info))
-        with jax.sharding.use_abstract_mesh(mesh.abstract_submesh) if mesh.is_explicit else nullcontext():
+        with context_mesh(mesh.abstract_submesh if mesh.is_explicit else None):
             built = build(graph, mesh.mpmd_dim, self._policy, donated, specs, sizes, audience)
         out_specs = _broadcast_specs(self._out_specs, traced.out_info, "out_specs", self.mpmd_mesh)
         signature = Signature(
@@ -187,23 +185,36 @@ class MpmdFunction:
         )
         return Compiled(built, signature, tuple(consts), out_specs, self._compiler)
 
-    def _trace(self, tree: Any, structs: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        dynamic, named = jax.tree_util.tree_unflatten(tree, structs)
+    def _trace(
+        self, tree: Any, structs: Sequence[Any], in_specs: Sequence[PartitionSpec], args: Any, kwargs: Any
+    ) -> Any:
         static = self._static_positions(args)
-        remaining = iter(dynamic)
-        full = [a if i in static else next(remaining) for i, a in enumerate(args)]
-        # Bare PartitionSpecs need a mesh: the whole one, so that shardings of it may stand beside them (`on_submesh`).
-        mesh = self.mpmd_mesh.jax_mesh
-        context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if len(mesh.axis_names) > 1 else nullcontext()
+        mesh = self.mpmd_mesh
+
+        def trace(abstract: AbstractMesh) -> Any:
+            leaves = structs
+            if mesh.is_explicit:
+                shardings = [NamedSharding(abstract, spec) for spec in in_specs]
+                leaves = [s.update(sharding=sharding) for s, sharding in zip(structs, shardings, strict=True)]
+            dynamic, named = jax.tree_util.tree_unflatten(tree, leaves)
+            remaining = iter(dynamic)
+            full = [a if i in static else next(remaining) for i, a in enumerate(args)]
+            return self._jitted.trace(*full, **{k: named.get(k, v) for k, v in kwargs.items()})
+
         try:
-            with context:
-                return self._jitted.trace(*full, **{k: named.get(k, v) for k, v in kwargs.items()})
+            return trace_for_stages(trace, mesh)
         except ValueError as error:
             if "not found in mesh" in str(error):
                 raise ValueError(
                     f"the step constrains a value to a mesh axis that does not exist: {error} In a stage a constraint "
-                    f"may name {[name for name in mesh.axis_names if name != self.mpmd_mesh.mpmd_axis_name]}. Use one "
+                    f"may name {[name for name in mesh.jax_mesh.axis_names if name != mesh.mpmd_axis_name]}. Use one "
                     "of these, or make a mesh that has the axis; the line is in the traceback of the error above."
+                ) from error
+            if "context mesh" in str(error).lower():
+                raise ValueError(
+                    f"the step names a mesh beside that of a stage, {dict(mesh.abstract_submesh.shape)}: {error} Leave "
+                    "`mesh=` out of jax.shard_map, write shardings as PartitionSpecs, or make both of "
+                    "`mpmd_mesh.lowering_mesh()`; the line is in the traceback of the error above."
                 ) from error
             raise
 

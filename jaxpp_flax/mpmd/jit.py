@@ -14,6 +14,7 @@ from jax.tree_util import keystr
 
 from jaxpp_flax.engine.compile import TaskCompiler
 from jaxpp_flax.engine.ir import from_jaxpr
+from jaxpp_flax.engine.tracing import context_mesh
 from jaxpp_flax.mpmd.build import build
 from jaxpp_flax.mpmd.config import MpmdConfig
 from jaxpp_flax.mpmd.lowered import MpmdCompiled, MpmdLowered, Signature
@@ -64,7 +65,7 @@ class MpmdWrapped:
         leaves, tree = jax.tree_util.tree_flatten(args)
         paths = [keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
         structs = [_type_of(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
-        with jax.sharding.use_abstract_mesh(config.sharding_mesh):
+        with context_mesh(config.sharding_mesh):
             traced = self._jitted.trace(*jax.tree_util.tree_unflatten(tree, structs))
         graph, constants = from_jaxpr(traced.jaxpr)
         shapes = jax.tree_util.tree_unflatten(tree, structs)
