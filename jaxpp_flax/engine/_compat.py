@@ -349,14 +349,12 @@ def needs_devices(primitive: Any) -> bool:
     return primitive in _device_primitives or primitive.name in _NEED_DEVICES
 
 
-def context_on_mesh(context: Any, meshes: Sequence[Any], submesh: Any) -> Any:
-    """An equation's context (`eqn.ctx`) with `submesh` in place of any of `meshes`; otherwise the same object.
+def context_on_mesh(context: Any, mesh: Any) -> Any:
+    """An equation's context (`eqn.ctx`) with the abstract mesh `mesh` in place of its own.
 
     The context's class is private. If it cannot be copied by its slots, a fresh context stands in for it, which lacks
     the settings of `jax.experimental.compute_on` and of XLA metadata.
     """
-    if getattr(context, "cur_abstract_mesh", None) not in meshes:
-        return context
     try:
         if PUBLIC_API_ONLY:
             raise AttributeError
@@ -364,9 +362,9 @@ def context_on_mesh(context: Any, meshes: Sequence[Any], submesh: Any) -> Any:
         for slot in type(context).__slots__:
             if slot != "__weakref__" and hasattr(context, slot):
                 object.__setattr__(copied, slot, getattr(context, slot))
-        object.__setattr__(copied, "cur_abstract_mesh", submesh)
+        object.__setattr__(copied, "cur_abstract_mesh", mesh)
     except (AttributeError, TypeError):
-        with jax.sharding.use_abstract_mesh(submesh):
+        with jax.set_mesh(None), jax.sharding.use_abstract_mesh(mesh):
             copied = type(context)()
     return copied
 

@@ -26,6 +26,7 @@ from jaxpp_flax.engine.mesh import RankMeshes, canonical, carried_over, spec_on
 from jaxpp_flax.engine.program import Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.results import specs_wanted, with_own_results
 from jaxpp_flax.engine.shared_specs import SharedSpecs
+from jaxpp_flax.engine.tracing import context_mesh
 
 __all__ = ["Executables", "TaskCompiler", "compile_program"]
 
@@ -66,9 +67,9 @@ class TaskCompiler(Generic[MeshT]):
             if lowered is None:
                 lowered = self._lowered[key] = self._lower(task, mesh, in_specs, out_specs)
                 self.lowerings += 1
-            compiled = self._compiled[key, devices] = lowered.compile(
-                compiler_options=self.options, device_assignment=devices
-            )
+            with context_mesh(None):
+                compiled = lowered.compile(compiler_options=self.options, device_assignment=devices)
+            self._compiled[key, devices] = compiled
             self.compilations += 1
         return compiled
 
@@ -94,7 +95,7 @@ class TaskCompiler(Generic[MeshT]):
             kind = memory_kind_of(atom.aval) or "device" if mixed else None
             return NamedSharding(mesh, spec, memory_kind=kind)
 
-        with jax.sharding.use_abstract_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
+        with context_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
             jitted = jax.jit(
                 _named(task.graph, task.name),
                 in_shardings=tuple(map(sharding, task.graph.inputs, in_specs)),
@@ -287,6 +288,8 @@ class _Walk:
             ]
         for output, source in task.pins:
             out_specs[output] = in_specs[source]
+        if not task.graph.inputs:  # then nothing but the outputs' shardings tells XLA on which mesh it runs
+            out_specs = [s or _spec_in_type(atom.aval) for s, atom in zip(out_specs, task.graph.outputs, strict=True)]
         compiled = self.compiler.compile(task, in_specs, out_specs)
         specs = _output_specs(compiled, task, self.mesh)
         if None in specs:  # XLA chose what no PartitionSpec can say: then it is told to choose otherwise
@@ -371,6 +374,12 @@ def _held_after(task: ProgramTask, found: Sequence[PartitionSpec | Callable[[], 
 
 def _spec_of_other(shared: SharedSpecs, program: Program, task: int, output: int) -> PartitionSpec:
     return shared.of(program, task)[output]
+
+
+def _spec_in_type(aval: Any) -> PartitionSpec:
+    """The spec that a type holds on an Explicit mesh; on an Auto mesh, that of a whole array."""
+    typed = struct_of(aval).sharding
+    return PartitionSpec() if typed is None else canonical(typed.spec)
 
 
 def _output_specs(compiled: Any, task: ProgramTask, mesh: RankMeshes) -> list[PartitionSpec | None]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
 from jaxpp_flax.engine._compat import trace_context
@@ -26,6 +25,7 @@ from jaxpp_flax.engine.passes.audience import Audience
 from jaxpp_flax.engine.passes.constraints import on_submesh
 from jaxpp_flax.engine.pipeline import CutPolicy, build, cut_at_every_mark
 from jaxpp_flax.engine.static_arguments import StaticArgument, unhashable, unwrapping
+from jaxpp_flax.engine.tracing import context_mesh, trace_for_stages
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 
@@ -146,7 +146,8 @@ class MpmdFunction:
             # Where `in_specs` says how arguments are partitioned, how they arrive makes no difference.
             asked = (tree, types, layouts, statics, context)
             if asked not in self._cache:
-                self._cache[asked] = self._compile(tree, types, structs, paths, layouts, args, kwargs)
+                with context_mesh(None):  # no mesh around the call may change what is compiled
+                    self._cache[asked] = self._compile(tree, types, structs, paths, layouts, args, kwargs)
             compiled = self._cache[key] = self._cache[asked]
         self._latest = compiled
         return compiled
@@ -165,21 +166,14 @@ class MpmdFunction:
         named = self._split(args, kwargs)[1]
         mesh = self.mpmd_mesh
         in_specs = [layout.spec or PartitionSpec() for layout in layouts]
-        shardings: list[NamedSharding | None] = [None] * len(layouts)
-        if mesh.is_explicit:
-            shardings = [NamedSharding(mesh.jax_mesh.abstract_mesh, spec) for spec in in_specs]
-        for i, layout in enumerate(layouts):
-            if layout.memory_kind not in (None, "device"):
-                shardings[i] = in_memory(shardings[i], layout.memory_kind)
-        structs = [s.update(sharding=sharding) for s, sharding in zip(structs, shardings, strict=True)]
-        traced = self._trace(tree, structs, args, kwargs)
+        traced = self._trace(tree, structs, layouts, args, kwargs)
         graph, consts = from_jaxpr(traced.jaxpr)
         graph = on_submesh(graph, self.mpmd_mesh)
         donated = [False] * len(consts) + self._donated(args, named)
         specs = [PartitionSpec()] * len(consts) + list(in_specs)
         sizes = dict(mesh.unstack[0].shape)
         audience = Audience.of(mesh, _broadcast_flags(self._everywhere, traced.out_info))
-        with jax.sharding.use_abstract_mesh(mesh.abstract_submesh) if mesh.is_explicit else nullcontext():
+        with context_mesh(mesh.abstract_submesh if mesh.is_explicit else None):
             built = build(graph, mesh.mpmd_dim, self._policy, donated, specs, sizes, audience)
         wanted = broadcast_layouts(self._out_specs, traced.out_info, "out_specs", self.mpmd_mesh)
         signature = Signature(
@@ -190,24 +184,40 @@ class MpmdFunction:
         )
         return Compiled(built, signature, tuple(consts), [layout.spec for layout in wanted], self._compiler)
 
-    def _trace(self, tree: Any, structs: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        dynamic, named = jax.tree_util.tree_unflatten(tree, structs)
+    def _trace(self, tree: Any, structs: Sequence[Any], layouts: Sequence[Layout], args: Any, kwargs: Any) -> Any:
         static = self._static_positions(args)
-        remaining = iter(dynamic)
-        full = [StaticArgument.of(a) if i in static else next(remaining) for i, a in enumerate(args)]
-        # Bare PartitionSpecs need a mesh: the whole one, so that shardings of it may stand beside them (`on_submesh`).
-        mesh = self.mpmd_mesh.jax_mesh
-        context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if len(mesh.axis_names) > 1 else nullcontext()
+        mesh = self.mpmd_mesh
+
+        def typed(struct: Any, layout: Layout, abstract: AbstractMesh) -> Any:
+            """On Explicit meshes the type says how an argument is partitioned, and everywhere its memory."""
+            spec = layout.spec or PartitionSpec()
+            sharding = NamedSharding(abstract, spec) if mesh.is_explicit else None
+            if layout.memory_kind not in (None, "device"):
+                sharding = in_memory(sharding, layout.memory_kind)
+            return struct.update(sharding=sharding)
+
+        def trace(abstract: AbstractMesh) -> Any:
+            leaves = [typed(struct, layout, abstract) for struct, layout in zip(structs, layouts, strict=True)]
+            dynamic, named = jax.tree_util.tree_unflatten(tree, leaves)
+            remaining = iter(dynamic)
+            full = [StaticArgument.of(a) if i in static else next(remaining) for i, a in enumerate(args)]
+            by_name = {k: named[k] if k in named else StaticArgument.of(v) for k, v in kwargs.items()}
+            return self._jitted.trace(*full, **by_name)
+
         try:
-            with context:
-                by_name = {k: named[k] if k in named else StaticArgument.of(v) for k, v in kwargs.items()}
-                return self._jitted.trace(*full, **by_name)
+            return trace_for_stages(trace, mesh)
         except ValueError as error:
             if "not found in mesh" in str(error):
                 raise ValueError(
                     f"the step constrains a value to a mesh axis that does not exist: {error} In a stage a constraint "
-                    f"may name {[name for name in mesh.axis_names if name != self.mpmd_mesh.mpmd_axis_name]}. Use one "
+                    f"may name {[name for name in mesh.jax_mesh.axis_names if name != mesh.mpmd_axis_name]}. Use one "
                     "of these, or make a mesh that has the axis; the line is in the traceback of the error above."
+                ) from error
+            if "context mesh" in str(error).lower():
+                raise ValueError(
+                    f"the step names a mesh beside that of a stage, {dict(mesh.abstract_submesh.shape)}: {error} Leave "
+                    "`mesh=` out of jax.shard_map, write shardings as PartitionSpecs, or make both of "
+                    "`mpmd_mesh.lowering_mesh()`; the line is in the traceback of the error above."
                 ) from error
             raise
 

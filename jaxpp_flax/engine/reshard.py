@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxpp_flax.engine._compat import copy_arrays
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.mesh import MpmdMesh, MpmdSharding
+from jaxpp_flax.engine.tracing import context_mesh
 
 __all__ = ["mpmd_to_spmd_reshard", "spmd_to_mpmd_reshard"]
 
@@ -298,6 +299,7 @@ def _copy(arrays: list[Any]) -> list[Any]:
     return [jnp.copy(array) for array in arrays]
 
 
+@context_mesh(None)  # JAX would compare its devices with those of a mesh around the call
 def _place_by_collective(mpmd_mesh: MpmdMesh, leaves: list[Any], targets: list[MpmdSharding]) -> list[Any]:
     """Replicate over the ranks in one program; each process keeps the shards of its ranks among the targets."""
     whole = [NamedSharding(_auto(mpmd_mesh.jax_mesh), t.spec, memory_kind=t.memory_kind) for t in targets]
@@ -371,6 +373,7 @@ def _stacked_first(mpmd_mesh: MpmdMesh, leaf: MpmdArray) -> jax.Array:
     return _gather_by_collective(mpmd_mesh, [leaf], [sharding])[0]
 
 
+@context_mesh(None)  # JAX would compare its devices with those of a mesh around the call
 def _gather_by_collective(mpmd_mesh: MpmdMesh, leaves: list[MpmdArray], targets: list[Sharding]) -> list[Any]:
     """Stack the leaves over the ranks and take each one's row, in one program."""
     stacked = [_stack(mpmd_mesh, leaf) for leaf in leaves]

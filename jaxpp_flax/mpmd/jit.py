@@ -17,6 +17,7 @@ from jaxpp_flax.engine.compile import TaskCompiler
 from jaxpp_flax.engine.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.ir import from_jaxpr, in_memory
 from jaxpp_flax.engine.layouts import memory_wanted, with_memories
+from jaxpp_flax.engine.tracing import context_mesh
 from jaxpp_flax.mpmd.build import build
 from jaxpp_flax.mpmd.config import MpmdConfig
 from jaxpp_flax.mpmd.lowered import MpmdCompiled, MpmdLowered, Signature
@@ -71,7 +72,7 @@ class MpmdWrapped:
         structs = [_type_of(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
         memories = memories_of(self._in_shardings, jax.tree_util.tree_unflatten(tree, structs), "in_shardings")
         structs = [_moved(struct, kind) for struct, kind in zip(structs, memories, strict=True)]
-        with jax.sharding.use_abstract_mesh(config.sharding_mesh):
+        with context_mesh(config.sharding_mesh):
             traced = self._jitted.trace(*jax.tree_util.tree_unflatten(tree, structs))
         graph, constants = from_jaxpr(traced.jaxpr)
         shapes = jax.tree_util.tree_unflatten(tree, structs)

@@ -17,6 +17,7 @@ from jaxpp_flax.engine.ir import from_jaxpr
 from jaxpp_flax.engine.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.placing import place_on_ranks
 from jaxpp_flax.engine.reshard import spmd_to_mpmd_reshard
+from jaxpp_flax.engine.tracing import context_mesh
 from jaxpp_flax.trainers.state import TrainState
 from jaxpp_flax.trainers.tracing import used_inputs
 
@@ -71,6 +72,7 @@ def place_state(mesh: MpmdMesh, state: TrainState, shardings: TrainState, init: 
     return replace(placed, opt_state=_put(mesh, state.opt_state, shardings.opt_state))
 
 
+@context_mesh(None)  # JAX would compare each rank's devices with those of a mesh around the call
 def make_on_ranks(function: Callable[[Any], Any], argument: Any, shardings: Any) -> Any:
     """`function(argument)` for a tree of `MpmdArray`s, each leaf of the result computed on the ranks it lives on.
 

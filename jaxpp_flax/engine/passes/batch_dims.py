@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxpp_flax.engine.ir import Equation, Value
 from jaxpp_flax.engine.passes.scans import Scan, open_scan
+from jaxpp_flax.engine.passes.shard_maps import body_of
 
 __all__ = ["BatchDim", "inside_scan", "propagate"]
 
@@ -54,7 +55,12 @@ def propagate(
         if any(tag[1] != axes for _, tag in tagged):
             continue
         at = {i: tag[0] for i, tag in tagged}
-        found = _scan(equation, at, axes, size) if equation.name == "scan" else _rule(equation, at)
+        if equation.name == "scan":
+            found = _scan(equation, at, axes, size)
+        elif equation.name == "shard_map":
+            found = _shard_map(equation, at, axes, size)
+        else:
+            found = _rule(equation, at)
         for position, value in enumerate(equation.outputs):
             dim = found.get(position)
             if dim is not None and value.aval.shape[dim] % size(axes) == 0:
@@ -97,6 +103,24 @@ def _scan(equation: Equation, at: dict[int, int], axes: Any, size: Callable[[Any
         if isinstance(value, Value) and value in dims:
             found[position] = dims[value][0] + (not carried)
     return found
+
+
+def _shard_map(equation: Equation, at: dict[int, int], axes: Any, size: Callable[[Any], int]) -> dict[int, int]:
+    """Over axes that are manual in it, its specs say it; over others, what its body does with each shard."""
+    params = equation.params
+    names = axes if isinstance(axes, tuple) else (axes,)
+    manual = set(params["newly_manual_axes"])
+    if manual.isdisjoint(names):
+        body = body_of(equation)
+        dims = propagate(body.equations, {body.inputs[i]: (dim, axes) for i, dim in at.items()}, size)
+        return {k: dims[v][0] for k, v in enumerate(body.outputs) if isinstance(v, Value) and v in dims}
+
+    def partitioned(entry: Any) -> tuple[Any, ...]:
+        several = entry if isinstance(entry, tuple) else (entry,)
+        return tuple(name for name in several if name is not None and size(name) > 1)
+
+    specs = [list(map(partitioned, spec.partitions)) for spec in params["out_specs"]]
+    return {k: entries.index(names) for k, entries in enumerate(specs) if names in entries}
 
 
 def _rule(equation: Equation, at: dict[int, int]) -> dict[int, int]:

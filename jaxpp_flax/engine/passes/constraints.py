@@ -1,7 +1,8 @@
-"""Rewrite sharding constraints that name the whole mesh: a stage sees its own submesh alone.
+"""Rewrite what names the whole mesh, or the submesh of one rank: a stage sees its own submesh alone, without devices.
 
 `with_sharding_constraint(x, NamedSharding(mesh, P("data")))` is written for the mesh with its stage axis; inside a
-stage the same partition is one over the submesh. Constraints are found at any depth: in jits, remats, scans.
+stage the same partition is one over the submesh. `jax.shard_map` over a mesh runs over the submesh, its axes manual as
+they were. Meshes are found at any depth: in jits, remats, scans, in the bodies of shard_maps.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from jax.extend import core as jex_core
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.extend import source_info_util
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine._compat import context_on_mesh
 from jaxpp_flax.engine.ir import Atom, Equation, Graph, plain_literal
@@ -24,25 +26,36 @@ _REWRITTEN = ("params", "context", "inputs", "outputs")
 
 
 def on_submesh(graph: Graph, mesh: MpmdMesh) -> Graph:
-    """The same graph, every sharding of the whole mesh in its parameters replaced by one of the submesh."""
-    rewrite = _Rewriter([mesh.jax_mesh], mesh.abstract_submesh, mesh.mpmd_axis_name)
-    return rewrite.graph(graph)
+    """The same graph, with the abstract submesh in place of the whole mesh and of every rank's submesh.
+
+    Raises:
+      ValueError: if a `shard_map` over the whole mesh uses the ranks' axis.
+    """
+    return _Rewriter([mesh.jax_mesh, *mesh.unstack], mesh.abstract_submesh, mesh.mpmd_axis_name).graph(graph)
 
 
 def onto_mesh(meshes: Iterable[Mesh], target: AbstractMesh) -> Callable[[Graph], Graph]:
-    """A function that replaces every sharding of any of `meshes` in a graph's parameters by one of `target`."""
+    """A function that replaces any of `meshes` in a graph by `target`."""
     return _Rewriter(meshes, target).graph
 
 
 class _Rewriter:
     def __init__(self, meshes: Iterable[Mesh], submesh: AbstractMesh, stage_axis: str | None = None) -> None:
-        found: dict[Mesh | AbstractMesh, None] = {}
-        for mesh in meshes:
-            found.update({mesh: None, mesh.abstract_mesh: None})
-        self.whole = tuple(mesh for mesh in found if mesh != submesh)
+        self.known = {key for mesh in meshes for key in (_identity(mesh), _identity(mesh.abstract_mesh))}
         self.submesh = submesh
+        self.stage_axis = stage_axis
         self.axes = {None, *(name for name in submesh.axis_names if name != stage_axis)}
         self.memo: dict[int, tuple[Any, Any]] = {}  # keeps the original alive, so that its id stays its own
+
+    def mesh(self, mesh: Any) -> Any:
+        """What stands for a mesh in a stage: the submesh, with those axes manual that are manual in `mesh`."""
+        if mesh is self.submesh or mesh.empty or _identity(mesh) not in self.known:
+            return mesh
+        manual = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Manual]
+        if any(self.submesh.shape.get(n) != mesh.shape[n] for n in manual if n != self.stage_axis):
+            return mesh  # the shards would have other shapes
+        moved = self.submesh.update_axis_types(dict.fromkeys(manual, AxisType.Manual)) if manual else self.submesh
+        return mesh if moved == mesh else moved
 
     def graph(self, graph: Graph) -> Graph:
         renamed: dict[Atom, Atom] = {}
@@ -64,6 +77,7 @@ class _Rewriter:
         return Graph(inputs, outputs, equations)
 
     def _equation(self, equation: Equation, atoms: Callable[[Sequence[Any]], Any]) -> Equation:
+        self._check_shard_map(equation.name, equation.params, equation.source)
         new = replace(
             equation,
             params=self._params(equation.params),
@@ -75,7 +89,9 @@ class _Rewriter:
         return new if changed else equation
 
     def _context(self, context: Any) -> Any:
-        return self._once(context, lambda c: context_on_mesh(c, self.whole, self.submesh))
+        mesh = getattr(context, "cur_abstract_mesh", None)
+        moved = mesh if mesh is None else self.mesh(mesh)
+        return context if moved is mesh else self._once(context, lambda c: context_on_mesh(c, moved))
 
     def _params(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
         changed = {k: new for k, v in params.items() if (new := self._value(v)) is not v}
@@ -85,7 +101,7 @@ class _Rewriter:
         if isinstance(value, NamedSharding):
             return self._sharding(value)
         if isinstance(value, (AbstractMesh, Mesh)):
-            return self.submesh if value in self.whole else value
+            return self.mesh(value)
         if isinstance(value, Graph):
             return self._once(value, self.graph)
         if hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns"):
@@ -119,6 +135,7 @@ class _Rewriter:
         constvars, invars = atoms(inner.constvars), atoms(inner.invars)
         equations: list[Any] = []
         for equation in inner.eqns:
+            self._check_shard_map(equation.primitive.name, equation.params, equation.source_info)
             changes = {
                 "params": self._params(equation.params),
                 "ctx": self._context(equation.ctx),
@@ -136,12 +153,14 @@ class _Rewriter:
 
     def _aval(self, aval: Any) -> Any:
         sharding = getattr(aval, "sharding", None)
-        if not isinstance(sharding, NamedSharding) or sharding.mesh not in self.whole:
+        if not isinstance(sharding, NamedSharding):
             return aval
-        return aval.update(sharding=self._sharding(sharding))
+        moved = self._sharding(sharding)
+        return aval if moved is sharding else aval.update(sharding=moved)
 
     def _sharding(self, sharding: NamedSharding) -> NamedSharding:
-        if sharding.mesh not in self.whole:
+        mesh = self.mesh(sharding.mesh)
+        if mesh is sharding.mesh:
             return sharding
         entries: list[Any] = []
         for entry in sharding.spec.partitions:  # a spec with `reduced` or `unreduced` cannot be iterated
@@ -149,4 +168,46 @@ class _Rewriter:
             kept = tuple(name for name in names if name in self.axes)
             entries.append(entry if len(kept) == len(names) else kept or None)
         spec = PartitionSpec(*entries, unreduced=sharding.spec.unreduced, reduced=sharding.spec.reduced)
-        return NamedSharding(self.submesh, spec, memory_kind=sharding.memory_kind)
+        return NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
+
+    def _check_shard_map(self, name: str, params: Mapping[str, Any], source: Any) -> None:
+        """Refuse a `shard_map` of several ranks that differ in it: its numbers would be those of another mesh."""
+        axis = self.stage_axis
+        if name != "shard_map" or axis is None:
+            return
+        if self.mesh(params["mesh"]).shape.get(axis) == params["mesh"].shape.get(axis):
+            return
+        specs = [*params["in_specs"], *params["out_specs"]]
+        if any(axis in _names(spec) for spec in specs) or _uses_axis(params["jaxpr"], axis):
+            where = source_info_util.summarize(source) if source is not None else "unknown"
+            raise ValueError(
+                f"the shard_map at {where} is over the whole mesh, {dict(params['mesh'].shape)}, and uses its axis "
+                f"{axis!r}, in its specs, in a collective, or (with check_vma=False) in its gradient. A stage runs on "
+                f"one rank of that axis, where these numbers would be others. Leave `mesh=` out, or pass the stage's "
+                f"mesh, `mpmd_mesh.lowering_mesh()`, and name other axes of it."
+            )
+
+
+def _identity(mesh: Mesh | AbstractMesh) -> Any:
+    """Equal for meshes that differ in the types of their axes alone; `shard_map` makes some of them Manual."""
+    if isinstance(mesh, Mesh):
+        return mesh.axis_names, mesh.devices.shape, tuple(mesh.devices.flat)
+    return mesh.axis_names, mesh.axis_sizes
+
+
+def _names(entries: Any) -> set[Any]:
+    """The mesh axes in a spec, or in a parameter of a collective."""
+    if isinstance(entries, PartitionSpec):
+        entries = entries.partitions
+    if isinstance(entries, (tuple, list, set, frozenset)):
+        return {name for entry in entries for name in _names(entry)}
+    return {entries}
+
+
+def _uses_axis(jaxpr: Any, axis: str) -> bool:
+    """Whether an equation at any depth communicates over a mesh axis, or asks for the place on it."""
+    return any(
+        axis in _names(equation.params.get("axes", ())) | _names(equation.params.get("axis_name", ()))
+        or any(_uses_axis(inner, axis) for inner in jex_core.jaxprs_in_params(equation.params))
+        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
+    )

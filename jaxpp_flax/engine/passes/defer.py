@@ -6,7 +6,8 @@ gradients of shape (D, ...), each on the device that made it; these are accumula
 axis, taken after the loop, is the one reduction. A gradient qualifies if it is linear in contractions over the batch
 dimension, each used for nothing else; the others are left as they are, which is slower and no less right. What is
 linear, in which dtypes, stands in `linear`. Scans over layers are looked into: the gradients that a scan stacks or adds
-up qualify by what its body does.
+up qualify by what its body does. So are shard_maps: a gradient that the body sums over the data axis last of all
+qualifies.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from jaxpp_flax.engine.markers import marker_p
 from jaxpp_flax.engine.passes.batch_dims import BatchDim, inside_scan, propagate
 from jaxpp_flax.engine.passes.linear import LINEAR, Operands, accumulates, summed_in
 from jaxpp_flax.engine.passes.scans import Scan, open_scan, scan_again
+from jaxpp_flax.engine.passes.shard_maps import body_of, shard_map_without_sums, summed_in_shard_map
 
 __all__ = ["Deferred", "defer_reductions"]
 
@@ -81,7 +83,7 @@ def defer_reductions(
 class _Chain:
     """The equations from the contractions over the batch to one gradient, in order.
 
-    `scanned` holds the results of scans that are partial sums themselves.
+    `scanned` holds the results of scans and shard_maps that are partial sums themselves.
     """
 
     value: Value
@@ -114,6 +116,7 @@ class _Finder:
     def __init__(self, body: Graph, dims: Mapping[Value, BatchDim], size: Callable[[Any], int]) -> None:
         self.body, self.dims, self.size = body, dims, size
         self.scans: dict[Equation, _OpenScan] = {}
+        self.mapped: dict[Equation, Graph] = {}  # bodies of shard_maps
         self.producer = {v: e for e in body.equations for v in e.outputs}
         self.order = {e: i for i, e in enumerate(body.equations)}
         self.users: dict[Value, int] = {}
@@ -141,6 +144,11 @@ class _Finder:
         equation = self.producer.get(value) if isinstance(value, Value) else None
         if not isinstance(value, Value) or equation is None or self.users.get(value, 0) != 1 or value in self.dims:
             return None
+        if equation.name == "shard_map":
+            axes = self._summed_in_shard_map(equation, equation.outputs.index(value))
+            found.axes.add(axes)
+            found.scanned.add(value)
+            return value.aval.dtype if axes is not None and accumulates(value.aval.dtype) else None
         if equation.name == "scan":
             chains = self._scan_chains(equation, equation.outputs.index(value))
             found.axes.update(chain.axes for chain in chains or ())
@@ -198,6 +206,16 @@ class _Finder:
             opened.chains[position] = found if found and len(found) == len(chains) else None
         return opened.chains[position]
 
+    def _summed_in_shard_map(self, equation: Equation, position: int) -> Any:
+        """The axes of the batch over which a shard_map itself sums up one of its results, or None."""
+        axes = {self.dims[a][1] for a in equation.inputs if isinstance(a, Value) and a in self.dims}
+        if equation.effects or len(axes) != 1:
+            return None
+        if equation not in self.mapped:
+            self.mapped[equation] = body_of(equation)
+        (over,) = axes
+        return over if summed_in_shard_map(equation, self.mapped[equation], position, over) else None
+
     def added_to(self, before: Value, after: Atom) -> list[Atom]:
         """What the body adds to a carry in each step, if that is all that it does with it; or else nothing."""
         summands: list[Atom] = []
@@ -231,6 +249,8 @@ class _Finder:
         for equation in self.body.equations:
             if scanned.isdisjoint(equation.outputs):
                 equations.append(equation)
+            elif equation.name == "shard_map":
+                equations.extend(self._without_sums(equation, scanned, partial))
             else:
                 equations.extend(self._rebuild(equation, scanned, partial))
         added: list[Equation] = []
@@ -241,6 +261,16 @@ class _Finder:
             added.extend(more)
             sums.append(total)
         return equations, added, sums
+
+    def _without_sums(
+        self, equation: Equation, scanned: set[Value], partial: dict[Value, tuple[Value, int]]
+    ) -> list[Equation]:
+        """A shard_map whose deferred results are the parts of the shards, along a first dimension."""
+        positions = [k for k, v in enumerate(equation.outputs) if v in scanned]
+        sums = {k: self._summed_in_shard_map(equation, k) for k in positions}
+        equations, parts = shard_map_without_sums(equation, self.mapped[equation], sums)
+        partial.update({equation.outputs[k]: (part, 0) for k, part in parts.items()})
+        return equations
 
     def _rebuild(
         self, equation: Equation, scanned: set[Value], partial: dict[Value, tuple[Value, int]]

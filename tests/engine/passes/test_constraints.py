@@ -104,3 +104,23 @@ def test_explicit_types_move_too():
 def test_a_graph_without_meshes_is_the_same_object():
     graph, _ = from_jaxpr(jax.make_jaxpr(lambda x: jnp.sin(x) @ x)(X))
     assert on_submesh(graph, mesh_of(AxisType.Auto)) is graph
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_shard_map_moves_with_its_manual_axes(kind: AxisType):
+    mesh = mesh_of(kind)
+    whole = mesh.jax_mesh.abstract_mesh
+    fun = jax.shard_map(lambda x: jnp.sin(x) * 2, mesh=mesh.jax_mesh, in_specs=P("data"), out_specs=P("data"))
+    with jax.sharding.use_abstract_mesh(whole):
+        typed = NamedSharding(whole, P("data")) if kind is AxisType.Explicit else None
+        graph, _ = from_jaxpr(
+            jax.make_jaxpr(jax.grad(lambda x: fun(x).sum()))(jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=typed))
+        )
+    manual = mesh.abstract_submesh.update_axis_types(dict.fromkeys(mesh.abstract_submesh.axis_names, AxisType.Manual))
+    moved = on_submesh(graph, mesh)
+    moved.verify()
+    assert meshes(moved) == {mesh.abstract_submesh, manual}
+    with jax.sharding.use_abstract_mesh(mesh.abstract_submesh):
+        typed = NamedSharding(mesh.abstract_submesh, P("data")) if kind is AxisType.Explicit else None
+        struct = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=typed)
+        assert jax.make_jaxpr(lambda x: moved.run(x))(struct).out_avals[0].shape == X.shape

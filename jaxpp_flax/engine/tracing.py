@@ -1,0 +1,57 @@
+"""The mesh that JAX sees while a step is traced: that of one stage, whatever `jax.set_mesh` says around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TypeVar
+
+import jax
+from jax.sharding import AbstractMesh
+
+from jaxpp_flax.engine.mesh import MpmdMesh
+
+__all__ = ["context_mesh", "trace_for_stages"]
+
+T = TypeVar("T")
+
+
+@contextmanager
+def context_mesh(mesh: AbstractMesh | None) -> Iterator[None]:
+    """Inside, JAX's context holds `mesh` alone (None: no mesh), even where `jax.set_mesh` has put another one there.
+
+    Example:
+      >>> import numpy as np
+      >>> with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))), context_mesh(None):
+      ...     jax.sharding.get_abstract_mesh().empty
+      True
+    """
+    # `use_abstract_mesh` alone refuses a mesh of another size than the one before it.
+    with jax.set_mesh(None), jax.sharding.use_abstract_mesh(mesh) if mesh is not None else nullcontext():
+        yield
+
+
+def trace_for_stages(trace: Callable[[AbstractMesh], T], mesh: MpmdMesh) -> T:
+    """Trace a step under the submesh, for that is what each stage runs on.
+
+    JAX lets a step name no other mesh beside that of the context, in `jax.shard_map` and in shardings that are types.
+    A step that names the whole mesh is therefore traced again, under that one; `on_submesh` then moves it.
+
+    Args:
+      trace: traces the step for one of the two meshes.
+      mesh: the whole mesh.
+
+    Raises:
+      ValueError: the step's own, from the trace under the submesh.
+    """
+    refused: ValueError | None = None
+    for abstract in dict.fromkeys([mesh.abstract_submesh, mesh.jax_mesh.abstract_mesh]):
+        try:
+            with context_mesh(abstract):
+                return trace(abstract)
+        except ValueError as error:
+            if "mesh" not in str(error):
+                raise
+            refused = refused or error
+    assert refused is not None  # there was one mesh at least
+    raise refused
