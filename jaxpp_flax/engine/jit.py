@@ -16,6 +16,7 @@ from jax.tree_util import keystr
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.compile import TaskCompiler
 from jaxpp_flax.engine.compiled import Compiled, Leaf, Signature
+from jaxpp_flax.engine.dividing import check_divides
 from jaxpp_flax.engine.ir import from_jaxpr
 from jaxpp_flax.engine.loop import Last, treduce_i
 from jaxpp_flax.engine.mesh import MpmdMesh
@@ -166,6 +167,8 @@ class MpmdFunction:
     ) -> Compiled:
         named = self._split(args, kwargs)[1]
         mesh = self.mpmd_mesh
+        sizes = dict(mesh.unstack[0].shape)
+        check_divides([f"argument{path}" for path in paths], structs, in_specs, sizes)
         if mesh.is_explicit:
             shardings = [NamedSharding(mesh.jax_mesh.abstract_mesh, spec) for spec in in_specs]
             structs = [s.update(sharding=sharding) for s, sharding in zip(structs, shardings, strict=True)]
@@ -174,11 +177,12 @@ class MpmdFunction:
         graph = on_submesh(graph, self.mpmd_mesh)
         donated = [False] * len(consts) + self._donated(args, named)
         specs = [PartitionSpec()] * len(consts) + list(in_specs)
-        sizes = dict(mesh.unstack[0].shape)
         audience = Audience.of(mesh, _broadcast_flags(self._everywhere, traced.out_info))
         with jax.sharding.use_abstract_mesh(mesh.abstract_submesh) if mesh.is_explicit else nullcontext():
             built = build(graph, mesh.mpmd_dim, self._policy, donated, specs, sizes, audience)
         out_specs = _broadcast_specs(self._out_specs, traced.out_info, "out_specs", self.mpmd_mesh)
+        results = jax.tree_util.tree_leaves_with_path(traced.out_info)
+        check_divides([f"result{keystr(path)}" for path, _ in results], [r for _, r in results], out_specs, sizes)
         signature = Signature(
             tree=tree,
             leaves=tuple(Leaf(p, *t, spec=s) for p, t, s in zip(paths, types, in_specs, strict=True)),
