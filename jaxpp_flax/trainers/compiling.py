@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.placing import on_every_process
 from jaxpp_flax.layers import CutPolicy
-from jaxpp_flax.trainers.mesh import batch_spec
+from jaxpp_flax.trainers.mesh import batch_spec, num_batch_shards
 from jaxpp_flax.trainers.state import TrainState
 
 __all__ = ["Backend", "copied", "to_ordinary"]
@@ -39,10 +40,12 @@ class Backend:
         specs = self.state_specs if donate or self.state_specs is None else self.state_specs.for_inference()
         if self.mesh is None:
             return jax.jit(function, donate_argnums=donated).lower(state, batch).compile()
+        # What the data-parallel devices cannot share (inference alone has such a batch) each of them computes.
+        is_shared = jax.tree.leaves(batch)[0].shape[1] % num_batch_shards(self.mesh) == 0
         step = mpmd_jit_with_loop(
             function,
             self.mesh,
-            in_shardings=(specs, batch_spec(self.mesh)),
+            in_shardings=(specs, batch_spec(self.mesh) if is_shared else PartitionSpec()),
             # A step that gives the state back gives it as it took it.
             out_shardings=(specs, None) if donate and specs is not None else None,
             donate_argnums=donated,

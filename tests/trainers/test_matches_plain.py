@@ -127,6 +127,7 @@ FEATURES = {
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_equal_the_same_step_under_plain_jit(kind, feature):
