@@ -17,6 +17,7 @@ from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.compile import TaskCompiler
 from jaxpp_flax.engine.compiled import Compiled, Leaf, Signature
 from jaxpp_flax.engine.debug_switches import refuse_disabled_jit
+from jaxpp_flax.engine.dividing import check_divides
 from jaxpp_flax.engine.ir import from_jaxpr, in_memory
 from jaxpp_flax.engine.layouts import Layout, broadcast_layouts, layout_of, with_memories
 from jaxpp_flax.engine.loop import Last, treduce_i
@@ -166,23 +167,27 @@ class MpmdFunction:
         named = self._split(args, kwargs)[1]
         mesh = self.mpmd_mesh
         in_specs = [layout.spec or PartitionSpec() for layout in layouts]
+        sizes = dict(mesh.unstack[0].shape)
+        check_divides([f"argument{path}" for path in paths], structs, in_specs, sizes)
         traced = self._trace(tree, structs, layouts, args, kwargs)
         graph, consts = from_jaxpr(traced.jaxpr)
         graph = on_submesh(graph, self.mpmd_mesh)
         donated = [False] * len(consts) + self._donated(args, named)
         specs = [PartitionSpec()] * len(consts) + list(in_specs)
-        sizes = dict(mesh.unstack[0].shape)
         audience = Audience.of(mesh, _broadcast_flags(self._everywhere, traced.out_info))
         with context_mesh(mesh.abstract_submesh if mesh.is_explicit else None):
             built = build(graph, mesh.mpmd_dim, self._policy, donated, specs, sizes, audience)
         wanted = broadcast_layouts(self._out_specs, traced.out_info, "out_specs", self.mpmd_mesh)
+        out_specs = [layout.spec for layout in wanted]
+        results = jax.tree_util.tree_leaves_with_path(traced.out_info)
+        check_divides([f"result{keystr(path)}" for path, _ in results], [r for _, r in results], out_specs, sizes)
         signature = Signature(
             tree=tree,
             leaves=tuple(Leaf(p, *t, spec=s) for p, t, s in zip(paths, types, in_specs, strict=True)),
             out_tree=jax.tree.structure(traced.out_info),
             donated=tuple(donated[len(consts) :]),
         )
-        return Compiled(built, signature, tuple(consts), [layout.spec for layout in wanted], self._compiler)
+        return Compiled(built, signature, tuple(consts), out_specs, self._compiler)
 
     def _trace(self, tree: Any, structs: Sequence[Any], layouts: Sequence[Layout], args: Any, kwargs: Any) -> Any:
         static = self._static_positions(args)

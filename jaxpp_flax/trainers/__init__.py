@@ -8,6 +8,7 @@ from jaxpp_flax.trainers.auto_schedule import AutoSchedule, ScheduleReport
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.errors import (
     BatchError,
+    BatchStatisticsWarning,
     DataPositionError,
     LossError,
     MeshError,
@@ -27,6 +28,7 @@ source_info_util.register_exclusion(str(Path(__file__).resolve().parent))
 __all__ = [
     "AutoSchedule",
     "BatchError",
+    "BatchStatisticsWarning",
     "Callback",
     "CompositeTracker",
     "DataPositionError",

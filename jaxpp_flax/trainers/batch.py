@@ -6,6 +6,8 @@ A leaf is an array of examples, of shape (batch, ...), or a scalar: a constant o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,13 +17,14 @@ import numpy as np
 from jaxpp_flax.trainers.errors import BatchError
 
 __all__ = [
+    "InferencePart",
     "batch_size",
     "check_leaf",
     "count_units",
     "describe_batch",
     "dtype_of",
     "first_examples",
-    "join_microbatches",
+    "join_parts",
     "leaf_name",
     "shape_of",
     "signature",
@@ -145,37 +148,76 @@ def _repeated(scalar: Any, count: int) -> Any:
     )
 
 
-def split_for_inference(batch: Any, num_microbatches: int, shards: int = 1) -> tuple[Any, int]:
-    """`split_batch` into at most `num_microbatches` parts, as many as batch and shards allow; and how many these are.
+@dataclass(frozen=True, kw_only=True)
+class InferencePart:
+    """Examples that are computed together without a backward.
+
+    Args:
+      microbatches: leaves of shape (num_microbatches, microbatch, ...).
+      num_microbatches, num_examples: how many it has.
+      is_shared: whether the data-parallel devices of a stage share each microbatch; if not, each computes all of it.
+    """
+
+    microbatches: Any
+    num_microbatches: int
+    num_examples: int
+    is_shared: bool = True
+
+
+def split_for_inference(batch: Any, num_microbatches: int, shards: int = 1) -> list[InferencePart]:
+    """Cut a batch of any size: what the shards can divide into at most `num_microbatches` parts, and what is left over.
+
+    The examples left over are fewer than the shards. They are not padded: a mean over padding would be another one.
 
     Raises:
-      BatchError: if no number of parts fits.
+      BatchError: if the batch is empty, or its leaves do not fit each other.
 
     Example:
-      >>> parts, count = split_for_inference(np.zeros((6, 3)), 4)
-      >>> parts.shape, count
-      ((3, 2, 3), 3)
+      >>> [part.microbatches.shape for part in split_for_inference(np.zeros((6, 3)), 4)]
+      [(3, 2, 3)]
+      >>> [part.microbatches.shape for part in split_for_inference(np.zeros((7, 3)), 4, shards=2)]
+      [(3, 2, 3), (1, 1, 3)]
     """
     size = batch_size(batch)
-    for count in range(min(num_microbatches, size), 0, -1):
-        if size % count == 0 and size // count % shards == 0:
-            return split_batch(batch, count, shards), count
-    raise BatchError(
-        f"a batch of {size} examples cannot be cut into 1 to {num_microbatches} equal microbatches that fit {shards} "
-        f"data-parallel devices in a stage. Use a batch of {num_microbatches * shards}."
-    )
+    if size == 0:
+        raise BatchError(f"the batch has no examples: {describe_batch(batch)}. Leave it out.")
+    shared = size - size % shards
+    parts: list[InferencePart] = []
+    if shared:
+        fits = (n for n in range(min(num_microbatches, shared), 0, -1) if shared % n == 0 and shared // n % shards == 0)
+        count = next(fits)
+        cut = split_batch(_rows(batch, 0, shared), count, shards)
+        parts.append(InferencePart(microbatches=cut, num_microbatches=count, num_examples=shared))
+    if size > shared:
+        left = split_batch(_rows(batch, shared, size), 1)
+        parts.append(InferencePart(microbatches=left, num_microbatches=1, num_examples=size - shared, is_shared=False))
+    return parts
 
 
-def join_microbatches(outputs: Any) -> Any:
-    """The inverse of `split_batch`, on the host: each leaf becomes one `jax.Array` of shape (batch, ...)."""
+def _rows(batch: Any, begin: int, end: int) -> Any:
+    def one(leaf: Any) -> Any:
+        if not np.shape(leaf) or (begin, end) == (0, leaf.shape[0]):
+            return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct((end - begin, *leaf.shape[1:]), dtype_of(leaf))
+        return leaf[begin:end]
 
-    def join(leaf: Any) -> jax.Array:
-        array = np.asarray(leaf)
-        if array.ndim < 2:
-            return jnp.asarray(array)
-        return jnp.asarray(array.reshape(-1, *array.shape[2:]))
+    return jax.tree.map(one, batch)
 
-    return jax.tree.map(join, outputs)
+
+def join_parts(outputs: Sequence[Any]) -> Any:
+    """The inverse of `split_for_inference`, on the host: each leaf becomes one `jax.Array` of shape (batch, ...).
+
+    Args:
+      outputs: of each part, leaves of shape (num_microbatches, microbatch, ...); values of shape (num_microbatches,)
+        stay one for each microbatch.
+    """
+
+    def join(*leaves: Any) -> jax.Array:
+        arrays = [np.asarray(leaf) for leaf in leaves]
+        return jnp.asarray(np.concatenate([a if a.ndim < 2 else a.reshape(-1, *a.shape[2:]) for a in arrays]))
+
+    return jax.tree.map(join, *outputs)
 
 
 def describe_batch(batch: Any) -> str:

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.placing import on_every_process
 from jaxpp_flax.layers import CutPolicy
-from jaxpp_flax.trainers.mesh import batch_spec, inner_sizes
+from jaxpp_flax.trainers.mesh import batch_spec, inner_sizes, num_batch_shards
 from jaxpp_flax.trainers.sharding import AxisRules
 from jaxpp_flax.trainers.state import TrainState
 
@@ -43,11 +44,15 @@ class Backend:
             if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
                 return jitted  # then it is called operation by operation, which what is compiled refuses
             return jitted.lower(state, batch).compile()
-        mesh = self.mesh
+        mesh, shards = self.mesh, num_batch_shards(self.mesh)
+        # What the data-parallel devices cannot share (inference alone has such a batch) each of them computes.
+        leaves, structure = jax.tree.flatten(batch)
+        is_shared = all(leaf.shape[1] % shards == 0 for leaf in leaves if len(leaf.shape) > 1)
+        specs_of_batch = [batch_spec(mesh, len(leaf.shape)) if is_shared else PartitionSpec() for leaf in leaves]
         step = mpmd_jit_with_loop(
             function,
             mesh,
-            in_shardings=(specs, jax.tree.map(lambda leaf: batch_spec(mesh, len(leaf.shape)), batch)),
+            in_shardings=(specs, jax.tree.unflatten(structure, specs_of_batch)),
             # A step that gives the state back gives it as it took it.
             out_shardings=(specs, None) if donate and specs is not None else None,
             donate_argnums=donated,

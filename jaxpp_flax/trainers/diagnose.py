@@ -15,6 +15,7 @@ import numpy as np
 from jaxpp_flax.checkpoint.agreeing import everyones
 from jaxpp_flax.engine.ir import Constant, Graph, from_jaxpr
 from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.trainers.calling import call_function
 from jaxpp_flax.trainers.errors import NonFiniteLossError
 from jaxpp_flax.trainers.loss import read_loss
 from jaxpp_flax.trainers.model import ModelAdapter
@@ -48,7 +49,7 @@ def first_loss_error(
     params, rest = initial
 
     def loss_of(params: Any, microbatch: Any, index: int) -> Any:
-        return loss_fn(model.bind(params, rest, step=0, microbatch=index, training=True), microbatch)
+        return call_function(loss_fn, model, params, rest, microbatch, step=0, microbatch=index, training=True)[0]
 
     origin = diagnose(loss_of, params, batch, num_microbatches, mesh=mesh)
     return NonFiniteLossError(

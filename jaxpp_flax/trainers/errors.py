@@ -1,10 +1,22 @@
-"""What the trainer raises: each names what is wrong, where, and what to change."""
+"""What the trainer raises, and what it warns of: each names what is wrong, where, and what to change."""
 
-__all__ = ["BatchError", "DataPositionError", "LossError", "MeshError", "ModelError", "NonFiniteLossError"]
+__all__ = [
+    "BatchError",
+    "BatchStatisticsWarning",
+    "DataPositionError",
+    "LossError",
+    "MeshError",
+    "ModelError",
+    "NonFiniteLossError",
+]
 
 
 class BatchError(ValueError):
     """A batch does not fit the microbatches, the mesh, or itself."""
+
+
+class BatchStatisticsWarning(UserWarning):
+    """A loss writes statistics of a batch, as BatchNorm does: they are those of one microbatch."""
 
 
 class DataPositionError(ValueError):

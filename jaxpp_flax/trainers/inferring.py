@@ -7,34 +7,33 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxpp_flax.schedules import Schedule
-from jaxpp_flax.trainers.batch import batch_size, join_microbatches, split_for_inference
+from jaxpp_flax.trainers.batch import InferencePart, join_parts
+from jaxpp_flax.trainers.builders import StepBuilders
+from jaxpp_flax.trainers.calling import call_model
+from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.evaluation import Average
 from jaxpp_flax.trainers.inference import ForwardOnly
 from jaxpp_flax.trainers.loading import InferenceKind, Loading, rows_alike
-from jaxpp_flax.trainers.step import Loop, StepBuilder
+from jaxpp_flax.trainers.step import Loop
 from jaxpp_flax.trainers.together import BatchesAlike
 
-__all__ = ["Inferring", "call_model"]
-
-
-def call_model(model: Any, batch: Any) -> Any:
-    """What `predict` does unless it is told."""
-    return model(batch)
+__all__ = ["Inferring"]
 
 
 class Inferring(Loading):
     """What `PipelineTrainer` does without changing its state; batches are loaded as in training."""
 
     schedule: Schedule | None
-    _eval_loss_fn: Callable[[Any, Any], Any]
-    _predict_fn: Callable[[Any, Any], Any]
-    _builder: StepBuilder | None
+    _eval_loss_fn: Callable[..., Any]
+    _predict_fn: Callable[..., Any]
+    _builders: StepBuilders
 
     def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None = None) -> dict[str, Any]:
         """The mean loss and metrics over all examples of `data`, pipelined; the state is not changed.
 
-        Batches may be of any sizes, and each is cut into at most `num_microbatches` parts. NNX modules run in
-        `eval()` mode; for Linen, `model.training` is False.
+        Batches may be of any sizes, and each is cut into at most `num_microbatches` parts; the examples that the
+        data-parallel devices of a stage cannot share evenly are computed by each of them. NNX modules run in `eval()`
+        mode; for Linen, `model.training` is False; a loss with a parameter `training` gets False.
 
         Args:
           data: an iterable of batches, or one that is a dict.
@@ -52,12 +51,13 @@ class Inferring(Loading):
         average, pending, alike = Average(), None, BatchesAlike(self.mesh, "evaluation")
         for batch in [data] if isinstance(data, Mapping) else data:
             whole = self._whole(batch, global_batch_size)
-            microbatches, count = split_for_inference(whole, self.num_microbatches, self._shards)
-            compiled, taken = self._ready("evaluate", microbatches, count, batch if whole is not batch else None, alike)
-            terms = compiled(self._state_for_inference(), taken)
-            if pending is not None:
-                average.add(*pending)
-            pending = (terms, count, batch_size(whole))
+            own = batch if whole is not batch else None
+            for part in self._inference_parts(whole, rows_only=own is not None):
+                compiled, taken = self._ready("evaluate", part, own, alike)
+                terms = compiled(self._state_for_inference(), taken)
+                if pending is not None:
+                    average.add(*pending)
+                pending = (terms, part.num_microbatches, part.num_examples)
         if pending is None:
             raise ValueError(f"evaluate got data (a {type(data).__name__}) without a single batch.")
         average.add(*pending)
@@ -84,36 +84,40 @@ class Inferring(Loading):
                 "Pass the model's input, or give the trainer `predict_fn=lambda model, batch: model(batch['x'])`."
             )
         whole = self._whole(batch, global_batch_size)
-        microbatches, count = split_for_inference(whole, self.num_microbatches, self._shards)
+        own = batch if whole is not batch else None
+        parts = self._inference_parts(whole, rows_only=own is not None)
         self._call_together("trainer.predict")
-        alike, own = BatchesAlike(self.mesh, "prediction"), batch if whole is not batch else None
-        compiled, taken = self._ready("predict", microbatches, count, own, alike)
-        return join_microbatches(compiled(self._state_for_inference(), taken))
+        alike, outputs = BatchesAlike(self.mesh, "prediction"), []
+        for part in parts:
+            compiled, taken = self._ready("predict", part, own, alike)
+            outputs.append(compiled(self._state_for_inference(), taken))
+        return join_parts(outputs)
 
-    def _ready(
-        self, kind: InferenceKind, microbatches: Any, count: int, own: Any, alike: BatchesAlike
-    ) -> tuple[Any, Any]:
+    def _ready(self, kind: InferenceKind, part: InferencePart, own: Any, alike: BatchesAlike) -> tuple[Any, Any]:
         """The compiled step, and the microbatches as it takes them, compared; `own` is a batch of rows, or None."""
         if own is None:
-            alike.before(microbatches)
-            return self._for_inference(kind, microbatches, count), microbatches
-        compiled = self._for_inference(kind, microbatches, count)
-        return compiled, rows_alike(compiled, own, microbatches, alike)
+            alike.before(part.microbatches)
+            return self._for_inference(kind, part), part.microbatches
+        compiled = self._for_inference(kind, part)
+        return compiled, rows_alike(compiled, own, part.microbatches, alike)
 
-    def _for_inference(self, kind: InferenceKind, microbatches: Any, count: int) -> Any:
+    def _for_inference(self, kind: InferenceKind, part: InferencePart) -> Any:
         schedule = ForwardOnly(self.schedule) if self.schedule is not None else None
-        loop = Loop(num_microbatches=count, schedule=schedule)
+        loop = Loop(num_microbatches=part.num_microbatches, schedule=schedule)
         if kind == "evaluate":
-            builder = self._prepare(microbatches).with_loss(self._eval_loss_fn)
-            return self._executable(kind, microbatches, lambda: builder.evaluate(loop), donate=False)
-        builder = self._builder or self._new_builder()  # inference carries nothing
-        return self._executable(kind, microbatches, lambda: builder.predict(loop, self._predict_fn), donate=False)
-
-    @abc.abstractmethod
-    def _prepare(self, microbatches: Any) -> StepBuilder: ...
-
-    @abc.abstractmethod
-    def _new_builder(self) -> StepBuilder: ...
+            step = self._builders.for_inference(self._eval_loss_fn).evaluate(loop)
+        else:
+            step = self._builders.for_inference().predict(loop, self._predict_fn)
+        try:
+            return self._executable(kind, part.microbatches, lambda: step, donate=False)
+        except ValueError as error:
+            if part.is_shared or "divisible" not in str(error):
+                raise
+            raise BatchError(
+                f"{part.num_examples} examples of the batch are left over by the {self._shards} data-parallel devices "
+                "of a stage, and each of these is to compute all of them; but the model cuts the examples itself "
+                f"({error}). Use a batch of a multiple of {self._shards} examples."
+            ) from error
 
     @abc.abstractmethod
     def _executable(self, kind: str, microbatches: Any, build: Callable[[], Any], *, donate: bool) -> Any: ...

@@ -96,11 +96,20 @@ class LinenModel:
 
     def bind(self, params: Any, rest: Any, *, step: Any, microbatch: Any, training: bool) -> LinenCall:
         """Keys depend on step, microbatch and name; modules fold in their own paths."""
-        key = fold(rest["key"], step, microbatch)
-        names = ("params", *self.rng_names)
-        rngs = {name: jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF) for name in names}
+        rngs = self.rngs(rest, step=step, microbatch=microbatch)
         variables = {"params": _all(params, rest), **rest["collections"]}
         return LinenCall(self.module, variables, rngs=rngs, training=training)
+
+    def rngs(self, rest: Any, *, step: Any, microbatch: Any) -> dict[str, jax.Array]:
+        """The keys of one microbatch, by name."""
+        key = fold(rest["key"], step, microbatch)
+        names = ("params", *self.rng_names)
+        return {name: jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF) for name in names}
+
+    def batch_statistics(self, rest: Any) -> list[bool]:
+        """Those in the collection `batch_stats`."""
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(rest)]
+        return [[getattr(step, "key", None) for step in path[:2]] == ["collections", "batch_stats"] for path in paths]
 
     def rest_of(self, bound: LinenCall, before: Any) -> Any:
         """The collections as the calls left them."""

@@ -19,6 +19,7 @@ import numpy as np
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.trainers.batch import (
+    InferencePart,
     batch_size,
     check_leaf,
     dtype_of,
@@ -87,10 +88,8 @@ class Loading(abc.ABC):
         if call == "train":
             compiled, count = self.compile(batch), self.num_microbatches
         else:
-            microbatches, count = split_for_inference(
-                jax.tree.map(shape_of, batch), self.num_microbatches, self._shards
-            )
-            compiled = self._for_inference(call, microbatches, count)
+            parts = self._inference_parts(jax.tree.map(shape_of, batch), rows_only=True)
+            count, compiled = parts[0].num_microbatches, self._for_inference(call, parts[0])
         if not self._is_across:
             return jax.tree.map(lambda leaf: np.arange(leaf.shape[0]) if np.shape(leaf) else ..., batch)
 
@@ -108,7 +107,23 @@ class Loading(abc.ABC):
     def compile(self, batch: Any) -> Any: ...
 
     @abc.abstractmethod
-    def _for_inference(self, kind: InferenceKind, microbatches: Any, count: int) -> Any: ...
+    def _for_inference(self, kind: InferenceKind, part: InferencePart) -> Any: ...
+
+    def _inference_parts(self, whole: Any, *, rows_only: bool) -> list[InferencePart]:
+        """A batch as inference computes it; with `rows_only`, the processes that share it pass their rows alone.
+
+        Raises:
+          BatchError: if it is empty, or the rows of these processes cannot be equally many.
+        """
+        parts = split_for_inference(whole, self.num_microbatches, self._shards)
+        if rows_only and self._is_across and not all(part.is_shared for part in parts):
+            size = batch_size(whole)
+            raise BatchError(
+                f"the {size} examples of a batch cannot be shared evenly by the {self._shards} data-parallel devices "
+                f"of a stage, so no process can pass its own rows alone. Use a multiple of {self._shards} examples; or "
+                "pass whole batches, without global_batch_size."
+            )
+        return parts
 
     @property
     def _is_across(self) -> bool:

@@ -15,8 +15,7 @@ Gradients are summed over the microbatches and divided once, after the loop.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +24,7 @@ import jax.numpy as jnp
 
 from jaxpp_flax.trainers.errors import LossError
 
-__all__ = ["LossTerms", "loss_terms", "read_loss", "whole_batch"]
-
-# A first argument with such a name is meant for parameters.
-_NAMES_OF_PARAMETERS = ("params", "parameters", "param", "variables", "weights", "theta")
+__all__ = ["LossTerms", "read_loss", "whole_batch"]
 
 
 @jax.tree_util.register_dataclass
@@ -39,36 +35,6 @@ class LossTerms:
     total: Any
     weight: Any  # None: the loss is a mean
     metrics: Any  # each a value, or a pair (sum, weight)
-
-
-def loss_terms(loss_fn: Callable[[Any, Any], Any], model: Any, microbatch: Any) -> LossTerms:
-    """The terms that a loss function computes for a microbatch.
-
-    Raises:
-      LossError: if it returns none of the documented forms, or fails because it takes the model for parameters.
-    """
-    try:
-        output = loss_fn(model, microbatch)
-    except Exception as error:
-        first = _first_argument(loss_fn)
-        kind = type(model).__name__
-        if first not in _NAMES_OF_PARAMETERS and f"'{kind}' object is not" not in str(error):
-            raise
-        reason = str(error).splitlines()[0][:200] if str(error) else ""
-        raise LossError(
-            f"the loss function failed ({type(error).__name__}: {reason}), and takes its first argument {first!r} for "
-            f"parameters; it is called with the model ({kind}) that holds them. Write `def loss_fn(model, batch)` and "
-            "call `model(batch[...])`: there is no `apply` or `merge` to call. A Linen model has `model.params` and "
-            "`model.variables` beside."
-        ) from error
-    return read_loss(output)
-
-
-def _first_argument(function: Any) -> str:
-    try:
-        return next(iter(inspect.signature(function).parameters), "")
-    except (TypeError, ValueError):
-        return ""
 
 
 def read_loss(output: Any) -> LossTerms:

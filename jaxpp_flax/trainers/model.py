@@ -19,6 +19,14 @@ class ModelAdapter(Protocol):
         """The model as a loss function sees it; its random numbers depend on step and microbatch alone."""
         ...
 
+    def rngs(self, rest: Any, *, step: Any, microbatch: Any) -> Any:
+        """Random numbers for a function that asks for `rngs`, in the form of the interface's own argument `rngs=`."""
+        ...
+
+    def batch_statistics(self, rest: Any) -> list[bool]:
+        """For each leaf of `rest`, whether it is a running statistic of the batch, as BatchNorm keeps them."""
+        ...
+
     def rest_of(self, bound: Any, before: Any) -> Any:
         """The rest after `bound` was called: same structure as `before`; random keys are those of `before`."""
         ...

@@ -16,20 +16,23 @@ __all__ = ["NnxModel"]
 
 @dataclass(frozen=True, kw_only=True)
 class NnxModel:
-    """An NNX module, split into the variables that are trained (`wrt`, a filter) and the rest."""
+    """An NNX module, split into the variables that are trained (`wrt`, a filter) and the rest; `seed` is of `rngs`."""
 
     graphdef: Any
     wrt: Any
+    seed: int = 0
 
     @classmethod
-    def take_apart(cls, module: nnx.Module, wrt: Any = nnx.Param, frozen: Any = None) -> tuple[NnxModel, Any, Any]:
+    def take_apart(
+        cls, module: nnx.Module, wrt: Any = nnx.Param, frozen: Any = None, seed: int = 0
+    ) -> tuple[NnxModel, Any, Any]:
         """The adapter, the trained variables and the rest, both as `nnx.State`; `module` is left as it is."""
         if frozen is not None:
             chosen = nnx.to_flat_state(nnx.state(module, wrt))
             is_frozen = frozen_filter(frozen, [path_text(path) for path, _ in chosen])
             wrt = nnx.All(wrt, lambda path, _: not is_frozen(path_text(path)))
         graphdef, params, rest = nnx.split(module, wrt, ...)
-        return cls(graphdef=graphdef, wrt=wrt), params, rest
+        return cls(graphdef=graphdef, wrt=wrt, seed=seed), params, rest
 
     def bind(self, params: Any, rest: Any, *, step: Any, microbatch: Any, training: bool) -> Any:
         """A module of its own for each microbatch: the copy is what makes it legal inside the loop."""
@@ -37,6 +40,15 @@ class NnxModel:
         if not training:
             module.eval()
         return module
+
+    def rngs(self, rest: Any, *, step: Any, microbatch: Any) -> nnx.Rngs:
+        """One stream for all names, beside the module's own; its keys are those of the call's order."""
+        return nnx.Rngs(fold(jax.random.key(self.seed), step, microbatch))
+
+    def batch_statistics(self, rest: Any) -> list[bool]:
+        """Those in variables of Flax's type `nnx.BatchStat`."""
+        variables = jax.tree.leaves(rest, is_leaf=lambda x: isinstance(x, nnx.Variable))
+        return [isinstance(variable, nnx.BatchStat) for variable in variables for _ in jax.tree.leaves(variable)]
 
     def rest_of(self, bound: Any, before: Any) -> Any:
         """The variables of `before` as the call left them; those that it created (sown ones) are dropped."""

@@ -79,7 +79,7 @@ def choose_model(
                 f"variables= are for Linen models, but {type(model).__name__} is an nnx.Module, which holds its own. "
                 "Leave them out."
             )
-        adapter, params, rest = NnxModel.take_apart(model, wrt, frozen)
+        adapter, params, rest = NnxModel.take_apart(model, wrt, frozen, seed)
         return adapter, params, rest, (annotations_of(params), annotations_of(rest))
     if isinstance(model, nn.Module):
         if not isinstance(variables, Mapping):

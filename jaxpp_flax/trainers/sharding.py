@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -123,8 +125,9 @@ def state_specs(
 ) -> TrainState | None:
     """How each leaf of a state lies on a rank: like `state`, with a spec, or None for leaves without annotation.
 
-    What the optimizer keeps for a parameter (found by path and shape) lies as the parameter does. Where every axis
-    beside the stages' has one device, names without a meaning are passed over: they could cut nothing.
+    What the optimizer keeps for a parameter (found by its path) lies as the parameter does, or, where it has some of
+    its dimensions alone, as Adafactor's factored statistics do, as these dimensions lie. Where every axis beside the
+    stages' has one device, names without a meaning are passed over: they could cut nothing.
 
     Args:
       notes: the annotations of parameters and of the model's other state.
@@ -144,13 +147,21 @@ def state_specs(
     reader.refuse_missing()
     params, rest = ([leaf and reader.spec(*leaf) for leaf in half] for half in read)
     with_path = jax.tree_util.tree_leaves_with_path(state.params)
-    known = {(path, leaf.shape): spec for (path, leaf), spec in zip(with_path, params, strict=True)}
+    known = {path: (leaf.shape, spec) for (path, leaf), spec in zip(with_path, params, strict=True)}
 
     def like_parameters(tree: Any) -> Any:
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-        tails = [[(path[i:], getattr(leaf, "shape", ())) for i in range(len(path))] for path, leaf in leaves]
-        specs = [next((known[tail] for tail in of if tail in known), None) for of in tails]
-        return jax.tree.unflatten(structure, specs)
+        seen: Counter[Any] = Counter()
+
+        def spec_of(path: Any, shape: tuple[int, ...]) -> PartitionSpec | None:
+            tail = next((path[i:] for i in range(len(path)) if path[i:] in known), ())
+            whole, spec = known.get(tail, ((), None))
+            if spec is None:
+                return None
+            seen[tail, shape] += 1
+            return _spec_of_part(shape, whole, spec, seen[tail, shape] - 1)
+
+        return jax.tree.unflatten(structure, [spec_of(path, getattr(leaf, "shape", ())) for path, leaf in leaves])
 
     return TrainState(
         step=None,
@@ -160,6 +171,32 @@ def state_specs(
         ema=like_parameters(state.ema),
         loss_scale=None if state.loss_scale is None else dict.fromkeys(state.loss_scale),
     )
+
+
+def _spec_of_part(shape: tuple[int, ...], whole: tuple[int, ...], spec: PartitionSpec, number: int) -> PartitionSpec:
+    """How a value lies that has some of a parameter's dimensions; on every device, where it has none of them.
+
+    Args:
+      number: how many values of this shape come before it. Where several choices of dimensions fit, as in a square
+        matrix, optimizers keep one value for each, in order.
+
+    Example:
+      >>> _spec_of_part((4,), (4, 6), PartitionSpec("fsdp", "tensor"), 0) == PartitionSpec("fsdp")
+      True
+      >>> _spec_of_part((4,), (4, 4), PartitionSpec(None, "tensor"), 1) == PartitionSpec("tensor")
+      True
+      >>> _spec_of_part((1,), (4, 6), PartitionSpec("fsdp"), 0) == PartitionSpec()
+      True
+    """
+    entries = (*spec, *(None,) * (len(whole) - len(spec)))
+    choices = [c for c in itertools.combinations(range(len(whole)), len(shape)) if tuple(whole[i] for i in c) == shape]
+    return _trimmed([entries[i] for i in choices[min(number, len(choices) - 1)]] if choices else [])
+
+
+def _trimmed(entries: list[Any]) -> PartitionSpec:
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 def _pairs(rules: Any) -> Pairs:
@@ -278,6 +315,4 @@ class _Reader:
                     f"{size} is no multiple of {parts}. Change the width, the mesh, or the rule for {name!r}."
                 )
             entries.append(None if not axes else axes[0] if len(axes) == 1 else axes)
-        while entries and entries[-1] is None:
-            entries.pop()
-        return PartitionSpec(*entries)
+        return _trimmed(entries)

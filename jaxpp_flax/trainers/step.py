@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,7 +11,8 @@ import jax
 from jaxpp_flax.engine.loop import Add, Concat, treduce_i
 from jaxpp_flax.layers.remat import policy_of
 from jaxpp_flax.schedules import Schedule
-from jaxpp_flax.trainers.loss import LossTerms, loss_terms, whole_batch
+from jaxpp_flax.trainers.calling import call_function
+from jaxpp_flax.trainers.loss import LossTerms, read_loss, whole_batch
 from jaxpp_flax.trainers.model import ModelAdapter
 from jaxpp_flax.trainers.state import TrainState
 from jaxpp_flax.trainers.tracing import check_used
@@ -46,8 +47,8 @@ class StepBuilder:
 
     model: ModelAdapter
     update: Update
-    loss_fn: Callable[[Any, Any], Any]
-    carried: tuple[int, ...]
+    loss_fn: Callable[..., Any]
+    carried: tuple[int, ...] = ()
     unused: tuple[str, ...] = ()
     remat: Any = None
 
@@ -67,8 +68,11 @@ class StepBuilder:
                 microbatch = _at(batch, index)
 
                 def loss_of(params: Any) -> tuple[Any, Any]:
-                    bound = self.model.bind(params, rest, step=state.step, microbatch=index, training=True)
-                    terms = loss_terms(self.loss_fn, bound, microbatch)
+                    output, bound = call_function(
+                        self.loss_fn, self.model, params, rest, microbatch,
+                        step=state.step, microbatch=index, training=True,
+                    )  # fmt: skip
+                    terms = read_loss(output)
                     after = jax.tree.leaves(self.model.rest_of(bound, rest))
                     return self.update.scaled(terms.total, state), (terms, [after[i] for i in self.carried])
 
@@ -94,30 +98,28 @@ class StepBuilder:
 
         def evaluate(state: TrainState, batch: Any) -> LossTerms:
             def body(index: Any) -> LossTerms:
-                bound = self._bind_for_inference(state, index)
-                return loss_terms(self.loss_fn, bound, _at(batch, index))
+                return read_loss(self._infer(self.loss_fn, state, batch, index))
 
             return treduce_i(body, loop.num_microbatches, loop.schedule, Add)
 
         return evaluate
 
-    def predict(self, loop: Loop, predict_fn: Callable[[Any, Any], Any]) -> StepFunction:
+    def predict(self, loop: Loop, predict_fn: Callable[..., Any]) -> StepFunction:
         """`predict(state, batch)` -> outputs stacked by microbatch."""
 
         def predict(state: TrainState, batch: Any) -> Any:
             def body(index: Any) -> Any:
-                return predict_fn(self._bind_for_inference(state, index), _at(batch, index))
+                return self._infer(predict_fn, state, batch, index)
 
             return treduce_i(body, loop.num_microbatches, loop.schedule, Concat())
 
         return predict
 
-    def with_loss(self, loss_fn: Callable[[Any, Any], Any]) -> StepBuilder:
-        """The same for another loss function."""
-        return replace(self, loss_fn=loss_fn)
-
-    def _bind_for_inference(self, state: TrainState, index: Any) -> Any:
-        return self.model.bind(state.params, state.model_state, step=state.step, microbatch=index, training=False)
+    def _infer(self, function: Callable[..., Any], state: TrainState, batch: Any, index: Any) -> Any:
+        params, rest, microbatch = state.params, state.model_state, _at(batch, index)
+        return call_function(
+            function, self.model, params, rest, microbatch, step=state.step, microbatch=index, training=False
+        )[0]
 
     def _with_carry(self, leaves: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
         merged = list(leaves)

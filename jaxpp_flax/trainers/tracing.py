@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,23 +12,35 @@ import jax.numpy as jnp
 
 from jaxpp_flax.engine.ir import Graph, Value, from_jaxpr
 from jaxpp_flax.trainers.batch import shape_of
+from jaxpp_flax.trainers.calling import call_function
 from jaxpp_flax.trainers.diagnose import CALLS
-from jaxpp_flax.trainers.errors import ModelError
+from jaxpp_flax.trainers.errors import BatchStatisticsWarning, ModelError
 from jaxpp_flax.trainers.frozen import path_text
-from jaxpp_flax.trainers.loss import loss_terms
+from jaxpp_flax.trainers.loss import read_loss
 from jaxpp_flax.trainers.model import ModelAdapter
 from jaxpp_flax.trainers.state import TrainState
 
-__all__ = ["check_used", "trace_loss", "used_inputs"]
+__all__ = ["LossTrace", "check_used", "trace_loss", "used_inputs", "warn_of_batch_statistics"]
 
 
-def trace_loss(
-    model: ModelAdapter, loss_fn: Callable[[Any, Any], Any], state: TrainState, microbatch: Any
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Which leaves of `model_state` the loss function writes, and the paths of parameters it does not use.
+@dataclass(frozen=True, kw_only=True)
+class LossTrace:
+    """What a loss function does with microbatches of one structure.
 
-    What is written goes from microbatch to microbatch; everything else in `model_state` (frozen parameters, keys) is
-    a constant of the loop. Nothing is computed here.
+    Args:
+      carried: the leaves of `model_state` that it writes, by position. They go from microbatch to microbatch;
+        everything else in `model_state` (frozen parameters, keys) is a constant of the loop.
+      unused: the paths of parameters that the loss does not depend on.
+      batch_statistics: the paths of those carried leaves that are statistics of a batch.
+    """
+
+    carried: tuple[int, ...]
+    unused: tuple[str, ...]
+    batch_statistics: tuple[str, ...]
+
+
+def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any) -> LossTrace:
+    """What the loss function does with such microbatches; nothing is computed here.
 
     Args:
       microbatch: of arrays or `jax.ShapeDtypeStruct`s.
@@ -38,9 +52,8 @@ def trace_loss(
 
     def run(leaves: Sequence[Any], params: Any, step: Any, index: Any, batch: Any) -> tuple[Sequence[Any], Any]:
         rest = jax.tree.unflatten(tree, leaves)
-        bound = model.bind(params, rest, step=step, microbatch=index, training=True)
-        terms = loss_terms(loss_fn, bound, batch)
-        return jax.tree.leaves(model.rest_of(bound, rest)), terms.total
+        output, bound = call_function(loss_fn, model, params, rest, batch, step=step, microbatch=index, training=True)
+        return jax.tree.leaves(model.rest_of(bound, rest)), read_loss(output).total
 
     index = jax.ShapeDtypeStruct((), jnp.int32)
     abstract = jax.tree.map(shape_of, (leaves, state.params, state.step))
@@ -48,8 +61,32 @@ def trace_loss(
     inputs = graph.inputs[len(consts) :]
     carried = tuple(i for i in range(len(leaves)) if graph.outputs[i] is not inputs[i])
     used = used_inputs(graph, [False] * len(leaves) + [True])[len(consts) + len(leaves) :]
-    paths = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.params)]
-    return carried, tuple(path for path, is_used in zip(paths, used, strict=False) if not is_used)
+    statistics = model.batch_statistics(state.model_state)
+    return LossTrace(
+        carried=carried,
+        unused=tuple(path for path, is_used in zip(_paths(state.params), used, strict=False) if not is_used),
+        batch_statistics=tuple(
+            path for i, path in enumerate(_paths(state.model_state)) if i in carried and statistics[i]
+        ),
+    )
+
+
+def _paths(tree: Any) -> list[str]:
+    return [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def warn_of_batch_statistics(paths: Sequence[str], num_microbatches: int) -> None:
+    """Say that statistics of a batch are here those of a microbatch, and name them."""
+    shown = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    warnings.warn(
+        f"the loss writes statistics of the batch ({shown}). In each of the {num_microbatches} microbatches a "
+        "BatchNorm normalizes by the mean and variance of this one alone, as in any gradient accumulation, so loss and "
+        "gradients are not those of the whole batch. Use larger microbatches, or a norm within each example "
+        "(LayerNorm, RMSNorm, GroupNorm). If this is meant, ignore the category "
+        "jaxpp_flax.trainers.BatchStatisticsWarning.",
+        BatchStatisticsWarning,
+        stacklevel=2,
+    )
 
 
 def check_used(unused: Sequence[str]) -> None:

@@ -15,14 +15,16 @@ from jaxpp_flax.engine._compat import trace_context
 from jaxpp_flax.engine.debug_switches import refuse_disabled_jit
 from jaxpp_flax.layers.remat import check_remat
 from jaxpp_flax.trainers.assigning import Assigner
-from jaxpp_flax.trainers.batch import dtype_of, signature, split_batch
+from jaxpp_flax.trainers.batch import signature, split_batch
+from jaxpp_flax.trainers.builders import StepBuilders
 from jaxpp_flax.trainers.callbacks import Callback
+from jaxpp_flax.trainers.calling import call_model
 from jaxpp_flax.trainers.compiling import Backend
 from jaxpp_flax.trainers.data import batches
 from jaxpp_flax.trainers.diagnose import first_loss_error
 from jaxpp_flax.trainers.fit import run_fit
 from jaxpp_flax.trainers.held_state import HeldState
-from jaxpp_flax.trainers.inferring import Inferring, call_model
+from jaxpp_flax.trainers.inferring import Inferring
 from jaxpp_flax.trainers.loading import rows_alike
 from jaxpp_flax.trainers.mesh import num_batch_shards
 from jaxpp_flax.trainers.model import parameter_count
@@ -36,7 +38,6 @@ from jaxpp_flax.trainers.state import TrainState
 from jaxpp_flax.trainers.step import Loop, StepBuilder
 from jaxpp_flax.trainers.table import stage_table
 from jaxpp_flax.trainers.together import BatchesAlike, call_together, compile_together
-from jaxpp_flax.trainers.tracing import trace_loss
 from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
 from jaxpp_flax.trainers.update import Update
 from jaxpp_flax.trainers.weights import Weights
@@ -58,6 +59,10 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
     `(loss, metrics)`. The step's loss and gradients are those of the whole batch (see `jaxpp_flax.trainers.loss`).
     For NNX, `model` is the module. For Linen, `model(x, ...)` is `module.apply` with the current variables and the
     keys of this microbatch, and `model.params`, `model.variables`, `model.rngs`, `model.training` are at hand.
+
+    A function with a parameter `training` is told by it whether it trains, and one with a parameter `rngs` gets the
+    random numbers of its step and microbatch: an `nnx.Rngs` for NNX, a dict of keys for Linen. Both hold for `loss_fn`,
+    `eval_loss_fn` and `predict_fn`.
 
     Args:
       model: an `nnx.Module`, or a Linen module, then with `variables=model.init(...)`.
@@ -88,8 +93,9 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
       sharding_rules: pairs (name, mesh axis or None) for the axis names that the model's parameters are annotated with,
         before those of Flax's `logical_axis_rules` that are active here.
       eval_loss_fn: for `evaluate`; by default `loss_fn`, with an NNX model in `eval()` mode.
-      predict_fn: `(model, microbatch) -> outputs` for `predict`; by default `model(microbatch)`.
-      seed: of the random numbers of a Linen model (an NNX model brings its own).
+      predict_fn: `(model, microbatch) -> outputs` for `predict`; by default `model(microbatch)`, with `training=False`
+        or `deterministic=True` where the model's `__call__` has such a boolean argument.
+      seed: of the random numbers of a Linen model, and of `rngs` (the streams of an NNX model have their own).
       rng_names: of a Linen model's random streams.
       tracker: where metrics go.
       log_every: steps between two rows of metrics.
@@ -131,7 +137,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         self,
         model: Any,
         tx: optax.GradientTransformation,
-        loss_fn: Callable[[Any, Any], Any],
+        loss_fn: Callable[..., Any],
         *,
         num_stages: int,
         num_microbatches: int,
@@ -150,8 +156,8 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         gradient_dtype: Any = None,
         ema_decay: float | None = None,
         sharding_rules: Any = None,
-        eval_loss_fn: Callable[[Any, Any], Any] | None = None,
-        predict_fn: Callable[[Any, Any], Any] | None = None,
+        eval_loss_fn: Callable[..., Any] | None = None,
+        predict_fn: Callable[..., Any] | None = None,
         seed: int = 0,
         rng_names: Sequence[str] = ("dropout",),
         tracker: Tracker | None = None,
@@ -168,7 +174,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         self._log_every = check_count("log_every", log_every)
         check_functions(loss_fn=loss_fn, eval_loss_fn=eval_loss_fn, predict_fn=predict_fn)
         check_remat(remat, "PipelineTrainer")
-        self._update, self._remat = Update.of(tx, loss_scale, gradient_dtype, ema_decay), remat
+        self._update = Update.of(tx, loss_scale, gradient_dtype, ema_decay)
         self._adapter, params, rest, notes = choose_model(model, variables, wrt, frozen, seed, rng_names)
         check_parameters(params, model)
         self._assigner = Assigner(assignment, cost, memory_limit)
@@ -180,7 +186,8 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         self._loss_fn = loss_fn
         self._eval_loss_fn = eval_loss_fn or loss_fn
         self._predict_fn = predict_fn or call_model
-        self._builder: StepBuilder | None = None
+        untraced = StepBuilder(model=self._adapter, update=self._update, loss_fn=loss_fn, remat=remat)
+        self._builders = StepBuilders(untraced, self.num_microbatches)
         self._executables: dict[Any, Any] = {}
         self._in_flight: collections.deque[Any] = collections.deque()
         self._step = 0
@@ -206,8 +213,8 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
 
         `microbatches` has leaves of shape (num_microbatches, microbatch, ...). It also runs under plain `jax.jit`.
         """
-        builder = self._prepare(split_batch(batch, self.num_microbatches, self._shards))
-        return builder.train(self._loop(self.num_microbatches))
+        microbatches = split_batch(batch, self.num_microbatches, self._shards)
+        return self._builders.for_training(self._state, microbatches).train(self._loop(self.num_microbatches))
 
     # ------------------------------------------------------------------ training
 
@@ -403,25 +410,10 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
     def _key(self, kind: str, microbatches: Any) -> Any:
         return (kind, self.schedule, signature(microbatches), trace_context())
 
-    def _prepare(self, microbatches: Any) -> StepBuilder:
-        if self._builder is None:
-            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], dtype_of(x)), microbatches)
-            self._builder = self._new_builder(*trace_loss(self._adapter, self._loss_fn, self._state, one))
-        return self._builder
-
-    def _new_builder(self, carried: tuple[int, ...] = (), unused: tuple[str, ...] = ()) -> StepBuilder:
-        return StepBuilder(
-            model=self._adapter,
-            update=self._update,
-            loss_fn=self._loss_fn,
-            carried=carried,
-            unused=unused,
-            remat=self._remat,
-        )
-
     def _train_executable(self, microbatches: Any) -> Any:
         def build() -> Any:
-            return self._prepare(microbatches).train(self._loop(self.num_microbatches))
+            builder = self._builders.for_training(self._state, microbatches)
+            return builder.train(self._loop(self.num_microbatches))
 
         compiled = self._executable("train", microbatches, build, donate=True)
         self._place_state(compiled)

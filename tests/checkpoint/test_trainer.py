@@ -30,6 +30,8 @@ from tests.checkpoint import program
 from tests.helpers import tree_allclose
 from tests.trainers.models import Model, make_batch, mean_loss
 
+pytestmark = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
+
 BATCHES = [make_batch(8, seed) for seed in range(3)]
 
 

@@ -18,5 +18,6 @@ def test_two_stages_of_two_processes():
         assert "Expected: local (12,), of (24,) global." in output
         assert f"whole: batch['mask'] has shape (24,), but {reads}" in output
         assert f"evaluate: batch['mask'] has shape (6,), but process {process} reads 8 of the 16 examples" in output
+        assert "left over: the 3 examples of a batch cannot be shared evenly by the 2 data-parallel devices" in output
         assert "unlike: " in output
         assert "the same: batch['mask'] (places 4 to 7 of each microbatch)." in output

@@ -160,6 +160,37 @@ def test_explicit_meshes(case):
     assert [kernel.spec for kernel in kernels] == [spec] * shape[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_factored_statistics_lie_as_the_dimensions_that_they_keep(axis_type):
+    """Before the first step as after it, so that nothing is moved or compiled between two steps."""
+    devices = np.array(jax.devices()[:8]).reshape(2, 2, 2)
+    mesh = jax.sharding.Mesh(devices, ("stage", "data", "tensor"), axis_types=(axis_type,) * 3)
+    tx = optax.adafactor(1e-2, min_dim_size_to_factor=2, multiply_by_parameter_scale=False)
+    made = []
+    for options in ({"num_stages": 2, "mesh": mesh}, {"num_stages": 1}):
+        with nnx.use_eager_sharding(False):
+            model = ExplicitModel((None, "tensor"), STAGES)
+        made.append(PipelineTrainer(model, tx, loss_fn, num_microbatches=MICROBATCHES, progress=False, **options))
+    piped = made[0]
+    taken = jax.tree.leaves(piped.compile(batch()).in_shardings[0][0].opt_state)
+    for _ in range(2):
+        np.testing.assert_allclose(*[float(t.train_step(batch())["loss"]) for t in made], rtol=1e-5)
+    # The optimizer divides by the size of a gradient: its own rounding of 1e-7 grows with that.
+    tree_allclose(*(jax.tree.map(np.asarray, (t.state.params, t.state.opt_state)) for t in made), rtol=1e-4)
+    leaves = jax.tree.leaves(piped.state.opt_state)
+    assert [sharding.spec for sharding in taken] == [leaf.spec for leaf in leaves]
+    specs = {shape: {leaf.spec for leaf in leaves if leaf.shape == shape} for shape in ((WIDTH,), (4 * WIDTH,), (1,))}
+    assert specs == {(WIDTH,): {P()}, (4 * WIDTH,): {P("tensor")}, (1,): {P()}}
+
+
+@pytest.mark.slow
+def test_rules_of_the_batch_for_examples_that_cannot_be_shared():
+    made = [trainer("linen", mesh_axes={"data": 2, "tensor": 2}, sharding_rules=RULES), trainer("linen", stages=1)]
+    one = {name: leaf[:1] for name, leaf in batch().items()}
+    np.testing.assert_allclose(*[t.evaluate([one])["loss"] for t in made], rtol=1e-5)
+
+
 NO_AXIS = r"names without a rule that are no axis of a stage: these are {'data': 2}\. The names: "
 
 

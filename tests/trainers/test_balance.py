@@ -240,6 +240,7 @@ def test_a_larger_batch_is_held_against_the_limit_too():
 # ------------------------------------------------------------------ measuring
 
 
+@pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -300,6 +301,7 @@ class Sharing(nnx.Module):
         return self.head(x)
 
 
+@pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
 def test_a_model_that_cannot_be_cut_at_some_mark():
     def sharing(**options):
         return PipelineTrainer(

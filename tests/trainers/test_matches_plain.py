@@ -124,6 +124,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
 @pytest.mark.parametrize("kind", ["nnx", slow("linen")])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_equal_the_same_step_under_plain_jit(kind, feature):

@@ -13,6 +13,8 @@ from jaxpp_flax import PipelineTrainer
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
 
+BATCH_NORM = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
+
 
 def plain_trainer(loss_fn=m.mean_loss, model=None, num_microbatches=4, **options):
     model = model if model is not None else m.Model(2, rngs=nnx.Rngs(0))
@@ -63,16 +65,19 @@ def test_metrics_are_those_of_the_whole_batch():
     tree_allclose(four, one)
 
 
+@BATCH_NORM
 def test_only_written_state_is_carried():
     model = m.Model(2, rngs=nnx.Rngs(0), batch_norm=True, dropout=0.1)
     trainer = plain_trainer(model=model)
     trainer.train_step(m.make_batch(8))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(trainer.state.model_state)]
-    carried = {jax.tree_util.keystr(paths[i]) for i in trainer._builder.carried}
+    (builder,) = trainer._builders._traced.values()
+    carried = {jax.tree_util.keystr(paths[i]) for i in builder.carried}
     assert {path.split("'")[-2] for path in carried} == {"mean", "var"}
     assert len(carried) == 4
 
 
+@BATCH_NORM
 def test_running_statistics_go_from_microbatch_to_microbatch():
     batch = m.make_batch(8)
     trainer = plain_trainer(model=m.Model(2, rngs=nnx.Rngs(0), batch_norm=True), tx=optax.sgd(0.0))
@@ -85,6 +90,7 @@ def test_running_statistics_go_from_microbatch_to_microbatch():
     )
 
 
+@BATCH_NORM
 def test_linen_batch_stats_and_dropout():
     def loss(model, batch):
         logits = model(batch["tokens"], training=model.training)
@@ -125,6 +131,7 @@ def test_dropout_differs_between_steps_and_microbatches_and_repeats_in_a_new_run
     assert float(metrics["square"]) > float(metrics["loss"]) ** 2 * 1.0001  # the four microbatches differ
 
 
+@BATCH_NORM
 def test_the_users_model_is_left_alone():
     model = m.Model(2, rngs=nnx.Rngs(0), batch_norm=True)
     before = jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(model)))
@@ -148,7 +155,7 @@ def test_only_the_variables_asked_for_are_trained():
     tree_allclose(np.asarray(after.embed.embedding), np.asarray(model.embed.embedding), rtol=0, atol=0)
     assert not np.allclose(np.asarray(after.head.kernel), np.asarray(model.head.kernel))
     assert len(jax.tree.leaves(trainer.state.params)) == 2
-    assert trainer._builder.carried == ()
+    assert [builder.carried for builder in trainer._builders._traced.values()] == [()]
 
 
 def test_sown_values_are_no_obstacle():

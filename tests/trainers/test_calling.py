@@ -1,0 +1,201 @@
+"""What the loss is called with and what it does then: for each structure of a batch, in training and evaluation."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax.trainers import BatchStatisticsWarning, ModelError
+from tests.helpers import tree_allclose
+from tests.trainers import models as m
+
+pytestmark = pytest.mark.usefixtures("verified_quick_compilation")
+
+MASKED = m.make_batch(4)
+PLAIN = {name: MASKED[name] for name in ("tokens", "targets")}
+
+
+def make_trainer(model=None, loss_fn=m.mean_loss, **options):
+    options = {"num_stages": 1, "num_microbatches": 2, "progress": False, **options}
+    if isinstance(model, nn.Module):
+        options["variables"] = model.init(jax.random.key(0), MASKED["tokens"], training=False)
+    model = model if model is not None else m.Model(2, rngs=nnx.Rngs(0))
+    return PipelineTrainer(model, optax.sgd(0.1), loss_fn, **options)
+
+
+# ------------------------------------------------------------------ one trace for each structure of a batch
+
+
+class Counting(m.Model):
+    def __init__(self):
+        super().__init__(2, rngs=nnx.Rngs(0))
+        self.masked = nnx.Variable(jnp.zeros(()))
+
+
+def counting_loss(model, batch):
+    if "mask" not in batch:
+        return m.mean_loss(model, batch)
+    model.masked[...] = model.masked[...] + 1
+    return m.weighted_loss(model, batch)
+
+
+def test_what_the_loss_writes_is_found_for_each_structure():
+    trainer = make_trainer(Counting(), counting_loss, num_stages=2)
+    plain = make_trainer(loss_fn=lambda model, b: m.weighted_loss(model, {"mask": jnp.ones_like(b["tokens"]), **b}))
+    for batch in (PLAIN, MASKED, PLAIN, MASKED):
+        found, expected = trainer.train_step(batch)["loss"], plain.train_step(batch)["loss"]
+        np.testing.assert_allclose(float(found), float(expected), rtol=1e-5)
+    assert float(trainer.model.masked[...]) == 4.0, "two masked batches of two microbatches"
+
+
+def test_what_the_loss_uses_is_found_for_each_structure():
+    class TwoHeads(m.Model):
+        def __init__(self):
+            super().__init__(2, rngs=nnx.Rngs(0))
+            self.other = nnx.Linear(m.WIDTH, m.VOCABULARY, rngs=nnx.Rngs(1))
+
+    def loss(model, batch):
+        extra = model.other(jnp.ones(m.WIDTH)).sum() if "mask" in batch else 0.0
+        return m.mean_loss(model, batch) + extra
+
+    for order in ((MASKED, PLAIN), (PLAIN, MASKED)):
+        trainer = make_trainer(TwoHeads(), loss)
+        for batch in order:
+            if "mask" in batch:
+                assert trainer.step_function(batch) is not None
+            else:
+                with pytest.raises(ModelError, match=r"does not depend on .*other/bias, other/kernel"):
+                    trainer.step_function(batch)
+
+
+def test_evaluation_traces_its_own_loss_alone():
+    trainer = make_trainer(
+        Counting(), lambda model, b: counting_loss(model, {"mask": b["mask"], **b}), eval_loss_fn=m.mean_loss
+    )
+    model = m.Model(2, rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(trainer.evaluate([PLAIN])["loss"], m.mean_loss(model, PLAIN), rtol=1e-5)
+    expected = np.divide(*m.weighted_loss(model, MASKED))
+    np.testing.assert_allclose(float(trainer.train_step(MASKED)["loss"]), expected, rtol=1e-5)
+    assert float(trainer.model.masked[...]) == 2.0
+
+
+# ------------------------------------------------------------------ training and random numbers by name
+
+
+class SwitchedBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(m.WIDTH, m.WIDTH, rngs=rngs)
+
+    def __call__(self, x, training, rngs):
+        return x + nnx.Dropout(0.5)(jnp.tanh(self.linear(x)), deterministic=not training, rngs=rngs)
+
+
+class Switched(nnx.Module):
+    """Is told by its arguments whether it trains, and with which random numbers."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.embed = nnx.Embed(m.VOCABULARY, m.WIDTH, rngs=rngs)
+        self.blocks = nnx.List([PipelineStage(SwitchedBlock(rngs)) for _ in range(3)])
+        self.head = nnx.Linear(m.WIDTH, m.VOCABULARY, rngs=rngs)
+
+    def __call__(self, tokens, training=True, rngs=None):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, training, rngs)
+        return self.head(x)
+
+
+def switched_loss(model, batch, *, training, rngs):
+    logits = model(batch["tokens"], training=training, rngs=rngs)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+@jax.jit
+def plain_switched_loss(params, step, batch):
+    """The loss of a step under plain JAX: the keys are those of its number and the microbatch's."""
+    model, losses = nnx.merge(nnx.graphdef(Switched()), params), []
+    for i in range(2):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(7), step), i)
+        microbatch = {name: leaf[2 * i : 2 * i + 2] for name, leaf in batch.items()}
+        losses.append(switched_loss(model, microbatch, training=True, rngs=nnx.Rngs(key)))
+    return sum(losses) / 2
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_an_nnx_loss_is_told_whether_it_trains_and_with_which_keys(stages):
+    batch = {name: np.repeat(leaf[:1], 4, 0) for name, leaf in PLAIN.items()}
+    trainer = make_trainer(Switched(), switched_loss, num_stages=stages, seed=7)
+    losses = []
+    for step in range(2):
+        expected = plain_switched_loss(nnx.state(trainer.model), step, batch)
+        losses.append(float(trainer.train_step(batch)["loss"]))
+        np.testing.assert_allclose(losses[-1], expected, rtol=1e-5)
+    if stages > 1:
+        return
+    model = trainer.model
+    expected = switched_loss(model, batch, training=False, rngs=None)
+    np.testing.assert_allclose(trainer.evaluate([batch])["loss"], expected, rtol=1e-5)
+    tree_allclose(trainer.predict(batch["tokens"]), model(batch["tokens"], training=False))
+
+
+def test_a_linen_loss_is_given_the_same_by_name():
+    def by_name(model, batch, training, rngs):
+        logits = model(batch["tokens"], training=training, rngs=rngs)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+    def by_attribute(model, batch):
+        return by_name(model, batch, model.training, None)
+
+    made = [make_trainer(m.LinenModel(2, dropout=0.5), loss) for loss in (by_name, by_attribute)]
+    assert len({float(trainer.train_step(PLAIN)["loss"]) for trainer in made}) == 1
+    assert len({trainer.evaluate([PLAIN])["loss"] for trainer in made}) == 1
+    module, variables = m.LinenModel(2, dropout=0.5), made[0].variables
+    expected = module.apply(variables, PLAIN["tokens"], training=False)
+    tree_allclose(made[0].predict(PLAIN["tokens"]), expected)
+
+
+def test_functions_for_evaluation_and_prediction_are_told_too():
+    told = []
+
+    def loss(model, batch, training=True):
+        told.append(training)
+        return m.mean_loss(model, batch)
+
+    trainer = make_trainer(loss_fn=loss, predict_fn=lambda model, x, training: told.append(training) or model(x))
+    trainer.evaluate([PLAIN])
+    trainer.predict(PLAIN["tokens"])
+    assert set(told) == {False}
+    told.clear()
+    trainer.step_function(PLAIN)
+    assert set(told) == {True}
+
+
+# ------------------------------------------------------------------ statistics of a batch
+
+
+def linen_loss(model, batch, training):
+    logits = model(batch["tokens"], training=training)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_statistics_of_microbatches_are_warned_of_once(kind):
+    def make(**options):
+        if kind == "nnx":
+            return make_trainer(m.Model(2, rngs=nnx.Rngs(0), batch_norm=True), **options)
+        return make_trainer(m.LinenModel(2, batch_norm=True), linen_loss, **options)
+
+    path = {"nnx": "blocks/0/norm/mean", "linen": "collections/batch_stats/LinenBlock_0/BatchNorm_0/mean"}[kind]
+    trainer = make()
+    with pytest.warns(BatchStatisticsWarning, match=rf"\({path}, .* and 1 more\). In each of the 2 microb") as caught:
+        trainer.step_function(PLAIN)
+    assert len(caught) == 1
+    trainer.step_function(MASKED)  # a warning is an error here
+    make(num_microbatches=1).step_function(PLAIN)  # the whole batch has these statistics
