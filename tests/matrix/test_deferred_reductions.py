@@ -75,7 +75,7 @@ def arguments(rows: Iterable[Row]) -> tuple[Any, Any]:
     fixed = {d: numbers((SIDE, SIDE), d, seed=1) for d in dtypes}
     fixed = {d: np.where(x == 0, np.ones_like(x), x) for d, x in fixed.items()}
     batch = {d: numbers((MICROBATCHES, EXAMPLES, 2, SIDE, SIDE), d, seed=2) for d in dtypes}
-    # A compiled function of JAX takes no 4-bit arguments on CPU: these are narrowed inside.
+    # A compiled function of JAX 0.10 takes no 4-bit arguments on CPU: these are narrowed inside.
     fixed, batch = ({d: x.astype(np.int8) if "int4" in d else x for d, x in xs.items()} for xs in (fixed, batch))
     rng = np.random.default_rng(3)
     fixed["weight"] = rng.normal(size=(SIDE, SIDE)).astype(np.float32)
@@ -181,7 +181,8 @@ def test_every_operation_in_float32(axis_type: AxisType):
 
 # A row of each kind in each dtype where it differs: what was deferred wrongly once, and what must be deferred.
 REPRESENTATIVE: list[Row] = [
-    *[(f"{way}_{to}", "float32") for way in ("to", "by") for to in ("bool", "int32", "uint8", "uint32", "int4")],
+    *[(f"{way}_{to}", "float32") for way in ("to", "by") for to in ("bool", "int32", "uint8", "uint32")],
+    ("by_int4", "float32"),
     *[(f"{way}_{to}", "float32") for way in ("to", "by") for to in ("float16", "bfloat16", "float8_e4m3fn")],
     *[(f"to_{to}", source) for source in ("uint8", "int8", "int32", "uint32") for to in ("float32", "int16", "bool")],
     *[("to_float32", source) for source in ("float16", "bfloat16", "int4", "float8_e4m3fn")],
@@ -200,6 +201,7 @@ REPRESENTATIVE_DEFERRED: set[Row] = {
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 def test_a_row_of_each_kind(axis_type: AxisType):
     deferred, _, _ = check(REPRESENTATIVE, axis_type)
