@@ -75,7 +75,7 @@ def _window(kind: Callable[..., Any], init: Any) -> Operation:
 
 
 def _max_pool(s: jax.Array) -> jax.Array:
-    return lax.reduce_window(s, -jnp.inf, lax.max, (2, 2), (2, 2), "VALID")
+    return lax.reduce_window(s, np.asarray(-np.inf, s.dtype), lax.max, (2, 2), (2, 2), "VALID")
 
 
 def _scatter(kind: Callable[..., Any], *, updates: bool) -> Operation:
