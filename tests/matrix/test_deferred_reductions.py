@@ -51,12 +51,17 @@ DEFERRED = {
 # Linear as well, and reduced in every microbatch all the same: nothing that gradients are made of.
 LEFT_ALONE = {
     "barrier", "bitcast", "conj", "conv", "cumsum", "dot_by_algorithm", "dynamic_slice", "gather", "imag",
-    "max_pool_vjp", "real", "reduce_window_sum", "rev", "scatter_add_of_sum", "scatter_sub_of_sum", "split",
-    "sub_sums", "tile", "triangular_solve", "tridiagonal_solve", "unstack", "select_of_sum",
-    "random_gamma", "random_seed", "random_split", "random_fold_in", "rng_bit_generator", "by_float16", "to_float16",
-    "by_bfloat16", "to_bfloat16", "max_pool_jvp",
+    "max_pool_jvp", "max_pool_vjp", "real", "reduce_window_sum", "rev", "scatter_add_of_sum", "scatter_mul_into_sum",
+    "scatter_sub_of_sum", "select_of_sum", "split", "sub_sums", "tile", "triangular_solve", "tridiagonal_solve",
+    "unstack",
 }  # fmt: skip
-
+# Not linear, but these numbers need not show it: nearly always true, exact in the narrower dtype, drawn from a seed, or
+# apart by less than `rounding`.
+INDIFFERENT = {
+    "by_bfloat16", "by_float16", "is_finite", "ne", "nextafter", "random_fold_in", "random_gamma", "random_seed",
+    "random_split", "reduce_and", "reduce_or", "rng_bit_generator", "to_bfloat16", "to_bool", "to_float16",
+    "to_float8_e4m3fn", "to_float8_e5m2",
+}  # fmt: skip
 # The function that solves is traced under the mesh of all stages, which JAX compares with a stage's.
 ON_AUTO_ONLY = {"linear_solve"}
 
@@ -75,7 +80,7 @@ def arguments(rows: Iterable[Row]) -> tuple[Any, Any]:
     fixed = {d: numbers((SIDE, SIDE), d, seed=1) for d in dtypes}
     fixed = {d: np.where(x == 0, np.ones_like(x), x) for d, x in fixed.items()}
     batch = {d: numbers((MICROBATCHES, EXAMPLES, 2, SIDE, SIDE), d, seed=2) for d in dtypes}
-    # A compiled function of JAX takes no 4-bit arguments on CPU: these are narrowed inside.
+    # A compiled function of JAX 0.10 takes no 4-bit arguments on CPU: these are narrowed inside.
     fixed, batch = ({d: x.astype(np.int8) if "int4" in d else x for d, x in xs.items()} for xs in (fixed, batch))
     rng = np.random.default_rng(3)
     fixed["weight"] = rng.normal(size=(SIDE, SIDE)).astype(np.float32)
@@ -176,12 +181,13 @@ def test_every_operation_in_float32(axis_type: AxisType):
     deferred, expected, parted = check(table(["float32"]), axis_type)
     assert {name for name, _ in deferred} == DEFERRED
     indifferent = [r for r in expected if r not in deferred and equal(parted[r], expected[r])]
-    assert {name for name, _ in indifferent} <= LEFT_ALONE, "the numbers of these rows do not tell right from wrong"
+    assert {name for name, _ in indifferent} <= LEFT_ALONE | INDIFFERENT, "these rows do not tell right from wrong"
 
 
 # A row of each kind in each dtype where it differs: what was deferred wrongly once, and what must be deferred.
 REPRESENTATIVE: list[Row] = [
-    *[(f"{way}_{to}", "float32") for way in ("to", "by") for to in ("bool", "int32", "uint8", "uint32", "int4")],
+    *[(f"{way}_{to}", "float32") for way in ("to", "by") for to in ("bool", "int32", "uint8", "uint32")],
+    ("by_int4", "float32"),
     *[(f"{way}_{to}", "float32") for way in ("to", "by") for to in ("float16", "bfloat16", "float8_e4m3fn")],
     *[(f"to_{to}", source) for source in ("uint8", "int8", "int32", "uint32") for to in ("float32", "int16", "bool")],
     *[("to_float32", source) for source in ("float16", "bfloat16", "int4", "float8_e4m3fn")],
@@ -200,6 +206,7 @@ REPRESENTATIVE_DEFERRED: set[Row] = {
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation")
 def test_a_row_of_each_kind(axis_type: AxisType):
     deferred, _, _ = check(REPRESENTATIVE, axis_type)
