@@ -92,5 +92,6 @@ def test_parts_on_several_devices_are_looked_at():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "data"))
     rows = jax.sharding.PartitionSpec(None, "data")
     sharded = mpmd_jit_with_loop(step, MpmdMesh(mesh, "stage"), in_specs=(None, rows))
+    params, batch = chain(2), batch_with(np.nan, microbatch=2)  # made here: JAX looks at what it is given, too
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"task fwd_bwd_1 \(rank 1, stage 1"):
-        sharded(chain(2), batch_with(np.nan, microbatch=2))
+        sharded(params, batch)
