@@ -227,7 +227,8 @@ def _named_rows(compiled: Any, batch: Any, microbatches: Any) -> dict[str, Any]:
 
     def add(path: Any, leaf: Any, whole: Any, sharding: MpmdSharding, here: Any) -> None:
         if here and whole.ndim == 1:
-            named[leaf_name(path)] = leaf
+            # Not the name that it has in whole batches, of which processes hash it that do not read it.
+            named[f"{leaf_name(path)} (a scalar)"] = leaf
         elif here:
             places = _places(sharding, whole.shape, read=True)
             together = len(places) == places[-1] - places[0] + 1
