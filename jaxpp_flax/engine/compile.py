@@ -325,18 +325,21 @@ class _Walk:
         wanted = [
             (position, rank)
             for position, (result, spec) in enumerate(zip(results, self.result_specs, strict=True))
-            for rank, slot in (result.items() if isinstance(result, dict) and spec is not None else ())
+            for rank, slot in (result.items() if isinstance(result, dict) else ())
             if not self._is_partitioned(rank, self.held[slot], spec)
         ]
         avals = {results[position][rank]: self.held[results[position][rank]].aval for position, rank in wanted}
         self.program = with_own_results(self.program, avals, wanted)
         self.compiled += [None] * (len(self.program.tasks) - len(self.compiled))
         for number, run in enumerate(self.program.instructions[end:], end):
-            specs = [self.result_specs[position] for position, rank in wanted if rank == run.rank]
-            self.wanted[number] = {output: spec for output, spec in enumerate(specs) if spec is not None}
-            self.run(number, run)
+            if isinstance(run, Run):
+                specs = [self.result_specs[position] for position, rank in wanted if rank == run.rank]
+                self.wanted[number] = {output: spec for output, spec in enumerate(specs) if spec is not None}
+                self.run(number, run)
 
-    def _is_partitioned(self, rank: int, held: _Held, spec: PartitionSpec) -> bool:
+    def _is_partitioned(self, rank: int, held: _Held, spec: PartitionSpec | None) -> bool:
+        if spec is None:
+            return True
         mesh = self.mesh.unstack[rank]
         return NamedSharding(mesh, held.spec).is_equivalent_to(NamedSharding(mesh, spec), len(held.shape))
 

@@ -212,10 +212,11 @@ def _free(slots: tuple[int, ...], delete: tuple[int, ...], environment: Environm
 
 def _refuse_other_memory(program: Program, executables: Executables) -> None:
     """Between processes, only what is in the devices' own memory is sent; every process refuses alike."""
-    for number, avals in executables.transfer_avals.items():
-        for aval in avals:
+    for number, transfer in enumerate(program.instructions):
+        if not isinstance(transfer, Transfer):
+            continue
+        for aval in executables.transfer_avals[number]:
             if (kind := memory_kind_of(aval)) is not None:
-                transfer = program.instructions[number]
                 raise ValueError(
                     f"a value {aval.dtype}{list(aval.shape)} in {kind!r} memory goes from rank {transfer.source} to "
                     f"rank {transfer.target}, and with several processes only what is in the devices' own memory is "

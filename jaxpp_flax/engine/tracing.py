@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def context_mesh(mesh: AbstractMesh | None) -> Iterator[None]:
+def context_mesh(mesh: AbstractMesh | None) -> Generator[None]:
     """Inside, JAX's context holds `mesh` alone (None: no mesh), even where `jax.set_mesh` has put another one there.
 
     Example:

@@ -147,7 +147,7 @@ def test_refusals():
 
     host = NamedSharding(stages().unstack[0], P(), memory_kind="pinned_host")
     refused(
-        r"body returns float32\[8\] in 'pinned_host' memory \(leaf \[1\]\[1\]\[0\]\['b'\]\).*Space.Device",
+        r"body returns float32\[8, 8\] in 'pinned_host' memory \(leaf \[1\]\[1\]\[0\]\['w'\]\).*Space.Device",
         gradients(Std1F1B(2), on_host), params, batch, in_shardings=(host, None),
     )  # fmt: skip
 
