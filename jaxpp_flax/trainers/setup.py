@@ -14,6 +14,7 @@ from flax import nnx
 
 from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.schedules import Schedule, by_name
+from jaxpp_flax.trainers.calling import asked_for
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.linen_model import LinenModel
 from jaxpp_flax.trainers.mesh import build_mesh, wrap_mesh
@@ -36,7 +37,7 @@ def check_count(name: str, value: Any) -> int:
 
 
 def check_functions(**functions: Any) -> None:
-    """Refuse what is no function of two arguments; all but `loss_fn` may be None.
+    """Refuse what is no function of a model and a batch (and `training`, `rngs`); all but `loss_fn` may be None.
 
     Raises:
       TypeError: naming the argument.
@@ -51,7 +52,7 @@ def check_functions(**functions: Any) -> None:
         except (TypeError, ValueError):  # of a function that is not written in Python
             continue
         try:
-            signature.bind(None, None)
+            signature.bind(None, None, **dict.fromkeys(asked_for(function)))
         except TypeError as error:
             raise TypeError(
                 f"{name} is called as {name}(model, batch), but the one that was given takes {signature}. Give it two "

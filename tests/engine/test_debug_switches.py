@@ -17,8 +17,6 @@ from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import batch_of, chain, forward, mesh_of
 from tests.helpers import tree_allclose
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def loss(params: Any, mb: Any) -> jax.Array:
     x = forward(params, mb["x"])

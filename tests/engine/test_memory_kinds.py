@@ -24,8 +24,6 @@ from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import batch_of, chain, gradients
 from tests.helpers import tree_allclose
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 

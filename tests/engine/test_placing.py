@@ -17,8 +17,6 @@ from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import batch_of, chain, gradients
 from tests.helpers import tree_allclose
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def counting_step(state: Any, batch: Any) -> Any:
     """SGD whose rate falls with a count, as Adam's correction does: every rank reads the count, and makes the next."""

@@ -17,8 +17,6 @@ from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import batch_of, chain, gradients
 from tests.helpers import tree_allclose
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 WANTED = {
     "argument": P("x"),
     "parameter": (P("x"), P(None, "x")),

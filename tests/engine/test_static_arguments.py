@@ -15,8 +15,6 @@ from jaxpp_flax.engine.jit import mpmd_jit
 from jaxpp_flax.engine.static_arguments import StaticArgument
 from tests.engine.toys import batch_of, chain, forward, mesh_of
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @dataclass(frozen=True)
 class Options:

@@ -18,8 +18,6 @@ from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import batch_of, chain, forward, mesh_of
 from tests.helpers import tree_allclose
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 Context = Callable[[], AbstractContextManager[Any]]
 # What each changes in the step below: its numbers, its types, or whether it can be traced.
 CHANGES: dict[str, Context] = {

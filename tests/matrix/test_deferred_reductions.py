@@ -207,7 +207,6 @@ REPRESENTATIVE_DEFERRED: set[Row] = {
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation")
 def test_a_row_of_each_kind(axis_type: AxisType):
     deferred, _, _ = check(REPRESENTATIVE, axis_type)
     assert deferred == REPRESENTATIVE_DEFERRED

@@ -11,7 +11,6 @@ from jaxpp_flax import mpmd
 from tests.mpmd.programs import WIDTH, batches, model, topology, weights
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_settings_after_a_call_without_them():
     def fun(ws, x):
         return model(ws, x) / jnp.ones(WIDTH)

@@ -15,7 +15,7 @@ from jaxpp_flax.trainers import BatchStatisticsWarning, ModelError
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
 
-pytestmark = pytest.mark.usefixtures("verified_quick_compilation")
+pytestmark = pytest.mark.usefixtures("verified")
 
 MASKED = m.make_batch(4)
 PLAIN = {name: MASKED[name] for name in ("tokens", "targets")}

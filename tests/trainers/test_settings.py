@@ -13,7 +13,6 @@ from jaxpp_flax import PipelineTrainer
 from tests.trainers import models as m
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("stages", [1, 2])
 def test_settings_after_a_call_without_them(stages: int):
     trainer = PipelineTrainer(
