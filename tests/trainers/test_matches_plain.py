@@ -124,6 +124,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.full_compilation  # a bias before a BatchNorm has a gradient of rounding errors alone
 @pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
 @pytest.mark.parametrize("kind", ["nnx", slow("linen")])
 @pytest.mark.parametrize("feature", FEATURES)
