@@ -69,6 +69,7 @@ def check(folder: Path, program: str, *printed: str) -> None:
             assert text in run.stdout, run.stdout + run.stderr
 
 
+@pytest.mark.extras
 def test_losses_and_a_checkpoint_come_back_to_the_driver(tmp_path: Path):
     program = """
 def train(report, directory, steps):
@@ -100,6 +101,7 @@ print("checkpoint", np.load("weight.npy").tolist())
     )
 
 
+@pytest.mark.extras
 def test_an_exception_in_one_process_reaches_the_driver(tmp_path: Path):
     program = """
 def train(report):
@@ -116,6 +118,7 @@ except LaunchError as error:
     check(tmp_path, program, "caught process 1 raised", "True RayTaskError(KeyError)")
 
 
+@pytest.mark.extras
 def test_a_killed_actor_ends_the_run(tmp_path: Path):
     program = """
 def train(report):
@@ -133,6 +136,7 @@ for number in signal.SIGKILL, signal.SIGSTOP:
     check(tmp_path, program, "caught ['process 1 was killed", "caught ['process 1 has failed, as process 0 found, and")
 
 
+@pytest.mark.extras
 def test_hosts_that_there_are_not(tmp_path: Path):
     program = """
 try:
