@@ -275,6 +275,9 @@ LINEAR_ALGEBRA: dict[str, Operation] = {
     "tridiagonal_solve": lambda s, c, t: lax.linalg.tridiagonal_solve(s[0], _positive(s[1]) * 9, s[2], c),
 }  # fmt: skip
 
+# Lowered with an initial value that only floats have, which tracing does not find out.
+FROM_MINUS_INFINITY = {"approx_top_k", "cumlogsumexp"}
+
 # To and fro: what a dtype cannot hold is lost on the way.
 CONVERSIONS: dict[str, Operation] = {
     **{f"to_{d}": partial(lambda d, s, c, t: s.astype(d), d) for d in DTYPES},
@@ -294,6 +297,8 @@ def applicable(name: str, dtype: str) -> bool:
         return False
     target = name.partition("_")[2] if name in CONVERSIONS else dtype
     if not {dtype, target}.isdisjoint(WIDE) and not jax.config.read("jax_enable_x64"):
+        return False
+    if name in FROM_MINUS_INFINITY and dtype not in FLOATS:
         return False
     if dtype in COMPLEX and target not in COMPLEX and target in DTYPES:
         return False  # JAX warns of a part that is lost
