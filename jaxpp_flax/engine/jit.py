@@ -209,22 +209,7 @@ class MpmdFunction:
             by_name = {k: named[k] if k in named else StaticArgument.of(v) for k, v in kwargs.items()}
             return self._jitted.trace(*full, **by_name)
 
-        try:
-            return trace_for_stages(trace, mesh)
-        except ValueError as error:
-            if "not found in mesh" in str(error):
-                raise ValueError(
-                    f"the step constrains a value to a mesh axis that does not exist: {error} In a stage a constraint "
-                    f"may name {[name for name in mesh.jax_mesh.axis_names if name != mesh.mpmd_axis_name]}. Use one "
-                    "of these, or make a mesh that has the axis; the line is in the traceback of the error above."
-                ) from error
-            if "context mesh" in str(error).lower():
-                raise ValueError(
-                    f"the step names a mesh beside that of a stage, {dict(mesh.abstract_submesh.shape)}: {error} Leave "
-                    "`mesh=` out of jax.shard_map, write shardings as PartitionSpecs, or make both of "
-                    "`mpmd_mesh.lowering_mesh()`; the line is in the traceback of the error above."
-                ) from error
-            raise
+        return trace_for_stages(trace, mesh)
 
     def _static_positions(self, args: Sequence[Any]) -> set[int]:
         return {n % len(args) for n in self._static_argnums if args and -len(args) <= n < len(args)}

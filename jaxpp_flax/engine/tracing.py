@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def context_mesh(mesh: AbstractMesh | None) -> Generator[None]:
+def context_mesh(mesh: AbstractMesh | None) -> Generator[None, None, None]:
     """Inside, JAX's context holds `mesh` alone (None: no mesh), even where `jax.set_mesh` has put another one there.
 
     Example:
@@ -42,9 +42,10 @@ def trace_for_stages(trace: Callable[[AbstractMesh], T], mesh: MpmdMesh) -> T:
       mesh: the whole mesh.
 
     Raises:
-      ValueError: the step's own, from the trace under the submesh.
+      ValueError: the step's own, from the trace under the submesh; of meshes and axes that a stage has not got, with
+        what to change.
     """
-    refused: ValueError | None = None
+    refused: list[ValueError] = []
     for abstract in dict.fromkeys([mesh.abstract_submesh, mesh.jax_mesh.abstract_mesh]):
         try:
             with context_mesh(abstract):
@@ -52,6 +53,24 @@ def trace_for_stages(trace: Callable[[AbstractMesh], T], mesh: MpmdMesh) -> T:
         except ValueError as error:
             if "mesh" not in str(error):
                 raise
-            refused = refused or error
-    assert refused is not None  # there was one mesh at least
-    raise refused
+            refused.append(error)
+    remedy = _remedy(str(refused[0]), mesh)
+    if remedy is None:
+        raise refused[0]
+    raise ValueError(f"{remedy}; the line is in the traceback of the error above.") from refused[0]
+
+
+def _remedy(error: str, mesh: MpmdMesh) -> str | None:
+    """What to say of an error of JAX's about meshes."""
+    if "not found in mesh" in error:
+        axes = [name for name in mesh.jax_mesh.axis_names if name != mesh.mpmd_axis_name]
+        return (
+            f"the step constrains a value to a mesh axis that does not exist: {error} In a stage a constraint may name "
+            f"{axes}. Use one of these, or make a mesh that has the axis"
+        )
+    if "context mesh" in error.lower():
+        return (
+            f"the step names a mesh beside that of a stage, {dict(mesh.abstract_submesh.shape)}: {error} Leave `mesh=` "
+            "out of jax.shard_map, write shardings as PartitionSpecs, or make both of `mpmd_mesh.lowering_mesh()`"
+        )
+    return None

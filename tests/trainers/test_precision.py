@@ -21,7 +21,7 @@ STAGES, MICROBATCHES, WIDTH = 2, 4, 16
 class Block(nnx.Module):
     def __init__(self, dtype, rngs, param_dtype):
         self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs, dtype=dtype, param_dtype=param_dtype)
-        self.calls = nnx.BatchStat(jnp.zeros(()))
+        self.calls = nnx.Variable(jnp.zeros(()))
 
     def __call__(self, x):
         self.calls[...] += 1
