@@ -9,8 +9,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from importlib.metadata import version
+from typing import Any
 
 import pytest
 
@@ -53,9 +54,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     """All cores for the tiers without deadlines; one process for tests with deadlines, and for a single file."""
-    expression, arguments = config.getoption("markexpr"), config.invocation_params.args
-    files = [argument for argument in arguments if ".py" in str(argument)]
-    if ("not processes" in expression or expression == "slow") and len(files) != 1:
+    expression = config.getoption("markexpr")
+    single = len(config.args) == 1 and ".py" in config.args[0]
+    if ("not processes" in expression or expression == "slow") and not single:
         return None  # as many as there are cores
     config.option.dist = "no"
     return 0
@@ -71,26 +72,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if not item.get_closest_marker("soak")]
 
 
-@pytest.fixture(autouse=True)
-def _compilation(request: pytest.FixtureRequest) -> Iterator[None]:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """Compile as users do in tests marked `full_compilation`: with all optimizations, and without the cache on disk."""
-    if request.node.get_closest_marker("full_compilation") is None:
-        yield
-        return
+    if item.get_closest_marker("full_compilation") is None:
+        return (yield)
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    settings = {"jax_disable_most_optimizations": False, "jax_enable_compilation_cache": False}
-    before = {
-        "jax_disable_most_optimizations": jax.config.read("jax_disable_most_optimizations"),
-        "jax_enable_compilation_cache": jax.config.jax_enable_compilation_cache,
-    }
-
-    def apply(values: dict[str, bool]) -> None:
-        for name, value in values.items():
-            jax.config.update(name, value)
+    def apply(quick: bool, cache: bool) -> None:
+        jax.config.update("jax_disable_most_optimizations", quick)
+        jax.config.update("jax_enable_compilation_cache", cache)
         compilation_cache.reset_cache()  # JAX remembers whether it uses the cache
 
-    apply(settings)
-    yield
-    apply(before)
+    before = jax.config.read("jax_disable_most_optimizations"), jax.config.jax_enable_compilation_cache
+    apply(quick=False, cache=False)
+    try:
+        return (yield)
+    finally:
+        apply(*before)

@@ -374,7 +374,7 @@ def _device_list_for(source: Sharding, target: Sharding, shape: tuple[int, ...])
     """The private device list of `target` if shard i of `source` is shard i of `target`, else None."""
     if not (source.is_fully_addressable and target.is_fully_addressable):
         return None
-    if source.memory_kind != target.memory_kind:
+    if (source.memory_kind or "device") != (target.memory_kind or "device"):  # the devices' own has two names
         return None
     before = tuple(source.devices_indices_map(shape).values())
     after = tuple(target.devices_indices_map(shape).values())

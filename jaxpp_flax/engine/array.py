@@ -14,7 +14,7 @@ from jax.core import ShapedArray, Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine import _compat
-from jaxpp_flax.engine.mesh import MpmdMesh, MpmdSharding
+from jaxpp_flax.engine.mesh import MpmdMesh, MpmdSharding, named_memory
 
 __all__ = ["MpmdArray", "MpmdSharding"]
 
@@ -418,7 +418,7 @@ def _from_pieces(
     first = next(iter(arrays.values() if isinstance(arrays, Mapping) else arrays), None)
     if spec is None and first is not None and isinstance(first.sharding, NamedSharding):
         spec = first.sharding.spec
-    memory_kind = getattr(getattr(first, "sharding", None), "memory_kind", None)
+    memory_kind = named_memory(getattr(first, "sharding", None))
     return MpmdSharding(mesh, ranks, PartitionSpec() if spec is None else spec, memory_kind)
 
 

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.array import MpmdArray
-from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.engine.mesh import MpmdMesh, named_memory
 from jaxpp_flax.engine.runtime import Across
 from jaxpp_flax.engine.transport.base import Tag
 from jaxpp_flax.engine.transport.crossing import Crossing
@@ -36,7 +36,7 @@ class Wanted:
         sharding = leaf.sharding
         if not sharding.mesh_ids.issuperset(self.ranks) or sharding.mpmd_mesh != self.mesh:
             return False
-        return all(sharding.local_sharding(rank) == self.on(rank) for rank in self.ranks[:1])
+        return sharding.spec == self.spec and named_memory(sharding) == self.memory_kind
 
 
 def bring(leaf: MpmdArray, wanted: Wanted, across: Across, call: int, argument: int) -> dict[int, jax.Array]:
@@ -92,7 +92,7 @@ def _origin(leaf: MpmdArray, wanted: Wanted, rank: int) -> tuple[int, NamedShard
     # Where a process has devices of both ranks, that replica is near.
     source = min(leaf.mpmd_idxs, key=lambda own: (_processes(sharding.local_sharding(own)) != owners, own))
     lies = sharding.local_sharding(source)
-    if lies != _in_own_memory(lies):
+    if named_memory(lies) is not None:
         raise ValueError(
             f"argument{wanted.name}, {leaf.dtype}{list(leaf.shape)}, lies in {lies.memory_kind!r} memory on rank "
             f"{source}, but the step reads it on rank {rank} of another process, and only what is in the devices' own "

@@ -17,7 +17,7 @@ from jaxpp_flax.engine.compile import TaskCompiler, compile_program
 from jaxpp_flax.engine.debug_switches import kinds_looked_for, looking_away
 from jaxpp_flax.engine.ir import Constant, memory_kind_of
 from jaxpp_flax.engine.listing import ProgramListing
-from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.engine.mesh import MpmdMesh, lies_alike
 from jaxpp_flax.engine.pipeline import Built
 from jaxpp_flax.engine.placing import place
 from jaxpp_flax.engine.profile import TaskTiming
@@ -219,7 +219,7 @@ class Compiled:
             for target in argument.targets:
                 rank, sharding = target.rank, target.sharding
                 part = parts.get(rank)
-                if part is None or (part.sharding is not sharding and part.sharding != sharding):
+                if part is None or (part.sharding is not sharding and not lies_alike(part.sharding, sharding)):
                     part = leaf._value if part is None else part  # pyright: ignore[reportPrivateUsage]
                     part = place(part, sharding, may_alias=may_alias)
                 elif part.is_deleted():

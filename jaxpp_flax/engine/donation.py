@@ -31,9 +31,10 @@ def usable_donations(
 
     room = Counter(map(kind, task.graph.outputs, out_specs))
     usable: list[int] = []
-    for position in sorted(task.donate):
+    pinned = {position for _, position in task.pins}  # accumulators first, whose outputs must take over their memory
+    for position in sorted(task.donate, key=lambda position: (position not in pinned, position)):
         input_kind = kind(task.graph.inputs[position], in_specs[position])
         if room[input_kind] > 0:
             room[input_kind] -= 1
             usable.append(position)
-    return tuple(usable)
+    return tuple(sorted(usable))

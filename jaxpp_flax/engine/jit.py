@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
-from jaxpp_flax.engine._compat import trace_context
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.compile import TaskCompiler
 from jaxpp_flax.engine.compiled import Compiled, Leaf, Signature
@@ -26,7 +25,7 @@ from jaxpp_flax.engine.passes.audience import Audience
 from jaxpp_flax.engine.passes.constraints import on_submesh
 from jaxpp_flax.engine.pipeline import CutPolicy, build, cut_at_every_mark
 from jaxpp_flax.engine.static_arguments import StaticArgument, unhashable, unwrapping
-from jaxpp_flax.engine.tracing import context_mesh, trace_for_stages
+from jaxpp_flax.engine.tracing import context_mesh, trace_for_stages, trace_settings
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 
@@ -136,7 +135,7 @@ class MpmdFunction:
         except TypeError as error:
             raise _not_an_array(tree, leaves) from error
         specs = tuple(layout_of(leaf, self.mpmd_mesh) for leaf in leaves)
-        context = trace_context()
+        context = trace_settings()
         key = (tree, types, specs, statics, context)
         compiled = self._cache.get(key)
         if compiled is None:

@@ -15,7 +15,16 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-__all__ = ["MpmdMesh", "MpmdSharding", "RankMeshes", "canonical", "carried_over", "spec_on"]
+__all__ = [
+    "MpmdMesh",
+    "MpmdSharding",
+    "RankMeshes",
+    "canonical",
+    "carried_over",
+    "lies_alike",
+    "named_memory",
+    "spec_on",
+]
 
 # A jax.Device: JAX exports that name as a variable, which type checkers refuse in annotations.
 Device: TypeAlias = Any
@@ -349,6 +358,27 @@ def carried_over(spec: PartitionSpec, mesh: Mesh, shape: tuple[int, ...]) -> Par
                 shards *= mesh.shape[name]
         entries.append(tuple(kept) or None)
     return canonical(PartitionSpec(*entries))
+
+
+def named_memory(sharding: Any) -> str | None:
+    """The kind of memory that a sharding names; None for the devices' own, by name or without one.
+
+    Example:
+      >>> named_memory(jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="device")) is None
+      True
+    """
+    kind = getattr(sharding, "memory_kind", None)
+    return None if kind == "device" else kind
+
+
+def lies_alike(sharding: Any, other: Any) -> bool:
+    """Whether two shardings are equal, but for whether they name the devices' own memory."""
+    if sharding == other:
+        return True
+    if not (isinstance(sharding, NamedSharding) and isinstance(other, NamedSharding)):
+        return False
+    same = sharding.mesh == other.mesh and sharding.spec == other.spec
+    return same and named_memory(sharding) == named_memory(other)
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.blocks import LoopBody, Marks
+from jaxpp_flax.engine.effects import refuse_ordered_effects
 from jaxpp_flax.engine.hints import without_hints
 from jaxpp_flax.engine.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, struct_of
 from jaxpp_flax.engine.loop import treduce_p
@@ -99,7 +100,7 @@ def build(
     verify = _verifying()
     flat = split_conditions(drop_unused_results(inline(graph, flatten=True)))
     refuse_partial_sums(flat)
-    _refuse_ordered_effects(flat)
+    refuse_ordered_effects(flat)
     if verify:
         flat.verify()
     size = _Sizes(axis_sizes)
@@ -186,21 +187,6 @@ def _check_schedule(equation: Equation, num_ranks: int) -> Schedule:
         )
     schedule.check(length)
     return schedule
-
-
-def _refuse_ordered_effects(graph: Graph) -> None:
-    """Stages run at the same time, and each keeps an order of its own: one order over the step is not kept by it."""
-    for equation in graph.equations:
-        body = equation.params["body"].equations if equation.primitive is treduce_p else (equation,)
-        for part in body:
-            # JAX has no public name for these effects but their classes' own.
-            if any(type(effect).__name__.startswith("Ordered") for effect in part.effects):
-                raise ValueError(
-                    f"the `{part.name}` at {part.where} has a side effect with ordered=True, but the stages of a "
-                    "pipeline work on several microbatches at the same time, so that no order of the whole step "
-                    "is kept. Leave out ordered=True: each call still happens once for each microbatch. Pass what "
-                    "tells the calls apart (the microbatch's index, the layer's name) to the callback."
-                )
 
 
 def _cut_loop(

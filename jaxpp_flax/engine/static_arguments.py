@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,8 @@ def types_within(value: Any) -> Hashable:
         return (type(value), *map(types_within, value))
     if isinstance(value, frozenset):
         return (type(value), frozenset((element, types_within(element)) for element in value))
+    if isinstance(value, Mapping):
+        return (type(value), frozenset((key, types_within(key), types_within(of)) for key, of in value.items()))
     if isinstance(value, functools.partial):
         return (
             type(value),

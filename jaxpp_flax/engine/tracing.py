@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable
 from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
 import jax
 from jax.sharding import AbstractMesh
 
+from jaxpp_flax.engine._compat import trace_context
 from jaxpp_flax.engine.mesh import MpmdMesh
 
-__all__ = ["context_mesh", "trace_for_stages"]
+__all__ = ["context_mesh", "trace_for_stages", "trace_settings"]
 
 T = TypeVar("T")
 
@@ -29,6 +30,20 @@ def context_mesh(mesh: AbstractMesh | None) -> Generator[None, None, None]:
     # `use_abstract_mesh` alone refuses a mesh of another size than the one before it.
     with jax.set_mesh(None), jax.sharding.use_abstract_mesh(mesh) if mesh is not None else nullcontext():
         yield
+
+
+def trace_settings() -> Hashable:
+    """JAX's settings that belong to the key of a traced step; a mesh of `jax.set_mesh` changes no step, and is none.
+
+    Example:
+      >>> import numpy as np
+      >>> before = trace_settings()
+      >>> with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))):
+      ...     trace_settings() == before
+      True
+    """
+    with context_mesh(None):
+        return trace_context()
 
 
 def trace_for_stages(trace: Callable[[AbstractMesh], T], mesh: MpmdMesh) -> T:

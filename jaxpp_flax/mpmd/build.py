@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from jaxpp_flax.engine.effects import refuse_ordered_effects
 from jaxpp_flax.engine.ir import Graph
 from jaxpp_flax.engine.passes.constraints import onto_mesh
 from jaxpp_flax.engine.passes.liveness import allocate
@@ -51,10 +52,11 @@ def build(
 
     Raises:
       ValueError: if a name is not assigned, names within each other are assigned apart, or names stand inside of a
-        `scan`, `while` or `cond` that would span meshes.
+        `scan`, `while` or `cond` that would span meshes; if a side effect has `ordered=True`.
       ScheduleError: if the stages do not fit the schedule.
     """
     meshes = config.meshes
+    refuse_ordered_effects(graph)
     step = nodes_of(graph)
     fixed = _fixed(step.nodes, config)
     constants = frozenset(step.inputs[:num_constants])

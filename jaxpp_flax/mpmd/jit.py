@@ -12,12 +12,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
 
-from jaxpp_flax.engine._compat import trace_context
 from jaxpp_flax.engine.compile import TaskCompiler
 from jaxpp_flax.engine.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.ir import from_jaxpr, in_memory
 from jaxpp_flax.engine.layouts import memory_wanted, with_memories
-from jaxpp_flax.engine.tracing import context_mesh
+from jaxpp_flax.engine.tracing import context_mesh, trace_settings
 from jaxpp_flax.mpmd.build import build
 from jaxpp_flax.mpmd.config import MpmdConfig
 from jaxpp_flax.mpmd.lowered import MpmdCompiled, MpmdLowered, Signature
@@ -51,7 +50,7 @@ class MpmdWrapped:
     def __call__(self, *args: Any) -> Any:
         """Run the function, compiled first where its arguments' structure, types or specs or JAX's settings are new."""
         leaves, tree = jax.tree_util.tree_flatten(args)
-        key = tree, tuple((_type_of(leaf, ""), spec_of(leaf)) for leaf in leaves), trace_context()
+        key = tree, tuple((_type_of(leaf, ""), spec_of(leaf)) for leaf in leaves), trace_settings()
         if key not in self._compiled:
             self._compiled[key] = self.lower(*args).compile()
         return self._compiled[key](*args)
@@ -65,6 +64,10 @@ class MpmdWrapped:
           RuntimeError: under `jax.disable_jit`.
         """
         refuse_disabled_jit("a function under mpmd.jit")
+        with context_mesh(None):  # no mesh around the call may change what is built
+            return self._lower(args)
+
+    def _lower(self, args: Sequence[Any]) -> MpmdLowered:
         config = self.mpmd_config
         _check_processes(config.meshes)
         leaves, tree = jax.tree_util.tree_flatten(args)

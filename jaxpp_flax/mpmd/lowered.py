@@ -15,6 +15,7 @@ from jaxpp_flax.engine.compile import Executables, TaskCompiler, compile_program
 from jaxpp_flax.engine.debug_switches import kinds_looked_for, looking_away
 from jaxpp_flax.engine.ir import Constant, memory_kind_of
 from jaxpp_flax.engine.runtime import Runtime
+from jaxpp_flax.engine.tracing import context_mesh
 from jaxpp_flax.mpmd.build import Built
 from jaxpp_flax.mpmd.shardings import within
 from jaxpp_flax.mpmd.text import as_text
@@ -140,14 +141,15 @@ class MpmdLowered:
     @cached_property
     def _executables(self) -> Executables:
         inputs = self.built.step.inputs
-        return compile_program(
-            self.built.program,
-            self._compiler,
-            [*(PartitionSpec() for _ in self._constants), *self._in_specs],
-            self.signature.out_specs,
-            [value.aval for value in inputs],
-            self.topology.local_ranks,
-        )
+        with context_mesh(None):  # as in `MpmdWrapped.lower`
+            return compile_program(
+                self.built.program,
+                self._compiler,
+                [*(PartitionSpec() for _ in self._constants), *self._in_specs],
+                self.signature.out_specs,
+                [value.aval for value in inputs],
+                self.topology.local_ranks,
+            )
 
     def as_text(self, dialect: str = "mpmd") -> str:
         """The program as text: `"mpmd"` (fragments, transfers, each fragment's equations) or `"program"` (slots).
@@ -159,7 +161,7 @@ class MpmdLowered:
             specs = [*(PartitionSpec() for _ in self._constants), *self._in_specs]
             return as_text(self.built, self.topology.names, self.signature.name, specs)
         if dialect == "program":
-            return self.built.program.as_text()
+            return self._executables.program.as_text()
         raise ValueError(f"as_text knows no dialect {dialect!r}; use 'mpmd' or 'program'.")
 
 

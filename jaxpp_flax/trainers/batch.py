@@ -26,6 +26,7 @@ __all__ = [
     "first_examples",
     "join_parts",
     "leaf_name",
+    "repeated",
     "shape_of",
     "signature",
     "split_batch",
@@ -129,7 +130,7 @@ def split_batch(batch: Any, num_microbatches: int, shards: int = 1) -> Any:
 
     def reshape(leaf: Any) -> Any:
         if not np.shape(leaf):
-            return _repeated(leaf, num_microbatches)
+            return repeated(leaf, num_microbatches)
         if isinstance(leaf, jax.ShapeDtypeStruct):  # of a leaf that this process does not read
             return jax.ShapeDtypeStruct((num_microbatches, each, *leaf.shape[1:]), dtype_of(leaf))
         numpy = jnp if isinstance(leaf, jax.Array) else np
@@ -138,7 +139,8 @@ def split_batch(batch: Any, num_microbatches: int, shards: int = 1) -> Any:
     return jax.tree.map(reshape, batch)
 
 
-def _repeated(scalar: Any, count: int) -> Any:
+def repeated(scalar: Any, count: int) -> Any:
+    """A scalar of a batch as the step takes it, of shape (count,): the same for each microbatch."""
     if isinstance(scalar, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((count,), dtype_of(scalar))
     return (

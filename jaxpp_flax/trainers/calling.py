@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from flax.errors import FlaxError
+
 from jaxpp_flax.trainers.errors import LossError
 from jaxpp_flax.trainers.linen_model import LinenCall
 from jaxpp_flax.trainers.model import ModelAdapter
@@ -54,7 +56,7 @@ def call_function(
         extra["rngs"] = model.rngs(rest, step=step, microbatch=microbatch)
     try:
         return function(bound, batch, **extra), bound
-    except Exception as error:
+    except (AttributeError, TypeError, FlaxError) as error:
         if taken := _taken_for_parameters(function, bound, error):
             raise LossError(taken) from error
         raise
@@ -65,9 +67,10 @@ def _taken_for_parameters(function: Callable[..., Any], model: Any, error: Excep
     first, kind = next(iter(_parameters(function)), ""), type(model).__name__
     if first not in _NAMES_OF_PARAMETERS and f"'{kind}' object is not" not in str(error):
         return None
+    name = getattr(function, "__name__", "given")
     reason = str(error).splitlines()[0][:200] if str(error) else ""
     return (
-        f"the loss function failed ({type(error).__name__}: {reason}), and takes its first argument {first!r} for "
+        f"the function {name!r} failed ({type(error).__name__}: {reason}), and takes its first argument {first!r} for "
         f"parameters; it is called with the model ({kind}) that holds them. Write `def loss_fn(model, batch)` and "
         "call `model(batch[...])`: there is no `apply` or `merge` to call. A Linen model has `model.params` and "
         "`model.variables` beside."

@@ -25,6 +25,7 @@ from jaxpp_flax.trainers.batch import (
     dtype_of,
     first_examples,
     leaf_name,
+    repeated,
     shape_of,
     split_for_inference,
 )
@@ -184,7 +185,7 @@ def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
         if whole.ndim == 1:  # a scalar, which every process passes
             if isinstance(leaf, jax.ShapeDtypeStruct):
                 raise BatchError(f"{name} is a shape without a value, but this process reads it. Pass the scalar.")
-            return np.full(whole.shape, leaf, whole.dtype)
+            return repeated(leaf, count)
         places = _places(sharding, whole.shape, read=True)
         expected = (count * len(places), *whole.shape[2:])
         if isinstance(leaf, jax.ShapeDtypeStruct) or tuple(leaf.shape) != expected:
@@ -228,7 +229,7 @@ def _named_rows(compiled: Any, batch: Any, microbatches: Any) -> dict[str, Any]:
     def add(path: Any, leaf: Any, whole: Any, sharding: MpmdSharding, here: Any) -> None:
         if here and whole.ndim == 1:
             # Not the name that it has in whole batches, of which processes hash it that do not read it.
-            named[f"{leaf_name(path)} (a scalar)"] = leaf
+            named[f"{leaf_name(path)} (a scalar)"] = repeated(leaf, 1)
         elif here:
             places = _places(sharding, whole.shape, read=True)
             together = len(places) == places[-1] - places[0] + 1

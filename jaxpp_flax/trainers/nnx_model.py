@@ -14,6 +14,10 @@ from jaxpp_flax.trainers.model import fold
 __all__ = ["NnxModel"]
 
 
+# Told apart from the streams of a module that was made with the same seed.
+_OF_THE_CALL = 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class NnxModel:
     """An NNX module, split into the variables that are trained (`wrt`, a filter) and the rest; `seed` is of `rngs`."""
@@ -42,8 +46,8 @@ class NnxModel:
         return module
 
     def rngs(self, rest: Any, *, step: Any, microbatch: Any) -> nnx.Rngs:
-        """One stream for all names, beside the module's own; its keys are those of the call's order."""
-        return nnx.Rngs(fold(jax.random.key(self.seed), step, microbatch))
+        """One stream for all names, with keys in the order of calls; no key is one of the module's own streams."""
+        return nnx.Rngs(fold(jax.random.fold_in(jax.random.key(self.seed), _OF_THE_CALL), step, microbatch))
 
     def batch_statistics(self, rest: Any) -> list[bool]:
         """Those in variables of Flax's type `nnx.BatchStat`."""

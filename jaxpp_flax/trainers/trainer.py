@@ -11,8 +11,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxpp_flax.engine._compat import trace_context
 from jaxpp_flax.engine.debug_switches import refuse_disabled_jit
+from jaxpp_flax.engine.tracing import trace_settings
 from jaxpp_flax.layers.remat import check_remat
 from jaxpp_flax.trainers.assigning import Assigner
 from jaxpp_flax.trainers.batch import signature, split_batch
@@ -408,7 +408,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         return Loop(num_microbatches=num_microbatches, schedule=self.schedule)
 
     def _key(self, kind: str, microbatches: Any) -> Any:
-        return (kind, self.schedule, signature(microbatches), trace_context())
+        return (kind, self.schedule, signature(microbatches), trace_settings())
 
     def _train_executable(self, microbatches: Any) -> Any:
         def build() -> Any:

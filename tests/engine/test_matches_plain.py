@@ -22,6 +22,8 @@ from jaxpp_flax.schedules import (
     Schedule,
     Std1F1B,
     ZeroBubble,
+    by_name,
+    names,
 )
 from tests.engine.toys import batch_of, chain, chain_loss, mesh_of
 from tests.helpers import tree_allclose
@@ -92,6 +94,30 @@ def test_interleaved(ranks: int, stages: int, microbatches: int):
 )
 def test_split_backward(schedule: Schedule):
     check(schedule, 8)
+
+
+# By name, with the stages of each rank; with those above these are all. They share the executables of two ranks.
+OTHERS = {
+    "latency_hiding_1f1b": 1,
+    "gpipe_1f1b_last": 1,
+    "zero_bubble_h2": 1,
+    "zero_bubble_h2_half_latency": 1,
+    "zero_bubble_h2_full_latency": 1,
+    "interleaved_gpipe": 2,
+    "kimi_k2": 2,
+    "circular": 2,
+    "circular_reversed": 2,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_other_schedules(name: str):
+    check(by_name(name, 2 * OTHERS[name], 2), 4)
+
+
+def test_every_schedule_is_among_these():
+    above = {"gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipe_v"}
+    assert above | OTHERS.keys() == set(names())
 
 
 def test_the_reference_trains():

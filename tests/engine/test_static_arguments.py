@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.core import FrozenDict
 
 from jaxpp_flax.engine.jit import mpmd_jit
 from jaxpp_flax.engine.static_arguments import StaticArgument
@@ -30,6 +31,7 @@ WITHIN: dict[str, Any] = {
     "nested": lambda x: ("a", (1, (x,))),
     "set": lambda x: frozenset([x]),
     "dataclass": Options,
+    "mapping": lambda x: FrozenDict(scale=x),
     "partial": lambda x: partial(Options, scale=x),
 }
 

@@ -33,3 +33,25 @@ def test_settings_after_a_call_without_them():
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"invalid value \(nan\) .* in task .* \(rank 0"):
         ours(ws, poisoned)
     np.testing.assert_allclose(ours(ws, x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_mesh_around_a_call_changes_nothing():
+    ws, x = weights(2), batches(1)[0]
+    ours = mpmd.jit(model, mpmd.make_config(topology(1, 1), {"block_0": "m0", "block_1": "m1"}))
+    expected = np.asarray(ours(ws, x))
+    compilations = ours._compiler.compilations
+    other = mpmd.jit(model, mpmd.make_config(topology(1, 1), {"block_0": "m0", "block_1": "m1"}))
+    with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:4]), ("elsewhere",))):
+        np.testing.assert_array_equal(ours(ws, x), expected)
+        np.testing.assert_array_equal(other(ws, x), expected)
+    assert ours._compiler.compilations == compilations
+
+
+def test_side_effects_in_order_are_refused():
+    def fun(ws, x):
+        jax.debug.print("{}", x.sum(), ordered=True)
+        return model(ws, x)
+
+    ours = mpmd.jit(fun, mpmd.make_config(topology(1, 1), {"block_0": "m0", "block_1": "m1"}))
+    with pytest.raises(ValueError, match=r"side effect with ordered=True, .* Leave out ordered=True"):
+        ours.lower(weights(2), batches(1)[0])

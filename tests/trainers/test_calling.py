@@ -122,7 +122,7 @@ def plain_switched_loss(params, step, batch):
     """The loss of a step under plain JAX: the keys are those of its number and the microbatch's."""
     model, losses = nnx.merge(nnx.graphdef(Switched()), params), []
     for i in range(2):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(7), step), i)
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(jax.random.key(7), 1), step), i)
         microbatch = {name: leaf[2 * i : 2 * i + 2] for name, leaf in batch.items()}
         losses.append(switched_loss(model, microbatch, training=True, rngs=nnx.Rngs(key)))
     return sum(losses) / 2

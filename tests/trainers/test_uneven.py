@@ -23,7 +23,11 @@ def loss(model, batch):
     logits = model(batch["tokens"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     mask = batch["mask"]
-    return ((losses * mask).sum(), mask.sum()), {"mean": losses.mean(), "examples": (losses.shape[0], 1.0)}
+    return ((losses * mask).sum(), mask.sum()), {
+        "rate": batch["rate"],
+        "mean": losses.mean(),
+        "examples": (losses.shape[0], 1.0),
+    }
 
 
 def predict(model, batch):
@@ -36,15 +40,17 @@ def make_trainer(model=None, **options):
     return PipelineTrainer(model or m.Model(2, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss, predict_fn=predict, **options)
 
 
-@pytest.mark.slow
 def test_nothing_is_padded():
     trainer, model = make_trainer(), nnx.jit(m.Model(2, rngs=nnx.Rngs(0)))
     whole = m.make_batch(4)
-    one, three = ({name: leaf[rows] for name, leaf in whole.items()} for rows in (slice(0, 1), slice(1, 4)))
+    one, three = (
+        {**{name: leaf[rows] for name, leaf in whole.items()}, "rate": 0.5} for rows in (slice(0, 1), slice(1, 4))
+    )
     found = trainer.evaluate([one, three])
     logits = model(whole["tokens"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, whole["targets"])
     np.testing.assert_allclose(found["loss"], (losses * whole["mask"]).sum() / whole["mask"].sum(), rtol=1e-5)
+    assert found["rate"] == 0.5, "a scalar is the same for each part of a batch"
     np.testing.assert_allclose(found["mean"], losses.mean(), rtol=1e-5)
     assert found["examples"] == 4 / 3, "one example, then two, then one: in three microbatches"
     for batch, expected in ((one, logits[:1]), (three, logits[1:])):
