@@ -7,7 +7,6 @@ import gc
 import queue
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -43,7 +42,7 @@ class FakeNccl:
     """Channels by name, each a queue of groups; notes every call."""
 
     def __init__(self) -> None:
-        self.channels: dict[bytes, queue.Queue[list[bytes]]] = defaultdict(queue.Queue)
+        self.channels: dict[bytes, queue.Queue[list[bytes]]] = {}
         self.joined: list[tuple[bytes, bool, int]] = []
         self.broken = self.busy = False
 
@@ -52,7 +51,8 @@ class FakeNccl:
 
     def communicator(self, unique_id: bytes, *, sending: bool, device: Any) -> FakeCommunicator:
         self.joined.append((unique_id, sending, device.id))
-        return FakeCommunicator(self, self.channels[unique_id])
+        # Both ends ask at once, each in a thread of its own: they must get one queue.
+        return FakeCommunicator(self, self.channels.setdefault(unique_id, queue.Queue()))
 
     def empty(self, nbytes: int, device: Any) -> FakeBuffer:
         return FakeBuffer(nbytes)
