@@ -135,6 +135,7 @@ def main() -> None:
         references = {name: pickle.loads((folder / name).read_bytes()) for name in names}
         process_group().barrier("the references are read", 120.0)
     for name in names:
+        faulthandler.dump_traceback_later(100, exit=True)  # anew for each case
         print(f"begin {name}", flush=True)
         compare(cases[name], references[name])
         if name == "chain-1f1b":

@@ -184,7 +184,8 @@ def join_run(*, optimized: bool = False) -> None:
     """
     import jax
 
-    jax.config.update("jax_disable_most_optimizations", not optimized)
+    quick = not optimized and os.environ.get("JAX_DISABLE_MOST_OPTIMIZATIONS") != "0"
+    jax.config.update("jax_disable_most_optimizations", quick)
     if os.environ["TEST_PROCESSES"] == "1":
         return
     if os.environ.get("JAXPP_FLAX_TRANSPORT") == "device_put":
