@@ -17,7 +17,7 @@ from jaxpp_flax.engine.markers import mark_stage_end
 from jaxpp_flax.engine.passes.place import PlacementWarning
 from jaxpp_flax.engine.program import Transfer
 from jaxpp_flax.schedules import GPipe, Interleaved1F1B, Schedule, Std1F1B
-from tests.helpers import tree_allclose
+from tests.helpers import slow_but, tree_allclose
 from tests.matrix.harness import check, mesh_of, run
 
 STAGES, MICROBATCHES, ROWS, DIM = 3, 3, 8, 24  # a weight is 2.3 kB: more than what is copied around freely
@@ -91,7 +91,9 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", slow_but(OPTIMIZERS, "adamw", "adafactor", "inject_hyperparams", "clip", "apply_if_finite", "multi_steps")
+)
 def test_optimizer(name: str):
     train(OPTIMIZERS[name])
 

@@ -19,6 +19,7 @@ from jaxpp_flax.engine.loop import treduce
 from jaxpp_flax.engine.markers import mark_stage_end
 from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Interleaved1F1B, Schedule, Std1F1B, ZeroBubble
+from tests.helpers import slow_but
 from tests.matrix.harness import assert_replicas_agree, check, mesh_of, replicated
 
 STAGES, MICROBATCHES, ROWS, DIM, VOCAB = 4, 4, 8, 16, 32
@@ -155,7 +156,7 @@ def test_tied_within_and_across_ranks(case: str):
     check(step, (params, tx.init(params)), tokens(), mesh_of(2), Interleaved1F1B(STAGES, 2))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(CASES, "embedding"))
 def test_copies_stay_identical_for_50_steps(case: str):
     """Adam with weight decay, whose updates feed on every earlier rounding; a new batch in every step."""
     model, _, tied = CASES[case]

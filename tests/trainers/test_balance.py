@@ -15,6 +15,7 @@ import jaxpp_flax.linen as linen_pipeline
 from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.layers import AssignmentError, Plan
 from jaxpp_flax.trainers.progress import PlainMeter
+from tests.helpers import slow
 from tests.trainers import models as m
 
 VOCABULARY, WIDTH, ROWS = 512, 64, 8
@@ -66,8 +67,17 @@ def trainer_of(linen=False, fsdp=False, **options):
     return PipelineTrainer(model, optax.adam(1e-2), loss_fn, **options)
 
 
-@pytest.mark.parametrize("linen", [False, True], ids=["nnx", "linen"])
-@pytest.mark.parametrize("cost", ["estimated", "flops", "measured"])
+@pytest.mark.parametrize(
+    ("cost", "linen"),
+    [
+        ("estimated", False),
+        slow("estimated", True),
+        slow("flops", False),
+        ("flops", True),
+        slow("measured", False),
+        ("measured", True),
+    ],
+)
 def test_a_large_head_gets_a_stage_of_its_own(linen, cost):
     trainer = trainer_of(linen, assignment="balanced", cost=cost)
     trainer.compile(tokens())
@@ -86,10 +96,10 @@ def test_a_large_head_gets_a_stage_of_its_own(linen, cost):
     "options",
     [
         {"assignment": "balanced"},
-        {"assignment": "balanced", "cost": "measured"},
+        slow({"assignment": "balanced", "cost": "measured"}),
         {"assignment": "balanced", "num_stages": 4, "num_ranks": 2, "schedule": "interleaved_1f1b"},
-        {"assignment": "balanced", "num_stages": 4, "num_ranks": 2, "schedule": "zbv"},
-        {"assignment": "balanced", "cost": [1, 1, 1, 1, 9]},
+        slow({"assignment": "balanced", "num_stages": 4, "num_ranks": 2, "schedule": "zbv"}),
+        slow({"assignment": "balanced", "cost": [1, 1, 1, 1, 9]}),
         {"assignment": {"block_*": 0, "block_4": 1, "after_block_4": 2}},
     ],
     ids=["estimated", "measured", "interleaved", "zbv", "given", "by_name"],
@@ -173,12 +183,12 @@ def test_another_schedule_another_plan_and_measured_once(monkeypatch):
     "options",
     [
         {},
-        {"schedule": "gpipe"},
-        {"num_stages": 4, "num_ranks": 2, "schedule": "interleaved_1f1b"},
-        {"mesh_axes": {"data": 2}},
+        slow({"schedule": "gpipe"}),
+        slow({"num_stages": 4, "num_ranks": 2, "schedule": "interleaved_1f1b"}),
+        slow({"mesh_axes": {"data": 2}}),
         {"mesh_axes": {"fsdp": 2}, "fsdp": True},
         {"remat": "full"},
-        {"ema_decay": 0.9},
+        slow({"ema_decay": 0.9}),
         {"linen": True},
     ],
     ids=["1f1b", "gpipe", "interleaved", "data", "fsdp", "remat", "ema", "linen"],
@@ -244,12 +254,12 @@ def test_a_larger_batch_is_held_against_the_limit_too():
 @pytest.mark.parametrize(
     ("model", "options"),
     [
-        ({"dropout": 0.5}, {}),
+        slow({"dropout": 0.5}, {}),
         ({"batch_norm": True}, {}),
         ({}, {"mesh_axes": {"data": 2}}),
-        ({}, {"schedule": "zero_bubble"}),
-        ({}, {"remat": "full"}),
-        ({}, {"loss_scale": "dynamic"}),
+        slow({}, {"schedule": "zero_bubble"}),
+        slow({}, {"remat": "full"}),
+        slow({}, {"loss_scale": "dynamic"}),
     ],
     ids=["dropout", "batch_norm", "data", "zero_bubble", "remat", "loss_scale"],
 )
