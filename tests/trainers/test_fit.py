@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import json
 import math
 
@@ -198,7 +199,8 @@ def test_bar_and_plain_meters_write_to_a_console():
     bar.message("hello")
     bar.stop()
     text = stream.getvalue()
-    for part in ("compiling: 0.0 s", "3/10", "loss 1.2500", "1.5k tokens/s", "ETA 1:02:05", "hello"):
+    assert re.search(r"compiling: \d\.\d s", text)  # a busy machine takes some tenths
+    for part in ("3/10", "loss 1.2500", "1.5k tokens/s", "ETA 1:02:05", "hello"):
         assert part in text
     assert "weight" not in text
     stream = io.StringIO()
