@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,9 +19,7 @@ STAND_IN = "from jaxpp_flax.api import *\n"
 
 
 def result_of(command: str, folder: Path, *flags: str) -> dict[str, Any]:
-    # A benchmark adds the number of its own devices; the flags for quick compilation stay.
-    flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", ""))
-    environment = {**os.environ, "XLA_FLAGS": flags.strip()}
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     paths = [str(folder), str(BENCHMARKS.parent), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
     done = subprocess.run(
