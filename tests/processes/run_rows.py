@@ -89,9 +89,8 @@ def check_inference(by_rows: PipelineTrainer, whole: PipelineTrainer) -> None:
     assert rows["y"].size == rows["mask"].size == 0
     outputs = by_rows.predict({key: held_out[0][key][rows[key]] for key in rows}, global_batch_size=16)
     np.testing.assert_array_equal(outputs, whole.predict(held_out[0]))
-    three = jax.tree.map(
-        lambda leaf: leaf[:3] if leaf.ndim else leaf, held_out[0]
-    )  # one is left over by the two devices of a stage
+    # One of three is left over by the two devices of a stage.
+    three = jax.tree.map(lambda leaf: leaf[:3] if leaf.ndim else leaf, held_out[0])
     np.testing.assert_allclose(whole.predict(three), outputs[:3], rtol=1e-5, atol=1e-6)  # products of other shapes
     print(f"left over: {refused(lambda: by_rows.predict(three, global_batch_size=3))}", flush=True)
 
