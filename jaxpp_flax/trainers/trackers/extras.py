@@ -45,8 +45,8 @@ class TensorBoardTracker(Tracker):
         self._writer.add_text("config", "\n".join(f"- {name}: {value}" for name, value in config.items()))
 
     def close(self) -> None:
-        """Write out."""
-        self._writer.flush()
+        """Write out what is queued, and close the file; `flush` alone may leave the tail in the queue."""
+        self._writer.close()
 
 
 class WandbTracker(Tracker):
