@@ -104,12 +104,14 @@ class Inferring(Loading):
     def _for_inference(self, kind: InferenceKind, part: InferencePart) -> Any:
         schedule = ForwardOnly(self.schedule) if self.schedule is not None else None
         loop = Loop(num_microbatches=part.num_microbatches, schedule=schedule)
-        if kind == "evaluate":
-            step = self._builders.for_inference(self._eval_loss_fn).evaluate(loop)
-        else:
-            step = self._builders.for_inference().predict(loop, self._predict_fn)
+
+        def build() -> Any:  # for a new signature alone, not for each batch
+            if kind == "evaluate":
+                return self._builders.for_inference(self._eval_loss_fn).evaluate(loop)
+            return self._builders.for_inference().predict(loop, self._predict_fn)
+
         try:
-            return self._executable(kind, part.microbatches, lambda: step, donate=False)
+            return self._executable(kind, part.microbatches, build, donate=False)
         except ValueError as error:
             if part.is_shared or "divisible" not in str(error):
                 raise

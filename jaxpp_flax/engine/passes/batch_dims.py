@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxpp_flax.engine.ir import Equation, Value
+from jaxpp_flax.engine.passes.inline import body_of
 from jaxpp_flax.engine.passes.scans import Scan, open_scan
-from jaxpp_flax.engine.passes.shard_maps import body_of
 
 __all__ = ["BatchDim", "inside_scan", "propagate"]
 

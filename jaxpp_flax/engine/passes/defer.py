@@ -25,9 +25,10 @@ from jaxpp_flax.engine.ir import Atom, Constant, Equation, Graph, Value, from_ja
 from jaxpp_flax.engine.loop import AddOp, Op
 from jaxpp_flax.engine.markers import marker_p
 from jaxpp_flax.engine.passes.batch_dims import BatchDim, inside_scan, propagate
+from jaxpp_flax.engine.passes.inline import body_of
 from jaxpp_flax.engine.passes.linear import LINEAR, Operands, accumulates, summed_in
 from jaxpp_flax.engine.passes.scans import Scan, open_scan, scan_again
-from jaxpp_flax.engine.passes.shard_maps import body_of, shard_map_without_sums, summed_in_shard_map
+from jaxpp_flax.engine.passes.shard_maps import shard_map_without_sums, summed_in_shard_map
 
 __all__ = ["Deferred", "defer_reductions"]
 

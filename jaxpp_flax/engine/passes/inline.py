@@ -18,7 +18,7 @@ from jaxpp_flax.engine.ir import Atom, Constant, Equation, Graph, Value, from_ja
 from jaxpp_flax.engine.loop import treduce_p
 from jaxpp_flax.engine.markers import FORWARD, TANGENT, marker_p
 
-__all__ = ["CALLS", "MarkerPlacementError", "inline", "is_recomputation"]
+__all__ = ["CALLS", "MarkerPlacementError", "body_of", "inline", "is_recomputation"]
 
 # Calls whose body may replace them without changing a value, and the parameter that holds the body.
 CALLS = {
@@ -243,3 +243,13 @@ def inline(graph: Graph, *, flatten: bool = False, remat: bool = False) -> Graph
     inliner.walk(graph.equations, _Scope(), None)
     outputs = tuple(inliner.resolve(atom) for atom in graph.outputs)
     return prune(Graph(graph.inputs, outputs, tuple(inliner.equations)))
+
+
+def body_of(equation: Equation, *, remat: bool = False) -> Graph:
+    """The body of a `shard_map` or `scan` equation, calls inlined; its inputs are the equation's."""
+    jaxpr = equation.params["jaxpr"]
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    captured = [Constant(c, v.aval) for c, v in zip(getattr(jaxpr, "consts", ()), inner.constvars, strict=True)]
+    inputs = tuple(Value(v.aval) for v in inner.invars)
+    body, _ = from_jaxpr(jaxpr, [*captured, *inputs])
+    return inline(replace(body, inputs=inputs), flatten=True, remat=remat)

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxpp_flax.engine.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, struct_of, with_outputs
-from jaxpp_flax.engine.passes.inline import inline
+from jaxpp_flax.engine.passes.inline import body_of
 
 __all__ = ["Scan", "open_scan", "scan_again"]
 
@@ -35,15 +35,10 @@ class Scan:
 
 def open_scan(equation: Equation) -> Scan:
     """The parts of a `scan` equation."""
-    jaxpr = equation.params["jaxpr"]
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    captured = [Constant(c, v.aval) for c, v in zip(getattr(jaxpr, "consts", ()), inner.constvars, strict=True)]
-    inputs = tuple(Value(v.aval) for v in inner.invars)
-    body, _ = from_jaxpr(jaxpr, [*captured, *inputs])
-    body = inline(replace(body, inputs=inputs), flatten=True, remat=True)
-    sliced = sum(a.aval.ndim > v.aval.ndim for a, v in zip(equation.inputs, inputs, strict=True))
+    body = body_of(equation, remat=True)
+    sliced = sum(a.aval.ndim > v.aval.ndim for a, v in zip(equation.inputs, body.inputs, strict=True))
     carried = sum(v.aval.ndim == a.aval.ndim for v, a in zip(equation.outputs, body.outputs, strict=True))
-    return Scan(body, len(inputs) - carried - sliced, carried)
+    return Scan(body, len(body.inputs) - carried - sliced, carried)
 
 
 def scan_again(

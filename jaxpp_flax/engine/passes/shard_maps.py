@@ -15,21 +15,10 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.ir import Constant, Equation, Graph, Value, from_jaxpr, struct_of, with_outputs
-from jaxpp_flax.engine.passes.inline import inline
 
-__all__ = ["body_of", "shard_map_without_sums", "summed_in_shard_map"]
+__all__ = ["shard_map_without_sums", "summed_in_shard_map"]
 
 _SUMS = ("psum", "psum_invariant")
-
-
-def body_of(equation: Equation) -> Graph:
-    """The body of a `shard_map` equation, calls inlined; its inputs are the equation's."""
-    jaxpr = equation.params["jaxpr"]
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    captured = [Constant(c, v.aval) for c, v in zip(getattr(jaxpr, "consts", ()), inner.constvars, strict=True)]
-    inputs = tuple(Value(v.aval) for v in inner.invars)
-    body, _ = from_jaxpr(jaxpr, [*captured, *inputs])
-    return inline(replace(body, inputs=inputs), flatten=True)
 
 
 def summed_in_shard_map(equation: Equation, body: Graph, position: int, axes: Any) -> bool:
