@@ -12,13 +12,13 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import islice
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine._compat import needs_devices, trace_context
+from jaxpp_flax.engine.accumulators import initial_spec
 from jaxpp_flax.engine.donation import usable_donations
 from jaxpp_flax.engine.fingerprint import Fingerprinter
 from jaxpp_flax.engine.ir import Atom, Graph, everywhere, memory_kind_of, struct_of
@@ -284,7 +284,7 @@ class _Walk:
         if task.leading:
             wishes = [None if a is None else self.argument_specs[a] for a in task.like]
             out_specs = [
-                s or _initial_spec(self.program, number, i, self.held, wishes[i]) for i, s in enumerate(out_specs)
+                s or initial_spec(self.program, number, i, self._spec_held, wishes[i]) for i, s in enumerate(out_specs)
             ]
         for output, source in task.pins:
             out_specs[output] = in_specs[source]
@@ -296,6 +296,9 @@ class _Walk:
             compiled = self.compiler.compile(task, in_specs, [s or PartitionSpec() for s in specs])
             specs = _output_specs(compiled, task, self.mesh)
         return compiled, _held_after(task, [s or PartitionSpec() for s in specs])
+
+    def _spec_held(self, slot: int) -> PartitionSpec | None:
+        return self.held[slot].spec if slot in self.held else None
 
     def transfer(self, number: int, transfer: Transfer) -> None:
         sent = received = tuple(map(self.held.__getitem__, transfer.sent))
@@ -389,27 +392,3 @@ def _output_specs(compiled: Any, task: ProgramTask, mesh: RankMeshes) -> list[Pa
     submesh = mesh.unstack[task.rank]
     shapes = [tuple(atom.aval.shape) for atom in task.graph.outputs]
     return [spec_on(submesh, s, shape) for s, shape in zip(compiled.output_shardings, shapes, strict=True)]
-
-
-def _initial_spec(
-    program: Program, number: int, position: int, held: Mapping[int, _Held], wish: PartitionSpec | None
-) -> PartitionSpec:
-    """The sharding of an accumulator: that of its parameter, or else of an array of its type in the same stage."""
-    initial = program.instructions[number]
-    if not isinstance(initial, Run):
-        return PartitionSpec()
-    first = program.tasks[initial.task]
-    slot, aval, leading = initial.outputs[position], first.graph.outputs[position].aval, first.leading[position]
-    shape = aval.shape if leading is None else aval.shape[1:]
-    prefix = () if leading is None else (leading,)
-    if wish is not None:
-        return PartitionSpec(*prefix, *wish)
-    for instruction in islice(program.instructions, number + 1, None):
-        if isinstance(instruction, Run) and slot in instruction.inputs:
-            task = program.tasks[instruction.task]
-            for value, read in zip(task.graph.inputs, instruction.inputs, strict=True):
-                same = value.aval.shape == shape and value.aval.dtype == aval.dtype
-                if same and read != slot and read in held and held[read].spec != PartitionSpec():
-                    return PartitionSpec(*prefix, *held[read].spec)
-            break
-    return PartitionSpec(*prefix)

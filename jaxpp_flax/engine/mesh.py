@@ -19,6 +19,7 @@ __all__ = [
     "MpmdMesh",
     "MpmdSharding",
     "RankMeshes",
+    "axes_in",
     "canonical",
     "carried_over",
     "lies_alike",
@@ -379,6 +380,17 @@ def lies_alike(sharding: Any, other: Any) -> bool:
         return False
     same = sharding.mesh == other.mesh and sharding.spec == other.spec
     return same and named_memory(sharding) == named_memory(other)
+
+
+def axes_in(spec: Iterable[Any]) -> set[str]:
+    """The mesh axes that a PartitionSpec names.
+
+    Example:
+      >>> sorted(axes_in(PartitionSpec(None, ("data", "tensor"))))
+      ['data', 'tensor']
+    """
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+    return {name for names in entries for name in names if name is not None}
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:

@@ -17,6 +17,7 @@ from jaxpp_flax.engine.hints import without_hints
 from jaxpp_flax.engine.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, struct_of
 from jaxpp_flax.engine.loop import treduce_p
 from jaxpp_flax.engine.markers import Mark
+from jaxpp_flax.engine.mesh import axes_in
 from jaxpp_flax.engine.passes.audience import Audience
 from jaxpp_flax.engine.passes.batch_dims import BatchDim, propagate
 from jaxpp_flax.engine.passes.conditions import split_conditions
@@ -212,13 +213,11 @@ def _cut_loop(
         sharded = {
             (v.aval.shape, name)
             for v, a in operands.items()
-            for entry in (spec_of.get(a, ()) if isinstance(a, Value) and v not in batch else ())
-            for name in (entry if isinstance(entry, tuple) else (entry,))
+            for name in axes_in(spec_of.get(a, ()) if isinstance(a, Value) and v not in batch else ())
         }
 
         def may_defer(gradient: Value, axes: Any) -> bool:
-            names = axes if isinstance(axes, tuple) else (axes,)
-            return all((gradient.aval.shape, name) not in sharded for name in names)
+            return all((gradient.aval.shape, name) not in sharded for name in axes_in((axes,)))
 
         body, deferred = defer_reductions(flat, params["num_carry"], params["operations"], batch, size, may_defer)
     markers, marks = find_marks(body)
