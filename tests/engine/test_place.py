@@ -105,6 +105,21 @@ def test_an_untouched_argument_stays_somewhere():
     assert sorted(result.results[0]) == sorted(result.arguments[-1])
 
 
+@pytest.mark.parametrize(("equations", "ranks"), [(12, [0, 1, 2]), (13, [0])])
+def test_a_new_value_lies_with_its_argument_unless_that_is_far(equations: int, ranks: list[int]):
+    """The search for the argument ends after twelve equations: in a long step it would read everything."""
+
+    def count_on(params: Any, losses: Any, grads: Any, count: Any) -> Any:
+        new = count
+        for _ in range(equations):
+            new = new + 1
+        return jax.tree.map(lambda p, g: p - g / (1 + count), params, grads), new
+
+    result = placed(count_on, np.int32(0))
+    assert sorted(result.arguments[-1]) == [0, 1, 2]
+    assert sorted(result.results[-1]) == ranks
+
+
 def test_text():
     def clip(params: Any, losses: Any, grads: Any) -> Any:
         return grads[0]["w"] / jnp.vdot(grads[2]["w"], grads[2]["w"])
