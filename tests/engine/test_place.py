@@ -120,6 +120,18 @@ def test_a_new_value_lies_with_its_argument_unless_that_is_far(equations: int, r
     assert sorted(result.results[-1]) == ranks
 
 
+def test_work_that_no_result_needs_is_left_out():
+    """A condition becomes one for each rank; here nothing reads what that of the last rank gives."""
+
+    def choose(params: Any, losses: Any, grads: Any) -> Any:
+        first, last = grads[0]["w"], grads[2]["w"]
+        return jax.lax.cond(losses[0] > 1, lambda a, b: (2 * a, 3 * b), lambda a, b: (a, b), first, last)[0]
+
+    result = placed(choose)
+    assert sum(names.count("cond") for names in work(result).values()) == 1
+    assert {shape for shape, _, _ in moved(result)} == {()}, "no gradient travels"
+
+
 def test_text():
     def clip(params: Any, losses: Any, grads: Any) -> Any:
         return grads[0]["w"] / jnp.vdot(grads[2]["w"], grads[2]["w"])
