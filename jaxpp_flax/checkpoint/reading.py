@@ -250,7 +250,7 @@ def _extra(
 
 
 def _read(directory: Path, metadata: Any, wants: Mapping[str, Wanted]) -> dict[str, Any]:
-    """Leaves by their paths on disk; all others are skipped."""
+    """Leaves by their paths on disk, at least one, or the plan was refused; all others are skipped."""
 
     def item(path: str, _: Any) -> Any:
         return jax.ShapeDtypeStruct(wants[path].shape, wants[path].dtype or np.float32) if path in wants else ...
@@ -265,7 +265,7 @@ def _read(directory: Path, metadata: Any, wants: Mapping[str, Wanted]) -> dict[s
             restore_type=jax.Array, sharding=want.sharding, global_shape=want.shape, dtype=want.dtype
         )
 
-    largest = max((int(np.prod(w.shape)) * np.dtype(w.dtype or np.float64).itemsize for w in wants.values()), default=0)
+    largest = max(int(np.prod(w.shape)) * np.dtype(w.dtype or np.float64).itemsize for w in wants.values())
     options = multiprocessing_options("jaxpp_flax.restore")
     with (
         shared_work(f"the restore of {name_checkpoint(directory)}", lambda error: damaged(directory, error)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -111,6 +112,17 @@ def test_a_recomputed_marker_gives_way_to_the_original():
     assert any(forward.outputs[0] in e.inputs for e in late), "the second stage recomputes from the original marker"
     assert backward.transposed
     assert not any(is_recomputation(e) for e in graph.equations)
+
+
+def test_a_region_that_saves_everything_recomputes_nothing():
+    """Nothing in it has JAX's name of recomputed work: what reads a cotangent is backward work, not recomputation."""
+    saving = partial(jax.checkpoint, policy=jax.checkpoint_policies.everything_saveable)
+    both = saving(lambda w, x: jnp.tanh(mark_stage_end(jnp.tanh(x @ w)) @ w))
+    graph = inlined(jax.grad(lambda w, x: both(w, x).sum()), W, X)
+    assert directions(graph) == [FORWARD, BACKWARD]
+    backward = names(graph).index("stage_marker", names(graph).index("stage_marker") + 1)
+    assert [e.name for e in graph.equations[backward:] if not e.transposed] == []
+    assert [e.name for e in graph.equations if e.late] == []
 
 
 def test_a_cached_call_repeats_an_identifier():

@@ -105,6 +105,33 @@ def test_an_untouched_argument_stays_somewhere():
     assert sorted(result.results[0]) == sorted(result.arguments[-1])
 
 
+@pytest.mark.parametrize(("equations", "ranks"), [(12, [0, 1, 2]), (13, [0])])
+def test_a_new_value_lies_with_its_argument_unless_that_is_far(equations: int, ranks: list[int]):
+    """The search for the argument ends after twelve equations: in a long step it would read everything."""
+
+    def count_on(params: Any, losses: Any, grads: Any, count: Any) -> Any:
+        new = count
+        for _ in range(equations):
+            new = new + 1
+        return jax.tree.map(lambda p, g: p - g / (1 + count), params, grads), new
+
+    result = placed(count_on, np.int32(0))
+    assert sorted(result.arguments[-1]) == [0, 1, 2]
+    assert sorted(result.results[-1]) == ranks
+
+
+def test_work_that_no_result_needs_is_left_out():
+    """A condition becomes one for each rank; here nothing reads what that of the last rank gives."""
+
+    def choose(params: Any, losses: Any, grads: Any) -> Any:
+        first, last = grads[0]["w"], grads[2]["w"]
+        return jax.lax.cond(losses[0] > 1, lambda a, b: (2 * a, 3 * b), lambda a, b: (a, b), first, last)[0]
+
+    result = placed(choose)
+    assert sum(names.count("cond") for names in work(result).values()) == 1
+    assert {shape for shape, _, _ in moved(result)} == {()}, "no gradient travels"
+
+
 def test_text():
     def clip(params: Any, losses: Any, grads: Any) -> Any:
         return grads[0]["w"] / jnp.vdot(grads[2]["w"], grads[2]["w"])

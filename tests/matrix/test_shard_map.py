@@ -243,16 +243,22 @@ def test_another_mesh_is_refused():
         mpmd_jit_with_loop(step, mesh, static_argnums=2).compile(parameters(), BATCH, Std1F1B(2))
 
 
-@pytest.mark.parametrize("checked", [True, False])
-def test_data_parallel_gradients_are_reduced_once(checked: bool):
-    """Of a block in a shard_map, whose gradient JAX sums in it, and of the dense layers before and behind it."""
+@pytest.mark.parametrize(
+    ("checked", "wrap"), [(True, lambda f: f), (False, lambda f: f), (True, jax.jit)], ids=["True", "False", "call"]
+)
+def test_data_parallel_gradients_are_reduced_once(checked: bool, wrap: Callable[..., Any]):
+    """Of a block in a shard_map, whose gradient JAX sums in it, and of the dense layers before and behind it.
+
+    Where the block is a call, the sum stands in the call's backward, one level deeper than the shard_map's body.
+    """
     mesh = MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "data")), "stage")
 
     def block(p: Any, x: jax.Array) -> jax.Array:
         x = jnp.tanh(x @ p["up"])
         x = jax.shard_map(
-            lambda p, x: x + jnp.tanh(x @ p["up"]), in_specs=(P(), P("data")), out_specs=P("data"), check_vma=checked
-        )({"up": p["down"]}, x)
+            wrap(lambda p, x: x + jnp.tanh(x @ p["up"])), in_specs=(P(), P("data")), out_specs=P("data"),
+            check_vma=checked,
+        )({"up": p["down"]}, x)  # fmt: skip
         return x @ p["last"]
 
     params = [{**p, "last": p["up"][:, ::-1]} for p in parameters()]

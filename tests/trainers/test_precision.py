@@ -184,3 +184,10 @@ def test_narrow_compute_over_float32_weights_equals_plain(dtype, epsilon):
 def test_refusals(options, message):
     with pytest.raises(ValueError, match=message):
         trainer(**options)
+
+
+@pytest.mark.parametrize("wrong", [{"initial": 0.0}, {"initial": np.inf}, {"growth_interval": 0}, {"factor": 1.0}])
+def test_a_scale_that_cannot_grow_is_refused(wrong):
+    (name, value), message = *wrong.items(), "initial must be above 0, growth_interval at least 1 and factor above 1"
+    with pytest.raises(ValueError, match=rf"{name}={value}.*: {message}"):
+        DynamicLossScale(**wrong)
