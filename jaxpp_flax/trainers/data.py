@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxpp_flax.trainers.position import DataPosition, ResumeData, seek, state_of
+from jaxpp_flax.trainers.position import DataPosition, ResumeData, check_batch_size, examples_in, seek, state_of
 from jaxpp_flax.trainers.progress import Meter, NoMeter
 
 __all__ = ["Batches", "batches"]
@@ -20,6 +20,7 @@ def batches(
     position: DataPosition | None = None,
     resume_data: ResumeData = "fast_forward",
     meter: Meter | None = None,
+    drawn: int = 0,
 ) -> Batches:
     """The batches of `data`: at most `steps` of them, in at most `epochs` passes.
 
@@ -33,6 +34,7 @@ def batches(
       position: where to begin; see `jaxpp_flax.trainers.position`.
       resume_data: how to get there where `data` has no `set_state`.
       meter: shows it.
+      drawn: how many batches of its only pass are drawn, where `data` is an iterator that has been in use.
 
     Raises:
       ValueError: if `steps` or `epochs` is below 1, `data` is empty, or several epochs are asked of a generator.
@@ -62,7 +64,8 @@ def batches(
     if resume_data not in ("fast_forward", "refuse", "restart"):
         raise ValueError(f"resume_data={resume_data!r}: it must be 'fast_forward', 'refuse' or 'restart'.")
     passes = epochs if epochs is not None or steps is not None else 1
-    return Batches(data, first, steps, passes, None if resume_data == "restart" else position, resume_data, meter)
+    start = None if resume_data == "restart" else position
+    return Batches(data, first, steps, passes, start, resume_data, meter, drawn)
 
 
 class Batches(Iterator[Any]):
@@ -85,14 +88,17 @@ class Batches(Iterator[Any]):
         position: DataPosition | None,
         resume_data: ResumeData,
         meter: Meter | None,
+        drawn: int,
     ) -> None:
         self._data, self._iterator, self._steps, self._epochs = data, first, steps, epochs
         self._start, self._meter = position, meter or NoMeter()
         self._how: ResumeData = resume_data
-        self.given = 0
+        self._drawn, self.given = drawn, 0
         self._before = position.batches if position is not None else 0
         self._epoch = position.epoch if position is not None else 0
         self._in_epoch = position.in_epoch if position is not None else 0
+        self._examples = position.examples if position is not None else 0  # in this pass, where they are known
+        self._batch_size = position.batch_size if position is not None else None
         self._run = self._generate()
 
     def __next__(self) -> Any:
@@ -104,17 +110,24 @@ class Batches(Iterator[Any]):
             batches=self._before + self.given,
             epoch=self._epoch,
             in_epoch=self._in_epoch,
+            examples=self._examples if self._batch_size is not None else None,
+            batch_size=self._batch_size,
             iterator=state_of(self._iterator),
         )
+
+    def drawn_from(self, data: Any) -> int:
+        """How many batches `data` has given, if it is the very iterator that these batches came from."""
+        return self._in_epoch if data is self._iterator else 0
 
     def _generate(self) -> Iterator[Any]:
         once = self._iterator is self._data
         if self._start is not None:
-            seek(self._iterator, self._start, self._how, self._meter)
+            self._in_epoch = seek(self._iterator, self._start, self._how, self._meter, drawn=self._drawn)
         while True:
             for batch in self._iterator:
-                self.given += 1
-                self._in_epoch += 1
+                if self._start is not None and not self.given:
+                    check_batch_size(self._iterator, self._start, batch)
+                self._count(batch)
                 yield batch
                 if self.given == self._steps:
                     return
@@ -131,5 +144,13 @@ class Batches(Iterator[Any]):
                     stacklevel=4,
                 )
                 return
-            self._epoch, self._in_epoch = self._epoch + 1, 0
+            self._epoch, self._in_epoch, self._examples, self._batch_size = self._epoch + 1, 0, 0, None
             self._iterator = iter(self._data)
+
+    def _count(self, batch: Any) -> None:
+        size = examples_in(batch)
+        self.given += 1
+        self._in_epoch += 1
+        self._examples = None if size is None or self._examples is None else self._examples + size
+        if self._batch_size is None or self.given == 1:
+            self._batch_size = size

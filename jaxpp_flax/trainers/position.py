@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -14,7 +14,16 @@ from jaxpp_flax.checkpoint.agreeing import everyones
 from jaxpp_flax.trainers.errors import DataPositionError
 from jaxpp_flax.trainers.progress import Meter
 
-__all__ = ["DataPosition", "ResumeData", "own_position", "seek", "state_of", "together"]
+__all__ = [
+    "DataPosition",
+    "ResumeData",
+    "check_batch_size",
+    "examples_in",
+    "own_position",
+    "seek",
+    "state_of",
+    "together",
+]
 
 ResumeData = Literal["fast_forward", "refuse", "restart"]
 
@@ -30,6 +39,8 @@ class DataPosition:
       batches: drawn in all.
       epoch: complete passes before the one under way.
       in_epoch: batches drawn in that one.
+      examples: how many these hold, where batches are arrays; None for positions of older checkpoints.
+      batch_size: the examples of the first of them.
       iterator: what the data's own `get_state` returned (grain iterators have it); None without one.
 
     Example:
@@ -41,6 +52,8 @@ class DataPosition:
     batches: int
     epoch: int
     in_epoch: int
+    examples: int | None = None
+    batch_size: int | None = None
     iterator: Any = None
 
     def to_json(self) -> dict[str, Any]:
@@ -76,7 +89,7 @@ def own_position(value: Any) -> DataPosition | None:
     if len(positions) == jax.process_count():
         return DataPosition.from_json(positions[jax.process_index()])
     first = DataPosition.from_json(positions[0])
-    return None if first is None else replace(first, iterator=None)
+    return None if first is None else replace(first, examples=None, batch_size=None, iterator=None)
 
 
 def state_of(iterator: Any) -> Any:
@@ -84,18 +97,36 @@ def state_of(iterator: Any) -> Any:
     return iterator.get_state() if hasattr(iterator, "get_state") and hasattr(iterator, "set_state") else None
 
 
-def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, meter: Meter) -> None:
-    """Bring a fresh iterator of a pass to `position`.
+def examples_in(batch: Any) -> int | None:
+    """The examples of a batch: the first axis of its first array; None without one.
+
+    Example:
+      >>> examples_in({"scale": np.float32(1), "x": np.zeros((6, 3))}), examples_in(7)
+      (6, None)
+    """
+    return next((shape[0] for leaf in jax.tree.leaves(batch) if (shape := getattr(leaf, "shape", ()))), None)
+
+
+def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, meter: Meter, *, drawn: int = 0) -> int:
+    """Bring an iterator of a pass, of which `drawn` batches are drawn, to `position`; how many batches that takes.
+
+    Where batches are arrays their examples are counted, so that they may have another size now.
 
     Raises:
-      DataPositionError: if it has no `set_state` and `how` is "refuse", or it ends before that position.
+      DataPositionError: if it has no `set_state` and `how` is "refuse", it ends before that position, is past it, or
+        its batches do not end there.
     """
     if position.iterator is not None and hasattr(iterator, "set_state"):
         iterator.set_state(position.iterator)  # pyright: ignore[reportAttributeAccessIssue]
-        return
-    count = position.in_epoch
+        return position.in_epoch
+    count = position.in_epoch - drawn
     if not count:
-        return
+        return position.in_epoch
+    if count < 0:
+        raise DataPositionError(
+            f"the checkpoint was written after {position.in_epoch} batches of a pass over the data, but {drawn} are "
+            f"drawn from this {type(iterator).__name__}, which cannot go back. Pass data that begins anew."
+        )
     if how == "refuse":
         raise DataPositionError(
             f"the checkpoint was written after {count} batches of a pass over the data, and a "
@@ -107,19 +138,69 @@ def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, meter
         meter.message(f"fast-forwarding the data by {count} batches")
         meter.start(count, 0)
     try:
-        for done in range(count):
-            try:
-                next(iterator)
-            except StopIteration:
-                raise DataPositionError(
-                    f"the checkpoint was written after {count} batches of a pass over the data, but this data ended "
-                    f'after {done}. Pass the same data, or resume_data="restart" to begin it anew.'
-                ) from None
-            if bar:
-                meter.advance(done + 1)
+        return drawn + _drop(iterator, position, count, count_examples=not drawn, tell=meter.advance if bar else None)
     finally:
         if bar:
             meter.stop()
+
+
+def _drop(
+    iterator: Iterator[Any],
+    position: DataPosition,
+    count: int,
+    *,
+    count_examples: bool,
+    tell: Callable[[int], None] | None,
+) -> int:
+    """Draw `count` batches, or as many as hold the examples of `position`; how many these are."""
+    left, done = position.examples if count_examples else None, 0
+    while done < count if left is None else left > 0:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            raise DataPositionError(
+                f"the checkpoint was written after {count} batches of a pass over the data, but this data ended "
+                f'after {done}. Pass the same data, or resume_data="restart" to begin it anew.'
+            ) from None
+        done += 1
+        size = examples_in(batch)
+        left = None if left is None or size is None else left - size
+        if left is not None and left < 0:
+            raise DataPositionError(
+                f"the checkpoint was written after {position.examples} examples of a pass over the data, in batches of "
+                f"{position.batch_size}. Batches of {size} do not end there. Use a batch size that divides "
+                f'{position.examples}, or resume_data="restart" to begin the data anew.'
+            )
+        if tell is not None:
+            tell(done)
+    return done
+
+
+def check_batch_size(iterator: Any, position: DataPosition, batch: Any) -> None:
+    """Refuse the first batch after `set_state` if batches have another size now: that state counts those of before.
+
+    Raises:
+      DataPositionError: naming both sizes.
+    """
+    size = examples_in(batch)
+    before = position.batch_size
+    if position.iterator is None or size is None or before is None or size == before:
+        return
+    if size < before and state_of(iterator) is not None and _is_last(iterator):
+        return  # the rest of a pass
+    raise DataPositionError(
+        f"the checkpoint was written with batches of {position.batch_size} examples, and this data gives batches of "
+        f"{size}: the iterator's own state, which was saved, counts batches of before. Use batches of "
+        f'{position.batch_size} examples, or resume_data="restart" to begin the data anew.'
+    )
+
+
+def _is_last(iterator: Any) -> bool:
+    """Whether nothing follows; the iterator stays where it is."""
+    state, nothing = iterator.get_state(), object()
+    last = next(iterator, nothing) is nothing
+    iterator.set_state(state)
+    return last
 
 
 def _encode(value: Any) -> Any:

@@ -84,6 +84,7 @@ class Checkpointed(abc.ABC):
         self._saves_by_itself = save_every is not None
         self._preemption_deadline = preemption_deadline if directory is not None else None
         self._source: Batches | None = None
+        self._last_source: Batches | None = None  # of the last `fit`, whatever was restored since
         self._source_begin = 0
         self._position: tuple[int, DataPosition] | None = None  # with the step that it belongs to
 
@@ -213,20 +214,27 @@ class Checkpointed(abc.ABC):
     def _resume(self) -> DataPosition | None:
         """Restore the latest checkpoint, if there is one; where its data stood."""
         store = self._need_store("fit(resume=True)")
+        store.wait()  # a save under way may be the latest
         latest = _latest(store)
-        if latest is not None and latest != self._step:
-            path = store.path(latest)
-            if self._placed:
-                self.restore(latest)
-            else:  # read when the step is compiled, which tells where to
-                self._plan(path, None, None, "error")
-                self._take_position(latest, own_position(read_json(path, "data")))
-                self._unread = path
-            self._meter.message(f"resumed from {store.path(latest)}, step {latest}")
-        found = self._position
-        if latest is not None and found is None:
+        if latest is None:
+            return DataPosition.from_json(self._data_json())
+        path, before = store.path(latest), self._step
+        if self._placed:
+            self.restore(latest)
+        else:  # read when the step is compiled, which tells where to
+            self._plan(path, None, None, "error")
+            self._take_position(latest, own_position(read_json(path, "data")))
+            self._unread = path
+        later = (
+            f"; what was trained after it, up to step {before}, was not saved and is given up"
+            if before > latest
+            else ""
+        )
+        self._meter.message(f"resumed from {path}, step {latest}{later}")
+        if self._position is None:
             self._meter.message("the checkpoint holds no position in the data, which begins anew")
-        return found[1] if found is not None and found[0] == self._step else None
+            return None
+        return self._position[1]
 
     def _agree_on_fit(self, *, eval_data: Any, **arguments: Any) -> None:
         """Before the first step, make sure that every process does the same in `fit`, and saves to the same place.
@@ -261,7 +269,8 @@ class Checkpointed(abc.ABC):
 
     def _track(self, source: Batches) -> Batches:
         """From now on, batches come from `source`."""
-        self._source, self._source_begin = source, self._step
+        self._source = self._last_source = source
+        self._source_begin = self._step
         return source
 
     def _check_saves(self) -> None:

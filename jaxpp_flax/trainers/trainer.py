@@ -328,7 +328,8 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
           eval_data: evaluated at the end, and every `eval_every` steps.
           eval_global_batch_size: the same as `global_batch_size`, for `eval_data`: see `evaluate`.
           callbacks: see `jaxpp_flax.trainers.callbacks`.
-          resume: continue from the latest checkpoint, if there is one; `steps` and `epochs` count from the beginning.
+          resume: continue from the latest checkpoint, or without one from the state in memory; `steps` and `epochs`
+            count from the beginning.
           resume_data: how to find the place in data without `set_state`: "fast_forward" draws what was used and drops
             it, "refuse" raises, "restart" begins anew.
 
@@ -370,9 +371,13 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
                 self._meter.message(f"nothing to do: step {self._step} of {steps} is done")
                 return {}
             steps -= self._step
+        drawn = 0 if self._last_source is None else self._last_source.drawn_from(data)
         source = self._track(
-            batches(data, steps=steps, epochs=epochs, position=position, resume_data=resume_data, meter=self._meter)
-        )
+            batches(
+                data, steps=steps, epochs=epochs, position=position, resume_data=resume_data, meter=self._meter,
+                drawn=drawn,
+            )
+        )  # fmt: skip
         total = steps
         if isinstance(data, Sized):
             whole = len(data) * (epochs or 1) - (position.batches if position is not None else 0)

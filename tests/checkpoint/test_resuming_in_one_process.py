@@ -1,0 +1,112 @@
+"""`fit(resume=True)` again and again in one process draws what an uninterrupted run draws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.checkpoint.store import CheckpointStore
+from jaxpp_flax.trainers import DataPositionError
+from jaxpp_flax.trainers.callbacks import OnMetrics
+from tests.checkpoint import program
+
+BATCHES = list(program.batches(8))
+
+
+def make_trainer(directory: Path | None, **options: Any) -> PipelineTrainer:
+    return program.make_trainer(directory, stages=1, **options)
+
+
+def losses_of(trainer: PipelineTrainer, data: Any = BATCHES, **options: Any) -> dict[int, float]:
+    losses: dict[int, float] = {}
+    trainer.fit(data, callbacks=[OnMetrics(lambda step, metrics: losses.update({step: metrics["loss"]}))], **options)
+    return losses
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> dict[int, float]:
+    return losses_of(make_trainer(None), steps=8)
+
+
+@pytest.mark.parametrize(
+    "options", [{"save_every": 2}, {"save_every": 3}, {}], ids=["saved", "saved_at_the_end", "unsaved"]
+)
+def test_twice(options: dict[str, Any], tmp_path: Path, uninterrupted: dict[int, float]):
+    trainer = make_trainer(tmp_path / "run", **options)
+    losses = losses_of(trainer, steps=4, resume=True)
+    losses |= losses_of(trainer, steps=8, resume=True)
+    assert losses == uninterrupted
+
+
+def test_epochs_count_from_the_beginning(tmp_path: Path):
+    whole = losses_of(make_trainer(None), BATCHES[:4], epochs=2)
+    trainer = make_trainer(tmp_path / "run", save_every=2)
+    losses = losses_of(trainer, BATCHES[:4], epochs=1, resume=True)
+    losses |= losses_of(trainer, BATCHES[:4], epochs=2, resume=True)
+    assert trainer.step == 8
+    assert losses == whole
+
+
+def test_a_save_under_way_is_the_latest(
+    tmp_path: Path, uninterrupted: dict[int, float], monkeypatch: pytest.MonkeyPatch
+):
+    trainer = make_trainer(tmp_path / "run")
+    losses_of(trainer, steps=4)
+    waited: list[int | None] = []
+    wait = CheckpointStore.wait
+
+    def told(store: CheckpointStore) -> None:
+        waited.append(None if store._writing is None else store._writing[0])
+        wait(store)
+
+    monkeypatch.setattr(CheckpointStore, "wait", told)
+    trainer.save(wait=False)
+    other = losses_of(trainer, steps=8, resume=True)
+    assert 4 in waited, "nothing was being written: the test proves nothing"
+    assert other == {step: loss for step, loss in uninterrupted.items() if step > 4}
+
+
+def test_what_was_not_saved_is_given_up(
+    tmp_path: Path, uninterrupted: dict[int, float], capsys: pytest.CaptureFixture[str]
+):
+    trainer = make_trainer(tmp_path / "run", progress=True)
+    losses_of(trainer, steps=2)
+    trainer.save()
+    losses_of(trainer, BATCHES[5:], steps=3)
+    again = losses_of(trainer, steps=8, resume=True)
+    assert again == {step: loss for step, loss in uninterrupted.items() if step > 2}
+    assert "step 2; what was trained after it, up to step 5, was not saved and is given up" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_checkpoint_of_the_step_in_memory_is_taken(steps: int, tmp_path: Path, uninterrupted: dict[int, float]):
+    first = make_trainer(tmp_path / "run")
+    if steps:
+        losses_of(first, steps=steps)
+    first.save()
+    second = make_trainer(tmp_path / "run", depth=2)
+    for batch in BATCHES[6 : 6 + max(steps, 1)]:
+        second.train_step(batch)
+    second._step = steps  # as many steps, with other batches
+    assert losses_of(second, steps=8, resume=True) == {s: loss for s, loss in uninterrupted.items() if s > steps}
+
+
+def test_one_iterator_goes_on(tmp_path: Path, uninterrupted: dict[int, float]):
+    """It stands where the run stands: nothing is skipped."""
+    trainer, data = make_trainer(tmp_path / "run", save_every=4), iter(BATCHES)
+    losses = losses_of(trainer, data, steps=4, resume=True)
+    losses |= losses_of(trainer, data, steps=6, resume=True)
+    losses |= losses_of(trainer, data, steps=8, resume=True)
+    assert losses == uninterrupted
+
+
+def test_an_iterator_that_is_past_the_checkpoint_is_refused(tmp_path: Path):
+    trainer, data = make_trainer(tmp_path / "run"), iter(BATCHES)
+    losses_of(trainer, data, steps=2)
+    trainer.save()
+    losses_of(trainer, data, steps=3)
+    with pytest.raises(DataPositionError, match=r"after 2 batches.* but 3 are drawn from this list_iterator"):
+        trainer.fit(data, steps=8, resume=True)

@@ -1,0 +1,86 @@
+"""Where data goes on: counted in examples, so that the size of batches may change, or the change is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from jaxpp_flax.trainers import DataPositionError
+from jaxpp_flax.trainers.data import batches
+from jaxpp_flax.trainers.position import DataPosition
+
+
+def in_batches(size: int, examples: int = 24) -> list[np.ndarray]:
+    return [np.arange(begin, min(begin + size, examples)) for begin in range(0, examples, size)]
+
+
+class WithState:
+    """Batches whose iterator has a state of its own, which counts batches."""
+
+    def __init__(self, size: int):
+        self.data, self.at = in_batches(size, 54), 0
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return self
+
+    def __next__(self) -> np.ndarray:
+        if self.at == len(self.data):
+            raise StopIteration
+        self.at += 1
+        return self.data[self.at - 1]
+
+    def get_state(self) -> int:
+        return self.at
+
+    def set_state(self, state: int) -> None:
+        self.at = state
+
+
+def after(data: object, count: int) -> DataPosition:
+    source = batches(data, steps=100)  # type: ignore[arg-type]
+    for _ in range(count):
+        next(source)
+    position = DataPosition.from_json(source.position().to_json())
+    assert position is not None
+    return position
+
+
+@pytest.mark.parametrize(
+    ("before", "count", "now"), [(8, 2, 4), (4, 2, 8), (4, 4, 16), (8, 3, 8), (8, 1, 8), (8, 4, 4), (8, 5, 8)]
+)
+def test_no_example_is_skipped_or_drawn_again(before: int, count: int, now: int):
+    used = before * count % 24 if count > 3 else before * count
+    rest = next(batches(in_batches(now), steps=1, position=after(in_batches(before), count)))
+    assert rest[0] == used % 24
+
+
+def test_positions_go_on_in_the_new_size():
+    source = batches(in_batches(4), steps=3, position=after(in_batches(8), 2))
+    next(source)
+    position = source.position()
+    assert (position.in_epoch, position.examples, position.batch_size) == (5, 20, 4)
+
+
+def test_batches_that_do_not_end_there_are_refused():
+    with pytest.raises(
+        DataPositionError, match=r"after 12 examples .* in batches of 4\. Batches of 8 do not end there"
+    ):
+        next(batches(in_batches(8), steps=1, position=after(in_batches(4), 3)))
+
+
+@pytest.mark.parametrize("now", [4, 16])
+def test_a_state_that_counts_other_batches_is_refused(now: int):
+    with pytest.raises(DataPositionError, match=f"batches of 8 examples, and this data gives batches of {now}"):
+        next(batches(WithState(now), steps=1, position=after(WithState(8), 1)))
+
+
+def test_the_smaller_rest_of_a_pass_is_no_change():
+    rest = list(batches(WithState(8), steps=3, position=after(WithState(8), 6), epochs=1))
+    assert [len(batch) for batch in rest] == [6]
+
+
+def test_positions_of_older_checkpoints_count_batches():
+    old = {"batches": 2, "epoch": 0, "in_epoch": 2, "iterator": None}
+    assert next(batches(in_batches(4), steps=1, position=DataPosition.from_json(old)))[0] == 8
