@@ -23,6 +23,7 @@ from jaxpp_flax.engine.donation import usable_donations
 from jaxpp_flax.engine.fingerprint import Fingerprinter
 from jaxpp_flax.engine.ir import Atom, Graph, everywhere, memory_kind_of, struct_of
 from jaxpp_flax.engine.mesh import RankMeshes, canonical, carried_over, spec_on
+from jaxpp_flax.engine.passes.wide_sums import with_wide_sums
 from jaxpp_flax.engine.program import Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.results import specs_wanted, with_own_results
 from jaxpp_flax.engine.shared_specs import SharedSpecs
@@ -96,8 +97,9 @@ class TaskCompiler(Generic[MeshT]):
             return NamedSharding(mesh, spec, memory_kind=kind)
 
         with context_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
+            graph = task.graph if mesh.size == 1 else with_wide_sums(task.graph)
             jitted = jax.jit(
-                _named(task.graph, task.name),
+                _named(graph, task.name),
                 in_shardings=tuple(map(sharding, task.graph.inputs, in_specs)),
                 out_shardings=tuple(
                     None if spec is None else sharding(atom, spec)
