@@ -23,7 +23,7 @@ from jax.extend.core import primitives
 
 from jaxpp_flax.engine.ir import Equation
 
-__all__ = ["LINEAR", "Linear", "Operands", "accumulates", "parts_add_up", "summed_in"]
+__all__ = ["LINEAR", "Linear", "Operands", "accumulates", "holds", "parts_add_up", "summed_in"]
 
 # A dtype of JAX's: NumPy's, an ml_dtypes one, or an extended one such as that of PRNG keys.
 DType = Any
@@ -64,7 +64,7 @@ def summed_in(equation: Equation) -> DType | None:
     """The dtype that holds the parts of an equation's sum over the batch; None if these do not add up to the sum."""
     positions = _SUMS.get(equation.primitive, ())
     dtype = equation.outputs[0].aval.dtype
-    exact = all(_holds(equation.inputs[i].aval.dtype, dtype) for i in positions)
+    exact = all(holds(equation.inputs[i].aval.dtype, dtype) for i in positions)
     return dtype if positions and exact and dtype.name in _SUMMED else None
 
 
@@ -77,16 +77,16 @@ def parts_add_up(operands: Sequence[DType], result: DType) -> bool:
 
 
 def _adds_up(operand: DType, result: DType) -> bool:
-    if _holds(operand, result):
+    if holds(operand, result):
         return True
     if not jnp.issubdtype(operand, jnp.inexact):  # integers wrap around alike everywhere, or are rounded as floats are
         return jnp.issubdtype(result, jnp.integer) or accumulates(result)
     if jnp.issubdtype(operand, jnp.complexfloating) and jnp.issubdtype(result, jnp.floating):
-        return _holds(jnp.finfo(operand).dtype, result)  # the real part of a sum is the sum of the real parts
+        return holds(jnp.finfo(operand).dtype, result)  # the real part of a sum is the sum of the real parts
     return False
 
 
-def _holds(narrow: DType, wide: DType) -> bool:
+def holds(narrow: DType, wide: DType) -> bool:
     """Whether every value of one dtype is a value of the other, of the same kind."""
     if narrow == wide:
         return True
@@ -107,7 +107,7 @@ def _moves(equation: Equation, kept: DType) -> DType | None:
 
 def _converts(equation: Equation, kept: DType) -> DType | None:
     dtype = equation.outputs[0].aval.dtype
-    widens = kept == dtype or (jnp.issubdtype(kept, jnp.inexact) and _holds(kept, dtype))
+    widens = kept == dtype or (jnp.issubdtype(kept, jnp.inexact) and holds(kept, dtype))
     return kept if widens else None
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpp_flax.engine.ir import Equation, Graph
-from jaxpp_flax.engine.passes.linear import parts_add_up
+from jaxpp_flax.engine.passes.linear import holds, parts_add_up
 
 __all__ = ["with_wide_sums"]
 
@@ -48,7 +48,7 @@ def _steps(equation: Any, memo: _Memo) -> Iterable[Any]:
     result = outputs[0].aval.dtype
     if parts_add_up((first, second), result):
         return [equation]
-    wide = jnp.promote_types(jnp.promote_types(jnp.float32, first), second)
+    wide = _wide(_wide(jnp.dtype(jnp.float32), first), second)
     conversions = _conversions(first if first == second else wide, wide, result)
     chain = [(equation.primitive, {**equation.params, _DTYPE: wide}, wide), *conversions]
     steps: list[Any] = []
@@ -57,6 +57,12 @@ def _steps(equation: Any, memo: _Memo) -> Iterable[Any]:
         steps.append(_changed(equation, primitive=primitive, params=params, inputs=inputs, outputs=made))
         inputs = made
     return steps
+
+
+def _wide(dtype: Any, operand: Any) -> Any:
+    """The dtype in which products with an operand add up: float32 for integers and narrower floats."""
+    narrow = not jnp.issubdtype(operand, jnp.inexact) or holds(operand, dtype)
+    return dtype if narrow else jnp.promote_types(dtype, operand)
 
 
 def _conversions(operand: Any, wide: Any, result: Any) -> list[tuple[Any, Any, Any]]:

@@ -25,7 +25,7 @@ from tests.helpers import tree_allclose
 EXAMPLES, DIM = 4, 4
 NARROWED = [
     ("float32", "int32"), ("float32", "int16"), ("float32", "bool"), ("float32", "float16"), ("float32", "bfloat16"),
-    ("bfloat16", "int32"), ("bfloat16", "float16"), ("int8", "float16"),
+    ("bfloat16", "int32"), ("bfloat16", "float16"), ("int8", "float16"), ("float8_e4m3fn", "int32"),
 ]  # fmt: skip
 AS_THEY_ARE = [
     ("float32", "float32"), ("bfloat16", "float32"), ("float16", "float16"),
