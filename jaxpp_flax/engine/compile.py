@@ -52,13 +52,14 @@ class TaskCompiler(Generic[MeshT]):
     _lowered: dict[Hashable, Any] = field(default_factory=dict)
     _compiled: dict[Hashable, Any] = field(default_factory=dict)
     _fingerprints: Fingerprinter = field(default_factory=Fingerprinter)
+    _for_devices: dict[Hashable, bool] = field(default_factory=dict[Hashable, bool])
 
     def compile(
         self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
     ) -> Any:
         """The executable of a task on its rank's devices; `None` in `out_specs` leaves the choice to XLA."""
-        mesh = self._lowering_mesh(task)
         graph = self._fingerprints.graph(task.graph)
+        mesh = self._lowering_mesh(task, graph)
         # Some primitives (random bits, say) are lowered by JAX's settings at that time.
         key = (mesh, graph, tuple(in_specs), tuple(out_specs), task.donate, trace_context())
         devices = self.mesh.rank_devices(task.rank)
@@ -74,10 +75,12 @@ class TaskCompiler(Generic[MeshT]):
             self.compilations += 1
         return compiled
 
-    def _lowering_mesh(self, task: ProgramTask) -> Mesh | AbstractMesh:
+    def _lowering_mesh(self, task: ProgramTask, graph: Hashable) -> Mesh | AbstractMesh:
         """The mesh without devices, equal for ranks of one shape, which share a lowering; else the rank's own."""
         mesh = self.mesh.unstack[task.rank]
-        return mesh if any(needs_devices(e.primitive) for e in everywhere(task.graph)) else mesh.abstract_mesh
+        if graph not in self._for_devices:
+            self._for_devices[graph] = any(needs_devices(e.primitive) for e in everywhere(task.graph))
+        return mesh if self._for_devices[graph] else mesh.abstract_mesh
 
     def _lower(
         self,
