@@ -21,6 +21,9 @@ from jaxpp_flax.engine.passes.linear import holds, parts_add_up
 __all__ = ["with_wide_sums"]
 
 _DTYPE = "preferred_element_type"
+_PRODUCTS = {"conv_general_dilated", "dot_general", "ragged_dot_general"}
+# These run on each device by themselves: XLA partitions nothing inside.
+_KERNELS = {"core_map", "pallas_call"}
 # Jaxprs as they were and as they are now; the first keeps its id its own.
 _Memo = dict[int, tuple[Any, Any]]
 
@@ -41,7 +44,9 @@ def _equations(before: Sequence[Any], memo: _Memo) -> Sequence[Any]:
 def _steps(equation: Any, memo: _Memo) -> Iterable[Any]:
     """The equation itself, or a product in a wide dtype and what makes its result narrow."""
     inputs, outputs, _ = _parts(equation)
-    if _DTYPE not in equation.params:
+    if equation.primitive.name in _KERNELS:
+        return [equation]
+    if _DTYPE not in equation.params or equation.primitive.name not in _PRODUCTS:
         params = _params(equation.params, memo)
         return [equation if params is equation.params else _changed(equation, params=params)]
     first, second = (atom.aval.dtype for atom in inputs[:2])
