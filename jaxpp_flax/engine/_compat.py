@@ -130,31 +130,24 @@ def private_names_in_use() -> dict[str, bool]:
 
 # What `trace_context` reads where the private name is missing: the settings that change numbers, dtypes or errors.
 _TRACE_SETTINGS = (
-    "jax_allow_f16_reductions",
-    "jax_check_static_indices",
-    "jax_custom_jvp3",
-    "jax_custom_vjp3",
-    "jax_debug_key_reuse",
-    "jax_default_device",
-    "jax_default_matmul_precision",
-    "jax_disable_jit",
-    "jax_enable_x64",
-    "jax_explicit_x64_dtypes",
-    "jax_high_dynamic_range_gumbel",
-    "jax_numpy_dtype_promotion",
-    "jax_numpy_rank_promotion",
-    "jax_random_seed_offset",
-    "jax_remat3",
-    "jax_scan3",
-    "jax_softmax_custom_jvp",
-    "jax_threefry_partitionable",
-    "jax_use_direct_linearize",
-    "jax_use_shardy_partitioner",
-)
+    "jax_allow_f16_reductions", "jax_auto_pcast", "jax_check_static_indices", "jax_custom_jvp3", "jax_custom_vjp3",
+    "jax_debug_key_reuse", "jax_default_device", "jax_default_matmul_precision", "jax_disable_jit",
+    "jax_enable_x64", "jax_explicit_x64_dtypes", "jax_high_dynamic_range_gumbel",
+    "jax_hlo_source_file_canonicalization_regex", "jax_mutable_array_checks", "jax_no_execution",
+    "jax_numpy_dtype_promotion", "jax_numpy_rank_promotion", "jax_random_seed_offset", "jax_remat3",
+    "jax_remat_barrier_no_cotangents", "jax_remove_size_one_mesh_axis_from_type", "jax_scan3",
+    "jax_softmax_custom_jvp", "jax_threefry_gpu_kernel_lowering", "jax_threefry_partitionable",
+    "jax_use_direct_linearize", "jax_use_emit_pipeline_primitive", "jax_use_shardy_partitioner", "check_vma",
+    "eager_constant_folding",
+)  # fmt: skip
 
 
 def trace_context() -> Hashable:
     """JAX's settings and contexts that a trace depends on, as a part of a key: what `jax.jit` keys its traces by.
+
+    Without JAX's own function the settings are read one by one. Then some contexts around a call stay unseen, for they
+    have no public name: `jax.experimental.compute_on`, XLA metadata, layout modes and the axes of an outer `jax.vmap`.
+    A step that was traced before is not traced again for these; inside a step they work.
 
     Example:
       >>> import jax

@@ -23,6 +23,7 @@ from jaxpp_flax.engine.donation import usable_donations
 from jaxpp_flax.engine.fingerprint import Fingerprinter
 from jaxpp_flax.engine.ir import Atom, Graph, everywhere, memory_kind_of, struct_of
 from jaxpp_flax.engine.mesh import RankMeshes, canonical, carried_over, spec_on
+from jaxpp_flax.engine.passes.wide_sums import with_wide_sums
 from jaxpp_flax.engine.program import Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.results import specs_wanted, with_own_results
 from jaxpp_flax.engine.shared_specs import SharedSpecs
@@ -51,13 +52,14 @@ class TaskCompiler(Generic[MeshT]):
     _lowered: dict[Hashable, Any] = field(default_factory=dict)
     _compiled: dict[Hashable, Any] = field(default_factory=dict)
     _fingerprints: Fingerprinter = field(default_factory=Fingerprinter)
+    _for_devices: dict[Hashable, bool] = field(default_factory=dict[Hashable, bool])
 
     def compile(
         self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
     ) -> Any:
         """The executable of a task on its rank's devices; `None` in `out_specs` leaves the choice to XLA."""
-        mesh = self._lowering_mesh(task)
         graph = self._fingerprints.graph(task.graph)
+        mesh = self._lowering_mesh(task, graph)
         # Some primitives (random bits, say) are lowered by JAX's settings at that time.
         key = (mesh, graph, tuple(in_specs), tuple(out_specs), task.donate, trace_context())
         devices = self.mesh.rank_devices(task.rank)
@@ -73,10 +75,12 @@ class TaskCompiler(Generic[MeshT]):
             self.compilations += 1
         return compiled
 
-    def _lowering_mesh(self, task: ProgramTask) -> Mesh | AbstractMesh:
+    def _lowering_mesh(self, task: ProgramTask, graph: Hashable) -> Mesh | AbstractMesh:
         """The mesh without devices, equal for ranks of one shape, which share a lowering; else the rank's own."""
         mesh = self.mesh.unstack[task.rank]
-        return mesh if any(needs_devices(e.primitive) for e in everywhere(task.graph)) else mesh.abstract_mesh
+        if graph not in self._for_devices:
+            self._for_devices[graph] = any(needs_devices(e.primitive) for e in everywhere(task.graph))
+        return mesh if self._for_devices[graph] else mesh.abstract_mesh
 
     def _lower(
         self,
@@ -96,8 +100,9 @@ class TaskCompiler(Generic[MeshT]):
             return NamedSharding(mesh, spec, memory_kind=kind)
 
         with context_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
+            graph = task.graph if mesh.size == 1 else with_wide_sums(task.graph)
             jitted = jax.jit(
-                _named(task.graph, task.name),
+                _named(graph, task.name),
                 in_shardings=tuple(map(sharding, task.graph.inputs, in_specs)),
                 out_shardings=tuple(
                     None if spec is None else sharding(atom, spec)

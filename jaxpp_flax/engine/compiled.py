@@ -167,6 +167,8 @@ class Compiled:
 
         Raises:
           ValueError: with several processes; nothing has been donated then.
+          FloatingPointError: if a result holds what `jax.debug_nans` or `jax.debug_infs` look for; a call of the step
+            also names the task.
         """
         if self._across is not None:
             raise ValueError(

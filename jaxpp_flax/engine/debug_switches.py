@@ -56,6 +56,11 @@ def looking_away() -> Generator[None]:
         yield
 
 
+def _looking_away_in(step: Step, environment: list[Any]) -> None:
+    with looking_away():
+        step(environment)
+
+
 @dataclass(eq=False)
 class SpecialValues:
     """Watches one step of a program for NaNs or infinities.
@@ -85,6 +90,25 @@ class SpecialValues:
             None if step is None else partial(self._step, instruction, step)
             for instruction, step in zip(self.program.instructions, steps, strict=True)
         ]
+
+    def unwatched(self, steps: Sequence[Step]) -> list[Step]:
+        """The runtime's steps without any look, JAX's own too: for ranks that run side by side."""
+        return [partial(_looking_away_in, step) for step in steps]
+
+    def look_at_results(self, environment: Sequence[Any]) -> None:
+        """Refuse results that hold such a value, after a step that nobody watched.
+
+        Raises:
+          FloatingPointError: naming the results' ranks; which task was first is unknown.
+        """
+        made = {slot for i in self.program.instructions for slot in i.writes()}
+        for position, result in enumerate(self.program.results):
+            for rank, slot in result.items() if isinstance(result, dict) else ():
+                if slot in made and (kind := self._found(environment[slot])):
+                    raise FloatingPointError(
+                        f"invalid value ({kind}) encountered in result {position} of a measured step, on rank {rank}. "
+                        "Call the step itself with the same switch: it names the task that makes the value."
+                    )
 
     def keep_arguments(self, environment: list[Any]) -> None:
         """Let the step reuse copies of donated arguments: while it looks for NaNs, `jax.jit` donates nothing either."""

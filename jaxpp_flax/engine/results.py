@@ -14,7 +14,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.ir import Graph, Value
-from jaxpp_flax.engine.program import Program, ProgramTask, Run, Transfer
+from jaxpp_flax.engine.program import Free, Program, ProgramTask, Run, Transfer
 
 __all__ = ["specs_wanted", "with_own_results"]
 
@@ -53,6 +53,7 @@ def with_own_results(program: Program, avals: Mapping[int, Any], wanted: Sequenc
     tasks, instructions = list(program.tasks), list(program.instructions)
     results: list[Any] = [dict(result) if isinstance(result, dict) else result for result in program.results]
     count = program.num_slots
+    arguments = {slot for slots in program.arguments for slot in slots.values()}  # these are the caller's
     for rank in sorted({rank for _, rank in wanted}):
         positions = [position for position, of in wanted if of == rank]
         slots = [results[position][rank] for position in positions]
@@ -65,6 +66,9 @@ def with_own_results(program: Program, avals: Mapping[int, Any], wanted: Sequenc
         )
         for position, slot in zip(positions, outputs, strict=True):
             results[position][rank] = slot
+        kept = arguments.union(result[rank] for result in results if isinstance(result, dict) and rank in result)
+        if done := tuple(slot for slot in values if slot not in kept):
+            instructions.append(Free(rank, done))
     return replace(
         program, tasks=tuple(tasks), instructions=tuple(instructions), results=tuple(results), num_slots=count
     )

@@ -154,10 +154,19 @@ class Runtime:
         """Run one step as `run` does, measuring when each task of the loop ran; at most `at_once` at a time.
 
         It is for one process that owns all ranks.
+
+        Raises:
+          FloatingPointError: as `run`, by the results alone: tasks that are watched would take longer.
         """
         for slot, index in self._indices.items():
             environment[slot] = index
-        return run_profiled(self.program, self._steps, environment, at_once)
+        watch = SpecialValues.wanted(self.program)
+        if watch is None:
+            return run_profiled(self.program, self._steps, environment, at_once)
+        watch.keep_arguments(environment)
+        timings = run_profiled(self.program, watch.unwatched(self._steps), environment, at_once)
+        watch.look_at_results(environment)
+        return timings
 
 
 # What steps are made of, by `partial`: a closure is five objects to the garbage collector where that is two.

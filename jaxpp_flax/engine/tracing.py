@@ -60,19 +60,25 @@ def trace_for_stages(trace: Callable[[AbstractMesh], T], mesh: MpmdMesh) -> T:
       ValueError: the step's own, from the trace under the submesh; of meshes and axes that a stage has not got, with
         what to change.
     """
-    refused: list[ValueError] = []
-    for abstract in dict.fromkeys([mesh.abstract_submesh, mesh.jax_mesh.abstract_mesh]):
+    whole = mesh.jax_mesh.abstract_mesh
+    # As JAX writes it in such an error; another error would come again.
+    named = ", ".join(f"{axis!r}: {size}" for axis, size in whole.shape.items())
+    try:
+        with context_mesh(mesh.abstract_submesh):
+            return trace(mesh.abstract_submesh)
+    except ValueError as error:
+        refused = error
+    if named in str(refused) and whole != mesh.abstract_submesh:
         try:
-            with context_mesh(abstract):
-                return trace(abstract)
+            with context_mesh(whole):
+                return trace(whole)
         except ValueError as error:
             if "mesh" not in str(error):
                 raise
-            refused.append(error)
-    remedy = _remedy(str(refused[0]), mesh)
+    remedy = _remedy(str(refused), mesh)
     if remedy is None:
-        raise refused[0]
-    raise ValueError(f"{remedy}; the line is in the traceback of the error above.") from refused[0]
+        raise refused
+    raise ValueError(f"{remedy}; the line is in the traceback of the error above.") from refused
 
 
 def _remedy(error: str, mesh: MpmdMesh) -> str | None:

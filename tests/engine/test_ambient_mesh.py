@@ -89,3 +89,16 @@ def test_constraints_to_the_mesh_of_a_rank(kind: AxisType):
     compiled = pipelined(step_to(mesh.lowering_mesh(), *mesh.unstack), mesh)
     # A mean over shards, and a sum of two microbatches in another order.
     tree_allclose(jax.tree.map(np.asarray, compiled(PARAMS, BATCH)), jax.tree.map(np.asarray, expected), rtol=1e-6)
+
+
+def test_an_error_of_the_steps_own_is_met_once():
+    """Only a step that names the whole mesh is traced again: what a step prints or counts happens once."""
+    calls: list[None] = []
+
+    def step(params: Any, batch: Any) -> Any:
+        calls.append(None)
+        raise ValueError("my mesh has holes")
+
+    with pytest.raises(ValueError, match="my mesh has holes"):
+        pipelined(step, mesh_of(AxisType.Auto))(PARAMS, BATCH)
+    assert len(calls) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -75,6 +77,29 @@ def test_a_donated_array_on_a_device_of_no_rank_is_kept_too(pipelined: MpmdFunct
     assert not any(x.is_deleted() for x in jax.tree.leaves(params))
     pipelined(params, batch_of(3))
     assert all(x.is_deleted() for x in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("by_context", [True, False], ids=["context", "config"])
+def test_a_measured_step_looks_at_its_results(pipelined: MpmdFunction, by_context: bool):
+    params, good, bad = chain(2), batch_of(3), batch_with(np.nan, microbatch=1)
+    compiled = pipelined.compile(params, good)
+    with jax.debug_nans(True) if by_context else switched_on("jax_debug_nans"):
+        compiled.profile(params, good)  # holds NaNs that reach no result
+        with pytest.raises(
+            FloatingPointError, match=r"\(nan\) .* result \d+ of a measured step, .* Call the step itself"
+        ):
+            compiled.profile(params, bad)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(params))
+
+
+@contextmanager
+def switched_on(name: str) -> Generator[None]:
+    """For all threads, where the context manager is for one."""
+    jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        jax.config.update(name, False)
 
 
 @pytest.mark.parametrize("called_before", [False, True], ids=["new", "called before"])

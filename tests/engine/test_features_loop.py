@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp_flax.engine.loop import Add, Concat, Last, Max, treduce, treduce_i
+from jaxpp_flax.engine.loop import Add, AddOp, Concat, Last, Max, treduce, treduce_i
 from jaxpp_flax.engine.markers import mark_stage_end
 from jaxpp_flax.schedules import GPipe, Std1F1B, ZeroBubble
 from tests.engine.toys import DIM, batch_of, chain, chain_loss, forward, gradients, same_as_plain, sgd_step
@@ -111,6 +111,24 @@ def test_every_reduction():
     batch = batch_of(3)
     _, results = same_as_plain(step, 2, chain(2), batch)
     assert results["concat"].shape == (batch["x"].shape[1], 3, DIM)
+
+
+class Squares(AddOp):
+    """A user's reduction that starts as a sum does and is none: the squares of parts do not add up to a square."""
+
+    def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+        return state + value**2
+
+
+def test_a_kind_of_sum_that_is_none():
+    """The gradient of a shared block is made in two stages."""
+
+    def step(params: Any, batch: Any) -> Any:
+        return treduce(
+            lambda mb: jax.grad(lambda p: chain_loss([p] * 2, mb))(params), batch, Std1F1B(2), operation=Squares()
+        )
+
+    same_as_plain(step, 2, chain(1)[0], batch_of(3))
 
 
 def test_integer_and_boolean_results():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.engine.program import Free, Program, Run
 from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import batch_of, chain, gradients
 from tests.helpers import tree_allclose
@@ -41,6 +43,18 @@ def step(params: Any, batch: Any, argument: jax.Array) -> Any:
     }
 
 
+def last_runs_free_what_they_read(program: Program) -> None:
+    """What comes as a result in another form alone is not kept beside it; an argument stays the caller's."""
+    kept = {slot for slots in (*program.arguments, *program.results) for slot in slots.values()}
+    own = [
+        (run, behind)
+        for run, behind in itertools.pairwise([*program.instructions, None])
+        if isinstance(run, Run) and program.tasks[run.task].name.startswith("results_")
+    ]
+    freed = {slot for _, free in own if isinstance(free, Free) for slot in free.slots}
+    assert freed == {slot for run, _ in own for slot in run.inputs if slot not in kept} != set()
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_results_are_partitioned_as_they_are_wanted(kind: AxisType):
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
@@ -49,6 +63,7 @@ def test_results_are_partitioned_as_they_are_wanted(kind: AxisType):
     pipelined = mpmd_jit_with_loop(step, mesh, out_specs=WANTED, donate_argnums=2)
     compiled = pipelined.compile(*arguments)
     compiled.program.verify()
+    last_runs_free_what_they_read(compiled.program)
     results = pipelined(*arguments)
     expected = jax.jit(step)(*(chain(2), batch_of(2), jnp.arange(8.0)))
     # A few sums of float32 in another order: 1e-6 is sixteen units in the last place.

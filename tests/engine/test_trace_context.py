@@ -96,3 +96,22 @@ def test_the_public_settings_see_the_mesh(monkeypatch: pytest.MonkeyPatch):
     before = _compat.trace_context()
     with jax.sharding.use_abstract_mesh(mesh_of(2).jax_mesh.abstract_mesh):
         assert _compat.trace_context() != before
+
+
+# Settings that only some of the versions have.
+OF_SOME_VERSIONS = {"jax_custom_jvp3", "jax_remat_barrier_no_cotangents"}
+
+
+def test_the_public_settings_are_settings(monkeypatch: pytest.MonkeyPatch):
+    """A name that JAX does not know would be read as None for ever."""
+    missing = {name for name in _compat._TRACE_SETTINGS if not hasattr(jax.config, name)}
+    assert missing <= OF_SOME_VERSIONS
+    monkeypatch.setattr(_compat, "_trace_context", None)
+    for name in ("jax_auto_pcast", "jax_threefry_gpu_kernel_lowering", "jax_remove_size_one_mesh_axis_from_type"):
+        before, value = _compat.trace_context(), getattr(jax.config, name)
+        jax.config.update(name, not value)
+        try:
+            assert _compat.trace_context() != before, name
+        finally:
+            jax.config.update(name, value)
+        assert _compat.trace_context() == before

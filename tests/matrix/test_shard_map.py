@@ -226,7 +226,7 @@ def test_the_ranks_axis_is_refused():
             jnp.sin, mesh=mesh, in_specs=P(("stage", "data")), out_specs=P(("stage", "data"))
         )(x)  # fmt: skip
 
-    for block in (over_ranks, by_rank):
+    for block in (over_ranks, by_rank, FORMS["unchecked"]):
         step = step_of(partial(block, mesh=mesh.jax_mesh), FORMS["local"])
         with pytest.raises(ValueError, match=_REFUSED):
             mpmd_jit_with_loop(step, mesh, static_argnums=2).compile(parameters(), BATCH, Std1F1B(2))

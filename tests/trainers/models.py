@@ -49,6 +49,22 @@ class Model(nnx.Module):
         return self.head(x)
 
 
+class Layers(nnx.Module):
+    """As small as a model of two stages can be: features in, features out."""
+
+    WIDTH = 4
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        layers = [nnx.Linear(self.WIDTH, self.WIDTH, rngs=rngs) for _ in range(2)]
+        self.layers = nnx.List(map(PipelineStage, layers))
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
 class LinenBlock(nn.Module):
     dropout: float = 0.0
     batch_norm: bool = False

@@ -11,23 +11,13 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import BatchError
 from jaxpp_flax.trainers.loading import own_rows
 from tests.helpers import tree_allclose
+from tests.trainers.models import Layers
 
-WIDTH = 4
-
-
-class Model(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.layers = nnx.List([PipelineStage(nnx.Linear(WIDTH, WIDTH, rngs=rngs)) for _ in range(2)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = jnp.tanh(layer(x))
-        return x
+WIDTH = Layers.WIDTH
 
 
 def outputs(model, batch):
@@ -48,10 +38,10 @@ def batch():
 @pytest.mark.parametrize("axes", [None, {"data": 2}], ids=["stages", "data"])
 def test_equal_to_plain(axes):
     made = PipelineTrainer(
-        Model(), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=2, mesh_axes=axes, progress=False,
+        Layers(), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=2, mesh_axes=axes, progress=False,
         predict_fn=outputs,
     )  # fmt: skip
-    graph, params = nnx.split(Model())
+    graph, params = nnx.split(Layers())
 
     @jax.jit
     def plain(params, batch):
@@ -79,7 +69,7 @@ def test_a_scalar_beside_the_rows_of_a_process():
 
 
 def test_other_values_compile_nothing_and_rows_are_read_of_arrays_alone():
-    made = PipelineTrainer(Model(), optax.sgd(0.1), loss_fn, num_stages=1, num_microbatches=2, progress=False)
+    made = PipelineTrainer(Layers(), optax.sgd(0.1), loss_fn, num_stages=1, num_microbatches=2, progress=False)
     losses = [float(made.evaluate([{**batch(), "weight": weight}])["loss"]) for weight in (3.0, jnp.float32(6))]
     np.testing.assert_allclose(losses[1], 2 * losses[0], rtol=1e-6)
     assert len(made._executables) == 1

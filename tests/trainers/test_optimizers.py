@@ -9,21 +9,11 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax import PipelineTrainer
 from tests.helpers import slow_but, tree_allclose
+from tests.trainers.models import Layers
 
-WIDTH = 4
-
-
-class Model(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.layers = nnx.List([PipelineStage(nnx.Linear(WIDTH, WIDTH, rngs=rngs)) for _ in range(2)])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = jnp.tanh(layer(x))
-        return x
+WIDTH = Layers.WIDTH
 
 
 def loss_fn(model, batch):
@@ -65,7 +55,7 @@ def test_equals_plain(name):
     if name == "muon" and not hasattr(optax.contrib, "muon"):
         pytest.skip("this Optax has no muon")
     make = lambda stages: PipelineTrainer(  # noqa: E731
-        Model(), OPTIMIZERS[name](), loss_fn, num_stages=stages, num_microbatches=2, progress=False
+        Layers(), OPTIMIZERS[name](), loss_fn, num_stages=stages, num_microbatches=2, progress=False
     )
     piped, plain = make(2), make(1)
     start = jax.tree.map(np.asarray, plain.state.params)
@@ -95,7 +85,7 @@ def weighted_loss(model, batch):
 def test_the_value_is_the_loss_of_the_whole_batch():
     """Unequal weights of the microbatches, and a loss scale, are no part of it."""
     data = {**batch(0), "w": np.array([1, 2, 0, 4], np.float32)}
-    graph, params = nnx.split(Model())
+    graph, params = nnx.split(Layers())
 
     @jax.jit
     def plain(params):
@@ -107,7 +97,7 @@ def test_the_value_is_the_loss_of_the_whole_batch():
         return value, jax.tree.map(lambda p, g: p - 0.1 * value * g, params, grads)
 
     options = {"num_stages": 2, "num_microbatches": 2, "progress": False, "loss_scale": 8.0}
-    made = PipelineTrainer(Model(), scaled_by_loss(), weighted_loss, **options)
+    made = PipelineTrainer(Layers(), scaled_by_loss(), weighted_loss, **options)
     loss = made.train_step(data)["loss"]
     value, after = plain(params)
     np.testing.assert_allclose([float(loss), float(made.state.opt_state)], float(value), rtol=1e-6)
@@ -126,6 +116,6 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_optimizers_that_compute_the_loss_again_are_refused(name):
     make, text = REFUSED[name]
-    made = PipelineTrainer(Model(), make(), loss_fn, num_stages=2, num_microbatches=2, progress=False)
+    made = PipelineTrainer(Layers(), make(), loss_fn, num_stages=2, num_microbatches=2, progress=False)
     with pytest.raises(TypeError, match=text):
         made.compile(batch(0))

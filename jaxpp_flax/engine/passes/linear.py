@@ -13,7 +13,7 @@ for the rounding that a float sum has in any order. What is not in the table is 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from jax.extend.core import primitives
 
 from jaxpp_flax.engine.ir import Equation
 
-__all__ = ["LINEAR", "Linear", "Operands", "accumulates", "summed_in"]
+__all__ = ["LINEAR", "Linear", "Operands", "accumulates", "holds", "parts_add_up", "summed_in"]
 
 # A dtype of JAX's: NumPy's, an ml_dtypes one, or an extended one such as that of PRNG keys.
 DType = Any
@@ -64,11 +64,29 @@ def summed_in(equation: Equation) -> DType | None:
     """The dtype that holds the parts of an equation's sum over the batch; None if these do not add up to the sum."""
     positions = _SUMS.get(equation.primitive, ())
     dtype = equation.outputs[0].aval.dtype
-    exact = all(_holds(equation.inputs[i].aval.dtype, dtype) for i in positions)
+    exact = all(holds(equation.inputs[i].aval.dtype, dtype) for i in positions)
     return dtype if positions and exact and dtype.name in _SUMMED else None
 
 
-def _holds(narrow: DType, wide: DType) -> bool:
+def parts_add_up(operands: Sequence[DType], result: DType) -> bool:
+    """Whether a product may sum each shard's part in the dtype of its result, and these parts in it too.
+
+    Sums in the operands' own dtype stay as they are, float16's too: what they round and hold is what was asked for.
+    """
+    return all(_adds_up(dtype, result) for dtype in operands)
+
+
+def _adds_up(operand: DType, result: DType) -> bool:
+    if holds(operand, result):
+        return True
+    if not jnp.issubdtype(operand, jnp.inexact):  # integers wrap around alike everywhere, or are rounded as floats are
+        return jnp.issubdtype(result, jnp.integer) or accumulates(result)
+    if jnp.issubdtype(operand, jnp.complexfloating) and jnp.issubdtype(result, jnp.floating):
+        return holds(jnp.finfo(operand).dtype, result)  # the real part of a sum is the sum of the real parts
+    return False
+
+
+def holds(narrow: DType, wide: DType) -> bool:
     """Whether every value of one dtype is a value of the other, of the same kind."""
     if narrow == wide:
         return True
@@ -89,7 +107,7 @@ def _moves(equation: Equation, kept: DType) -> DType | None:
 
 def _converts(equation: Equation, kept: DType) -> DType | None:
     dtype = equation.outputs[0].aval.dtype
-    widens = kept == dtype or (jnp.issubdtype(kept, jnp.inexact) and _holds(kept, dtype))
+    widens = kept == dtype or (jnp.issubdtype(kept, jnp.inexact) and holds(kept, dtype))
     return kept if widens else None
 
 

@@ -243,14 +243,15 @@ class _Builder:
             if isinstance(tree, tuple):
                 return Partial(place(tree[0], op), place(tree[1], op))
             accumulators.append(self._accumulate(tree, op))
-            self.ordered.append(not isinstance(op, (AddOp, MaxOp, Concat)))
+            # A subclass may mean something else: it is an operation of the user's own.
+            self.ordered.append(type(op) not in (AddOp, MaxOp, Concat))
             roots.append(tree)
             return len(accumulators) - 1
 
         for atom, op in zip(self.body.outputs[self.num_carry :], self.operations, strict=True):
             atom = self.labels.resolve(atom)
             tree = atom
-            if isinstance(op, AddOp) and isinstance(atom, Value):
+            if type(op) is AddOp and isinstance(atom, Value):
                 tree = _split_sums(self.labels, users, atom, self.producer)
             results.append(place(tree, op))
 
