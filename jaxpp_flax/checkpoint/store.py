@@ -12,6 +12,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxpp_flax.checkpoint.agreeing import done_by_one
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CheckpointSaveError
+from jaxpp_flax.checkpoint.exiting import finish_at_exit
 from jaxpp_flax.checkpoint.meeting import background_barrier, name_checkpoint, poll, shared_work
 from jaxpp_flax.checkpoint.orbax_io import (
     TREE_ITEM,
@@ -60,6 +61,7 @@ class CheckpointStore:
         self._manager: ocp.CheckpointManager | None = None
         self._writing: tuple[int, frozenset[str]] | None = None
         self._saving = -1  # the last step whose save was begun
+        self._finishes_at_exit = False
 
     def describe(self) -> str:
         """When it saves and what it keeps, in words that are the same in every process.
@@ -146,6 +148,9 @@ class CheckpointStore:
             manager.save(step, args=_arguments(content, beside), force=True)
         if wait or not self._asynchronous:
             self.wait()
+        elif not self._finishes_at_exit:
+            finish_at_exit(self)
+            self._finishes_at_exit = True
 
     def check(self) -> None:
         """Raise what went wrong in the background since the last call; never waits.
@@ -153,8 +158,12 @@ class CheckpointStore:
         Raises:
           CheckpointSaveError: naming the step.
         """
-        if self._writing is not None and self._manager is not None and not self._manager.is_saving_in_progress():
+        if self._writing is not None and not self.is_writing():
             self.wait()
+
+    def is_writing(self) -> bool:
+        """Whether the background is at work."""
+        return self._manager is not None and self._manager.is_saving_in_progress()
 
     def wait(self) -> None:
         """Wait for the save under way.

@@ -76,7 +76,11 @@ class _FitLoop:
         alone = not self.trainer._is_across and self.trainer._store is None
         together = StopTogether(ProcessGroup(None, 0, 1) if alone else process_group())
         with Preemption(self.trainer._preemption_deadline) as preemption:
-            last = self._run(source, lambda: together.after(self.trainer.step, requested=preemption.requested))
+            try:
+                last = self._run(source, lambda: together.after(self.trainer.step, requested=preemption.requested))
+            except BaseException as error:
+                self.trainer._finish_saves(error)
+                raise
             # The data may have ended before the step that was agreed on.
             mine = self.preempted or preemption.requested
             asked = mine if alone else any(everyones("asked to stop", mine))

@@ -284,6 +284,15 @@ class Checkpointed(abc.ABC):
             if self._saves_by_itself and self._store.wants(self._step):
                 self.save(wait=False)
 
+    def _finish_saves(self, error: BaseException) -> None:
+        """Wait for what is being written, where `fit` ends by an error. Of several processes the others may go on."""
+        if self._store is None or process_group().process_count > 1:
+            return
+        try:
+            self._store.wait()
+        except CheckpointSaveError as failed:
+            error.add_note(f"The save under way failed as well: {failed}")
+
     def _end_fit(self, preempted: Callable[[], bool]) -> None:
         """Wait for what is being written, save the last step, and exit if that was asked for."""
         due = self._saves_by_itself or preempted()
