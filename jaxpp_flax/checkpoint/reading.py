@@ -149,12 +149,24 @@ class RestorePlan:
         Raises:
           CorruptCheckpointError: if a file cannot be read after all.
         """
-        arrays = _read(self.directory, self.metadata, {found: self.wants[name] for name, found in self.chosen.items()})
-        new = {
-            name: self.wants[name].finish(arrays[self.chosen[name]]) if name in self.chosen else leaf
-            for name, leaf in self.leaves.items()
-        }
+        new = dict(self.leaves)
+        for names in self._rounds():
+            arrays = _read(self.directory, self.metadata, {found: self.wants[name] for found, name in names.items()})
+            new |= {name: self.wants[name].finish(arrays[found]) for found, name in names.items()}
         return jax.tree.unflatten(self.structure, new.values())
+
+    def _rounds(self) -> list[dict[str, str]]:
+        """Paths on disk with the leaves that they become: `rename` may make two leaves of one, each read on its own.
+
+        So each lies as it is wanted, in memory of its own, which a step may donate.
+        """
+        rounds: list[dict[str, str]] = []
+        for name, found in self.chosen.items():
+            free = next((names for names in rounds if found not in names), None)
+            if free is None:
+                rounds.append(free := {})
+            free[found] = name
+        return rounds
 
 
 def plan_restore(

@@ -296,12 +296,25 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Train batch by batch in a loop of your own: yields `(step, metrics)` after each step is dispatched.
 
+        With `save_every` it saves as `fit` does: when it is time, and after the last step.
+
         Args:
           data, steps, epochs, global_batch_size: as in `fit`.
+
+        Raises:
+          CheckpointSaveError: if the directory holds later checkpoints.
         """
-        for batch in self._track(batches(data, steps=steps, epochs=epochs)):
-            metrics = self.train_step(batch, global_batch_size=global_batch_size)
-            yield self._step, metrics
+        if self._saves_by_itself:
+            self._refuse_later_checkpoints()
+        try:
+            for batch in self._track(batches(data, steps=steps, epochs=epochs)):
+                metrics = self.train_step(batch, global_batch_size=global_batch_size)
+                self._after_step()
+                yield self._step, metrics
+        except BaseException as error:  # a loop that is left by `break` too
+            self._finish_saves(error)
+            raise
+        self._end_fit(lambda: False)
 
     def fit(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.checkpoint import CheckpointSaveError
 from jaxpp_flax.checkpoint.store import CheckpointStore
 from jaxpp_flax.trainers import DataPositionError
 from jaxpp_flax.trainers.callbacks import OnMetrics
@@ -110,3 +111,19 @@ def test_an_iterator_that_is_past_the_checkpoint_is_refused(tmp_path: Path):
     losses_of(trainer, data, steps=3)
     with pytest.raises(DataPositionError, match=r"after 2 batches.* but 3 are drawn from this list_iterator"):
         trainer.fit(data, steps=8, resume=True)
+
+
+def test_a_loop_of_the_users_own_saves_as_fit_does(tmp_path: Path, uninterrupted: dict[int, float]):
+    trainer = make_trainer(tmp_path / "run", save_every=2)
+    for step, _ in trainer.training_steps(BATCHES, steps=8):
+        if step == 5:
+            break
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["2", "4"]
+    with pytest.raises(CheckpointSaveError, match="up to step 4, and this run begins at step 0"):
+        next(make_trainer(tmp_path / "run", save_every=2).training_steps(BATCHES))
+    assert losses_of(make_trainer(tmp_path / "run"), steps=8, resume=True) == {
+        step: loss for step, loss in uninterrupted.items() if step > 4
+    }
+    other = make_trainer(tmp_path / "other", save_every=2)
+    list(other.training_steps(BATCHES, steps=3))
+    assert sorted(path.name for path in (tmp_path / "other").iterdir()) == ["2", "3"]

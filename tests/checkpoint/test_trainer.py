@@ -352,3 +352,16 @@ def test_the_average_and_the_loss_scale_are_kept(tmp_path: Path) -> None:
         if jax.dtypes.issubdtype(kept.dtype, jax.dtypes.prng_key):
             kept, restored = jax.random.key_data(kept), jax.random.key_data(restored)
         np.testing.assert_array_equal(np.asarray(kept), np.asarray(restored))
+
+
+def test_the_average_begins_at_the_parameters_of_a_checkpoint(tmp_path: Path) -> None:
+    """Two leaves of one on disk, in memory of their own: the next step takes both."""
+    first = make_trainer(directory=tmp_path / "ckpt")
+    fit(first, steps=2)
+    first.save()
+    trainer = make_trainer(directory=tmp_path / "ckpt", ema_decay=0.9)
+    trainer.train_step(BATCHES[0])
+    trainer.restore(2, rename={"ema": "params"}, only=["params/*", "ema/*"])
+    tree_allclose(to_ordinary(trainer.state.ema), to_ordinary(first.state.params), rtol=0, atol=0)
+    tree_allclose(to_ordinary(trainer.state.params), to_ordinary(first.state.params), rtol=0, atol=0)
+    trainer.train_step(BATCHES[1])
