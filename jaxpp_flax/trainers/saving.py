@@ -25,11 +25,13 @@ from jaxpp_flax.checkpoint.store import CheckpointStore, read_json, save_step
 from jaxpp_flax.engine.agreement import agree
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.coordination import process_group
+from jaxpp_flax.trainers.copies import with_copies
 from jaxpp_flax.trainers.data import Batches
 from jaxpp_flax.trainers.position import DataPosition, own_position, together
 from jaxpp_flax.trainers.preemption import PREEMPTED_STATUS
 from jaxpp_flax.trainers.progress import Meter
 from jaxpp_flax.trainers.state import TrainState
+from jaxpp_flax.trainers.update import Update
 
 __all__ = ["Checkpointed"]
 
@@ -45,6 +47,7 @@ class Checkpointed(abc.ABC):
     """
 
     _state: TrainState
+    _update: Update
     _placed: bool
     _unread: Path | None
     _step: int
@@ -132,7 +135,8 @@ class Checkpointed(abc.ABC):
 
         Args:
           where: a step of `checkpoint_dir`, its "latest", or the path of any Orbax checkpoint of a tree.
-          only: leaves to take, by their paths in `trainer.state`: `"params/*"` for the weights alone.
+          only: leaves to take, by their paths in `trainer.state`: `"params/*"` for the weights alone. What holds copies
+            of the weights (their average, `z` of schedule-free) takes the restored values too, unless `only` names it.
           rename: prefixes of paths, from `trainer.state` to the checkpoint: `{"params": ""}` for a checkpoint that
             stock Orbax wrote of an unpipelined model's parameters.
           missing: "keep" what the checkpoint lacks.
@@ -159,6 +163,10 @@ class Checkpointed(abc.ABC):
             lines.append(f"only={'a function' if callable(only) else only}")
             agree(process_group(), "what to restore", lines, None)
         plan = self._plan(path, only, rename, missing)
+        if only is not None or missing == "keep":
+            plan, following = with_copies(plan, self._state, self._update.tx.init)
+            if following:
+                self._meter.message(f"copies of parameters take their restored values too: {_shortened(following)}")
         position = own_position(read_json(path, "data"))
         if low_memory:
             self._release(plan)
@@ -323,6 +331,11 @@ class Checkpointed(abc.ABC):
                 f"{what} needs a directory of checkpoints: give the trainer checkpoint_dir=, or pass a path."
             )
         return self._store
+
+
+def _shortened(paths: list[str], most: int = 3) -> str:
+    rest = f" and {len(paths) - most} more" if len(paths) > most else ""
+    return ", ".join(paths[:most]) + rest
 
 
 def _latest(store: CheckpointStore) -> int | None:

@@ -354,6 +354,49 @@ def test_the_average_and_the_loss_scale_are_kept(tmp_path: Path) -> None:
         np.testing.assert_array_equal(np.asarray(kept), np.asarray(restored))
 
 
+SCHEDULE_FREE = optax.contrib.schedule_free_sgd(0.1)
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["before_the_first_step", "on_ranks"])
+def test_copies_of_weights_follow_them(trained: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A step after the weights alone are restored is that of a trainer that was made with these weights."""
+
+    def make(model: Any, tx: Any = SCHEDULE_FREE, **options: Any) -> PipelineTrainer:
+        options = {"num_stages": 2, "num_microbatches": 2, "checkpoint_dir": tmp_path / "ckpt", **options}
+        return PipelineTrainer(model, tx, program.loss_fn, **options)
+
+    first = make(program.MLP(2, rngs=nnx.Rngs(0), dropout=0), optax.sgd(0.1), progress=False)
+    fit(first, OTHER, steps=3)
+    first.save()
+    expected = make(first.model, ema_decay=0.9, progress=False)
+    trainer = make(program.MLP(2, rngs=nnx.Rngs(5), dropout=0), ema_decay=0.9)
+    if trained:
+        trainer.train_step(OTHER[1])
+    trainer.restore(3, only="params/*")
+    for leaves in (trainer.state.ema, optax.tree.get(trainer.state.opt_state, "z")):
+        tree_allclose(to_ordinary(leaves), to_ordinary(first.state.params), rtol=0, atol=0)
+    assert "copies of parameters take their restored values too: opt_state/" in capsys.readouterr().out
+    if not trained:  # else the averages' weights differ
+        trainer.train_step(OTHER[0])
+        expected.train_step(OTHER[0])
+        tree_allclose(to_ordinary(trainer.state.params), to_ordinary(expected.state.params), rtol=1e-6)
+
+
+def test_what_was_computed_from_weights_is_not_left_behind(tmp_path: Path) -> None:
+    def init(params: Any) -> Any:
+        return {"first_norm": optax.tree.norm(params)}
+
+    first = program.make_trainer(tmp_path / "ckpt", stages=1)
+    fit(first, OTHER, steps=1)
+    first.save()
+    tx = optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
+    trainer = PipelineTrainer(
+        program.MLP(2, rngs=nnx.Rngs(5)), tx, program.loss_fn, num_stages=1, num_microbatches=2, progress=False
+    )
+    with pytest.raises(CheckpointMismatchError, match=r"opt_state/first_norm: the optimizer made it of parameters"):
+        trainer.restore(tmp_path / "ckpt" / "1", only="params/*")
+
+
 def test_the_average_begins_at_the_parameters_of_a_checkpoint(tmp_path: Path) -> None:
     """Two leaves of one on disk, in memory of their own: the next step takes both."""
     first = make_trainer(directory=tmp_path / "ckpt")
