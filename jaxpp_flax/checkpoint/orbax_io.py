@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import jax
 import numpy as np
@@ -35,9 +37,33 @@ _TMP_MARK = ".orbax-checkpoint-tmp"
 _READ_AHEAD_BYTES = 256 << 20
 
 
+# `pathlib` makes one slash of two. A single letter is a drive.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+
+
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """`path` as Orbax wants it."""
-    return Path(path).expanduser().absolute()
+    """`path`, or a URL such as `file:///runs/gpt`, as Orbax wants it.
+
+    Raises:
+      ValueError: for a URL of another kind: checkpoints are written where all processes see one file system.
+
+    Example:
+      >>> absolute("file:///runs/gpt").as_posix()
+      '/runs/gpt'
+      >>> absolute("gs://bucket/gpt")
+      Traceback (most recent call last):
+      ValueError: the checkpoint path gs://bucket/gpt is on gs:... Mount the bucket ...
+    """
+    text = os.fspath(path)
+    url = _URL.match(text)
+    if url is None:
+        return Path(path).expanduser().absolute()
+    if url[1].lower() == "file" and urlsplit(text).netloc in ("", "localhost"):
+        return Path(unquote(urlsplit(text).path)).absolute()
+    raise ValueError(
+        f"the checkpoint path {text} is on {url[1]}:, and checkpoints are written to a file system. Mount the bucket "
+        "(gcsfuse, mountpoint-s3) and give the path in it; or save to a disk, and copy what is complete from there."
+    )
 
 
 def multiprocessing_options(prefix: str | None = None) -> ocp.options.MultiprocessingOptions:

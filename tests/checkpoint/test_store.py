@@ -11,10 +11,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxpp_flax.checkpoint import CheckpointNotFoundError, CheckpointSaveError, restore, save
@@ -97,6 +99,33 @@ def test_bad_intervals_are_refused(value, tmp_path: Path):
         CheckpointStore(tmp_path, save_every=value)
     with pytest.raises(ValueError, match=r"keep=.*at least 1"):
         CheckpointStore(tmp_path, keep=value)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "s3://bucket/run",
+        "gs://bucket/run",
+        "hf://name/run",
+        "file://server/run",
+        Path("s3://bucket/run"),
+        epath.Path("gs://b/run"),
+    ],
+    ids=str,
+)
+def test_what_is_on_no_file_system_is_refused_at_once(path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for call in (lambda: CheckpointStore(path), lambda: save(path, tree(1)), lambda: restore(path, tree(1))):
+        with pytest.raises(ValueError, match=r"checkpoints are written to a file system\. Mount the bucket"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("given", ["file://{}", "file:{}", "{}"])
+def test_a_url_of_a_file_is_a_path(given: str, tmp_path: Path):
+    store = CheckpointStore(given.format(tmp_path / "a run").replace(" ", "%20" if "file" in given else " "))
+    store.save(1, tree(1), {}, wait=True)
+    assert (tmp_path / "a run" / "1").is_dir()
 
 
 def test_what_cut_off_saves_left_is_ignored_and_removed(tmp_path: Path):
