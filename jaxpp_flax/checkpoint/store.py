@@ -10,7 +10,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxpp_flax.checkpoint.agreeing import done_by_one
+from jaxpp_flax.checkpoint.agreeing import done_by_one, everyones
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CheckpointSaveError
 from jaxpp_flax.checkpoint.exiting import finish_at_exit
 from jaxpp_flax.checkpoint.meeting import background_barrier, name_checkpoint, poll, shared_work
@@ -178,6 +178,17 @@ class CheckpointStore:
             poll(manager.is_saving_in_progress)
             manager.wait_until_finished()
         self._writing = None
+
+    def set_aside(self, step: int) -> Path:
+        """Give a damaged checkpoint a name that is no step's; where it is then."""
+        self.close()
+        path = self.directory / f"{step}.damaged"
+        number = 2
+        while path.exists():
+            path, number = self.directory / f"{step}.damaged_{number}", number + 1
+        everyones("the name of a damaged checkpoint", path.name)  # none looks for a free one after it is taken
+        done_by_one("setting a damaged checkpoint aside", lambda: (self.directory / str(step)).rename(path), OSError)
+        return path
 
     def close(self) -> None:
         """Wait, and let go of Orbax's threads; saving again opens the directory anew."""

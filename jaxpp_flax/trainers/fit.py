@@ -11,6 +11,7 @@ from jaxpp_flax.checkpoint.agreeing import everyones
 from jaxpp_flax.engine.coordination import ProcessGroup, process_group
 from jaxpp_flax.trainers.batch import count_units
 from jaxpp_flax.trainers.callbacks import Callback
+from jaxpp_flax.trainers.interruption import Interruption
 from jaxpp_flax.trainers.preemption import Preemption, StopTogether
 from jaxpp_flax.trainers.progress import Meter, Rate
 
@@ -70,16 +71,19 @@ class _FitLoop:
         self.pending: tuple[int, int, Mapping[str, Any]] | None = None
         self.last: dict[str, Any] = {}
         self.preempted = False
+        self.interruption = Interruption()
 
     def run(self, source: Iterable[Any]) -> dict[str, Any]:
         # One process of several may train a model of its own, without the others.
         alone = not self.trainer._is_across and self.trainer._store is None
         together = StopTogether(ProcessGroup(None, 0, 1) if alone else process_group())
-        with Preemption(self.trainer._preemption_deadline) as preemption:
+        with self.interruption, Preemption(self.trainer._preemption_deadline) as preemption:
             try:
                 last = self._run(source, lambda: together.after(self.trainer.step, requested=preemption.requested))
             except BaseException as error:
                 self.trainer._finish_saves(error)
+                if isinstance(error, KeyboardInterrupt):
+                    self.trainer._save_interrupted(error, whole=not self.interruption.within_step)
                 raise
             # The data may have ended before the step that was agreed on.
             mine = self.preempted or preemption.requested
@@ -121,7 +125,8 @@ class _FitLoop:
 
     def step(self, batch: Any) -> None:
         trainer = self.trainer
-        metrics = trainer.train_step(batch, global_batch_size=self.global_batch_size)
+        with self.interruption.step():
+            metrics = trainer.train_step(batch, global_batch_size=self.global_batch_size)
         step = trainer.step
         units, self.unit = count_units(trainer._whole(batch, self.global_batch_size))
         self.units += units

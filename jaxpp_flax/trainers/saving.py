@@ -15,6 +15,7 @@ from jaxpp_flax.checkpoint import (
     CheckpointNotFoundError,
     CheckpointSaveError,
     CorruptCheckpointError,
+    UnfinishedCheckpointError,
 )
 from jaxpp_flax.checkpoint.agreeing import everyones, of_whoever_knows
 from jaxpp_flax.checkpoint.integrity import describe_checkpoint
@@ -33,9 +34,22 @@ from jaxpp_flax.trainers.progress import Meter
 from jaxpp_flax.trainers.state import TrainState
 from jaxpp_flax.trainers.update import Update
 
-__all__ = ["Checkpointed"]
+__all__ = ["Checkpointed", "Resume", "check_resume"]
+
+Resume = bool | Literal["latest_valid"]
 
 _FORMAT = 1
+_DAMAGE = (CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError)
+
+
+def check_resume(value: object) -> None:
+    """Refuse what `fit(resume=)` does not know.
+
+    Raises:
+      ValueError: naming it.
+    """
+    if not isinstance(value, bool) and value != "latest_valid":
+        raise ValueError(f'resume={value!r}: it must be True, False or "latest_valid".')
 
 
 class Checkpointed(abc.ABC):
@@ -219,20 +233,32 @@ class Checkpointed(abc.ABC):
 
     # ------------------------------------------------------------------ for `fit`
 
-    def _resume(self) -> DataPosition | None:
+    def _resume(self, how: Resume) -> DataPosition | None:
         """Restore the latest checkpoint, if there is one; where its data stood."""
         store = self._need_store("fit(resume=True)")
         store.wait()  # a save under way may be the latest
-        latest = _latest(store)
+        before, aside = self._step, list[Path]()
+        while (latest := _latest(store)) is not None:
+            path = store.path(latest)
+            try:
+                self._take_over(path)
+            except _DAMAGE as error:
+                if how != "latest_valid":
+                    raise type(error)(
+                        f'{error} fit(resume="latest_valid") sets {path} aside and goes on from the newest whole one.'
+                    ) from error
+                aside.append(store.set_aside(latest))
+                self._meter.message(f"{error} It is now {aside[-1]}.")
+            else:
+                break
         if latest is None:
+            if aside:
+                names = ", ".join(path.name for path in aside)
+                raise CheckpointNotFoundError(
+                    f"{store.directory} holds no whole checkpoint: set aside are {names}. Begin anew in another "
+                    "checkpoint_dir, or restore a checkpoint from elsewhere."
+                )
             return DataPosition.from_json(self._data_json())
-        path, before = store.path(latest), self._step
-        if self._placed:
-            self.restore(latest)
-        else:  # read when the step is compiled, which tells where to
-            self._plan(path, None, None, "error")
-            self._take_position(latest, own_position(read_json(path, "data")))
-            self._unread = path
         later = (
             f"; what was trained after it, up to step {before}, was not saved and is given up"
             if before > latest
@@ -243,6 +269,15 @@ class Checkpointed(abc.ABC):
             self._meter.message("the checkpoint holds no position in the data, which begins anew")
             return None
         return self._position[1]
+
+    def _take_over(self, path: Path) -> None:
+        """Make a step's checkpoint the state: now, or when the step is compiled, which tells where to."""
+        if self._placed:
+            return self.restore(int(path.name))
+        self._plan(path, None, None, "error")
+        self._take_position(int(path.name), own_position(read_json(path, "data")))
+        self._unread = path
+        return None
 
     def _agree_on_fit(self, *, eval_data: Any, **arguments: Any) -> None:
         """Before the first step, make sure that every process does the same in `fit`, and saves to the same place.
@@ -300,6 +335,21 @@ class Checkpointed(abc.ABC):
             self._store.wait()
         except CheckpointSaveError as failed:
             error.add_note(f"The save under way failed as well: {failed}")
+
+    def _save_interrupted(self, error: BaseException, *, whole: bool) -> None:
+        """After Ctrl-C: save the step that is done, and say how to go on."""
+        again = "fit(resume=True) goes on from the latest checkpoint"
+        if not whole:
+            again = again if self._store is not None else "a new trainer begins anew"
+            error.add_note(f"Step {self._step + 1} was interrupted, and its state is lost: {again}.")
+        elif self._store is None:
+            error.add_note(f"The state in memory is that of step {self._step}: fit goes on from it.")
+        elif process_group().process_count > 1:
+            error.add_note(f"Step {self._step} is not saved, for which all processes must agree. {again}.")
+        elif self._step > 0:
+            if self._step not in self._store.steps():
+                self.save()
+            error.add_note(f"Step {self._step} is saved in {self._store.directory}: {again}.")
 
     def _end_fit(self, preempted: Callable[[], bool]) -> None:
         """Wait for what is being written, save the last step, and exit if that was asked for."""

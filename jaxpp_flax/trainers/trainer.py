@@ -30,7 +30,7 @@ from jaxpp_flax.trainers.mesh import num_batch_shards
 from jaxpp_flax.trainers.model import parameter_count
 from jaxpp_flax.trainers.position import ResumeData
 from jaxpp_flax.trainers.progress import choose_meter
-from jaxpp_flax.trainers.saving import Checkpointed
+from jaxpp_flax.trainers.saving import Checkpointed, Resume, check_resume
 from jaxpp_flax.trainers.scheduling import Scheduled
 from jaxpp_flax.trainers.setup import check_count, check_functions, check_parameters, choose_model
 from jaxpp_flax.trainers.sharding import AxisRules, state_specs
@@ -327,7 +327,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         eval_every: int | None = None,
         eval_global_batch_size: int | None = None,
         callbacks: Sequence[Callback] = (),
-        resume: bool = False,
+        resume: Resume = False,
         resume_data: ResumeData = "fast_forward",
     ) -> dict[str, Any]:
         """Train on `data`.
@@ -342,7 +342,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
           eval_global_batch_size: the same as `global_batch_size`, for `eval_data`: see `evaluate`.
           callbacks: see `jaxpp_flax.trainers.callbacks`.
           resume: continue from the latest checkpoint, or without one from the state in memory; `steps` and `epochs`
-            count from the beginning.
+            count from the beginning. "latest_valid" sets damaged checkpoints aside and takes the newest whole one.
           resume_data: how to find the place in data without `set_state`: "fast_forward" draws what was used and drops
             it, "refuse" raises, "restart" begins anew.
 
@@ -352,6 +352,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         Raises:
           ValueError, TypeError: whatever does not fit, before the first step.
           NonFiniteLossError: see `train_step`.
+          CorruptCheckpointError: if the latest checkpoint is damaged, unless `resume="latest_valid"`.
         """
         for callback in callbacks:
             if not isinstance(callback, Callback):
@@ -359,6 +360,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
                     f"callbacks holds a {type(callback).__name__}; subclass jaxpp_flax.trainers.Callback, or wrap a "
                     "function: OnMetrics(function, every=10)."
                 )
+        check_resume(resume)
         if eval_every is not None:
             check_count("eval_every", eval_every)
         if eval_data is not None and eval_every is not None and iter(eval_data) is eval_data:
@@ -378,7 +380,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         )
         if not resume:
             self._refuse_later_checkpoints()
-        position = self._resume() if resume else None
+        position = self._resume(resume) if resume else None
         if resume and steps is not None:
             if self._step >= steps:
                 self._meter.message(f"nothing to do: step {self._step} of {steps} is done")

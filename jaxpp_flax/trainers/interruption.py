@@ -1,0 +1,64 @@
+"""Ctrl-C in `fit`: the step is finished first, since within it the state's memory changes hands."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from types import FrameType
+
+__all__ = ["Interruption"]
+
+
+class Interruption:
+    """While entered, the first Ctrl-C within a step is raised after it; a second one, or one elsewhere, at once.
+
+    A handler of the user's own, and threads other than the main one, are left alone.
+
+    Example:
+      >>> import signal
+      >>> try:
+      ...     with Interruption() as interruption, interruption.step():
+      ...         signal.raise_signal(signal.SIGINT)
+      ...         print("the step is finished")
+      ... except KeyboardInterrupt:
+      ...     print("and then fit ends")
+      the step is finished
+      and then fit ends
+    """
+
+    def __init__(self) -> None:
+        self.within_step = False
+        """Whether a step has begun and has not ended."""
+        self._requested = self._installed = False
+
+    def __enter__(self) -> Interruption:
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._receive)
+            self._installed = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._installed:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._installed = False
+
+    @contextmanager
+    def step(self) -> Generator[None]:
+        """Around a step."""
+        self.within_step = True
+        yield
+        self.within_step = False  # after an error it stays: the state may be lost
+        if self._requested:
+            raise KeyboardInterrupt
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if not self.within_step or self._requested:
+            signal.default_int_handler(number, frame)
+        self._requested = True
+        print(
+            "jaxpp_flax: Ctrl-C ends the run after this step; a second one ends it at once", file=sys.stderr, flush=True
+        )

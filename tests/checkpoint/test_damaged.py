@@ -1,0 +1,83 @@
+"""A damaged latest checkpoint does not end a run for ever."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpp_flax.checkpoint import CheckpointNotFoundError, CorruptCheckpointError
+from tests.checkpoint import program
+from tests.checkpoint.test_resuming_in_one_process import BATCHES, losses_of, make_trainer
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
+    """Checkpoints of the steps 2, 4 and 6, and the losses of 8 steps."""
+    directory = tmp_path_factory.mktemp("run") / "ckpt"
+    losses = losses_of(make_trainer(directory, save_every=2), steps=6)
+    return directory, losses | losses_of(make_trainer(directory), steps=8, resume=True)
+
+
+def empty(step: Path) -> None:
+    shutil.rmtree(step)
+    step.mkdir()
+
+
+def cut_off(step: Path) -> None:
+    largest = max((path for path in (step / "state").rglob("*") if path.is_file()), key=lambda p: p.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-3])
+
+
+def without_metadata(step: Path) -> None:
+    (step / "state" / "_METADATA").unlink()
+
+
+def data_damaged(step: Path) -> None:
+    for file in (step / "data").iterdir():
+        file.write_text("{")
+
+
+@pytest.mark.parametrize("damage", [empty, cut_off, without_metadata, data_damaged])
+@pytest.mark.parametrize("placed", [False, True], ids=["new", "under_way"])
+def test_the_newest_whole_one_is_taken(damage: Any, placed: bool, run: Any, tmp_path: Path):
+    directory, losses = run
+    here = Path(shutil.copytree(directory, tmp_path / "copy"))
+    damage(here / "6")
+    damage(here / "4")
+    trainer = make_trainer(here, save_every=2)
+    if placed:
+        trainer.train_step(BATCHES[5])
+    with pytest.raises(
+        (CorruptCheckpointError, CheckpointNotFoundError), match=r'resume="latest_valid"\) sets .*6 aside'
+    ):
+        trainer.fit(BATCHES, steps=8, resume=True)
+    assert (here / "6").is_dir()
+    resumed = losses_of(trainer, steps=8, resume="latest_valid")
+    assert resumed == {step: loss for step, loss in losses.items() if step > 2}
+    assert sorted(path.name for path in here.iterdir()) == ["2", "4", "4.damaged", "6", "6.damaged", "8"]
+
+
+def test_none_is_left(run: Any, tmp_path: Path):
+    here = Path(shutil.copytree(run[0], tmp_path / "copy"))
+    (here / "6.damaged").mkdir()
+    for step in (2, 4, 6):
+        empty(here / str(step))
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"no whole checkpoint: set aside are 6.damaged_2, 4.damaged, 2.damaged"
+    ):
+        make_trainer(here).fit(BATCHES, steps=8, resume="latest_valid")
+
+
+def test_an_empty_directory_of_a_step_that_never_was(run: Any, tmp_path: Path):
+    here = Path(shutil.copytree(run[0], tmp_path / "copy"))
+    (here / "99").mkdir()
+    assert losses_of(make_trainer(here), steps=8, resume="latest_valid") == {s: run[1][s] for s in (7, 8)}
+
+
+@pytest.mark.parametrize("resume", ["latest", 1, None])
+def test_other_values_are_refused(resume: Any, tmp_path: Path):
+    with pytest.raises(ValueError, match=r'resume=.*: it must be True, False or "latest_valid"'):
+        program.make_trainer(tmp_path / "run").fit(BATCHES, steps=1, resume=resume)
