@@ -11,6 +11,7 @@ import pytest
 from jaxpp_flax.checkpoint import CheckpointNotFoundError, CorruptCheckpointError
 from tests.checkpoint import program
 from tests.checkpoint.test_resuming_in_one_process import BATCHES, losses_of, make_trainer
+from tests.helpers import slow
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +41,13 @@ def data_damaged(step: Path) -> None:
         file.write_text("{")
 
 
-@pytest.mark.parametrize("damage", [empty, cut_off, without_metadata, data_damaged])
-@pytest.mark.parametrize("placed", [False, True], ids=["new", "under_way"])
+@pytest.mark.parametrize(
+    ("damage", "placed"),
+    [
+        (empty, False), (cut_off, True), (without_metadata, False), (data_damaged, False),
+        slow(empty, True), slow(cut_off, False), slow(without_metadata, True), slow(data_damaged, True),
+    ],
+)  # fmt: skip
 def test_the_newest_whole_one_is_taken(damage: Any, placed: bool, run: Any, tmp_path: Path):
     directory, losses = run
     here = Path(shutil.copytree(directory, tmp_path / "copy"))

@@ -14,6 +14,7 @@ import pytest
 from jaxpp_flax.checkpoint import CheckpointSaveError, exiting, store
 from jaxpp_flax.trainers.callbacks import Callback
 from tests.checkpoint import program
+from tests.helpers import slow
 
 SLOW = 0.3  # seconds: longer than the step in which `fit` ends
 BATCHES = list(program.batches(4))
@@ -35,7 +36,7 @@ class EndsAfter(Callback):
             raise self.error
 
 
-@pytest.mark.parametrize("error", [ValueError("a callback"), KeyboardInterrupt(), SystemExit(3)], ids=repr)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), slow(ValueError("a callback")), slow(SystemExit(3))], ids=repr)
 def test_a_save_outlives_the_error_that_ends_fit(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(store, "complete", slowly)
     trainer = program.make_trainer(tmp_path / "run", stages=1, save_every=2)
@@ -121,6 +122,7 @@ SCRIPT = """
 import sys, time
 from jaxpp_flax.checkpoint import store
 from tests.checkpoint import program
+from tests.helpers import slow
 
 complete = store.complete
 def slowly(*arguments):

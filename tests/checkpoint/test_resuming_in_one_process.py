@@ -13,6 +13,7 @@ from jaxpp_flax.checkpoint.store import CheckpointStore
 from jaxpp_flax.trainers import DataPositionError
 from jaxpp_flax.trainers.callbacks import OnMetrics
 from tests.checkpoint import program
+from tests.helpers import slow
 
 BATCHES = list(program.batches(8))
 
@@ -33,7 +34,7 @@ def uninterrupted() -> dict[int, float]:
 
 
 @pytest.mark.parametrize(
-    "options", [{"save_every": 2}, {"save_every": 3}, {}], ids=["saved", "saved_at_the_end", "unsaved"]
+    "options", [{"save_every": 2}, slow({"save_every": 3}), {}], ids=["saved", "saved_at_the_end", "unsaved"]
 )
 def test_twice(options: dict[str, Any], tmp_path: Path, uninterrupted: dict[int, float]):
     trainer = make_trainer(tmp_path / "run", **options)
@@ -82,7 +83,7 @@ def test_what_was_not_saved_is_given_up(
     assert "step 2; what was trained after it, up to step 5, was not saved and is given up" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("steps", [slow(0), 2])
 def test_a_checkpoint_of_the_step_in_memory_is_taken(steps: int, tmp_path: Path, uninterrupted: dict[int, float]):
     first = make_trainer(tmp_path / "run")
     if steps:
