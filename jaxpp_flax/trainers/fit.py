@@ -101,6 +101,9 @@ class _FitLoop:
                         callback.on_fit_start(trainer)
                     self.meter.start(self.total, self.begin)
                     started = True
+                    if trainer.stopping is not None:
+                        self.meter.message(f"nothing to do after step {trainer.step}: {trainer.stopping}")
+                        return self.last
                     self.preempted = is_last()
                 if not self.preempted:
                     self.step(batch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +26,8 @@ from jaxpp_flax.checkpoint.store import CheckpointStore, read_json, save_step
 from jaxpp_flax.engine.agreement import agree
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.coordination import process_group
+from jaxpp_flax.trainers.callbacks import Callback
+from jaxpp_flax.trainers.callbacks.base import named
 from jaxpp_flax.trainers.copies import with_copies
 from jaxpp_flax.trainers.data import Batches
 from jaxpp_flax.trainers.position import DataPosition, own_position, together
@@ -57,6 +59,7 @@ class Checkpointed(abc.ABC):
 
     - `state`: the `TrainState` (parameters, optimizer, other variables, keys of random numbers, step), by logical path;
     - `data`: where the run stands in its data;
+    - `callbacks`: what those of `fit` keep, such as the patience of `EarlyStopping`;
     - `about`: the names of model and format.
     """
 
@@ -68,6 +71,7 @@ class Checkpointed(abc.ABC):
     _meter: Meter
     _in_flight: Any
     _model_name: str
+    _resumed_callbacks: dict[str, Any] | None
 
     @property
     @abc.abstractmethod
@@ -104,6 +108,7 @@ class Checkpointed(abc.ABC):
         self._last_source: Batches | None = None  # of the last `fit`, whatever was restored since
         self._source_begin = 0
         self._position: tuple[int, DataPosition] | None = None  # with the step that it belongs to
+        self._callbacks: Sequence[Callback] = ()  # of the last `fit`
 
     # ------------------------------------------------------------------ for users
 
@@ -125,6 +130,10 @@ class Checkpointed(abc.ABC):
         with process_group().waiting(f"the save of step {self._step}"):
             data = together(self._data_json())
         beside = {"data": data, "about": {"format": _FORMAT, "model": self._model_name}}
+        if states := {
+            name: state for name, c in named(self._callbacks).items() if (state := c.get_state()) is not None
+        }:
+            beside["callbacks"] = states
         if where is not None and not isinstance(where, int):
             return save_step(where, self.state, beside)
         store = self._need_store("save")
@@ -252,6 +261,7 @@ class Checkpointed(abc.ABC):
             else:
                 break
         if latest is None:
+            self._resumed_callbacks = None
             if aside:
                 names = ", ".join(path.name for path in aside)
                 raise CheckpointNotFoundError(
@@ -272,12 +282,20 @@ class Checkpointed(abc.ABC):
 
     def _take_over(self, path: Path) -> None:
         """Make a step's checkpoint the state: now, or when the step is compiled, which tells where to."""
+        self._resumed_callbacks = read_json(path, "callbacks") or {}
         if self._placed:
             return self.restore(int(path.name))
         self._plan(path, None, None, "error")
         self._take_position(int(path.name), own_position(read_json(path, "data")))
         self._unread = path
         return None
+
+    def _begin_callbacks(self, callbacks: Sequence[Callback], *, resumed: bool) -> None:
+        """Each begins anew, or goes on as the checkpoint says; without one, as it is."""
+        states = self._resumed_callbacks if resumed else {}
+        for name, callback in named(callbacks).items():
+            callback.set_state(callback.get_state() if states is None else states.get(name))
+        self._callbacks = callbacks
 
     def _agree_on_fit(self, *, eval_data: Any, **arguments: Any) -> None:
         """Before the first step, make sure that every process does the same in `fit`, and saves to the same place.

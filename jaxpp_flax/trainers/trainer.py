@@ -398,6 +398,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
             whole = len(data) * (epochs or 1) - (position.batches if position is not None else 0)
             total = whole if steps is None else (min(steps, whole) if epochs is not None else steps)
         self.stopping = None
+        self._begin_callbacks(callbacks, resumed=bool(resume))
         return run_fit(
             self,
             source,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxpp_flax.trainers.trainer import PipelineTrainer
 
-__all__ = ["Callback", "OnMetrics"]
+__all__ = ["Callback", "OnMetrics", "named"]
 
 
 class Callback:
@@ -37,8 +38,15 @@ class Callback:
         """Whether the hooks run at `step`."""
         return step % self.every == 0
 
+    def get_state(self) -> Any:
+        """What a checkpoint keeps of this callback, as JSON; None for nothing."""
+        return None
+
+    def set_state(self, state: Any) -> None:
+        """Go on from what `get_state` gave, or begin anew with None. `fit` calls it before `on_fit_start`."""
+
     def on_fit_start(self, trainer: PipelineTrainer) -> None:
-        """Before the first step."""
+        """Before the first step; `trainer.stop` here ends `fit` without one."""
 
     def on_step(self, trainer: PipelineTrainer, step: int) -> None:
         """Right after `step` was dispatched: `trainer.state` is that after `step`; nothing has been waited for."""
@@ -51,6 +59,22 @@ class Callback:
 
     def on_fit_end(self, trainer: PipelineTrainer) -> None:
         """After the last step, and after an error or interruption too."""
+
+
+def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Callbacks by names that another run gives them too: their classes, counted where there are several.
+
+    Example:
+      >>> list(named([OnMetrics(print), OnMetrics(print), Callback()]))
+      ['OnMetrics', 'OnMetrics_2', 'Callback']
+    """
+    found: dict[str, Callback] = {}
+    count = Counter[str]()
+    for callback in callbacks:
+        name = type(callback).__name__
+        count[name] += 1
+        found[name if count[name] == 1 else f"{name}_{count[name]}"] = callback
+    return found
 
 
 class OnMetrics(Callback):

@@ -34,6 +34,9 @@ class PrintLoss(Callback):
 class EarlyStopping(Callback):
     """Ends `fit` when a metric of the evaluations has not improved for `patience` of them.
 
+    Checkpoints keep the best value and the evaluations since: a run that is resumed counts on, and one that has been
+    stopped stays so. Without `resume=`, each `fit` begins anew.
+
     Args:
       metric: its name; smaller is better.
       patience: evaluations without improvement, at least 1.
@@ -45,7 +48,19 @@ class EarlyStopping(Callback):
         if patience < 1:
             raise ValueError(f"EarlyStopping(patience={patience}): it must be at least 1.")
         self._metric, self._patience, self._min_delta = metric, patience, min_delta
-        self._best, self._bad = math.inf, 0
+        self.set_state(None)
+
+    def get_state(self) -> dict[str, Any]:
+        """The best value, and how many evaluations came since."""
+        return {"best": self._best, "bad": self._bad}
+
+    def set_state(self, state: Any) -> None:
+        """Count on from there."""
+        self._best, self._bad = (math.inf, 0) if state is None else (float(state["best"]), int(state["bad"]))
+
+    def on_fit_start(self, trainer: PipelineTrainer) -> None:
+        """A run that has been stopped stays so."""
+        self._stop_where_due(trainer)
 
     def on_evaluate(self, trainer: PipelineTrainer, step: int, metrics: Mapping[str, Any]) -> None:
         """Compare with the best one so far."""
@@ -54,8 +69,11 @@ class EarlyStopping(Callback):
         value = float(metrics[self._metric])
         if value < self._best - self._min_delta:
             self._best, self._bad = value, 0
-            return
-        self._bad += 1
+        else:
+            self._bad += 1
+        self._stop_where_due(trainer)
+
+    def _stop_where_due(self, trainer: PipelineTrainer) -> None:
         if self._bad >= self._patience:
             trainer.stop(f"{self._metric} has not improved on {self._best:.5g} in {self._bad} evaluations")
 
