@@ -15,10 +15,12 @@ __all__ = ["Interruption"]
 class Interruption:
     """While entered, the first Ctrl-C within a step is raised after it; a second one, or one elsewhere, at once.
 
-    A handler of the user's own, and threads other than the main one, are left alone.
+    A handler of the user's own is left alone, as is a program that ignores Ctrl-C (one that a script has started in the
+    background), and a thread other than the main one.
 
     Example:
       >>> import signal
+      >>> before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as in any Python that a user starts
       >>> try:
       ...     with Interruption() as interruption, interruption.step():
       ...         signal.raise_signal(signal.SIGINT)
@@ -27,6 +29,7 @@ class Interruption:
       ...     print("and then fit ends")
       the step is finished
       and then fit ends
+      >>> _ = signal.signal(signal.SIGINT, before)
     """
 
     def __init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,14 @@ from tests.checkpoint import program
 from tests.helpers import tree_allclose
 
 BATCHES = list(program.batches(4))
+
+
+@pytest.fixture(autouse=True)
+def heeds_ctrl_c() -> Iterator[None]:
+    """A shell starts programs in the background so that they ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupt(times: int = 1) -> None:
@@ -84,6 +93,14 @@ def test_a_second_one_ends_at_once(tmp_path: Path, monkeypatch: Any, uninterrupt
     monkeypatch.undo()
     trainer.fit(BATCHES, steps=4, resume=True)
     tree_allclose(to_ordinary(trainer.state), uninterrupted, rtol=0, atol=0)
+
+
+def test_a_program_that_ignores_it_is_left_alone():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    trainer = program.make_trainer(None, stages=1)
+    trainer.fit(BATCHES[:3], callbacks=[InterruptsAfter()])
+    assert trainer.step == 3
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 def test_a_handler_of_the_users_own_is_left_alone():
