@@ -141,6 +141,9 @@ def test_a_process_killed_while_it_starts(tmp_path: Path):
             return len(children) == 2
 
         wait_for(all_started, "the start of both processes")
+        # It listens to the launcher from soon after it has loaded JAX, which takes long on a busy machine.
+        wait_for(lambda: "jaxlib" in Path(f"/proc/{min(children)}/maps").read_text(), "the other one to load JAX")
+        time.sleep(1.0)
         os.kill(max(children), signal.SIGKILL)
         assert run.finish() == 128 + signal.SIGKILL
         assert "killed by SIGKILL" in error_block(run.stderr)
