@@ -30,7 +30,6 @@ class Around(NamedTuple):
     key: jax.Array  # of this microbatch and layer
     axis: str | None  # of the submesh, for collectives
     rows: str | None  # the axis that shards the batch
-    explicit: bool  # whether the mesh's axes are Explicit
 
 
 Apply = Callable[[dict[str, jax.Array], Carried, Around], Carried]
@@ -159,7 +158,7 @@ def _permute(p: Any, x: jax.Array, axis: str) -> jax.Array:
     mixed = jnp.tanh(x @ p["up"]) @ p["down"]
     for _ in range(size - 1):
         x = x + 0.5 * lax.ppermute(mixed, axis, ring) * (1.0 + lax.axis_index(axis))
-    return lax.pmean(x, axis) if size == 1 else x + mixed
+    return x + mixed
 
 
 def _to_all(p: Any, x: jax.Array, axis: str) -> jax.Array:

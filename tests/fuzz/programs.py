@@ -126,7 +126,7 @@ def model(program: Program, params: Any, example: Any, key: jax.Array) -> Carrie
             carried = mark_stage_end(carried, f"stage_{number - 1}")
         for index, (name, p) in enumerate(zip(stage, layers, strict=True)):
             own = jax.random.fold_in(key, 100 * number + index)
-            around = Around(example, params["shared"], own, program.axis, program.rows_axis, program.explicit)
+            around = Around(example, params["shared"], own, program.axis, program.rows_axis)
             carried = LAYERS[name].apply(p, carried, around)
         for start, end in program.skips:
             if end == number:

@@ -20,9 +20,9 @@ from jaxpp_flax.engine.mesh import MpmdMesh
 from tests.fuzz.programs import Program, arguments, draw, specs, step_of
 from tests.helpers import tree_allclose
 
-Around = Callable[[], AbstractContextManager[Any]]
+Setting = Callable[[], AbstractContextManager[Any]]
 # Around calls of both, which must change the same in both; a mesh around the pipeline changes nothing.
-SETTINGS: list[Around] = [
+SETTINGS: list[Setting] = [
     nullcontext,
     lambda: jax.enable_x64(True),
     lambda: jax.default_matmul_precision("float32"),
@@ -58,7 +58,7 @@ def allowed(program: Program, expected: Any, moved: Any) -> Any:
     return jax.tree.map(one, expected, moved)
 
 
-def run_plain(program: Program, step: Any, settings: list[Around], params: Any) -> list[Any]:
+def run_plain(program: Program, step: Any, settings: list[Setting], params: Any) -> list[Any]:
     """What every step returns under `jax.jit` on one device, or on one rank's devices where collectives ask for it."""
     mesh = program.mesh().unstack[0]
     _, state, batch = arguments(program)
@@ -73,7 +73,7 @@ def run_plain(program: Program, step: Any, settings: list[Around], params: Any) 
     return jax.tree.map(np.asarray, history)
 
 
-def run_pipelined(program: Program, settings: list[Around], meshes: list[Callable[[MpmdMesh], Any]]) -> list[Any]:
+def run_pipelined(program: Program, settings: list[Setting], meshes: list[Callable[[MpmdMesh], Any]]) -> list[Any]:
     """What every step returns as a pipeline."""
     mesh, (params, state, batch) = program.mesh(), arguments(program)
     of_params, of_batch = specs(program)
