@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import jax
 from flax import nnx
 
-__all__ = ["PathFilter", "choose", "flatten", "nest", "rename_path"]
+__all__ = ["PathFilter", "choose", "flatten", "nest", "rename_path", "shortened"]
 
 PathFilter: TypeAlias = str | Sequence[str] | Callable[[str], bool]
 
@@ -102,10 +102,14 @@ def rename_path(path: str, rename: Mapping[str, str] | None) -> str:
     return path
 
 
-def listing(paths: Iterable[str]) -> str:
+def shortened(paths: Sequence[str], most: int) -> str:
     """Paths for a message, the first few."""
-    paths = sorted(paths)
-    return ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
+    return ", ".join(paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")
+
+
+def listing(paths: Iterable[str]) -> str:
+    """Paths for a message, the first few in their order."""
+    return shortened(sorted(paths), 5)
 
 
 def _part(key: Any) -> str:

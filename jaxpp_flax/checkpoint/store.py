@@ -186,7 +186,8 @@ class CheckpointStore:
         number = 2
         while path.exists():
             path, number = self.directory / f"{step}.damaged_{number}", number + 1
-        everyones("the name of a damaged checkpoint", path.name)  # none looks for a free one after it is taken
+        # Process 0's choice, made before any name is taken.
+        path = self.directory / everyones("the name of a damaged checkpoint", path.name)[0]
         done_by_one("setting a damaged checkpoint aside", lambda: (self.directory / str(step)).rename(path), OSError)
         return path
 

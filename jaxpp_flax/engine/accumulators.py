@@ -41,7 +41,8 @@ def initial_spec(
     if leading is None:
         return wish
     # The shards of the batch lead: an array that is partitioned over the same axes is no parameter of theirs.
-    return PartitionSpec(leading) if axes_in(wish) & axes_in((leading,)) else PartitionSpec(leading, *wish)
+    apart = set(axes_in(wish)).isdisjoint(axes_in((leading,)))
+    return PartitionSpec(leading, *wish) if apart else PartitionSpec(leading)
 
 
 def _spec_of_relative(

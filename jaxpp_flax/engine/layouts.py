@@ -15,7 +15,7 @@ from jax.tree_util import keystr
 
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.ir import memory_kind_of
-from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.engine.mesh import MpmdMesh, axes_in
 
 __all__ = ["Layout", "broadcast_layouts", "layout_of", "memory_wanted", "with_memories"]
 
@@ -100,13 +100,12 @@ def broadcast_layouts(prefix: Any, tree: Any, what: str, mesh: MpmdMesh) -> list
     layouts: list[Layout] = []
     for where, node, count in _broadcast(prefix, tree, what):
         spec: PartitionSpec | None = node if isinstance(node, PartitionSpec) else getattr(node, "spec", None)
-        for entry in spec or ():
-            for name in entry if isinstance(entry, tuple) else (entry,):
-                if name is not None and name not in names:
-                    raise ValueError(
-                        f"{where} is {spec}, but the mesh has no axis {name!r}: its axes are "
-                        f"{sorted(names)}. Use one of these, or make a mesh that has it."
-                    )
+        for name in axes_in(spec or ()):
+            if name not in names:
+                raise ValueError(
+                    f"{where} is {spec}, but the mesh has no axis {name!r}: its axes are "
+                    f"{sorted(names)}. Use one of these, or make a mesh that has it."
+                )
         kept = None if spec is None else _within_submesh(spec, mesh)
         layouts += [Layout(kept, memory_wanted(node, where))] * count
     return layouts

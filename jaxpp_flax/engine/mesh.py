@@ -382,15 +382,15 @@ def lies_alike(sharding: Any, other: Any) -> bool:
     return same and named_memory(sharding) == named_memory(other)
 
 
-def axes_in(spec: Iterable[Any]) -> set[str]:
-    """The mesh axes that a PartitionSpec names.
+def axes_in(spec: Iterable[Any]) -> list[str]:
+    """The mesh axes that a PartitionSpec names, in its order.
 
     Example:
-      >>> sorted(axes_in(PartitionSpec(None, ("data", "tensor"))))
+      >>> axes_in(PartitionSpec(None, ("data", "tensor")))
       ['data', 'tensor']
     """
     entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
-    return {name for names in entries for name in names if name is not None}
+    return [name for names in entries for name in names if name is not None]
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jax.tree_util import keystr
 
 from jaxpp_flax.engine.layouts import memory_wanted
+from jaxpp_flax.engine.mesh import axes_in
 from jaxpp_flax.mpmd.config import MpmdConfig
 from jaxpp_flax.mpmd.topology import Topology
 
@@ -83,14 +84,13 @@ def within(spec: PartitionSpec | None, mesh: Mesh, where: str, mesh_name: str) -
     Raises:
       ValueError: if it has not.
     """
-    for entry in spec or ():
-        for axis in entry if isinstance(entry, tuple) else (entry,):
-            if axis is not None and axis not in mesh.axis_names:
-                raise ValueError(
-                    f"{where} is to be partitioned by {spec}, but it lives on mesh {mesh_name!r}, whose axes are "
-                    f"{dict(mesh.shape)}. Use its axes, or assign it to another mesh (`input_mesh_assignment`, "
-                    "`output_mesh_assignment`)."
-                )
+    for axis in axes_in(spec or ()):
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"{where} is to be partitioned by {spec}, but it lives on mesh {mesh_name!r}, whose axes are "
+                f"{dict(mesh.shape)}. Use its axes, or assign it to another mesh (`input_mesh_assignment`, "
+                "`output_mesh_assignment`)."
+            )
     return spec or PartitionSpec()
 
 

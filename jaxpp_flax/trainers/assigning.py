@@ -13,7 +13,7 @@ import jax
 from jaxpp_flax.engine.block_times import time_blocks
 from jaxpp_flax.engine.blocks import Marks
 from jaxpp_flax.engine.markers import Mark
-from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.engine.mesh import MpmdMesh, axes_in
 from jaxpp_flax.engine.passes.costs import Work
 from jaxpp_flax.layers import AssignmentError, CutPolicy, Plan, even, resolve, segment_names
 from jaxpp_flax.layers.assignment import cuts_of, near_names
@@ -285,8 +285,7 @@ def kept_bytes(state: TrainState, specs: TrainState | None, batch: Any, mesh: Mp
 
 
 def _shards(spec: Any, sizes: Mapping[str, int]) -> int:
-    names = [name for entry in spec or () for name in (entry if isinstance(entry, tuple) else (entry,)) if name]
-    return math.prod(sizes[name] for name in names)
+    return math.prod(sizes[name] for name in axes_in(spec or ()))
 
 
 def _sizes(cuts: Sequence[int], marks: Sequence[Mark]) -> tuple[int, ...]:

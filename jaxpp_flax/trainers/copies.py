@@ -13,6 +13,7 @@ from jaxpp_flax.checkpoint.paths import flatten
 from jaxpp_flax.checkpoint.reading import RestorePlan
 from jaxpp_flax.engine.ir import Graph, Value, from_jaxpr
 from jaxpp_flax.engine.passes.inline import inline
+from jaxpp_flax.trainers.placing import NOT_TRACEABLE
 from jaxpp_flax.trainers.state import TrainState
 
 __all__ = ["copies_in", "with_copies"]
@@ -42,7 +43,7 @@ def copies_in(init: Any, params: Any) -> dict[str, str | None]:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     try:
         jaxpr, state = jax.make_jaxpr(init, return_shape=True)(shapes)
-    except Exception:  # an optimizer's own error; the trainer has made its state of values, not of a trace
+    except NOT_TRACEABLE:
         return {}
     graph, consts = from_jaxpr(jaxpr)
     graph = inline(graph, flatten=True)

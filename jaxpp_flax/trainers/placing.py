@@ -24,11 +24,15 @@ from jaxpp_flax.trainers.tracing import used_inputs
 __all__ = ["hash_of_init", "is_abstract", "make_on_ranks", "place_state", "shapes_or_values"]
 
 
+# What JAX raises where an optimizer's `init` looks at values: that one is called and not traced.
+NOT_TRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+
+
 def shapes_or_values(init: Callable[[Any], Any], params: Any) -> Any:
     """`init(params)` as shapes alone; as values where it cannot be traced."""
     try:
         return jax.eval_shape(init, params)
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+    except NOT_TRACEABLE:
         return init(params)
 
 
@@ -46,7 +50,7 @@ def hash_of_init(init: Callable[[Any], Any], params: Any) -> str | None:
     """
     try:
         graph, consts = from_jaxpr(jax.make_jaxpr(init)(params))
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+    except NOT_TRACEABLE:
         return None
     text = "\n".join([*describe_graph(graph), *(str(hash_of(const)) for const in consts)])
     return hash_of(np.frombuffer(text.encode(), np.uint8))

@@ -19,7 +19,7 @@ from jaxpp_flax.checkpoint import (
 )
 from jaxpp_flax.checkpoint.agreeing import everyones, of_whoever_knows
 from jaxpp_flax.checkpoint.integrity import describe_checkpoint
-from jaxpp_flax.checkpoint.paths import PathFilter
+from jaxpp_flax.checkpoint.paths import PathFilter, shortened
 from jaxpp_flax.checkpoint.reading import RestorePlan, plan_restore
 from jaxpp_flax.checkpoint.sharing import check_shared
 from jaxpp_flax.checkpoint.store import CheckpointStore, read_json, save_step
@@ -189,7 +189,7 @@ class Checkpointed(abc.ABC):
         if only is not None or missing == "keep":
             plan, following = with_copies(plan, self._state, self._update.tx.init)
             if following:
-                self._meter.message(f"copies of parameters take their restored values too: {_shortened(following)}")
+                self._meter.message(f"copies of parameters take their restored values too: {shortened(following, 3)}")
         position = own_position(read_json(path, "data"))
         if low_memory:
             self._release(plan)
@@ -399,11 +399,6 @@ class Checkpointed(abc.ABC):
                 f"{what} needs a directory of checkpoints: give the trainer checkpoint_dir=, or pass a path."
             )
         return self._store
-
-
-def _shortened(paths: list[str], most: int = 3) -> str:
-    rest = f" and {len(paths) - most} more" if len(paths) > most else ""
-    return ", ".join(paths[:most]) + rest
 
 
 def _latest(store: CheckpointStore) -> int | None:

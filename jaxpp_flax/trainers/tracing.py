@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpp_flax.checkpoint.paths import shortened
 from jaxpp_flax.engine.ir import Graph, Value, from_jaxpr
 from jaxpp_flax.trainers.batch import shape_of
 from jaxpp_flax.trainers.calling import call_function
@@ -77,7 +78,7 @@ def _paths(tree: Any) -> list[str]:
 
 def warn_of_batch_statistics(paths: Sequence[str], num_microbatches: int) -> None:
     """Say that statistics of a batch are here those of a microbatch, and name them."""
-    shown = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+    shown = shortened(paths, 3)
     warnings.warn(
         f"the loss writes statistics of the batch ({shown}). In each of the {num_microbatches} microbatches a "
         "BatchNorm normalizes by the mean and variance of this one alone, as in any gradient accumulation, so loss and "
@@ -96,7 +97,7 @@ def check_used(unused: Sequence[str]) -> None:
       ModelError: naming them.
     """
     if unused:
-        shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+        shown = shortened(unused, 5)
         patterns = ", ".join(repr(path) for path in unused[:3])
         raise ModelError(
             f"the loss does not depend on {'these parameters' if len(unused) > 1 else 'the parameter'}: {shown}. No "
