@@ -11,7 +11,7 @@ import jax
 from jaxpp_flax.trainers.batch import dtype_of, signature
 from jaxpp_flax.trainers.state import TrainState
 from jaxpp_flax.trainers.step import StepBuilder
-from jaxpp_flax.trainers.tracing import trace_loss, warn_of_batch_statistics
+from jaxpp_flax.trainers.tracing import LossTrace, trace_loss, warn_of_batch_statistics
 
 __all__ = ["StepBuilders"]
 
@@ -26,7 +26,7 @@ class StepBuilders:
 
     def __init__(self, untraced: StepBuilder, num_microbatches: int) -> None:
         self._untraced, self._num_microbatches = untraced, num_microbatches
-        self._traced: dict[Any, StepBuilder] = {}
+        self._traced: dict[Any, LossTrace] = {}
         self._has_warned = False
 
     def for_training(self, state: TrainState, microbatches: Any) -> StepBuilder:
@@ -35,6 +35,15 @@ class StepBuilders:
         Raises:
           LossError: if the loss function returns none of the documented forms.
         """
+        found = self.trace(state, microbatches)
+        return replace(self._untraced, carried=found.carried, unused=found.unused)
+
+    def trace(self, state: TrainState, microbatches: Any) -> LossTrace:
+        """What the training loss does with such batches.
+
+        Raises:
+          LossError: as above.
+        """
         key = signature(microbatches)
         if key not in self._traced:
             one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], dtype_of(x)), microbatches)
@@ -42,7 +51,7 @@ class StepBuilders:
             if found.batch_statistics and self._num_microbatches > 1 and not self._has_warned:
                 self._has_warned = True
                 warn_of_batch_statistics(found.batch_statistics, self._num_microbatches)
-            self._traced[key] = replace(self._untraced, carried=found.carried, unused=found.unused)
+            self._traced[key] = found
         return self._traced[key]
 
     def for_inference(self, loss_fn: Callable[..., Any] | None = None) -> StepBuilder:

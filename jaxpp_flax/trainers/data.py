@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxpp_flax.trainers.position import DataPosition, ResumeData, check_batch_size, examples_in, seek, state_of
 from jaxpp_flax.trainers.progress import Meter, NoMeter
+from jaxpp_flax.trainers.remainder import RemainderRule
 
 __all__ = ["Batches", "batches"]
 
@@ -21,6 +22,7 @@ def batches(
     resume_data: ResumeData = "fast_forward",
     meter: Meter | None = None,
     drawn: int = 0,
+    remainder: RemainderRule | None = None,
 ) -> Batches:
     """The batches of `data`: at most `steps` of them, in at most `epochs` passes.
 
@@ -35,8 +37,10 @@ def batches(
       resume_data: how to get there where `data` has no `set_state`.
       meter: shows it.
       drawn: how many batches of its only pass are drawn, where `data` is an iterator that has been in use.
+      remainder: what to do with smaller batches; None: they are given as they are.
 
     Raises:
+      BatchError: if a batch of a list is one that `remainder` refuses.
       ValueError: if `steps` or `epochs` is below 1, `data` is empty, or several epochs are asked of a generator.
       TypeError: if `data` cannot be iterated.
 
@@ -65,7 +69,12 @@ def batches(
         raise ValueError(f"resume_data={resume_data!r}: it must be 'fast_forward', 'refuse' or 'restart'.")
     passes = epochs if epochs is not None or steps is not None else 1
     start = None if resume_data == "restart" else position
-    return Batches(data, first, steps, passes, start, resume_data, meter, drawn)
+    left_out = 0
+    if remainder is not None:
+        begin = 0 if start is None else start.in_epoch
+        once = steps is not None and isinstance(data, Sequence) and begin + steps <= len(data)
+        left_out = remainder.left_out(data, begin if once else 0, begin + steps if once and steps else None)
+    return Batches(data, first, steps, passes, start, resume_data, meter, drawn, remainder, left_out)
 
 
 class Batches(Iterator[Any]):
@@ -89,11 +98,15 @@ class Batches(Iterator[Any]):
         resume_data: ResumeData,
         meter: Meter | None,
         drawn: int,
+        remainder: RemainderRule | None,
+        left_out: int,
     ) -> None:
         self._data, self._iterator, self._steps, self._epochs = data, first, steps, epochs
         self._start, self._meter = position, meter or NoMeter()
         self._how: ResumeData = resume_data
+        self._remainder, self.left_out = remainder, left_out  # batches of a pass
         self._drawn, self.given = drawn, 0
+        self._taken = 0  # with those that are left out
         self._before = position.batches if position is not None else 0
         self._epoch = position.epoch if position is not None else 0
         self._in_epoch = position.in_epoch if position is not None else 0
@@ -107,7 +120,7 @@ class Batches(Iterator[Any]):
     def position(self) -> DataPosition:
         """After the last batch that was given."""
         return DataPosition(
-            batches=self._before + self.given,
+            batches=self._before + self._taken,
             epoch=self._epoch,
             in_epoch=self._in_epoch,
             examples=self._examples if self._batch_size is not None else None,
@@ -124,14 +137,17 @@ class Batches(Iterator[Any]):
         if self._start is not None:
             self._in_epoch = seek(self._iterator, self._start, self._how, self._meter, drawn=self._drawn)
         while True:
-            for batch in self._iterator:
-                if self._start is not None and not self.given:
-                    check_batch_size(self._iterator, self._start, batch)
-                self._count(batch)
+            for drawn in self._iterator:
+                if self._start is not None and not self._taken:
+                    check_batch_size(self._iterator, self._start, drawn)
+                batch = drawn if self._remainder is None else self._remainder.fitted(drawn, self._batch_size)
+                self._count(drawn, is_given=batch is not None)
+                if batch is None:
+                    continue
                 yield batch
                 if self.given == self._steps:
                     return
-            empty, total = not self._in_epoch, self._before + self.given
+            empty, total = not self._in_epoch, self._before + self._taken
             if not total:
                 raise ValueError(f"data (a {type(self._data).__name__}) held no batch.")
             if self._epoch + 1 == self._epochs:
@@ -147,10 +163,11 @@ class Batches(Iterator[Any]):
             self._epoch, self._in_epoch, self._examples, self._batch_size = self._epoch + 1, 0, 0, None
             self._iterator = iter(self._data)
 
-    def _count(self, batch: Any) -> None:
+    def _count(self, batch: Any, *, is_given: bool) -> None:
         size = examples_in(batch)
-        self.given += 1
+        self.given += is_given
+        self._taken += 1
         self._in_epoch += 1
         self._examples = None if size is None or self._examples is None else self._examples + size
-        if self._batch_size is None or self.given == 1:
+        if self._batch_size is None or (is_given and self.given == 1):
             self._batch_size = size

@@ -36,4 +36,4 @@ class ModelError(ValueError):
 
 
 class NonFiniteLossError(FloatingPointError):
-    """The very first loss is not finite."""
+    """A loss, or a parameter that is to be saved, is not finite."""

@@ -43,10 +43,14 @@ def run_fit(
     log_every: int,
     global_batch_size: int | None = None,
     eval_global_batch_size: int | None = None,
+    first: Callable[[Any], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Train on every batch of `source`; returns the last metrics (of the evaluation too, as `eval_...`)."""
+    """Train on every batch of `source`; returns the last metrics (of the evaluation too, as `eval_...`).
+
+    `first` is called with the first batch, before anything is compiled.
+    """
     sizes = (global_batch_size, eval_global_batch_size)
-    return _FitLoop(trainer, total, eval_data, eval_every, callbacks, meter, log_every, sizes).run(source)
+    return _FitLoop(trainer, total, eval_data, eval_every, callbacks, meter, log_every, sizes, first).run(source)
 
 
 class _FitLoop:
@@ -60,10 +64,12 @@ class _FitLoop:
         meter: Meter,
         log_every: int,
         global_batch_sizes: tuple[int | None, int | None],
+        first: Callable[[Any], None],
     ) -> None:
         self.trainer, self.eval_data, self.eval_every = trainer, eval_data, eval_every
         self.callbacks, self.meter, self.log_every = callbacks, meter, log_every
         self.global_batch_size, self.eval_global_batch_size = global_batch_sizes
+        self.first = first
         self.begin = trainer.step
         self.total = None if total is None else self.begin + total
         self.rate = Rate(self.total)
@@ -96,6 +102,7 @@ class _FitLoop:
         try:
             for batch in source:
                 if not started:
+                    self.first(batch)
                     trainer.compile(batch, global_batch_size=self.global_batch_size)
                     for callback in self.callbacks:
                         callback.on_fit_start(trainer)

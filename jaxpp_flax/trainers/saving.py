@@ -30,6 +30,8 @@ from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.callbacks.base import named
 from jaxpp_flax.trainers.copies import with_copies
 from jaxpp_flax.trainers.data import Batches
+from jaxpp_flax.trainers.errors import NonFiniteLossError
+from jaxpp_flax.trainers.nonfinite import OnNonFinite, StepsUnderWay, check_parameters
 from jaxpp_flax.trainers.position import DataPosition, own_position, together
 from jaxpp_flax.trainers.preemption import PREEMPTED_STATUS
 from jaxpp_flax.trainers.progress import Meter
@@ -69,7 +71,8 @@ class Checkpointed(abc.ABC):
     _unread: Path | None
     _step: int
     _meter: Meter
-    _in_flight: Any
+    _under_way: StepsUnderWay
+    _on_nonfinite: OnNonFinite
     _model_name: str
     _resumed_callbacks: dict[str, Any] | None
 
@@ -125,6 +128,8 @@ class Checkpointed(abc.ABC):
 
         Raises:
           CheckpointSaveError: if it cannot be written; the state and older checkpoints are untouched.
+          NonFiniteLossError: if losses or parameters are not finite, unless `on_nonfinite="ignore"` or `where` is a
+            path.
         """
         self._call_together("trainer.save")
         with process_group().waiting(f"the save of step {self._step}"):
@@ -139,6 +144,9 @@ class Checkpointed(abc.ABC):
         store = self._need_store("save")
         if where is not None and where != self._step:
             raise ValueError(f"save({where}): the state in memory is that of step {self._step}. Save that one.")
+        if self._on_nonfinite != "ignore":  # a bad checkpoint would take the place of a good one
+            self._under_way.finish(self._meter)
+            check_parameters(self._step, self._state.params)
         store.save(self._step, self.state, beside, wait=wait)
         return store.directory / str(self._step)
 
@@ -229,7 +237,7 @@ class Checkpointed(abc.ABC):
         """Give up the memory of what `plan` replaces; the user's own arrays, which the first state is, are let be."""
         if not self._placed:
             return
-        self._in_flight.clear()
+        self._under_way.clear()
         for leaf in plan.replaced():
             if isinstance(leaf, (jax.Array, MpmdArray)):
                 leaf.delete()
@@ -238,7 +246,7 @@ class Checkpointed(abc.ABC):
         self._step = step
         self._source = None
         self._position = None if position is None else (step, position)
-        self._in_flight.clear()
+        self._under_way.clear()
 
     # ------------------------------------------------------------------ for `fit`
 
@@ -365,12 +373,17 @@ class Checkpointed(abc.ABC):
         elif process_group().process_count > 1:
             error.add_note(f"Step {self._step} is not saved, for which all processes must agree. {again}.")
         elif self._step > 0:
-            if self._step not in self._store.steps():
-                self.save()
-            error.add_note(f"Step {self._step} is saved in {self._store.directory}: {again}.")
+            try:
+                if self._step not in self._store.steps():
+                    self.save()
+            except (CheckpointSaveError, NonFiniteLossError) as failed:
+                error.add_note(f"Step {self._step} is not saved: {failed}")
+            else:
+                error.add_note(f"Step {self._step} is saved in {self._store.directory}: {again}.")
 
     def _end_fit(self, preempted: Callable[[], bool]) -> None:
         """Wait for what is being written, save the last step, and exit if that was asked for."""
+        self._under_way.finish(self._meter)
         due = self._saves_by_itself or preempted()
         if self._store is None:
             return

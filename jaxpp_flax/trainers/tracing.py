@@ -33,11 +33,15 @@ class LossTrace:
         everything else in `model_state` (frozen parameters, keys) is a constant of the loop.
       unused: the paths of parameters that the loss does not depend on.
       batch_statistics: the paths of those carried leaves that are statistics of a batch.
+      weighed_by: the leaves of the batch that both the loss and its weight depend on.
+      unweighted: the metrics that are no pairs (sum, weight); None if the loss is none.
     """
 
     carried: tuple[int, ...]
     unused: tuple[str, ...]
     batch_statistics: tuple[str, ...]
+    weighed_by: tuple[str, ...]
+    unweighted: tuple[str, ...] | None
 
 
 def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any) -> LossTrace:
@@ -51,17 +55,25 @@ def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainSta
     """
     leaves, tree = jax.tree.flatten(state.model_state)
 
-    def run(leaves: Sequence[Any], params: Any, step: Any, index: Any, batch: Any) -> tuple[Sequence[Any], Any]:
+    kinds: list[tuple[str, ...] | None] = []
+
+    def run(leaves: Sequence[Any], params: Any, step: Any, index: Any, batch: Any) -> tuple[Sequence[Any], Any, Any]:
         rest = jax.tree.unflatten(tree, leaves)
         output, bound = call_function(loss_fn, model, params, rest, batch, step=step, microbatch=index, training=True)
-        return jax.tree.leaves(model.rest_of(bound, rest)), read_loss(output).total
+        terms = read_loss(output)
+        unweighted = tuple(name for name, value in terms.metrics.items() if not isinstance(value, tuple))
+        kinds.append(None if terms.weight is None else unweighted)
+        return jax.tree.leaves(model.rest_of(bound, rest)), terms.total, () if terms.weight is None else terms.weight
 
     index = jax.ShapeDtypeStruct((), jnp.int32)
     abstract = jax.tree.map(shape_of, (leaves, state.params, state.step))
     graph, consts = from_jaxpr(jax.make_jaxpr(run)(*abstract, index, jax.tree.map(shape_of, microbatch)))
     inputs = graph.inputs[len(consts) :]
     carried = tuple(i for i in range(len(leaves)) if graph.outputs[i] is not inputs[i])
-    used = used_inputs(graph, [False] * len(leaves) + [True])[len(consts) + len(leaves) :]
+    weights = len(graph.outputs) - len(leaves) - 1
+    used = used_inputs(graph, [False] * len(leaves) + [True] + [False] * weights)[len(consts) + len(leaves) :]
+    weighing = used_inputs(graph, [False] * len(leaves) + [False] + [True] * weights)[len(consts) + len(leaves) :]
+    of_batch = _paths_of_batch(microbatch)
     statistics = model.batch_statistics(state.model_state)
     return LossTrace(
         carried=carried,
@@ -69,11 +81,23 @@ def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainSta
         batch_statistics=tuple(
             path for i, path in enumerate(_paths(state.model_state)) if i in carried and statistics[i]
         ),
+        weighed_by=tuple(
+            path
+            for path, in_loss, in_weight in zip(
+                of_batch, used[-len(of_batch) :], weighing[-len(of_batch) :], strict=True
+            )
+            if in_loss and in_weight
+        ),
+        unweighted=kinds[-1],
     )
 
 
 def _paths(tree: Any) -> list[str]:
     return [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _paths_of_batch(batch: Any) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
 
 
 def warn_of_batch_statistics(paths: Sequence[str], num_microbatches: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
@@ -28,8 +27,10 @@ from jaxpp_flax.trainers.inferring import Inferring
 from jaxpp_flax.trainers.loading import rows_alike
 from jaxpp_flax.trainers.mesh import num_batch_shards
 from jaxpp_flax.trainers.model import parameter_count
+from jaxpp_flax.trainers.nonfinite import OnNonFinite, StepsUnderWay, choose_on_nonfinite
 from jaxpp_flax.trainers.position import ResumeData
 from jaxpp_flax.trainers.progress import choose_meter
+from jaxpp_flax.trainers.remainder import Remainder, RemainderRule, check_mask, check_masked
 from jaxpp_flax.trainers.saving import Checkpointed, Resume, check_resume
 from jaxpp_flax.trainers.scheduling import Scheduled
 from jaxpp_flax.trainers.setup import check_count, check_functions, check_parameters, choose_model
@@ -43,9 +44,6 @@ from jaxpp_flax.trainers.update import Update
 from jaxpp_flax.trainers.weights import Weights
 
 __all__ = ["PipelineTrainer"]
-
-# Steps dispatched ahead of the devices: enough that they never wait, few enough that batches do not pile up.
-_MAX_IN_FLIGHT = 2
 
 
 class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
@@ -88,6 +86,9 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
       remat: "full" recomputes in backward what lies between two marks; a `jax.checkpoint` policy says what is kept.
         Single blocks have their own, `PipelineStage(remat=)`.
       loss_scale: "dynamic", a `DynamicLossScale` or a number: a step with a gradient that is not finite is skipped.
+      on_nonfinite: what a loss does that is not finite: "stop" raises, two steps later, and before anything is saved;
+        "skip" leaves out a step whose loss or gradients are not finite; "ignore" goes on. With "stop" and "skip" the
+        parameters are looked at before each save to `checkpoint_dir`. None: "stop", or "skip" with `loss_scale`.
       gradient_dtype: in which gradients are summed over the microbatches; by default as they come.
       ema_decay: keeps a moving average of the weights: `ema_model`.
       sharding_rules: pairs (name, mesh axis or None) for the axis names that the model's parameters are annotated with,
@@ -153,6 +154,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         frozen: Any = None,
         remat: Any = None,
         loss_scale: Any = None,
+        on_nonfinite: OnNonFinite | None = None,
         gradient_dtype: Any = None,
         ema_decay: float | None = None,
         sharding_rules: Any = None,
@@ -174,7 +176,9 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         self._log_every = check_count("log_every", log_every)
         check_functions(loss_fn=loss_fn, eval_loss_fn=eval_loss_fn, predict_fn=predict_fn)
         check_remat(remat, "PipelineTrainer")
-        self._update = Update.of(tx, loss_scale, gradient_dtype, ema_decay)
+        self._on_nonfinite = choose_on_nonfinite(on_nonfinite, loss_scale)
+        skips = self._on_nonfinite == "skip"
+        self._update = Update.of(tx, loss_scale, gradient_dtype, ema_decay, skips_nonfinite=skips)
         self._adapter, params, rest, notes = choose_model(model, variables, wrt, frozen, seed, rng_names)
         check_parameters(params, model)
         self._assigner = Assigner(assignment, cost, memory_limit)
@@ -189,7 +193,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         untraced = StepBuilder(model=self._adapter, update=self._update, loss_fn=loss_fn, remat=remat)
         self._builders = StepBuilders(untraced, self.num_microbatches)
         self._executables: dict[Any, Any] = {}
-        self._in_flight: collections.deque[Any] = collections.deque()
+        self._under_way = StepsUnderWay(self._on_nonfinite, tells=loss_scale is None)
         self._step = 0
         self._trained_on = BatchesAlike(self.mesh, "training")
         self._shards = num_batch_shards(self.mesh)
@@ -259,7 +263,8 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
 
         Raises:
           BatchError: if the batch cannot be cut into microbatches, or has not the rows that this process reads.
-          NonFiniteLossError: if the very first loss is not finite; it says where that arose.
+          NonFiniteLossError: if the very first loss is not finite, and where that arose; or that of two steps before,
+            see `on_nonfinite`.
           CheckpointSaveError: if a save in the background has failed since the last step.
           ValueError, TypeError: whatever else does not fit, before anything runs.
         """
@@ -278,12 +283,10 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
     def _finish_step(self, results: Any, microbatches: Any) -> dict[str, Any]:
         self._state, metrics = results
         self._step += 1
-        if self._first_loss_due:
+        if self._first_loss_due and self._on_nonfinite != "ignore":
             self._check_first(metrics["loss"], microbatches)
         self._trained_on.after(metrics["loss"])
-        self._in_flight.append(metrics["loss"])
-        if len(self._in_flight) > _MAX_IN_FLIGHT:
-            self._in_flight.popleft().block_until_ready()
+        self._under_way.add(self._step, metrics, self._meter)
         return metrics
 
     def training_steps(
@@ -293,21 +296,24 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         steps: int | None = None,
         epochs: int | None = None,
         global_batch_size: int | None = None,
+        remainder: Remainder | None = None,
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Train batch by batch in a loop of your own: yields `(step, metrics)` after each step is dispatched.
 
         With `save_every` it saves as `fit` does: when it is time, and after the last step.
 
         Args:
-          data, steps, epochs, global_batch_size: as in `fit`.
+          data, steps, epochs, global_batch_size, remainder: as in `fit`.
 
         Raises:
           CheckpointSaveError: if the directory holds later checkpoints.
         """
         if self._saves_by_itself:
             self._refuse_later_checkpoints()
+        rule = self._remainder_rule(remainder, global_batch_size)
         try:
-            for batch in self._track(batches(data, steps=steps, epochs=epochs)):
+            for batch in self._track(batches(data, steps=steps, epochs=epochs, remainder=rule)):
+                self._check_filling(rule, batch)
                 metrics = self.train_step(batch, global_batch_size=global_batch_size)
                 self._after_step()
                 yield self._step, metrics
@@ -323,6 +329,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         steps: int | None = None,
         epochs: int | None = None,
         global_batch_size: int | None = None,
+        remainder: Remainder | None = None,
         eval_data: Iterable[Any] | None = None,
         eval_every: int | None = None,
         eval_global_batch_size: int | None = None,
@@ -338,6 +345,10 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
           epochs: passes over the data; needs data that can be iterated again. With neither, one pass.
           global_batch_size: None: each process passes the whole batches (leaves that it does not read may be shapes).
             A number: batches have so many examples, of which each process passes those that it reads, `rows_read`.
+          remainder: of a batch with fewer examples than the first one, such as the last one of a pass: "drop" leaves
+            it out where it cannot be cut into microbatches; "pad" repeats its last example, and the loss leaves these
+            out by `batch["mask"]` (see `docs/trainer.md`); "error" refuses it. None: an error before the first step
+            where data is a list, and otherwise "drop", with a message.
           eval_data: evaluated at the end, and every `eval_every` steps.
           eval_global_batch_size: the same as `global_batch_size`, for `eval_data`: see `evaluate`.
           callbacks: see `jaxpp_flax.trainers.callbacks`.
@@ -373,6 +384,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
             steps=steps,
             epochs=epochs,
             global_batch_size=global_batch_size,
+            remainder=remainder,
             resume=resume,
             eval_every=eval_every,
             eval_global_batch_size=eval_global_batch_size,
@@ -386,16 +398,18 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
                 self._meter.message(f"nothing to do: step {self._step} of {steps} is done")
                 return {}
             steps -= self._step
+        rule = self._remainder_rule(remainder, global_batch_size)
         drawn = 0 if self._last_source is None else self._last_source.drawn_from(data)
         source = self._track(
             batches(
                 data, steps=steps, epochs=epochs, position=position, resume_data=resume_data, meter=self._meter,
-                drawn=drawn,
+                drawn=drawn, remainder=rule,
             )
         )  # fmt: skip
         total = steps
         if isinstance(data, Sized):
-            whole = len(data) * (epochs or 1) - (position.batches if position is not None else 0)
+            done = 0 if position is None else position.batches - position.epoch * source.left_out
+            whole = (len(data) - source.left_out) * (epochs or 1) - done
             total = whole if steps is None else (min(steps, whole) if epochs is not None else steps)
         self.stopping = None
         self._begin_callbacks(callbacks, resumed=bool(resume))
@@ -410,6 +424,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
             meter=self._meter,
             log_every=self._log_every,
             global_batch_size=global_batch_size,
+            first=lambda batch: self._check_filling(rule, batch),
         )
 
     def _call_together(self, call: str) -> None:
@@ -424,6 +439,23 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         self._meter.message(text)
 
     # ------------------------------------------------------------------ inside
+
+    def _remainder_rule(self, remainder: Remainder | None, global_batch_size: int | None) -> RemainderRule:
+        if global_batch_size is not None and remainder is not None:
+            raise ValueError(
+                f"remainder={remainder!r} and global_batch_size={global_batch_size}: every batch then has so many "
+                "examples, of which a process sees a part alone. Let the data leave out or fill smaller ones."
+            )
+        how: Remainder | None = remainder if global_batch_size is None else "error"
+        return RemainderRule(how=how, divisor=self.num_microbatches * self._shards, meter=self._meter)
+
+    def _check_filling(self, rule: RemainderRule, batch: Any) -> None:
+        """Before a first step, make sure that the loss leaves out what `rule` fills batches with."""
+        if rule.how == "pad":
+            check_mask(batch)
+            microbatches = split_batch(batch, self.num_microbatches, self._shards)
+            found = self._builders.trace(self._state, microbatches)
+            check_masked(found.weighed_by, found.unweighted)
 
     def _loop(self, num_microbatches: int) -> Loop:
         return Loop(num_microbatches=num_microbatches, schedule=self.schedule)

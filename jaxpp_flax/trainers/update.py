@@ -90,15 +90,17 @@ class Update:
       loss_scale: None, a constant, or a `DynamicLossScale`. With one, gradients that are not finite skip the step.
       gradient_dtype: in which gradients are summed over the microbatches; None: as they come.
       ema_decay: of the exponential moving average of the weights; None: there is none.
+      skips_nonfinite: whether a loss, or gradients, that are not finite skip the step, without a loss scale too.
     """
 
     tx: optax.GradientTransformation
     loss_scale: DynamicLossScale | float | None = None
     gradient_dtype: Any = None
     ema_decay: float | None = None
+    skips_nonfinite: bool = False
 
     @classmethod
-    def of(cls, tx: Any, loss_scale: Any, gradient_dtype: Any, ema_decay: Any) -> Update:
+    def of(cls, tx: Any, loss_scale: Any, gradient_dtype: Any, ema_decay: Any, *, skips_nonfinite: bool) -> Update:
         """From the trainer's arguments.
 
         Raises:
@@ -117,7 +119,13 @@ class Update:
             raise ValueError(f"gradient_dtype={gradient_dtype!r} is no floating point type. Use e.g. jnp.float32.")
         if ema_decay is not None and not 0 < ema_decay < 1:
             raise ValueError(f"ema_decay={ema_decay!r}: it must lie between 0 and 1, e.g. 0.999, or be None.")
-        return cls(tx=tx, loss_scale=scale, gradient_dtype=gradient_dtype, ema_decay=ema_decay)
+        return cls(
+            tx=tx,
+            loss_scale=scale,
+            gradient_dtype=gradient_dtype,
+            ema_decay=ema_decay,
+            skips_nonfinite=skips_nonfinite,
+        )
 
     def first_state(self, params: Any, model_state: Any) -> TrainState:
         """The state before the first step; `opt_state` as shapes alone where the optimizer can be traced."""
@@ -174,19 +182,24 @@ class Update:
         params = optax.apply_updates(state.params, updates)
         old, new = carried
         metrics: dict[str, Any] = {}
-        if scale is not None:
+        skips = scale is not None or self.skips_nonfinite
+        if skips:
             finite = jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]).all()
+            if scale is None:
+                finite &= jnp.isfinite(loss)
 
             def chosen(after: Any, before: Any) -> Any:
                 return jax.tree.map(lambda a, b: jnp.where(finite, a, b), after, before)
 
             params, opt_state = chosen(params, state.params), chosen(opt_state, state.opt_state)
             new = chosen(list(new), list(old))
-            metrics = {"loss_scale": jnp.float32(scale), "skipped_step": 1.0 - finite.astype(jnp.float32)}
+            metrics = {"skipped_step": 1.0 - finite.astype(jnp.float32)}
+            if scale is not None:
+                metrics["loss_scale"] = jnp.float32(scale)
         ema = state.ema
         if self.ema_decay is not None:
             ema = optax.incremental_update(params, ema, 1.0 - self.ema_decay)
-            if scale is not None:
+            if skips:
                 ema = jax.tree.map(lambda a, b: jnp.where(finite, a, b), ema, state.ema)
         grown = state.loss_scale
         if isinstance(self.loss_scale, DynamicLossScale):

@@ -1,6 +1,6 @@
 """What happens beside training: `Callback` to subclass, and common ones."""
 
 from jaxpp_flax.trainers.callbacks.base import Callback, OnMetrics
-from jaxpp_flax.trainers.callbacks.common import EarlyStopping, PrintLoss, StopOnNonFinite
+from jaxpp_flax.trainers.callbacks.common import EarlyStopping, PrintLoss
 
-__all__ = ["Callback", "EarlyStopping", "OnMetrics", "PrintLoss", "StopOnNonFinite"]
+__all__ = ["Callback", "EarlyStopping", "OnMetrics", "PrintLoss"]

@@ -11,7 +11,7 @@ from jaxpp_flax.trainers.callbacks.base import Callback
 if TYPE_CHECKING:
     from jaxpp_flax.trainers.trainer import PipelineTrainer
 
-__all__ = ["EarlyStopping", "PrintLoss", "StopOnNonFinite"]
+__all__ = ["EarlyStopping", "PrintLoss"]
 
 
 class PrintLoss(Callback):
@@ -76,12 +76,3 @@ class EarlyStopping(Callback):
     def _stop_where_due(self, trainer: PipelineTrainer) -> None:
         if self._bad >= self._patience:
             trainer.stop(f"{self._metric} has not improved on {self._best:.5g} in {self._bad} evaluations")
-
-
-class StopOnNonFinite(Callback):
-    """Ends `fit` when the loss is no longer finite. Metrics come one step late: so does this."""
-
-    def on_metrics(self, trainer: PipelineTrainer, step: int, metrics: Mapping[str, Any]) -> None:
-        """Look at the loss."""
-        if not math.isfinite(metrics["loss"]):
-            trainer.stop(f"the loss of step {step} is {metrics['loss']}")
