@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,9 @@ from jaxpp_flax.checkpoint.writing import complete, save_failed, to_tree, write_
 from jaxpp_flax.engine.coordination import process_group
 
 __all__ = ["CheckpointStore", "read_json", "save_step"]
+
+# Seconds that a process which fails waits for the others' parts of a save.
+_PATIENCE = 60.0
 
 
 class CheckpointStore:
@@ -178,6 +182,28 @@ class CheckpointStore:
             poll(manager.is_saving_in_progress)
             manager.wait_until_finished()
         self._writing = None
+
+    def finish(self) -> None:
+        """Wait for the save under way where this process fails: others may not come for their part of it any more.
+
+        Raises:
+          CheckpointSaveError: if the save failed, or is not complete within a minute.
+          ProcessFailedError: if another process has failed too.
+        """
+        group = process_group()
+        if group.process_count == 1:
+            return self.wait()
+        end = time.monotonic() + _PATIENCE
+        with group.waiting(f"the end of {self._what()}"):
+            while self.is_writing():
+                group.check()
+                if time.monotonic() > end:
+                    raise CheckpointSaveError(
+                        f"{self._what()} was not complete {_PATIENCE:.0f} s after this process had failed, and is "
+                        "given up: other processes have not written their parts of it. Older checkpoints are whole."
+                    )
+                group.failed.wait(0.02)
+        return None
 
     def set_aside(self, step: int) -> Path:
         """Give a damaged checkpoint a name that is no step's; where it is then."""

@@ -54,7 +54,12 @@ def hash_of(value: Any, max_elements: int | None = None) -> str | None:
 
 
 def agree_on(
-    group: ProcessGroup, name: str, hashes: Mapping[str, str | None], remedy: str, ended: str | None = None
+    group: ProcessGroup,
+    name: str,
+    hashes: Mapping[str, str | None],
+    remedy: str,
+    ended: str | None = None,
+    among: str = "",
 ) -> None:
     """Make sure that what every process has of these values is the same.
 
@@ -64,6 +69,7 @@ def agree_on(
       hashes: by the values' names; None for one that this process has not.
       remedy: what to change.
       ended: why this process does nothing for the others any more until all have come here, if so.
+      among: which of these values are compared this time, for errors.
 
     Raises:
       ValuesMismatchError: naming the values that differ, and in which processes.
@@ -78,7 +84,8 @@ def agree_on(
     shown = "\n".join(f"  {name_processes(processes)}: {text}" for text, processes in versions.items())
     more = "" if len(wrong) == 1 else f" It is one of {len(wrong)} that differ."
     raise ValuesMismatchError(
-        f"the processes of this run have different values of {name}, where all are to have the same: {path}.{more}\n"
+        f"the processes of this run have different values of {name}{among and f', {among}'}, where all are to have the "
+        f"same: {path}.{more}\n"
         f"{shown}\n{remedy}"
     )
 

@@ -84,6 +84,7 @@ class ProcessGroup:
         self.service = "the coordination service"  # as errors name it
         self._store = store
         self._uses: Counter[str] = Counter()
+        self._asked: Counter[str] = Counter()
         self._announced: dict[str, bytes] = {}
         self._failure: Failure | None = None
         self._waits_at_failure: list[str] = []
@@ -129,6 +130,17 @@ class ProcessGroup:
           ProcessFailedError: if one of them has failed.
         """
         return self._meet(name, value, timeout_s)
+
+    def numbered(self, name: str) -> str:
+        """`name` with how often it has been asked for: the same in all processes that ask in the same order.
+
+        Example:
+          >>> group = ProcessGroup(None, 0, 1)
+          >>> group.numbered("the last step"), group.numbered("the last step")
+          ('the last step 1', 'the last step 2')
+        """
+        self._asked[name] += 1
+        return f"{name} {self._asked[name]}"
 
     def announce(self, name: str, value: bytes) -> None:
         """Tell every process something without waiting for any: the first announcement of a name is the only one.

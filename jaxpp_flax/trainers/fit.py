@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxpp_flax.checkpoint.agreeing import everyones
 from jaxpp_flax.engine.coordination import ProcessGroup, process_group
 from jaxpp_flax.trainers.batch import count_units
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.interruption import Interruption
-from jaxpp_flax.trainers.preemption import Preemption, StopTogether
+from jaxpp_flax.trainers.preemption import Preemption
 from jaxpp_flax.trainers.progress import Meter, Rate
+from jaxpp_flax.trainers.stopping import StopReason, StopTogether
 
 if TYPE_CHECKING:
     from jaxpp_flax.trainers.trainer import PipelineTrainer
@@ -76,28 +76,48 @@ class _FitLoop:
         self.units, self.unit = 0, "examples"
         self.pending: tuple[int, int, Mapping[str, Any]] | None = None
         self.last: dict[str, Any] = {}
-        self.preempted = False
-        self.interruption = Interruption()
+        self.ending: StopReason | None = None
+        # One process of several may train a model of its own, without the others.
+        alone = not trainer._is_across and trainer._store is None
+        self.group = ProcessGroup(None, 0, 1) if alone else process_group()
+        self.together = StopTogether(self.group)
+        self.interruption = Interruption(raises=self.group.process_count == 1)
+        self.preemption = Preemption(trainer._preemption_deadline)
 
     def run(self, source: Iterable[Any]) -> dict[str, Any]:
-        # One process of several may train a model of its own, without the others.
-        alone = not self.trainer._is_across and self.trainer._store is None
-        together = StopTogether(ProcessGroup(None, 0, 1) if alone else process_group())
-        with self.interruption, Preemption(self.trainer._preemption_deadline) as preemption:
+        with self.interruption, self.preemption:
             try:
-                last = self._run(source, lambda: together.after(self.trainer.step, requested=preemption.requested))
+                last = self._run(source)
             except BaseException as error:
                 self.trainer._finish_saves(error)
                 if isinstance(error, KeyboardInterrupt):
-                    self.trainer._save_interrupted(error, whole=not self.interruption.within_step)
+                    alone = self.group.process_count == 1
+                    self.trainer._save_interrupted(error, whole=not self.interruption.within_step, together=alone)
                 raise
             # The data may have ended before the step that was agreed on.
-            mine = self.preempted or preemption.requested
-            asked = mine if alone else any(everyones("asked to stop", mine))
-            self.trainer._end_fit(lambda: asked or preemption.requested)
+            asked = self.together.agree(self.requested() if self.ending is None else self.ending)
+            if asked is not None and asked.kind == "interrupted":
+                interrupted = KeyboardInterrupt()
+                self.trainer._save_interrupted(interrupted, whole=True, together=True)
+                raise interrupted
+            preempted = asked is not None and asked.kind == "preempted"
+            self.trainer._end_fit(lambda: preempted or self.preemption.requested)
         return last
 
-    def _run(self, source: Iterable[Any], is_last: Callable[[], bool]) -> dict[str, Any]:
+    def requested(self) -> StopReason | None:
+        """Why this process has been asked to end."""
+        if self.preemption.requested:
+            return StopReason("preempted")
+        if self.interruption.requested:
+            return StopReason("interrupted")
+        stopping = self.trainer.stopping
+        return None if stopping is None else StopReason("stopped", stopping)
+
+    def decide_together(self) -> None:
+        """Where all processes come at the same time, what one of them has decided holds for all, at once."""
+        self.ending = self.together.agree(self.requested())
+
+    def _run(self, source: Iterable[Any]) -> dict[str, Any]:
         trainer, started = self.trainer, False
         try:
             for batch in source:
@@ -108,21 +128,24 @@ class _FitLoop:
                         callback.on_fit_start(trainer)
                     self.meter.start(self.total, self.begin)
                     started = True
-                    if trainer.stopping is not None:
-                        self.meter.message(f"nothing to do after step {trainer.step}: {trainer.stopping}")
+                    self.decide_together()
+                    if self.ending is not None and self.ending.kind == "stopped":
+                        trainer.stopping = self.ending.text
+                        self.meter.message(f"nothing to do after step {trainer.step}: {self.ending.text}")
                         return self.last
-                    self.preempted = is_last()
-                if not self.preempted:
+                if self.ending is None:
                     self.step(batch)
                     trainer._after_step()
-                    self.preempted = is_last()
-                if self.preempted:
-                    self.deliver(None)
-                    return self.last
-                if trainer.stopping is not None:
-                    self.meter.message(f"stopped after step {trainer.step}: {trainer.stopping}")
+                    if self.ending is None:
+                        self.ending = self.together.after(trainer.step, self.requested())
+                if self.ending is not None:
                     break
             self.deliver(None)
+            if self.ending is not None:
+                if self.ending.kind != "stopped":
+                    return self.last
+                trainer.stopping = self.ending.text
+                self.meter.message(f"stopped after step {trainer.step}: {self.ending.text}")
             trainer._end_together()
             if self.eval_data is not None and (self.eval_every is None or trainer.step % self.eval_every):
                 self.evaluate()
@@ -181,6 +204,8 @@ class _FitLoop:
         trainer.tracker.log(named, step=trainer.step)
         for callback in self.callbacks:
             callback.on_evaluate(trainer, trainer.step, metrics)
+        if self.ending is None:
+            self.decide_together()
         self.last = {**self.last, **named}
         self.rate.resume(self.units)
 

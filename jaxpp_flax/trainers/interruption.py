@@ -15,8 +15,13 @@ __all__ = ["Interruption"]
 class Interruption:
     """While entered, the first Ctrl-C within a step is raised after it; a second one, or one elsewhere, at once.
 
+    One of several processes never raises the first one: it is `requested`, so that all of them end after the same step.
+
     A handler of the user's own is left alone, as is a program that ignores Ctrl-C (one that a script has started in the
     background), and a thread other than the main one.
+
+    Args:
+      raises: whether the first one is raised here.
 
     Example:
       >>> import signal
@@ -32,10 +37,12 @@ class Interruption:
       >>> _ = signal.signal(signal.SIGINT, before)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, raises: bool = True) -> None:
         self.within_step = False
         """Whether a step has begun and has not ended."""
-        self._requested = self._installed = False
+        self.requested = False
+        """Whether Ctrl-C has been pressed."""
+        self._raises, self._installed = raises, False
 
     def __enter__(self) -> Interruption:
         main = threading.current_thread() is threading.main_thread()
@@ -55,13 +62,13 @@ class Interruption:
         self.within_step = True
         yield
         self.within_step = False  # after an error it stays: the state may be lost
-        if self._requested:
+        if self.requested and self._raises:
             raise KeyboardInterrupt
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if not self.within_step or self._requested:
+        if self.requested or (self._raises and not self.within_step):
             signal.default_int_handler(number, frame)
-        self._requested = True
+        self.requested = True
         print(
             "jaxpp_flax: Ctrl-C ends the run after this step; a second one ends it at once", file=sys.stderr, flush=True
         )

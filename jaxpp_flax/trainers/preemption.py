@@ -10,56 +10,13 @@ import time
 from types import FrameType
 from typing import Any
 
-from jaxpp_flax.engine.coordination import ProcessGroup
-
-__all__ = ["KILLED_STATUS", "PREEMPTED_STATUS", "Preemption", "StopTogether"]
+__all__ = ["KILLED_STATUS", "PREEMPTED_STATUS", "Preemption"]
 
 PREEMPTED_STATUS = 75
 """Exit status after SIGTERM, once the checkpoint is complete: start the program again and it goes on from there."""
 
 KILLED_STATUS = 143
 """Exit status of a second SIGTERM, or of a save that missed the deadline: the checkpoint before is the latest."""
-
-
-_STEPS_AHEAD = 4
-"""More than any process is ahead of another one, since each waits for the loss of two steps ago."""
-
-
-class StopTogether:
-    """After which step all processes of a run stop, once one of them has been asked to.
-
-    A pipeline cannot go on without one of its stages, and all must save the same step. The first process that is asked
-    announces a step that none has reached; each looks for that after every step.
-
-    Args:
-      group: the processes.
-
-    Example:
-      >>> from jaxpp_flax.engine.coordination import ProcessGroup
-      >>> stop = StopTogether(ProcessGroup(None, 0, 1))
-      >>> stop.after(3, requested=False), stop.after(4, requested=True)
-      (False, True)
-    """
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-        self._last: int | None = None
-
-    def after(self, step: int, *, requested: bool) -> bool:
-        """Whether no step comes after `step`.
-
-        Args:
-          step: the last one that this process has begun.
-          requested: whether this process has been asked to stop.
-        """
-        if self._group.process_count == 1:
-            return requested
-        if self._last is None:
-            if requested:
-                self._group.announce("the last step", str(step + _STEPS_AHEAD).encode())
-            announced = self._group.announced("the last step")
-            self._last = None if announced is None else int(announced)
-        return self._last is not None and step >= self._last
 
 
 class Preemption:

@@ -137,7 +137,7 @@ def check_mask(batch: Any) -> None:
       BatchError: saying what it lacks.
     """
     mask = batch.get(MASK) if isinstance(batch, Mapping) else None
-    if not np.shape(mask):
+    if mask is None or not np.shape(mask):
         kind = f"a dict of {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
         raise BatchError(
             f'remainder="pad" needs batches that are dicts with {MASK!r}, an array whose first axis counts the '

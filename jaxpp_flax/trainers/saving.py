@@ -25,7 +25,7 @@ from jaxpp_flax.checkpoint.sharing import check_shared
 from jaxpp_flax.checkpoint.store import CheckpointStore, read_json, save_step
 from jaxpp_flax.engine.agreement import agree
 from jaxpp_flax.engine.array import MpmdArray
-from jaxpp_flax.engine.coordination import process_group
+from jaxpp_flax.engine.coordination import ProcessFailedError, process_group
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.callbacks.base import named
 from jaxpp_flax.trainers.copies import with_copies
@@ -36,6 +36,7 @@ from jaxpp_flax.trainers.position import DataPosition, own_position, together
 from jaxpp_flax.trainers.preemption import PREEMPTED_STATUS
 from jaxpp_flax.trainers.progress import Meter
 from jaxpp_flax.trainers.state import TrainState
+from jaxpp_flax.trainers.together import BatchesAlike
 from jaxpp_flax.trainers.update import Update
 
 __all__ = ["Checkpointed", "Resume", "check_resume"]
@@ -73,6 +74,7 @@ class Checkpointed(abc.ABC):
     _meter: Meter
     _under_way: StepsUnderWay
     _on_nonfinite: OnNonFinite
+    _trained_on: BatchesAlike
     _model_name: str
     _resumed_callbacks: dict[str, Any] | None
 
@@ -132,6 +134,7 @@ class Checkpointed(abc.ABC):
             path.
         """
         self._call_together("trainer.save")
+        self._trained_on.check(self._step)
         with process_group().waiting(f"the save of step {self._step}"):
             data = together(self._data_json())
         beside = {"data": data, "about": {"format": _FORMAT, "model": self._model_name}}
@@ -354,27 +357,30 @@ class Checkpointed(abc.ABC):
                 self.save(wait=False)
 
     def _finish_saves(self, error: BaseException) -> None:
-        """Wait for what is being written, where `fit` ends by an error. Of several processes the others may go on."""
-        if self._store is None or process_group().process_count > 1:
+        """Wait for what is being written, where `fit` ends by an error."""
+        if self._store is None:
             return
         try:
-            self._store.wait()
+            self._store.finish()
         except CheckpointSaveError as failed:
             error.add_note(f"The save under way failed as well: {failed}")
+        except ProcessFailedError:
+            return  # this process ends by that
 
-    def _save_interrupted(self, error: BaseException, *, whole: bool) -> None:
-        """After Ctrl-C: save the step that is done, and say how to go on."""
+    def _save_interrupted(self, error: BaseException, *, whole: bool, together: bool) -> None:
+        """After Ctrl-C: save the step that is done, where all processes come here, and say how to go on."""
         again = "fit(resume=True) goes on from the latest checkpoint"
         if not whole:
             again = again if self._store is not None else "a new trainer begins anew"
             error.add_note(f"Step {self._step + 1} was interrupted, and its state is lost: {again}.")
         elif self._store is None:
             error.add_note(f"The state in memory is that of step {self._step}: fit goes on from it.")
-        elif process_group().process_count > 1:
+        elif not together:
             error.add_note(f"Step {self._step} is not saved, for which all processes must agree. {again}.")
         elif self._step > 0:
             try:
-                if self._step not in self._store.steps():
+                self._store.wait()
+                if not self._is_saved():
                     self.save()
             except (CheckpointSaveError, NonFiniteLossError) as failed:
                 error.add_note(f"Step {self._step} is not saved: {failed}")
@@ -388,13 +394,16 @@ class Checkpointed(abc.ABC):
         if self._store is None:
             return
         self._store.wait()
-        # As process 0 sees it: on a shared disk another process may not see the last save yet.
-        saved = everyones("whether the last step is saved", self._step in self._store.steps())[0]
+        saved = self._is_saved()
         if due and self._step > 0 and not saved:
             self.save()
         if preempted():
             self._meter.message(f"SIGTERM: saved step {self._step}, exiting with status {PREEMPTED_STATUS}")
             raise SystemExit(PREEMPTED_STATUS)
+
+    def _is_saved(self) -> bool:
+        """Whether the step in memory is, as process 0 sees it: another one may not see the last save yet."""
+        return everyones("whether the last step is saved", self._step in self._need_store("fit").steps())[0]
 
     def _data_json(self) -> Any:
         source = self._source

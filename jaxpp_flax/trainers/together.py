@@ -36,6 +36,8 @@ _BATCHES_REMEDY = (
 
 # Of a larger leaf of a batch, so many elements are looked at, which takes well below a millisecond.
 _SAMPLED = 1 << 16
+# So many batches at most between two comparisons, each of which waits for the devices.
+_MOST_BETWEEN = 64
 
 
 def agree_on_state(mesh: MpmdMesh, state: TrainState, init: Callable[[Any], Any]) -> None:
@@ -61,7 +63,7 @@ class BatchesAlike:
     """Compares the batches that processes read: a step whose inputs and targets are of different batches looks well.
 
     Leaves that a process does not read are left out. The first batch is compared before it is used; then the batches
-    since the last time, after 2, 4, 8, ... of them, and at the end.
+    since the last time: after 2, 4, 8, ... of them and at least every 64, before each save, and at the end.
 
     Args:
       mesh: of all ranks; where it is of one process there is nothing to do.
@@ -73,7 +75,7 @@ class BatchesAlike:
 
     def __init__(self, mesh: MpmdMesh | None, what: str) -> None:
         self._several = mesh is not None and mesh.jax_mesh.is_multi_process
-        self._what, self._count = what, 0
+        self._what, self._count, self._compared, self._due = what, 0, 0, 2
         self._hashes: dict[str, str | None] = {}
 
     def before(self, batch: Any) -> None:
@@ -92,23 +94,32 @@ class BatchesAlike:
             both = None if known is None or new is None else np.frombuffer((known + new).encode(), np.uint8)
             self._hashes[name] = None if both is None else hash_of(both)
         if self._count == 1:
-            self._compare(None)
+            self._compare()
 
-    def after(self, result: Any) -> None:
-        """To be called when the step on a batch is under way; `result` comes once every process has come so far."""
-        if self._several and self._count > 1 and self._count & (self._count - 1) == 0:
+    def after(self, result: Any, step: int) -> None:
+        """To be called when a step is under way; `result` comes once every process has come so far."""
+        if self._several and self._count >= self._due:
+            self._due += min(self._due, _MOST_BETWEEN)
             jax.block_until_ready(result)
-            self._compare(None)
+            self._compare(step=step)
 
-    def end(self) -> None:
+    def check(self, step: int) -> None:
+        """To be called by all processes before they keep what `step` and those before have made of the batches."""
+        if self._several:
+            self._compare(step=step)
+
+    def end(self, step: int | None = None) -> None:
         """To be called after the last batch."""
         if self._several:
-            self._compare(f"its data for {self._what} ended after {self._count} batches, theirs did not")
+            self._compare(f"its data for {self._what} ended after {self._count} batches, theirs did not", step)
 
-    def _compare(self, ended: str | None) -> None:
+    def _compare(self, ended: str | None = None, step: int | None = None) -> None:
         number = {"their number": f"{self._count} batches"}
         name = f"the batches for {self._what}"
-        agree_on(process_group(), name, {**number, **self._hashes}, _BATCHES_REMEDY, ended)
+        last, unit = (self._count, "batches") if step is None else (step, "steps")
+        among = f"{unit} {last - max(self._count - self._compared, 1) + 1} to {last}"
+        agree_on(process_group(), name, {**number, **self._hashes}, _BATCHES_REMEDY, ended, among)
+        self._compared = self._count
 
 
 def call_together(mesh: MpmdMesh | None, state: Any, call: str, detail: str = "") -> None:
@@ -166,7 +177,7 @@ def end_together(mesh: MpmdMesh | None, state: Any, step: int, trained_on: Batch
             f"the processes trained different numbers of steps ({listing}): data ended earlier on some of them. Give "
             "every process batches for the same steps, or pass `steps=`."
         )
-    trained_on.end()
+    trained_on.end(step)
 
 
 def leaves_read(compiled: Any, batch: Any) -> Any:

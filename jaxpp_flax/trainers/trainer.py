@@ -285,7 +285,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         self._step += 1
         if self._first_loss_due and self._on_nonfinite != "ignore":
             self._check_first(metrics["loss"], microbatches)
-        self._trained_on.after(metrics["loss"])
+        self._trained_on.after(metrics["loss"], self._step)
         self._under_way.add(self._step, metrics, self._meter)
         return metrics
 

@@ -18,7 +18,8 @@ from jaxpp_flax.engine.coordination import ProcessGroup
 from jaxpp_flax.trainers import KILLED_STATUS, PREEMPTED_STATUS
 from jaxpp_flax.trainers import preemption as module
 from jaxpp_flax.trainers.compiling import to_ordinary
-from jaxpp_flax.trainers.preemption import Preemption, StopTogether
+from jaxpp_flax.trainers.preemption import Preemption
+from jaxpp_flax.trainers.stopping import StopReason, StopTogether
 from tests.checkpoint.program import batches, make_trainer
 from tests.engine.stores import MemoryStore
 from tests.helpers import tree_allclose
@@ -198,8 +199,8 @@ def test_all_processes_stop_after_the_same_step(seed: int, processes: int, asked
         able = [i for i in range(processes) if not ended[i] and steps[i] < slowest + 3]
         index = rng.choice(able)
         steps[index] += 1
-        requested = steps[index] >= signals.get(index, 1000)
-        ended[index] = stops[index].after(steps[index], requested=requested)
+        requested = StopReason("preempted") if steps[index] >= signals.get(index, 1000) else None
+        ended[index] = stops[index].after(steps[index], requested) is not None
         assert steps[index] < 100
     assert len(set(steps)) == 1
     assert steps[0] <= min(signals.values()) + 8

@@ -98,3 +98,39 @@ def test_the_other_process_names_the_failure_and_what_it_awaited(
             assert f"saving to {tmp_path}/run/2 failed: the disk is full" in block
         assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.name.isdigit()) == ["1"]
         run.check_nothing_is_left()
+
+
+# The save of step 3 is committed two seconds after it was begun; meanwhile the data of one process ends in an error.
+ERROR_MEANWHILE = """
+import itertools, sys, time
+from pathlib import Path
+import jax
+from jaxpp_flax.checkpoint import store as store_module
+from tests.checkpoint.program import batches, make_trainer
+
+complete = store_module.complete
+def slowly(*arguments):
+    time.sleep(2.0)
+    complete(*arguments)
+store_module.complete = slowly
+
+def data():
+    yield from itertools.islice(batches(), 4)
+    if jax.process_index() == int(sys.argv[1]):
+        raise RuntimeError("the data has ended badly")
+    yield from itertools.islice(batches(), 4, None)
+
+make_trainer(Path("run"), save_every=3).fit(data(), steps=8)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_save_under_way_outlives_the_error_of_one_process(tmp_path: Path, victim: int):
+    with launched(
+        tmp_path, ERROR_MEANWHILE, "-n", "2", arguments=(str(victim),), failure_timeout=FAILURE_TIMEOUT
+    ) as run:
+        assert run.finish() == 1
+        assert f"process {victim} of 2 failed first" in run.stderr
+        assert "RuntimeError: the data has ended badly" in run.stderr
+        assert [path.name for path in (tmp_path / "run").iterdir() if path.name.isdigit()] == ["3"]
+        run.check_nothing_is_left()

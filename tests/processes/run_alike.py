@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tests.processes.running import join_run
@@ -36,10 +38,10 @@ def loss_fn(model: Any, batch: Any) -> Any:
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
-def trainer(seed: int = 0) -> PipelineTrainer:
+def trainer(seed: int = 0, **options: Any) -> PipelineTrainer:
     return PipelineTrainer(
         Model(nnx.Rngs(seed)), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=4, progress=False,
-        predict_fn=lambda model, batch: model(batch["x"]),
+        predict_fn=lambda model, batch: model(batch["x"]), **options,
     )  # fmt: skip
 
 
@@ -88,6 +90,9 @@ third = trainer()
 case("third batch", lambda: third.fit(batches(6, other=2)))
 print(f"steps {third.step}")
 case("last batch", lambda: trainer().fit(batches(7, other=6, leaf="x")))
+directory = Path(sys.argv[1])
+case("before a save", lambda: trainer(checkpoint_dir=directory, save_every=1).fit(batches(6, other=2)))
+print(f"saved {sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())}")
 good = trainer()
 case("equal", lambda: good.fit(batches(5)))
 case("left out", lambda: trainer().fit([left_out(batch) for batch in batches(5)]))

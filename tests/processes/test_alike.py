@@ -11,13 +11,14 @@ pytestmark = pytest.mark.processes
 # What each case says: "ran", or the values that differ.
 EXPECTED = {
     "weights": "the initial state, where all are to have the same: .params['layers'][0]['kernel']",
-    "first batch": "the batches for training, where all are to have the same: batch['y']",
-    "third batch": "the batches for training, where all are to have the same: batch['y']",
-    "last batch": "the batches for training, where all are to have the same: batch['x']",
+    "first batch": "the batches for training, batches 1 to 1, where all are to have the same: batch['y']",
+    "third batch": "the batches for training, steps 3 to 4, where all are to have the same: batch['y']",
+    "last batch": "the batches for training, steps 5 to 7, where all are to have the same: batch['x']",
+    "before a save": "the batches for training, steps 3 to 3, where all are to have the same: batch['y']",
     "equal": "ran",
     "left out": "ran",
-    "evaluation": "the batches for evaluation, where all are to have the same: batch['y']",
-    "prediction": "the batches for prediction, where all are to have the same: batch['y']",
+    "evaluation": "the batches for evaluation, batches 2 to 3, where all are to have the same: batch['y']",
+    "prediction": "the batches for prediction, batches 1 to 1, where all are to have the same: batch['y']",
     "argument": "where all are to have the same: argument[1]",
     "constant": "where all are to have the same: constant 0, float32[4]",
     "equal arguments": "ran",
@@ -30,9 +31,9 @@ def said_of_cases(output: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def outputs() -> list[str]:
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What both processes printed of all cases."""
-    return run_processes(2, "run_alike.py")
+    return run_processes(2, "run_alike.py", str(tmp_path_factory.mktemp("alike")))
 
 
 @pytest.mark.parametrize("name", EXPECTED)
@@ -49,6 +50,7 @@ def test_every_case_is_expected(outputs: list[str]):
     for output in outputs:
         assert said_of_cases(output).keys() == EXPECTED.keys()
         assert "steps 4\n" in output  # what differs in the third is found after the fourth
+        assert "saved [1, 2]\n" in output  # and before a third that is to be saved
 
 
 # The same for arguments and settings, which differ by less than a value.
