@@ -6,6 +6,7 @@ from jaxpp_flax.checkpoint.errors import (
     CheckpointNotFoundError,
     CheckpointSaveError,
     CorruptCheckpointError,
+    DirectoryInUseError,
     UnfinishedCheckpointError,
 )
 from jaxpp_flax.checkpoint.export import export_safetensors, load_linen, load_nnx
@@ -19,6 +20,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "CheckpointSaveError",
     "CorruptCheckpointError",
+    "DirectoryInUseError",
     "MpmdArrayHandler",
     "StoredLeaf",
     "UnfinishedCheckpointError",

@@ -10,6 +10,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "CheckpointSaveError",
     "CorruptCheckpointError",
+    "DirectoryInUseError",
     "UnfinishedCheckpointError",
 ]
 
@@ -32,6 +33,10 @@ class CorruptCheckpointError(CheckpointError, OSError):
 
 class CheckpointSaveError(CheckpointError, OSError):
     """A save failed; checkpoints that were complete before are untouched."""
+
+
+class DirectoryInUseError(CheckpointSaveError):
+    """Another job that is running writes to this directory of checkpoints."""
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,19 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxpp_flax.checkpoint.agreeing import done_by_one, everyones
-from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CheckpointSaveError
-from jaxpp_flax.checkpoint.exiting import finish_at_exit
+from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CheckpointSaveError, DirectoryInUseError
+from jaxpp_flax.checkpoint.exiting import finish_at_exit, tell
 from jaxpp_flax.checkpoint.meeting import background_barrier, name_checkpoint, poll, shared_work
 from jaxpp_flax.checkpoint.orbax_io import (
     TREE_ITEM,
     absolute,
     damaged,
+    is_primary,
     multiprocessing_options,
     pytree_handler,
     under_way,
 )
+from jaxpp_flax.checkpoint.owner import Ownership
 from jaxpp_flax.checkpoint.paths import flatten
 from jaxpp_flax.checkpoint.sharing import check_shared
 from jaxpp_flax.checkpoint.writing import complete, save_failed, to_tree, write_and_check
@@ -66,6 +69,44 @@ class CheckpointStore:
         self._writing: tuple[int, frozenset[str]] | None = None
         self._saving = -1  # the last step whose save was begun
         self._finishes_at_exit = False
+        self._ownership = Ownership(self.directory)
+        self._claims, self._has_claim = 0, False  # of `owned` and of a save under way; whether there is one of a save
+
+    @contextmanager
+    def owned(self) -> Generator[None]:
+        """Keep other jobs from writing here, from before the first look at what is there; all processes call this.
+
+        Raises:
+          DirectoryInUseError: naming the job that is running, and writes here.
+          CheckpointSaveError: if the directory cannot be written.
+        """
+        self._claim(self.directory)
+        try:
+            yield
+        finally:
+            self._give_up_claim()
+
+    def _claim(self, place: Path) -> None:
+        if not self._claims:
+            failure: CheckpointSaveError | None = None
+            if is_primary():
+                try:
+                    self._ownership.take(tell)
+                except DirectoryInUseError as error:
+                    failure = error
+                except OSError as error:
+                    failure = save_failed(place, error)
+            mine = None if failure is None else [isinstance(failure, DirectoryInUseError), str(failure)]
+            answer = everyones("who owns its directory", mine)[0]
+            if answer is not None:
+                in_use, text = answer
+                raise failure or (DirectoryInUseError if in_use else CheckpointSaveError)(f"in process 0: {text}")
+        self._claims += 1
+
+    def _give_up_claim(self) -> None:
+        self._claims -= 1
+        if not self._claims:
+            self._ownership.release()
 
     def describe(self) -> str:
         """When it saves and what it keeps, in words that are the same in every process.
@@ -145,6 +186,7 @@ class CheckpointStore:
             )
         content = to_tree(tree)
         self._saving = step
+        self._claim_for_save(step)
         with shared_work(self._what(), lambda error: self._failed(step, error), everywhere=True):
             manager = self._open()
         with shared_work(self._what(), lambda error: self._failed(step, error)):
@@ -181,7 +223,7 @@ class CheckpointStore:
         with shared_work(f"the end of {self._what()}", lambda error: self._failed(step, error)):
             poll(manager.is_saving_in_progress)
             manager.wait_until_finished()
-        self._writing = None
+        self._written()
 
     def finish(self) -> None:
         """Wait for the save under way where this process fails: others may not come for their part of it any more.
@@ -227,9 +269,22 @@ class CheckpointStore:
     def _what(self) -> str:
         return f"the save of step {self._saving}"
 
+    def _claim_for_save(self, step: int) -> None:
+        if self._claims:
+            done_by_one("looking whose it is", self._ownership.check, DirectoryInUseError)
+        self._claim(self.directory / str(step))
+        self._has_claim = True
+
+    def _written(self) -> None:
+        self._writing = None
+        if self._has_claim:
+            self._has_claim = False
+            self._give_up_claim()
+
     def _failed(self, step: int, error: BaseException) -> CheckpointSaveError:
         # The next save opens the directory anew, which removes what this one left.
-        self._manager = self._writing = None
+        self._manager = None
+        self._written()
         return save_failed(self.directory / str(step), error)
 
     def _open(self) -> ocp.CheckpointManager:

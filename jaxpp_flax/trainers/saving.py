@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import abc
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from jaxpp_flax.checkpoint import (
     CheckpointNotFoundError,
     CheckpointSaveError,
     CorruptCheckpointError,
+    DirectoryInUseError,
     UnfinishedCheckpointError,
 )
 from jaxpp_flax.checkpoint.agreeing import everyones, of_whoever_knows
@@ -330,6 +332,19 @@ class Checkpointed(abc.ABC):
         agree(process_group(), "the arguments of fit", lines, None)
         if self._store is not None:
             check_shared(self._store.directory)
+
+    @contextmanager
+    def _owned(self) -> Generator[None]:
+        """Keep other jobs from writing to `checkpoint_dir`."""
+        with ExitStack() as claim:
+            if self._store is not None:
+                try:
+                    claim.enter_context(self._store.owned())
+                except CheckpointSaveError as error:
+                    # Where nothing can be written, checkpoints can still be read.
+                    if self._saves_by_itself or isinstance(error, DirectoryInUseError):
+                        raise
+            yield
 
     def _refuse_later_checkpoints(self) -> None:
         latest = None if self._store is None else self._store.latest()

@@ -308,19 +308,20 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         Raises:
           CheckpointSaveError: if the directory holds later checkpoints.
         """
-        if self._saves_by_itself:
-            self._refuse_later_checkpoints()
         rule = self._remainder_rule(remainder, global_batch_size)
-        try:
-            for batch in self._track(batches(data, steps=steps, epochs=epochs, remainder=rule)):
-                self._check_filling(rule, batch)
-                metrics = self.train_step(batch, global_batch_size=global_batch_size)
-                self._after_step()
-                yield self._step, metrics
-        except BaseException as error:  # a loop that is left by `break` too
-            self._finish_saves(error)
-            raise
-        self._end_fit(lambda: False)
+        with self._owned():
+            if self._saves_by_itself:
+                self._refuse_later_checkpoints()
+            try:
+                for batch in self._track(batches(data, steps=steps, epochs=epochs, remainder=rule)):
+                    self._check_filling(rule, batch)
+                    metrics = self.train_step(batch, global_batch_size=global_batch_size)
+                    self._after_step()
+                    yield self._step, metrics
+            except BaseException as error:  # a loop that is left by `break` too
+                self._finish_saves(error)
+                raise
+            self._end_fit(lambda: False)
 
     def fit(
         self,
@@ -390,42 +391,43 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
             eval_global_batch_size=eval_global_batch_size,
             eval_data=eval_data,
         )
-        if not resume:
-            self._refuse_later_checkpoints()
-        position = self._resume(resume) if resume else None
-        if resume and steps is not None:
-            if self._step >= steps:
-                self._meter.message(f"nothing to do: step {self._step} of {steps} is done")
-                return {}
-            steps -= self._step
-        rule = self._remainder_rule(remainder, global_batch_size)
-        drawn = 0 if self._last_source is None else self._last_source.drawn_from(data)
-        source = self._track(
-            batches(
-                data, steps=steps, epochs=epochs, position=position, resume_data=resume_data, meter=self._meter,
-                drawn=drawn, remainder=rule,
+        with self._owned():
+            if not resume:
+                self._refuse_later_checkpoints()
+            position = self._resume(resume) if resume else None
+            if resume and steps is not None:
+                if self._step >= steps:
+                    self._meter.message(f"nothing to do: step {self._step} of {steps} is done")
+                    return {}
+                steps -= self._step
+            rule = self._remainder_rule(remainder, global_batch_size)
+            drawn = 0 if self._last_source is None else self._last_source.drawn_from(data)
+            source = self._track(
+                batches(
+                    data, steps=steps, epochs=epochs, position=position, resume_data=resume_data, meter=self._meter,
+                    drawn=drawn, remainder=rule,
+                )
+            )  # fmt: skip
+            total = steps
+            if isinstance(data, Sized):
+                done = 0 if position is None else position.batches - position.epoch * source.left_out
+                whole = (len(data) - source.left_out) * (epochs or 1) - done
+                total = whole if steps is None else (min(steps, whole) if epochs is not None else steps)
+            self.stopping = None
+            self._begin_callbacks(callbacks, resumed=bool(resume))
+            return run_fit(
+                self,
+                source,
+                total,
+                eval_data=eval_data,
+                eval_every=eval_every,
+                eval_global_batch_size=eval_global_batch_size,
+                callbacks=callbacks,
+                meter=self._meter,
+                log_every=self._log_every,
+                global_batch_size=global_batch_size,
+                first=lambda batch: self._check_filling(rule, batch),
             )
-        )  # fmt: skip
-        total = steps
-        if isinstance(data, Sized):
-            done = 0 if position is None else position.batches - position.epoch * source.left_out
-            whole = (len(data) - source.left_out) * (epochs or 1) - done
-            total = whole if steps is None else (min(steps, whole) if epochs is not None else steps)
-        self.stopping = None
-        self._begin_callbacks(callbacks, resumed=bool(resume))
-        return run_fit(
-            self,
-            source,
-            total,
-            eval_data=eval_data,
-            eval_every=eval_every,
-            eval_global_batch_size=eval_global_batch_size,
-            callbacks=callbacks,
-            meter=self._meter,
-            log_every=self._log_every,
-            global_batch_size=global_batch_size,
-            first=lambda batch: self._check_filling(rule, batch),
-        )
 
     def _call_together(self, call: str) -> None:
         call_together(self.mesh, self._state, call)

@@ -1,0 +1,279 @@
+"""Which job writes to a directory of checkpoints: one at a time. The file `.owner` names it, and it counts on in there.
+
+A job that was queued again may start while its first life still runs; both would save the same steps. The second one is
+refused while the first lives. Where that has died, on this host or another, its place is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from jaxpp_flax.checkpoint.errors import DirectoryInUseError
+
+__all__ = ["FILE_NAME", "Owner", "Ownership"]
+
+FILE_NAME = ".owner"
+
+_BEAT_SECONDS = 5.0
+# So long an owner that cannot be asked (on another host, or stopped) may stand still before its place is taken.
+_PATIENCE = 30.0
+_DIGITS = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """A process, so that any other one can find out whether it lives.
+
+    Args:
+      host: its name.
+      place: what tells apart processes with one number: the boot of the machine, and the container.
+      process: its number there.
+      started: when it was started, in the clock of its kernel; "" where that is not known.
+      since: since when it has owned the directory, as its own clock says.
+    """
+
+    host: str
+    place: str
+    process: int
+    started: str
+    since: str
+
+    @classmethod
+    def of(cls, process: int) -> Owner:
+        """A process of this machine."""
+        return cls(
+            host=socket.gethostname(),
+            place=_place(),
+            process=process,
+            started=_status(process)[1],
+            since=time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        )
+
+    def is_same_process(self, other: Owner) -> bool:
+        """Whether both are one process, whenever it became the owner."""
+        return (self.host, self.place, self.process, self.started) == (
+            other.host, other.place, other.process, other.started,
+        )  # fmt: skip
+
+    def lives(self) -> bool | None:
+        """Whether the process is alive and running; None if nobody here can tell."""
+        if (self.host, self.place) != (socket.gethostname(), _place()):
+            return None
+        state, started = _status(self.process)
+        if state in ("", "Z", "X") or started != self.started:
+            return False
+        return None if state in "Tt?" else True  # it may never go on
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}, since {self.since}"
+
+
+class Ownership:
+    """This process's claim to a directory: taken, kept up by a thread, and given back.
+
+    Args:
+      directory: of checkpoints; made if need be.
+
+    Example:
+      >>> import tempfile
+      >>> ownership = Ownership(Path(tempfile.mkdtemp()))
+      >>> ownership.take(print)
+      >>> ownership.check()
+      >>> ownership.release()
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._path = directory, directory / FILE_NAME
+        self._own: Owner | None = None
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def take(self, tell: Callable[[str], None]) -> None:
+        """Become the owner; a dead one's place is taken.
+
+        Args:
+          tell: is told when that takes a while, and whose place it was.
+
+        Raises:
+          DirectoryInUseError: naming the owner, if it lives.
+          OSError: if the directory cannot be written.
+        """
+        self._directory.mkdir(parents=True, exist_ok=True)
+        own = Owner.of(os.getpid())
+        while not self._create(own):
+            found = _read(self._path)
+            if found is None:
+                continue  # it has just been given back
+            if found[0] is not None and found[0].is_same_process(own):
+                break  # another trainer of this process has taken it
+            self._displace(found, tell)
+        self._own = own
+        self._ended = threading.Event()
+        beat = functools.partial(self._beat, own, self._ended)
+        self._thread = threading.Thread(target=beat, name="jaxpp_flax owner", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Make sure that the place is still this process's, which may have been stopped meanwhile.
+
+        Raises:
+          DirectoryInUseError: naming the job that has taken it.
+        """
+        owner = self._owner()
+        if self._own is not None and owner is not None and not owner.is_same_process(self._own):
+            raise DirectoryInUseError(
+                f"{self._directory} belongs to another job by now ({owner}), which has taken it while this one "
+                f"({self._own}) stood still for more than {_PATIENCE:.0f} s. This one saves nothing there any more: "
+                "end it, or give it a directory of its own."
+            )
+
+    def release(self) -> None:
+        """Give it back."""
+        self._ended.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        own, owner = self._own, self._owner()
+        self._own = self._thread = None
+        if own is not None and owner is not None and owner.is_same_process(own):
+            with contextlib.suppress(OSError):  # a next job finds that this one has ended
+                self._path.unlink()
+
+    def _owner(self) -> Owner | None:
+        """As the file names it; None where that cannot be read: then a save cannot be written either."""
+        try:
+            found = _read(self._path)
+        except OSError:
+            return None
+        return None if found is None else found[0]
+
+    def _create(self, own: Owner) -> bool:
+        """Write the file, unless there is one."""
+        try:
+            descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        except FileExistsError:
+            return False
+        try:
+            os.write(descriptor, f"{0:0{_DIGITS}}\n{json.dumps(asdict(own))}\n".encode())
+        finally:
+            os.close(descriptor)
+        return True
+
+    def _displace(self, found: tuple[Owner | None, str], tell: Callable[[str], None]) -> None:
+        """Take away the file of an owner that has died.
+
+        Raises:
+          DirectoryInUseError: if it lives.
+        """
+        owner = found[0]
+        lives = None if owner is None else owner.lives()
+        if lives is None:
+            tell(
+                f"{self._directory} has an owner, {owner or 'which cannot be read'}: waiting up to {_PATIENCE:.0f} s "
+                "for a sign of life"
+            )
+            lives = self._moves(found)
+        if lives:
+            raise DirectoryInUseError(
+                f"{self._directory} belongs to another job that is running: {owner}. Two of them would write the same "
+                "steps over each other's. Use another checkpoint_dir, or end that job first; it gives the directory "
+                f"back by itself when it ends (if it has ended, remove {self._path})."
+            )
+        aside = self._path.with_name(f"{FILE_NAME}.{secrets.token_hex(4)}")
+        try:
+            self._path.rename(aside)
+        except FileNotFoundError:
+            return  # another job was faster, and is found by the next look
+        taken = _read(aside)
+        if taken != found and not self._path.exists():
+            aside.rename(self._path)  # that of another job, which was faster
+            return
+        aside.unlink(missing_ok=True)
+        tell(
+            f"{self._directory} was left by {owner or 'a job that cannot be read'}, which has ended: this job takes it"
+        )
+
+    def _moves(self, found: tuple[Owner | None, str]) -> bool:
+        """Whether its owner counts on, or gives it back, or another one comes, within the patience."""
+        end = time.monotonic() + _PATIENCE
+        while time.monotonic() < end:
+            time.sleep(min(0.2, _PATIENCE / 10))
+            if (now := _read(self._path)) != found:
+                return now is not None and now[0] == found[0]
+        return False
+
+    def _beat(self, own: Owner, ended: threading.Event) -> None:
+        count = 0
+        while not ended.wait(_BEAT_SECONDS):
+            count += 1
+            try:
+                found = _read(self._path)
+                if found is None:  # another trainer of this process has given it back
+                    self._create(own)
+                elif found[0] is not None and not found[0].is_same_process(own):
+                    return  # the next save says so
+                else:
+                    with self._path.open("r+b") as file:
+                        file.write(f"{count:0{_DIGITS}}".encode())
+            except OSError:
+                continue  # a full disk, a lost mount: the next save tells of it
+
+
+def _read(path: Path) -> tuple[Owner | None, str] | None:
+    """The owner, as far as it can be read, and how far it has counted; None without a file."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    count, _, rest = text.partition("\n")
+    try:
+        return Owner(**json.loads(rest)), count
+    except (ValueError, TypeError):
+        return None, text
+
+
+def _status(process: int) -> tuple[str, str]:
+    """The state of a process of this machine, a letter as Linux gives it, and when it was started.
+
+    The state is "" for none, and "?" where the system does not tell more than that it exists.
+    """
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return "", ""
+    except OSError:
+        return "", ""
+    else:
+        fields = text.rpartition(")")[2].split()
+        return fields[0], fields[19]
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return "", ""
+    except OSError:
+        return "?", ""
+    return "?", ""
+
+
+def _place() -> str:
+    """What processes with numbers of one kind have in common: the boot, and the container."""
+    parts: list[str] = []
+    for read in (
+        lambda: Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),
+        lambda: os.readlink("/proc/self/ns/pid"),
+    ):
+        try:
+            parts.append(read())
+        except OSError:
+            continue
+    return " ".join(parts)
