@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 
+from jaxpp_flax.trainers import PREEMPTED_STATUS
 from tests.launch.running import Run, environment, wait_for
 from tests.processes.prepared import server_of
 
@@ -39,11 +40,15 @@ TRIALS = 500
 
 TO_PROCESSES = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
 TO_LAUNCHER = {"terminate all": signal.SIGTERM, "interrupt all": signal.SIGINT}
+TO_SERVICE = {"kill the service": signal.SIGKILL}
 INSIDE = ("data", "callback", "loss", "full disk", "read-only directory")
 DAMAGE = ("truncated file", "changed byte", "missing file", "empty directory")
+AGREED = ("terminate", "terminate all", "interrupt", "interrupt all")  # all processes end after the same step, saved
 # SIGTERM and SIGINT mean something else before the training has begun; a process that is not connected yet is awaited
 # for as long as a start may take.
-MOMENTS = {"kill": ("start", "compile", "step", "step"), "stop": ("compile", "step")}
+MOMENTS = {
+    "kill": ("start", "compile", "step", "step"), "stop": ("compile", "step"), "kill the service": ("compile", "step")
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -58,11 +63,11 @@ class Fault:
 
     @classmethod
     def draw(cls, rng: random.Random, processes: int, kind: str | None = None) -> Fault:
-        kind = kind or rng.choice([*TO_PROCESSES, *TO_LAUNCHER, *INSIDE])
+        kind = kind or rng.choice([*TO_PROCESSES, *TO_LAUNCHER, *TO_SERVICE, *INSIDE])
         one = rng.randrange(processes)
         return cls(
             kind,
-            None if kind in (*TO_LAUNCHER, "read-only directory") else one,
+            None if kind in (*TO_LAUNCHER, *TO_SERVICE, "read-only directory") else one,
             rng.choice(MOMENTS.get(kind, ("step",))),
             rng.randrange(1, 7),
             rng.uniform(0.0, 0.3),
@@ -73,14 +78,13 @@ class Fault:
         of = f"process {self.process if self.process is not None else '[0-9]'} of {processes}"
         if self.kind == "kill":
             return {128 + signal.SIGKILL}, f"{of} failed first: it was killed by SIGKILL"
+        if self.kind == "kill the service":
+            return {128 + signal.SIGKILL}, "the coordination service was killed by SIGKILL"
         if self.kind == "stop":
             return {128 + signal.SIGSTOP}, f"{of} was stopped .SIGSTOP., and then killed"
-        if self.kind == "interrupt":
-            return {128 + signal.SIGINT}, f"{of} failed first: it ended with exit status 130"
-        if self.kind == "interrupt all":
-            return {128 + signal.SIGINT}, "ended by SIGINT"
-        if self.kind in ("terminate", "terminate all"):
-            return {75, 128 + signal.SIGTERM} if self.kind == "terminate all" else {75}, ""
+        if self.kind in AGREED:
+            # All end after the same step, and any of them may be the first to have ended.
+            return {130 if self.kind.startswith("interrupt") else PREEMPTED_STATUS}, ""
         why = {"full disk": "the disk is full", "read-only directory": "[Rr]ead-only"}.get(
             self.kind, f"chaos in the {self.kind} of process {self.process}"
         )
@@ -104,11 +108,10 @@ def launched(folder: Path, processes: int, **settings: Any) -> Iterator[Run]:
         started.wait()
 
 
-def processes_of(run: Run, processes: int) -> list[int]:
-    """The ids of the run's processes, whether they have said anything or not."""
-    forker = _children(run.popen.pid)[:1]  # before the launcher starts anything
-    found = [pid for parent in forker for pid in _children(parent)]
-    return found[1 : processes + 1]  # the first is the coordination service
+def processes_of(run: Run) -> list[int]:
+    """The ids of the coordination service and of the processes, whether they have said anything or not."""
+    forker = _children(run.popen.pid)[:1]  # the launcher starts nothing before it
+    return [pid for parent in forker for pid in _children(parent)]
 
 
 def _children(pid: int) -> list[int]:
@@ -123,7 +126,7 @@ def strike(run: Run, fault: Fault, processes: int) -> None:
     if fault.kind in INSIDE:
         return run.wait_for_output("in trouble")
     if fault.moment == "start":
-        wait_for(lambda: len(processes_of(run, processes)) == processes, "the start of all processes")
+        wait_for(lambda: len(processes_of(run)) == 1 + processes, "the start of all processes")
         time.sleep(3 * fault.delay)
     elif fault.moment == "compile":
         run.wait_for_output("compiling", times=processes)
@@ -133,8 +136,10 @@ def strike(run: Run, fault: Fault, processes: int) -> None:
         time.sleep(fault.delay)
     if fault.kind in TO_LAUNCHER:
         return os.kill(run.popen.pid, TO_LAUNCHER[fault.kind])
-    assert fault.process is not None
-    return os.kill(processes_of(run, processes)[fault.process], TO_PROCESSES[fault.kind])
+    service, *others = processes_of(run)
+    if fault.process is None:
+        return os.kill(service, TO_SERVICE[fault.kind])
+    return os.kill(others[fault.process], TO_PROCESSES[fault.kind])
 
 
 def damage(directory: Path, kind: str, rng: random.Random) -> None:
@@ -204,7 +209,7 @@ class Job:
             self._check_verdict(run, fault, status)
             assert took < DEADLINE, f"it took {took:.1f} s to end"
             self._check_numbers(run)
-            self._check_that_nothing_is_lost(run, before)
+            self._check_that_nothing_is_lost(run, before, agreed=fault.kind in AGREED)
 
     def _check_verdict(self, run: Run, fault: Fault, status: int) -> None:
         statuses, text = fault.verdict(self.processes)
@@ -220,14 +225,13 @@ class Job:
         for what, value in said(run).items():
             assert value == wanted[what], f"{what} is {value}, not {wanted[what]}"
 
-    def _check_that_nothing_is_lost(self, run: Run, before: list[int]) -> None:
+    def _check_that_nothing_is_lost(self, run: Run, before: list[int], *, agreed: bool) -> None:
         after = max(steps_in(self.directory), default=0)
         assert after >= max(before, default=0), "a checkpoint that was complete is gone"
         done = max((int(step) for step in re.findall(r"step (\d+) loss", run.stdout)), default=0)
-        # A loss is told after the next step has begun. A save in the background is complete when the next one begins,
-        # and the one after it may be cut off.
+        # A save in the background is complete when the next one begins, and that one may be cut off.
         slack = 2 * self.options["save_every"] if self.options["async_save"] else self.options["save_every"]
-        assert after >= done - slack, f"after step {done}, the latest checkpoint is {after}"
+        assert after >= done - (0 if agreed else slack), f"after step {done}, the latest checkpoint is {after}"
 
     def suffer(self, kind: str, rng: random.Random) -> None:
         """Damage on disk, which the next life is told of."""
