@@ -15,8 +15,10 @@ import os
 import resource
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from rich.table import Table
 
 from jaxpp_flax.engine import _compat
 from jaxpp_flax.engine.coordination import ProcessGroup, process_group
+from jaxpp_flax.engine.transport.cupy_nccl import load_cupy, local_ordinal, make_one_alone, nccl_version
 from jaxpp_flax.launch.local import LocalJob, run
 
 __all__ = ["Finding", "Measurement", "examine", "main", "measure"]
@@ -37,6 +40,7 @@ _OLDEST_JAX = (0, 10)
 _SIZES = (4 << 10, 1 << 20, 64 << 20)
 _REPETITIONS = {4 << 10: 200, 1 << 20: 40, 64 << 20: 4}
 _PROBE_TIMEOUT = 120.0
+_HANGING_NCCL = {(2, 30, 7)}
 _MEASUREMENT_LINE = "measurement "
 
 
@@ -164,13 +168,52 @@ def transports() -> list[Finding]:
     findings.append(
         Finding("transport: device_put", "found (the default on accelerators)" if accelerated else "needs accelerators")
     )
+    return [*findings, *nccl(has_gpus=jax.default_backend() == "gpu")]
+
+
+def nccl(*, has_gpus: bool) -> list[Finding]:
+    """Whether NCCL loads through CuPy, its version, and whether it can make a communicator.
+
+    Args:
+      has_gpus: whether JAX computes on GPUs: only then is what is missing wrong.
+    """
+    subject = "transport: nccl"
     if importlib.util.find_spec("cupy") is None:
-        findings.append(Finding("transport: nccl", "not installed (cupy; extras cuda12, cuda13)"))
-    elif not accelerated:
-        findings.append(Finding("transport: nccl", "cupy is installed; needs GPUs"))
-    else:
-        findings.append(Finding("transport: nccl", "found"))
-    return findings
+        return [Finding(subject, "not installed (cupy; extras cuda12, cuda13)")]
+    try:
+        cupy, library = load_cupy()
+        version = nccl_version(library)
+    except (ImportError, RuntimeError) as error:
+        return [Finding(subject, f"does not load: {error}", "see the error" if has_gpus else "")]
+    text = f"CuPy {cupy.__version__} with NCCL {'.'.join(map(str, version))}"
+    if version in _HANGING_NCCL:
+        remedy = "pip install another version of nvidia-nccl-cu12 (or -cu13), or use JAXPP_FLAX_TRANSPORT=device_put"
+        return [Finding(subject, f"{text}, which is reported to hang", remedy)]
+    if not has_gpus:
+        return [Finding(subject, f"{text}; needs GPUs")]
+    problem = _communicator_problem(cupy, library)
+    if problem:
+        return [Finding(subject, f"{text} cannot make a communicator: {problem}", "NCCL_DEBUG=INFO says more")]
+    return [Finding(subject, f"{text}, makes communicators")]
+
+
+def _communicator_problem(cupy: Any, library: Any) -> str:
+    """Why a communicator of this process alone cannot be made on its first device; empty if it can."""
+    device = jax.local_devices()[0]
+    made: Future[None] = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(make_one_alone(cupy, library, local_ordinal(device)))
+        except Exception as error:
+            made.set_exception(error)
+
+    # NCCL cannot be interrupted where it hangs.
+    threading.Thread(target=make, daemon=True).start()
+    if not wait([made], timeout=_PROBE_TIMEOUT).done:
+        return f"it was not there after {_PROBE_TIMEOUT:g} s"
+    error = made.exception()
+    return "" if error is None else f"{type(error).__name__}: {error}"
 
 
 def surroundings(environment: Mapping[str, str]) -> list[Finding]:

@@ -106,14 +106,16 @@ class Ending:
         self.group.end_process(self.group.failure or last)
 
     def is_a_consequence(self, error: BaseException) -> bool:
-        """Whether another process has failed, which this error, raised here, tells, maybe in words of a transport."""
+        """Whether this error, raised here, is due to a failure that is known, maybe in words of a transport."""
         if isinstance(error, ProcessFailedError):
             return True
         failure = self.group.failure
-        if failure is not None and failure.process == self.group.process_index:
-            return False
         text = f"{type(error).__name__}: {error}".lower()
-        if "jaxruntimeerror" not in text and "xlaruntimeerror" not in text:
+        is_of_jax = "jaxruntimeerror" in text or "xlaruntimeerror" in text
+        if failure is not None and failure.process == self.group.process_index:
+            # Told by another thread, such as a save's: what was to come from others has been given up since.
+            return is_of_jax
+        if not is_of_jax:
             return failure is not None
         patience = 0.7 * self._timeout if any(word in text for word in _MAYBE_A_PEER) else 0.5
         return self.group.failed.wait(patience)

@@ -6,6 +6,7 @@ With `hang`, a third argument, the devices are kept busy for ever after step 2; 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,12 @@ def batches(count: int = 1000):
         yield {name: rng.normal(size=(4, WIDTH)).astype(np.float32) for name in "xy"}
 
 
-def make_trainer(directory: Path | None, stages: int = 2, depth: int = 2, **options: Any) -> PipelineTrainer:
+def make_trainer(
+    directory: Path | None, stages: int = 2, depth: int = 2, loss: Callable[..., Any] = loss_fn, **options: Any
+) -> PipelineTrainer:
     options = {"num_stages": stages, "num_microbatches": 2, "progress": False, "log_every": 1, **options}
     return PipelineTrainer(
-        MLP(depth, rngs=nnx.Rngs(0)), optax.sgd(0.1, momentum=0.9), loss_fn, checkpoint_dir=directory, **options
+        MLP(depth, rngs=nnx.Rngs(0)), optax.sgd(0.1, momentum=0.9), loss, checkpoint_dir=directory, **options
     )
 
 

@@ -9,6 +9,7 @@ set, differs between them, as it does in earnest.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import gc
 import importlib
@@ -21,20 +22,23 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["Started", "start_program"]
+__all__ = ["Server", "Started", "fork_server", "server_of", "start_program"]
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST_REQUEST = 1 << 20
+MOST_DESCRIPTORS = 8
 IMPORTED = (
     "jax", "flax.nnx", "optax", "orbax.checkpoint", "jaxpp_flax.api", "jaxpp_flax.checkpoint", "jaxpp_flax.launch",
     "jaxpp_flax.trainers", "tests.engine.toys",
 )  # fmt: skip
 # JAX reads these when it is imported: a program that needs other values than the tests' gets an interpreter of its own.
 READ_BY_IMPORTS = ("JAX_", "JAXPP_FLAX_PUBLIC_API_ONLY", "PYTHON")
+# Except for these, which are read, or set by `run`, when the program begins.
+SET_LATER = ("JAX_NUM_CPU_DEVICES", "JAX_LOCAL_DEVICE_IDS")
 
 
 class Started:
@@ -74,47 +78,87 @@ class Started:
 
 
 class Server:
-    """The interpreter with the imports, and the connection to it; it ends all that it has started when this closes."""
+    """An interpreter with the imports, and the connection to it; it ends all that it has started when this closes."""
 
-    def __init__(self) -> None:
+    def __init__(self, connection: socket.socket, ended: Callable[[], int]) -> None:
         self.environment = dict(os.environ)
-        self._connection, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.processes.prepared", str(theirs.fileno())],
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                cwd=ROOT,
-            )
+        self._connection, self._ended = connection, ended
 
     def fits(self, environment: Mapping[str, str]) -> bool:
         """Whether a program with this environment would have imported the same."""
         return all(
             self.environment.get(name) == environment.get(name)
             for name in {*self.environment, *environment}
-            if name.startswith(READ_BY_IMPORTS) and name not in ("PYTHONPATH", "PYTHONUNBUFFERED")
+            if name.startswith(READ_BY_IMPORTS) and name not in ("PYTHONPATH", "PYTHONUNBUFFERED", *SET_LATER)
         )
+
+    def start(
+        self,
+        program: Sequence[str],
+        environment: Mapping[str, str],
+        cwd: Path,
+        descriptors: Mapping[int, int],
+        **more: Any,
+    ) -> Started:
+        """Start a script, or "-m" and a module, with arguments.
+
+        Args:
+          program, environment, cwd: of it.
+          descriptors: its own numbers of open files, and this process's.
+          more: `group`: whether it leads a process group of its own; `cores` that it may use.
+        """
+        request = {"program": list(program), "environment": dict(environment), "cwd": str(cwd)}
+        request |= {"numbers": list(descriptors), **more}
+        return Started(self, self.ask(request, list(descriptors.values()))["pid"])
 
     def ask(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         """Send a request with open files, and wait for the reply."""
         socket.send_fds(self._connection, [json.dumps(request).encode() + b"\n"], descriptors)
         if not (reply := self._connection.recv(LONGEST_REQUEST)):
-            raise RuntimeError(f"the interpreter that starts programs has ended with status {self._process.wait()}")
+            raise RuntimeError(f"the interpreter that starts programs has ended with status {self._ended()}")
         return json.loads(reply)
 
     def close(self) -> None:
         """End it."""
         self._connection.close()
-        self._process.wait()
+        self._ended()
 
 
 @functools.cache
 def server_of(index: int) -> Server:
     """Started with the first program that asks for it, and closed with the tests."""
-    server = Server()
+    connection, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.processes.prepared", str(theirs.fileno())],
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            cwd=ROOT,
+        )
+    server = Server(connection, process.wait)
     atexit.register(server.close)
     return server
+
+
+def fork_server() -> Server:
+    """For a program that was started here, before it has threads: the same for programs that it starts itself."""
+    connection, theirs = socket.socketpair()
+    if (pid := fork()) == 0:
+        connection.close()
+        with theirs:
+            request = serve(theirs)
+        run(request)
+        sys.exit()
+    theirs.close()
+    return Server(connection, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+def fork() -> int:
+    """`os.fork`, without JAX's warning of its threads, which are not there yet."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"os\.fork\(\)")
+        return os.fork()
 
 
 def start_program(
@@ -130,37 +174,46 @@ def start_program(
             [sys.executable, *program],
             env=environment, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
-    request = {"program": list(program), "environment": dict(environment), "cwd": str(cwd)}
-    return Started(server, server.ask(request, [output])["pid"])
+    return server.start(program, environment, cwd, {1: output, 2: output})
 
 
 def serve(connection: socket.socket) -> dict[str, Any]:
     """Answer until the connection ends; returns in the forks alone, with what each is to run."""
     children: set[int] = set()
     while True:
-        text, outputs = b"", list[int]()
+        text, received = b"", list[int]()
         while not text.endswith(b"\n"):
-            part, more, _, _ = socket.recv_fds(connection, LONGEST_REQUEST, 1)
+            part, more, _, _ = socket.recv_fds(connection, LONGEST_REQUEST, MOST_DESCRIPTORS)
             if not part:
                 leave(children)
-            text, outputs = text + part, outputs + more
+            text, received = text + part, received + more
         request = json.loads(text)
         if "program" in request:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", r"os\.fork\(\)")  # JAX warns of its threads, which are not there yet
-                pid = os.fork()
-            if pid == 0:
+            if (pid := fork()) == 0:
                 connection.close()
-                os.dup2(outputs[0], 1), os.dup2(outputs[0], 2), os.close(outputs[0])
+                place(received, request["numbers"])
                 return request
             children.add(pid)
-            os.close(outputs[0])
+            if request.get("group"):
+                os.setpgid(pid, pid)  # here too: it may be asked for before the fork has come to it
+            for descriptor in received:
+                os.close(descriptor)
             connection.sendall(json.dumps({"pid": pid}).encode())
         else:
             pid, status = os.waitpid(request["status of"], os.WNOHANG)
             children.discard(pid)
             ended = os.waitstatus_to_exitcode(status) if pid else None
             connection.sendall(json.dumps({"status": ended}).encode())
+
+
+def place(received: list[int], numbers: list[int]) -> None:
+    """Give the received descriptors the numbers that they are to have."""
+    above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 100) for descriptor in received]  # no number is taken twice
+    for descriptor in received:
+        os.close(descriptor)
+    for descriptor, number in zip(above, numbers, strict=True):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
 
 
 def leave(children: set[int]) -> NoReturn:
@@ -174,8 +227,14 @@ def leave(children: set[int]) -> NoReturn:
 def run(request: dict[str, Any]) -> None:
     """As Python itself would run the program."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if request.get("group"):
+        os.setpgid(0, 0)
+    if request.get("cores"):
+        os.sched_setaffinity(0, request["cores"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    if "JAX_NUM_CPU_DEVICES" in os.environ:
+        sys.modules["jax"].config.update("jax_num_cpu_devices", int(os.environ["JAX_NUM_CPU_DEVICES"]))
     os.chdir(request["cwd"])
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -139,6 +139,8 @@ def _end(link: Link, *, end_watch: bool) -> None:
         # A failure has been told by then: the watch ends the process.
         with contextlib.suppress(CoordinationError):
             link.group.close()
+    # Behind the meeting at the end: until then others may still receive what this process sent.
+    link.transport.close()
 
 
 def _make(settings: Settings, group: ProcessGroup) -> Transport:

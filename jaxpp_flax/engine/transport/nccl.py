@@ -10,22 +10,29 @@ The scheme (a communicator for each pair, grouped calls on side streams) is that
 
 from __future__ import annotations
 
-import importlib
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.coordination import ProcessGroup, process_group
+from jaxpp_flax.engine.coordination import ProcessGroup, process_group, quietly
 from jaxpp_flax.engine.transport.base import Parcel, Tag, TransportError, describe_type
+from jaxpp_flax.engine.transport.cupy_nccl import Cupy
 
 __all__ = ["Buffer", "Communicator", "Library", "NcclTransport", "from_bytes"]
 
 _POLL_SECONDS = 50e-6
+# How often the creation of a communicator looks for failures.
+_JOIN_POLL_SECONDS = 0.05
+# A send that fails because its peer did leaves it to the peer to say why, for so long.
+_REPORT_SECONDS = 2.0
+_CLOSE_SECONDS = 10.0
 
 
 class Buffer(Protocol):
@@ -57,7 +64,11 @@ class Communicator(Protocol):
         ...
 
     def abort(self) -> None:
-        """End what is under way, with an error."""
+        """End what is under way, with an error; may be called by any thread, at any time, more than once."""
+        ...
+
+    def close(self) -> None:
+        """Free it; all that was queued is done."""
         ...
 
 
@@ -79,9 +90,10 @@ class Library(Protocol):
 
 @dataclass
 class _Pair:
-    """What is open between two devices."""
+    """What is open between two devices, the other of which is `peer`'s."""
 
     communicator: Communicator
+    peer: int
     worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
     latest: Future[None] | None = None
 
@@ -102,15 +114,17 @@ class NcclTransport:
     reads_later: ClassVar[bool] = True
 
     def __init__(self, library: Library | None = None, group: ProcessGroup | None = None) -> None:
-        self._library: Library = _Cupy() if library is None else library
+        self._library: Library = Cupy() if library is None else library
         self._group = process_group() if group is None else group
         self._pairs: dict[tuple[int, int], _Pair] = {}
-        self._peers: dict[tuple[int, int], int] = {}
 
     def connect(self, parcels: Sequence[Parcel], timeout_s: float) -> None:
         """Open a communicator for each ordered pair of devices in the parcels of this process.
 
         All processes go through their pairs in ascending order, so that no two wait for each other crosswise.
+
+        Raises:
+          TransportError: if NCCL cannot open one, or a peer does not come in time.
         """
         me = self._group.process_index
         wanted: dict[tuple[int, int], tuple[Parcel, Any]] = {}
@@ -126,9 +140,42 @@ class NcclTransport:
                 self._group.publish(key, name)
             else:
                 name = self._group.fetch(key, f"the name of NCCL communicator {pair}", parcel.source, timeout_s)
-            communicator = self._library.communicator(name, sending=sending, device=device)
-            self._pairs[pair] = _Pair(communicator)
-            self._peers[pair] = parcel.target if sending else parcel.source
+            peer = parcel.target if sending else parcel.source
+            communicator = self._join(name, pair, peer, timeout_s, sending=sending, device=device)
+            self._pairs[pair] = _Pair(communicator, peer)
+
+    def _join(
+        self, name: bytes, pair: tuple[int, int], peer: int, timeout_s: float, *, sending: bool, device: Any
+    ) -> Communicator:
+        # NCCL waits for the other end without end, and cannot be interrupted: so in a thread that may be left behind.
+        opened: Future[Communicator] = Future()
+
+        def open_it() -> None:
+            try:
+                opened.set_result(self._library.communicator(name, sending=sending, device=device))
+            except Exception as error:
+                opened.set_exception(error)
+
+        what = f"NCCL communicator {pair[0]}-{pair[1]} (devices' ids)"
+        deadline = time.monotonic() + timeout_s
+        threading.Thread(target=open_it, name="jaxpp_flax-nccl", daemon=True).start()
+        with self._group.waiting(f"the other end of {what}", on=peer):
+            while not wait([opened], timeout=_JOIN_POLL_SECONDS).done:
+                self._group.check()
+                if time.monotonic() > deadline:
+                    raise TransportError(
+                        f"process {peer} did not join {what} within {timeout_s:g} s; process "
+                        f"{self._group.process_index} waited. Look at its log; NCCL_DEBUG=INFO makes NCCL say more. "
+                        "`python -m jaxpp_flax.doctor` looks for what NCCL is known to hang of, and "
+                        "NCCL_SOCKET_IFNAME names the network to use."
+                    )
+        try:
+            return opened.result()
+        except RuntimeError as error:
+            raise TransportError(
+                f"NCCL could not open {what} between processes {self._group.process_index} and {peer}: {error}. "
+                "NCCL_DEBUG=INFO makes NCCL say more; JAXPP_FLAX_TRANSPORT=device_put does without NCCL."
+            ) from error
 
     def send(self, values: Sequence[jax.Array], parcel: Parcel, tag: Tag) -> None:
         """Queue the values behind what this pair sends already; they are kept alive until they are sent."""
@@ -140,10 +187,20 @@ class NcclTransport:
             open_pair.latest = open_pair.worker.submit(self._send, open_pair.communicator, mine, parcel, tag)
 
     def _send(self, communicator: Communicator, values: Sequence[jax.Array], parcel: Parcel, tag: Tag) -> None:
-        for value in values:
-            value.block_until_ready()
-        communicator.group([(value.unsafe_buffer_pointer(), value.nbytes) for value in values], sending=True)
-        self._wait(communicator, parcel, tag)
+        try:
+            for value in values:
+                value.block_until_ready()
+            self._move(communicator, [(value.unsafe_buffer_pointer(), value.nbytes) for value in values], parcel, tag)
+            self._wait(communicator, parcel, tag)
+        except Exception as error:
+            # No later send may come to raise it.
+            if not self._group.failed.wait(_REPORT_SECONDS):
+                self._group.report_failure(str(error))
+            raise
+
+    def _move(self, communicator: Communicator, moves: Sequence[tuple[int, int]], parcel: Parcel, tag: Tag) -> None:
+        with self._told_errors(communicator, parcel, tag):
+            communicator.group(moves, sending=parcel.source == self._group.process_index)
 
     def recv(self, parcel: Parcel, tag: Tag) -> list[jax.Array]:
         """Receive a parcel, and wait until it is there."""
@@ -154,7 +211,9 @@ class NcclTransport:
             buffers = [(i, self._library.empty(_nbytes(_checked(parcel.shapes[i])), devices[i][1])) for i in positions]
             communicator = self._pairs[pair].communicator
             moves = [(buffer.pointer, _nbytes(parcel.shapes[i])) for i, buffer in buffers]
-            communicator.group(moves, sending=False)
+            # NCCL connects the two ends at their first group, and may wait for the sender there.
+            with self._group.waiting(lambda: f"{parcel.what}, in step {tag.step}", on=parcel.source):
+                self._move(communicator, moves, parcel, tag)
             queued.append((communicator, buffers))
         for communicator, buffers in queued:
             with self._group.waiting(lambda: f"{parcel.what}, in step {tag.step}", on=parcel.source):
@@ -165,15 +224,23 @@ class NcclTransport:
         return arrays
 
     def _wait(self, communicator: Communicator, parcel: Parcel, tag: Tag) -> None:
-        try:
+        with self._told_errors(communicator, parcel, tag):
             while not communicator.is_done():
                 self._group.check()
                 time.sleep(_POLL_SECONDS)
+
+    @contextmanager
+    def _told_errors(self, communicator: Communicator, parcel: Parcel, tag: Tag) -> Generator[None]:
+        try:
+            yield
         except RuntimeError as error:
             communicator.abort()
+            # Where the transport was told to abandon the peer, NCCL's error says only that.
+            failure = self._group.failure
+            why = error if failure is None else self._group.describe(failure)
             raise TransportError(
                 f"NCCL could not move {parcel.what}, in step {tag.step}, from process {parcel.source} to process "
-                f"{parcel.target}: {error}. Look for the first error in the logs of both processes; NCCL_DEBUG=INFO "
+                f"{parcel.target}: {why}. Look for the first error in the logs of both processes; NCCL_DEBUG=INFO "
                 "makes NCCL say more. Then start the run again, from its last checkpoint; "
                 "JAXPP_FLAX_TRANSPORT=device_put does without NCCL."
             ) from error
@@ -183,14 +250,17 @@ class NcclTransport:
 
     def abandon(self, peer: int) -> None:
         """Abort what is under way with a peer."""
-        for pair, other in self._peers.items():
-            if other == peer:
-                self._pairs[pair].communicator.abort()
+        for pair in list(self._pairs.values()):
+            if pair.peer == peer:
+                pair.communicator.abort()
 
     def close(self) -> None:
-        """End the senders' threads once they have sent everything."""
+        """Free the communicators once everything is sent; in a run that has failed, abort them."""
+        failed = self._group.failed.is_set()
         for pair in self._pairs.values():
-            pair.worker.shutdown(wait=True)
+            pair.worker.shutdown(wait=not failed, cancel_futures=failed)
+            # Both talk to NCCL, which may hang.
+            quietly(pair.communicator.abort if failed else pair.communicator.close, _CLOSE_SECONDS)
         self._pairs.clear()
 
 
@@ -243,72 +313,3 @@ def from_bytes(data: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array
         return jax.lax.complex(parts[..., 0], parts[..., 1])
     size = dtype.itemsize
     return jax.lax.bitcast_convert_type(data.reshape((*shape, size) if size > 1 else shape), dtype)
-
-
-class _Cupy:
-    """NCCL and CUDA through CuPy."""
-
-    def __init__(self) -> None:
-        try:
-            cupy = importlib.import_module("cupy")
-            nccl = importlib.import_module("cupy.cuda.nccl")
-        except ImportError as error:
-            raise ImportError(
-                "transport 'nccl' needs CuPy with NCCL: `pip install jaxpp-flax[cuda12]` (or [cuda13])."
-            ) from error
-        self._cupy: Any = cupy
-        self._nccl: Any = nccl
-
-    def unique_id(self) -> bytes:
-        # NCCL's name is 128 C chars, which CuPy gives as signed numbers.
-        return bytes(number % 256 for number in self._nccl.get_unique_id())
-
-    def communicator(self, unique_id: bytes, *, sending: bool, device: Any) -> Communicator:
-        name = tuple(byte - 256 if byte > 127 else byte for byte in unique_id)
-        return _CupyCommunicator(self._cupy, self._nccl, name, 0 if sending else 1, _ordinal(device))
-
-    def empty(self, nbytes: int, device: Any) -> Buffer:
-        with self._cupy.cuda.Device(_ordinal(device)):
-            return _CupyBuffer(self._cupy.empty(nbytes, dtype="uint8"))
-
-
-def _ordinal(device: Any) -> int:
-    """CUDA's number of a local device."""
-    ordinal = getattr(device, "local_hardware_id", None)
-    return int(device.id if ordinal is None else ordinal)
-
-
-class _CupyBuffer:
-    def __init__(self, array: Any) -> None:
-        self._array = array
-
-    @property
-    def pointer(self) -> int:
-        return int(self._array.data.ptr)
-
-    def as_jax(self) -> jax.Array:
-        return jax.dlpack.from_dlpack(self._array)
-
-
-class _CupyCommunicator:
-    def __init__(self, cupy: Any, nccl: Any, name: tuple[int, ...], rank: int, ordinal: int) -> None:
-        self._cupy, self._nccl, self._rank = cupy, nccl, rank
-        self._device = cupy.cuda.Device(ordinal)
-        with self._device:
-            self._stream = cupy.cuda.Stream(non_blocking=True)
-            self._communicator = nccl.NcclCommunicator(2, name, rank)
-
-    def group(self, moves: Sequence[tuple[int, int]], *, sending: bool) -> None:
-        move: Callable[..., None] = self._communicator.send if sending else self._communicator.recv
-        with self._device:
-            self._nccl.groupStart()
-            for pointer, nbytes in moves:
-                move(pointer, nbytes, self._nccl.NCCL_UINT8, 1 - self._rank, self._stream.ptr)
-            self._nccl.groupEnd()
-
-    def is_done(self) -> bool:
-        self._communicator.check_async_error()
-        return bool(self._stream.done)
-
-    def abort(self) -> None:
-        self._communicator.abort()

@@ -84,6 +84,9 @@ class FakeCommunicator:
     def abort(self) -> None:
         self.aborted = True
 
+    def close(self) -> None:
+        pass
+
 
 class MemoryStore:
     """A key-value store for two groups in one process."""

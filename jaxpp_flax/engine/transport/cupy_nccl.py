@@ -1,0 +1,212 @@
+"""NCCL and CUDA through CuPy (extra `cuda12` or `cuda13`): what `NcclTransport` and the doctor need of them.
+
+What the releases of CuPy do, and what follows from it here:
+
+- `get_unique_id` gives 128 numbers up to 13.x (C chars: signed on x86, unsigned on ARM) and bytes since 14.0, and the
+  constructor takes only what its own `get_unique_id` gives. So the name travels unchanged, together with its kind.
+- Without libnccl, `cupy.cuda.nccl` can be imported; it is empty then, and `available` is false.
+- `Stream.done` is false after an error too. `runtime.streamQuery` gives CUDA's status.
+- `NcclError` looks its code up in a table: a code that is missing there comes out as a `KeyError`.
+- A communicator is a bare pointer. `abort` frees it, so nothing else may be inside it at that time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+__all__ = ["Cupy", "decode_name", "encode_name", "load_cupy", "local_ordinal", "make_one_alone", "nccl_version"]
+
+_CUDA_DONE, _CUDA_NOT_READY = 0, 600
+_NCCL_IN_PROGRESS = 7
+# How long an abort waits for a thread that is inside NCCL; that thread aborts when it comes out, if it ever does.
+_ABORT_SECONDS = 2.0
+
+
+def load_cupy() -> tuple[Any, Any]:
+    """CuPy, and its module for NCCL.
+
+    Raises:
+      ImportError: if CuPy is not installed, or cannot load NCCL.
+    """
+    # CuPy says in a warning why NCCL could not be loaded.
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            cupy = importlib.import_module("cupy")
+            nccl = importlib.import_module("cupy.cuda.nccl")
+        except ImportError as error:
+            raise ImportError(
+                f"transport 'nccl' needs CuPy with NCCL, and it cannot be imported ({error}): "
+                "`pip install jaxpp-flax[cuda12]` (or [cuda13])."
+            ) from error
+        available = nccl.available
+    if not available:
+        lines = [line.strip() for warning in said for line in str(warning.message).splitlines()]
+        reason = next((line for line in lines if line.startswith("Reason: ")), "Reason: unknown")
+        raise ImportError(
+            f"transport 'nccl' needs NCCL, which CuPy {cupy.__version__} cannot load. {reason}. "
+            "`pip install nvidia-nccl-cu12` (or -cu13), or use another transport (JAXPP_FLAX_TRANSPORT)."
+        )
+    return cupy, nccl
+
+
+def nccl_version(nccl: Any) -> tuple[int, int, int]:
+    """The version of the loaded NCCL."""
+    code = int(nccl.get_version())
+    return code // 10_000, code // 100 % 100, code % 100
+
+
+def encode_name(name: bytes | tuple[int, ...]) -> bytes:
+    """What `get_unique_id` gave, with its kind, for the key-value store.
+
+    Example:
+      >>> encode_name(b"ab"), encode_name((-1, 127))
+      (b'bytes:ab', b'tuple:-1,127')
+    """
+    return b"bytes:" + name if isinstance(name, bytes) else b"tuple:" + ",".join(map(str, name)).encode()
+
+
+def decode_name(text: bytes) -> bytes | tuple[int, ...]:
+    """What `get_unique_id` gave in the process that made the name.
+
+    Example:
+      >>> decode_name(b"bytes:ab"), decode_name(b"tuple:-1,127")
+      (b'ab', (-1, 127))
+    """
+    kind, _, name = text.partition(b":")
+    return name if kind == b"bytes" else tuple(map(int, name.split(b",")))
+
+
+def make_one_alone(cupy: Any, nccl: Any, ordinal: int) -> None:
+    """Make a communicator of one process on this device, and end it again.
+
+    Raises:
+      RuntimeError: if CUDA or NCCL cannot.
+    """
+    with cupy.cuda.Device(ordinal), _named_errors():
+        nccl.NcclCommunicator(1, nccl.get_unique_id(), 0).destroy()
+
+
+class Cupy:
+    """NCCL and CUDA, as `NcclTransport` needs them.
+
+    Raises:
+      ImportError: as `load_cupy`.
+    """
+
+    def __init__(self) -> None:
+        self._cupy, self._nccl = load_cupy()
+
+    def unique_id(self) -> bytes:
+        with _named_errors():
+            return encode_name(self._nccl.get_unique_id())
+
+    def communicator(self, unique_id: bytes, *, sending: bool, device: Any) -> _Communicator:
+        name, rank = decode_name(unique_id), 0 if sending else 1
+        return _Communicator(self._cupy, self._nccl, name, rank, local_ordinal(device))
+
+    def empty(self, nbytes: int, device: Any) -> _Buffer:
+        with self._cupy.cuda.Device(local_ordinal(device)):
+            return _Buffer(self._cupy.empty(nbytes, dtype="uint8"))
+
+
+def local_ordinal(device: Any) -> int:
+    """CUDA's number of a local device."""
+    ordinal = getattr(device, "local_hardware_id", None)
+    return int(device.id if ordinal is None else ordinal)
+
+
+@contextmanager
+def _named_errors() -> Generator[None]:
+    """Errors of NCCL that CuPy has no name for become `RuntimeError`s, as all others are."""
+    try:
+        yield
+    except KeyError as error:
+        raise RuntimeError(f"NCCL's error {error}, which this version of CuPy has no name for") from error
+
+
+class _Buffer:
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    @property
+    def pointer(self) -> int:
+        return int(self._array.data.ptr)
+
+    def as_jax(self) -> jax.Array:
+        return jax.dlpack.from_dlpack(self._array)
+
+
+class _Communicator:
+    def __init__(self, cupy: Any, nccl: Any, name: bytes | tuple[int, ...], rank: int, ordinal: int) -> None:
+        self._nccl, self._runtime, self._rank = nccl, cupy.cuda.runtime, rank
+        self._device = cupy.cuda.Device(ordinal)
+        self._lock = threading.Lock()
+        self._aborted = False
+        with self._device, _named_errors():
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+            try:
+                self._communicator = nccl.NcclCommunicator(2, name, rank)
+            except TypeError as error:
+                raise RuntimeError(
+                    f"CuPy {cupy.__version__} cannot read the name that the other process's CuPy gave ({error}); "
+                    "install the same version of CuPy in all processes"
+                ) from error
+
+    def group(self, moves: Sequence[tuple[int, int]], *, sending: bool) -> None:
+        with self._inside():
+            move = self._communicator.send if sending else self._communicator.recv
+            self._nccl.groupStart()
+            try:
+                for pointer, nbytes in moves:
+                    move(pointer, nbytes, self._nccl.NCCL_UINT8, 1 - self._rank, self._stream.ptr)
+            finally:
+                # A group that stays open would swallow all later calls of this thread.
+                self._nccl.groupEnd()
+
+    def is_done(self) -> bool:
+        with self._inside():
+            try:
+                self._communicator.check_async_error()
+            except KeyError as error:
+                if error.args != (_NCCL_IN_PROGRESS,):
+                    raise
+                return False
+            status = int(self._runtime.streamQuery(self._stream.ptr))
+        if status not in (_CUDA_DONE, _CUDA_NOT_READY):
+            raise self._runtime.CUDARuntimeError(status)
+        return status == _CUDA_DONE
+
+    @contextmanager
+    def _inside(self) -> Generator[None]:
+        """Keep `abort` and `close` out of NCCL while this thread is in it."""
+        with self._lock, self._device, _named_errors():
+            if self._aborted:
+                raise RuntimeError("the communicator was aborted")
+            try:
+                yield
+            finally:
+                if self._aborted:  # meanwhile, by a thread that could not wait
+                    self._communicator.abort()
+
+    def abort(self) -> None:
+        self._end(lambda: self._communicator.abort())
+
+    def close(self) -> None:
+        self._end(lambda: self._communicator.destroy())
+
+    def _end(self, end: Any) -> None:
+        self._aborted = True
+        if self._lock.acquire(timeout=_ABORT_SECONDS):
+            try:
+                with self._device:
+                    end()  # CuPy forgets the pointer, so that a second end does nothing
+            finally:
+                self._lock.release()

@@ -1,0 +1,297 @@
+"""Random faults at random moments of 2 to 4 processes: every run ends in time and says why, and no work is lost.
+
+A seed is a trial: a job that lives once or twice until something happens to it, and then goes on to its end. Every loss
+of every life, and the state at the end, are bit for bit those of a run that nobody disturbed. To repeat one:
+`pytest -m soak "tests/launch/test_chaos.py::test_chaos[17]"`; all of them, two at a time: `pytest -m soak -n 2 --dist
+load tests/launch/test_chaos.py`. A trial takes about 12 seconds on two cores.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpp_flax.trainers import PREEMPTED_STATUS
+from tests.launch.running import Run, environment, wait_for
+from tests.processes.prepared import server_of
+
+pytestmark = pytest.mark.processes
+
+FAILURE_TIMEOUT = 10.0
+# The promise, and as much again as a busy machine may keep the launcher and the processes from running.
+DEADLINE = FAILURE_TIMEOUT + 5.0
+STEPS = 100  # more than are done before anything happens
+TRIALS = 500
+
+TO_PROCESSES = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT}
+TO_LAUNCHER = {"terminate all": signal.SIGTERM, "interrupt all": signal.SIGINT}
+TO_SERVICE = {"kill the service": signal.SIGKILL}
+INSIDE = ("data", "callback", "loss", "full disk", "read-only directory")
+DAMAGE = ("truncated file", "changed byte", "missing file", "empty directory")
+AGREED = ("terminate", "terminate all", "interrupt", "interrupt all")  # all processes end after the same step, saved
+# SIGTERM and SIGINT mean something else before the training has begun; a process that is not connected yet is awaited
+# for as long as a start may take.
+MOMENTS = {
+    "kill": ("start", "compile", "step", "step"), "stop": ("compile", "step"), "kill the service": ("compile", "step")
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens, to which process (None: to all), and when: a while after a step, or another moment."""
+
+    kind: str
+    process: int | None
+    moment: str
+    step: int
+    delay: float
+
+    @classmethod
+    def draw(cls, rng: random.Random, processes: int, kind: str | None = None) -> Fault:
+        kind = kind or rng.choice([*TO_PROCESSES, *TO_LAUNCHER, *TO_SERVICE, *INSIDE])
+        one = rng.randrange(processes)
+        return cls(
+            kind,
+            None if kind in (*TO_LAUNCHER, *TO_SERVICE, "read-only directory") else one,
+            rng.choice(MOMENTS.get(kind, ("step",))),
+            rng.randrange(1, 7),
+            rng.uniform(0.0, 0.3),
+        )
+
+    def verdict(self, processes: int) -> tuple[set[int], str]:
+        """The launcher's exit statuses, and what it says at the end."""
+        of = f"process {self.process if self.process is not None else '[0-9]'} of {processes}"
+        if self.kind == "kill":
+            return {128 + signal.SIGKILL}, f"{of} failed first: it was killed by SIGKILL"
+        if self.kind == "kill the service":
+            return {128 + signal.SIGKILL}, "the coordination service was killed by SIGKILL"
+        if self.kind == "stop":
+            return {128 + signal.SIGSTOP}, f"{of} was stopped .SIGSTOP., and then killed"
+        if self.kind in AGREED:
+            # All end after the same step, and any of them may be the first to have ended.
+            return {130 if self.kind.startswith("interrupt") else PREEMPTED_STATUS}, ""
+        why = {"full disk": "the disk is full", "read-only directory": "[Rr]ead-only"}.get(
+            self.kind, f"chaos in the {self.kind} of process {self.process}"
+        )
+        return {1}, rf"(?s){of} failed first: it ended with exit status 1\..*{why}"
+
+
+@contextmanager
+def launched(folder: Path, processes: int, **settings: Any) -> Iterator[Run]:
+    """`chaos.py` under the launcher, in forks of one interpreter; ended at the end, if it has not ended itself."""
+    name = uuid.uuid4().hex
+    out, err = folder / f"{name}.out", folder / f"{name}.err"
+    options = ["-n", str(processes), "--failure-timeout", str(FAILURE_TIMEOUT)]
+    program = ["-m", "tests.launch.quick", *options, "-m", "tests.launch.chaos", json.dumps(settings)]
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        descriptors = {1: stdout.fileno(), 2: stderr.fileno()}
+        started: Any = server_of(0).start(program, environment(name), folder, descriptors)
+    try:
+        yield Run(started, out, err)
+    finally:
+        started.kill()  # the interpreter that started its processes ends them then
+        started.wait()
+
+
+def processes_of(run: Run) -> list[int]:
+    """The ids of the coordination service and of the processes, whether they have said anything or not."""
+    forker = _children(run.popen.pid)[:1]  # the launcher starts nothing before it
+    return [pid for parent in forker for pid in _children(parent)]
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def strike(run: Run, fault: Fault, processes: int) -> None:
+    """Let it happen, or wait until it has."""
+    if fault.kind in INSIDE:
+        return run.wait_for_output("in trouble")
+    if fault.moment == "start":
+        wait_for(lambda: len(processes_of(run)) == 1 + processes, "the start of all processes")
+        time.sleep(3 * fault.delay)
+    elif fault.moment == "compile":
+        run.wait_for_output("compiling", times=processes)
+        time.sleep(2 * fault.delay)
+    else:
+        run.wait_for_output(f"step {fault.step} loss", times=processes)
+        time.sleep(fault.delay)
+    if fault.kind in TO_LAUNCHER:
+        return os.kill(run.popen.pid, TO_LAUNCHER[fault.kind])
+    service, *others = processes_of(run)
+    if fault.process is None:
+        return os.kill(service, TO_SERVICE[fault.kind])
+    return os.kill(others[fault.process], TO_PROCESSES[fault.kind])
+
+
+def damage(directory: Path, kind: str, rng: random.Random) -> None:
+    """Of the latest checkpoint; or there seems to be a later one."""
+    latest = directory / str(max(steps_in(directory)))
+    if kind == "empty directory":
+        return (directory / str(int(latest.name) + 5)).mkdir()
+    # Without its digests a checkpoint is read unchecked, as one of Orbax's own.
+    files = sorted(file for file in latest.rglob("*") if file.is_file() and file.name != "file_digests.json")
+    if kind == "missing file":
+        return rng.choice(files).unlink()
+    file = rng.choice([file for file in files if file.stat().st_size])
+    content = bytearray(file.read_bytes())
+    at = rng.randrange(len(content))
+    if kind == "truncated file":
+        file.write_bytes(content[:at])
+    else:
+        content[at] ^= 1 << rng.randrange(8)
+        file.write_bytes(content)
+    return None
+
+
+def steps_in(directory: Path) -> list[int]:
+    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
+
+
+def said(run: Run) -> dict[str, str]:
+    """Each step's loss, and the states: by process, to the last bit."""
+    found: dict[str, str] = {}
+    lines = re.findall(r"^\[(\d+)\] (?:step (\d+) loss|state (\d+)) (\S+)$", run.stdout, re.MULTILINE)
+    for process, step, state, value in lines:
+        key = f"the loss of step {step} in process {process}" if step else f"the state {state} of process {process}"
+        assert found.setdefault(key, value) == value
+    return found
+
+
+@functools.cache
+def undisturbed(processes: int) -> dict[str, str]:
+    """What so many processes say of all steps if nothing happens to them."""
+    settings = {"directory": None, "steps": STEPS, "resume": False, "every": True}
+    with tempfile.TemporaryDirectory() as folder, launched(Path(folder), processes, **settings) as run:
+        assert run.finish() == 0, run.stderr
+        return said(run)
+
+
+@dataclass
+class Job:
+    """One training, through all of its lives."""
+
+    folder: Path
+    processes: int
+    options: dict[str, Any]
+
+    @property
+    def directory(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def live(self, fault: Fault) -> None:
+        """Until something happens."""
+        before = steps_in(self.directory)
+        settings = {"kind": fault.kind, "process": fault.process, "step": max(before, default=0) + fault.step}
+        with self._begun(STEPS, resume=True, **settings) as run:
+            strike(run, Fault(fault.kind, fault.process, fault.moment, settings["step"], fault.delay), self.processes)
+            begin = time.monotonic()
+            status = run.finish()
+            took = time.monotonic() - begin
+            self._check_verdict(run, fault, status)
+            assert took < DEADLINE, f"it took {took:.1f} s to end"
+            self._check_numbers(run)
+            self._check_that_nothing_is_lost(run, before, agreed=fault.kind in AGREED)
+
+    def _check_verdict(self, run: Run, fault: Fault, status: int) -> None:
+        statuses, text = fault.verdict(self.processes)
+        assert status in statuses, f"exit status {status}"
+        block = run.stderr.rpartition("\njaxpp_flax.launch: ")[2]
+        assert re.search(text, block), f"{text!r} is not what the launcher says"
+        named = set(re.findall(r"the run has ended: process (\d+):", run.stderr))
+        if fault.process is not None:
+            assert named <= {str(fault.process)}, f"the processes name {named}"
+
+    def _check_numbers(self, run: Run) -> None:
+        wanted = undisturbed(self.processes)
+        for what, value in said(run).items():
+            assert value == wanted[what], f"{what} is {value}, not {wanted[what]}"
+
+    def _check_that_nothing_is_lost(self, run: Run, before: list[int], *, agreed: bool) -> None:
+        after = max(steps_in(self.directory), default=0)
+        assert after >= max(before, default=0), "a checkpoint that was complete is gone"
+        done = max((int(step) for step in re.findall(r"step (\d+) loss", run.stdout)), default=0)
+        # A save in the background is complete when the next one begins, and that one may be cut off.
+        slack = 2 * self.options["save_every"] if self.options["async_save"] else self.options["save_every"]
+        assert after >= done - (0 if agreed else slack), f"after step {done}, the latest checkpoint is {after}"
+
+    def suffer(self, kind: str, rng: random.Random) -> None:
+        """Damage on disk, which the next life is told of."""
+        damage(self.directory, kind, rng)
+        if rng.random() < 0.5:
+            with self._begun(STEPS, resume=True) as run:
+                assert run.finish() == 1, "it resumed from a damaged checkpoint"
+                assert 'resume="latest_valid"' in run.stderr
+
+    def end(self, resume: bool | str, more: int) -> None:
+        """Go on for a few steps."""
+        steps = max((step for step in steps_in(self.directory)), default=0) + more
+        with self._begun(steps, resume=resume) as run:
+            status = run.finish()
+            assert status == 0, f"exit status {status}"
+            self._check_numbers(run)
+            states = [what for what in said(run) if f"the state {steps} " in what]
+            assert len(states) == self.processes
+
+    @contextmanager
+    def _begun(self, steps: int, **settings: Any) -> Iterator[Run]:
+        options = {"directory": str(self.directory), "steps": steps, **self.options, **settings}
+        with launched(self.folder, self.processes, **options) as run:
+            try:
+                yield run
+            except BaseException as error:
+                # A test's failure is to tell all.
+                raise AssertionError(f"{error}\n{options}\n{run.stdout[-3000:]}\n{run.stderr[-6000:]}") from error
+
+
+def trial(folder: Path, seed: int, kind: str | None = None) -> None:
+    """A job, and what happens to it: by the seed, or of this kind alone to two processes."""
+    rng = random.Random(seed)
+    folder.mkdir()
+    processes = rng.choice([2, 2, 3, 4]) if kind is None else 2
+    options = {"save_every": rng.choice([1, 1, 2, 3]), "keep": rng.randrange(2, 5), "async_save": rng.random() < 0.7}
+    job = Job(folder, processes, options)
+    print(f"seed {seed}: {processes} processes, {options}")
+    faults = [Fault.draw(rng, processes, kind) for _ in range(rng.choice([1, 1, 1, 2]))] if kind not in DAMAGE else []
+    for fault in faults:
+        print(fault, flush=True)
+        job.live(fault)
+    if kind in DAMAGE:
+        job.end(True, 4 * options["save_every"])
+    damaged = rng.choice([None, None, *DAMAGE]) if kind is None else kind if kind in DAMAGE else None
+    resume: bool | str = True
+    if damaged is not None and len(steps_in(job.directory)) > 1:
+        print(damaged, flush=True)
+        job.suffer(damaged, rng)
+        resume = "latest_valid"
+    job.end(resume, rng.randrange(1, 4))
+    shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("kind", ["kill", "full disk", "changed byte"])
+def test_a_fault_loses_nothing(tmp_path: Path, kind: str):
+    trial(tmp_path / "job", 1, kind)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(TRIALS))
+def test_chaos(tmp_path: Path, seed: int):
+    trial(tmp_path / "job", seed)
