@@ -266,14 +266,17 @@ class ProcessGroup:
         """The first failure that this process knows of; None while all goes well."""
         return self._failure
 
-    def check(self) -> None:
+    def check(self, cause: BaseException | None = None) -> None:
         """Raise if a process of the run has failed; costs an attribute's lookup. To be called while waiting.
+
+        Args:
+          cause: an error that its failure has brought here.
 
         Raises:
           ProcessFailedError: naming the process, and what this one waits for.
         """
         if self._failure is not None:
-            raise ProcessFailedError(self.describe(self._failure))
+            raise ProcessFailedError(self.describe(self._failure)) from cause
 
     def describe(self, failure: Failure) -> str:
         """The failure and what this process waits for, in a sentence or two."""
@@ -362,14 +365,20 @@ class ProcessGroup:
 
     def waits(self) -> list[str]:
         """What the threads of this process wait for at the moment."""
-        waits = list(self._waits.values())
-        return [f"{what()} (from {name_processes([*on])})" if on else what() for what, on in waits]
+        # Copies, in one go: other threads begin and end their waits meanwhile.
+        waits = list(self._waits.copy().values())
+        # Two threads may wait for the same.
+        return list(dict.fromkeys(f"{what()} (from {name_processes([*on])})" if on else what() for what, on in waits))
 
     def awaited_processes(self) -> list[int]:
         """The processes that the threads of this one wait for at the moment."""
-        return [process for _, on in list(self._waits.values()) for process in on]
+        return [process for _, on in list(self._waits.copy().values()) for process in on]
 
     # -- the watch
+
+    def was_heard(self, process: int, within_s: float) -> bool:
+        """Whether a sign of life of another process has come within the last seconds."""
+        return self._watch is not None and self._watch.was_heard(process, within_s)
 
     @property
     def is_watched(self) -> bool:

@@ -18,13 +18,11 @@ from types import TracebackType
 from typing import NoReturn
 
 from jaxpp_flax.engine.coordination import Failure, ProcessFailedError, ProcessGroup
+from jaxpp_flax.engine.peer_errors import may_be_a_peers
 
 __all__ = ["INTERRUPTED_STATUS", "Ending", "ProgramExitError", "end_at_once", "listen_to_launcher"]
 
 INTERRUPTED_STATUS = 128 + signal.SIGINT
-
-# Words in errors of JAX's that may well be another process's death: wait for the news of it.
-_MAYBE_A_PEER = ("unavailable", "connection", "socket", "peer", "gloo", "poison", "aborted", "cancelled")
 
 
 def end_at_once(status: int) -> NoReturn:
@@ -115,7 +113,7 @@ class Ending:
         text = f"{type(error).__name__}: {error}".lower()
         if "jaxruntimeerror" not in text and "xlaruntimeerror" not in text:
             return failure is not None
-        patience = 0.7 * self._timeout if any(word in text for word in _MAYBE_A_PEER) else 0.5
+        patience = 0.7 * self._timeout if may_be_a_peers(error) else 0.5
         return self.group.failed.wait(patience)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -197,6 +197,19 @@ def test_a_store_that_hangs_is_a_failure_too():
     assert "has not answered process 0" in ended[0].message
 
 
+def test_a_thread_of_the_watch_that_fails_ends_the_process_and_is_told(monkeypatch: pytest.MonkeyPatch):
+    store = MemoryStore()
+    members = groups(2, store)
+    monkeypatch.setattr(members[0], "awaited_processes", lambda: 1 / 0)
+    ended: list[Failure] = []
+    for member in members:
+        member.watch(4.0, ended.append)
+    wait_until(lambda: len(ended) == 2)
+    for failure in ended:
+        assert failure.process == 0
+        assert "its thread 'jaxpp_flax watch' failed: ZeroDivisionError" in failure.message
+
+
 def test_to_end_the_program_while_another_waits_is_a_failure():
     members = groups(2)
     for group in members:

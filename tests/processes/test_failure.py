@@ -43,6 +43,17 @@ def test_a_killed_process_is_named_with_what_was_awaited(end: signal.Signals):
     assert any("microbatch" in output and "stage" in output for output in outputs), outputs[0][-3000:]
 
 
+def test_of_three_in_a_row_the_last_blames_the_first_and_not_the_one_between():
+    # No launcher tells: process 2 hears of the end of process 0 by an error that process 1 passes on.
+    with start_processes(3, "run_failure.py") as processes:
+        since = after_some_steps(processes)
+        processes.processes[0].kill()
+        ended = processes.wait(since + 40)
+    for end in ended[1:]:
+        assert end.code == 69, end.output[-3000:]
+        assert "jaxpp_flax: the run has ended: process 0: its connection broke while" in end.output, end.output[-3000:]
+
+
 def test_a_stopped_process_is_named():
     with start_processes(3, "run_failure.py") as processes:
         since = after_some_steps(processes)

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 
 from jaxpp_flax.engine.coordination import ProcessGroup
-from jaxpp_flax.engine.transport.base import Parcel, Tag, TransportError
+from jaxpp_flax.engine.peer_errors import observe_broken
+from jaxpp_flax.engine.transport.base import Parcel, Tag
 
 __all__ = ["Window"]
 
@@ -44,7 +45,7 @@ class Window:
         """Called before each task; waits where too many are ahead.
 
         Raises:
-          ProcessFailedError, TransportError: if what is waited for will not come.
+          ProcessFailedError: if what is waited for will not come.
         """
         self._tasks += 1
         while self._pending:
@@ -57,13 +58,11 @@ class Window:
             self._pending.popleft()
 
     def _wait(self, array: Any, parcel: Parcel, tag: Tag) -> None:
+        what = f"{parcel.what}, in step {tag.step}"
         try:
-            with self._group.waiting(lambda: f"{parcel.what}, in step {tag.step}", on=parcel.source):
+            with self._group.waiting(what, on=parcel.source):
                 array.block_until_ready()
         except jax.errors.JaxRuntimeError as error:
-            self._group.check()
-            raise TransportError(
-                f"what process {parcel.source} was to send did not arrive: {parcel.what}, in step {tag.step}. It was "
-                f"killed, or ended early ({str(error).splitlines()[0]}). Look for the reason at the end of the output "
-                f"of process {parcel.source}, then start the run again, from its last checkpoint."
-            ) from error
+            with self._group.waiting(what, on=parcel.source):
+                observe_broken(self._group, parcel.source, what, error)
+                self._group.check(error)

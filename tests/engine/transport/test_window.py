@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import pytest
 
-from jaxpp_flax.engine.coordination import ProcessGroup
-from jaxpp_flax.engine.transport.base import Parcel, Tag, TransportError
+from jaxpp_flax.engine.coordination import ProcessFailedError, ProcessGroup
+from jaxpp_flax.engine.transport.base import Parcel, Tag
 from jaxpp_flax.engine.transport.window import Window
 
 
@@ -47,7 +47,8 @@ def test_what_does_not_arrive_is_named_with_what_to_do():
     window = Window(ProcessGroup(None, 0, 1), max_tasks=0)
     window.received(Awaited(jax.errors.JaxRuntimeError("INTERNAL: connection closed")), PARCEL, TAG)
     says = (
-        r"process 1 was to send .* task fwd_1 needs .* in step 4.*connection closed.*Look .* of process 1, then start"
+        r"process 1: its connection broke while process 0 waited for what task fwd_1 needs .* in step 4.*connection "
+        r"closed.*Look .* of process 1, then start"
     )
-    with pytest.raises(TransportError, match=says):
+    with pytest.raises(ProcessFailedError, match=says):
         window.before_task()
