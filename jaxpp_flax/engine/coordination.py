@@ -26,6 +26,7 @@ from jaxpp_flax.engine.watch import DEFAULT_FAILURE_TIMEOUT, ROOT, Failure, KeyV
 
 __all__ = [
     "PEER_FAILED_STATUS",
+    "PREEMPTED_STATUS",
     "BarrierTimeoutError",
     "CoordinationError",
     "Failure",
@@ -38,6 +39,9 @@ __all__ = [
 
 PEER_FAILED_STATUS = 69
 """Exit status of a process that ends because another one failed."""
+
+PREEMPTED_STATUS = 75
+"""Exit status after SIGTERM, once the checkpoint is complete: start the program again and it goes on from there."""
 
 # How often a wait looks for failures; short against every deadline, long against a call to the store (0.2 ms).
 _POLL_SECONDS = 0.2

@@ -10,12 +10,9 @@ import time
 from types import FrameType
 from typing import Any
 
-from jaxpp_flax.engine.coordination import ProcessGroup
+from jaxpp_flax.engine.coordination import PREEMPTED_STATUS, ProcessGroup
 
 __all__ = ["KILLED_STATUS", "PREEMPTED_STATUS", "Preemption", "StopTogether"]
-
-PREEMPTED_STATUS = 75
-"""Exit status after SIGTERM, once the checkpoint is complete: start the program again and it goes on from there."""
 
 KILLED_STATUS = 143
 """Exit status of a second SIGTERM, or of a save that missed the deadline: the checkpoint before is the latest."""
