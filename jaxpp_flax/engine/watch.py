@@ -33,6 +33,8 @@ ROOT = "jaxpp_flax"
 # the time that the main thread has to end by itself.
 _SILENCE_SHARE = 0.6
 _GRACE_SHARE = 0.1
+# So many heartbeats in which a process has told the same.
+_HEARTBEATS = 2
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,14 @@ class Watched(Protocol):
     idle: str | None
     meeting: str | None
     service: str
+    runs: int
 
     @property
     def failure(self) -> Failure | None: ...
 
     def observe(self, failure: Failure, *, tell: bool = False) -> None: ...
 
-    def awaited_processes(self) -> list[int]: ...
+    def awaited(self) -> list[tuple[int, int | None]]: ...
 
     def waits(self) -> list[str]: ...
 
@@ -118,7 +121,8 @@ class Watch:
         # Each process's last heartbeat, and when it came. Never changed but replaced: others read it meanwhile.
         self._beats: Mapping[int, tuple[bytes, float]] = {}
         self._beats_change = threading.Lock()
-        self._lost_since: dict[tuple[int, bytes, str | None], float] = {}
+        # For what is awaited in vain: since when, and at which heartbeat of the process.
+        self._lost_since: dict[tuple[int, bytes, str | None], tuple[float, int]] = {}
         self._peers = [index for index in range(group.process_count) if index != group.process_index]
         self._threads = [
             reporting_thread(f"jaxpp_flax {name}", target, self._report)
@@ -210,40 +214,55 @@ class Watch:
         if self.finished:
             return "finished"
         if self._group.idle is not None:
-            return f"idle: {self._group.idle}"
+            return f"idle {self._group.runs}: {self._group.idle}"
         return "running" if self._group.meeting is None else f"meeting: {self._group.meeting}"
 
     def _ended_too_early(self, now: float) -> Failure | None:
         """A process that another waits for has ended its program, or goes no further: it never will."""
-        mine = self._group.meeting
-        states = {on: self._beats.get(on, (b"", 0.0))[0].partition(b" ")[2] for on in self._group.awaited_processes()}
-        reasons = {(on, state, mine): self._why_in_vain(state, mine) for on, state in states.items()}
-        self._lost_since = {key: self._lost_since.get(key, now) for key, why in reasons.items() if why is not None}
-        for key, since in self._lost_since.items():
-            # What it sent last may still be on its way.
-            patience = 2 * self._interval + 1.0 if key[1] == b"finished" else self._silence
-            if now - since > patience:
+        mine, before = self._group.meeting, self._lost_since
+        self._lost_since = {}
+        for on, run in self._group.awaited():
+            number, _, state = self._beats.get(on, (b"0", 0.0))[0].partition(b" ")
+            why, patience = self._why_in_vain(state, mine, run)
+            if why is None:
+                continue
+            key = (on, state, mine)
+            since, beat = self._lost_since[key] = before.get(key, (now, int(number)))
+            # What the process said of itself must be news, however slow this machine or the store is.
+            if now - since > patience and int(number) >= beat + _HEARTBEATS:
                 # Told here, since the process that failed does not know it, and may be the one that is heard.
                 waits = "; and for ".join(self._group.waits())
-                return Failure(key[0], f"{reasons[key]} Process {self._group.process_index} waits for {waits}.")
+                return Failure(on, f"{why} Process {self._group.process_index} waits for {waits}.")
         return None
 
-    def _why_in_vain(self, state: bytes, mine: str | None) -> str | None:
-        """Why a process in this state is waited for in vain; None if it may come."""
+    def _why_in_vain(self, state: bytes, mine: str | None, run: int | None) -> tuple[str | None, float]:
+        """Why a process in this state is waited for in vain, and after how many seconds; None if it may come.
+
+        Args:
+          state: what its last heartbeat told.
+          mine: the meeting that this process is at.
+          run: what is awaited belongs to.
+        """
         kind, _, text = state.decode(errors="replace").partition(": ")
+        kind, _, last_run = kind.partition(" ")
+        soon = 2 * self._interval + 1.0  # what it sent last may still be on its way
         if kind == "finished":
-            return (
+            why = (
                 "it ended its program while others wait for it; did its data end earlier, or does it take another "
                 "branch than they do?"
             )
+            return why, soon
         if kind == "idle":
-            return f"it goes no further while others wait for it: {text}."
+            # Of a run that it has taken part in, something large may be on its way for long.
+            never = mine is not None or (run is not None and last_run.isdigit() and run > int(last_run))
+            return f"it goes no further while others wait for it: {text}.", soon if never else self._silence
         if kind == "meeting" and mine not in (None, text):
-            return (
+            why = (
                 f"it waits for all processes at {text!r}, while process {self._group.process_index} does so at "
                 f"{mine!r}: every process must make the same calls in the same order."
             )
-        return None
+            return why, soon
+        return None, 0.0
 
 
 def reporting_thread(name: str, target: Callable[[], None], report: Callable[[str], None]) -> threading.Thread:

@@ -219,6 +219,22 @@ def test_a_process_may_take_its_time_at_the_end(tmp_path: Path):
         assert run.stdout.count("done") == 2
 
 
+def test_what_is_awaited_for_long_is_said_by_all(tmp_path: Path):
+    (tmp_path / "script.py").write_text(
+        BEGIN
+        + """
+with group.waiting("the next batch of the data"):
+    time.sleep(3.0 * index)
+group.barrier("the loss of step 8")
+"""
+    )
+    command = [sys.executable, "-m", "jaxpp_flax.launch", "-n", "2", "script.py"]
+    with started(tmp_path, command, JAXPP_FLAX_REPORT_AFTER="1") as run:
+        assert run.finish() == 0, run.stderr
+    assert "[1] jaxpp_flax: process 1 has been waiting for 1 s for the next batch of the data\n" in run.stderr
+    assert "[0] jaxpp_flax: process 0 has been waiting for 1 s for the loss of step 8 (from process 1)\n" in run.stderr
+
+
 def test_one_process_is_an_ordinary_program(tmp_path: Path):
     with launched(tmp_path, BEGIN + "sys.exit(5)", "-n", "1") as run:
         assert run.finish() == 5

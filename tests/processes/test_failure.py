@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 import pytest
@@ -40,6 +41,10 @@ def test_a_killed_process_is_named_with_what_was_awaited(end: signal.Signals):
     assert ended[1].code == -end  # JAX's preemption service would have it ignore SIGTERM
     for output in outputs:
         assert "process 1" in output, output[-3000:]
+        # Steps as the callbacks count them, of which at most four are under way.
+        told = [int(step) for step in re.findall(r"in step (\d+)", output)]
+        last = max(int(step) for step in re.findall(r"^step (\d+)$", output, re.MULTILINE))
+        assert all(last - 4 <= step <= last + 1 for step in told), output[-3000:]
     assert any("microbatch" in output and "stage" in output for output in outputs), outputs[0][-3000:]
 
 

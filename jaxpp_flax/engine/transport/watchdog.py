@@ -37,7 +37,7 @@ class Watchdog:
 
     def __init__(self, transport: Transport, group: ProcessGroup, deadline_s: float | None = None) -> None:
         self._transport, self._group, self._deadline = transport, group, deadline_s
-        self._pending: deque[tuple[Parcel, Tag, Any, float]] = deque()
+        self._pending: deque[tuple[Parcel, Tag, Any, float, int]] = deque()
         self._wake = threading.Event()
         self._stopped = False
         self._thread = reporting_thread("jaxpp_flax watchdog", self._run, self._report)
@@ -45,7 +45,7 @@ class Watchdog:
 
     def follow(self, parcel: Parcel, tag: Tag, arrays: list[Any]) -> None:
         """Look after a receive whose arrays are not ready yet."""
-        self._pending.append((parcel, tag, arrays[-1], time.monotonic()))
+        self._pending.append((parcel, tag, arrays[-1], time.monotonic(), self._group.runs))
         self._wake.set()
 
     def stop(self) -> None:
@@ -62,18 +62,18 @@ class Watchdog:
                 self._wake.wait(timeout=_POLL_SECONDS)
                 self._wake.clear()
                 continue
-            parcel, tag, array, begun = self._pending[0]
+            parcel, tag, array, begun, run = self._pending[0]
             if not _arrived(array):
-                self._await(parcel, tag, array, begun)
+                self._await(parcel, tag, array, begun, run)
             self._pass_on_error(parcel, tag, array)
             if not self._group.failed.is_set():
                 self._pending.popleft()
             del array
 
-    def _await(self, parcel: Parcel, tag: Tag, array: Any, begun: float) -> None:
+    def _await(self, parcel: Parcel, tag: Tag, array: Any, begun: float, run: int) -> None:
         # The receives before it have arrived by now, so only now is this one what the process waits for.
         since = time.monotonic()
-        with self._group.waiting(lambda: f"{parcel.what}, in step {tag.step}", on=parcel.source):
+        with self._group.waiting(lambda: f"{parcel.what}, in step {tag.step}", parcel.source, run):
             while not (self._stopped or _arrived(array) or self._group.failed.wait(_POLL_SECONDS)):
                 waited = time.monotonic() - max(since, begun)
                 if self._deadline is not None and waited > self._deadline:
