@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine import _compat
 from jaxpp_flax.engine.mesh import MpmdMesh, MpmdSharding, named_memory
+from jaxpp_flax.engine.peer_errors import naming_the_peer
 
 __all__ = ["MpmdArray", "MpmdSharding"]
 
@@ -293,8 +294,9 @@ class MpmdArray:
 
     def block_until_ready(self) -> MpmdArray:
         """Wait until the local replicas are computed."""
-        for part in self._parts.values():
-            part.block_until_ready()
+        with naming_the_peer():
+            for part in self._parts.values():
+                part.block_until_ready()
         return self
 
     def copy_to_host_async(self) -> None:
@@ -306,7 +308,8 @@ class MpmdArray:
     # As NumPy, JAX and Python see it.
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        value = np.asarray(self._value)
+        with naming_the_peer():
+            value = np.asarray(self._value)
         # The host copy is cached and read-only, as that of a jax.Array is, so a writable one is a copy of it.
         if copy:
             return np.array(value, dtype)
@@ -332,16 +335,19 @@ class MpmdArray:
         return iter(self._operand)
 
     def __bool__(self) -> bool:
-        return bool(self._value)
+        with naming_the_peer():
+            return bool(self._value)
 
     def __int__(self) -> int:
-        return int(self._value)
+        with naming_the_peer():
+            return int(self._value)
 
     def __index__(self) -> int:
         return operator.index(self._value)
 
     def __float__(self) -> float:
-        return float(self._value)
+        with naming_the_peer():
+            return float(self._value)
 
     def __complex__(self) -> complex:
         return complex(self._value)

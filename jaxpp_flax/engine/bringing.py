@@ -10,7 +10,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.mesh import MpmdMesh, named_memory
 from jaxpp_flax.engine.runtime import Across
-from jaxpp_flax.engine.transport.base import Tag
 from jaxpp_flax.engine.transport.crossing import Crossing
 from jaxpp_flax.engine.transport.routes import Leaf, plan
 
@@ -69,7 +68,7 @@ def bring(leaf: MpmdArray, wanted: Wanted, across: Across, call: int, argument: 
             across.link.connect(route.own_parcels())
             if part is not None and part.is_deleted():
                 raise RuntimeError(leaf._deleted_message(source))  # pyright: ignore[reportPrivateUsage]
-            tag = Tag(f"{across.name}/argument-{argument}-to-{rank}", call, 0)
+            tag = across.tag(0, call, f"/argument-{argument}-to-{rank}")
             (part,) = Crossing(across.link, route, [True])([part], tag)
         if part is not None and wanted.mesh.is_local(rank):
             found[rank] = part

@@ -14,18 +14,22 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import NoReturn
 
 import jax
 
 from jaxpp_flax.engine import _compat
+from jaxpp_flax.engine.environment import seconds_of
 from jaxpp_flax.engine.store import CoordinationError, JaxKeyValueStore
+from jaxpp_flax.engine.waits import REPORT_SECONDS, Reporter, Waits
 from jaxpp_flax.engine.watch import DEFAULT_FAILURE_TIMEOUT, ROOT, Failure, KeyValueStore, Watch, name_processes
+from jaxpp_flax.engine.whereabouts import place_of_main_thread
 
 __all__ = [
     "PEER_FAILED_STATUS",
+    "PREEMPTED_STATUS",
     "BarrierTimeoutError",
     "CoordinationError",
     "Failure",
@@ -38,6 +42,9 @@ __all__ = [
 
 PEER_FAILED_STATUS = 69
 """Exit status of a process that ends because another one failed."""
+
+PREEMPTED_STATUS = 75
+"""Exit status after SIGTERM, once the checkpoint is complete: start the program again and it goes on from there."""
 
 # How often a wait looks for failures; short against every deadline, long against a call to the store (0.2 ms).
 _POLL_SECONDS = 0.2
@@ -91,7 +98,10 @@ class ProcessGroup:
         self.failed = threading.Event()
         self.idle: str | None = None  # why this process sends nothing any more, until the others have come here too
         self.meeting: str | None = None  # which one the main thread is at, if it is at any
-        self._waits: dict[int, tuple[Callable[[], str], tuple[int, ...]]] = {}
+        self.runs = 0  # of programs that several processes run, begun here
+        self.step: int | None = None  # as the user counts them, if somebody has told; for messages
+        self._waits = Waits()
+        self._reporter: Reporter | None = None
         self._main_thread = threading.main_thread()
         self._watch: Watch | None = None
         self._ending, self._observing = threading.Lock(), threading.Lock()
@@ -189,7 +199,7 @@ class ProcessGroup:
                 missing = [index for index in range(self.process_count) if str(index) not in came]
                 if self._is_main():
                     named = missing
-                    self._wait_on(missing)
+                    self._waits.on(missing)
                 if deadline is not None and time.monotonic() > deadline:
                     raise self._absent(what, timeout_s, missing)
             values = store.list(f"{here}/values") if value is not None else {}
@@ -278,20 +288,23 @@ class ProcessGroup:
         """The first failure that this process knows of; None while all goes well."""
         return self._failure
 
-    def check(self) -> None:
+    def check(self, cause: BaseException | None = None) -> None:
         """Raise if a process of the run has failed; costs an attribute's lookup. To be called while waiting.
+
+        Args:
+          cause: an error that its failure has brought here.
 
         Raises:
           ProcessFailedError: naming the process, and what this one waits for.
         """
         if self._failure is not None:
-            raise ProcessFailedError(self.describe(self._failure))
+            raise ProcessFailedError(self.describe(self._failure)) from cause
 
     def describe(self, failure: Failure) -> str:
         """The failure and what this process waits for, in a sentence or two."""
         # A wait may have been given up since the failure became known.
         waits = self.waits() or self._waits_at_failure
-        awaited = f"was waiting for {'; and for '.join(waits)}" if waits else f"was at {_place_of_main_thread()}"
+        awaited = f"was waiting for {'; and for '.join(waits)}" if waits else f"was at {place_of_main_thread()}"
         return f"{failure}\nProcess {self.process_index} {awaited}."
 
     def report_failure(self, message: str) -> None:
@@ -344,44 +357,41 @@ class ProcessGroup:
 
     # -- what is waited for
 
-    @contextmanager
-    def waiting(self, what: str | Callable[[], str], on: int | None = None) -> Generator[None]:
-        """Say what this thread waits for inside the block, for the errors of this process. Costs about 1 µs.
+    def waiting(
+        self, what: str | Callable[[], str], on: int | None = None, run: int | None = None
+    ) -> AbstractContextManager[None]:
+        """Say what this thread waits for inside the block: for the errors of this process, and if it takes a minute.
 
-        Waits within waits are told together: "the save of step 40: where the data stands".
+        Waits within waits are told together: "the save of step 40: where the data stands". Costs about 2 µs.
 
         Args:
           what: such as "stage 2's activations of microbatch 3"; a function is called only when it is asked.
           on: the process that is waited for: if it ends its program meanwhile, that is a failure.
+          run: the number of the run (as `runs` counts them) that it comes from: if that process does nothing more
+            after an earlier one, that is a failure too.
         """
-        thread = threading.get_ident()
-        before = self._waits.get(thread)
-        say = what if callable(what) else lambda: what
-        said = say if before is None else lambda: f"{before[0]()}: {say()}"
-        self._waits[thread] = (said, () if on is None else (on,))
-        try:
-            yield
-        finally:
-            if before is None:
-                del self._waits[thread]
-            else:
-                self._waits[thread] = before
+        if self._store is None and self._reporter is None:
+            self._report_waits("this process")  # with several processes `watch` does
+        return self._waits.waiting(what, on, run)
 
-    def _wait_on(self, processes: list[int]) -> None:
-        """Say for which processes this thread waits, where it does not wait for one that it knows from the start."""
-        thread = threading.get_ident()
-        self._waits[thread] = (self._waits[thread][0], tuple(processes))
+    def _report_waits(self, who: str) -> None:
+        after = seconds_of(os.environ, "JAXPP_FLAX_REPORT_AFTER", REPORT_SECONDS)
+        self._reporter = Reporter(self._waits, who, after)
+        self._reporter.start()
 
     def waits(self) -> list[str]:
         """What the threads of this process wait for at the moment."""
-        waits = list(self._waits.values())
-        return [f"{what()} (from {name_processes([*on])})" if on else what() for what, on in waits]
+        return self._waits.texts()
 
-    def awaited_processes(self) -> list[int]:
-        """The processes that the threads of this one wait for at the moment."""
-        return [process for _, on in list(self._waits.values()) for process in on]
+    def awaited(self) -> list[tuple[int, int | None]]:
+        """The processes that the threads of this one wait for now, each with the run of what they wait for."""
+        return [(process, wait.run) for wait in self._waits.now() for process in wait.on]
 
     # -- the watch
+
+    def was_heard(self, process: int, within_s: float) -> bool:
+        """Whether a sign of life of another process has come within the last seconds."""
+        return self._watch is not None and self._watch.was_heard(process, within_s)
 
     @property
     def is_watched(self) -> bool:
@@ -413,6 +423,7 @@ class ProcessGroup:
         if self._store is None or self._watch is not None:
             return
         self._watch = Watch(self, self._store, failure_timeout_s, on_failure or self.end_process)
+        self._report_waits(f"process {self.process_index}")
 
     def end_process(self, failure: Failure | str) -> NoReturn:
         """Say on stderr what failed and what this process waited for, and end it, whatever its threads are doing.
@@ -444,19 +455,8 @@ class ProcessGroup:
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-
-
-def _place_of_main_thread() -> str:
-    """Where the program is, for want of a known wait: in a save, in a compilation, in the user's own code."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
-    places: list[str] = []
-    while frame is not None and len(places) < 12:
-        if frame.f_code.co_filename != __file__:
-            places.append(f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})")
-        frame = frame.f_back
-    # Without the libraries' innards: the innermost call, and the innermost of this package's or of the user's.
-    own = [place for place in places if "site-packages" not in place and "/lib/python" not in place]
-    return ", called by ".join(dict.fromkeys([*places[:1], *own[:2]])) or "an unknown place"
+        if self._reporter is not None:
+            self._reporter.stop()
 
 
 def quietly(function: Callable[[], None], timeout_s: float) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from importlib.metadata import version
 
 import jax
 
-__all__ = ["describe_environment"]
+__all__ = ["describe_environment", "seconds_of"]
 
 # Settings that XLA compiles by, or that are applied when a program is lowered: a jaxpr does not show them.
 _SETTINGS = (
@@ -40,3 +41,25 @@ def describe_environment() -> list[str]:
     lines += [f"the environment variable {name} is {os.environ.get(name)!r}" for name in _VARIABLES]
     flags = sorted(flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_OWN_FLAGS))
     return [*lines, f"the environment variable XLA_FLAGS has {' '.join(flags) or 'nothing'}"]
+
+
+def seconds_of(environment: Mapping[str, str], name: str, default: float) -> float:
+    """A time that an environment variable says, or the default if it is not set.
+
+    Raises:
+      ValueError: if it is no positive number.
+
+    Example:
+      >>> seconds_of({"JAXPP_FLAX_START_TIMEOUT": "5"}, "JAXPP_FLAX_START_TIMEOUT", 1800.0)
+      5.0
+    """
+    text = environment.get(name)
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise ValueError(f"{name}={text!r}: it must be a number of seconds above 0.")
+    return value

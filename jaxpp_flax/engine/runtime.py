@@ -42,6 +42,17 @@ class Across:
     title: str
     name: str
 
+    def tag(self, number: int, call: int, part: str = "") -> Tag:
+        """The name of a transfer.
+
+        Args:
+          number: its place in the program.
+          call: of the program, counted from 1.
+          part: of the program, where the transfer is none of its instructions.
+        """
+        step = self.link.group.step
+        return Tag(f"{self.name}{part}", call if step is None else step, number, call)
+
 
 class Runtime:
     """A program bound to its executables; `run` is called once per step.
@@ -56,7 +67,7 @@ class Runtime:
         self.program = program
         self.parcels: list[Parcel] = []  # what this process sends and receives in a step
         self._across = across
-        self._step = 0
+        self._calls = 0
         self._mesh, self._executables = mesh, executables
         if across is not None:
             _refuse_other_memory(program, executables)
@@ -122,7 +133,7 @@ class Runtime:
 
         def step(environment: Environment) -> None:
             arrays = [None if slot is None else environment[slot] for slot in sent]
-            arrived = crossing(arrays, Tag(across.name, self._step, number))
+            arrived = crossing(arrays, across.tag(number, self._calls))
             for slot, array in zip(instruction.received, arrived, strict=True):
                 environment[slot] = array
 
@@ -134,6 +145,9 @@ class Runtime:
         Raises:
           FloatingPointError: if a result holds what `jax.debug_nans` or `jax.debug_infs` look for.
         """
+        self._calls += 1
+        if self._across is not None:
+            self._across.link.group.runs += 1
         for slot, index in self._indices.items():
             environment[slot] = index
         bound, steps = self._bound, self._steps
@@ -146,7 +160,6 @@ class Runtime:
         else:
             for step in steps:
                 step(environment)
-        self._step += 1
         if watch is not None:
             watch.finish()
 

@@ -8,8 +8,9 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from jaxpp_flax.engine.coordination import PREEMPTED_STATUS
 from jaxpp_flax.launch.ending import ProgramExitError
-from jaxpp_flax.launch.starting import initialize
+from jaxpp_flax.launch.starting import join
 
 __all__ = ["main", "run_program"]
 
@@ -28,16 +29,21 @@ def main(
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # lines in time, and whole beside those of other processes
-    group = initialize(bind_address=bind_address, failure_timeout_s=failure_timeout_s)
+    ending = join(bind_address=bind_address, failure_timeout_s=failure_timeout_s)
     try:
         run_program(sys.argv[1:] if arguments is None else list(arguments))
     except SystemExit as error:
-        if group.process_count == 1 or error.code in (None, 0):
+        # After SIGTERM every process saves and leaves: a good end, with a status of its own.
+        if ending is None or error.code in (None, 0, PREEMPTED_STATUS):
+            if ending is not None:
+                ending.program_is_over(error.code if isinstance(error.code, int) else 0)
             raise
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
         # The other processes are to hear of it, which the end of the interpreter would not tell them.
         raise ProgramExitError(error.code) from None
+    if ending is not None:
+        ending.program_is_over()
 
 
 def run_program(program: Sequence[str]) -> None:

@@ -75,7 +75,10 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds within which a failure of one process has ended all (default: 30)",
     )
     parser.add_argument(
-        "--grace", type=float, default=60.0, help="seconds to end in after Ctrl-C or SIGTERM (default: 60)"
+        "--grace",
+        type=float,
+        default=60.0,
+        help="seconds to end in after Ctrl-C, SIGTERM or the program's end (default: 60)",
     )
     parser.add_argument(
         "--cores",

@@ -7,6 +7,7 @@ happened, tells the others, and leaves at once.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import signal
@@ -18,13 +19,12 @@ from types import TracebackType
 from typing import NoReturn
 
 from jaxpp_flax.engine.coordination import Failure, ProcessFailedError, ProcessGroup
+from jaxpp_flax.engine.peer_errors import may_be_a_peers
+from jaxpp_flax.launch.leaving import Leaving
 
 __all__ = ["INTERRUPTED_STATUS", "Ending", "ProgramExitError", "end_at_once", "listen_to_launcher"]
 
 INTERRUPTED_STATUS = 128 + signal.SIGINT
-
-# Words in errors of JAX's that may well be another process's death: wait for the news of it.
-_MAYBE_A_PEER = ("unavailable", "connection", "socket", "peer", "gloo", "poison", "aborted", "cancelled")
 
 
 def end_at_once(status: int) -> NoReturn:
@@ -57,10 +57,15 @@ class Ending:
       group: all processes of the run.
       failure_timeout: seconds within which a failure has ended every process.
       leave: disconnects this process after a good end.
+      control_fd: the connection to the launcher, which is told of a good end; None if there is none.
     """
 
-    def __init__(self, group: ProcessGroup, failure_timeout: float, leave: Callable[[], None]) -> None:
-        self.group, self._timeout, self._leave = group, failure_timeout, leave
+    def __init__(
+        self, group: ProcessGroup, failure_timeout: float, leave: Callable[[], None], control_fd: int | None = None
+    ) -> None:
+        self.group, self._timeout, self._leave, self._control = group, failure_timeout, leave, control_fd
+        self._leaving = Leaving(group.process_index, self._leave_too_late)
+        self._status = 0
         self._before = sys.excepthook
         self._done = False
 
@@ -70,15 +75,33 @@ class Ending:
         # Runs before JAX's own handler, which was registered earlier.
         atexit.register(self.finish)
 
+    def program_is_over(self, status: int = 0) -> None:
+        """The program has come to a good end, and Python waits for its threads and exit handlers.
+
+        Args:
+          status: with which the process will end.
+        """
+        self._status = status
+        self._leaving.begin()
+
+    def _leave_too_late(self, why: str) -> None:
+        self.group.report_failure(why)
+        print(f"jaxpp_flax: {why}: it ends.", file=sys.stderr)
+        end_at_once(1)
+
     def finish(self) -> None:
         """A good end: wait for the other processes, whose errors are this one's too, and disconnect."""
         if self._done:
             return
         self._done = True
+        self._leaving.finish()
         try:
             self.group.close()
         except BaseException as error:
             self.fail(error)
+        if self._control is not None:
+            with contextlib.suppress(OSError):  # the launcher has gone
+                os.write(self._control, f"over {self._status}\n".encode())
         self._leave()
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -117,7 +140,7 @@ class Ending:
             return is_of_jax
         if not is_of_jax:
             return failure is not None
-        patience = 0.7 * self._timeout if any(word in text for word in _MAYBE_A_PEER) else 0.5
+        patience = 0.7 * self._timeout if may_be_a_peers(error) else 0.5
         return self.group.failed.wait(patience)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -142,7 +165,7 @@ def listen_to_launcher(control_fd: int, on_failure: Callable[[Failure], None], o
     """Hear, in a background thread, of other processes' failures from the launcher, and of its end.
 
     Args:
-      control_fd: the pipe; a line is a process's index, a space, and what happened to it.
+      control_fd: the connection; a line is a process's index, a space, and what happened to it.
       on_failure: called with each failure.
       on_end: called when the launcher has gone.
     """

@@ -10,26 +10,29 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any
+from typing import IO
 
 from rich.console import Console
 
 from jaxpp_flax.engine import _compat
-from jaxpp_flax.engine.coordination import PEER_FAILED_STATUS
+from jaxpp_flax.engine.coordination import PEER_FAILED_STATUS, PREEMPTED_STATUS
 from jaxpp_flax.engine.watch import DEFAULT_FAILURE_TIMEOUT
 from jaxpp_flax.launch import coordinator, guard
 from jaxpp_flax.launch.cores import running_on, share_of_cores, usable_cores
+from jaxpp_flax.launch.followed import Followed, describe_end, exit_status, is_stopped, kill_group, signal_name
 from jaxpp_flax.launch.logs import Logs
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
+from jaxpp_flax.launch.signals import Signals, handled_signals
 
 __all__ = ["LOOPBACK", "LocalJob", "child_environment", "run"]
 
 LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.05
+# Python needs a moment to end.
+_SECONDS_IN_SILENCE = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,8 @@ class LocalJob:
       devices_per_process: devices of each: virtual ones on CPU, else the accelerators in order.
       address: the local address that all sockets listen on.
       failure_timeout: seconds within which a failure of one process has ended all.
-      grace: seconds that the processes have to end after Ctrl-C or SIGTERM, for a last checkpoint.
+      grace: seconds that the processes have to end after Ctrl-C or SIGTERM, for a last checkpoint, and after the end
+        of their programs.
       log_dir: a folder for each process's output; None: none.
       split_cores: give each process its share of the cores that this one may use, if there are enough.
     """
@@ -69,18 +73,14 @@ class LocalJob:
             raise LaunchError(why)
         if self.devices_per_process < 1:
             raise LaunchError(f"--devices-per-process {self.devices_per_process}: at least one device is needed.")
+        if not self.grace > 0:
+            raise LaunchError(f"--grace {self.grace}: it must be a number of seconds above 0.")
         if not self.failure_timeout > 0:
             raise LaunchError(f"--failure-timeout {self.failure_timeout}: it must be a number of seconds above 0.")
 
 
-@dataclass
-class _Process:
-    """A process of the run, as its launcher sees it."""
-
-    index: int
-    popen: subprocess.Popen[str]
-    control: IO[bytes]
-    status: int | None = None  # as `Popen.returncode`, once it has ended
+# How a process ends because of another one, or by its launcher.
+_OF_OTHERS = (PEER_FAILED_STATUS, -signal.SIGTERM, -signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -92,16 +92,6 @@ class _Cause:
     status: int
 
 
-@dataclass
-class _Signals:
-    """The signals that this launcher got, in order."""
-
-    received: list[int] = field(default_factory=list)
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.received.append(number)
-
-
 def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = None) -> int:
     """Start the processes, print what they write, and end with them.
 
@@ -111,17 +101,21 @@ def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = 
       console: where their errors go; None: this process's.
 
     Returns:
-      The exit status: 0 if every process ended well, else that of the first that failed (128 + its number if it was a
-      signal).
+      The exit status: 0 if every process ended well; 75 if they were asked to end, and have saved; else that of the
+      first that failed (128 + its number if it was a signal).
     """
     console = console or Console(stderr=True)
     logs = Logs(job.num_processes, console, out or sys.stdout, job.log_dir)
-    with _handled_signals() as signals, _Job(job, logs) as processes:
+
+    def say(text: str) -> None:
+        console.print(f"\njaxpp_flax.launch: {text}", style="bold", markup=False, highlight=False, soft_wrap=True)
+
+    with handled_signals() as signals, _Job(job, logs, say) as processes:
         cause = processes.follow(signals)
     logs.drain(seconds=1.0)
     if cause is None:
         return 0
-    console.print(f"\njaxpp_flax.launch: {cause.message}", style="bold", markup=False, highlight=False, soft_wrap=True)
+    say(cause.message)
     if cause.index is not None:
         for line in logs.last_error(cause.index):
             console.file.write(line + "\n")
@@ -131,9 +125,9 @@ def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = 
 class _Job:
     """The processes, from their start to the moment when nothing is left of them."""
 
-    def __init__(self, job: LocalJob, logs: Logs) -> None:
-        self._job, self._logs = job, logs
-        self._processes: list[_Process] = []
+    def __init__(self, job: LocalJob, logs: Logs, say: Callable[[str], None]) -> None:
+        self._job, self._logs, self._say = job, logs, say
+        self._processes: list[Followed] = []
         self._service: subprocess.Popen[bytes] | None = None
         # The port stays this launcher's until the service has taken it, and after: nobody else gets it meanwhile.
         self._reserved = _reserve_port(job.address)
@@ -168,9 +162,10 @@ class _Job:
         for index in range(job.num_processes):
             self._processes.append(self._start_process(replace(settings, process_id=index)))
 
-    def _start_process(self, settings: LaunchSettings) -> _Process:
-        reading, writing = os.pipe()
-        settings = replace(settings, control_fd=reading)
+    def _start_process(self, settings: LaunchSettings) -> Followed:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        settings = replace(settings, control_fd=theirs.fileno())
         cores = share_of_cores(usable_cores(), settings.process_id, self._job.num_processes)
         with running_on(cores if self._job.split_cores else ()):
             popen = subprocess.Popen(
@@ -179,20 +174,20 @@ class _Job:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=child_environment(os.environ, settings, self._job.devices_per_process),
-                pass_fds=[reading],
+                pass_fds=[theirs.fileno()],
                 process_group=0,
                 text=True,
                 errors="replace",
             )
-        os.close(reading)
+        theirs.close()
         self._tell_guard("+", popen.pid)
-        process = _Process(settings.process_id, popen, os.fdopen(writing, "wb", buffering=0))
+        process = Followed(settings.process_id, popen, ours)
         for stream, errors in ((popen.stdout, False), (popen.stderr, True)):
             if stream is not None:
                 self._logs.follow(process.index, stream, errors=errors)
         return process
 
-    def follow(self, signals: _Signals) -> _Cause | None:
+    def follow(self, signals: Signals) -> _Cause | None:
         """Wait for all processes to end, or make them; says why, if not all ended well."""
         stopping: _Cause | None = None
         deadlines: list[tuple[float, int]] = []  # when to send which signal to those that still live
@@ -204,7 +199,7 @@ class _Job:
                 number = signals.received.pop(0)
                 # The first one asks; one that comes while they are ending insists.
                 patient = stopping is None
-                stopping = stopping or _Cause(None, f"ended by {_name(number)}.", 128 + number)
+                stopping = stopping or _Cause(None, f"ended by {signal_name(number)}.", 128 + number)
                 self._signal(alive, number if patient else signal.SIGKILL)
                 deadlines = [(now + self._job.grace, signal.SIGKILL)] if patient else []
             elif failed is not None and stopping is None:
@@ -216,74 +211,109 @@ class _Job:
                 patience = (0.13 if failed.status == PEER_FAILED_STATUS else 0.3) * timeout
                 deadlines = [(now + patience, signal.SIGTERM), (now + patience + 0.05 * timeout, signal.SIGKILL)]
             if not alive:
-                return self._better(stopping)
+                return self._preempted(stopping) or self._better(stopping)
             while deadlines and now >= deadlines[0][0]:
                 _, number = deadlines.pop(0)
                 stopping = self._blame_stopped(stopping, alive)
                 self._signal(alive, number)
+            if not deadlines:
+                self._end_overdue(alive, now)
             time.sleep(_POLL_SECONDS)
 
     def _reap(self) -> _Cause | None:
         """Notice the ends of processes; returns the first failure among those that are new."""
         found: _Cause | None = None
         for process in self._processes:
-            if process.status is not None or process.popen.poll() is None:
+            if not process.reap():
                 continue
-            process.status = process.popen.returncode
-            # What it has started and not ended itself is ended with it, and before its number is used again.
-            _kill_group(process.popen.pid)
             self._tell_guard("-", process.popen.pid)
-            process.control.close()
-            if process.status != 0 and (found is None or found.status == PEER_FAILED_STATUS):
+            if not process.ended_well and (found is None or found.status == PEER_FAILED_STATUS):
                 found = self._cause(process)
         unfinished = any(process.status is None for process in self._processes)
         # Without its service JAX aborts a process, which may be noticed first.
-        suspected = unfinished if found is None else found.status == _exit_status(-signal.SIGABRT)
+        suspected = unfinished if found is None else found.status == exit_status(-signal.SIGABRT)
         if suspected and self._service is not None and self._service.poll() is not None:
             status = self._service.returncode
-            text = f"the coordination service {_how(status)}. JAX ends all processes without it."
-            found = _Cause(None, text, _exit_status(status) or 1)
+            text = f"the coordination service {describe_end(status)}. JAX ends all processes without it."
+            found = _Cause(None, text, exit_status(status) or 1)
         return found
 
-    def _cause(self, process: _Process) -> _Cause:
+    def _cause(self, process: Followed) -> _Cause:
         status = process.status or 0
-        text = f"process {process.index} of {self._job.num_processes} failed first: it {_how(status)}."
+        text = f"process {process.index} of {self._job.num_processes} failed first: it {describe_end(status)}."
         if status == PEER_FAILED_STATUS:
             text = f"process {process.index} of {self._job.num_processes} was the first to end because of another one."
-        return _Cause(process.index, text, _exit_status(status))
+        return _Cause(process.index, text, exit_status(status))
 
     def _better(self, cause: _Cause | None) -> _Cause | None:
         """The true cause, if what was seen first is only a process that ended because of another."""
         if cause is None or cause.status != PEER_FAILED_STATUS:
             return cause
         for process in self._processes:
-            if process.status not in (0, PEER_FAILED_STATUS, -signal.SIGTERM, -signal.SIGKILL):
+            if not process.ended_well and process.status not in _OF_OTHERS:
                 return self._cause(process)
         return cause
 
-    def _blame_stopped(self, cause: _Cause | None, alive: Sequence[_Process]) -> _Cause | None:
+    def _preempted(self, cause: _Cause | None) -> _Cause | None:
+        """Where processes were asked to end and have saved, that is no failure; None if they were not, or have not."""
+        count = self._job.num_processes
+        if not any(process.status == PREEMPTED_STATUS for process in self._processes):
+            return None
+        if cause is not None and cause.status != 128 + signal.SIGTERM:
+            return None
+        for process in self._processes:
+            if not process.ended_well and process.status not in _OF_OTHERS:
+                return self._cause(process)
+        if not all(process.ended_well for process in self._processes):
+            return None
+        who = "the process has" if count == 1 else f"all {count} processes have"
+        text = f"preempted: {who} saved after SIGTERM. Start the run again: fit(resume=True) goes on from there."
+        return _Cause(None, text, PREEMPTED_STATUS)
+
+    def _blame_stopped(self, cause: _Cause | None, alive: Sequence[Followed]) -> _Cause | None:
         """A process that stands still cannot say so itself, and the others have ended because of it."""
         if cause is not None and cause.status != PEER_FAILED_STATUS:
             return cause
         for process in alive:
-            if _is_stopped(process.popen.pid):
+            if is_stopped(process.popen.pid):
                 text = f"process {process.index} of {self._job.num_processes} was stopped (SIGSTOP), and then killed."
                 return _Cause(process.index, text, 128 + signal.SIGSTOP)
         return cause
 
-    def _tell_others(self, cause: _Cause, alive: Sequence[_Process]) -> None:
+    def _tell_others(self, cause: _Cause, alive: Sequence[Followed]) -> None:
         if cause.status == PEER_FAILED_STATUS:
             return  # it was told by the others
         subject = "-" if cause.index is None else str(cause.index)
         how = cause.message if cause.index is None else cause.message.partition("failed first: ")[2].rstrip(".")
         for process in alive:
-            with contextlib.suppress(OSError):
-                process.control.write(f"{subject} {how}\n".encode())
+            process.tell(f"{subject} {how}")
 
-    def _signal(self, processes: Sequence[_Process], number: int) -> None:
+    def _signal(self, processes: Sequence[Followed], number: int) -> None:
         for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.popen.pid, number)
+            process.signal(number)
+
+    def _end_overdue(self, alive: Sequence[Followed], now: float) -> None:
+        """Wait no longer than `grace` for a process that has nothing more to do: no other one needs it any more."""
+        # All of them leave together: where one has ended well, the programs of all are over.
+        over = any(process.ended_well for process in self._processes)
+        for process in alive:
+            process.hear(now)
+            if over and process.over_since is None:
+                process.over_since = now
+            if process.over_since is None or process.is_overdue:
+                continue
+            waited, grace = now - process.over_since, self._job.grace
+            why = "an object's `__del__`, a thread or an exit handler may hold it"
+            if is_stopped(process.popen.pid):
+                why = "it was stopped (SIGSTOP)"
+            text = f"process {process.index} of {self._job.num_processes} has ended its program, but lives on"
+            if waited > grace:
+                process.is_overdue = True
+                self._say(f"{text}: {why}. After {grace:g} s (--grace) it is killed.")
+                process.signal(signal.SIGKILL)
+            elif waited > _SECONDS_IN_SILENCE and not process.is_told:
+                process.is_told = True
+                self._say(f"{text}: {why}. It is waited for up to {grace:g} s (--grace).")
 
     def _tell_guard(self, sign: str, group: int) -> None:
         with contextlib.suppress(OSError, ValueError):
@@ -295,11 +325,11 @@ class _Job:
         """Leave nothing behind."""
         for process in self._processes:
             if process.status is None:
-                _kill_group(process.popen.pid)
+                kill_group(process.popen.pid)
                 process.popen.wait()
                 process.control.close()
         if self._service is not None:
-            _kill_group(self._service.pid)
+            kill_group(self._service.pid)
             self._service.wait()
             if self._service.stdin is not None:
                 self._service.stdin.close()
@@ -355,46 +385,3 @@ def _reserve_port(address: str) -> socket.socket:
         reserved.close()
         raise LaunchError(f"--address {address}: this machine cannot listen there: {error}") from error
     return reserved
-
-
-@contextlib.contextmanager
-def _handled_signals() -> Generator[_Signals]:
-    signals = _Signals()
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under `nohup` the run outlives its terminal
-        numbers.append(signal.SIGHUP)
-    before: dict[int, Any] = {number: signal.signal(number, signals) for number in numbers}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _kill_group(group: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
-
-
-def _is_stopped(process: int) -> bool:
-    """Whether a process stands still by a signal; False where the system does not tell."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state in ("T", "t")
-
-
-def _name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
-def _how(status: int) -> str:
-    return f"was killed by {_name(-status)}" if status < 0 else f"ended with exit status {status}"
-
-
-def _exit_status(status: int) -> int:
-    return 128 - status if status < 0 else status

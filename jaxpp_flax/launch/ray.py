@@ -21,6 +21,7 @@ import importlib
 import os
 import re
 import socket
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -30,7 +31,7 @@ from typing import Any
 import jax
 
 from jaxpp_flax.engine import _compat
-from jaxpp_flax.engine.coordination import Failure, process_group, quietly
+from jaxpp_flax.engine.coordination import PREEMPTED_STATUS, Failure, process_group, quietly
 from jaxpp_flax.engine.watch import DEFAULT_FAILURE_TIMEOUT
 from jaxpp_flax.launch.coordinator import heartbeat_timeout
 from jaxpp_flax.launch.ending import ProgramExitError
@@ -55,6 +56,11 @@ class _Told:
     report: Any = None
     failed: int | None = None
     why: str | None = None
+
+
+@dataclass(frozen=True)
+class _Preempted:
+    """What a process returns that was asked to end, and has saved."""
 
 
 @dataclass
@@ -101,6 +107,7 @@ def run(
 
     Raises:
       LaunchError: if Ray is missing or has not the resources, or if a process fails: that error is its cause.
+      SystemExit: with status 75, if the processes were asked to end by SIGTERM, and have saved.
     """
     if num_processes < 1:
         raise LaunchError(f"num_processes={num_processes}: at least one process is needed.")
@@ -186,7 +193,12 @@ def _follow(ray: Any, calls: list[Any], queue: Any, news: _News, failure_timeout
             late = ray.wait(waiting, num_returns=len(waiting), timeout=0.3 * failure_timeout_s)[0] if waiting else []
             _hear(ray, calls, late, queue, news)
             raise _first_failure(ray, news)
-    return ray.get(calls)
+    results = ray.get(calls)
+    if any(isinstance(result, _Preempted) for result in results):
+        text = f"preempted: all {len(results)} processes have saved after SIGTERM"
+        print(f"jaxpp_flax.launch: {text}. Run it again: fit(resume=True) goes on from there.", file=sys.stderr)
+        raise SystemExit(PREEMPTED_STATUS)
+    return results
 
 
 def _hear(ray: Any, calls: list[Any], done: list[Any], queue: Any, news: _News) -> None:
@@ -269,10 +281,10 @@ class _Worker:
             process_group().end_process(failure)
 
         if settings.num_processes == 1:
-            return jax.device_get(_call(function, report, arguments))
+            return _call(function, report, arguments)
         ending = connect(settings, None, timeout_s, served_elsewhere=served, on_failure=end)
         try:
-            result = jax.device_get(_call(function, report, arguments))
+            result = _call(function, report, arguments)
         except BaseException as error:
             if ending.is_a_consequence(error) and (failure := ending.group.failure) is not None:
                 tell(failure)
@@ -286,9 +298,11 @@ class _Worker:
 
 def _call(function: Callable[..., Any], report: Report, arguments: tuple[Any, ...]) -> Any:
     try:
-        return function(report, *arguments)
+        return jax.device_get(function(report, *arguments))
     except SystemExit as error:
         if error.code in (None, 0):
             return None
+        if error.code == PREEMPTED_STATUS:
+            return _Preempted()
         # Ray would take it for the wish to end the actor.
         raise ProgramExitError(error.code) from None

@@ -26,8 +26,9 @@ class LaunchSettings:
       process_id: which of them this one is, from 0.
       bind_address: the address that this process's own sockets listen on.
       failure_timeout: seconds within which a failure anywhere has ended every process.
-      control_fd: descriptor of a pipe from the launcher: a line in it is a failure of another process, its end is the
-        launcher's end. None if there is no launcher to hear of.
+      control_fd: descriptor of a connection to the launcher: a line from there is a failure of another process, its
+        end is the launcher's end; "over 0" says that this process's program is over, and its status. None if there is
+        no launcher.
 
     Example:
       >>> settings = LaunchSettings(coordinator_address="127.0.0.1:4000", num_processes=2, process_id=1)

@@ -21,7 +21,7 @@ from jaxpp_flax.launch import coordinator
 from jaxpp_flax.launch.ending import Ending, end_at_once, listen_to_launcher
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
 
-__all__ = ["connect", "initialize"]
+__all__ = ["connect", "initialize", "join"]
 
 # JAX aborts a process whose connection it gives up, without a word on why; our own deadline comes before that.
 _AFTER_OUR_DEADLINE = 60
@@ -67,10 +67,33 @@ def initialize(
       >>> initialize(coordinator_address="127.0.0.1:4321", num_processes=1, process_id=0).process_count
       1
     """
+    ending = join(
+        coordinator_address=coordinator_address,
+        num_processes=num_processes,
+        process_id=process_id,
+        local_device_ids=local_device_ids,
+        bind_address=bind_address,
+        failure_timeout_s=failure_timeout_s,
+        initialization_timeout_s=initialization_timeout_s,
+    )
+    return process_group() if ending is None else ending.group
+
+
+def join(
+    *,
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    local_device_ids: Sequence[int] | None = None,
+    bind_address: str | None = None,
+    failure_timeout_s: float | None = None,
+    initialization_timeout_s: float = 300.0,
+) -> Ending | None:
+    """`initialize`, for what runs a user's program: how this process ends; None for a single one, or one connected."""
     if jax.distributed.is_initialized():
         group = process_group()
         group.watch() if failure_timeout_s is None else group.watch(failure_timeout_s)
-        return group
+        return None
     settings = LaunchSettings.from_environment(os.environ)
     served_elsewhere = settings is not None
     if settings is None:
@@ -78,7 +101,7 @@ def initialize(
             coordinator_address, num_processes, process_id, local_device_ids, round(initialization_timeout_s)
         )
     if settings.num_processes == 1:
-        return process_group()
+        return None
     if (why := _compat.why_one_process()) is not None:
         raise LaunchError(why)
     for name in settings.to_environment():
@@ -90,7 +113,7 @@ def initialize(
     )
     ending = connect(settings, local_device_ids, initialization_timeout_s, served_elsewhere=served_elsewhere)
     ending.install()
-    return ending.group
+    return ending
 
 
 def _find_place(
@@ -192,7 +215,7 @@ def connect(
     _compat.bind_cpu_collectives(bind_address)
     os.environ.setdefault("JAXPP_FLAX_BIND_ADDRESS", bind_address)  # for the engine's transports
     group = process_group()
-    ending = Ending(group, settings.failure_timeout, lambda: _leave(service))
+    ending = Ending(group, settings.failure_timeout, lambda: _leave(service), settings.control_fd)
     group.watch(settings.failure_timeout, on_failure)
     watching.set()
     group.barrier("the start of all processes", timeout_s)

@@ -6,11 +6,12 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from jaxpp_flax.engine.coordination import process_group
 from jaxpp_flax.trainers.position import DataPosition, ResumeData, check_batch_size, examples_in, seek, state_of
 from jaxpp_flax.trainers.progress import Meter, NoMeter
 from jaxpp_flax.trainers.remainder import RemainderRule
 
-__all__ = ["Batches", "batches"]
+__all__ = ["Batches", "awaited", "batches"]
 
 
 def batches(
@@ -115,7 +116,8 @@ class Batches(Iterator[Any]):
         self._run = self._generate()
 
     def __next__(self) -> Any:
-        return next(self._run)
+        with process_group().waiting("the next batch of the data"):
+            return next(self._run)
 
     def position(self) -> DataPosition:
         """After the last batch that was given."""
@@ -171,3 +173,19 @@ class Batches(Iterator[Any]):
         self._examples = None if size is None or self._examples is None else self._examples + size
         if self._batch_size is None or (is_given and self.given == 1):
             self._batch_size = size
+
+
+def awaited(data: Iterable[Any], what: str) -> Iterator[Any]:
+    """What `data` gives; where that takes long, it is said what is waited for.
+
+    Example:
+      >>> list(awaited([1, 2], "the next batch of eval_data"))
+      [1, 2]
+    """
+    iterator, end = iter(data), object()
+    while True:
+        with process_group().waiting(what):
+            batch = next(iterator, end)
+        if batch is end:
+            return
+        yield batch

@@ -10,6 +10,7 @@ from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.batch import InferencePart, join_parts
 from jaxpp_flax.trainers.builders import StepBuilders
 from jaxpp_flax.trainers.calling import call_model
+from jaxpp_flax.trainers.data import awaited
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.evaluation import Average
 from jaxpp_flax.trainers.inference import ForwardOnly
@@ -49,7 +50,7 @@ class Inferring(Loading):
         """
         self._call_together("trainer.evaluate")
         average, pending, alike = Average(), None, BatchesAlike(self.mesh, "evaluation")
-        for batch in [data] if isinstance(data, Mapping) else data:
+        for batch in [data] if isinstance(data, Mapping) else awaited(data, "the next batch to evaluate"):
             whole = self._whole(batch, global_batch_size)
             own = batch if whole is not batch else None
             for part in self._inference_parts(whole, rows_only=own is not None):

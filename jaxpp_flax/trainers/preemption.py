@@ -10,10 +10,9 @@ import time
 from types import FrameType
 from typing import Any
 
-__all__ = ["KILLED_STATUS", "PREEMPTED_STATUS", "Preemption"]
+from jaxpp_flax.engine.coordination import PREEMPTED_STATUS
 
-PREEMPTED_STATUS = 75
-"""Exit status after SIGTERM, once the checkpoint is complete: start the program again and it goes on from there."""
+__all__ = ["KILLED_STATUS", "PREEMPTED_STATUS", "Preemption"]
 
 KILLED_STATUS = 143
 """Exit status of a second SIGTERM, or of a save that missed the deadline: the checkpoint before is the latest."""

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jaxpp_flax.engine.coordination import process_group
 from jaxpp_flax.engine.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.tracing import trace_settings
 from jaxpp_flax.layers.remat import check_remat
@@ -475,6 +476,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         return compiled
 
     def _executable(self, kind: str, microbatches: Any, build: Callable[[], Any], *, donate: bool) -> Any:
+        process_group().step = self._step + (kind == "train")  # for messages
         key = self._key(kind, microbatches)
         if key not in self._executables:
             if self.mesh is not None:  # else `jax.jit` decides

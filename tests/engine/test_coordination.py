@@ -197,6 +197,19 @@ def test_a_store_that_hangs_is_a_failure_too():
     assert "has not answered process 0" in ended[0].message
 
 
+def test_a_thread_of_the_watch_that_fails_ends_the_process_and_is_told(monkeypatch: pytest.MonkeyPatch):
+    store = MemoryStore()
+    members = groups(2, store)
+    monkeypatch.setattr(members[0], "awaited", lambda: 1 / 0)
+    ended: list[Failure] = []
+    for member in members:
+        member.watch(4.0, ended.append)
+    wait_until(lambda: len(ended) == 2)
+    for failure in ended:
+        assert failure.process == 0
+        assert "its thread 'jaxpp_flax watch' failed: ZeroDivisionError" in failure.message
+
+
 def test_to_end_the_program_while_another_waits_is_a_failure():
     members = groups(2)
     for group in members:
@@ -213,6 +226,30 @@ def test_to_end_the_program_while_another_waits_is_a_failure():
                 members[1].check()
 
     in_parallel([early, late])
+
+
+@pytest.mark.parametrize("run", [7, 8])
+def test_what_a_process_will_never_send_is_not_waited_for_long(run: int):
+    members = groups(2)
+    members[0].runs, members[1].runs = run, 7
+    for group in members:
+        group.watch(10.0, nothing)
+    messages: list[str] = []
+    ended = meet_as_main(members[1], "the end of fit", messages, idle="its data ended")
+    begun = time.monotonic()
+    with members[0].waiting("activations of microbatch 0", on=1, run=run):
+        # What it sent in step 7 may be large and slow: it is waited for until 60 % of the timeout.
+        wait_until(lambda: members[0].failure is not None or time.monotonic() - begun > 4.5)
+        assert (members[0].failure is not None) == (run == 8)
+    if run == 7:
+        members[0].report_failure("the end of the test")
+    ended.join(timeout=60)
+    for member in members:
+        member._watch.stop()
+    if run == 8:
+        assert (
+            "process 1: it goes no further while others wait for it: its data ended. Process 0 waits for" in messages[0]
+        )
 
 
 def meet_as_main(group: ProcessGroup, name: str, messages: list[str], *, idle: str | None = None) -> threading.Thread:
@@ -299,7 +336,7 @@ def test_waits_nest_and_end():
     with group.waiting("a"):
         with group.waiting(lambda: "b", on=3):
             assert group.waits() == ["a: b (from process 3)"]
-            assert group.awaited_processes() == [3]
+            assert group.awaited() == [(3, None)]
         assert group.waits() == ["a"]
     assert group.waits() == []
 

@@ -219,6 +219,22 @@ def test_a_process_may_take_its_time_at_the_end(tmp_path: Path):
         assert run.stdout.count("done") == 2
 
 
+def test_what_is_awaited_for_long_is_said_by_all(tmp_path: Path):
+    (tmp_path / "script.py").write_text(
+        BEGIN
+        + """
+with group.waiting("the next batch of the data"):
+    time.sleep(3.0 * index)
+group.barrier("the loss of step 8")
+"""
+    )
+    command = [sys.executable, "-m", "jaxpp_flax.launch", "-n", "2", "script.py"]
+    with started(tmp_path, command, JAXPP_FLAX_REPORT_AFTER="1") as run:
+        assert run.finish() == 0, run.stderr
+    assert "[1] jaxpp_flax: process 1 has been waiting for 1 s for the next batch of the data\n" in run.stderr
+    assert "[0] jaxpp_flax: process 0 has been waiting for 1 s for the loss of step 8 (from process 1)\n" in run.stderr
+
+
 def test_one_process_is_an_ordinary_program(tmp_path: Path):
     with launched(tmp_path, BEGIN + "sys.exit(5)", "-n", "1") as run:
         assert run.finish() == 5
@@ -251,6 +267,98 @@ print("saved")
         run.popen.send_signal(signal.SIGTERM)
         assert run.finish() == 128 + signal.SIGTERM
         assert run.stdout.count("saved") == 2
+        run.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("signalled", ["the launcher", "process 1"])
+def test_a_preemption_is_no_failure(tmp_path: Path, signalled: str):
+    source = (
+        BEGIN
+        + """
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+print("waits")
+while not group.announced("the last step"):
+    if asked:
+        group.announce("the last step", b"7")
+    time.sleep(0.05)
+group.barrier("the save")
+time.sleep(2.0 * index)
+sys.exit(75)
+"""
+    )
+    with launched(tmp_path, source, "-n", "2") as run:
+        run.wait_for_output("waits", times=2)
+        if signalled == "the launcher":
+            run.popen.send_signal(signal.SIGTERM)
+        else:
+            run.kill(1, signal.SIGTERM)
+        assert run.finish() == 75, run.stderr
+        assert error_block(run.stderr).strip() == (
+            "preempted: all 2 processes have saved after SIGTERM. Start the run again: fit(resume=True) goes on from "
+            "there."
+        )
+        run.check_nothing_is_left()
+
+
+def test_a_failed_save_after_sigterm_is_a_failure(tmp_path: Path):
+    source = (
+        BEGIN
+        + """
+def end(*_):
+    if index == 1:
+        os._exit(3)
+    os._exit(75)
+signal.signal(signal.SIGTERM, end)
+print("waits")
+while True:
+    time.sleep(0.05)
+"""
+    )
+    with launched(tmp_path, source, "-n", "2") as run:
+        run.wait_for_output("waits", times=2)
+        run.popen.send_signal(signal.SIGTERM)
+        assert run.finish() == 3
+        assert error_block(run.stderr).startswith("process 1 of 2 failed first: it ended with exit status 3")
+
+
+def test_processes_that_hang_after_their_programs_are_killed(tmp_path: Path):
+    source = (
+        BEGIN
+        + """
+class Hangs:
+    def __del__(self, sleep=time.sleep, stop=os.kill, me=os.getpid()):
+        stop(me, 19) if index == 0 else sleep(1000)
+
+import builtins
+builtins.hangs = Hangs()  # deleted when the interpreter ends
+"""
+    )
+    with launched(tmp_path, source, "-n", "2", "--grace", "2") as run:
+        assert run.finish() == 0, run.stderr
+        says = r"process {} of 2 has ended its program, but lives on: {}.* After 2 s \(--grace\) it is killed"
+        assert re.search(says.format(0, r"it was stopped \(SIGSTOP\)"), run.stderr), run.stderr
+        assert re.search(says.format(1, "an object's `__del__`"), run.stderr), run.stderr
+        run.check_nothing_is_left()
+
+
+def test_a_thread_that_keeps_a_process_from_its_end_is_named_and_ends_all(tmp_path: Path):
+    source = (
+        BEGIN
+        + """
+import threading
+from jaxpp_flax.launch import leaving
+leaving._SECONDS_IN_SILENCE, leaving.LEAVING_SECONDS = 1.0, 2.0
+if index == 1:
+    threading.Thread(target=time.sleep, args=(1000,), name="uploader").start()
+"""
+    )
+    with launched(tmp_path, source, "-n", "2") as run:
+        assert run.finish() == 1
+        held = "the program of process 1 is over, but its thread 'uploader' still runs (daemon=False)"
+        assert f"[1] jaxpp_flax: {held}. The other processes wait for it; after 2 s it ends." in run.stderr
+        assert error_block(run.stderr).startswith("process 1 of 2 failed first: it ended with exit status 1")
+        assert f"process 1: {held}, for 2 s" in run.stderr  # as the other one was told
         run.check_nothing_is_left()
 
 

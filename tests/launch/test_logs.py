@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxpp_flax.launch.local import _handled_signals
 from jaxpp_flax.launch.logs import Logs
+from jaxpp_flax.launch.signals import handled_signals
 
 
 def printed(logs: Logs, text: str) -> None:
@@ -42,10 +42,10 @@ def test_logs_can_be_read_while_the_run_goes_on(tmp_path: Path):
 def test_a_hangup_that_is_ignored_stays_so():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with _handled_signals():
+        with handled_signals():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        with _handled_signals() as signals:
+        with handled_signals() as signals:
             assert signal.getsignal(signal.SIGHUP) is signals
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -60,6 +60,24 @@ def test_a_process_that_ends_because_of_another_is_not_blamed(errors: dict[int, 
     assert failure.__cause__ is (None if len(errors) == 1 else errors[2 if 2 in errors else 1])
 
 
+@pytest.mark.parametrize("preempted", [True, False])
+def test_processes_that_were_asked_to_end_are_no_failure(preempted: bool, capsys: pytest.CaptureFixture[str]):
+    def train(report: ray_launch.Report) -> int:
+        if preempted:
+            raise SystemExit(75)
+        return 7
+
+    results = [ray_launch._call(train, print, ())] * 2
+    ray = SimpleNamespace(wait=lambda calls, **_: (calls, []), get=lambda call: call)
+    queue = SimpleNamespace(get_nowait_batch=lambda count: [], qsize=lambda: 0)
+    if preempted:
+        with pytest.raises(SystemExit, match="75"):
+            ray_launch._follow(ray, results, queue, ray_launch._News(None), 1.0)
+        assert "preempted: all 2 processes have saved after SIGTERM" in capsys.readouterr().err
+    else:
+        assert ray_launch._follow(ray, results, queue, ray_launch._News(None), 1.0) == [7, 7]
+
+
 def check(folder: Path, program: str, *printed: str) -> None:
     pytest.importorskip("ray")
     (folder / "driver.py").write_text(BEGIN + program, encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 import pytest
@@ -40,7 +41,22 @@ def test_a_killed_process_is_named_with_what_was_awaited(end: signal.Signals):
     assert ended[1].code == -end  # JAX's preemption service would have it ignore SIGTERM
     for output in outputs:
         assert "process 1" in output, output[-3000:]
+        # Steps as the callbacks count them, of which at most four are under way.
+        told = [int(step) for step in re.findall(r"in step (\d+)", output)]
+        last = max(int(step) for step in re.findall(r"^step (\d+)$", output, re.MULTILINE))
+        assert all(last - 4 <= step <= last + 1 for step in told), output[-3000:]
     assert any("microbatch" in output and "stage" in output for output in outputs), outputs[0][-3000:]
+
+
+def test_of_three_in_a_row_the_last_blames_the_first_and_not_the_one_between():
+    # No launcher tells: process 2 hears of the end of process 0 by an error that process 1 passes on.
+    with start_processes(3, "run_failure.py") as processes:
+        since = after_some_steps(processes)
+        processes.processes[0].kill()
+        ended = processes.wait(since + 40)
+    for end in ended[1:]:
+        assert end.code == 69, end.output[-3000:]
+        assert "jaxpp_flax: the run has ended: process 0: its connection broke while" in end.output, end.output[-3000:]
 
 
 def test_a_stopped_process_is_named():

@@ -21,22 +21,30 @@ class TransportError(RuntimeError):
 class Tag:
     """What is being moved, the same on both ends.
 
-    `number` is the place of the transfer in the program's one global list of instructions, so it says which edge,
-    which microbatch and which direction is meant. The leaves of a transfer go in one parcel, in the program's order.
+    Attributes:
+      program: its name, no other's.
+      step: the step as the user counts them, for messages.
+      number: the place of the transfer in the program's one global list of instructions, so it says which edge, which
+        microbatch and which direction is meant. The leaves of a transfer go in one parcel, in the program's order.
+      call: which call of the program it is; None: there is one for each step. After a restore, steps come again.
 
     Example:
       >>> tag = Tag(program="0f3a", step=7, number=12)
       >>> tag.id(0, 1) == tag.id(0, 1), tag.id(0, 1) == tag.id(1, 0)
       (True, False)
+      >>> Tag("0f3a", 7, 12, call=1).id(0, 1) == Tag("0f3a", 7, 12, call=2).id(0, 1)
+      False
     """
 
     program: str
     step: int
     number: int
+    call: int | None = None
 
     def id(self, source: int, target: int) -> int:
         """A number of 63 bits for what process `source` sends to process `target`: a hash, so that none comes twice."""
-        text = f"{self.program}/{self.step}/{self.number}/{source}/{target}"
+        call = self.step if self.call is None else self.call
+        text = f"{self.program}/{call}/{self.number}/{source}/{target}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import jax
 from jaxpp_flax.engine import _compat
 from jaxpp_flax.engine.addresses import own_address
 from jaxpp_flax.engine.coordination import CoordinationError, ProcessGroup, process_group
+from jaxpp_flax.engine.environment import seconds_of
 from jaxpp_flax.engine.transport.base import Parcel, Tag, Transport
 from jaxpp_flax.engine.transport.device_put import CrossHostDevicePut
 from jaxpp_flax.engine.transport.nccl import NcclTransport
@@ -60,24 +62,13 @@ class Settings:
         transport = environment.get("JAXPP_FLAX_TRANSPORT") or None
         if transport is not None and transport not in _NAMES:
             raise ValueError(f"JAXPP_FLAX_TRANSPORT={transport!r}: it must be one of {', '.join(_NAMES)}.")
-        receive = environment.get("JAXPP_FLAX_RECEIVE_TIMEOUT")
-        start = environment.get("JAXPP_FLAX_START_TIMEOUT")
+        receive = seconds_of(environment, "JAXPP_FLAX_RECEIVE_TIMEOUT", math.inf)
         return cls(
             transport=transport,
             bind_address=environment.get("JAXPP_FLAX_BIND_ADDRESS") or None,
-            start_timeout=_seconds("JAXPP_FLAX_START_TIMEOUT", start) if start else cls.start_timeout,
-            receive_timeout=_seconds("JAXPP_FLAX_RECEIVE_TIMEOUT", receive) if receive else None,
+            start_timeout=seconds_of(environment, "JAXPP_FLAX_START_TIMEOUT", cls.start_timeout),
+            receive_timeout=None if receive == math.inf else receive,
         )
-
-
-def _seconds(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise ValueError(f"{name}={text!r}: it must be a number of seconds above 0.")
-    return value
 
 
 class Link:

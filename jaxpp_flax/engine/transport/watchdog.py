@@ -15,7 +15,9 @@ from typing import Any
 import jax
 
 from jaxpp_flax.engine.coordination import Failure, ProcessGroup
+from jaxpp_flax.engine.peer_errors import observe_broken
 from jaxpp_flax.engine.transport.base import Parcel, Tag, Transport
+from jaxpp_flax.engine.watch import reporting_thread
 
 __all__ = ["Watchdog"]
 
@@ -35,15 +37,15 @@ class Watchdog:
 
     def __init__(self, transport: Transport, group: ProcessGroup, deadline_s: float | None = None) -> None:
         self._transport, self._group, self._deadline = transport, group, deadline_s
-        self._pending: deque[tuple[Parcel, Tag, Any, float]] = deque()
+        self._pending: deque[tuple[Parcel, Tag, Any, float, int]] = deque()
         self._wake = threading.Event()
         self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="jaxpp_flax-watchdog", daemon=True)
+        self._thread = reporting_thread("jaxpp_flax watchdog", self._run, self._report)
         self._thread.start()
 
     def follow(self, parcel: Parcel, tag: Tag, arrays: list[Any]) -> None:
         """Look after a receive whose arrays are not ready yet."""
-        self._pending.append((parcel, tag, arrays[-1], time.monotonic()))
+        self._pending.append((parcel, tag, arrays[-1], time.monotonic(), self._group.runs))
         self._wake.set()
 
     def stop(self) -> None:
@@ -54,27 +56,24 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stopped:
+            if self._group.failed.is_set():
+                self._abandon_all()
             if not self._pending:
                 self._wake.wait(timeout=_POLL_SECONDS)
                 self._wake.clear()
-                if self._group.failed.is_set():
-                    self._abandon_all()
-                    return
                 continue
-            parcel, tag, array, begun = self._pending[0]
+            parcel, tag, array, begun, run = self._pending[0]
             if not _arrived(array):
-                self._await(parcel, tag, array, begun)
+                self._await(parcel, tag, array, begun, run)
             self._pass_on_error(parcel, tag, array)
-            if self._group.failed.is_set():
-                self._abandon_all()
-                return
-            self._pending.popleft()
+            if not self._group.failed.is_set():
+                self._pending.popleft()
             del array
 
-    def _await(self, parcel: Parcel, tag: Tag, array: Any, begun: float) -> None:
+    def _await(self, parcel: Parcel, tag: Tag, array: Any, begun: float, run: int) -> None:
         # The receives before it have arrived by now, so only now is this one what the process waits for.
         since = time.monotonic()
-        with self._group.waiting(lambda: f"{parcel.what}, in step {tag.step}", on=parcel.source):
+        with self._group.waiting(lambda: f"{parcel.what}, in step {tag.step}", parcel.source, run):
             while not (self._stopped or _arrived(array) or self._group.failed.wait(_POLL_SECONDS)):
                 waited = time.monotonic() - max(since, begun)
                 if self._deadline is not None and waited > self._deadline:
@@ -95,20 +94,21 @@ class Watchdog:
             array.block_until_ready()
         except (jax.errors.JaxRuntimeError, RuntimeError) as error:
             # A wait of this thread is what the failure is described with.
-            with self._group.waiting(lambda: f"{parcel.what}, in step {tag.step}", on=parcel.source):
-                self._group.observe(
-                    Failure(
-                        parcel.source,
-                        f"its connection broke while process {parcel.target} waited for {parcel.what}, in step "
-                        f"{tag.step}: it was killed, or ended its program early ({str(error).splitlines()[0]})",
-                    ),
-                    tell=True,
-                )
+            what = f"{parcel.what}, in step {tag.step}"
+            with self._group.waiting(what, on=parcel.source):
+                observe_broken(self._group, parcel.source, what, error)
 
     def _abandon_all(self) -> None:
-        for peer in {parcel.source for parcel, *_ in self._pending}:
+        # Taken out one by one: the main thread adds more meanwhile, and what comes later is abandoned as well.
+        peers: set[int] = set()
+        while self._pending:
+            peers.add(self._pending.popleft()[0].source)
+        for peer in peers:
             self._transport.abandon(peer)
-        self._pending.clear()
+
+    def _report(self, failure: str) -> None:
+        self._group.report_failure(failure)
+        self._abandon_all()
 
 
 def _arrived(array: Any) -> bool:

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 
 from jaxpp_flax.engine.coordination import ProcessGroup
-from jaxpp_flax.engine.transport.base import Parcel, Tag, TransportError
+from jaxpp_flax.engine.peer_errors import observe_broken
+from jaxpp_flax.engine.transport.base import Parcel, Tag
 
 __all__ = ["Window"]
 
@@ -34,36 +35,34 @@ class Window:
         self._group = group
         self._max = max_tasks
         self._tasks = 0
-        self._pending: deque[tuple[Any, int, Parcel, Tag]] = deque()
+        self._pending: deque[tuple[Any, int, Parcel, Tag, int]] = deque()
 
     def received(self, array: Any, parcel: Parcel, tag: Tag) -> None:
         """A receive was started; `array` becomes ready when it ends, and is neither donated nor deleted till then."""
-        self._pending.append((array, self._tasks, parcel, tag))
+        self._pending.append((array, self._tasks, parcel, tag, self._group.runs))
 
     def before_task(self) -> None:
         """Called before each task; waits where too many are ahead.
 
         Raises:
-          ProcessFailedError, TransportError: if what is waited for will not come.
+          ProcessFailedError: if what is waited for will not come.
         """
         self._tasks += 1
         while self._pending:
-            array, begun, parcel, tag = self._pending[0]
+            array, begun, parcel, tag, run = self._pending[0]
             ahead = self._tasks - begun > self._max
             if not ahead and (array.is_deleted() or not array.is_ready()):
                 return
             if ahead and not array.is_deleted():
-                self._wait(array, parcel, tag)
+                self._wait(array, parcel, tag, run)
             self._pending.popleft()
 
-    def _wait(self, array: Any, parcel: Parcel, tag: Tag) -> None:
+    def _wait(self, array: Any, parcel: Parcel, tag: Tag, run: int) -> None:
+        what = f"{parcel.what}, in step {tag.step}"
         try:
-            with self._group.waiting(lambda: f"{parcel.what}, in step {tag.step}", on=parcel.source):
+            with self._group.waiting(what, parcel.source, run):
                 array.block_until_ready()
         except jax.errors.JaxRuntimeError as error:
-            self._group.check()
-            raise TransportError(
-                f"what process {parcel.source} was to send did not arrive: {parcel.what}, in step {tag.step}. It was "
-                f"killed, or ended early ({str(error).splitlines()[0]}). Look for the reason at the end of the output "
-                f"of process {parcel.source}, then start the run again, from its last checkpoint."
-            ) from error
+            with self._group.waiting(what, on=parcel.source):
+                observe_broken(self._group, parcel.source, what, error)
+                self._group.check(error)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import pytest
 
-from jaxpp_flax.engine.coordination import ProcessGroup
-from jaxpp_flax.engine.transport.base import Parcel, Tag, TransportError
+from jaxpp_flax.engine.coordination import ProcessFailedError, ProcessGroup
+from jaxpp_flax.engine.runtime import Across
+from jaxpp_flax.engine.transport.base import Parcel, Tag
 from jaxpp_flax.engine.transport.window import Window
 
 
@@ -43,11 +46,22 @@ def test_tasks_wait_for_the_oldest_receive_once_too_many_hang_on_it():
     assert waits == [0, 0, 1, 1]
 
 
+def test_messages_name_the_step_that_the_user_counts():
+    group = ProcessGroup(None, 0, 1)
+    across = Across(SimpleNamespace(group=group), "program 1", "program-1-0f")  # type: ignore[arg-type]
+    assert across.tag(7, call=1).step == 1  # nobody counts steps: the first call
+    group.step = 13  # a run that goes on after step 12
+    assert across.tag(7, call=1) == Tag("program-1-0f", 13, 7, 1)
+    # A restore takes the steps back, but no parcel may have the name of another.
+    assert across.tag(7, call=2).id(0, 1) != across.tag(7, call=1).id(0, 1)
+
+
 def test_what_does_not_arrive_is_named_with_what_to_do():
     window = Window(ProcessGroup(None, 0, 1), max_tasks=0)
     window.received(Awaited(jax.errors.JaxRuntimeError("INTERNAL: connection closed")), PARCEL, TAG)
     says = (
-        r"process 1 was to send .* task fwd_1 needs .* in step 4.*connection closed.*Look .* of process 1, then start"
+        r"process 1: its connection broke while process 0 waited for what task fwd_1 needs .* in step 4.*connection "
+        r"closed.*Look .* of process 1, then start"
     )
-    with pytest.raises(TransportError, match=says):
+    with pytest.raises(ProcessFailedError, match=says):
         window.before_task()
