@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
-from jaxpp_flax.trainers.position import DataPosition, ResumeData, check_batch_size, examples_in, seek, state_of
+from jaxpp_flax.trainers.position import DataPosition, Drawn, ResumeData, check_batch_size, examples_in, seek, state_of
 from jaxpp_flax.trainers.progress import Meter, NoMeter
 
 __all__ = ["Batches", "batches"]
@@ -20,7 +20,7 @@ def batches(
     position: DataPosition | None = None,
     resume_data: ResumeData = "fast_forward",
     meter: Meter | None = None,
-    drawn: int = 0,
+    drawn: Drawn | Literal[0] = 0,
 ) -> Batches:
     """The batches of `data`: at most `steps` of them, in at most `epochs` passes.
 
@@ -34,7 +34,7 @@ def batches(
       position: where to begin; see `jaxpp_flax.trainers.position`.
       resume_data: how to get there where `data` has no `set_state`.
       meter: shows it.
-      drawn: how many batches of its only pass are drawn, where `data` is an iterator that has been in use.
+      drawn: from `Batches.drawn_from`, where `data` is an iterator that has been in use; else 0.
 
     Raises:
       ValueError: if `steps` or `epochs` is below 1, `data` is empty, or several epochs are asked of a generator.
@@ -65,7 +65,7 @@ def batches(
         raise ValueError(f"resume_data={resume_data!r}: it must be 'fast_forward', 'refuse' or 'restart'.")
     passes = epochs if epochs is not None or steps is not None else 1
     start = None if resume_data == "restart" else position
-    return Batches(data, first, steps, passes, start, resume_data, meter, drawn)
+    return Batches(data, first, steps, passes, start, resume_data, meter, drawn or Drawn())
 
 
 class Batches(Iterator[Any]):
@@ -88,55 +88,65 @@ class Batches(Iterator[Any]):
         position: DataPosition | None,
         resume_data: ResumeData,
         meter: Meter | None,
-        drawn: int,
+        drawn: Drawn,
     ) -> None:
         self._data, self._iterator, self._steps, self._epochs = data, first, steps, epochs
         self._start, self._meter = position, meter or NoMeter()
         self._how: ResumeData = resume_data
-        self._drawn, self.given = drawn, 0
+        self.given = 0
         self._before = position.batches if position is not None else 0
         self._epoch = position.epoch if position is not None else 0
-        self._in_epoch = position.in_epoch if position is not None else 0
-        self._examples = position.examples if position is not None else 0  # in this pass, where they are known
-        self._batch_size = position.batch_size if position is not None else None
+        self._drawn = drawn  # of the pass under way
+        self._batch_size: int | None = None  # of the first batch that was given of it
+        self._position = position or self._here()
         self._run = self._generate()
 
     def __next__(self) -> Any:
         return next(self._run)
 
     def position(self) -> DataPosition:
-        """After the last batch that was given."""
+        """After the last batch that was given, whatever has become of the next one."""
+        return self._position
+
+    def drawn_from(self, data: Any) -> Drawn | Literal[0]:
+        """What `data` has given, if it is the very iterator that these batches came from."""
+        return self._drawn if data is self._iterator else 0
+
+    def _here(self) -> DataPosition:
+        """Where the data stands between two draws. An iterator that is interrupted in one may have moved on."""
         return DataPosition(
             batches=self._before + self.given,
             epoch=self._epoch,
-            in_epoch=self._in_epoch,
-            examples=self._examples if self._batch_size is not None else None,
+            in_epoch=self._drawn.batches,
+            examples=self._drawn.examples,
             batch_size=self._batch_size,
             iterator=state_of(self._iterator),
         )
 
-    def drawn_from(self, data: Any) -> int:
-        """How many batches `data` has given, if it is the very iterator that these batches came from."""
-        return self._in_epoch if data is self._iterator else 0
-
     def _generate(self) -> Iterator[Any]:
         once = self._iterator is self._data
+        if self._epochs is not None and self._epoch >= self._epochs:
+            self._meter.message(f"nothing to do: {self._epochs} of {self._epochs} passes over the data are done")
+            return
         if self._start is not None:
-            self._in_epoch = seek(self._iterator, self._start, self._how, self._meter, drawn=self._drawn)
+            seek(self._iterator, self._start, self._how, self._meter, self._drawn)
         while True:
             for batch in self._iterator:
+                self._drawn.add(batch)
                 if self._start is not None and not self.given:
                     check_batch_size(self._iterator, self._start, batch)
-                self._count(batch)
+                if self._batch_size is None:
+                    self._batch_size = examples_in(batch)
+                self.given += 1
+                self._position = self._here()
                 yield batch
                 if self.given == self._steps:
                     return
-            empty, total = not self._in_epoch, self._before + self.given
-            if not total:
+            if not self._before + self.given:
                 raise ValueError(f"data (a {type(self._data).__name__}) held no batch.")
-            if self._epoch + 1 == self._epochs:
+            if self._epochs is not None and self._epoch + 1 >= self._epochs:
                 return
-            if once or empty:
+            if once or not self._drawn.batches:
                 warnings.warn(
                     f"data ended after {self.given} of {self._steps} steps: a {type(self._data).__name__} runs once. "
                     "Training stops here.",
@@ -144,13 +154,6 @@ class Batches(Iterator[Any]):
                     stacklevel=4,
                 )
                 return
-            self._epoch, self._in_epoch, self._examples, self._batch_size = self._epoch + 1, 0, 0, None
+            self._epoch, self._batch_size, self._drawn = self._epoch + 1, None, Drawn()
             self._iterator = iter(self._data)
-
-    def _count(self, batch: Any) -> None:
-        size = examples_in(batch)
-        self.given += 1
-        self._in_epoch += 1
-        self._examples = None if size is None or self._examples is None else self._examples + size
-        if self._batch_size is None or self.given == 1:
-            self._batch_size = size
+            self._position = self._here()

@@ -1,4 +1,4 @@
-"""Data for random trainer scripts, twice: as Python objects for the trainer, and as what the documentation says of them.
+"""Data for random trainer scripts, twice: as objects for the trainer, and as what the documentation says of them.
 
 A pass has the examples 0 to 23 in batches of 4 or 8. A list and a dataset can be iterated again; a dataset and an
 iterator have `get_state` and `set_state`; a generator has neither.
@@ -111,6 +111,10 @@ class Refused(Exception):  # noqa: N818
     """The place cannot be found in this data: `DataPositionError`."""
 
 
+class Empty(Exception):  # noqa: N818
+    """The data holds no batch: `ValueError`."""
+
+
 class Happens(Exception):  # noqa: N818
     """An event of the script: args[0] tells which."""
 
@@ -137,18 +141,21 @@ class Stream:
       steps, epochs: at most so many; steps count from here, epochs from the beginning of the run.
       start: the place to begin at; None for the beginning.
       how: `resume_data`.
+      drawn: batches that the iterator has given before.
     """
 
-    def __init__(self, data: Data, *, steps: int | None, epochs: int | None, start: Place | None, how: str):
+    def __init__(
+        self, data: Data, *, steps: int | None, epochs: int | None, start: Place | None, how: str, drawn: int = 0
+    ):
         self.data, self.steps = data, steps
         self.epochs = 1 if steps is None and epochs is None else epochs
         self.start = None if how == "restart" else start
         self.how = how
-        self.place = self.start or Place(own=data.has_state)
+        self.place = self.start or Place(examples=drawn * data.size, own=data.has_state)
         self.requested = False  # by SIGTERM
         self.warns = False
         self.given = 0
-        self._drawn, self._at, self._sought = 0, 0, False
+        self._drawn, self.at, self._sought = drawn, drawn, False
 
     def next(self) -> tuple[int, ...] | None:
         """The next batch, or None at the end; the place is after it."""
@@ -157,13 +164,15 @@ class Stream:
         if not self._sought:
             self._sought = True
             self._seek()
-        if self._at >= EXAMPLES // self.data.size:
+        if self.at >= EXAMPLES // self.data.size:
+            if not self.given and self.start in (None, Place(own=self.data.has_state)):
+                raise Empty
             if self.epochs is not None and self.place.epoch + 1 >= self.epochs:
                 return None
             if self.data.runs_once:
                 self.warns = True
                 return None
-            self._at = 0
+            self.at = 0
             self.place = Place(epoch=self.place.epoch + 1)
         examples = self._draw()
         sized_by_own_state = self.start is not None and self.start.own and self.data.has_state
@@ -179,13 +188,13 @@ class Stream:
         if start is None:
             return
         if start.own and self.data.has_state:
-            self._at = start.examples // (start.size or 1)
+            self.at = start.examples // (start.size or 1)
             return
-        if start.examples and self.how == "refuse":
+        if start.examples != self.at * self.data.size and self.how == "refuse":
             raise Refused
-        while self._at * self.data.size < start.examples:
+        while self.at * self.data.size < start.examples:
             self._draw()
-        if self._at * self.data.size > start.examples:
+        if self.at * self.data.size > start.examples:
             raise Refused
 
     def _draw(self) -> tuple[int, ...]:
@@ -194,5 +203,5 @@ class Stream:
             if self.data.event[1] != "sigterm":
                 raise Happens(self.data.event[1])
             self.requested = True
-        self._at += 1
-        return self.data.batches()[self._at - 1]
+        self.at += 1
+        return self.data.batches()[self.at - 1]
