@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from jaxpp_flax.engine.coordination import process_group
-from jaxpp_flax.trainers.position import DataPosition, ResumeData, check_batch_size, examples_in, seek, state_of
+from jaxpp_flax.trainers.position import DataPosition, Drawn, ResumeData, check_batch_size, examples_in, seek, state_of
 from jaxpp_flax.trainers.progress import Meter, NoMeter
 from jaxpp_flax.trainers.remainder import RemainderRule
 
@@ -22,7 +22,7 @@ def batches(
     position: DataPosition | None = None,
     resume_data: ResumeData = "fast_forward",
     meter: Meter | None = None,
-    drawn: int = 0,
+    drawn: Drawn | Literal[0] = 0,
     remainder: RemainderRule | None = None,
 ) -> Batches:
     """The batches of `data`: at most `steps` of them, in at most `epochs` passes.
@@ -37,7 +37,7 @@ def batches(
       position: where to begin; see `jaxpp_flax.trainers.position`.
       resume_data: how to get there where `data` has no `set_state`.
       meter: shows it.
-      drawn: how many batches of its only pass are drawn, where `data` is an iterator that has been in use.
+      drawn: from `Batches.drawn_from`, where `data` is an iterator that has been in use; else 0.
       remainder: what to do with smaller batches; None: they are given as they are.
 
     Raises:
@@ -75,7 +75,7 @@ def batches(
         begin = 0 if start is None else start.in_epoch
         once = steps is not None and isinstance(data, Sequence) and begin + steps <= len(data)
         left_out = remainder.left_out(data, begin if once else 0, begin + steps if once and steps else None)
-    return Batches(data, first, steps, passes, start, resume_data, meter, drawn, remainder, left_out)
+    return Batches(data, first, steps, passes, start, resume_data, meter, drawn or Drawn(), remainder, left_out)
 
 
 class Batches(Iterator[Any]):
@@ -98,7 +98,7 @@ class Batches(Iterator[Any]):
         position: DataPosition | None,
         resume_data: ResumeData,
         meter: Meter | None,
-        drawn: int,
+        drawn: Drawn,
         remainder: RemainderRule | None,
         left_out: int,
     ) -> None:
@@ -106,13 +106,14 @@ class Batches(Iterator[Any]):
         self._start, self._meter = position, meter or NoMeter()
         self._how: ResumeData = resume_data
         self._remainder, self.left_out = remainder, left_out  # batches of a pass
-        self._drawn, self.given = drawn, 0
+        self.given = 0
         self._taken = 0  # with those that are left out
+        self._full = position.batch_size if position is not None and position.in_epoch else None
         self._before = position.batches if position is not None else 0
         self._epoch = position.epoch if position is not None else 0
-        self._in_epoch = position.in_epoch if position is not None else 0
-        self._examples = position.examples if position is not None else 0  # in this pass, where they are known
-        self._batch_size = position.batch_size if position is not None else None
+        self._drawn = drawn  # of the pass under way
+        self._batch_size: int | None = None  # of the first batch that was given of it
+        self._position = position or self._here()
         self._run = self._generate()
 
     def __next__(self) -> Any:
@@ -120,41 +121,49 @@ class Batches(Iterator[Any]):
             return next(self._run)
 
     def position(self) -> DataPosition:
-        """After the last batch that was given."""
+        """After the last batch that was given, whatever has become of the next one."""
+        return self._position
+
+    def drawn_from(self, data: Any) -> Drawn | Literal[0]:
+        """What `data` has given, if it is the very iterator that these batches came from."""
+        return self._drawn if data is self._iterator else 0
+
+    def _here(self) -> DataPosition:
+        """Where the data stands between two draws. An iterator that is interrupted in one may have moved on."""
         return DataPosition(
             batches=self._before + self._taken,
             epoch=self._epoch,
-            in_epoch=self._in_epoch,
-            examples=self._examples if self._batch_size is not None else None,
+            in_epoch=self._drawn.batches,
+            examples=self._drawn.examples,
             batch_size=self._batch_size,
             iterator=state_of(self._iterator),
         )
 
-    def drawn_from(self, data: Any) -> int:
-        """How many batches `data` has given, if it is the very iterator that these batches came from."""
-        return self._in_epoch if data is self._iterator else 0
-
     def _generate(self) -> Iterator[Any]:
         once = self._iterator is self._data
+        if self._epochs is not None and self._epoch >= self._epochs:
+            self._meter.message(f"nothing to do: {self._epochs} of {self._epochs} passes over the data are done")
+            return
         if self._start is not None:
-            self._in_epoch = seek(self._iterator, self._start, self._how, self._meter, drawn=self._drawn)
+            seek(self._iterator, self._start, self._how, self._meter, self._drawn)
         while True:
             for drawn in self._iterator:
+                self._drawn.add(drawn)
                 if self._start is not None and not self._taken:
                     check_batch_size(self._iterator, self._start, drawn)
-                batch = drawn if self._remainder is None else self._remainder.fitted(drawn, self._batch_size)
-                self._count(drawn, is_given=batch is not None)
+                batch = self._take(drawn)
                 if batch is None:
                     continue
+                self.given += 1
+                self._position = self._here()
                 yield batch
                 if self.given == self._steps:
                     return
-            empty, total = not self._in_epoch, self._before + self._taken
-            if not total:
+            if not self._before + self._taken:
                 raise ValueError(f"data (a {type(self._data).__name__}) held no batch.")
-            if self._epoch + 1 == self._epochs:
+            if self._epochs is not None and self._epoch + 1 >= self._epochs:
                 return
-            if once or empty:
+            if once or not self._drawn.batches:
                 warnings.warn(
                     f"data ended after {self.given} of {self._steps} steps: a {type(self._data).__name__} runs once. "
                     "Training stops here.",
@@ -162,17 +171,19 @@ class Batches(Iterator[Any]):
                     stacklevel=4,
                 )
                 return
-            self._epoch, self._in_epoch, self._examples, self._batch_size = self._epoch + 1, 0, 0, None
+            self._epoch, self._batch_size, self._full, self._drawn = self._epoch + 1, None, None, Drawn()
             self._iterator = iter(self._data)
+            self._position = self._here()
 
-    def _count(self, batch: Any, *, is_given: bool) -> None:
-        size = examples_in(batch)
-        self.given += is_given
+    def _take(self, drawn: Any) -> Any:
+        """The batch to train on, or None."""
+        batch = drawn if self._remainder is None else self._remainder.fitted(drawn, self._full)
         self._taken += 1
-        self._in_epoch += 1
-        self._examples = None if size is None or self._examples is None else self._examples + size
-        if self._batch_size is None or (is_given and self.given == 1):
-            self._batch_size = size
+        if self._full is None or self._taken == 1:  # of a resumed run: batches may have another size now
+            self._full = None if batch is None else examples_in(drawn)
+        if self._batch_size is None and batch is not None:
+            self._batch_size = examples_in(drawn)
+        return batch
 
 
 def awaited(data: Iterable[Any], what: str) -> Iterator[Any]:

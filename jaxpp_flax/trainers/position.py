@@ -16,6 +16,7 @@ from jaxpp_flax.trainers.progress import Meter
 
 __all__ = [
     "DataPosition",
+    "Drawn",
     "ResumeData",
     "check_batch_size",
     "examples_in",
@@ -107,10 +108,42 @@ def examples_in(batch: Any) -> int | None:
     return next((shape[0] for leaf in jax.tree.leaves(batch) if (shape := getattr(leaf, "shape", ()))), None)
 
 
-def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, meter: Meter, *, drawn: int = 0) -> int:
-    """Bring an iterator of a pass, of which `drawn` batches are drawn, to `position`; how many batches that takes.
+@dataclass
+class Drawn:
+    """What an iterator has given so far of its pass, whether it was used or dropped.
+
+    Args:
+      batches: how many.
+      examples: in these, where batches are arrays; else None.
+
+    Example:
+      >>> drawn = Drawn()
+      >>> drawn.add(np.zeros((4, 2)))
+      >>> drawn
+      Drawn(batches=1, examples=4)
+    """
+
+    batches: int = 0
+    examples: int | None = 0
+
+    def add(self, batch: Any) -> None:
+        """One more."""
+        size = examples_in(batch)
+        self.batches += 1
+        self.examples = None if size is None or self.examples is None else self.examples + size
+
+
+def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, meter: Meter, drawn: Drawn) -> Drawn:
+    """Bring an iterator of a pass to `position`; what it has given in this pass then, in batches of now.
 
     Where batches are arrays their examples are counted, so that they may have another size now.
+
+    Args:
+      iterator: as above.
+      position: as above.
+      how: what to do where it has no `set_state`.
+      meter: shows a long way.
+      drawn: what it has given before; kept up to date, after an error too.
 
     Raises:
       DataPositionError: if it has no `set_state` and `how` is "refuse", it ends before that position, is past it, or
@@ -118,62 +151,63 @@ def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, meter
     """
     if position.iterator is not None and hasattr(iterator, "set_state"):
         iterator.set_state(position.iterator)  # pyright: ignore[reportAttributeAccessIssue]
-        return position.in_epoch
-    count = position.in_epoch - drawn
-    if not count:
-        return position.in_epoch
-    if count < 0:
+        drawn.batches, drawn.examples = position.in_epoch, position.examples
+        return drawn
+    left = _left(position, drawn)
+    if not left:
+        return drawn
+    if left < 0:
         raise DataPositionError(
-            f"the checkpoint was written after {position.in_epoch} batches of a pass over the data, but {drawn} are "
-            f"drawn from this {type(iterator).__name__}, which cannot go back. Pass data that begins anew."
+            f"the checkpoint was written after {position.in_epoch} batches of a pass over the data, but "
+            f"{drawn.batches} are drawn from this {type(iterator).__name__}, which cannot go back. Pass data that "
+            "begins anew."
         )
     if how == "refuse":
         raise DataPositionError(
-            f"the checkpoint was written after {count} batches of a pass over the data, and a "
+            f"the checkpoint was written after {position.in_epoch} batches of a pass over the data, and a "
             f"{type(iterator).__name__} has no `set_state` to go there. Use an iterator with get_state and set_state "
             'such as grain\'s; or resume_data="fast_forward" draws these batches and drops them.'
         )
+    count = position.in_epoch - drawn.batches
     bar = count >= _WORTH_A_BAR
     if bar:
         meter.message(f"fast-forwarding the data by {count} batches")
         meter.start(count, 0)
     try:
-        return drawn + _drop(iterator, position, count, count_examples=not drawn, tell=meter.advance if bar else None)
+        _drop(iterator, position, drawn, meter.advance if bar else None)
     finally:
         if bar:
             meter.stop()
+    return drawn
 
 
-def _drop(
-    iterator: Iterator[Any],
-    position: DataPosition,
-    count: int,
-    *,
-    count_examples: bool,
-    tell: Callable[[int], None] | None,
-) -> int:
-    """Draw `count` batches, or as many as hold the examples of `position`; how many these are."""
-    left, done = position.examples if count_examples else None, 0
-    while done < count if left is None else left > 0:
+def _left(position: DataPosition, drawn: Drawn) -> int:
+    """Examples up to the position; batches, where examples are not known."""
+    if position.examples is None or drawn.examples is None:
+        return position.in_epoch - drawn.batches
+    return position.examples - drawn.examples
+
+
+def _drop(iterator: Iterator[Any], position: DataPosition, drawn: Drawn, tell: Callable[[int], None] | None) -> None:
+    """Draw up to the position."""
+    done = 0
+    while (left := _left(position, drawn)) > 0:
         try:
-            batch = next(iterator)
+            drawn.add(batch := next(iterator))
         except StopIteration:
             raise DataPositionError(
-                f"the checkpoint was written after {count} batches of a pass over the data, but this data ended "
-                f'after {done}. Pass the same data, or resume_data="restart" to begin it anew.'
+                f"the checkpoint was written after {position.in_epoch} batches of a pass over the data, but this data "
+                f'ended after {drawn.batches}. Pass the same data, or resume_data="restart" to begin it anew.'
             ) from None
         done += 1
-        size = examples_in(batch)
-        left = None if left is None or size is None else left - size
-        if left is not None and left < 0:
-            raise DataPositionError(
-                f"the checkpoint was written after {position.examples} examples of a pass over the data, in batches of "
-                f"{position.batch_size}. Batches of {size} do not end there. Use a batch size that divides "
-                f'{position.examples}, or resume_data="restart" to begin the data anew.'
-            )
         if tell is not None:
             tell(done)
-    return done
+    if left < 0:
+        raise DataPositionError(
+            f"the checkpoint was written after {position.examples} examples of a pass over the data, in batches of "
+            f"{position.batch_size}. Batches of {examples_in(batch)} do not end there. Use a batch size that divides "
+            f'{position.examples}, or resume_data="restart" to begin the data anew.'
+        )
 
 
 def check_batch_size(iterator: Any, position: DataPosition, batch: Any) -> None:
@@ -184,7 +218,8 @@ def check_batch_size(iterator: Any, position: DataPosition, batch: Any) -> None:
     """
     size = examples_in(batch)
     before = position.batch_size
-    if position.iterator is None or size is None or before is None or size == before:
+    own = position.iterator is not None and hasattr(iterator, "set_state")  # else examples were counted
+    if not own or size is None or before is None or size == before:
         return
     if size < before and state_of(iterator) is not None and _is_last(iterator):
         return  # the rest of a pass

@@ -1,0 +1,368 @@
+"""Random trainer scripts: whatever a script does in whatever order, the trainer and its directory do as documented.
+
+A failure prints the script. The model is in `script_model.py`, the data in `script_data.py`, the program of which NumPy
+knows every bit in `script_program.py`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from jaxpp_flax.checkpoint import CheckpointMismatchError
+from jaxpp_flax.checkpoint import save as save_tree
+from jaxpp_flax.trainers.callbacks import Callback, EarlyStopping
+from jaxpp_flax.trainers.preemption import PREEMPTED_STATUS
+from tests.trainers.script_damage import DAMAGES, damage
+from tests.trainers.script_data import Data, happen
+from tests.trainers.script_model import Event, Fails, Fit, Outcome, Run, Saved
+from tests.trainers.script_program import State, batch_of, make_trainer
+
+SETTINGS = st.fixed_dictionaries(
+    {
+        "stages": st.sampled_from([1, 2]),
+        "save_every": st.sampled_from([None, 1, 2, 3]),
+        "keep": st.sampled_from([None, None, 1, 2]),
+        "async_save": st.booleans(),
+    }
+)
+ENDINGS = ["raise", "ctrl_c", "sigterm"]
+
+
+class Losses(Callback):
+    """Those that `fit` delivers, by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, float] = {}
+
+    def on_metrics(self, trainer: Any, step: int, metrics: Any) -> None:
+        self.found[step] = metrics["loss"]
+
+
+class Does(Callback):
+    """An event of the script, once."""
+
+    def __init__(self, event: Event):
+        super().__init__()
+        self.event: Event | None = event
+
+    def _do(self, hook: str, trainer: Any, step: int) -> None:
+        event = self.event
+        if event is None or event.hook != hook or step < event.step:
+            return
+        self.event = None
+        if event.what == "stop":
+            trainer.stop("the script says so")
+        else:
+            happen(event.what)  # type: ignore[arg-type]
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._do("on_fit_start", trainer, trainer.step)
+
+    def on_step(self, trainer: Any, step: int) -> None:
+        self._do("on_step", trainer, step)
+
+    def on_metrics(self, trainer: Any, step: int, metrics: Any) -> None:
+        self._do("on_metrics", trainer, step)
+
+    def on_evaluate(self, trainer: Any, step: int, metrics: Any) -> None:
+        self._do("on_evaluate", trainer, step)
+
+
+@st.composite
+def data(draw: Any, endings: list[str] = ENDINGS, *, like: Any = None) -> Data:
+    kind = draw(st.sampled_from(["list", "dataset", "generator", "iterator"]))
+    event = draw(st.none() | st.none() | st.tuples(st.integers(0, 7), st.sampled_from(endings)))
+    return Data(kind=kind, size=draw(st.sampled_from([4, 4, 8])), event=event)
+
+
+@st.composite
+def limits(draw: Any, runs_once: bool) -> tuple[int | None, int | None]:
+    """`steps` beyond those done, and `epochs`."""
+    which = draw(st.sampled_from(["steps", "steps", "epochs", "both", "neither"]))
+    steps = draw(st.integers(0, 7)) if which in ("steps", "both") else None
+    epochs = draw(st.integers(1, 1 if runs_once else 3)) if which in ("epochs", "both") else None
+    return steps, epochs
+
+
+EVENTS = st.builds(
+    Event,
+    hook=st.sampled_from(["on_fit_start", "on_step", "on_step", "on_metrics", "on_evaluate"]),
+    step=st.integers(0, 9),
+    what=st.sampled_from(["stop", *ENDINGS]),
+) | st.builds(Event, hook=st.just("in_step"), step=st.integers(1, 9), what=st.just("ctrl_c"))
+
+
+class Scripts(RuleBasedStateMachine):
+    """A trainer, its directory, and the model of both."""
+
+    @initialize(options=SETTINGS)
+    def begin(self, options: dict[str, Any]) -> None:
+        self.handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores Ctrl-C
+        self.top = Path(tempfile.mkdtemp(prefix="jaxpp_flax_scripts_"))
+        self.directory = self.top / "run"
+        self.elsewhere: list[tuple[Path, Saved | None]] = []
+        self._start({}, options)
+
+    def _start(self, disk: dict[int, Saved], options: dict[str, Any]) -> None:
+        self.run = Run(disk, save_every=options["save_every"], keep=options["keep"])
+        self.trainer = make_trainer(self.directory, **options)
+        self.early = EarlyStopping(patience=self.run.patience.patience)
+        self.held: tuple[Data, Any] | None = None  # the iterator of the `fit` before
+        self.writing = False  # a save that no call has waited for
+
+    def teardown(self) -> None:
+        if hasattr(self, "trainer"):
+            if sys.exc_info()[0] is None:  # else what is wrong has been found
+                self.look()
+                self._read_all()
+            signal.signal(signal.SIGINT, self.handler)
+            shutil.rmtree(self.top, ignore_errors=True)
+
+    # ------------------------------------------------------------------ training
+
+    @rule(data=st.data(), resume=st.sampled_from([True, True, "latest_valid", False]))
+    def fit(self, data: Any, resume: Any) -> None:
+        again = self.held is not None and data.draw(st.booleans())
+        source, given = self.held if again and self.held else (data.draw(_data()), None)
+        more, epochs = data.draw(limits(source.runs_once))
+        base = self.run.state.step if resume else 0
+        steps = None if more is None else max(1, base + more)
+        call = Fit(
+            data=source, steps=steps, epochs=epochs, resume=resume,
+            resume_data=data.draw(st.sampled_from(["fast_forward", "fast_forward", "refuse", "restart"])),
+            evaluates=data.draw(st.booleans()), eval_every=data.draw(st.sampled_from([None, 1, 2])),
+            event=data.draw(st.none() | EVENTS), stops_early=data.draw(st.booleans()),
+            drawn=self.run.stream.at if again and self.run.stream else 0,
+        )  # fmt: skip
+        losses = Losses()
+        self._interrupt_within(call.event)
+        callbacks: list[Callback] = [losses]
+        callbacks += [self.early] if call.stops_early else []
+        callbacks += [] if call.event is None else [Does(call.event)]
+        evaluated = [batch_of(Run.EVALUATED)] if call.evaluates else None
+        given = source.build() if given is None else given
+        before = self.run.stream
+        expected = self.run.fit(call)
+        self._expect(
+            expected,
+            lambda: self.trainer.fit(
+                given, steps=steps, epochs=epochs, resume=resume, resume_data=call.resume_data,  # type: ignore[arg-type]
+                eval_data=evaluated, eval_every=call.eval_every if call.evaluates else None, callbacks=callbacks,
+            ),
+        )  # fmt: skip
+        assert losses.found == expected.losses
+        self.writing = False
+        self._interrupt_within(None)
+        if self.run.stream is not before:
+            self.held = (source, given) if source.runs_once and source.event is None else None
+
+    @rule(data=st.data(), left_at=st.none() | st.integers(1, 5))
+    def loop(self, data: Any, left_at: int | None) -> None:
+        source = data.draw(_data(["raise", "ctrl_c"]))
+        more, epochs = data.draw(limits(source.runs_once))
+        steps = None if more is None else max(1, more)
+        found: dict[int, float] = {}
+
+        def train() -> None:
+            for number, (step, metrics) in enumerate(
+                self.trainer.training_steps(source.build(), steps=steps, epochs=epochs), 1
+            ):
+                found[step] = float(metrics["loss"])
+                if number == left_at:
+                    break
+
+        self.held = None
+        expected = self.run.loop(source, steps, epochs, left_at)
+        self._expect(expected, train)
+        assert found == expected.losses
+        self.writing = False
+
+    @precondition(lambda self: not self.run.unused)  # defect: the trainer takes this step for that batch
+    @rule(first=st.integers(100, 120), size=st.sampled_from([4, 8]))
+    def step_by_hand(self, first: int, size: int) -> None:
+        examples = range(first, first + size)
+        loss = float(self.trainer.train_step(batch_of(examples))["loss"])
+        assert loss == self.run.step_by_hand(examples)
+
+    # ------------------------------------------------------------------ what changes nothing
+
+    @rule()
+    def evaluate(self) -> None:
+        assert self.trainer.evaluate([batch_of(Run.EVALUATED)])["loss"] == self.run.state.loss(Run.EVALUATED)
+
+    @rule()
+    def predict(self) -> None:
+        found = np.asarray(self.trainer.predict(batch_of(Run.EVALUATED)))
+        assert np.array_equal(found, self.run.state.predicted(Run.EVALUATED))
+
+    @rule()
+    def look(self) -> None:
+        """`trainer.state`: before the first step, too, which makes it."""
+        assert State.of(self.trainer.state).differences(self.run.state) == []
+
+    @invariant()
+    def nothing_else_has_changed(self) -> None:
+        if not hasattr(self, "trainer"):
+            return
+        assert self.trainer.step == self.run.state.step
+        if self.trainer._placed:
+            self.look()
+        if not self.writing:
+            steps = sorted(int(path.name) for path in self.directory.glob("*") if path.name.isdigit())
+            assert steps == sorted(self.run.disk), f"{steps}, expected {sorted(self.run.disk)}"
+
+    # ------------------------------------------------------------------ checkpoints
+
+    # Defect: with `keep`, a save of a step below the latest deletes later checkpoints.
+    @precondition(lambda self: self.run.state.step >= max(self.run.disk, default=0))
+    @rule(wait=st.booleans())
+    def save(self, wait: bool) -> None:
+        self._expect(self._model(self.run.save), lambda: self.trainer.save(wait=wait))
+        self.writing = not wait
+
+    @rule(weights=st.booleans())
+    def save_elsewhere(self, weights: bool) -> None:
+        """The whole run, or its weights alone."""
+        path = self.top / f"elsewhere_{len(self.elsewhere)}"
+        if weights:
+            save_tree(path, {"params": self.trainer.state.params})
+        else:
+            self.trainer.save(path)
+        self.elsewhere.append((path, self.run.saved(), weights))
+
+    @rule(
+        data=st.data(), part=st.sampled_from(["all", "all", "params", "opt_state"]), renamed=st.booleans(),
+        missing=st.sampled_from(["error", "keep"]), low_memory=st.booleans(),
+    )  # fmt: skip
+    def restore(self, data: Any, part: str, renamed: bool, missing: Any, low_memory: bool) -> None:
+        self._wait()
+        where: Any = data.draw(st.sampled_from(["latest", *sorted(self.run.disk), 77, *range(-len(self.elsewhere), 0)]))
+        renamed = renamed and part != "opt_state"
+        weights = False
+        if where == "latest":
+            saved = self.run.disk.get(max(self.run.disk, default=-1))
+        elif where < 0:
+            where, saved, weights = self.elsewhere[where]
+        else:
+            saved = self.run.disk.get(where)
+        only = None if part == "all" else f"{part}/*"
+        rename = {"params": "opt_state/anchor"} if renamed else None
+
+        def restored() -> None:
+            if weights and (part == "opt_state" or renamed or (part == "all" and missing == "error")):
+                raise Fails(CheckpointMismatchError)
+            self.run.restore(saved, "params" if weights else part, renamed=renamed)
+
+        self._expect(
+            self._model(restored),
+            lambda: self.trainer.restore(where, only=only, rename=rename, missing=missing, low_memory=low_memory),
+        )
+
+    @precondition(lambda self: self.run.disk)
+    @rule(data=st.data(), how=st.sampled_from(DAMAGES))
+    def damage(self, data: Any, how: str) -> None:
+        self._wait()
+        step = data.draw(st.sampled_from(sorted(self.run.disk)))
+        if how == "empty":
+            (self.directory / "60").mkdir(exist_ok=True)
+            self.run.disk[60] = replace(self.run.disk[step], damaged=True)
+        elif how == "remove":
+            # Defect: a store that is open in this process would still refuse to save the step ("already exists").
+            self.trainer._store.close()  # type: ignore[union-attr]
+            shutil.rmtree(self.directory / str(step))
+            del self.run.disk[step]
+        elif not self.run.disk[step].damaged:
+            damage(self.directory / str(step), how, data.draw(st.integers(0, 99)))
+            self.run.disk[step] = replace(self.run.disk[step], damaged=True)
+
+    @rule(options=SETTINGS)
+    def start_again(self, options: dict[str, Any]) -> None:
+        """The program ends, which waits for what is being written, and starts again."""
+        self._wait()
+        self._start(self.run.disk, options)
+
+    # ------------------------------------------------------------------ inside
+
+    def _interrupt_within(self, event: Event | None) -> None:
+        """Ctrl-C once a step has taken the state's memory, and before anything has its results."""
+        trainer, waits = self.trainer, event is not None and event.hook == "in_step"
+
+        def finish(*arguments: Any) -> Any:
+            nonlocal waits
+            if waits and event is not None and trainer.step + 1 >= event.step:
+                waits = False
+                happen("ctrl_c")
+            return type(trainer)._finish_step(trainer, *arguments)
+
+        trainer._finish_step = finish  # type: ignore[method-assign]
+
+    def _wait(self) -> None:
+        self.trainer._store.wait()  # type: ignore[union-attr]
+        self.writing = False
+
+    def _model(self, call: Callable[[], None]) -> Outcome:
+        try:
+            call()
+        except Fails as failure:
+            return Outcome(errors=failure.types)
+        return Outcome()
+
+    def _expect(self, expected: Outcome, call: Callable[[], Any]) -> None:
+        """Make the call; it must end as the model does."""
+        error: BaseException | None = None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                call()
+            except BaseException as raised:
+                error = raised
+        right = isinstance(error, expected.errors) if expected.errors else error is None
+        names = " or ".join(of.__name__ for of in expected.errors) or "no error"
+        if not right:
+            raise AssertionError(f"expected {names}, got {error!r}") from error
+        if isinstance(error, SystemExit):
+            assert error.code == PREEMPTED_STATUS
+        texts = [str(warning.message) for warning in caught]
+        assert [text for text in texts if "data ended after" not in text] == []
+        assert bool(texts) == expected.warns
+
+    def _read_all(self) -> None:
+        """Every whole checkpoint holds what the model says: read by a new trainer of another layout."""
+        self._wait()
+        reader = make_trainer(None, stages=1)
+        for step, saved in self.run.disk.items():
+            if not saved.damaged:
+                reader.restore(self.directory / str(step))
+                assert State.of(reader.state).differences(saved.state) == []
+
+
+_data = data
+
+
+def run_scripts(count: int, **options: Any) -> None:
+    run_state_machine_as_test(Scripts, settings=settings(max_examples=count, stateful_step_count=10, **options))
+
+
+def test_random_scripts():
+    run_scripts(8)
