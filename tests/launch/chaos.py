@@ -26,7 +26,7 @@ from jaxpp_flax.engine.array import MpmdArray  # noqa: E402
 from jaxpp_flax.trainers import Callback  # noqa: E402
 from tests.checkpoint import program  # noqa: E402
 
-SETTINGS: dict[str, Any] = json.loads(sys.argv[1])
+SETTINGS: dict[str, Any] = json.loads(sys.argv[1]) if __name__ == "__main__" else {}
 KIND, STEP = SETTINGS.get("kind"), SETTINGS.get("step", 0)
 
 
