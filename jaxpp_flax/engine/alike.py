@@ -18,7 +18,7 @@ import numpy as np
 from jaxpp_flax.engine.coordination import CoordinationError, ProcessGroup
 from jaxpp_flax.engine.watch import name_processes
 
-__all__ = ["ValuesMismatchError", "agree_on", "hash_of"]
+__all__ = ["ValuesMismatchError", "agree_on", "hash_of", "text_of"]
 
 
 class ValuesMismatchError(CoordinationError):
@@ -53,6 +53,19 @@ def hash_of(value: Any, max_elements: int | None = None) -> str | None:
     return hashlib.blake2b(np.ascontiguousarray(array).view(np.uint8).data, digest_size=8).hexdigest()
 
 
+def text_of(value: Any) -> str | None:
+    """What stands for a value in a message: a single number itself, of others `hash_of`; None where that is None.
+
+    >>> text_of(jnp.float32(0.25)), text_of(np.array([7])), text_of(jnp.arange(3)) == hash_of(jnp.arange(3))
+    ('0.25', '7', True)
+    """
+    whole = not isinstance(value, jax.Array) or value.is_fully_addressable
+    number = whole and np.size(value) == 1 and not isinstance(value, jax.ShapeDtypeStruct)
+    if not number or (isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)):
+        return hash_of(value)
+    return str(np.asarray(value).reshape(())[()])  # by NumPy: as few digits as tell its dtype's numbers apart
+
+
 def agree_on(
     group: ProcessGroup,
     name: str,
@@ -66,7 +79,7 @@ def agree_on(
     Args:
       group: the processes; each calls this at the same point of its program.
       name: what the values are together, for errors.
-      hashes: by the values' names; None for one that this process has not.
+      hashes: by the values' names, or what else stands for them (`text_of`); None for one that this process has not.
       remedy: what to change.
       ended: why this process does nothing for the others any more until all have come here, if so.
       among: which of these values are compared this time, for errors.

@@ -9,6 +9,7 @@ nothing, at once.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ import jax
 
 from jaxpp_flax.engine import _compat
 from jaxpp_flax.engine.environment import seconds_of
-from jaxpp_flax.engine.store import CoordinationError, JaxKeyValueStore
+from jaxpp_flax.engine.store import CoordinationError, JaxKeyValueStore, claim_index
 from jaxpp_flax.engine.waits import REPORT_SECONDS, Reporter, Waits
 from jaxpp_flax.engine.watch import DEFAULT_FAILURE_TIMEOUT, ROOT, Failure, KeyValueStore, Watch, name_processes
 from jaxpp_flax.engine.whereabouts import place_of_main_thread
@@ -89,6 +90,7 @@ class ProcessGroup:
         self.process_index = process_index
         self.process_count = process_count
         self.service = "the coordination service"  # as errors name it
+        self.identity = f"process id {os.getpid()} of host {socket.gethostname()}"
         self._store = store
         self._uses: Counter[str] = Counter()
         self._asked: Counter[str] = Counter()
@@ -417,11 +419,13 @@ class ProcessGroup:
 
         Raises:
           ValueError: if the timeout is not positive.
+          CoordinationError: if another process has this one's index.
         """
         if failure_timeout_s <= 0:
             raise ValueError(f"failure_timeout_s must be positive, not {failure_timeout_s}.")
         if self._store is None or self._watch is not None:
             return
+        claim_index(self._store, self.process_index, self.process_count, self.identity)
         self._watch = Watch(self, self._store, failure_timeout_s, on_failure or self.end_process)
         self._report_waits(f"process {self.process_index}")
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 
-__all__ = ["CoordinationError", "JaxKeyValueStore"]
+from jaxpp_flax.engine.watch import ROOT, KeyValueStore
+
+__all__ = ["CoordinationError", "JaxKeyValueStore", "claim_index"]
 
 
 class CoordinationError(RuntimeError):
@@ -50,6 +52,30 @@ class JaxKeyValueStore:
     def delete(self, key: str) -> None:
         with _store_errors():
             self._client.key_value_delete(key)
+
+
+def claim_index(store: KeyValueStore, index: int, count: int, identity: str) -> None:
+    """Be the one process of this index: the store takes two for one, and so would all that rests on it.
+
+    Args:
+      store: of the run.
+      index: of this process.
+      count: of the processes.
+      identity: names this process, and no other.
+
+    Raises:
+      CoordinationError: naming both, if another process has the index.
+    """
+    key = f"{ROOT}/claims/{index}"
+    if store.add(f"{key}/count") == 1:
+        store.set(f"{key}/by", identity.encode())
+        return
+    owner = (store.get(f"{key}/by", 5.0) or b"another process").decode()
+    if owner != identity:
+        raise CoordinationError(
+            f"two processes of this run have the index {index} (process_id): {owner}, and this one, {identity}. Give "
+            f"each its own, from 0 to {count - 1}."
+        )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.agreement import agree, describe_program
-from jaxpp_flax.engine.alike import agree_on, hash_of
+from jaxpp_flax.engine.alike import agree_on, text_of
 from jaxpp_flax.engine.environment import describe_environment
 from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.program import Program
@@ -89,5 +89,5 @@ def compare_values(across: Across, what: str, values: Mapping[str, Any]) -> None
       ValuesMismatchError: naming the first value that differs, and the processes.
     """
     # Without values as well: where arrays have been laid out already, another process may still have some to compare.
-    hashes = {name: hash_of(value) for name, value in values.items()}
+    hashes = {name: text_of(value) for name, value in values.items()}
     agree_on(across.link.group, f"{what} of {across.title}", hashes, _REMEDY)

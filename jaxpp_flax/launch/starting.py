@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ import jax
 
 from jaxpp_flax.engine import _compat
 from jaxpp_flax.engine.addresses import own_address
-from jaxpp_flax.engine.coordination import PEER_FAILED_STATUS, Failure, ProcessGroup, process_group
+from jaxpp_flax.engine.coordination import PEER_FAILED_STATUS, CoordinationError, Failure, ProcessGroup, process_group
 from jaxpp_flax.launch import coordinator
 from jaxpp_flax.launch.ending import Ending, end_at_once, listen_to_launcher
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
@@ -181,6 +182,9 @@ def connect(
     """
     bind_address, listen_at = _listening_addresses(settings)
     _check_own(bind_address)
+    serves = settings.process_id == 0 and not served_elsewhere
+    serves = serves and _compat.private_names_in_use()["coordination_service"]
+    place = _take_place(settings, listen_at if serves else None)
     late = threading.Timer(timeout_s, _end_unconnected, (settings, timeout_s))
     late.daemon = True
     late.start()
@@ -190,8 +194,7 @@ def connect(
             settings.control_fd, lambda failure: _on_launcher_news(failure, watching), _end_with_the_launcher
         )
     service: subprocess.Popen[bytes] | None = None
-    if settings.process_id == 0 and not served_elsewhere and _compat.private_names_in_use()["coordination_service"]:
-        _wait_until_free(listen_at)
+    if serves:
         service = coordinator.start(
             listen_at,
             settings.num_processes,
@@ -215,8 +218,13 @@ def connect(
     _compat.bind_cpu_collectives(bind_address)
     os.environ.setdefault("JAXPP_FLAX_BIND_ADDRESS", bind_address)  # for the engine's transports
     group = process_group()
-    ending = Ending(group, settings.failure_timeout, lambda: _leave(service), settings.control_fd)
-    group.watch(settings.failure_timeout, on_failure)
+    ending = Ending(group, settings.failure_timeout, lambda: _leave(service, place), settings.control_fd)
+    try:
+        group.watch(settings.failure_timeout, on_failure)
+    except CoordinationError as error:
+        # The end of Python would disconnect the other process with this one's index.
+        print(f"jaxpp_flax: {error}", file=sys.stderr)
+        end_at_once(1)
     watching.set()
     group.barrier("the start of all processes", timeout_s)
     return ending
@@ -250,17 +258,54 @@ def _check_own(bind_address: str) -> None:
         ) from error
 
 
-def _wait_until_free(address: str) -> None:
-    """JAX's service would share a port with that of another run, whose processes and this one's would meet."""
-    port = int(address.rpartition(":")[2])
+def _take_place(settings: LaunchSettings, listen_at: str | None) -> socket.socket:
+    """Be the one process of this host with this index in the run.
+
+    JAX takes two for one, or aborts either of them; and its services would share a port, and mix two runs.
+
+    Args:
+      settings: of this process.
+      listen_at: where it serves the coordination, if it does.
+
+    Returns:
+      What keeps the place for as long as it is open.
+
+    Raises:
+      LaunchError: if another process has it, or the port.
+    """
+    place = socket.socket(socket.AF_UNIX)
+    name = f"jaxpp_flax process {settings.process_id} of {settings.coordinator_address}"
     deadline = time.monotonic() + _WAIT_FOR_PORT_SECONDS
-    while coordinator.is_taken(port):
-        if time.monotonic() > deadline:
-            raise LaunchError(
-                f"the coordination service cannot listen on {address}: the port is taken, by another run or by what is "
-                "left of one (it goes within the failure timeout). Wait for that to end, or give another port."
+    while True:
+        text = ""
+        if listen_at is not None and coordinator.is_taken(int(listen_at.rpartition(":")[2])):
+            text = (
+                f"the coordination service cannot listen on {listen_at}: the port is taken, by another run or by what "
+                "is left of one (it goes within the failure timeout), or by another process with process_id=0. Wait "
+                "for that to end, or give another port."
             )
+        elif not _binds(place, name):
+            text = (
+                f"another process of this host is process {settings.process_id} of the run at "
+                f"{settings.coordinator_address}. Give each process a process_id of its own, from 0 to "
+                f"{settings.num_processes - 1}; or wait until that one, which may be left of an earlier run, has ended."
+            )
+        if not text:
+            return place
+        if time.monotonic() > deadline:
+            place.close()
+            raise LaunchError(text)
         time.sleep(0.2)
+
+
+def _binds(place: socket.socket, name: str) -> bool:
+    if not sys.platform.startswith("linux"):
+        return True  # only there are names that go with their process
+    try:
+        place.bind(f"\0{name}")
+    except OSError as error:
+        return error.errno != errno.EADDRINUSE
+    return True
 
 
 def _on_launcher_news(failure: Failure, watching: threading.Event) -> None:
@@ -279,15 +324,16 @@ def _end_with_the_launcher() -> None:
 def _end_unconnected(settings: LaunchSettings, timeout_s: float) -> None:
     print(
         f"jaxpp_flax: process {settings.process_id} did not connect to all {settings.num_processes} processes through "
-        f"{settings.coordinator_address} within {timeout_s:g} s. Do all of them run, with the same address? Is it the "
-        "address of process 0, and does a firewall let it through? If they start slowly, raise "
-        "initialization_timeout_s.",
+        f"{settings.coordinator_address} within {timeout_s:g} s. Do all of them run, with the same address, and each "
+        "with a process_id of its own? Is it the address of process 0, and does a firewall let it through? If they "
+        "start slowly, raise initialization_timeout_s.",
         file=sys.stderr,
     )
     end_at_once(1)
 
 
-def _leave(service: subprocess.Popen[bytes] | None) -> None:
+def _leave(service: subprocess.Popen[bytes] | None, place: socket.socket) -> None:
     jax.distributed.shutdown()
+    place.close()
     if service is not None:
         coordinator.say_goodbye(service)

@@ -41,8 +41,8 @@ def build_mesh(num_ranks: int, axes: Mapping[str, int] | None = None, devices: S
         raise MeshError(
             f"{num_ranks} ranks need at least as many devices, but there are {len(available)} "
             f"({available[0].platform}). Use num_stages={len(available)} or fewer; or an interleaved schedule with "
-            f"several stages on each rank: schedule='interleaved_1f1b', num_ranks={len(available)}. On CPU, "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={num_ranks} makes virtual devices."
+            f"several stages on each rank: schedule='interleaved_1f1b', num_ranks={len(available)}. "
+            f"{_more_devices(num_ranks)}"
         )
     known = num_ranks * math.prod(size for size in sizes.values() if size != -1)
     open_axes = [name for name, size in sizes.items() if size == -1]
@@ -59,11 +59,26 @@ def build_mesh(num_ranks: int, axes: Mapping[str, int] | None = None, devices: S
     if needed > len(available):
         raise MeshError(
             f"{num_ranks} ranks with mesh axes {sizes} need {needed} devices, but there are {len(available)}. "
-            "Use smaller axes or fewer stages."
+            f"Use smaller axes or fewer stages. {_more_devices(needed)}"
         )
     shape = (num_ranks, *sizes.values())
     chosen = _of_every_process(available, needed)
     return MpmdMesh(Mesh(np.array(chosen).reshape(shape), (STAGE_AXIS, *sizes)), STAGE_AXIS)
+
+
+def _more_devices(needed: int) -> str:
+    """How to get so many: by the launcher, which has its own say on virtual devices."""
+    launcher, count = "python -m jaxpp_flax.launch", jax.process_count()
+    if count > 1:
+        return (
+            f"Or start the run with as many: under `{launcher}`, -n {needed} for one in each process, or "
+            f"--devices-per-process {math.ceil(needed / count)} for so many in each of the {count}."
+        )
+    return (
+        f"For several processes, start the script by `{launcher} -n {needed} script.py`. In this one, on CPU, "
+        f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} makes virtual devices (under the launcher, "
+        f"--devices-per-process {needed} does)."
+    )
 
 
 def _of_every_process(available: Sequence[Any], needed: int) -> list[Any]:

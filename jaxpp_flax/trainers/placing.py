@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp_flax.engine.agreement import describe_graph
-from jaxpp_flax.engine.alike import hash_of
+from jaxpp_flax.engine.alike import hash_of, text_of
 from jaxpp_flax.engine.array import MpmdArray
 from jaxpp_flax.engine.ir import from_jaxpr
 from jaxpp_flax.engine.mesh import MpmdMesh, MpmdSharding
@@ -21,7 +21,7 @@ from jaxpp_flax.engine.tracing import context_mesh
 from jaxpp_flax.trainers.state import TrainState
 from jaxpp_flax.trainers.tracing import used_inputs
 
-__all__ = ["hash_of_init", "is_abstract", "make_on_ranks", "place_state", "shapes_or_values"]
+__all__ = ["hash_of_init", "is_abstract", "make_on_ranks", "numbers_of_init", "place_state", "shapes_or_values"]
 
 
 # What JAX raises where an optimizer's `init` looks at values: that one is called and not traced.
@@ -54,6 +54,31 @@ def hash_of_init(init: Callable[[Any], Any], params: Any) -> str | None:
         return None
     text = "\n".join([*describe_graph(graph), *(str(hash_of(const)) for const in consts)])
     return hash_of(np.frombuffer(text.encode(), np.uint8))
+
+
+def numbers_of_init(init: Callable[[Any], Any], params: Any) -> dict[str, str | None]:
+    """The single numbers in what `init` makes of such parameters (hyperparameters, counters) by path, as text.
+
+    Nothing where it cannot be traced.
+
+    Example:
+      >>> import optax
+      >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)
+      >>> numbers_of_init(tx.init, {"w": jnp.zeros(2)})[".hyperparams['learning_rate']"]
+      '0.25'
+    """
+    try:
+        shapes = jax.tree.leaves_with_path(jax.eval_shape(init, params))
+    except NOT_TRACEABLE:
+        return {}
+    single = {
+        jax.tree_util.keystr(path): i
+        for i, (path, leaf) in enumerate(shapes)
+        if leaf.size == 1 and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    }
+    # What else it makes, such as moments of the parameters' size, is never computed.
+    values = jax.jit(lambda params: [jax.tree.leaves(init(params))[i] for i in single.values()])(params)
+    return dict(zip(single, map(text_of, values), strict=True))
 
 
 def is_abstract(tree: Any) -> bool:

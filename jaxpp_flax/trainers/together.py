@@ -9,14 +9,14 @@ import jax
 import numpy as np
 
 from jaxpp_flax.engine.agreement import agree
-from jaxpp_flax.engine.alike import agree_on, hash_of
+from jaxpp_flax.engine.alike import agree_on, hash_of, text_of
 from jaxpp_flax.engine.coordination import process_group
 from jaxpp_flax.engine.environment import describe_environment
 from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.batch import describe_batch, leaf_name
 from jaxpp_flax.trainers.errors import BatchError
-from jaxpp_flax.trainers.placing import hash_of_init
+from jaxpp_flax.trainers.placing import hash_of_init, numbers_of_init
 from jaxpp_flax.trainers.state import TrainState
 
 __all__ = ["BatchesAlike", "agree_on_state", "call_together", "compile_together", "end_together", "leaves_read"]
@@ -52,7 +52,9 @@ def agree_on_state(mesh: MpmdMesh, state: TrainState, init: Callable[[Any], Any]
       ValuesMismatchError: naming the first leaf that differs, and the processes.
     """
     if mesh.jax_mesh.is_multi_process:
-        hashes = {jax.tree_util.keystr(path): hash_of(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
+        leaves = {jax.tree_util.keystr(path): text_of(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
+        begins_with = {f".opt_state{name}": text for name, text in numbers_of_init(init, state.params).items()}
+        hashes = leaves | {name: text for name, text in begins_with.items() if leaves.get(name) is None}
         hashes["what the optimizer begins with (its hyperparameters and keys of random numbers)"] = hash_of_init(
             init, state.params
         )

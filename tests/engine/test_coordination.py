@@ -12,6 +12,7 @@ import pytest
 
 from jaxpp_flax.engine.coordination import (
     BarrierTimeoutError,
+    CoordinationError,
     Failure,
     ProcessFailedError,
     ProcessGroup,
@@ -52,6 +53,17 @@ def test_an_index_outside_of_the_group_is_refused():
         ProcessGroup(MemoryStore(), 2, 2)
     with pytest.raises(ValueError, match="2 processes need a store"):
         ProcessGroup(None, 0, 2)
+
+
+def test_an_index_belongs_to_one_process():
+    store = MemoryStore()
+    first, second = ProcessGroup(store, 1, 2), ProcessGroup(store, 1, 2)
+    first.watch(600.0, nothing)
+    second.identity = "process id 7 of host other"
+    says = f"two processes of this run have the index 1 .*{first.identity}, and this one, process id 7 of host other"
+    with pytest.raises(CoordinationError, match=says):
+        second.watch(600.0, nothing)
+    assert not second.is_watched
 
 
 def test_values_come_in_the_order_of_the_processes_each_time():

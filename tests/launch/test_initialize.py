@@ -66,6 +66,23 @@ def test_places_given_by_hand(tmp_path: Path):
             run.check_nothing_is_left(seconds=30.0)  # the service stays 5 s for those that leave last
 
 
+def test_a_second_process_of_a_host_with_an_index_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(starting, "_WAIT_FOR_PORT_SECONDS", 0.3)
+    first = initialize_as(1)
+    says = r"another process of this host is process 1 of the run at 127\.0\.0\.1:5\. Give each .* from 0 to 1"
+    with pytest.raises(LaunchError, match=says):
+        initialize_as(1)
+    initialize_as(0).close()
+    first.close()
+    initialize_as(1).close()
+
+
+def initialize_as(process_id: int) -> socket.socket:
+    """The first thing that `initialize` does."""
+    settings = LaunchSettings(coordinator_address="127.0.0.1:5", num_processes=2, process_id=process_id)
+    return starting._take_place(settings, None)
+
+
 def test_the_next_run_may_have_the_same_address_at_once(tmp_path: Path):
     # Process 0 is the first to end: what it served stays for process 1, and is gone when that has ended.
     source = SCRIPT + "if len(sys.argv) > 3 and group.process_index == 0:\n    raise ValueError('no')\n"
@@ -186,10 +203,11 @@ def test_a_port_that_another_run_has_is_refused(monkeypatch: pytest.MonkeyPatch)
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as JAX does: its services would share the port
         other.bind(("127.0.0.1", 0))
         port = other.getsockname()[1]
-        starting._wait_until_free(f"127.0.0.1:{port}")
+        settings = LaunchSettings(coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=0)
+        starting._take_place(settings, settings.coordinator_address).close()
         other.listen()
         with pytest.raises(LaunchError, match=rf"cannot listen on 127\.0\.0\.1:{port}: the port is taken"):
-            starting._wait_until_free(f"127.0.0.1:{port}")
+            starting._take_place(settings, settings.coordinator_address)
         assert not is_connected(port)
         with socket.create_connection(("127.0.0.1", port)):
             assert is_connected(port)

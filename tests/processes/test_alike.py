@@ -19,7 +19,7 @@ EXPECTED = {
     "left out": "ran",
     "evaluation": "the batches for evaluation, batches 2 to 3, where all are to have the same: batch['y']",
     "prediction": "the batches for prediction, batches 1 to 1, where all are to have the same: batch['y']",
-    "argument": "where all are to have the same: argument[1]",
+    "argument": "where all are to have the same: argument[1]. |   process 0: 1.0 |   process 1: 2.0 | ",
     "constant": "where all are to have the same: constant 0, float32[4]",
     "equal arguments": "ran",
 }
@@ -56,7 +56,7 @@ def test_every_case_is_expected(outputs: list[str]):
 # The same for arguments and settings, which differ by less than a value.
 DIFFERING = {
     "setting": "process 0: the setting jax_threefry_partitionable is True |   process 1: the setting",
-    "hyperparameter": "of the initial state, where all are to have the same: what the optimizer begins with",
+    "hyperparameter": "['learning_rate']. It is one of 2 that differ. |   process 0: 0.1 |   process 1: 0.2 | ",
     "noise": "of the initial state, where all are to have the same: what the optimizer begins with",
     "equal": "ran",
     "steps": "the arguments of fit. The first difference: |   process 0: steps=2, ",

@@ -61,7 +61,8 @@ ARGUMENTS = {
     "devices": (
         {"num_stages": 9, "model": "nine"},
         MeshError,
-        r"9 ranks need at least as many devices, but there are 8 \(cpu\)\. Use num_stages=8 or fewer; or an interlea",
+        r"9 ranks need at least as many devices, but there are 8 \(cpu\)\. Use num_stages=8 or fewer; or an interlea.*"
+        r"start the script by `python -m jaxpp_flax\.launch -n 9 script\.py`.*launcher, --devices-per-process 9",
     ),
     "axes": (
         {"num_stages": 3, "mesh_axes": {"data": -1}},
@@ -71,7 +72,7 @@ ARGUMENTS = {
     "axes too large": (
         {"num_stages": 4, "mesh_axes": {"data": 4}},
         MeshError,
-        r"4 ranks with mesh axes {'data': 4} need 16 devices, but there are 8\. Use smaller axes or fewer stages",
+        r"4 ranks with mesh axes {'data': 4} need 16 devices, but there are 8\. Use smaller axes.* -n 16 script",
     ),
     "two meshes": (
         {"mesh": build_mesh(2), "mesh_axes": {"data": 2}},

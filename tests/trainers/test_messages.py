@@ -5,11 +5,19 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.engine.alike import hash_of, text_of
 from jaxpp_flax.engine.coordination import process_group
 from jaxpp_flax.trainers.data import awaited, batches
+from jaxpp_flax.trainers.errors import MeshError
+from jaxpp_flax.trainers.mesh import build_mesh
+from jaxpp_flax.trainers.placing import numbers_of_init
 
 
 @pytest.mark.parametrize(("kind", "step"), [("train", 13), ("evaluate", 12)])
@@ -38,3 +46,21 @@ def test_data_that_take_long_are_waited_for_by_name(draw: Any, what: str):
     assert list(draw(data())) == [0, 1]
     assert seen == [[what], [what]]
     assert process_group().waits() == []
+
+
+def test_a_launched_run_with_too_few_devices_is_told_what_its_launcher_takes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    says = r"under `python -m jaxpp_flax.launch`, -n 9 for one in each process, or --devices-per-process 5 for so many"
+    with pytest.raises(MeshError, match=says) as caught:
+        build_mesh(9)
+    assert "XLA_FLAGS" not in str(caught.value)
+
+
+def test_numbers_that_differ_are_shown_as_such():
+    tx = optax.inject_hyperparams(optax.adam)(learning_rate=0.25, b1=0.5)
+    numbers = numbers_of_init(tx.init, {"w": jnp.zeros((3, 3))})
+    assert numbers[".hyperparams['learning_rate']"] == "0.25"
+    assert numbers[".hyperparams['b1']"] == "0.5"
+    assert text_of(jnp.zeros(2)) == hash_of(jnp.zeros(2))
+    assert text_of(jax.random.key(0)) == hash_of(jax.random.key(0))
+    assert text_of(np.float32(0.1)) != text_of(np.nextafter(np.float32(0.1), np.float32(1)))
