@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jaxpp_flax.checkpoint.integrity import DIGESTS
 
-DAMAGES = ["cut_off", "delete", "flip", "empty", "remove"]
+DAMAGES = ["flip", "cut_off", "delete", "empty", "remove"]
 """The last two: an empty directory of a later step, and a checkpoint that is deleted."""
 
 

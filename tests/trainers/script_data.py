@@ -177,6 +177,8 @@ class Stream:
         examples = self._draw()
         sized_by_own_state = self.start is not None and self.start.own and self.data.has_state
         if not self.given and sized_by_own_state and self.start and self.data.size != self.start.size is not None:
+            if self.data.size < self.start.size and self.at < EXAMPLES // self.data.size:
+                self._draw()  # a smaller batch is refused unless none follows it
             raise Refused
         self.given += 1
         own = self.data.has_state

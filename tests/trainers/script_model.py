@@ -67,7 +67,7 @@ class Fit:
     """The arguments of a `fit`.
 
     Args:
-      drawn: what the data, an iterator of the `fit` before, has given.
+      drawn: batches that the data has given, if it is the iterator of the `fit` before.
     """
 
     data: Data
@@ -79,14 +79,15 @@ class Fit:
     evaluates: bool = False
     event: Event | None = None
     stops_early: bool = False
-    drawn: int = 0
+    drawn: int | None = None
 
 
 @dataclass
 class Outcome:
-    """What must come: the losses by step, and an error of one of these types, if any."""
+    """What must come: the losses by step, the result of `fit`, and an error of one of these types, if any."""
 
     losses: dict[int, float] = field(default_factory=dict)
+    result: dict[str, float] = field(default_factory=dict)
     errors: tuple[type[BaseException], ...] = ()
     warns: bool = False
 
@@ -208,7 +209,9 @@ class Run:
         if call.stops_early:
             self.patience.set(self.patience.get() if kept is None else kept.get("EarlyStopping"))
         self.has_patience = call.stops_early
-        stream = Stream(call.data, steps=steps, epochs=call.epochs, start=start, how=call.resume_data, drawn=call.drawn)
+        stream = Stream(
+            call.data, steps=steps, epochs=call.epochs, start=start, how=call.resume_data, drawn=call.drawn or 0
+        )
         self._begin(stream)
         _Loop(self, call, stream, outcome).run()
         outcome.warns = stream.warns
@@ -309,10 +312,12 @@ class _Loop:
         pending, self.pending = self.pending, new
         if pending is not None:
             self.outcome.losses |= dict([pending])
+            self.outcome.result = {"loss": pending[1]}
             self._hook("on_metrics", pending[0])
 
     def _evaluate(self) -> None:
         loss = self.of.state.loss(Run.EVALUATED)
+        self.outcome.result["eval_loss"] = loss
         if self.call.stops_early and self.of.patience.see(loss):
             self.stopping = True
         self._hook("on_evaluate", self.of.state.step)

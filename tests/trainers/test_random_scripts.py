@@ -16,8 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
-from hypothesis import settings
+import pytest
+from hypothesis import Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -32,85 +34,12 @@ from jaxpp_flax.checkpoint import CheckpointMismatchError
 from jaxpp_flax.checkpoint import save as save_tree
 from jaxpp_flax.trainers.callbacks import Callback, EarlyStopping
 from jaxpp_flax.trainers.preemption import PREEMPTED_STATUS
+from tests.helpers import slow
 from tests.trainers.script_damage import DAMAGES, damage
 from tests.trainers.script_data import Data, happen
-from tests.trainers.script_model import Event, Fails, Fit, Outcome, Run, Saved
+from tests.trainers.script_model import DAMAGE, Event, Fails, Fit, Outcome, Run, Saved
+from tests.trainers.script_moves import SETTINGS, Does, Losses, continuations, data_sets, fits, limits
 from tests.trainers.script_program import State, batch_of, make_trainer
-
-SETTINGS = st.fixed_dictionaries(
-    {
-        "stages": st.sampled_from([1, 2]),
-        "save_every": st.sampled_from([None, 1, 2, 3]),
-        "keep": st.sampled_from([None, None, 1, 2]),
-        "async_save": st.booleans(),
-    }
-)
-ENDINGS = ["raise", "ctrl_c", "sigterm"]
-
-
-class Losses(Callback):
-    """Those that `fit` delivers, by step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[int, float] = {}
-
-    def on_metrics(self, trainer: Any, step: int, metrics: Any) -> None:
-        self.found[step] = metrics["loss"]
-
-
-class Does(Callback):
-    """An event of the script, once."""
-
-    def __init__(self, event: Event):
-        super().__init__()
-        self.event: Event | None = event
-
-    def _do(self, hook: str, trainer: Any, step: int) -> None:
-        event = self.event
-        if event is None or event.hook != hook or step < event.step:
-            return
-        self.event = None
-        if event.what == "stop":
-            trainer.stop("the script says so")
-        else:
-            happen(event.what)  # type: ignore[arg-type]
-
-    def on_fit_start(self, trainer: Any) -> None:
-        self._do("on_fit_start", trainer, trainer.step)
-
-    def on_step(self, trainer: Any, step: int) -> None:
-        self._do("on_step", trainer, step)
-
-    def on_metrics(self, trainer: Any, step: int, metrics: Any) -> None:
-        self._do("on_metrics", trainer, step)
-
-    def on_evaluate(self, trainer: Any, step: int, metrics: Any) -> None:
-        self._do("on_evaluate", trainer, step)
-
-
-@st.composite
-def data(draw: Any, endings: list[str] = ENDINGS, *, like: Any = None) -> Data:
-    kind = draw(st.sampled_from(["list", "dataset", "generator", "iterator"]))
-    event = draw(st.none() | st.none() | st.tuples(st.integers(0, 7), st.sampled_from(endings)))
-    return Data(kind=kind, size=draw(st.sampled_from([4, 4, 8])), event=event)
-
-
-@st.composite
-def limits(draw: Any, runs_once: bool) -> tuple[int | None, int | None]:
-    """`steps` beyond those done, and `epochs`."""
-    which = draw(st.sampled_from(["steps", "steps", "epochs", "both", "neither"]))
-    steps = draw(st.integers(0, 7)) if which in ("steps", "both") else None
-    epochs = draw(st.integers(1, 1 if runs_once else 3)) if which in ("epochs", "both") else None
-    return steps, epochs
-
-
-EVENTS = st.builds(
-    Event,
-    hook=st.sampled_from(["on_fit_start", "on_step", "on_step", "on_metrics", "on_evaluate"]),
-    step=st.integers(0, 9),
-    what=st.sampled_from(["stop", *ENDINGS]),
-) | st.builds(Event, hook=st.just("in_step"), step=st.integers(1, 9), what=st.just("ctrl_c"))
 
 
 class Scripts(RuleBasedStateMachine):
@@ -134,52 +63,48 @@ class Scripts(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "trainer"):
             if sys.exc_info()[0] is None:  # else what is wrong has been found
-                self.look()
+                self._look()
                 self._read_all()
             signal.signal(signal.SIGINT, self.handler)
             shutil.rmtree(self.top, ignore_errors=True)
 
     # ------------------------------------------------------------------ training
 
-    @rule(data=st.data(), resume=st.sampled_from([True, True, "latest_valid", False]))
+    @rule(data=st.data())
+    def go_on(self, data: Any) -> None:
+        self._fit(data.draw(continuations(self.run)))
+
+    @rule(data=st.data(), resume=st.sampled_from([True, "latest_valid", False]))
     def fit(self, data: Any, resume: Any) -> None:
-        again = self.held is not None and data.draw(st.booleans())
-        source, given = self.held if again and self.held else (data.draw(_data()), None)
-        more, epochs = data.draw(limits(source.runs_once))
-        base = self.run.state.step if resume else 0
-        steps = None if more is None else max(1, base + more)
-        call = Fit(
-            data=source, steps=steps, epochs=epochs, resume=resume,
-            resume_data=data.draw(st.sampled_from(["fast_forward", "fast_forward", "refuse", "restart"])),
-            evaluates=data.draw(st.booleans()), eval_every=data.draw(st.sampled_from([None, 1, 2])),
-            event=data.draw(st.none() | EVENTS), stops_early=data.draw(st.booleans()),
-            drawn=self.run.stream.at if again and self.run.stream else 0,
-        )  # fmt: skip
+        self._fit(data.draw(fits(self.run, resume, self.held[0] if self.held else None)))
+
+    def _fit(self, call: Fit) -> None:
         losses = Losses()
         self._interrupt_within(call.event)
         callbacks: list[Callback] = [losses]
         callbacks += [self.early] if call.stops_early else []
         callbacks += [] if call.event is None else [Does(call.event)]
         evaluated = [batch_of(Run.EVALUATED)] if call.evaluates else None
-        given = source.build() if given is None else given
+        given = self.held[1] if call.drawn is not None and self.held else call.data.build()
         before = self.run.stream
         expected = self.run.fit(call)
-        self._expect(
+        result = self._expect(
             expected,
             lambda: self.trainer.fit(
-                given, steps=steps, epochs=epochs, resume=resume, resume_data=call.resume_data,  # type: ignore[arg-type]
+                given, steps=call.steps, epochs=call.epochs, resume=call.resume, resume_data=call.resume_data,  # type: ignore[arg-type]
                 eval_data=evaluated, eval_every=call.eval_every if call.evaluates else None, callbacks=callbacks,
             ),
         )  # fmt: skip
         assert losses.found == expected.losses
+        assert result == (None if expected.errors else expected.result)
         self.writing = False
         self._interrupt_within(None)
         if self.run.stream is not before:
-            self.held = (source, given) if source.runs_once and source.event is None else None
+            self.held = (call.data, given) if call.data.runs_once and call.data.event is None else None
 
     @rule(data=st.data(), left_at=st.none() | st.integers(1, 5))
     def loop(self, data: Any, left_at: int | None) -> None:
-        source = data.draw(_data(["raise", "ctrl_c"]))
+        source = data.draw(data_sets(["raise", "ctrl_c"]))
         more, epochs = data.draw(limits(source.runs_once))
         steps = None if more is None else max(1, more)
         found: dict[int, float] = {}
@@ -207,18 +132,17 @@ class Scripts(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ what changes nothing
 
-    @rule()
-    def evaluate(self) -> None:
-        assert self.trainer.evaluate([batch_of(Run.EVALUATED)])["loss"] == self.run.state.loss(Run.EVALUATED)
+    @rule(how=st.sampled_from(["evaluate", "predict", "look"]))
+    def inspect(self, how: str) -> None:
+        batch, state = batch_of(Run.EVALUATED), self.run.state
+        if how == "evaluate":
+            assert self.trainer.evaluate([batch])["loss"] == state.loss(Run.EVALUATED)
+        elif how == "predict":
+            assert np.array_equal(np.asarray(self.trainer.predict(batch)), state.predicted(Run.EVALUATED))
+        else:  # before the first step, too, which makes the whole state
+            self._look()
 
-    @rule()
-    def predict(self) -> None:
-        found = np.asarray(self.trainer.predict(batch_of(Run.EVALUATED)))
-        assert np.array_equal(found, self.run.state.predicted(Run.EVALUATED))
-
-    @rule()
-    def look(self) -> None:
-        """`trainer.state`: before the first step, too, which makes it."""
+    def _look(self) -> None:
         assert State.of(self.trainer.state).differences(self.run.state) == []
 
     @invariant()
@@ -227,7 +151,7 @@ class Scripts(RuleBasedStateMachine):
             return
         assert self.trainer.step == self.run.state.step
         if self.trainer._placed:
-            self.look()
+            self._look()
         if not self.writing:
             steps = sorted(int(path.name) for path in self.directory.glob("*") if path.name.isdigit())
             assert steps == sorted(self.run.disk), f"{steps}, expected {sorted(self.run.disk)}"
@@ -295,6 +219,7 @@ class Scripts(RuleBasedStateMachine):
         elif not self.run.disk[step].damaged:
             damage(self.directory / str(step), how, data.draw(st.integers(0, 99)))
             self.run.disk[step] = replace(self.run.disk[step], damaged=True)
+            self._expect(Outcome(errors=DAMAGE), lambda: self.trainer.restore(step))
 
     @rule(options=SETTINGS)
     def start_again(self, options: dict[str, Any]) -> None:
@@ -328,13 +253,14 @@ class Scripts(RuleBasedStateMachine):
             return Outcome(errors=failure.types)
         return Outcome()
 
-    def _expect(self, expected: Outcome, call: Callable[[], Any]) -> None:
-        """Make the call; it must end as the model does."""
+    def _expect(self, expected: Outcome, call: Callable[[], Any]) -> Any:
+        """Make the call, which must end as the model does; what it returns."""
         error: BaseException | None = None
+        result = None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                call()
+                result = call()
             except BaseException as raised:
                 error = raised
         right = isinstance(error, expected.errors) if expected.errors else error is None
@@ -346,6 +272,7 @@ class Scripts(RuleBasedStateMachine):
         texts = [str(warning.message) for warning in caught]
         assert [text for text in texts if "data ended after" not in text] == []
         assert bool(texts) == expected.warns
+        return result
 
     def _read_all(self) -> None:
         """Every whole checkpoint holds what the model says: read by a new trainer of another layout."""
@@ -357,12 +284,34 @@ class Scripts(RuleBasedStateMachine):
                 assert State.of(reader.state).differences(saved.state) == []
 
 
-_data = data
-
-
-def run_scripts(count: int, **options: Any) -> None:
-    run_state_machine_as_test(Scripts, settings=settings(max_examples=count, stateful_step_count=10, **options))
+def run_scripts(count: int, *, number: int | None = None, **options: Any) -> None:
+    """Check so many scripts: always the same ones, or those of a seed."""
+    machine = Scripts if number is None else seed(number)(type("Scripts", (Scripts,), {}))
+    run_state_machine_as_test(machine, settings=settings(max_examples=count, stateful_step_count=10, **options))
 
 
 def test_random_scripts():
     run_scripts(8)
+
+
+def data_begins_anew(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("jaxpp_flax.trainers.data.seek", lambda *arguments: arguments[-1])
+
+
+def damage_goes_unnoticed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("jaxpp_flax.checkpoint.reading.check_files", lambda _: None)
+
+
+@pytest.mark.parametrize("sabotage", [data_begins_anew, slow(damage_goes_unnoticed)])
+def test_a_wrong_trainer_is_found(sabotage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch):
+    sabotage(monkeypatch)
+    with pytest.raises((AssertionError, BaseExceptionGroup)):
+        run_scripts(60, phases=[Phase.generate])
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("number", range(50))
+def test_many_random_scripts(number: int):
+    run_scripts(12, number=number)
+    jax.clear_caches()
