@@ -176,19 +176,22 @@ class CheckpointStore:
         """
         self.wait()
         try:
-            exists = step in self._list()
+            latest = max((of for of in self._list() if of >= step), default=None)
         except OSError as error:
             raise self._failed(step, error) from error
-        if exists:
+        if latest is not None:
+            what = "is a checkpoint of it" if latest == step else f"are later ones, up to step {latest}"
             raise CheckpointSaveError(
-                f"cannot save step {step} to {self.directory}: there is a checkpoint of it, and it is left as it is. "
-                "Choose another checkpoint directory, or delete that one."
+                f"cannot save step {step} to {self.directory}: there {what}, and nothing there is touched. Choose "
+                "another checkpoint directory, save to a path of its own, or delete what is there."
             )
         content = to_tree(tree)
         self._saving = step
         self._claim_for_save(step)
         with shared_work(self._what(), lambda error: self._failed(step, error), everywhere=True):
             manager = self._open()
+            if step in manager.all_steps():  # somebody has deleted it since
+                manager.reload()
         with shared_work(self._what(), lambda error: self._failed(step, error)):
             self._writing = (step, frozenset(flatten(content)[0]))
             manager.save(step, args=_arguments(content, beside), force=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from jaxpp_flax.engine.coordination import process_group
 from jaxpp_flax.trainers.position import DataPosition, Drawn, ResumeData, check_batch_size, examples_in, seek, state_of
@@ -83,10 +83,12 @@ class Batches(Iterator[Any]):
 
     Example:
       >>> source = batches([5, 6, 7], steps=5)
-      >>> [next(source) for _ in range(4)], source.given, source.position().epoch, source.position().in_epoch
-      ([5, 6, 7, 5], 4, 1, 1)
+      >>> [next(source) for _ in range(4)], source.position().epoch, source.position().in_epoch
+      ([5, 6, 7, 5], 1, 1)
       >>> list(batches([5, 6, 7], steps=1, position=source.position()))
       [6]
+      >>> list(batches([5, 6, 7], steps=1, position=source.position(used=3)))
+      [5]
     """
 
     def __init__(
@@ -113,16 +115,24 @@ class Batches(Iterator[Any]):
         self._epoch = position.epoch if position is not None else 0
         self._drawn = drawn  # of the pass under way
         self._batch_size: int | None = None  # of the first batch that was given of it
-        self._position = position or self._here()
+        self._position = self._position_before = position or self._here()
         self._run = self._generate()
 
     def __next__(self) -> Any:
         with process_group().waiting("the next batch of the data"):
             return next(self._run)
 
-    def position(self) -> DataPosition:
-        """After the last batch that was given, whatever has become of the next one."""
-        return self._position
+    @overload
+    def position(self) -> DataPosition: ...
+
+    @overload
+    def position(self, used: int) -> DataPosition | None: ...
+
+    def position(self, used: int | None = None) -> DataPosition | None:
+        """After so many batches that were used: all that were given, or all but the last; else None."""
+        if used is None or used == self.given:
+            return self._position
+        return self._position_before if used == self.given - 1 else None
 
     def drawn_from(self, data: Any) -> Drawn | Literal[0]:
         """What `data` has given, if it is the very iterator that these batches came from."""
@@ -155,7 +165,7 @@ class Batches(Iterator[Any]):
                 if batch is None:
                     continue
                 self.given += 1
-                self._position = self._here()
+                self._position_before, self._position = self._position, self._here()
                 yield batch
                 if self.given == self._steps:
                     return

@@ -281,7 +281,7 @@ class Checkpointed(abc.ABC):
                     f"{store.directory} holds no whole checkpoint: set aside are {names}. Begin anew in another "
                     "checkpoint_dir, or restore a checkpoint from elsewhere."
                 )
-            return DataPosition.from_json(self._data_json())
+            return self._data_position()
         later = (
             f"; what was trained after it, up to step {before}, was not saved and is given up"
             if before > latest
@@ -360,6 +360,12 @@ class Checkpointed(abc.ABC):
         self._source_begin = self._step
         return source
 
+    def _leave(self, source: Batches) -> None:
+        """Batches come from `source` no longer: a step that follows is none of its."""
+        if self._source is source:
+            position = self._data_position()
+            self._source, self._position = None, None if position is None else (self._step, position)
+
     def _check_saves(self) -> None:
         if self._store is not None:
             self._store.check()
@@ -421,14 +427,16 @@ class Checkpointed(abc.ABC):
         return everyones("whether the last step is saved", self._step in self._need_store("fit").steps())[0]
 
     def _data_json(self) -> Any:
-        source = self._source
-        if source is not None:
-            # Steps that the user took with other batches leave no position.
-            fits = source.given == self._step - self._source_begin
-            return source.position().to_json() if fits else None
-        if self._position is not None and self._position[0] == self._step:
-            return self._position[1].to_json()
-        return None
+        position = self._data_position()
+        return None if position is None else position.to_json()
+
+    def _data_position(self) -> DataPosition | None:
+        """Where the data stands after the step in memory, as far as that is known."""
+        if self._source is not None:
+            # Steps that the user took with other batches leave no position; a batch may wait for its step.
+            return self._source.position(self._step - self._source_begin)
+        at_step, position = self._position or (None, None)
+        return position if at_step == self._step else None
 
     def _need_store(self, what: str) -> CheckpointStore:
         if self._store is None:

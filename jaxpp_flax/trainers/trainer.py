@@ -313,8 +313,9 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         with self._owned():
             if self._saves_by_itself:
                 self._refuse_later_checkpoints()
+            source = self._track(batches(data, steps=steps, epochs=epochs, remainder=rule))
             try:
-                for batch in self._track(batches(data, steps=steps, epochs=epochs, remainder=rule)):
+                for batch in source:
                     self._check_filling(rule, batch)
                     metrics = self.train_step(batch, global_batch_size=global_batch_size)
                     self._after_step()
@@ -322,7 +323,10 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
             except BaseException as error:  # a loop that is left by `break` too
                 self._finish_saves(error)
                 raise
-            self._end_fit(lambda: False)
+            else:
+                self._end_fit(lambda: False)
+            finally:
+                self._leave(source)
 
     def fit(
         self,
@@ -416,19 +420,22 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
                 total = whole if steps is None else (min(steps, whole) if epochs is not None else steps)
             self.stopping = None
             self._begin_callbacks(callbacks, resumed=bool(resume))
-            return run_fit(
-                self,
-                source,
-                total,
-                eval_data=eval_data,
-                eval_every=eval_every,
-                eval_global_batch_size=eval_global_batch_size,
-                callbacks=callbacks,
-                meter=self._meter,
-                log_every=self._log_every,
-                global_batch_size=global_batch_size,
-                first=lambda batch: self._check_filling(rule, batch),
-            )
+            try:
+                return run_fit(
+                    self,
+                    source,
+                    total,
+                    eval_data=eval_data,
+                    eval_every=eval_every,
+                    eval_global_batch_size=eval_global_batch_size,
+                    callbacks=callbacks,
+                    meter=self._meter,
+                    log_every=self._log_every,
+                    global_batch_size=global_batch_size,
+                    first=lambda batch: self._check_filling(rule, batch),
+                )
+            finally:
+                self._leave(source)
 
     def _call_together(self, call: str) -> None:
         call_together(self.mesh, self._state, call)

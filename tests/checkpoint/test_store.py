@@ -144,10 +144,28 @@ def test_what_cut_off_saves_left_is_ignored_and_removed(tmp_path: Path):
     assert_holds(again, 2)
 
 
+def test_a_step_before_the_latest_is_refused(tmp_path: Path):
+    """What `keep` holds would be the later ones of another run, or this one's in their place."""
+    store = CheckpointStore(tmp_path / "run", keep=2)
+    for step in (2, 4):
+        store.save(step, tree(step), {}, wait=True)
+    with pytest.raises(CheckpointSaveError, match=r"cannot save step 3 .*there are later ones, up to step 4"):
+        store.save(3, tree(3), {})
+    assert store.steps() == (2, 4)
+
+
+def test_a_step_that_was_deleted_meanwhile_can_be_saved_again(tmp_path: Path):
+    store = CheckpointStore(tmp_path / "run")
+    store.save(1, tree(1), {}, wait=True)
+    shutil.rmtree(tmp_path / "run" / "1")
+    store.save(1, tree(2), {}, wait=True)
+    assert store.steps() == (1,)
+
+
 def test_an_existing_step_is_left_alone(tmp_path: Path):
     store = CheckpointStore(tmp_path / "run")
     store.save(1, tree(1), {}, wait=True)
-    with pytest.raises(CheckpointSaveError, match=r"step 1.*left as it is"):
+    with pytest.raises(CheckpointSaveError, match=r"step 1.*there is a checkpoint of it"):
         store.save(1, tree(5), {})
     assert_holds(store, 1)
 

@@ -117,7 +117,6 @@ class Run:
         self.patience = Patience(2)
         self.has_patience = False  # whether the callbacks of the last `fit` have it
         self.stream: Stream | None = None
-        self.unused = False  # whether a batch was drawn of it and not used
 
     # ------------------------------------------------------------------ single calls
 
@@ -127,7 +126,7 @@ class Run:
         return loss
 
     def save(self) -> None:
-        if self.state.step in self.disk:
+        if max(self.disk, default=-1) >= self.state.step:
             raise Fails(CheckpointSaveError)
         self.disk[self.state.step] = self.saved()
         if self.keep is not None:
@@ -145,7 +144,6 @@ class Run:
         if saved.damaged:
             raise Fails(*DAMAGE)
         there = replace(saved.state, params=saved.state.anchor) if renamed else saved.state
-        self.unused = False
         if part == "all":
             self.state, self.place = there, saved.place
             return
@@ -237,7 +235,7 @@ class Run:
             raise Fails(CheckpointSaveError)
 
     def _begin(self, stream: Stream) -> None:
-        self.stream, self.place, self.unused = stream, stream.place, False
+        self.stream, self.place = stream, stream.place
 
     def _draw(self, stream: Stream) -> tuple[int, ...] | None:
         """The next batch; the place is after it once it is used."""
@@ -280,16 +278,13 @@ class _Loop:
         while not self.preempted and not self.stopping and (examples := self.of._draw(self.stream)) is not None:
             self.preempted = self.stream.requested
             if not started:
-                started, place = True, self.of.place
-                # Defect: the trainer forgets its place, as if the batch that waits for its step were another one.
-                self.of.place, self.of.unused = None, True
+                started = True
                 if self.call.stops_early and self.of.patience.bad >= self.of.patience.patience:
                     self.stopping = True
                 self._hook("on_fit_start", self.of.state.step)
                 if self.stopping or self.preempted:
                     self.of._end(preempted=self.preempted)
                     return
-                self.of.place, self.of.unused = place, False
             self._step_ends(self.of._train(self.stream, examples))
         cut_off = self.preempted
         self._deliver(None)

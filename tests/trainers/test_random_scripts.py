@@ -123,7 +123,6 @@ class Scripts(RuleBasedStateMachine):
         assert found == expected.losses
         self.writing = False
 
-    @precondition(lambda self: not self.run.unused)  # defect: the trainer takes this step for that batch
     @rule(first=st.integers(100, 120), size=st.sampled_from([4, 8]))
     def step_by_hand(self, first: int, size: int) -> None:
         examples = range(first, first + size)
@@ -158,8 +157,6 @@ class Scripts(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ checkpoints
 
-    # Defect: with `keep`, a save of a step below the latest deletes later checkpoints.
-    @precondition(lambda self: self.run.state.step >= max(self.run.disk, default=0))
     @rule(wait=st.booleans())
     def save(self, wait: bool) -> None:
         self._expect(self._model(self.run.save), lambda: self.trainer.save(wait=wait))
@@ -212,8 +209,6 @@ class Scripts(RuleBasedStateMachine):
             (self.directory / "60").mkdir(exist_ok=True)
             self.run.disk[60] = replace(self.run.disk[step], damaged=True)
         elif how == "remove":
-            # Defect: a store that is open in this process would still refuse to save the step ("already exists").
-            self.trainer._store.close()  # type: ignore[union-attr]
             shutil.rmtree(self.directory / str(step))
             del self.run.disk[step]
         elif not self.run.disk[step].damaged:
