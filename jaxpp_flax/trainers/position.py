@@ -190,22 +190,23 @@ def _left(position: DataPosition, drawn: Drawn) -> int:
 
 def _drop(iterator: Iterator[Any], position: DataPosition, drawn: Drawn, tell: Callable[[int], None] | None) -> None:
     """Draw up to the position."""
-    done = 0
+    done, size = 0, None
     while (left := _left(position, drawn)) > 0:
         try:
-            drawn.add(batch := next(iterator))
+            batch = next(iterator)
         except StopIteration:
             raise DataPositionError(
                 f"the checkpoint was written after {position.in_epoch} batches of a pass over the data, but this data "
                 f'ended after {drawn.batches}. Pass the same data, or resume_data="restart" to begin it anew.'
             ) from None
-        done += 1
+        drawn.add(batch)
+        done, size = done + 1, examples_in(batch)
         if tell is not None:
             tell(done)
     if left < 0:
         raise DataPositionError(
             f"the checkpoint was written after {position.examples} examples of a pass over the data, in batches of "
-            f"{position.batch_size}. Batches of {examples_in(batch)} do not end there. Use a batch size that divides "
+            f"{position.batch_size}. Batches of {size} do not end there. Use a batch size that divides "
             f'{position.examples}, or resume_data="restart" to begin the data anew.'
         )
 
