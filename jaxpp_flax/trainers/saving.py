@@ -34,7 +34,7 @@ from jaxpp_flax.trainers.copies import with_copies
 from jaxpp_flax.trainers.data import Batches
 from jaxpp_flax.trainers.errors import NonFiniteLossError
 from jaxpp_flax.trainers.nonfinite import OnNonFinite, StepsUnderWay, check_parameters
-from jaxpp_flax.trainers.position import DataPosition, own_position, together
+from jaxpp_flax.trainers.position import DataPosition, Drawn, own_position, together
 from jaxpp_flax.trainers.preemption import PREEMPTED_STATUS
 from jaxpp_flax.trainers.progress import Meter
 from jaxpp_flax.trainers.state import TrainState
@@ -189,6 +189,7 @@ class Checkpointed(abc.ABC):
         path: Any = where
         if isinstance(where, int) or where == "latest":
             store = self._need_store("restore")
+            store.wait()  # a save under way may be the one
             if where == "latest":
                 latest = _latest(store)
                 path = store.path("latest" if latest is None else latest)
@@ -359,6 +360,9 @@ class Checkpointed(abc.ABC):
         self._source = self._last_source = source
         self._source_begin = self._step
         return source
+
+    def _drawn_from(self, data: Any) -> Drawn | Literal[0]:
+        return 0 if self._last_source is None else self._last_source.drawn_from(data)
 
     def _leave(self, source: Batches) -> None:
         """Batches come from `source` no longer: a step that follows is none of its."""

@@ -313,7 +313,8 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         with self._owned():
             if self._saves_by_itself:
                 self._refuse_later_checkpoints()
-            source = self._track(batches(data, steps=steps, epochs=epochs, remainder=rule))
+            drawn = self._drawn_from(data)
+            source = self._track(batches(data, steps=steps, epochs=epochs, drawn=drawn, remainder=rule))
             try:
                 for batch in source:
                     self._check_filling(rule, batch)
@@ -406,11 +407,10 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
                     return {}
                 steps -= self._step
             rule = self._remainder_rule(remainder, global_batch_size)
-            drawn = 0 if self._last_source is None else self._last_source.drawn_from(data)
             source = self._track(
                 batches(
                     data, steps=steps, epochs=epochs, position=position, resume_data=resume_data, meter=self._meter,
-                    drawn=drawn, remainder=rule,
+                    drawn=self._drawn_from(data), remainder=rule,
                 )
             )  # fmt: skip
             total = steps

@@ -128,3 +128,23 @@ def test_a_loop_of_the_users_own_saves_as_fit_does(tmp_path: Path, uninterrupted
     other = make_trainer(tmp_path / "other", save_every=2)
     list(other.training_steps(BATCHES, steps=3))
     assert sorted(path.name for path in (tmp_path / "other").iterdir()) == ["2", "3"]
+
+
+def test_restoring_the_latest_waits_for_the_save_under_way(tmp_path: Path):
+    trainer = make_trainer(tmp_path / "run")
+    losses_of(trainer, steps=2)
+    trainer.save(wait=False)
+    trainer.train_step(BATCHES[5])
+    trainer.restore()
+    assert trainer.step == 2
+
+
+def test_a_loop_of_the_users_own_goes_on_with_an_iterator_that_fit_has_used(
+    tmp_path: Path, uninterrupted: dict[int, float]
+):
+    """Its place counts what `fit` has drawn."""
+    trainer, data = make_trainer(tmp_path / "run", save_every=1), iter(BATCHES)
+    losses = losses_of(trainer, data, steps=2)
+    losses |= {step: float(metrics["loss"]) for step, metrics in trainer.training_steps(data, steps=1)}
+    losses |= losses_of(make_trainer(tmp_path / "run"), steps=8, resume=True)
+    assert losses == uninterrupted

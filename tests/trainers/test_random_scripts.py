@@ -177,7 +177,6 @@ class Scripts(RuleBasedStateMachine):
         missing=st.sampled_from(["error", "keep"]), low_memory=st.booleans(),
     )  # fmt: skip
     def restore(self, data: Any, part: str, renamed: bool, missing: Any, low_memory: bool) -> None:
-        self._wait()
         where: Any = data.draw(st.sampled_from(["latest", *sorted(self.run.disk), 77, *range(-len(self.elsewhere), 0)]))
         renamed = renamed and part != "opt_state"
         weights = False
