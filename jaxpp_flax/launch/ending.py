@@ -108,7 +108,7 @@ class Ending:
         """Say what happened, tell the other processes, and end."""
         if isinstance(error, KeyboardInterrupt):
             self.group.report_failure("it was interrupted from the keyboard")
-            print("interrupted", file=sys.stderr)
+            print("\n".join(["interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
             end_at_once(INTERRUPTED_STATUS)
         if isinstance(error, ProgramExitError):
             self.group.report_failure(str(error))

@@ -22,6 +22,7 @@ from jaxpp_flax.engine.coordination import PEER_FAILED_STATUS, PREEMPTED_STATUS
 from jaxpp_flax.engine.watch import DEFAULT_FAILURE_TIMEOUT
 from jaxpp_flax.launch import coordinator, guard
 from jaxpp_flax.launch.cores import running_on, share_of_cores, usable_cores
+from jaxpp_flax.launch.ending import INTERRUPTED_STATUS
 from jaxpp_flax.launch.followed import Followed, describe_end, exit_status, is_stopped, kill_group, signal_name
 from jaxpp_flax.launch.logs import Logs
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
@@ -243,6 +244,8 @@ class _Job:
         text = f"process {process.index} of {self._job.num_processes} failed first: it {describe_end(status)}."
         if status == PEER_FAILED_STATUS:
             text = f"process {process.index} of {self._job.num_processes} was the first to end because of another one."
+        if status == INTERRUPTED_STATUS:  # all end after the same step: any of them may have got the signal
+            text = f"interrupted (Ctrl-C): process {process.index} of {self._job.num_processes} was the first to end."
         return _Cause(process.index, text, exit_status(status))
 
     def _better(self, cause: _Cause | None) -> _Cause | None:
@@ -284,7 +287,7 @@ class _Job:
         if cause.status == PEER_FAILED_STATUS:
             return  # it was told by the others
         subject = "-" if cause.index is None else str(cause.index)
-        how = cause.message if cause.index is None else cause.message.partition("failed first: ")[2].rstrip(".")
+        how = cause.message.partition("failed first: ")[2].rstrip(".") or cause.message
         for process in alive:
             process.tell(f"{subject} {how}")
 

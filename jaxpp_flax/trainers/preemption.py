@@ -17,9 +17,14 @@ __all__ = ["KILLED_STATUS", "PREEMPTED_STATUS", "Preemption"]
 KILLED_STATUS = 143
 """Exit status of a second SIGTERM, or of a save that missed the deadline: the checkpoint before is the latest."""
 
+# A scheduler signals every process of a job, and a launcher passes on the signal that it gets itself: both are one.
+_ONE_REQUEST = 1.0
+
 
 class Preemption:
-    """While entered, the first SIGTERM is noted; a second one, or the deadline after the first, ends the process.
+    """While entered, the first SIGTERM is noted; a later one, or the deadline after the first, ends the process.
+
+    Those that come within a second of the first are taken for the same request.
 
     A thread sees to that, told of signals by the interpreter's wakeup file descriptor: the main thread may be waiting
     for devices or a peer, where Python runs no signal handler.
@@ -68,7 +73,7 @@ class Preemption:
         self.requested = True
 
     def _watch(self, deadline: float) -> None:
-        end: float | None = None
+        end, first = None, 0.0
         with selectors.DefaultSelector() as selector:
             selector.register(self._read, selectors.EVENT_READ)
             while True:
@@ -79,7 +84,10 @@ class Preemption:
                     return None
                 if self._descriptor_before >= 0:  # an event loop's
                     os.write(self._descriptor_before, numbers)
-                for _ in range(numbers.count(signal.SIGTERM)):
-                    if end is not None:
-                        return os._exit(KILLED_STATUS)
-                    end = time.monotonic() + deadline
+                if signal.SIGTERM not in numbers:
+                    continue
+                now = time.monotonic()
+                if end is None:
+                    first, end = now, now + deadline
+                elif now - first > _ONE_REQUEST:
+                    return os._exit(KILLED_STATUS)

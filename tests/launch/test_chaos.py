@@ -84,7 +84,8 @@ class Fault:
             return {128 + signal.SIGSTOP}, f"{of} was stopped .SIGSTOP., and then killed"
         if self.kind in AGREED:
             # All end after the same step, and any of them may be the first to have ended.
-            return {130 if self.kind.startswith("interrupt") else PREEMPTED_STATUS}, ""
+            interrupted = self.kind.startswith("interrupt")
+            return {130 if interrupted else PREEMPTED_STATUS}, "interrupted" if interrupted else ""
         why = {"full disk": "the disk is full", "read-only directory": "[Rr]ead-only"}.get(
             self.kind, f"chaos in the {self.kind} of process {self.process}"
         )
