@@ -23,8 +23,14 @@ import jax
 
 from jaxpp_flax.engine import _compat
 from jaxpp_flax.engine.environment import seconds_of
-from jaxpp_flax.engine.store import CoordinationError, JaxKeyValueStore, claim_index
-from jaxpp_flax.engine.waits import REPORT_SECONDS, Reporter, Waits
+from jaxpp_flax.engine.store import (
+    BarrierTimeoutError,
+    CoordinationError,
+    JaxKeyValueStore,
+    ProcessFailedError,
+    claim_index,
+)
+from jaxpp_flax.engine.waits import REPORT_SECONDS, Reporter, Waits, quietly
 from jaxpp_flax.engine.watch import DEFAULT_FAILURE_TIMEOUT, ROOT, Failure, KeyValueStore, Watch, name_processes
 from jaxpp_flax.engine.whereabouts import place_of_main_thread
 
@@ -38,7 +44,6 @@ __all__ = [
     "ProcessFailedError",
     "ProcessGroup",
     "process_group",
-    "quietly",
 ]
 
 PEER_FAILED_STATUS = 69
@@ -49,14 +54,6 @@ PREEMPTED_STATUS = 75
 
 # How often a wait looks for failures; short against every deadline, long against a call to the store (0.2 ms).
 _POLL_SECONDS = 0.2
-
-
-class BarrierTimeoutError(CoordinationError, TimeoutError):
-    """Some processes did not come to a meeting point in time; the message names them."""
-
-
-class ProcessFailedError(CoordinationError):
-    """Another process of the run was killed, was stopped, or has failed; the message names it."""
 
 
 class ProcessGroup:
@@ -461,24 +458,6 @@ class ProcessGroup:
             self._watch = None
         if self._reporter is not None:
             self._reporter.stop()
-
-
-def quietly(function: Callable[[], None], timeout_s: float) -> None:
-    """Call, but neither fail by it nor be held up for longer: what is called may be the very thing that failed.
-
-    Example:
-      >>> quietly(lambda: time.sleep(60.0), timeout_s=0.01)
-    """
-
-    def call() -> None:
-        try:
-            function()
-        except Exception:
-            return
-
-    caller = threading.Thread(target=call, daemon=True)
-    caller.start()
-    caller.join(timeout_s)
 
 
 @cache

@@ -10,11 +10,19 @@ import jax
 
 from jaxpp_flax.engine.watch import ROOT, KeyValueStore
 
-__all__ = ["CoordinationError", "JaxKeyValueStore", "claim_index"]
+__all__ = ["BarrierTimeoutError", "CoordinationError", "JaxKeyValueStore", "ProcessFailedError", "claim_index"]
 
 
 class CoordinationError(RuntimeError):
     """The processes of a run cannot be coordinated, or do not agree."""
+
+
+class BarrierTimeoutError(CoordinationError, TimeoutError):
+    """Some processes did not come to a meeting point in time; the message names them."""
+
+
+class ProcessFailedError(CoordinationError):
+    """Another process of the run was killed, was stopped, or has failed; the message names it."""
 
 
 class JaxKeyValueStore:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from jaxpp_flax.engine.watch import name_processes, reporting_thread
 
-__all__ = ["REPORT_SECONDS", "Reporter", "Wait", "Waits"]
+__all__ = ["REPORT_SECONDS", "Reporter", "Wait", "Waits", "quietly"]
 
 REPORT_SECONDS = 60.0
 """After so long a wait is reported, and again each time that it has doubled."""
@@ -122,3 +122,21 @@ class Reporter:
 
 def _say(line: str) -> None:
     print(f"jaxpp_flax: {line}", file=sys.stderr, flush=True)
+
+
+def quietly(function: Callable[[], None], timeout_s: float) -> None:
+    """Call, but neither fail by it nor be held up for longer: what is called may be the very thing that failed.
+
+    Example:
+      >>> quietly(lambda: time.sleep(60.0), timeout_s=0.01)
+    """
+
+    def call() -> None:
+        try:
+            function()
+        except Exception:
+            return
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(timeout_s)

@@ -31,7 +31,8 @@ from typing import Any
 import jax
 
 from jaxpp_flax.engine import _compat
-from jaxpp_flax.engine.coordination import PREEMPTED_STATUS, Failure, process_group, quietly
+from jaxpp_flax.engine.coordination import PREEMPTED_STATUS, Failure, process_group
+from jaxpp_flax.engine.waits import quietly
 from jaxpp_flax.engine.watch import DEFAULT_FAILURE_TIMEOUT
 from jaxpp_flax.launch.coordinator import heartbeat_timeout
 from jaxpp_flax.launch.ending import ProgramExitError

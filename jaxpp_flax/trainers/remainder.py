@@ -54,6 +54,22 @@ class RemainderRule:
         if self.how is not None and self.how not in get_args(Remainder):
             raise ValueError(f'remainder={self.how!r}: it must be "drop", "pad" or "error".')
 
+    @classmethod
+    def of(
+        cls, remainder: Remainder | None, global_batch_size: int | None, divisor: int, meter: Meter
+    ) -> RemainderRule:
+        """From the arguments of `fit`.
+
+        Raises:
+          ValueError: if they contradict each other.
+        """
+        if global_batch_size is not None and remainder is not None:
+            raise ValueError(
+                f"remainder={remainder!r} and global_batch_size={global_batch_size}: every batch then has so many "
+                "examples, of which a process sees a part alone. Let the data leave out or fill smaller ones."
+            )
+        return cls(how=remainder if global_batch_size is None else "error", divisor=divisor, meter=meter)
+
     def left_out(self, data: Any, begin: int, end: int | None) -> int:
         """Before the first step: how many batches of a pass, from `begin` to `end`, will be left out.
 

@@ -309,7 +309,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         Raises:
           CheckpointSaveError: if the directory holds later checkpoints.
         """
-        rule = self._remainder_rule(remainder, global_batch_size)
+        rule = RemainderRule.of(remainder, global_batch_size, self.num_microbatches * self._shards, self._meter)
         with self._owned():
             if self._saves_by_itself:
                 self._refuse_later_checkpoints()
@@ -406,7 +406,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
                     self._meter.message(f"nothing to do: step {self._step} of {steps} is done")
                     return {}
                 steps -= self._step
-            rule = self._remainder_rule(remainder, global_batch_size)
+            rule = RemainderRule.of(remainder, global_batch_size, self.num_microbatches * self._shards, self._meter)
             source = self._track(
                 batches(
                     data, steps=steps, epochs=epochs, position=position, resume_data=resume_data, meter=self._meter,
@@ -449,15 +449,6 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         self._meter.message(text)
 
     # ------------------------------------------------------------------ inside
-
-    def _remainder_rule(self, remainder: Remainder | None, global_batch_size: int | None) -> RemainderRule:
-        if global_batch_size is not None and remainder is not None:
-            raise ValueError(
-                f"remainder={remainder!r} and global_batch_size={global_batch_size}: every batch then has so many "
-                "examples, of which a process sees a part alone. Let the data leave out or fill smaller ones."
-            )
-        how: Remainder | None = remainder if global_batch_size is None else "error"
-        return RemainderRule(how=how, divisor=self.num_microbatches * self._shards, meter=self._meter)
 
     def _check_filling(self, rule: RemainderRule, batch: Any) -> None:
         """Before a first step, make sure that the loss leaves out what `rule` fills batches with."""

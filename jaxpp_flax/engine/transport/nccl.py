@@ -21,9 +21,10 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.coordination import ProcessGroup, process_group, quietly
+from jaxpp_flax.engine.coordination import ProcessGroup, process_group
 from jaxpp_flax.engine.transport.base import Parcel, Tag, TransportError, describe_type
 from jaxpp_flax.engine.transport.cupy_nccl import Cupy
+from jaxpp_flax.engine.waits import quietly
 
 __all__ = ["Buffer", "Communicator", "Library", "NcclTransport", "from_bytes"]
 
