@@ -81,7 +81,7 @@ def main():
     with tempfile.TemporaryDirectory() as root:
         directory = Path(root) / "run"
         first = subprocess.run([sys.executable, __file__, "--until-killed", str(directory)], check=False)
-        steps = sorted(int(path.name) for path in directory.iterdir())
+        steps = sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
         print(f"killed (status {first.returncode}); checkpoints of steps {steps}")
 
         trainer = make_trainer(directory, num_stages=2, mesh_axes={"data": 2})
