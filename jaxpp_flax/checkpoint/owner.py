@@ -164,6 +164,9 @@ class Ownership:
             return False
         try:
             os.write(descriptor, f"{0:0{_DIGITS}}\n{json.dumps(asdict(own))}\n".encode())
+        except OSError:  # a full disk: an empty file would be an owner that nobody can ask
+            self._path.unlink(missing_ok=True)
+            raise
         finally:
             os.close(descriptor)
         return True

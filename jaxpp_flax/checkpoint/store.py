@@ -80,6 +80,7 @@ class CheckpointStore:
           DirectoryInUseError: naming the job that is running, and writes here.
           CheckpointSaveError: if the directory cannot be written.
         """
+        self.wait()  # else the claim of a save under way would count in some processes and not in others
         self._claim(self.directory)
         try:
             yield
@@ -248,7 +249,7 @@ class CheckpointStore:
                         "given up: other processes have not written their parts of it. Older checkpoints are whole."
                     )
                 group.failed.wait(0.02)
-        return None
+        return self.wait()
 
     def set_aside(self, step: int) -> Path:
         """Give a damaged checkpoint a name that is no step's; where it is then."""

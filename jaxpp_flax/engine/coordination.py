@@ -90,6 +90,7 @@ class ProcessGroup:
         self.identity = f"process id {os.getpid()} of host {socket.gethostname()}"
         self._store = store
         self._uses: Counter[str] = Counter()
+        self._closing: list[Callable[[], None]] = []
         self._asked: Counter[str] = Counter()
         self._announced: dict[str, bytes] = {}
         self._failure: Failure | None = None
@@ -439,6 +440,10 @@ class ProcessGroup:
             own = self._failure is not None and self._failure.process == self.process_index
             os._exit(1 if own else PEER_FAILED_STATUS)
 
+    def when_closed(self, function: Callable[[], None]) -> None:
+        """Call `function` at the end, once every process has ended its program."""
+        self._closing.append(function)
+
     def close(self, timeout_s: float | None = None) -> None:
         """Wait until every process has ended its program, and stop the watch. Call it once, at the end.
 
@@ -453,6 +458,8 @@ class ProcessGroup:
         if self._watch is not None:
             self._watch.finished = True
         self.barrier("the end of the program", timeout_s)
+        for function in self._closing:
+            function()
         if self._watch is not None:
             self._watch.stop()
             self._watch = None

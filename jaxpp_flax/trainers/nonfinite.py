@@ -14,6 +14,7 @@ import numpy as np
 from jaxpp_flax.checkpoint.agreeing import everyones
 from jaxpp_flax.checkpoint.paths import flatten
 from jaxpp_flax.engine.array import MpmdArray
+from jaxpp_flax.engine.tracing import context_mesh
 from jaxpp_flax.trainers.errors import NonFiniteLossError
 from jaxpp_flax.trainers.progress import Meter
 
@@ -120,18 +121,37 @@ def nonfinite_leaf(params: Any) -> str | None:
       >>> nonfinite_leaf({"head": {"bias": jnp.array([0.0, jnp.inf])}, "scale": jnp.ones(2)})
       'head/bias'
     """
-    # One small program for each place; those of all places run side by side.
-    places: dict[Any, dict[str, jax.Array]] = {}
+    # One small program for each device: those of all devices run side by side, and none waits for another process.
+    places: dict[Any, dict[str, Any]] = {}
     for path, leaf in flatten(params)[0].items():
         for array in jax.tree.leaves(leaf.to_mpmd_local_array if isinstance(leaf, MpmdArray) else leaf):
-            if jnp.issubdtype(array.dtype, jnp.inexact):
-                places.setdefault(frozenset(array.sharding.device_set), {})[path] = array
-    found = [(list(arrays), _are_finite(list(arrays.values()))) for arrays in places.values()]
+            if not jnp.issubdtype(array.dtype, jnp.inexact):
+                continue
+            parts = [shard.data for shard in array.addressable_shards] if isinstance(array, jax.Array) else [array]
+            for part in parts:
+                places.setdefault(_device(part), {})[path] = part
+    with context_mesh(None):
+        found = [
+            (list(parts), (_are_finite if device is not None else _are_finite_on_host)(list(parts.values())))
+            for device, parts in places.items()
+        ]
     for paths, finite in found:
         for path, is_finite in zip(paths, np.asarray(finite), strict=True):
             if not is_finite:
                 return path
     return None
+
+
+def _device(part: Any) -> Any:
+    """The device whose memory holds a part; None for the host's."""
+    if not isinstance(part, jax.Array):
+        return None
+    (device,) = part.devices()
+    return device if part.sharding.memory_kind in (None, device.default_memory().kind) else None
+
+
+def _are_finite_on_host(parts: list[Any]) -> list[bool]:
+    return [bool(np.isfinite(np.asarray(part)).all()) for part in parts]
 
 
 @jax.jit

@@ -74,13 +74,13 @@ class RemainderRule:
         """Before the first step: how many batches of a pass, from `begin` to `end`, will be left out.
 
         Args:
-          data: a sequence of batches; nothing is known of other data.
+          data: a list of batches, or a tuple; nothing is known of other data.
           begin, end: positions in it; None for its end.
 
         Raises:
           BatchError: naming the first batch that cannot be cut, if none may be left out.
         """
-        if not isinstance(data, Sequence) or self.how == "pad":
+        if not isinstance(data, (list, tuple)) or self.how == "pad":  # another sequence may load each batch anew
             return 0
         sizes = {index: examples_in(data[index]) for index in range(begin, len(data) if end is None else end)}
         wrong = {index: size for index, size in sizes.items() if size is not None and size % self.divisor}

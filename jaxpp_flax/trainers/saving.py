@@ -388,6 +388,8 @@ class Checkpointed(abc.ABC):
         try:
             self._store.finish()
         except CheckpointSaveError as failed:
+            if isinstance(error, GeneratorExit):  # which nobody sees
+                self._meter.message(str(failed))
             error.add_note(f"The save under way failed as well: {failed}")
         except ProcessFailedError:
             return  # this process ends by that
@@ -414,11 +416,12 @@ class Checkpointed(abc.ABC):
 
     def _end_fit(self, preempted: Callable[[], bool]) -> None:
         """Wait for what is being written, save the last step, and exit if that was asked for."""
+        if self._store is not None:
+            self._store.wait()  # before a loss may end the run
         self._under_way.finish(self._meter)
         due = self._saves_by_itself or preempted()
         if self._store is None:
             return
-        self._store.wait()
         saved = self._is_saved()
         if due and self._step > 0 and not saved:
             self.save()

@@ -260,7 +260,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
 
         Returns:
           Metrics of the whole batch, at least `loss`: values that behave like arrays (`float(metrics["loss"])`).
-          They are not waited for.
+          They are not waited for; those of two steps before are.
 
         Raises:
           BatchError: if the batch cannot be cut into microbatches, or has not the rows that this process reads.

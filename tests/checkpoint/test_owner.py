@@ -244,3 +244,35 @@ def test_the_same_program_a_second_time(tmp_path):
     third = subprocess.run([*program[:-1], "5"], capture_output=True, text=True, timeout=120, check=False)
     assert third.returncode == 0, third.stderr
     assert f"was left by process {first.pid} on " in third.stderr
+
+
+def test_a_full_disk_leaves_no_owner_that_nobody_can_ask(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner.os, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            Ownership(tmp_path).take(print)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_under_way_is_finished_before_the_directory_is_owned(tmp_path):
+    """Its claim ends when this process has written its part: in each of several at another time."""
+    store = CheckpointStore(tmp_path)
+    store.save(1, {"w": jnp.ones(2)}, {})
+    with store.owned():
+        assert store.steps() == (1,)
+        assert store._claims == 1
+    assert not (tmp_path / FILE_NAME).exists()
+
+
+def test_a_save_that_fails_after_a_loop_was_left_is_told(tmp_path, monkeypatch, capsys):
+    trainer = make_trainer(tmp_path, save_every=1, progress=True)
+    steps = trainer.training_steps(batches())
+    next(steps)
+    trainer._store.wait()
+    monkeypatch.setattr("jaxpp_flax.checkpoint.writing.stored_leaves", lambda metadata: {})
+    next(steps)
+    steps.close()
+    assert "written without" in " ".join(capsys.readouterr().out.split())

@@ -128,3 +128,13 @@ def test_every_kind_of_leaf_is_looked_at():
     assert nonfinite_leaf(good) is None
     assert nonfinite_leaf({**good, "half": jnp.array([1, jnp.inf], jnp.bfloat16)}) == "half"
     assert nonfinite_leaf({**good, "z": jnp.array([1j * math.nan])}) == "z"
+
+
+def test_a_mesh_around_the_trainer_and_arrays_of_the_host_are_no_matter():
+    two = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    spread = jax.device_put(jnp.ones(4), jax.sharding.NamedSharding(two, jax.sharding.PartitionSpec("data")))
+    params = {"spread": spread, "here": jnp.ones(2), "numpy": np.ones(3, np.float32)}
+    with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[4:8]), ("other",))):
+        assert nonfinite_leaf(params) is None
+        assert nonfinite_leaf({**params, "numpy": np.float32([1, np.nan])}) == "numpy"
+    assert nonfinite_leaf({**params, "spread": spread.at[3].set(jnp.inf)}) == "spread"

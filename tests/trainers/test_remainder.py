@@ -1,6 +1,7 @@
 """A last batch with fewer examples: left out, filled with examples that do not count, or refused before a step."""
 
 import itertools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -190,3 +191,22 @@ def test_data_without_end_whose_remainder_is_left_out():
     assert it.step == 3
     it.fit(itertools.islice(itertools.cycle(data(8, 5)), 6))
     assert it.step == 6
+
+
+def test_a_sequence_that_loads_its_batches_is_not_read_before_the_first_step():
+    class Lazy(Sequence):
+        read = 0
+
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            if index >= 3:
+                raise IndexError
+            self.read += 1
+            return data(8, 8, 5)[index]
+
+    it, lazy = trainer(), Lazy()
+    for _ in it.training_steps(lazy):
+        assert lazy.read == it.step
+    assert it.step == 2

@@ -119,6 +119,8 @@ def process_link() -> Link:
     group.watch()
     settings = Settings.read(os.environ)
     link = Link(group, _make(settings, group), settings)
+    # Until all have ended their programs, others may still receive what this process has sent.
+    group.when_closed(link.transport.close)
     # Threads that are inside JAX when Python ends would abort the process.
     atexit.register(_end, link, end_watch=mine)
     return link
@@ -130,8 +132,6 @@ def _end(link: Link, *, end_watch: bool) -> None:
         # A failure has been told by then: the watch ends the process.
         with contextlib.suppress(CoordinationError):
             link.group.close()
-    # Behind the meeting at the end: until then others may still receive what this process sent.
-    link.transport.close()
 
 
 def _make(settings: Settings, group: ProcessGroup) -> Transport:
