@@ -191,7 +191,9 @@ class CheckpointStore:
         self._claim_for_save(step)
         with shared_work(self._what(), lambda error: self._failed(step, error), everywhere=True):
             manager = self._open()
-            if step in manager.all_steps():  # somebody has deleted it since
+            # What somebody has deleted since would be counted among those to keep.
+            gone = sorted({*manager.all_steps()} - {*self._list()})
+            if everyones("which steps were deleted", gone)[0]:
                 manager.reload()
         with shared_work(self._what(), lambda error: self._failed(step, error)):
             self._writing = (step, frozenset(flatten(content)[0]))

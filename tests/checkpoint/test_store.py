@@ -162,6 +162,15 @@ def test_a_step_that_was_deleted_meanwhile_can_be_saved_again(tmp_path: Path):
     assert store.steps() == (1,)
 
 
+def test_a_step_that_was_deleted_meanwhile_is_not_counted_among_those_to_keep(tmp_path: Path):
+    store = CheckpointStore(tmp_path / "run", keep=2)
+    for step in (1, 2):
+        store.save(step, tree(step), {}, wait=True)
+    shutil.rmtree(tmp_path / "run" / "2")
+    store.save(3, tree(3), {}, wait=True)
+    assert store.steps() == (1, 3)
+
+
 def test_an_existing_step_is_left_alone(tmp_path: Path):
     store = CheckpointStore(tmp_path / "run")
     store.save(1, tree(1), {}, wait=True)
