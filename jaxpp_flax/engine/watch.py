@@ -252,6 +252,8 @@ class Watch:
                 "branch than they do?"
             )
             return why, soon
+        if self.finished:  # it is this process that has ended too early, and the other one that says so
+            soon = self._silence
         if kind == "idle":
             # Of a run that it has taken part in, something large may be on its way for long.
             never = mine is not None or (run is not None and last_run.isdigit() and run > int(last_run))
