@@ -161,7 +161,7 @@ class Batches(Iterator[Any]):
         while True:
             for drawn in self._iterator:
                 self._drawn.add(drawn)
-                if self._start is not None and not self._taken and self._epoch == self._start.epoch:
+                if self._start is not None and not self._taken:
                     check_batch_size(self._iterator, self._start, drawn)
                 batch = self._take(drawn)
                 if batch is None:
