@@ -115,8 +115,6 @@ class Batches(Iterator[Any]):
         self._epoch = position.epoch if position is not None else 0
         self._drawn = drawn  # of the pass under way
         self._batch_size: int | None = None  # of the first batch that was given of it
-        if position is not None and position.in_epoch and position.iterator is not None:
-            self._batch_size = position.batch_size  # its own state counts batches of that size
         self._position = self._position_before = position or self._here()
         self._run = self._generate()
 

@@ -170,18 +170,3 @@ def test_a_search_that_was_interrupted_goes_on_where_it_stands():
     with pytest.raises(KeyboardInterrupt):
         next(source)
     assert next(batches(data, steps=1, position=position, drawn=source.drawn_from(data)))[0] == 12
-
-
-def test_the_last_batch_of_a_pass_does_not_change_the_size_that_the_iterator_counts():
-    """A run that is resumed before that batch, and once more after it."""
-
-    class Passes:
-        def __iter__(self) -> WithState:
-            return WithState(8)
-
-    source = batches(Passes(), steps=6)  # of 54 examples: six of 8, and one of 6
-    list(source)
-    rest = batches(Passes(), steps=1, position=source.position())
-    assert len(next(rest)) == 6
-    after = batches(Passes(), steps=1, position=rest.position())
-    np.testing.assert_array_equal(next(after), np.arange(8))
