@@ -453,8 +453,6 @@ class ProcessGroup:
         Raises:
           BarrierTimeoutError, ProcessFailedError: as `barrier`.
         """
-        if self._store is None:
-            return
         if self._watch is not None:
             self._watch.finished = True
         self.barrier("the end of the program", timeout_s)

@@ -82,6 +82,8 @@ class Link:
 
     def __init__(self, group: ProcessGroup, transport: Transport, settings: Settings) -> None:
         self.group, self.transport, self.settings = group, transport, settings
+        # Until all have ended their programs, others may still receive what this process has sent.
+        group.when_closed(transport.close)
         self._watchdog = Watchdog(transport, group, settings.receive_timeout)
         self.window = Window(group)
         self._programs = 0
@@ -119,8 +121,6 @@ def process_link() -> Link:
     group.watch()
     settings = Settings.read(os.environ)
     link = Link(group, _make(settings, group), settings)
-    # Until all have ended their programs, others may still receive what this process has sent.
-    group.when_closed(link.transport.close)
     # Threads that are inside JAX when Python ends would abort the process.
     atexit.register(_end, link, end_watch=mine)
     return link

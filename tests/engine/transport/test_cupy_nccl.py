@@ -163,7 +163,8 @@ def test_an_abort_waits_until_nobody_is_inside(sent: Parcel, monkeypatch: pytest
     assert "aborted" in {made.freed for made in cupy.made}
 
 
-def test_the_link_closes_its_transport():
+def test_the_transport_is_closed_behind_the_meeting_at_the_end():
+    """Until then others may still receive what this process has sent."""
     from jaxpp_flax.engine.transport import link as links
 
     closed: list[str] = []
@@ -176,7 +177,9 @@ def test_the_link_closes_its_transport():
 
     group: Any = ProcessGroup(None, 0, 1)
     link = links.Link(group, Closing(), links.Settings())  # type: ignore[arg-type]
-    links._end(link, end_watch=True)
+    links._end(link, end_watch=False)
+    assert closed == []
+    group.close()
     assert closed == ["transport"]
 
 
