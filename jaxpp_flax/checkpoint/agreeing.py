@@ -14,13 +14,14 @@ __all__ = ["all_faults", "done_by_one", "everyones", "of_whoever_knows"]
 _TIMEOUT = 3600.0
 
 
-def done_by_one(name: str, function: Callable[[], Any], error: type[Exception]) -> None:
+def done_by_one(name: str, function: Callable[[], Any], *errors: type[Exception]) -> None:
     """Process 0 calls `function`, the others wait for it; if it fails there, all of them fail.
 
     Args:
       name: what is done, for the errors of those who wait.
       function: returns nothing.
-      error: what the other processes raise, with the message of what process 0 raised.
+      errors: what the other processes raise, with the message of what process 0 raised: the first of these that this
+        was, or else the last.
 
     Example:
       >>> done_by_one("greeting", lambda: print("done"), OSError)
@@ -33,12 +34,14 @@ def done_by_one(name: str, function: Callable[[], Any], error: type[Exception]) 
             function()
         except Exception as caught:
             failure = caught
-    message = "" if failure is None else f"in process 0: {failure}"
+    kind = next((i for i, error in enumerate(errors) if isinstance(failure, error)), len(errors) - 1)
+    message = "" if failure is None else f"{kind} in process 0: {failure}"
     answer = group.exchange(f"checkpoint: {name}", message.encode(), _TIMEOUT)[0].decode()
     if failure is not None:
         raise failure
     if answer:
-        raise error(answer)
+        number, _, text = answer.partition(" ")
+        raise errors[int(number)](text)
 
 
 def all_faults(name: str, faults: Sequence[str]) -> list[str]:

@@ -10,7 +10,9 @@ import warnings
 import weakref
 from typing import Protocol
 
-__all__ = ["ABANDONED_STATUS", "EXIT_SECONDS", "finish_at_exit", "tell"]
+from jaxpp_flax.engine.waits import say
+
+__all__ = ["ABANDONED_STATUS", "EXIT_SECONDS", "finish_at_exit"]
 
 EXIT_SECONDS = 300.0
 """How long the end of a program waits for a save."""
@@ -58,18 +60,13 @@ def _finish(writer: Writer | None) -> None:
         waited = time.monotonic() - begin
         if waited > _SECONDS_IN_SILENCE and not told:
             told = True
-            tell(f"the program ends, and waits at most {EXIT_SECONDS:.0f} s for a checkpoint that is being written")
+            say(f"the program ends, and waits at most {EXIT_SECONDS:.0f} s for a checkpoint that is being written")
         if waited > EXIT_SECONDS:
-            tell(f"after {EXIT_SECONDS:.0f} s a checkpoint is still being written: it is abandoned, and is incomplete")
+            say(f"after {EXIT_SECONDS:.0f} s a checkpoint is still being written: it is abandoned, and is incomplete")
             sys.stdout.flush()
             os._exit(ABANDONED_STATUS)  # Python would wait for the threads that write, however long they take
         time.sleep(0.01)
     try:
         writer.wait()
     except Exception as error:
-        tell(f"a checkpoint that was being written when the program ended is lost: {error}")
-
-
-def tell(text: str) -> None:
-    """A line to the user where there is no trainer to print it."""
-    print(f"jaxpp_flax: {text}", file=sys.stderr, flush=True)
+        say(f"a checkpoint that was being written when the program ended is lost: {error}")

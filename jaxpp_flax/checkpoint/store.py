@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Generator, Mapping
@@ -14,13 +15,12 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxpp_flax.checkpoint.agreeing import done_by_one, everyones
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CheckpointSaveError, DirectoryInUseError
-from jaxpp_flax.checkpoint.exiting import finish_at_exit, tell
+from jaxpp_flax.checkpoint.exiting import finish_at_exit
 from jaxpp_flax.checkpoint.meeting import background_barrier, name_checkpoint, poll, shared_work
 from jaxpp_flax.checkpoint.orbax_io import (
     TREE_ITEM,
     absolute,
     damaged,
-    is_primary,
     multiprocessing_options,
     pytree_handler,
     under_way,
@@ -30,6 +30,7 @@ from jaxpp_flax.checkpoint.paths import flatten
 from jaxpp_flax.checkpoint.sharing import check_shared
 from jaxpp_flax.checkpoint.writing import complete, save_failed, to_tree, write_and_check
 from jaxpp_flax.engine.coordination import process_group
+from jaxpp_flax.engine.waits import say
 
 __all__ = ["CheckpointStore", "read_json", "save_step"]
 
@@ -89,20 +90,17 @@ class CheckpointStore:
 
     def _claim(self, place: Path) -> None:
         if not self._claims:
-            failure: CheckpointSaveError | None = None
-            if is_primary():
-                try:
-                    self._ownership.take(tell)
-                except DirectoryInUseError as error:
-                    failure = error
-                except OSError as error:
-                    failure = save_failed(place, error)
-            mine = None if failure is None else [isinstance(failure, DirectoryInUseError), str(failure)]
-            answer = everyones("who owns its directory", mine)[0]
-            if answer is not None:
-                in_use, text = answer
-                raise failure or (DirectoryInUseError if in_use else CheckpointSaveError)(f"in process 0: {text}")
+            take = functools.partial(self._take, place)
+            done_by_one("who owns its directory", take, DirectoryInUseError, CheckpointSaveError)
         self._claims += 1
+
+    def _take(self, place: Path) -> None:
+        try:
+            self._ownership.take(say)
+        except DirectoryInUseError:
+            raise
+        except OSError as error:
+            raise save_failed(place, error) from error
 
     def _give_up_claim(self) -> None:
         self._claims -= 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from jaxpp_flax.engine.watch import name_processes, reporting_thread
 
-__all__ = ["REPORT_SECONDS", "Reporter", "Wait", "Waits", "quietly"]
+__all__ = ["REPORT_SECONDS", "Reporter", "Wait", "Waits", "quietly", "say"]
 
 REPORT_SECONDS = 60.0
 """After so long a wait is reported, and again each time that it has doubled."""
@@ -98,7 +98,7 @@ class Reporter:
 
     def start(self) -> None:
         """Begin to look."""
-        reporting_thread("jaxpp_flax reporter", self._run, _say).start()
+        reporting_thread("jaxpp_flax reporter", self._run, say).start()
 
     def stop(self) -> None:
         """Look no more."""
@@ -107,7 +107,7 @@ class Reporter:
     def _run(self) -> None:
         while not self._ended.wait(min(_POLL_SECONDS, self._after / 10)):
             for line in self.lines(time.monotonic()):
-                _say(line)
+                say(line)
 
     def lines(self, now: float) -> list[str]:
         """What is to be said at a time: of each wait, when it has lasted `after_s`, twice that, four times, ..."""
@@ -120,7 +120,8 @@ class Reporter:
         return [f"{self._who} has been waiting for {now - wait.since:.0f} s for {text}" for text, wait in late.items()]
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """A line to the user, where there is nobody else to print it."""
     print(f"jaxpp_flax: {line}", file=sys.stderr, flush=True)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
+
+from jaxpp_flax.engine.waits import say
 
 __all__ = ["Interruption"]
 
@@ -69,6 +70,4 @@ class Interruption:
         if self.requested or (self._raises and not self.within_step):
             signal.default_int_handler(number, frame)
         self.requested = True
-        print(
-            "jaxpp_flax: Ctrl-C ends the run after this step; a second one ends it at once", file=sys.stderr, flush=True
-        )
+        say("Ctrl-C ends the run after this step; a second one ends it at once")

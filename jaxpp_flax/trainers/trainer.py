@@ -316,8 +316,9 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
             drawn = self._drawn_from(data)
             source = self._track(batches(data, steps=steps, epochs=epochs, drawn=drawn, remainder=rule))
             try:
-                for batch in source:
-                    self._check_filling(rule, batch)
+                for number, batch in enumerate(source):
+                    if not number:
+                        self._check_filling(rule, batch)
                     metrics = self.train_step(batch, global_batch_size=global_batch_size)
                     self._after_step()
                     yield self._step, metrics

@@ -250,13 +250,21 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path):
         run.check_nothing_is_left()
 
 
-def test_sigterm_lets_the_processes_finish(tmp_path: Path):
-    source = (
-        BEGIN
-        + """
+# A program that notes SIGTERM.
+ASKED = (
+    BEGIN
+    + """
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 print("waits")
+"""
+)
+
+
+def test_sigterm_lets_the_processes_finish(tmp_path: Path):
+    source = (
+        ASKED
+        + """
 while not asked:
     time.sleep(0.05)
 print("saved")
@@ -273,11 +281,8 @@ print("saved")
 @pytest.mark.parametrize("signalled", ["the launcher", "process 1"])
 def test_a_preemption_is_no_failure(tmp_path: Path, signalled: str):
     source = (
-        BEGIN
+        ASKED
         + """
-asked = []
-signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-print("waits")
 while not group.announced("the last step"):
     if asked:
         group.announce("the last step", b"7")
