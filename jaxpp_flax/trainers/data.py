@@ -7,7 +7,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, overload
 
 from jaxpp_flax.engine.coordination import process_group
-from jaxpp_flax.trainers.position import DataPosition, Drawn, ResumeData, check_batch_size, examples_in, seek, state_of
+from jaxpp_flax.trainers.position import (
+    DataPosition,
+    Drawn,
+    ResumeData,
+    check_batch_size,
+    examples_in,
+    has_own_state,
+    seek,
+    state_of,
+)
 from jaxpp_flax.trainers.progress import Meter, NoMeter
 from jaxpp_flax.trainers.remainder import RemainderRule
 
@@ -114,7 +123,8 @@ class Batches(Iterator[Any]):
         self._before = position.batches if position is not None else 0
         self._epoch = position.epoch if position is not None else 0
         self._drawn = drawn  # of the pass under way
-        self._batch_size: int | None = None  # of the first batch that was given of it
+        # Of the first batch of the pass that was given. An iterator's own state counts batches of this size.
+        self._batch_size = position.batch_size if position is not None and has_own_state(first, position) else None
         self._position = self._position_before = position or self._here()
         self._run = self._generate()
 

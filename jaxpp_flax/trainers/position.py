@@ -20,6 +20,7 @@ __all__ = [
     "ResumeData",
     "check_batch_size",
     "examples_in",
+    "has_own_state",
     "own_position",
     "seek",
     "state_of",
@@ -98,6 +99,11 @@ def state_of(iterator: Any) -> Any:
     return iterator.get_state() if hasattr(iterator, "get_state") and hasattr(iterator, "set_state") else None
 
 
+def has_own_state(iterator: Any, position: DataPosition) -> bool:
+    """Whether `iterator` goes to `position` by the state that was saved; else batches are drawn up to there."""
+    return position.iterator is not None and hasattr(iterator, "set_state")
+
+
 def examples_in(batch: Any) -> int | None:
     """The examples of a batch: the first axis of its first array; None without one.
 
@@ -149,7 +155,7 @@ def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, meter
       DataPositionError: if it has no `set_state` and `how` is "refuse", it ends before that position, is past it, or
         its batches do not end there.
     """
-    if position.iterator is not None and hasattr(iterator, "set_state"):
+    if has_own_state(iterator, position):
         iterator.set_state(position.iterator)  # pyright: ignore[reportAttributeAccessIssue]
         drawn.batches, drawn.examples = position.in_epoch, position.examples
         return drawn
@@ -219,8 +225,9 @@ def check_batch_size(iterator: Any, position: DataPosition, batch: Any) -> None:
     """
     size = examples_in(batch)
     before = position.batch_size
-    own = position.iterator is not None and hasattr(iterator, "set_state")  # else examples were counted
-    if not own or size is None or before is None or size == before:
+    if not has_own_state(iterator, position):
+        return  # examples were counted
+    if size is None or before is None or size == before:
         return
     if size < before and state_of(iterator) is not None and _is_last(iterator):
         return  # the rest of a pass
@@ -234,9 +241,10 @@ def check_batch_size(iterator: Any, position: DataPosition, batch: Any) -> None:
 def _is_last(iterator: Any) -> bool:
     """Whether nothing follows; the iterator stays where it is."""
     state, nothing = iterator.get_state(), object()
-    last = next(iterator, nothing) is nothing
-    iterator.set_state(state)
-    return last
+    try:
+        return next(iterator, nothing) is nothing
+    finally:
+        iterator.set_state(state)
 
 
 def _encode(value: Any) -> Any:

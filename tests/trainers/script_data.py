@@ -175,14 +175,17 @@ class Stream:
             self.at = 0
             self.place = Place(epoch=self.place.epoch + 1)
         examples = self._draw()
-        sized_by_own_state = self.start is not None and self.start.own and self.data.has_state
-        if not self.given and sized_by_own_state and self.start and self.data.size != self.start.size is not None:
-            if self.data.size < self.start.size and self.at < EXAMPLES // self.data.size:
-                self._draw()  # a smaller batch is refused unless none follows it
+        sized = self.start.size if self.start is not None and self.start.own and self.data.has_state else None
+        if not self.given and sized is not None and self.data.size != sized:
+            if self.data.size < sized and self.at < EXAMPLES // self.data.size:
+                self._draw()  # a smaller batch is refused unless none follows it; the iterator goes back
+                self.at -= 1
             raise Refused
         self.given += 1
+        same_pass = self.start is not None and self.start.epoch == self.place.epoch
+        size = sized if sized is not None and same_pass else self.data.size
         own = self.data.has_state
-        self.place = Place(epoch=self.place.epoch, examples=examples[-1] + 1, size=self.data.size, own=own)
+        self.place = Place(epoch=self.place.epoch, examples=examples[-1] + 1, size=size, own=own)
         return examples
 
     def _seek(self) -> None:

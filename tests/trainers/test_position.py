@@ -81,6 +81,20 @@ def test_the_smaller_rest_of_a_pass_is_no_change():
     assert [len(batch) for batch in rest] == [6]
 
 
+def test_after_the_smaller_rest_of_a_pass_the_size_is_still_the_full_one():
+    data = WithState(8)  # 54 examples: the seventh batch has six
+    rest = batches(data, steps=1, position=after(WithState(8), 6))
+    assert len(next(rest)) == 6
+    assert rest.position().batch_size == 8
+
+
+def test_the_look_whether_a_smaller_batch_is_the_last_moves_no_iterator():
+    data = WithState(4)
+    with pytest.raises(DataPositionError, match="gives batches of 4"):
+        next(batches(data, steps=1, position=after(WithState(8), 2)))
+    assert data.at == 3
+
+
 def test_positions_of_older_checkpoints_count_batches():
     old = {"batches": 2, "epoch": 0, "in_epoch": 2, "iterator": None}
     assert next(batches(in_batches(4), steps=1, position=DataPosition.from_json(old)))[0] == 8
