@@ -85,7 +85,8 @@ class Fault:
         if self.kind in AGREED:
             # All end after the same step, and any of them may be the first to have ended.
             interrupted = self.kind.startswith("interrupt")
-            return {130 if interrupted else PREEMPTED_STATUS}, "interrupted" if interrupted else ""
+            # Ctrl-C reaches the launcher too, which may hear of it before a process has ended.
+            return {130 if interrupted else PREEMPTED_STATUS}, "interrupted|ended by SIGINT" if interrupted else ""
         why = {"full disk": "the disk is full", "read-only directory": "[Rr]ead-only"}.get(
             self.kind, f"chaos in the {self.kind} of process {self.process}"
         )
