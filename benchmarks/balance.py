@@ -104,7 +104,7 @@ def main() -> None:
 
     from jaxpp_flax import PipelineTrainer
     from jaxpp_flax.schedules import simulate
-    from jaxpp_flax.trainers.profiling import task_costs
+    from jaxpp_flax.trainers.tuning.profiling import task_costs
 
     ways = {
         "even": {"assignment": "even", "cost": "flops"},

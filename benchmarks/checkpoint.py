@@ -60,8 +60,8 @@ def shardings(arguments: argparse.Namespace) -> dict:
     import numpy as np
     from jax.sharding import Mesh, PartitionSpec
 
-    from jaxpp_flax.engine.array import MpmdSharding
-    from jaxpp_flax.engine.mesh import MpmdMesh
+    from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+    from jaxpp_flax.engine.arrays.mpmd_array import MpmdSharding
 
     mesh = MpmdMesh(Mesh(np.array(jax.devices()[:STAGES]), ("stage",)), "stage")
     count = arguments.megabytes // arguments.leaf_megabytes
@@ -72,7 +72,7 @@ def make_state(arguments: argparse.Namespace) -> dict:
     import jax
     import numpy as np
 
-    from jaxpp_flax.engine.array import MpmdArray
+    from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 
     rng = np.random.default_rng(0)
     size = arguments.leaf_megabytes * MIB // 4

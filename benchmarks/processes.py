@@ -109,8 +109,8 @@ def round_trips(arguments: Any) -> dict[str, dict[str, float]]:
     from jax.experimental import transfer
     from jax.sharding import SingleDeviceSharding
 
-    from jaxpp_flax.engine.transport.base import Parcel, Tag
-    from jaxpp_flax.engine.transport.link import process_link
+    from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag
+    from jaxpp_flax.engine.runtime.transport.connection import process_link
 
     link, me = process_link(), jax.process_index()
     devices = [next(d for d in jax.devices() if d.process_index == process) for process in (0, 1)]

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 # Names are imported when they are first used: the launcher, its coordination service and the tools for schedules need
 # neither Flax nor Orbax, and start in a third of the time.
 if TYPE_CHECKING:
-    from jaxpp_flax.engine.array import MpmdArray
+    from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
+    from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+    from jaxpp_flax.engine.arrays.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
     from jaxpp_flax.engine.jit import mpmd_jit, mpmd_jit_with_loop
-    from jaxpp_flax.engine.loop import Add, Concat, Last, Max, Op, treduce, treduce_i
-    from jaxpp_flax.engine.markers import mark_stage_end, pipeline_enter_stage
-    from jaxpp_flax.engine.mesh import MpmdMesh, MpmdSharding
-    from jaxpp_flax.engine.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
+    from jaxpp_flax.engine.tracing.markers import mark_stage_end, pipeline_enter_stage
+    from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, Op, treduce, treduce_i
     from jaxpp_flax.layers import PipelineStage, pipeline_stage
     from jaxpp_flax.schedules import Eager1F1B, GPipe, Interleaved1F1B, Schedule, Std1F1B
     from jaxpp_flax.trainers import Callback, DictTracker, JsonlTracker, PipelineTrainer, Tracker, TrainState
@@ -61,22 +61,22 @@ __all__ = [
 
 # The module that each name comes from.
 _HOME = {
-    "MpmdArray": "engine.array",
+    "MpmdArray": "engine.arrays.mpmd_array",
     "mpmd_jit": "engine.jit",
     "mpmd_jit_with_loop": "engine.jit",
-    "Add": "engine.loop",
-    "Concat": "engine.loop",
-    "Last": "engine.loop",
-    "Max": "engine.loop",
-    "Op": "engine.loop",
-    "treduce": "engine.loop",
-    "treduce_i": "engine.loop",
-    "mark_stage_end": "engine.markers",
-    "pipeline_enter_stage": "engine.markers",
-    "MpmdMesh": "engine.mesh",
-    "MpmdSharding": "engine.mesh",
-    "mpmd_to_spmd_reshard": "engine.reshard",
-    "spmd_to_mpmd_reshard": "engine.reshard",
+    "Add": "engine.tracing.treduce",
+    "Concat": "engine.tracing.treduce",
+    "Last": "engine.tracing.treduce",
+    "Max": "engine.tracing.treduce",
+    "Op": "engine.tracing.treduce",
+    "treduce": "engine.tracing.treduce",
+    "treduce_i": "engine.tracing.treduce",
+    "mark_stage_end": "engine.tracing.markers",
+    "pipeline_enter_stage": "engine.tracing.markers",
+    "MpmdMesh": "engine.arrays.mesh",
+    "MpmdSharding": "engine.arrays.mesh",
+    "mpmd_to_spmd_reshard": "engine.arrays.reshard",
+    "spmd_to_mpmd_reshard": "engine.arrays.reshard",
     "PipelineStage": "layers",
     "pipeline_stage": "layers",
     "Eager1F1B": "schedules",
@@ -92,7 +92,7 @@ _HOME = {
     "TrainState": "trainers",
 }
 # What `import jaxpp_flax` alone gives as attributes too.
-_PACKAGES = ("checkpoint", "engine", "layers", "schedules", "trainers")
+_PACKAGES = ("assignment", "checkpoint", "engine", "layers", "schedules", "trainers")
 
 if not TYPE_CHECKING:  # type checkers see the imports above, and would take any name for one of these
 

@@ -28,10 +28,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jaxpp_flax.engine import _compat
-from jaxpp_flax.engine.coordination import ProcessGroup, process_group
-from jaxpp_flax.engine.transport.cupy_nccl import load_cupy, local_ordinal, make_one_alone, nccl_version
+from jaxpp_flax import _compat
+from jaxpp_flax.engine.runtime.transport.cupy_nccl import load_cupy, local_ordinal, make_one_alone, nccl_version
 from jaxpp_flax.launch.local import LocalJob, run
+from jaxpp_flax.processes.group import ProcessGroup, process_group
 
 __all__ = ["Finding", "Measurement", "examine", "main", "measure"]
 

@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "jaxpp_flax"
 MAX_LINES = 500
 
 # Each part of the package with the parts below it that it may import. A part that is not listed fails the test.
 MAY_IMPORT = {
+    "_compat": set(),
     "schedules": set(),
-    "engine": {"schedules"},
-    "layers": {"engine", "schedules"},
+    "processes": {"_compat"},
+    "engine": {"schedules", "processes", "_compat"},
+    "layers": {"engine"},
+    "assignment": {"engine", "schedules"},
     "linen": {"layers", "engine"},
     "mpmd": {"engine", "schedules"},
-    "checkpoint": {"engine"},
-    "trainers": {"layers", "checkpoint", "schedules", "engine"},
-    "launch": {"engine", "schedules"},
-    "doctor": {"launch", "engine", "schedules"},
+    "checkpoint": {"engine", "processes"},
+    "trainers": {"layers", "assignment", "checkpoint", "schedules", "engine", "processes"},
+    "launch": {"processes", "_compat"},
+    "doctor": {"launch", "engine", "processes", "_compat"},
     "api": {"engine", "schedules"},
-    "__init__": {"trainers", "layers", "checkpoint", "schedules", "engine"},
+    "__init__": {"trainers", "layers", "schedules", "engine"},
 }
+# The folders of the engine, from the lowest up: each may import those before it.
+ENGINE_FOLDERS = ("tracing", "arrays", "analyses", "program", "passes", "runtime")
 # The engine knows what a task and a schedule are and in which orders tasks may run, but no particular schedule.
 ENGINE_MAY_USE_OF_SCHEDULES = {"task", "schedule", "errors", "order", "validate"}
 FORBIDDEN_LIBRARIES = {
@@ -36,7 +44,7 @@ FORBIDDEN_LIBRARIES = {
 MAY_IMPORT_FLAX = {"mpmd/flax.py"}
 UNPICKLING = ("pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing")
 PRIVATE_JAX = ("jax._src", "jaxlib")
-ONLY_FILE_WITH_PRIVATE_JAX = "engine/_compat.py"
+ONLY_FILE_WITH_PRIVATE_JAX = "_compat.py"
 
 
 @dataclass(frozen=True)
@@ -122,6 +130,39 @@ def test_arrows_point_down():
         if root == PACKAGE.name and ((PACKAGE / target).is_dir() or (PACKAGE / f"{target}.py").exists())
         if target not in allowed
     )
+
+
+def test_arrows_point_down_inside_the_engine():
+    refuse(
+        f"{source.path}:{line}: engine/{folder} may import {ENGINE_FOLDERS[:level]} of the engine, not {name}"
+        for source in SOURCES
+        if source.name.startswith("engine/")
+        for folder in [source.name.split("/")[1]]
+        if folder in ENGINE_FOLDERS
+        for level in [ENGINE_FOLDERS.index(folder)]
+        for name, line in source.imports
+        if name.startswith(f"{PACKAGE.name}.engine.")
+        if name.split(".")[2] not in ENGINE_FOLDERS[: level + 1]
+    )
+
+
+def test_no_file_imports_itself_in_a_circle():
+    """Local imports and those for type checkers included."""
+    modules = {".".join(source.path.relative_to(PACKAGE.parent).with_suffix("").parts): source for source in SOURCES}
+    modules = {name.removesuffix(".__init__"): source for name, source in modules.items()}
+
+    def module_of(name: str) -> str | None:
+        return next((known for known in (name, name.rpartition(".")[0]) if known in modules), None)
+
+    below = {
+        name: {target for imported, _ in source.imports if (target := module_of(imported)) not in (None, name)}
+        for name, source in modules.items()
+    }
+    sorter = graphlib.TopologicalSorter(below)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
 
 
 def test_the_engine_knows_no_particular_schedule():

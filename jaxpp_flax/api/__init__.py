@@ -14,14 +14,14 @@ from typing import Any
 from jaxpp_flax.api.cross import cross_mpmd_all_reduce, cross_mpmd_stack
 from jaxpp_flax.api.jit import mpmd_jit_by_yield, mpmd_jit_with_loop
 from jaxpp_flax.api.missing import explain
-from jaxpp_flax.engine.array import MpmdArray, MpmdSharding
-from jaxpp_flax.engine.hints import place_with
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
+from jaxpp_flax.engine.arrays.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
 from jaxpp_flax.engine.jit import mpmd_jit
-from jaxpp_flax.engine.loop import Add, Concat, Last, Max, Op, treduce, treduce_i
-from jaxpp_flax.engine.markers import mark_stage_end, pipeline_enter_stage
-from jaxpp_flax.engine.mesh import MpmdMesh
-from jaxpp_flax.engine.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
-from jaxpp_flax.engine.task_times import collect_task_times_ms
+from jaxpp_flax.engine.runtime.task_times import collect_task_times_ms
+from jaxpp_flax.engine.tracing.hints import place_with
+from jaxpp_flax.engine.tracing.markers import mark_stage_end, pipeline_enter_stage
+from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, Op, treduce, treduce_i
 from jaxpp_flax.schedules import (
     DualPipeV,
     Eager1F1B,

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.hints import MIXING_SCOPE
+from jaxpp_flax.engine.tracing.hints import MIXING_SCOPE
 
 __all__ = ["cross_mpmd_all_reduce", "cross_mpmd_stack"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxpp_flax.engine import jit as engine
-from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 
 __all__ = ["mpmd_jit_by_yield", "mpmd_jit_with_loop"]
 

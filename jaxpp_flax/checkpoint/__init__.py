@@ -10,7 +10,7 @@ from jaxpp_flax.checkpoint.errors import (
     UnfinishedCheckpointError,
 )
 from jaxpp_flax.checkpoint.export import export_safetensors, load_linen, load_nnx
-from jaxpp_flax.checkpoint.handler import MpmdArrayHandler, register
+from jaxpp_flax.checkpoint.format.handler import MpmdArrayHandler, register
 from jaxpp_flax.checkpoint.reading import StoredLeaf, abstract_state, leaves_of, restore
 from jaxpp_flax.checkpoint.writing import save
 

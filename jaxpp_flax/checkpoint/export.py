@@ -12,9 +12,9 @@ import numpy as np
 from flax import nnx
 
 from jaxpp_flax.checkpoint.errors import CheckpointMismatchError, CheckpointSaveError
-from jaxpp_flax.checkpoint.leaves import is_key
-from jaxpp_flax.checkpoint.orbax_io import absolute
-from jaxpp_flax.checkpoint.paths import PathFilter, choose, flatten, nest, rename_path
+from jaxpp_flax.checkpoint.format.leaves import is_key
+from jaxpp_flax.checkpoint.format.orbax_io import absolute
+from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, nest, rename_path
 from jaxpp_flax.checkpoint.reading import leaves_of, restore
 
 __all__ = ["export_safetensors", "load_linen", "load_nnx"]

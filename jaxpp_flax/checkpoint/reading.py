@@ -12,11 +12,11 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxpp_flax.checkpoint.barriers import name_checkpoint, shared_work
 from jaxpp_flax.checkpoint.errors import CheckpointMismatchError
-from jaxpp_flax.checkpoint.integrity import check_files
-from jaxpp_flax.checkpoint.leaves import Wanted, abstract_leaf, empty, is_empty
-from jaxpp_flax.checkpoint.meeting import name_checkpoint, shared_work
-from jaxpp_flax.checkpoint.orbax_io import (
+from jaxpp_flax.checkpoint.format.integrity import check_files
+from jaxpp_flax.checkpoint.format.leaves import Wanted, abstract_leaf, empty, is_empty
+from jaxpp_flax.checkpoint.format.orbax_io import (
     absolute,
     damaged,
     find_tree,
@@ -25,8 +25,8 @@ from jaxpp_flax.checkpoint.orbax_io import (
     pytree_handler,
     read_metadata,
 )
-from jaxpp_flax.checkpoint.paths import PathFilter, choose, flatten, rename_path
-from jaxpp_flax.engine.coordination import process_group
+from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, rename_path
+from jaxpp_flax.processes.group import process_group
 
 __all__ = ["RestorePlan", "StoredLeaf", "abstract_state", "leaves_of", "plan_restore", "restore", "stored_leaves"]
 
@@ -82,7 +82,7 @@ def restore(
     """Read a checkpoint into a tree like `target`, each leaf with the target's sharding.
 
     The layout of the run that wrote it does not matter, nor whether it was pipelined: leaves are found by their
-    logical paths (`jaxpp_flax.checkpoint.paths`). Nothing is read before every leaf has been compared.
+    logical paths (`jaxpp_flax.checkpoint.format.paths`). Nothing is read before every leaf has been compared.
 
     Args:
       path: any Orbax checkpoint of a tree, or a step's directory of a `CheckpointManager`.

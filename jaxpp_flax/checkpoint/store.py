@@ -13,11 +13,10 @@ from typing import Any
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxpp_flax.checkpoint.agreeing import done_by_one, everyones
+from jaxpp_flax.checkpoint.barriers import background_barrier, name_checkpoint, poll, shared_work
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CheckpointSaveError, DirectoryInUseError
-from jaxpp_flax.checkpoint.exiting import finish_at_exit
-from jaxpp_flax.checkpoint.meeting import background_barrier, name_checkpoint, poll, shared_work
-from jaxpp_flax.checkpoint.orbax_io import (
+from jaxpp_flax.checkpoint.finish_at_exit import finish_at_exit
+from jaxpp_flax.checkpoint.format.orbax_io import (
     TREE_ITEM,
     absolute,
     damaged,
@@ -25,12 +24,13 @@ from jaxpp_flax.checkpoint.orbax_io import (
     pytree_handler,
     under_way,
 )
+from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.checkpoint.owner import Ownership
-from jaxpp_flax.checkpoint.paths import flatten
-from jaxpp_flax.checkpoint.sharing import check_shared
+from jaxpp_flax.checkpoint.shared_directory import check_shared
 from jaxpp_flax.checkpoint.writing import complete, save_failed, to_tree, write_and_check
-from jaxpp_flax.engine.coordination import process_group
-from jaxpp_flax.engine.waits import say
+from jaxpp_flax.processes.exchanges import done_by_one, everyones
+from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.processes.waits import say
 
 __all__ = ["CheckpointStore", "read_json", "save_step"]
 

@@ -9,12 +9,11 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from jaxpp_flax.checkpoint.agreeing import done_by_one
+from jaxpp_flax.checkpoint.barriers import shared_work
 from jaxpp_flax.checkpoint.errors import CheckpointSaveError, CorruptCheckpointError
-from jaxpp_flax.checkpoint.integrity import write_digests
-from jaxpp_flax.checkpoint.leaves import is_empty, to_disk
-from jaxpp_flax.checkpoint.meeting import shared_work
-from jaxpp_flax.checkpoint.orbax_io import (
+from jaxpp_flax.checkpoint.format.integrity import write_digests
+from jaxpp_flax.checkpoint.format.leaves import is_empty, to_disk
+from jaxpp_flax.checkpoint.format.orbax_io import (
     absolute,
     find_tree,
     is_primary,
@@ -22,9 +21,10 @@ from jaxpp_flax.checkpoint.orbax_io import (
     pytree_handler,
     read_metadata,
 )
-from jaxpp_flax.checkpoint.paths import flatten, listing, nest
+from jaxpp_flax.checkpoint.format.paths import flatten, listing, nest
 from jaxpp_flax.checkpoint.reading import stored_leaves
-from jaxpp_flax.checkpoint.sharing import check_shared
+from jaxpp_flax.checkpoint.shared_directory import check_shared
+from jaxpp_flax.processes.exchanges import done_by_one
 
 __all__ = ["complete", "save", "save_failed", "to_tree", "write_and_check"]
 

@@ -14,12 +14,12 @@ from typing import Any, overload
 
 from jax.sharding import PartitionSpec
 
-from jaxpp_flax.engine.ir import Atom, Equation, Graph, Value
-from jaxpp_flax.engine.loop import Op
-from jaxpp_flax.engine.markers import Mark
-from jaxpp_flax.engine.passes.costs import Work, work_of_blocks
+from jaxpp_flax.engine.costs import Work, work_of_blocks
 from jaxpp_flax.engine.passes.label import label
 from jaxpp_flax.engine.passes.partition import LoopTask, Partition, partition
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value
+from jaxpp_flax.engine.tracing.markers import Mark
+from jaxpp_flax.engine.tracing.treduce import Op
 from jaxpp_flax.schedules.task import TaskKind
 
 __all__ = ["Holding", "LoopBody", "Marks", "indexed_operands"]

@@ -11,45 +11,22 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.array import MpmdArray, MpmdSharding
-from jaxpp_flax.engine.bringing import Wanted, bring, check_parts
-from jaxpp_flax.engine.compile import TaskCompiler, compile_program
-from jaxpp_flax.engine.debug_switches import kinds_looked_for, looking_away
-from jaxpp_flax.engine.ir import Constant, memory_kind_of
-from jaxpp_flax.engine.listing import ProgramListing
-from jaxpp_flax.engine.mesh import MpmdMesh, lies_alike
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, lies_alike
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
+from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.engine.pipeline import Built
-from jaxpp_flax.engine.placing import place
-from jaxpp_flax.engine.profile import TaskTiming
-from jaxpp_flax.engine.runtime import Runtime
+from jaxpp_flax.engine.program.listing import ProgramListing
+from jaxpp_flax.engine.runtime.debug_switches import kinds_looked_for, looking_away
+from jaxpp_flax.engine.runtime.executables import TaskCompiler, compile_program
+from jaxpp_flax.engine.runtime.fetching import Wanted, bring, check_parts
+from jaxpp_flax.engine.runtime.instruction_loop import Runtime
+from jaxpp_flax.engine.runtime.profile import TaskTiming
+from jaxpp_flax.engine.runtime.startup import compare_values, meet, start
+from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.summary import MemoryAnalysis, StageSummary, analyse_memory, summarise_stages
-from jaxpp_flax.engine.together import compare_values, meet, start
+from jaxpp_flax.engine.tracing.ir import Constant, memory_kind_of
 
-__all__ = ["Compiled", "Leaf", "Signature"]
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """The type of one leaf of the arguments."""
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: Any
-    weak_type: bool
-    spec: PartitionSpec
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What a compiled step takes and returns."""
-
-    tree: Any
-    leaves: tuple[Leaf, ...]
-    out_tree: Any
-    donated: tuple[bool, ...]
+__all__ = ["Compiled"]
 
 
 @dataclass(frozen=True)
@@ -140,7 +117,7 @@ class Compiled:
           TypeError: if the arguments differ from those compiled for, leaf by leaf.
         """
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-        self._check(leaves, tree, args, kwargs)
+        self._signature.check(leaves, tree, args, kwargs)
         return self.run(leaves)
 
     def run(self, leaves: Sequence[Any]) -> Any:
@@ -176,7 +153,7 @@ class Compiled:
                 "there: on one host, or with virtual CPU devices."
             )
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-        self._check(leaves, tree, args, kwargs)
+        self._signature.check(leaves, tree, args, kwargs)
         environment = self._environment(leaves)
         timings = self._runtime.profile(environment)
         return self._collect(environment), timings
@@ -269,31 +246,6 @@ class Compiled:
         parts = {rank: place(value, sharding.local_sharding(rank)) for rank in local}
         return MpmdArray._from_parts(sharding, parts, constant.aval)  # pyright: ignore[reportPrivateUsage]
 
-    def _check(self, leaves: Sequence[Any], tree: Any, args: Any, kwargs: Any) -> None:
-        from jaxpp_flax.engine.jit import type_of
-
-        wanted = self._signature
-        if tree != wanted.tree:
-            raise TypeError(
-                "a compiled step was called with arguments of another structure than it was compiled for: "
-                f"{_first_difference(wanted, args, kwargs)} Compile it again for these, or call the function itself."
-            )
-        wrong: list[str] = []
-        for leaf, expected in zip(leaves, wanted.leaves, strict=True):
-            try:
-                shape, dtype, _ = type_of(leaf)
-            except TypeError:  # no array
-                wrong.append(f"argument{expected.path}: got a {type(leaf).__name__}, compiled for {expected}")
-                continue
-            if (shape, dtype) != (expected.shape, expected.dtype):
-                wrong.append(f"argument{expected.path}: got {dtype}{list(shape)}, compiled for {expected}")
-        if wrong:
-            shown = "; ".join(wrong[:10]) + (f"; and {len(wrong) - 10} more" if len(wrong) > 10 else "")
-            raise TypeError(
-                f"a compiled step was called with arguments of other types than it was compiled for: {shown}. "
-                "Compile it again for these, or call the function itself, which compiles once per signature."
-            )
-
     @property
     def in_shardings(self) -> Any:
         """The `MpmdSharding` of each argument: a tree like `(args, kwargs)`."""
@@ -374,11 +326,3 @@ def _targets(wanted: Wanted, slots: Mapping[int, int], *, separate: bool) -> tup
             found.append(_Target(slot, rank, wanted.on(rank), own_memory=separate and shared))
             taken.update(devices)
     return tuple(found)
-
-
-def _first_difference(wanted: Signature, args: Any, kwargs: Any) -> str:
-    got = {jax.tree_util.keystr(path[1:]) for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs))}
-    expected = {leaf.path for leaf in wanted.leaves}
-    missing, extra = sorted(expected - got), sorted(got - expected)
-    parts = [f"missing argument{p}" for p in missing[:5]] + [f"unexpected argument{p}" for p in extra[:5]]
-    return (", ".join(parts) or "the containers differ") + "."

@@ -8,24 +8,23 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
-from jaxpp_flax.engine.array import MpmdArray
-from jaxpp_flax.engine.compile import TaskCompiler
-from jaxpp_flax.engine.compiled import Compiled, Leaf, Signature
-from jaxpp_flax.engine.debug_switches import refuse_disabled_jit
-from jaxpp_flax.engine.dividing import check_divides
-from jaxpp_flax.engine.ir import from_jaxpr, in_memory
-from jaxpp_flax.engine.layouts import Layout, broadcast_layouts, layout_of, with_memories
-from jaxpp_flax.engine.loop import Last, treduce_i
-from jaxpp_flax.engine.mesh import MpmdMesh
-from jaxpp_flax.engine.passes.audience import Audience
-from jaxpp_flax.engine.passes.constraints import on_submesh
+from jaxpp_flax.engine.analyses.result_ranks import Audience
+from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_for_stages, trace_settings
+from jaxpp_flax.engine.arrays.divisibility import check_divides
+from jaxpp_flax.engine.arrays.layouts import Layout, broadcast_layouts, layout_of, with_memories
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.compiled import Compiled
+from jaxpp_flax.engine.passes.submesh_constraints import on_submesh
 from jaxpp_flax.engine.pipeline import CutPolicy, build, cut_at_every_mark
-from jaxpp_flax.engine.static_arguments import StaticArgument, unhashable, unwrapping
-from jaxpp_flax.engine.tracing import context_mesh, trace_for_stages, trace_settings
+from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
+from jaxpp_flax.engine.runtime.executables import TaskCompiler
+from jaxpp_flax.engine.signature import Leaf, Signature, not_an_array, type_of
+from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
+from jaxpp_flax.engine.tracing.static_arguments import StaticArgument, unhashable, unwrapping
+from jaxpp_flax.engine.tracing.treduce import Last, treduce_i
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 
@@ -133,7 +132,7 @@ class MpmdFunction:
         try:
             types = tuple(type_of(leaf) for leaf in leaves)
         except TypeError as error:
-            raise _not_an_array(tree, leaves) from error
+            raise not_an_array(tree, leaves) from error
         specs = tuple(layout_of(leaf, self.mpmd_mesh) for leaf in leaves)
         context = trace_settings()
         key = (tree, types, specs, statics, context)
@@ -234,30 +233,6 @@ class MpmdFunction:
         return [*merged, *found[len(wanted) :]]
 
 
-def type_of(leaf: Any) -> tuple[tuple[int, ...], Any, bool]:
-    if isinstance(leaf, MpmdArray):
-        return leaf.shape, leaf.dtype, leaf.weak_type
-    if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)):
-        return tuple(leaf.shape), leaf.dtype, bool(getattr(leaf, "weak_type", False))
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return tuple(leaf.shape), jax.dtypes.canonicalize_dtype(leaf.dtype), False
-    aval = jax.typeof(leaf)
-    return tuple(aval.shape), aval.dtype, bool(aval.weak_type)
-
-
-def _not_an_array(tree: Any, leaves: Sequence[Any]) -> TypeError:
-    """What to raise when the type of some leaf of `(args, kwargs)` is unknown to JAX."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(jax.tree_util.tree_unflatten(tree, leaves)):
-        try:
-            type_of(leaf)
-        except TypeError:
-            return TypeError(
-                f"argument{keystr(path[1:])} is a {type(leaf).__name__}, which is no array. Pass "
-                "arrays or numbers, or name the argument in `static_argnums`/`static_argnames`."
-            )
-    return TypeError("an argument is no array.")
-
-
 def _broadcast_flags(prefix: Any, tree: Any) -> list[bool]:
     """One flag for each leaf of `tree`."""
     try:
@@ -310,8 +285,8 @@ def mpmd_jit_with_loop(
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np
-      >>> from jaxpp_flax.engine.markers import mark_stage_end
-      >>> from jaxpp_flax.engine.loop import treduce
+      >>> from jaxpp_flax.engine.tracing.markers import mark_stage_end
+      >>> from jaxpp_flax.engine.tracing.treduce import treduce
       >>> from jaxpp_flax.schedules import Std1F1B
       >>> def loss(w, x):
       ...     x = mark_stage_end(jnp.tanh(x @ w[0]))
@@ -414,7 +389,7 @@ def mpmd_jit(
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np
-      >>> from jaxpp_flax.engine.markers import mark_stage_end
+      >>> from jaxpp_flax.engine.tracing.markers import mark_stage_end
       >>> mesh = MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
       >>> forward = mpmd_jit(lambda w, x: mark_stage_end(x @ w[0]) @ w[1], mesh)
       >>> forward([jnp.eye(2), jnp.eye(2)], jnp.ones((1, 2)))

@@ -11,27 +11,27 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, propagate
+from jaxpp_flax.engine.analyses.partial_sums import refuse_partial_sums
+from jaxpp_flax.engine.analyses.result_ranks import Audience
+from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.blocks import LoopBody, Marks
-from jaxpp_flax.engine.effects import refuse_ordered_effects
-from jaxpp_flax.engine.hints import without_hints
-from jaxpp_flax.engine.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, struct_of
-from jaxpp_flax.engine.loop import treduce_p
-from jaxpp_flax.engine.markers import Mark
-from jaxpp_flax.engine.mesh import axes_in
-from jaxpp_flax.engine.passes.audience import Audience
-from jaxpp_flax.engine.passes.batch_dims import BatchDim, propagate
-from jaxpp_flax.engine.passes.conditions import split_conditions
-from jaxpp_flax.engine.passes.defer import defer_reductions
-from jaxpp_flax.engine.passes.inline import inline
+from jaxpp_flax.engine.passes.defer_reductions import defer_reductions
+from jaxpp_flax.engine.passes.drop_unused import drop_unused_results
 from jaxpp_flax.engine.passes.label import find_marks, label
 from jaxpp_flax.engine.passes.liveness import allocate
-from jaxpp_flax.engine.passes.partial_sums import refuse_partial_sums
 from jaxpp_flax.engine.passes.partition import Partial, Partition, partition, verify_effects
 from jaxpp_flax.engine.passes.place import Loop, Placed, place
-from jaxpp_flax.engine.passes.relatives import find_relatives
 from jaxpp_flax.engine.passes.schedule import unroll
-from jaxpp_flax.engine.passes.unused import drop_unused_results
-from jaxpp_flax.engine.program import Program
+from jaxpp_flax.engine.passes.split_conditions import split_conditions
+from jaxpp_flax.engine.passes.updated_arguments import find_relatives
+from jaxpp_flax.engine.program.program import Program
+from jaxpp_flax.engine.tracing.effects import refuse_ordered_effects
+from jaxpp_flax.engine.tracing.hints import without_hints
+from jaxpp_flax.engine.tracing.inline import inline
+from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, struct_of
+from jaxpp_flax.engine.tracing.markers import Mark
+from jaxpp_flax.engine.tracing.treduce import treduce_p
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.task import FusedTask
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import indexed_operands
-from jaxpp_flax.engine.compile import Executables
-from jaxpp_flax.engine.ir import Value, memory_kind_of
-from jaxpp_flax.engine.markers import segment_names
-from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.passes.partition import Partition
 from jaxpp_flax.engine.passes.place import Loop
 from jaxpp_flax.engine.pipeline import Built
-from jaxpp_flax.engine.program import Free, Program, Run, Transfer
+from jaxpp_flax.engine.program.program import Free, Program, Run, Transfer
+from jaxpp_flax.engine.runtime.executables import Executables
+from jaxpp_flax.engine.tracing.ir import Value, memory_kind_of
+from jaxpp_flax.engine.tracing.markers import segment_names
 from jaxpp_flax.schedules.task import TaskKind
 
 __all__ = ["MemoryAnalysis", "StageSummary", "analyse_memory", "summarise_stages"]

@@ -5,7 +5,7 @@ Kubernetes, `python -m jaxpp_flax.launch --cluster script.py` or a call of `init
 others. `jaxpp_flax.launch.ray` does the same on a Ray cluster.
 """
 
+from jaxpp_flax.launch.process.connection import initialize
 from jaxpp_flax.launch.settings import LaunchError
-from jaxpp_flax.launch.starting import initialize
 
 __all__ = ["LaunchError", "initialize"]

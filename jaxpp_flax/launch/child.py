@@ -8,9 +8,9 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from jaxpp_flax.engine.coordination import PREEMPTED_STATUS
-from jaxpp_flax.launch.ending import ProgramExitError
-from jaxpp_flax.launch.starting import join
+from jaxpp_flax.launch.process.connection import join
+from jaxpp_flax.launch.process.process_end import ProgramExitError
+from jaxpp_flax.processes.group import PREEMPTED_STATUS
 
 __all__ = ["main", "run_program"]
 

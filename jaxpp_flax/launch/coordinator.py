@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxpp_flax.engine import _compat
+from jaxpp_flax import _compat
 from jaxpp_flax.launch.settings import LaunchError
 
 __all__ = ["heartbeat_timeout", "is_connected", "is_taken", "main", "start"]

@@ -17,16 +17,23 @@ from typing import IO
 
 from rich.console import Console
 
-from jaxpp_flax.engine import _compat
-from jaxpp_flax.engine.coordination import PEER_FAILED_STATUS, PREEMPTED_STATUS
-from jaxpp_flax.engine.watch import DEFAULT_FAILURE_TIMEOUT
+from jaxpp_flax import _compat
 from jaxpp_flax.launch import coordinator, guard
 from jaxpp_flax.launch.cores import running_on, share_of_cores, usable_cores
-from jaxpp_flax.launch.ending import INTERRUPTED_STATUS
-from jaxpp_flax.launch.followed import Followed, describe_end, exit_status, is_stopped, kill_group, signal_name
 from jaxpp_flax.launch.logs import Logs
+from jaxpp_flax.launch.process.process_end import INTERRUPTED_STATUS
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
 from jaxpp_flax.launch.signals import Signals, handled_signals
+from jaxpp_flax.launch.supervised_process import (
+    Followed,
+    describe_end,
+    exit_status,
+    is_stopped,
+    kill_group,
+    signal_name,
+)
+from jaxpp_flax.processes.group import PEER_FAILED_STATUS, PREEMPTED_STATUS
+from jaxpp_flax.processes.watch import DEFAULT_FAILURE_TIMEOUT
 
 __all__ = ["LOOPBACK", "LocalJob", "child_environment", "run"]
 

@@ -30,14 +30,14 @@ from typing import Any
 
 import jax
 
-from jaxpp_flax.engine import _compat
-from jaxpp_flax.engine.coordination import PREEMPTED_STATUS, Failure, process_group
-from jaxpp_flax.engine.waits import quietly
-from jaxpp_flax.engine.watch import DEFAULT_FAILURE_TIMEOUT
+from jaxpp_flax import _compat
 from jaxpp_flax.launch.coordinator import heartbeat_timeout
-from jaxpp_flax.launch.ending import ProgramExitError
+from jaxpp_flax.launch.process.connection import connect
+from jaxpp_flax.launch.process.process_end import ProgramExitError
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
-from jaxpp_flax.launch.starting import connect
+from jaxpp_flax.processes.group import PREEMPTED_STATUS, Failure, process_group
+from jaxpp_flax.processes.waits import quietly
+from jaxpp_flax.processes.watch import DEFAULT_FAILURE_TIMEOUT
 
 __all__ = ["Report", "run"]
 

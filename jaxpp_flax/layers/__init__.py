@@ -1,24 +1,12 @@
-"""What a model's author touches: marking blocks, and which marks cut the model into stages."""
+"""What a model's author touches: marking blocks, recomputing them, scanned stacks of them."""
 
 from pathlib import Path
 
 import flax
 from jax.extend import source_info_util
 
-from jaxpp_flax.layers.assignment import (
-    AssignmentError,
-    CutPolicy,
-    balanced,
-    block_names,
-    by_name,
-    even,
-    segment_names,
-    sizes,
-)
-from jaxpp_flax.layers.choosing import resolve
 from jaxpp_flax.layers.marking import pipeline_stage
 from jaxpp_flax.layers.nnx import PipelineStage
-from jaxpp_flax.layers.plan import Plan, PlannedBlock
 from jaxpp_flax.layers.scan import join_layers, join_scanned, split_layers, split_scanned
 
 # Messages name the user's line, not ours, nor that of a Flax transform which calls a block, as `nn.scan(Block)` does.
@@ -28,21 +16,10 @@ for _part in ("core", "nnx/transforms", "nnx/graph"):  # nnx/graph.py, nnx/graph
     source_info_util.register_exclusion(str(Path(flax.__file__).parent / _part))
 
 __all__ = [
-    "AssignmentError",
-    "CutPolicy",
     "PipelineStage",
-    "Plan",
-    "PlannedBlock",
-    "balanced",
-    "block_names",
-    "by_name",
-    "even",
     "join_layers",
     "join_scanned",
     "pipeline_stage",
-    "resolve",
-    "segment_names",
-    "sizes",
     "split_layers",
     "split_scanned",
 ]

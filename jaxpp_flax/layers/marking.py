@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
-from jaxpp_flax.engine.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.layers.remat import check_remat, rematerialized
 
 __all__ = ["is_marked", "marked", "pipeline_stage"]

@@ -15,7 +15,7 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from jaxpp_flax.engine.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
 
 __all__ = ["join_layers", "join_scanned", "scan", "split_layers", "split_scanned"]
 

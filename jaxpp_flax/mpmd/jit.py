@@ -12,15 +12,15 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
 
-from jaxpp_flax.engine.compile import TaskCompiler
-from jaxpp_flax.engine.debug_switches import refuse_disabled_jit
-from jaxpp_flax.engine.ir import from_jaxpr, in_memory
-from jaxpp_flax.engine.layouts import memory_wanted, with_memories
-from jaxpp_flax.engine.tracing import context_mesh, trace_settings
-from jaxpp_flax.mpmd.build import build
+from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_settings
+from jaxpp_flax.engine.arrays.layouts import memory_wanted, with_memories
+from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
+from jaxpp_flax.engine.runtime.executables import TaskCompiler
+from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
 from jaxpp_flax.mpmd.config import MpmdConfig
 from jaxpp_flax.mpmd.lowered import MpmdCompiled, MpmdLowered, Signature
 from jaxpp_flax.mpmd.options import PartitioningOptions
+from jaxpp_flax.mpmd.partitioning.build import build
 from jaxpp_flax.mpmd.shardings import memories_of, mesh_ranks, ranks_of_shardings, spec_of, specs_of
 from jaxpp_flax.mpmd.topology import Topology
 

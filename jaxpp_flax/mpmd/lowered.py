@@ -11,12 +11,12 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
-from jaxpp_flax.engine.compile import Executables, TaskCompiler, compile_program
-from jaxpp_flax.engine.debug_switches import kinds_looked_for, looking_away
-from jaxpp_flax.engine.ir import Constant, memory_kind_of
-from jaxpp_flax.engine.runtime import Runtime
-from jaxpp_flax.engine.tracing import context_mesh
-from jaxpp_flax.mpmd.build import Built
+from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
+from jaxpp_flax.engine.runtime.debug_switches import kinds_looked_for, looking_away
+from jaxpp_flax.engine.runtime.executables import Executables, TaskCompiler, compile_program
+from jaxpp_flax.engine.runtime.instruction_loop import Runtime
+from jaxpp_flax.engine.tracing.ir import Constant, memory_kind_of
+from jaxpp_flax.mpmd.partitioning.build import Built
 from jaxpp_flax.mpmd.shardings import within
 from jaxpp_flax.mpmd.text import as_text
 from jaxpp_flax.mpmd.topology import Topology

@@ -9,8 +9,8 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import keystr
 
-from jaxpp_flax.engine.layouts import memory_wanted
-from jaxpp_flax.engine.mesh import axes_in
+from jaxpp_flax.engine.arrays.layouts import memory_wanted
+from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.mpmd.config import MpmdConfig
 from jaxpp_flax.mpmd.topology import Topology
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from jaxpp_flax.engine.ir import Value
-from jaxpp_flax.engine.program import Free, Run, Transfer
-from jaxpp_flax.mpmd.build import Built
+from jaxpp_flax.engine.program.program import Free, Run, Transfer
+from jaxpp_flax.engine.tracing.ir import Value
+from jaxpp_flax.mpmd.partitioning.build import Built
 
 __all__ = ["as_text"]
 

@@ -12,24 +12,24 @@ is a rank's second stage, and dots are idle time.
 [fwd_0__0, fwd_0__1, bwd_0__0, bwd_0__1]
 """
 
-from .automatic import Found, search
-from .basic import Eager1F1B, GPipe, Std1F1B
-from .circular import Circular, CircularReversed, GPipe1F1BLast, LatencyHiding1F1B
-from .costs import Costs, Link, Transfer
-from .custom import CustomSchedule, normalize
-from .drawing import draw
-from .errors import ScheduleError
-from .interleaved import Interleaved1F1B, InterleavedGPipe, KimiK2
-from .measure import measured_costs
-from .names import by_name, names
-from .order import merge_order
-from .schedule import Schedule
-from .simulate import Event, Summary, Timeline, replay, simulate, summarize
-from .table import read_csv, write_csv
-from .task import FusedTask, Task, TaskKind
-from .v_shaped import ZBV, DualPipeV
-from .validate import validate
-from .zero_bubble import ZeroBubble, ZeroBubbleH2
+from jaxpp_flax.schedules.costs import Costs, Link, Transfer
+from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.families.basic import Eager1F1B, GPipe, Std1F1B
+from jaxpp_flax.schedules.families.circular import Circular, CircularReversed, GPipe1F1BLast, LatencyHiding1F1B
+from jaxpp_flax.schedules.families.custom import CustomSchedule, normalize
+from jaxpp_flax.schedules.families.interleaved import Interleaved1F1B, InterleavedGPipe, KimiK2
+from jaxpp_flax.schedules.families.v_shaped import ZBV, DualPipeV
+from jaxpp_flax.schedules.families.zero_bubble import ZeroBubble, ZeroBubbleH2
+from jaxpp_flax.schedules.names import by_name, names
+from jaxpp_flax.schedules.order import merge_order
+from jaxpp_flax.schedules.schedule import Schedule
+from jaxpp_flax.schedules.simulate import Event, Summary, Timeline, replay, simulate, summarize
+from jaxpp_flax.schedules.table import read_csv, write_csv
+from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
+from jaxpp_flax.schedules.tools.automatic import Found, search
+from jaxpp_flax.schedules.tools.drawing import draw
+from jaxpp_flax.schedules.tools.measure import measured_costs
+from jaxpp_flax.schedules.validate import validate
 
 __all__ = [
     "Circular",

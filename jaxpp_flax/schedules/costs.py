@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .errors import ScheduleError
-from .task import AnyTask, FusedTask, TaskKind
+from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.task import AnyTask, FusedTask, TaskKind
 
 PerStage = float | Sequence[float]
 """One number for every stage, or one for each."""

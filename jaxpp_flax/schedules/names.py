@@ -6,13 +6,13 @@ import difflib
 import inspect
 from typing import Any
 
-from .basic import Eager1F1B, GPipe, OneStagePerRank, Std1F1B
-from .circular import Circular, CircularReversed, GPipe1F1BLast, LatencyHiding1F1B
-from .errors import ScheduleError
-from .interleaved import Interleaved1F1B, InterleavedGPipe, KimiK2
-from .schedule import Schedule
-from .v_shaped import ZBV, DualPipeV, VShaped
-from .zero_bubble import ZeroBubble, ZeroBubbleH2
+from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.families.basic import Eager1F1B, GPipe, OneStagePerRank, Std1F1B
+from jaxpp_flax.schedules.families.circular import Circular, CircularReversed, GPipe1F1BLast, LatencyHiding1F1B
+from jaxpp_flax.schedules.families.interleaved import Interleaved1F1B, InterleavedGPipe, KimiK2
+from jaxpp_flax.schedules.families.v_shaped import ZBV, DualPipeV, VShaped
+from jaxpp_flax.schedules.families.zero_bubble import ZeroBubble, ZeroBubbleH2
+from jaxpp_flax.schedules.schedule import Schedule
 
 _NAMED: dict[str, tuple[type[Schedule], dict[str, Any]]] = {
     "gpipe": (GPipe, {}),

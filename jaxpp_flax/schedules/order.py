@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .progress import advance
-from .task import AnyTask
-from .validate import deadlock_error
+from jaxpp_flax.schedules.progress import advance
+from jaxpp_flax.schedules.task import AnyTask
+from jaxpp_flax.schedules.validate import deadlock_error
 
 
 def count_stages(task_lists: Sequence[Sequence[AnyTask]]) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 
-from .progress import Blocked, needs
-from .task import AnyTask, Task, TaskKind, parts
+from jaxpp_flax.schedules.progress import Blocked, needs
+from jaxpp_flax.schedules.task import AnyTask, Task, TaskKind, parts
 
 _I, _B = TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD
 

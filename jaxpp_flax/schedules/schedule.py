@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from .errors import ScheduleError
-from .task import AnyTask, FusedTask, TaskKind
+from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.task import AnyTask, FusedTask, TaskKind
 
 
 def check_count(what: str, value: object, minimum: int = 1) -> int:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from .costs import Costs, CostTable, Transfer
-from .errors import ScheduleError
-from .processors import advance_on
-from .progress import advance, needs
-from .schedule import Schedule
-from .task import AnyTask, FusedTask, Task, TaskKind, parts
-from .validate import deadlock_error
+from jaxpp_flax.schedules.costs import Costs, CostTable, Transfer
+from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.processors import advance_on
+from jaxpp_flax.schedules.progress import advance, needs
+from jaxpp_flax.schedules.schedule import Schedule
+from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind, parts
+from jaxpp_flax.schedules.validate import deadlock_error
 
 _F, _I, _B = TaskKind.FORWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD
 

@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .custom import CustomSchedule
-from .errors import ScheduleError
-from .progress import EvenTimes, advance
-from .schedule import Schedule
-from .task import AnyTask, FusedTask, Task, TaskKind, flatten
-from .validate import deadlock_error
+from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.families.custom import CustomSchedule
+from jaxpp_flax.schedules.progress import EvenTimes, advance
+from jaxpp_flax.schedules.schedule import Schedule
+from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind, flatten
+from jaxpp_flax.schedules.validate import deadlock_error
 
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B")

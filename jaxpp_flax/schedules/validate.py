@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from .errors import ScheduleError
-from .progress import Blocked, advance
-from .schedule import Schedule, check_count
-from .task import AnyTask, FusedTask, Task, TaskKind, flatten
+from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.progress import Blocked, advance
+from jaxpp_flax.schedules.schedule import Schedule, check_count
+from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind, flatten
 
 _BIT = {
     TaskKind.FORWARD: 1,

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from jax.extend import source_info_util
 
-from jaxpp_flax.trainers.auto_schedule import AutoSchedule, ScheduleReport
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.errors import (
     BatchError,
@@ -15,12 +14,13 @@ from jaxpp_flax.trainers.errors import (
     ModelError,
     NonFiniteLossError,
 )
-from jaxpp_flax.trainers.preemption import KILLED_STATUS, PREEMPTED_STATUS
-from jaxpp_flax.trainers.profiling import StepProfile
-from jaxpp_flax.trainers.state import TrainState
+from jaxpp_flax.trainers.loop.preemption import KILLED_STATUS, PREEMPTED_STATUS
+from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.step.update import DynamicLossScale
 from jaxpp_flax.trainers.trackers import CompositeTracker, DictTracker, JsonlTracker, NoopTracker, Tracker
 from jaxpp_flax.trainers.trainer import PipelineTrainer
-from jaxpp_flax.trainers.update import DynamicLossScale
+from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport
+from jaxpp_flax.trainers.tuning.profiling import StepProfile
 
 # Messages name the user's line, not ours.
 source_info_util.register_exclusion(str(Path(__file__).resolve().parent))

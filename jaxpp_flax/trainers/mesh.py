@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.trainers.errors import MeshError
 
 __all__ = ["BATCH_AXES", "STAGE_AXIS", "batch_spec", "build_mesh", "inner_sizes", "num_batch_shards", "wrap_mesh"]

@@ -12,15 +12,15 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
-from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.schedules import Schedule, by_name
-from jaxpp_flax.trainers.calling import asked_for
 from jaxpp_flax.trainers.errors import ModelError
-from jaxpp_flax.trainers.linen_model import LinenModel
 from jaxpp_flax.trainers.mesh import build_mesh, wrap_mesh
-from jaxpp_flax.trainers.model import ModelAdapter
-from jaxpp_flax.trainers.nnx_model import NnxModel
-from jaxpp_flax.trainers.sharding import annotations_of, unboxed
+from jaxpp_flax.trainers.model.adapter import ModelAdapter
+from jaxpp_flax.trainers.model.calling import asked_for
+from jaxpp_flax.trainers.model.linen import LinenModel
+from jaxpp_flax.trainers.model.nnx import NnxModel
+from jaxpp_flax.trainers.model.sharding import annotations_of, unboxed
 
 __all__ = ["check_count", "check_functions", "check_parameters", "choose_model", "choose_ranks"]
 

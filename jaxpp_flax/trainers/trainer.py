@@ -10,39 +10,39 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxpp_flax.engine.coordination import process_group
-from jaxpp_flax.engine.debug_switches import refuse_disabled_jit
-from jaxpp_flax.engine.tracing import trace_settings
+from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings
+from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.layers.remat import check_remat
-from jaxpp_flax.trainers.assigning import Assigner
-from jaxpp_flax.trainers.batch import signature, split_batch
-from jaxpp_flax.trainers.builders import StepBuilders
+from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.trainers.assigner import Assigner
 from jaxpp_flax.trainers.callbacks import Callback
-from jaxpp_flax.trainers.calling import call_model
-from jaxpp_flax.trainers.compiling import Backend
-from jaxpp_flax.trainers.data import batches
-from jaxpp_flax.trainers.diagnose import first_loss_error
-from jaxpp_flax.trainers.fit import run_fit
-from jaxpp_flax.trainers.held_state import HeldState
-from jaxpp_flax.trainers.inferring import Inferring
-from jaxpp_flax.trainers.loading import rows_alike
+from jaxpp_flax.trainers.checkpoints import Checkpointed, Resume, check_resume
+from jaxpp_flax.trainers.data.batch import signature, split_batch
+from jaxpp_flax.trainers.data.loading import rows_alike
+from jaxpp_flax.trainers.data.position import ResumeData
+from jaxpp_flax.trainers.data.remainder import Remainder, RemainderRule, check_mask, check_masked
+from jaxpp_flax.trainers.data.stream import batches
+from jaxpp_flax.trainers.loop.evaluation import Inferring
+from jaxpp_flax.trainers.loop.fit import run_fit
+from jaxpp_flax.trainers.loop.nonfinite import OnNonFinite, StepsUnderWay, choose_on_nonfinite
+from jaxpp_flax.trainers.loop.process_synchronization import BatchesAlike, call_together, compile_together
+from jaxpp_flax.trainers.loop.progress import choose_meter
 from jaxpp_flax.trainers.mesh import num_batch_shards
-from jaxpp_flax.trainers.model import parameter_count
-from jaxpp_flax.trainers.nonfinite import OnNonFinite, StepsUnderWay, choose_on_nonfinite
-from jaxpp_flax.trainers.position import ResumeData
-from jaxpp_flax.trainers.progress import choose_meter
-from jaxpp_flax.trainers.remainder import Remainder, RemainderRule, check_mask, check_masked
-from jaxpp_flax.trainers.saving import Checkpointed, Resume, check_resume
-from jaxpp_flax.trainers.scheduling import Scheduled
+from jaxpp_flax.trainers.model.adapter import parameter_count
+from jaxpp_flax.trainers.model.calling import call_model
+from jaxpp_flax.trainers.model.sharding import AxisRules, state_specs
 from jaxpp_flax.trainers.setup import check_count, check_functions, check_parameters, choose_model
-from jaxpp_flax.trainers.sharding import AxisRules, state_specs
-from jaxpp_flax.trainers.state import TrainState
-from jaxpp_flax.trainers.step import Loop, StepBuilder
-from jaxpp_flax.trainers.table import stage_table
-from jaxpp_flax.trainers.together import BatchesAlike, call_together, compile_together
+from jaxpp_flax.trainers.state.holder import HeldState
+from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.state.weights import Weights
+from jaxpp_flax.trainers.step.builder import Loop, StepBuilder
+from jaxpp_flax.trainers.step.builders import StepBuilders
+from jaxpp_flax.trainers.step.compilation import Backend
+from jaxpp_flax.trainers.step.diagnosis import first_loss_error
+from jaxpp_flax.trainers.step.update import Update
 from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
-from jaxpp_flax.trainers.update import Update
-from jaxpp_flax.trainers.weights import Weights
+from jaxpp_flax.trainers.tuning.scheduling import Scheduled
+from jaxpp_flax.trainers.tuning.stage_table import stage_table
 
 __all__ = ["PipelineTrainer"]
 
@@ -55,7 +55,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
     gets the scalars in it unchanged.
 
     `loss_fn(model, microbatch)` returns the mean loss; or `(loss_sum, weight)`; or either with a dict of metrics:
-    `(loss, metrics)`. The step's loss and gradients are those of the whole batch (see `jaxpp_flax.trainers.loss`).
+    `(loss, metrics)`. The step's loss and gradients are those of the whole batch (see `jaxpp_flax.trainers.step.loss`).
     For NNX, `model` is the module. For Linen, `model(x, ...)` is `module.apply` with the current variables and the
     keys of this microbatch, and `model.params`, `model.variables`, `model.rngs`, `model.training` are at hand.
 

@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax.checkpoint.paths import flatten
-from jaxpp_flax.engine.array import MpmdArray, MpmdSharding
-from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
 
 BLOCKS = 8
 

@@ -48,8 +48,8 @@ def layout_of(name: str) -> Any:
 
 def put(state: Any, shardings: dict[str, Any]) -> Any:
     """The state where the shardings say, from what every process knows."""
-    from jaxpp_flax.checkpoint.paths import flatten
-    from jaxpp_flax.engine.array import MpmdArray, MpmdSharding
+    from jaxpp_flax.checkpoint.format.paths import flatten
+    from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
 
     def one(leaf: Any, sharding: Any) -> Any:
         if isinstance(sharding, MpmdSharding):
@@ -67,8 +67,8 @@ def put(state: Any, shardings: dict[str, Any]) -> Any:
 
 def check(tree: Any, expected: Any, shardings: dict[str, Any]) -> None:
     """Every shard of this process, of every replica, bit by bit."""
-    from jaxpp_flax.checkpoint.paths import flatten
-    from jaxpp_flax.engine.array import MpmdArray, MpmdSharding
+    from jaxpp_flax.checkpoint.format.paths import flatten
+    from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
 
     wanted = flatten(expected)[0]
     compared = 0
@@ -152,7 +152,7 @@ def standard(layout: str, other: str, seed: int, path: str) -> None:
     import orbax.checkpoint as ocp
 
     from jaxpp_flax.checkpoint import abstract_state, register
-    from jaxpp_flax.checkpoint.orbax_io import multiprocessing_options
+    from jaxpp_flax.checkpoint.format.orbax_io import multiprocessing_options
     from tests.checkpoint.layouts import make_state
 
     register()

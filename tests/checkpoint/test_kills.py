@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpp_flax.engine.coordination import ProcessGroup
+from jaxpp_flax.processes.group import ProcessGroup
 from jaxpp_flax.trainers import KILLED_STATUS, PREEMPTED_STATUS
-from jaxpp_flax.trainers import preemption as module
-from jaxpp_flax.trainers.compiling import to_ordinary
-from jaxpp_flax.trainers.preemption import Preemption
-from jaxpp_flax.trainers.stopping import StopReason, StopTogether
+from jaxpp_flax.trainers.loop import preemption as module
+from jaxpp_flax.trainers.loop.preemption import Preemption
+from jaxpp_flax.trainers.loop.stopping import StopReason, StopTogether
+from jaxpp_flax.trainers.step.compilation import to_ordinary
 from tests.checkpoint.program import batches, make_trainer
 from tests.engine.stores import MemoryStore
 from tests.helpers import tree_allclose

@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.checkpoint import restore, save
-from jaxpp_flax.checkpoint.paths import flatten
-from jaxpp_flax.engine.array import MpmdArray, MpmdSharding
-from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
 from tests.checkpoint.layouts import LAYOUTS, make_state
 from tests.helpers import tree_allclose
 from tests.trainers.models import LENGTH, LinenModel, Model

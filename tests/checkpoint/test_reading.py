@@ -21,7 +21,7 @@ from jaxpp_flax.checkpoint import (
     restore,
     save,
 )
-from jaxpp_flax.checkpoint.paths import flatten, nest
+from jaxpp_flax.checkpoint.format.paths import flatten, nest
 from tests.helpers import tree_allclose
 
 

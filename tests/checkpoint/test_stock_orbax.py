@@ -14,8 +14,8 @@ import orbax.checkpoint as ocp
 import pytest
 
 from jaxpp_flax.checkpoint import abstract_state, register, restore, save
-from jaxpp_flax.checkpoint.paths import flatten
-from jaxpp_flax.engine.array import MpmdArray
+from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from tests.checkpoint.layouts import LAYOUTS, make_state
 from tests.helpers import tree_allclose
 

@@ -22,10 +22,10 @@ from jaxpp_flax.checkpoint import (
 )
 from jaxpp_flax.trainers import DataPositionError
 from jaxpp_flax.trainers.callbacks import OnMetrics
-from jaxpp_flax.trainers.compiling import to_ordinary
-from jaxpp_flax.trainers.data import batches
-from jaxpp_flax.trainers.position import DataPosition
-from jaxpp_flax.trainers.progress import NoMeter
+from jaxpp_flax.trainers.data.position import DataPosition
+from jaxpp_flax.trainers.data.stream import batches
+from jaxpp_flax.trainers.loop.progress import NoMeter
+from jaxpp_flax.trainers.step.compilation import to_ordinary
 from tests.checkpoint import program
 from tests.helpers import tree_allclose
 from tests.trainers.models import Model, make_batch, mean_loss

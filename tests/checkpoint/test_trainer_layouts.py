@@ -14,9 +14,9 @@ from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.checkpoint import CheckpointMismatchError
-from jaxpp_flax.checkpoint.paths import flatten
-from jaxpp_flax.engine.array import MpmdArray
-from jaxpp_flax.trainers.compiling import to_ordinary
+from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.trainers.step.compilation import to_ordinary
 from tests.helpers import tree_allclose
 
 WIDTH, BLOCKS = 8, 8

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxpp_flax.engine import compile as compile_module
+from jaxpp_flax.engine.arrays.mesh import canonical
 from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.loop import treduce
-from jaxpp_flax.engine.mesh import canonical
-from jaxpp_flax.engine.program import Run
+from jaxpp_flax.engine.program.program import Run
+from jaxpp_flax.engine.runtime import executables as compile_module
+from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import Schedule, Std1F1B
 from tests.engine.toys import batch_of, chain, chain_loss, mesh_of
 

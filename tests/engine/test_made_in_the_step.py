@@ -12,10 +12,10 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.loop import Add, Concat, treduce, treduce_i
-from jaxpp_flax.engine.markers import mark_stage_end
-from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce, treduce_i
 from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import DIM, batch_of, chain_loss
 from tests.helpers import tree_allclose

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
-from jaxpp_flax.engine.loop import treduce
+from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import (
     ZBV,
     DualPipeV,

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp_flax.engine.array import MpmdArray
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
-from jaxpp_flax.engine.markers import mark_stage_end
-from jaxpp_flax.engine.program import Instruction, Run
+from jaxpp_flax.engine.program.program import Instruction, Run
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.schedules import Eager1F1B, GPipe, Interleaved1F1B, Schedule, Std1F1B
 from tests.engine.toys import ROWS, batch_of, chain, mesh_of, sgd_step
 

@@ -15,9 +15,9 @@ import pytest
 from jax.experimental import io_callback
 
 from jaxpp_flax.engine.jit import mpmd_jit, mpmd_jit_with_loop
-from jaxpp_flax.engine.loop import Add, Concat, Last, treduce, treduce_i
-from jaxpp_flax.engine.markers import mark_stage_end
-from jaxpp_flax.engine.runtime import Runtime
+from jaxpp_flax.engine.runtime.instruction_loop import Runtime
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, treduce, treduce_i
 from jaxpp_flax.schedules import CustomSchedule, Interleaved1F1B, Schedule, ScheduleError, Std1F1B
 from jaxpp_flax.schedules.task import Task, TaskKind
 from tests.engine.toys import batch_of, chain, chain_loss, gradients, mesh_of, sgd_step

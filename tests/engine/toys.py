@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from jaxpp_flax.engine.ir import Graph, Value, from_jaxpr
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.loop import treduce, treduce_p
-from jaxpp_flax.engine.markers import mark_stage_end
-from jaxpp_flax.engine.mesh import MpmdMesh
-from jaxpp_flax.engine.passes.inline import inline
 from jaxpp_flax.engine.passes.label import Labels, find_marks, label
 from jaxpp_flax.engine.passes.partition import Partition, partition
 from jaxpp_flax.engine.pipeline import Built, build, cut_at_every_mark
-from jaxpp_flax.engine.program import Program, ProgramTask
+from jaxpp_flax.engine.program.program import Program, ProgramTask
+from jaxpp_flax.engine.tracing.inline import inline
+from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.treduce import treduce, treduce_p
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.schedules.task import TaskKind
 from tests.helpers import tree_allclose

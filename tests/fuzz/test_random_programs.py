@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.mesh import MpmdMesh
 from tests.fuzz.programs import Program, arguments, draw, specs, step_of
 from tests.helpers import tree_allclose
 

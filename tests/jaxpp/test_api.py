@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxpp_flax.api as jaxpp
 from jaxpp_flax.api import distributed_utils
 from jaxpp_flax.engine.passes.place import PlacementWarning
-from jaxpp_flax.engine.program import Free, Run, Transfer
+from jaxpp_flax.engine.program.program import Free, Run, Transfer
 from tests.helpers import tree_allclose
 
 STAGES = 4

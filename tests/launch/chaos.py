@@ -22,7 +22,7 @@ print("pid", os.getpid(), flush=True)
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
-from jaxpp_flax.engine.array import MpmdArray  # noqa: E402
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray  # noqa: E402
 from jaxpp_flax.trainers import Callback  # noqa: E402
 from tests.checkpoint import program  # noqa: E402
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 # What every script here begins with: process_group() needs no devices, so a script without collectives starts fast.
 BEGIN = """
 import os, signal, sys, time
-from jaxpp_flax.engine.coordination import process_group
+from jaxpp_flax.processes.group import process_group
 group = process_group()
 index = group.process_index
 print("pid", os.getpid(), flush=True)
@@ -77,7 +77,7 @@ def test_all_sockets_listen_on_loopback(tmp_path: Path):
         + """
 import jax
 from jax.experimental import multihost_utils
-from jaxpp_flax.engine.transport.link import process_link
+from jaxpp_flax.engine.runtime.transport.connection import process_link
 multihost_utils.process_allgather(jax.numpy.zeros(1))
 process_link()
 print("ready")
@@ -352,8 +352,8 @@ def test_a_thread_that_keeps_a_process_from_its_end_is_named_and_ends_all(tmp_pa
         BEGIN
         + """
 import threading
-from jaxpp_flax.launch import leaving
-leaving._SECONDS_IN_SILENCE, leaving.LEAVING_SECONDS = 1.0, 2.0
+from jaxpp_flax.launch.process import interpreter_exit
+interpreter_exit._SECONDS_IN_SILENCE, interpreter_exit.LEAVING_SECONDS = 1.0, 2.0
 if index == 1:
     threading.Thread(target=time.sleep, args=(1000,), name="uploader").start()
 """

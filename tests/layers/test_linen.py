@@ -12,8 +12,8 @@ from flax import linen as nn
 from flax import nnx
 
 import jaxpp_flax.linen as pipeline
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit
-from jaxpp_flax.engine.mesh import MpmdMesh
 from tests.helpers import tree_allclose
 from tests.layers.test_nnx import marks
 

@@ -13,8 +13,8 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, mark_stage_end, pipeline_stage
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit
-from jaxpp_flax.engine.mesh import MpmdMesh
 from tests.helpers import tree_allclose
 
 

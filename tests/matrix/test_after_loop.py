@@ -12,10 +12,10 @@ import optax
 import pytest
 
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.loop import Add, treduce
-from jaxpp_flax.engine.markers import mark_stage_end
 from jaxpp_flax.engine.passes.place import PlacementWarning
-from jaxpp_flax.engine.program import Transfer
+from jaxpp_flax.engine.program.program import Transfer
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.treduce import Add, treduce
 from jaxpp_flax.schedules import GPipe, Interleaved1F1B, Schedule, Std1F1B
 from tests.helpers import slow_but, tree_allclose
 from tests.matrix.harness import check, mesh_of, run

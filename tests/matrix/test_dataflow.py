@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp_flax.engine.loop import Add, Concat, treduce
-from jaxpp_flax.engine.markers import mark_stage_end
-from jaxpp_flax.engine.program import Transfer
+from jaxpp_flax.engine.program.program import Transfer
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce
 from jaxpp_flax.schedules import Interleaved1F1B, Schedule, Std1F1B, ZeroBubble
 from tests.matrix.harness import check, mesh_of
 

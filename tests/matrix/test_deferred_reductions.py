@@ -18,16 +18,16 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax.engine.ir import from_jaxpr
+from jaxpp_flax.engine.analyses.linearity import LINEAR
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.loop import Add, treduce
-from jaxpp_flax.engine.markers import mark_stage_end
-from jaxpp_flax.engine.mesh import MpmdMesh
-from jaxpp_flax.engine.passes.defer import defer_reductions
-from jaxpp_flax.engine.passes.inline import inline
-from jaxpp_flax.engine.passes.linear import LINEAR
+from jaxpp_flax.engine.passes.defer_reductions import defer_reductions
+from jaxpp_flax.engine.tracing.inline import inline
+from jaxpp_flax.engine.tracing.ir import from_jaxpr
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.treduce import Add, treduce
 from jaxpp_flax.schedules import Schedule, Std1F1B
-from jaxpp_flax.trainers.inference import ForwardOnly
+from jaxpp_flax.trainers.step.forward_only import ForwardOnly
 from tests.helpers import tree_allclose
 from tests.matrix.operations import (
     DTYPES,

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp_flax.engine.array import MpmdArray
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.loop import treduce
-from jaxpp_flax.engine.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import Std1F1B
 from tests.matrix.harness import mesh_of
 

@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxpp_flax import linen
-from jaxpp_flax.engine.loop import treduce
+from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Schedule, Std1F1B
 from tests.matrix.harness import check, mesh_of

@@ -12,10 +12,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.loop import Add, treduce
-from jaxpp_flax.engine.markers import mark_stage_end
-from jaxpp_flax.engine.passes.inline import MarkerPlacementError
 from jaxpp_flax.engine.passes.partition import CarryError
+from jaxpp_flax.engine.tracing.inline import MarkerPlacementError
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.treduce import Add, treduce
 from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Std1F1B
 from tests.matrix.harness import mesh_of

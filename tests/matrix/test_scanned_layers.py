@@ -14,10 +14,10 @@ from flax import nnx
 
 from jaxpp_flax import linen
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.loop import treduce
-from jaxpp_flax.engine.markers import mark_stage_end
-from jaxpp_flax.engine.passes.inline import MarkerPlacementError
 from jaxpp_flax.engine.pipeline import cut_at_every_mark
+from jaxpp_flax.engine.tracing.inline import MarkerPlacementError
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.layers.scan import join_layers, join_scanned, split_layers, split_scanned
 from jaxpp_flax.schedules import Schedule, Std1F1B
 from tests.helpers import tree_allclose

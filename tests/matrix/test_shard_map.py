@@ -14,10 +14,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
-from jaxpp_flax.engine.loop import treduce
-from jaxpp_flax.engine.markers import mark_stage_end
-from jaxpp_flax.engine.mesh import MpmdMesh
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import GPipe, Schedule, Std1F1B, ZeroBubble
 from tests.helpers import tree_allclose
 from tests.matrix.harness import RTOL

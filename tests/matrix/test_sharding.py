@@ -17,16 +17,16 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax import linen
-from jaxpp_flax.engine.array import MpmdArray
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.loop import Add, treduce
-from jaxpp_flax.engine.markers import mark_stage_end
-from jaxpp_flax.engine.mesh import MpmdMesh
-from jaxpp_flax.engine.program import Transfer
+from jaxpp_flax.engine.program.program import Transfer
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.treduce import Add, treduce
 from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Schedule, Std1F1B, ZeroBubble
-from jaxpp_flax.trainers.inference import ForwardOnly
+from jaxpp_flax.trainers.step.forward_only import ForwardOnly
 from tests.helpers import slow, tree_allclose
 from tests.matrix.harness import count, mesh_of, run
 

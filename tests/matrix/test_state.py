@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxpp_flax import linen
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.loop import Add, Concat, treduce
+from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce
 from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Eager1F1B, GPipe, Interleaved1F1B, Schedule, Std1F1B, ZeroBubble
 from tests.helpers import tree_allclose

@@ -15,8 +15,8 @@ from flax import nnx
 
 from jaxpp_flax import linen
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.loop import treduce
-from jaxpp_flax.engine.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Interleaved1F1B, Schedule, Std1F1B, ZeroBubble
 from tests.helpers import slow_but

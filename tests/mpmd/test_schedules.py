@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpp_flax import mpmd
-from jaxpp_flax.engine.program import Run
+from jaxpp_flax.engine.program.program import Run
 from jaxpp_flax.schedules import Circular, Schedule, Std1F1B
 from jaxpp_flax.schedules.task import Task, TaskKind, flatten, forward
 from tests.helpers import tree_allclose

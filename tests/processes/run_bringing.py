@@ -22,12 +22,12 @@ from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from jaxpp_flax import PipelineStage, PipelineTrainer  # noqa: E402
-from jaxpp_flax.engine.array import MpmdArray, MpmdSharding  # noqa: E402
-from jaxpp_flax.engine.bringing import Wanted, bring  # noqa: E402
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding  # noqa: E402
+from jaxpp_flax.engine.arrays.placing import place_on_ranks  # noqa: E402
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop  # noqa: E402
-from jaxpp_flax.engine.placing import place_on_ranks  # noqa: E402
-from jaxpp_flax.engine.runtime import Across  # noqa: E402
-from jaxpp_flax.engine.transport.link import process_link  # noqa: E402
+from jaxpp_flax.engine.runtime.fetching import Wanted, bring  # noqa: E402
+from jaxpp_flax.engine.runtime.instruction_loop import Across  # noqa: E402
+from jaxpp_flax.engine.runtime.transport.connection import process_link  # noqa: E402
 from jaxpp_flax.schedules import GPipe, Std1F1B  # noqa: E402
 from tests.engine.toys import batch_of, chain, sgd_step  # noqa: E402
 from tests.helpers import tree_allclose  # noqa: E402

@@ -20,13 +20,13 @@ import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
 from jaxpp_flax import PipelineStage, PipelineTrainer  # noqa: E402
-from jaxpp_flax.checkpoint import CheckpointSaveError, sharing  # noqa: E402
-from jaxpp_flax.engine.store import CoordinationError  # noqa: E402
+from jaxpp_flax.checkpoint import CheckpointSaveError, shared_directory  # noqa: E402
+from jaxpp_flax.processes.store import CoordinationError  # noqa: E402
 
 ME = jax.process_index()
 FOLDER = sys.argv[1]
 BATCHES = [np.full((8, 4), 0.1 * i, np.float32) for i in range(4)]
-sharing._PATIENCE = 0.5
+shared_directory._PATIENCE = 0.5
 
 
 def trainer(tx: optax.GradientTransformation | None = None, **arguments: Any) -> PipelineTrainer:

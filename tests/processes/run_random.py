@@ -21,11 +21,11 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.sharding import Mesh  # noqa: E402
 
-from jaxpp_flax.engine.array import MpmdArray  # noqa: E402
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh  # noqa: E402
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray  # noqa: E402
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop  # noqa: E402
-from jaxpp_flax.engine.loop import treduce  # noqa: E402
-from jaxpp_flax.engine.markers import mark_stage_end  # noqa: E402
-from jaxpp_flax.engine.mesh import MpmdMesh  # noqa: E402
+from jaxpp_flax.engine.tracing.markers import mark_stage_end  # noqa: E402
+from jaxpp_flax.engine.tracing.treduce import treduce  # noqa: E402
 from jaxpp_flax.schedules import by_name  # noqa: E402
 from tests.helpers import tree_allclose  # noqa: E402
 

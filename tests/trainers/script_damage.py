@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from jaxpp_flax.checkpoint.integrity import DIGESTS
+from jaxpp_flax.checkpoint.format.integrity import DIGESTS
 
 DAMAGES = ["flip", "cut_off", "delete", "empty", "remove"]
 """The last two: an empty directory of a later step, and a checkpoint that is deleted."""

@@ -12,12 +12,12 @@ import optax
 import pytest
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.engine.alike import hash_of, text_of
-from jaxpp_flax.engine.coordination import process_group
-from jaxpp_flax.trainers.data import awaited, batches
+from jaxpp_flax.processes.agreement import hash_of, text_of
+from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.trainers.data.stream import awaited, batches
 from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.mesh import build_mesh
-from jaxpp_flax.trainers.placing import numbers_of_init
+from jaxpp_flax.trainers.state.placing import numbers_of_init
 
 
 @pytest.mark.parametrize(("kind", "step"), [("train", 13), ("evaluate", 12)])

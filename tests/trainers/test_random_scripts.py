@@ -33,7 +33,7 @@ from hypothesis.stateful import (
 from jaxpp_flax.checkpoint import CheckpointMismatchError
 from jaxpp_flax.checkpoint import save as save_tree
 from jaxpp_flax.trainers.callbacks import Callback, EarlyStopping
-from jaxpp_flax.trainers.preemption import PREEMPTED_STATUS
+from jaxpp_flax.trainers.loop.preemption import PREEMPTED_STATUS
 from tests.helpers import slow
 from tests.trainers.script_damage import DAMAGES, damage
 from tests.trainers.script_data import Data, happen
@@ -289,7 +289,7 @@ def test_random_scripts():
 
 
 def data_begins_anew(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("jaxpp_flax.trainers.data.seek", lambda *arguments: arguments[-1])
+    patch.setattr("jaxpp_flax.trainers.data.stream.seek", lambda *arguments: arguments[-1])
 
 
 def damage_goes_unnoticed(patch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,8 @@ from typing import Any
 
 from jax.extend import core as jex_core
 
-from jaxpp_flax.engine.ir import Atom, Equation, Graph, Value, VerificationError
-from jaxpp_flax.engine.markers import FORWARD, Mark, marker_p
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, VerificationError
+from jaxpp_flax.engine.tracing.markers import FORWARD, Mark, marker_p
 
 __all__ = ["Cut", "Labels", "find_marks", "label"]
 

@@ -12,8 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from jaxpp_flax.engine.ir import VerificationError, memory_kind_of
-from jaxpp_flax.engine.program import Free, Instruction, Program, Run, Transfer
+from jaxpp_flax.engine.program.program import Free, Instruction, Program, Run, Transfer
+from jaxpp_flax.engine.tracing.ir import VerificationError, memory_kind_of
 
 __all__ = ["allocate"]
 

@@ -14,10 +14,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.ir import Atom, Constant, Equation, Graph, Value, VerificationError, from_jaxpr, struct_of
-from jaxpp_flax.engine.loop import AddOp, Concat, MaxOp, Op
-from jaxpp_flax.engine.markers import marker_p
 from jaxpp_flax.engine.passes.label import Labels
+from jaxpp_flax.engine.tracing.ir import (
+    Atom,
+    Constant,
+    Equation,
+    Graph,
+    Value,
+    VerificationError,
+    from_jaxpr,
+    struct_of,
+)
+from jaxpp_flax.engine.tracing.markers import marker_p
+from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, MaxOp, Op
 from jaxpp_flax.schedules.task import TaskKind
 
 __all__ = ["Accumulator", "Carry", "CarryError", "LoopTask", "Partial", "Partition", "partition"]

@@ -16,11 +16,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.hints import as_copy, is_mixing_by_design, place_with_p
-from jaxpp_flax.engine.ir import Atom, Equation, Graph, Value, VerificationError
-from jaxpp_flax.engine.passes.audience import Audience
-from jaxpp_flax.engine.passes.conditions import is_condition, select_between_branches
+from jaxpp_flax.engine.analyses.result_ranks import Audience
 from jaxpp_flax.engine.passes.partition import Partition
+from jaxpp_flax.engine.passes.split_conditions import is_condition, select_between_branches
+from jaxpp_flax.engine.tracing.hints import as_copy, is_mixing_by_design, place_with_p
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, VerificationError
 from jaxpp_flax.schedules.schedule import Schedule
 
 __all__ = ["Loop", "Move", "Placed", "PlacementWarning", "Segment", "place"]

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpp_flax.engine.ir import Equation, Graph
-from jaxpp_flax.engine.passes.linear import holds, parts_add_up
+from jaxpp_flax.engine.analyses.linearity import holds, parts_add_up
+from jaxpp_flax.engine.tracing.ir import Equation, Graph
 
 __all__ = ["with_wide_sums"]
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from jaxpp_flax.trainers.trainer import PipelineTrainer
+from typing import Any
 
 __all__ = ["Callback", "OnMetrics", "named"]
 
@@ -45,19 +42,19 @@ class Callback:
     def set_state(self, state: Any) -> None:
         """Go on from what `get_state` gave, or begin anew with None. `fit` calls it before `on_fit_start`."""
 
-    def on_fit_start(self, trainer: PipelineTrainer) -> None:
+    def on_fit_start(self, trainer: Any) -> None:
         """Before the first step; `trainer.stop` here ends `fit` without one."""
 
-    def on_step(self, trainer: PipelineTrainer, step: int) -> None:
+    def on_step(self, trainer: Any, step: int) -> None:
         """Right after `step` was dispatched: `trainer.state` is that after `step`; nothing has been waited for."""
 
-    def on_metrics(self, trainer: PipelineTrainer, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_metrics(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         """The metrics of `step` on the host. They come one step late, so that devices never wait for them."""
 
-    def on_evaluate(self, trainer: PipelineTrainer, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         """After an evaluation at `step`."""
 
-    def on_fit_end(self, trainer: PipelineTrainer) -> None:
+    def on_fit_end(self, trainer: Any) -> None:
         """After the last step, and after an error or interruption too."""
 
 
@@ -89,6 +86,6 @@ class OnMetrics(Callback):
         super().__init__(every=every)
         self._function = function
 
-    def on_metrics(self, trainer: PipelineTrainer, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_metrics(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         """Call it."""
         self._function(step, metrics)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxpp_flax.trainers.callbacks.base import Callback
-
-if TYPE_CHECKING:
-    from jaxpp_flax.trainers.trainer import PipelineTrainer
 
 __all__ = ["EarlyStopping", "PrintLoss"]
 
@@ -26,7 +23,7 @@ class PrintLoss(Callback):
         super().__init__(every=every)
         self._digits = digits
 
-    def on_metrics(self, trainer: PipelineTrainer, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_metrics(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         """Print it."""
         trainer.message(f"step {step}  loss {metrics['loss']:.{self._digits}f}")
 
@@ -58,11 +55,11 @@ class EarlyStopping(Callback):
         """Count on from there."""
         self._best, self._bad = (math.inf, 0) if state is None else (float(state["best"]), int(state["bad"]))
 
-    def on_fit_start(self, trainer: PipelineTrainer) -> None:
+    def on_fit_start(self, trainer: Any) -> None:
         """A run that has been stopped stays so."""
         self._stop_where_due(trainer)
 
-    def on_evaluate(self, trainer: PipelineTrainer, step: int, metrics: Mapping[str, Any]) -> None:
+    def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         """Compare with the best one so far."""
         if self._metric not in metrics:
             raise KeyError(f"EarlyStopping watches {self._metric!r}; the evaluation has {', '.join(sorted(metrics))}.")
@@ -73,6 +70,6 @@ class EarlyStopping(Callback):
             self._bad += 1
         self._stop_where_due(trainer)
 
-    def _stop_where_due(self, trainer: PipelineTrainer) -> None:
+    def _stop_where_due(self, trainer: Any) -> None:
         if self._bad >= self._patience:
             trainer.stop(f"{self._metric} has not improved on {self._best:.5g} in {self._bad} evaluations")

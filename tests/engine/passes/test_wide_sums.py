@@ -12,14 +12,14 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax.engine.ir import everywhere, from_jaxpr
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.loop import treduce
-from jaxpp_flax.engine.markers import mark_stage_end
-from jaxpp_flax.engine.mesh import MpmdMesh
 from jaxpp_flax.engine.passes.wide_sums import with_wide_sums
+from jaxpp_flax.engine.tracing.ir import everywhere, from_jaxpr
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import Schedule, Std1F1B
-from jaxpp_flax.trainers.inference import ForwardOnly
+from jaxpp_flax.trainers.step.forward_only import ForwardOnly
 from tests.helpers import tree_allclose
 
 EXAMPLES, DIM = 4, 4

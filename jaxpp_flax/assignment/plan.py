@@ -1,0 +1,293 @@
+"""A plan: which block runs on which stage and what it costs. It can be shown, saved, edited and loaded."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from jaxpp_flax.assignment.balancing import rank_loads
+from jaxpp_flax.assignment.plan_table import plan_table
+from jaxpp_flax.assignment.policies import AssignmentError, by_name, near_names, segment_names
+from jaxpp_flax.engine.tracing.markers import Mark
+
+__all__ = ["Plan", "PlannedBlock"]
+
+_FORMAT = "jaxpp_flax plan 1"
+_ABOUT = "Which block runs on which stage. Edit the stages, and pass this file as assignment=."
+_UNITS = {"s": "seconds", "FLOP": "floating-point operations", "": "no unit"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedBlock:
+    """A block, its stage, and its costs for one microbatch (None: not known), in the plan's unit."""
+
+    name: str
+    stage: int
+    forward: float | None = None
+    backward: float | None = None
+
+    @property
+    def cost(self) -> float | None:
+        """Forward and backward."""
+        known = [part for part in (self.forward, self.backward) if part is not None]
+        return sum(known) if known else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Which block runs on which stage, in the model's order; pass it, or its file, as `assignment=`.
+
+    Args:
+      num_stages: how many there are.
+      blocks: in the model's order; the last one is what follows the last mark (head, loss), if it is listed.
+      unit: of the costs: "s", "FLOP", or "".
+      source: where the costs come from, for people.
+      ranks: the rank of each stage, if known.
+      even_sizes: how many blocks each stage would have without costs, for comparison; if known.
+      exact: whether no other assignment is better; None where none was looked for.
+      step_gain: by how much of its time the simulated step is shorter than with an even assignment, where that was the
+        aim (several stages on a rank).
+      rank_bytes: what each rank's devices hold, where it was asked for.
+
+    Raises:
+      AssignmentError: if a stage is empty, out of range or out of order, a name occurs twice, or a cost is no number.
+
+    Example:
+      >>> rows = [("a", 0, 1.0), ("b", 0, 1.0), ("c", 1, 2.0)]
+      >>> blocks = [PlannedBlock(name=name, stage=stage, forward=cost) for name, stage, cost in rows]
+      >>> plan = Plan(num_stages=2, blocks=blocks, ranks=(0, 1))
+      >>> plan.stage_sizes, plan.rank_costs, plan.imbalance
+      ((2, 1), (2.0, 2.0), 1.0)
+      >>> import tempfile, pathlib
+      >>> path = plan.save(pathlib.Path(tempfile.mkdtemp()) / "plan.json")
+      >>> Plan.load(path).blocks == plan.blocks
+      True
+    """
+
+    num_stages: int
+    blocks: Sequence[PlannedBlock]
+    unit: str = ""
+    source: str = ""
+    ranks: tuple[int, ...] | None = None
+    even_sizes: tuple[int, ...] | None = None
+    exact: bool | None = None
+    step_gain: float | None = None
+    rank_bytes: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "blocks", tuple(self.blocks))
+        _check(self)
+
+    # ------------------------------------------------------------ as a policy
+
+    def __call__(self, marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
+        """The marks that cut: a plan is an assignment like any other.
+
+        Raises:
+          AssignmentError: if it is for another number of stages, or for other blocks.
+        """
+        if num_stages != self.num_stages:
+            raise AssignmentError(
+                f"the plan is for {self.num_stages} stages, but num_stages={num_stages}. Make them equal, or make "
+                "a new plan with assignment='balanced'."
+            )
+        names = segment_names(marks)
+        planned = [block.name for block in self.blocks]
+        for block in self.blocks:
+            if block.name not in names:
+                raise AssignmentError(
+                    f"the plan puts {block.name!r} on stage {block.stage}, but the model has no such block."
+                    f"{near_names(block.name, names)} The model's blocks: {_some(names)}."
+                )
+        for name in names[:-1]:
+            if name not in planned:
+                raise AssignmentError(
+                    f"the plan leaves out the model's block {name!r}.{near_names(name, planned)} Add it with its "
+                    f"stage. The plan's blocks: {_some(planned)}."
+                )
+        return tuple(by_name({block.name: block.stage for block in self.blocks})(marks, num_stages))
+
+    @classmethod
+    def of(cls, marks: Sequence[Mark], cuts: Sequence[int], num_stages: int, **options: Any) -> Plan:
+        """The plan that these cuts make.
+
+        Args:
+          marks: of the model.
+          cuts: the marks that cut.
+          num_stages: one more than there are cuts.
+          options: other arguments of `Plan`; `work` gives each block's cost, an object with `forward` and `backward`.
+        """
+        work = options.pop("work", None)
+        names = segment_names(marks)
+        costs = [(None, None)] * len(names) if work is None else [(w.forward, w.backward) for w in work]
+        blocks = [
+            PlannedBlock(name=name, stage=sum(cut < i for cut in cuts), forward=forward, backward=backward)
+            for i, (name, (forward, backward)) in enumerate(zip(names, costs, strict=True))
+        ]
+        return cls(num_stages=num_stages, blocks=blocks, **options)
+
+    # ------------------------------------------------------------ what it says
+
+    @property
+    def stage_sizes(self) -> tuple[int, ...]:
+        """Blocks in each stage."""
+        stages = [block.stage for block in self.blocks]
+        return tuple(stages.count(stage) for stage in range(self.num_stages))
+
+    @property
+    def rank_costs(self) -> tuple[float, ...] | None:
+        """The cost of each rank's stages; None where costs or ranks are not known."""
+        return self._loads(self.stage_sizes)
+
+    @property
+    def imbalance(self) -> float | None:
+        """The slowest rank's cost over the mean; 1 is perfect balance."""
+        return _imbalance(self.rank_costs)
+
+    @property
+    def even_imbalance(self) -> float | None:
+        """The same for an even assignment of these blocks."""
+        return None if self.even_sizes is None else _imbalance(self._loads(self.even_sizes))
+
+    @property
+    def gain(self) -> float | None:
+        """By how much of its time the slowest rank is faster than with an even assignment."""
+        now, before = self.imbalance, self.even_imbalance
+        return None if now is None or before is None else 1.0 - now / before
+
+    def _loads(self, sizes: Sequence[int]) -> tuple[float, ...] | None:
+        costs = [block.cost for block in self.blocks]
+        known = [cost for cost in costs if cost is not None]
+        if self.ranks is None or len(known) < len(costs):
+            return None
+        return tuple(rank_loads(known, sizes, self.ranks))
+
+    def table(self) -> Table:
+        """Each block with its cost, stage and rank; below, how uneven the ranks are, before and after."""
+        return plan_table(self)
+
+    def __rich__(self) -> Table:
+        return self.table()
+
+    # ------------------------------------------------------------ as a file
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write it as JSON, one line for each block; returns the path."""
+        lines = ",\n".join(f"  {json.dumps(_known(block))}" for block in self.blocks)
+        head = {"about": _ABOUT, "format": _FORMAT, "num_stages": self.num_stages, "unit": self.unit}
+        top = "".join(f" {json.dumps(k)}: {json.dumps(v)},\n" for k, v in {**head, "source": self.source}.items())
+        target = Path(path)
+        target.write_text(f'{{\n{top} "blocks": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+        return target
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan that `save` wrote, and perhaps somebody edited.
+
+        Raises:
+          FileNotFoundError: if there is no such file.
+          AssignmentError: if it holds no plan; it names the line, or the block and the stage at fault.
+        """
+        source = Path(path)
+        if not source.is_file():
+            others = sorted(p.name for p in source.parent.glob("*.json")) if source.parent.is_dir() else []
+            hint = near_names(source.name, others)
+            raise FileNotFoundError(f"assignment={os.fspath(path)!r}: there is no such file.{hint}")
+        try:
+            found = json.loads(source.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise AssignmentError(f"{os.fspath(path)} is no JSON: {error}.") from error
+        try:
+            return _read(found)
+        except AssignmentError as error:
+            raise AssignmentError(f"{os.fspath(path)}: {error}") from error
+
+
+def _known(block: PlannedBlock) -> dict[str, Any]:
+    return {f.name: getattr(block, f.name) for f in fields(block) if getattr(block, f.name) is not None}
+
+
+def _read(found: Any) -> Plan:
+    top = _keys(found, "the plan", required=("num_stages", "blocks"), optional=("about", "format", "unit", "source"))
+    if top.get("format", _FORMAT) != _FORMAT:
+        raise AssignmentError(f"the plan has format {top['format']!r}; this version reads {_FORMAT!r}.")
+    if not isinstance(top["blocks"], list):
+        raise AssignmentError(f"blocks is a {type(top['blocks']).__name__}; it must be a list of blocks.")
+    blocks: list[PlannedBlock] = []
+    for number, item in enumerate(top["blocks"]):
+        name = f" ({item['name']!r})" if isinstance(item, Mapping) and "name" in item else ""
+        blocks.append(PlannedBlock(**_keys(item, f"block {number}{name}", ("name", "stage"), ("forward", "backward"))))
+    return Plan(
+        num_stages=top["num_stages"], blocks=blocks, unit=top.get("unit", ""), source=str(top.get("source", ""))
+    )
+
+
+def _keys(found: Any, what: str, required: Sequence[str], optional: Sequence[str]) -> dict[str, Any]:
+    if not isinstance(found, Mapping):
+        raise AssignmentError(f"{what} is a {type(found).__name__}; it must be an object with {_some(required)}.")
+    allowed = [*required, *optional]
+    for key in found:
+        if key not in allowed:
+            hint = near_names(key, allowed)
+            raise AssignmentError(f"{what} has the unknown key {key!r}.{hint} Keys: {_some(allowed)}.")
+    for key in required:
+        if key not in found:
+            raise AssignmentError(f"{what} has no {key!r}. Keys: {_some(allowed)}.")
+    return dict(found)
+
+
+def _check(plan: Plan) -> None:
+    count = plan.num_stages
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise AssignmentError(f"num_stages of the plan is {count!r}; it must be a whole number of at least 1.")
+    if plan.unit not in _UNITS:
+        raise AssignmentError(f"unit of the plan is {plan.unit!r}; it must be one of {_some(list(_UNITS))}.")
+    seen: set[str] = set()
+    for block in plan.blocks:
+        if not isinstance(block.name, str):
+            raise AssignmentError(f"the plan has a block with the name {block.name!r}; names are texts.")
+        if block.name in seen:
+            raise AssignmentError(f"the plan lists the block {block.name!r} twice; each ends in exactly one stage.")
+        seen.add(block.name)
+        stage = block.stage
+        if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < count:
+            raise AssignmentError(
+                f"the plan puts {block.name!r} on stage {stage!r}; stages are numbered 0 to {count - 1} "
+                f"(num_stages={count})."
+            )
+        for kind in ("forward", "backward"):
+            cost = getattr(block, kind)
+            number = isinstance(cost, (int, float)) and not isinstance(cost, bool)
+            if cost is not None and not (number and math.isfinite(cost) and cost >= 0):
+                raise AssignmentError(f"{kind} of {block.name!r} is {cost!r}; costs are numbers of at least 0.")
+    for before, after in itertools.pairwise(plan.blocks):
+        if after.stage < before.stage:
+            raise AssignmentError(
+                f"the plan is not contiguous: {after.name!r} is on stage {after.stage}, but {before.name!r}, which "
+                f"stands before it, is on stage {before.stage}. Stages must follow the model's order."
+            )
+    used = {block.stage for block in plan.blocks}
+    for stage in range(count):
+        if stage not in used:
+            raise AssignmentError(
+                f"the plan leaves stage {stage} of num_stages={count} empty. Put a block on it, or use fewer stages."
+            )
+
+
+def _imbalance(loads: Sequence[float] | None) -> float | None:
+    if loads is None or not sum(loads):
+        return None
+    return max(loads) * len(loads) / sum(loads)
+
+
+def _some(items: Sequence[Any]) -> str:
+    shown = ", ".join(repr(item) for item in items[:12])
+    return shown + (f" and {len(items) - 12} more" if len(items) > 12 else "")

@@ -1,0 +1,72 @@
+"""A save that is being written when the program ends is finished first: in bounded time, and not in silence."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import warnings
+import weakref
+from typing import Protocol
+
+from jaxpp_flax.processes.waits import say
+
+__all__ = ["ABANDONED_STATUS", "EXIT_SECONDS", "finish_at_exit"]
+
+EXIT_SECONDS = 300.0
+"""How long the end of a program waits for a save."""
+
+ABANDONED_STATUS = 1
+"""Exit status where that was not enough."""
+
+_SECONDS_IN_SILENCE = 2.0
+
+
+class Writer(Protocol):
+    """What writes in the background."""
+
+    def is_writing(self) -> bool:
+        """Whether it does."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for it."""
+        ...
+
+
+def finish_at_exit(writer: Writer) -> None:
+    """At the end of the program, wait for what `writer` still writes."""
+    reference = weakref.ref(writer)
+    # `atexit` comes too late: by then Python takes no new work for threads, which Orbax's background threads need.
+    register = getattr(threading, "_register_atexit", None)
+    if register is None:
+        warnings.warn(
+            f"Python {sys.version.split()[0]} cannot finish a background save at the end of a program. Call "
+            "`trainer.save()` or wait for the last one: a save without wait=False.",
+            UserWarning,
+            stacklevel=2,
+        )
+        return
+    register(lambda: _finish(reference()))
+
+
+def _finish(writer: Writer | None) -> None:
+    if writer is None:
+        return
+    begin = time.monotonic()
+    told = False
+    while writer.is_writing():
+        waited = time.monotonic() - begin
+        if waited > _SECONDS_IN_SILENCE and not told:
+            told = True
+            say(f"the program ends, and waits at most {EXIT_SECONDS:.0f} s for a checkpoint that is being written")
+        if waited > EXIT_SECONDS:
+            say(f"after {EXIT_SECONDS:.0f} s a checkpoint is still being written: it is abandoned, and is incomplete")
+            sys.stdout.flush()
+            os._exit(ABANDONED_STATUS)  # Python would wait for the threads that write, however long they take
+        time.sleep(0.01)
+    try:
+        writer.wait()
+    except Exception as error:
+        say(f"a checkpoint that was being written when the program ended is lost: {error}")

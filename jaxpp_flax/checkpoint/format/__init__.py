@@ -1,0 +1,1 @@
+"""How a tree of `MpmdArray`s is an ordinary Orbax checkpoint: leaves, paths, digests."""

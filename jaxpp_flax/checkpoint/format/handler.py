@@ -1,0 +1,124 @@
+"""`MpmdArray` as a leaf of Orbax's own checkpointers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jaxpp_flax.checkpoint.format.leaves import assemble, is_key
+from jaxpp_flax.checkpoint.format.shards import has_local_devices, shards_of
+from jaxpp_flax.engine.arrays.mesh import MpmdSharding
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+
+__all__ = ["MpmdArrayHandler", "register"]
+
+
+class MpmdArrayHandler(ocp.type_handlers.ArrayHandler):
+    """Orbax's handler of arrays, which also writes `MpmdArray`s and restores them where the sharding asks for one.
+
+    On disk they are arrays like all others. Plain arrays are treated as before.
+
+    Args:
+      stock: the handler whose settings it takes over; exactly one handler may keep Orbax's metadata of arrays.
+    """
+
+    def __init__(self, stock: ocp.type_handlers.ArrayHandler | None = None) -> None:
+        super().__init__()
+        vars(self).update(vars(stock or ocp.type_handlers.get_type_handler(jax.Array)))
+
+    async def serialize(self, values: Sequence[Any], infos: Any, args: Any = None) -> Any:
+        """Write each as the one array over all its ranks; with several processes, each writes the shards it has."""
+        arrays = [value.as_jax_array() if isinstance(value, MpmdArray) else value for value in values]
+        if jax.process_count() > 1:
+            for array, info in zip(arrays, infos, strict=True):
+                if is_key(array):
+                    raise TypeError(
+                        f"{info.name} holds random keys, which several processes cannot write as such. Save "
+                        "`jax.random.key_data(keys)`, as jaxpp_flax.checkpoint.save does."
+                    )
+            arrays = [shards_of(array) for array in arrays]
+        return await super().serialize(arrays, infos, args)  # pyright: ignore[reportArgumentType]
+
+    async def deserialize(self, infos: Any, args: Any = None) -> Any:
+        """Read the shards of all ranks, and give those with an `MpmdSharding` back as `MpmdArray`s.
+
+        Of those that live in other processes alone, nothing is read.
+        """
+        shardings = [getattr(arg, "sharding", None) for arg in args or [None] * len(infos)]
+        elsewhere = [isinstance(s, MpmdSharding) and not has_local_devices(s) for s in shardings]
+        here = [i for i, is_elsewhere in enumerate(elsewhere) if not is_elsewhere]
+        read = await super().deserialize([infos[i] for i in here], [args[i] for i in here]) if here else []
+        found: dict[int, Any] = dict(zip(here, read, strict=True))
+        absent = [i for i, is_elsewhere in enumerate(elsewhere) if is_elsewhere]
+        if any(args[i].global_shape is None or args[i].dtype is None for i in absent):
+            types: Any = await self.metadata([infos[i] for i in absent])
+        else:
+            types = [jax.ShapeDtypeStruct(args[i].global_shape, args[i].dtype) for i in absent]
+        for i, like in zip(absent, types, strict=True):
+            found[i] = MpmdArray({}, shardings[i], shape=like.shape, dtype=args[i].dtype or like.dtype)
+        return [
+            assemble(found[i], sharding) if isinstance(sharding, MpmdSharding) and not elsewhere[i] else found[i]
+            for i, sharding in enumerate(shardings)
+        ]
+
+
+def register() -> None:
+    """Let Orbax's checkpointers take `MpmdArray`s as leaves, in this process; doing it again changes nothing.
+
+    `StandardCheckpointer`, `CheckpointManager` with `StandardSave` or `PyTreeSave`, and their restoring twins then work
+    on trees of `MpmdArray`s. A target's leaf may be an `MpmdArray` or a `jax.ShapeDtypeStruct` with an `MpmdSharding`.
+
+    Example:
+      >>> import tempfile, jax.numpy as jnp, numpy as np
+      >>> from jax.sharding import Mesh, PartitionSpec as P
+      >>> from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+      >>> register()
+      >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+      >>> sharding = MpmdSharding(mesh, {1}, P())
+      >>> x = MpmdArray([jax.device_put(jnp.arange(3.0), sharding.local_sharding(1))], sharding)
+      >>> with ocp.StandardCheckpointer() as checkpointer:
+      ...     path = tempfile.mkdtemp() + "/x"
+      ...     checkpointer.save(path, {"x": x})
+      ...     checkpointer.wait_until_finished()
+      ...     checkpointer.restore(path, {"x": x})
+      {'x': MpmdArray(shape=(3,), dtype=float32, mpmd_idxs=(1,), sharding=...)}
+    """
+    if isinstance(ocp.type_handlers.get_type_handler(jax.Array), MpmdArrayHandler):
+        return
+    ocp.type_handlers.register_type_handler(
+        jax.Array, MpmdArrayHandler(), func=lambda kind: issubclass(kind, (jax.Array, MpmdArray)), override=True
+    )
+    _teach_standard_handler()
+
+
+def _teach_standard_handler() -> None:
+    """`StandardCheckpointHandler` knows a closed list of types; it is shown arrays in place of `MpmdArray`s."""
+    cls: Any = ocp.StandardCheckpointHandler
+    save, restore = cls.async_save, cls.restore
+
+    @functools.wraps(save)
+    async def async_save(self: Any, directory: Any, item: Any = None, save_args: Any = None, args: Any = None) -> Any:
+        if args is not None:
+            args = replace(args, item=_replace(args.item, MpmdArray.as_jax_array))
+        return await save(self, directory, _replace(item, MpmdArray.as_jax_array), save_args, args)
+
+    @functools.wraps(restore)
+    def restore_(self: Any, directory: Any, item: Any = None, args: Any = None) -> Any:
+        if args is not None:
+            args = replace(args, item=_replace(args.item, _abstract))
+        return restore(self, directory, _replace(item, _abstract), args)
+
+    cls.async_save, cls.restore = async_save, restore_
+
+
+def _replace(tree: Any, function: Any) -> Any:
+    return jax.tree.map(lambda leaf: function(leaf) if isinstance(leaf, MpmdArray) else leaf, tree)
+
+
+def _abstract(array: MpmdArray) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

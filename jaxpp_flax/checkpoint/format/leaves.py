@@ -1,0 +1,171 @@
+"""One leaf on its way to disk and back: what Orbax is given for it, and what is made of what Orbax returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxpp_flax.engine.arrays.mesh import MpmdSharding
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+
+__all__ = ["Wanted", "abstract_leaf", "assemble", "empty", "is_empty", "is_key", "to_disk"]
+
+
+def to_disk(leaf: Any) -> Any:
+    """The leaf as Orbax writes it: global arrays; random keys as their data."""
+    if is_key(leaf):
+        leaf = _on_parts(leaf, jax.random.key_data)
+    if isinstance(leaf, MpmdArray):
+        return leaf.as_jax_array()
+    # Written in the background, when the user may have changed it.
+    return np.array(leaf) if isinstance(leaf, (np.ndarray, np.generic, bool)) else leaf
+
+
+def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Its shape, dtype and sharding.
+
+    Example:
+      >>> abstract_leaf(np.ones((2, 3), np.float32))
+      ShapeDtypeStruct(shape=(2, 3), dtype=float32)
+    """
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    shape, dtype = np.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=getattr(leaf, "sharding", None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """What a leaf of the target asks for, in the terms of the disk: `shape` and `dtype` of a key are its data's."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Any
+    restore_type: Any
+    finish: Callable[[Any], Any]
+
+    @classmethod
+    def of(cls, leaf: Any) -> Wanted:
+        """Read it off a leaf: an array of any kind, a `jax.ShapeDtypeStruct`, or a number."""
+        if isinstance(leaf, (bool, int, float, complex)):
+            return cls(shape=(), dtype=None, sharding=None, restore_type=np.ndarray, finish=lambda x: type(leaf)(x))
+        if isinstance(leaf, (np.ndarray, np.generic)):
+            return cls(shape=leaf.shape, dtype=leaf.dtype, sharding=None, restore_type=np.ndarray, finish=np.asarray)
+        sharding = leaf.sharding if leaf.sharding is not None else SingleDeviceSharding(jax.local_devices()[0])
+        if not is_key(leaf):
+            return cls(
+                shape=tuple(leaf.shape),
+                dtype=leaf.dtype,
+                sharding=sharding,
+                restore_type=jax.Array,
+                finish=lambda x: x,
+            )
+        implementation = _implementation(leaf.dtype)
+        data = _data_of_keys(leaf)
+
+        def wrap(restored: Any) -> Any:
+            if is_key(restored):  # stock Orbax remembers that it is one
+                return restored
+            return _on_parts(restored, lambda x: jax.random.wrap_key_data(x, impl=implementation))
+
+        return cls(shape=data.shape, dtype=data.dtype, sharding=sharding, restore_type=jax.Array, finish=wrap)
+
+    def faults(self, shape: Any, dtype: Any) -> list[str]:
+        """What is wrong with a leaf on disk of this shape and dtype."""
+        found: list[str] = []
+        if shape is not None and tuple(shape) != tuple(self.shape):
+            found.append(f"shape {tuple(shape)} in the checkpoint, wanted {tuple(self.shape)}")
+        if dtype is not None and self.dtype is not None and np.dtype(dtype) != np.dtype(self.dtype):
+            found.append(f"dtype {np.dtype(dtype)} in the checkpoint, wanted {np.dtype(self.dtype)}")
+        if self.sharding is not None and not found:
+            try:
+                self.sharding.shard_shape(tuple(self.shape))
+            except ValueError as error:
+                found.append(f"shape {tuple(self.shape)} does not fit the wanted sharding {self.sharding}: {error}")
+        return found
+
+
+def assemble(array: jax.Array, sharding: MpmdSharding) -> MpmdArray:
+    """The `MpmdArray` whose union array Orbax restored.
+
+    A rank that shares its devices with another one gets a copy of its own, since steps donate each rank's memory.
+    """
+    if is_key(array):
+        implementation = str(jax.random.key_impl(array))
+        data = assemble(jax.random.key_data(array), sharding)
+        return _on_parts(data, lambda x: jax.random.wrap_key_data(x, impl=implementation))
+    shards = {shard.device: shard.data for shard in array.addressable_shards}
+    parts: dict[int, jax.Array] = {}
+    used: set[Any] = set()
+    for rank in sharding.ranks:
+        if not sharding.mpmd_mesh.is_local(rank):
+            continue
+        local = sharding.local_sharding(rank)
+        devices = [device for device in sharding.mpmd_mesh.rank_devices(rank) if device in shards]
+        pieces = [jnp.array(shards[d], copy=True) if d in used else shards[d] for d in devices]
+        used.update(devices)
+        parts[rank] = jax.make_array_from_single_device_arrays(array.shape, local, pieces, dtype=array.dtype)
+    return MpmdArray(parts, sharding, shape=array.shape, dtype=array.dtype)
+
+
+def is_empty(leaf: Any) -> bool:
+    """Whether it has no elements: Orbax does not write such arrays, and nothing is lost."""
+    return 0 in np.shape(leaf)
+
+
+def empty(leaf: Any) -> Any:
+    """An array without elements where `leaf` is wanted."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    sharding = leaf.sharding
+    if not isinstance(sharding, MpmdSharding):
+        return _empty_array(leaf, sharding)
+    local = [rank for rank in sharding.ranks if sharding.mpmd_mesh.is_local(rank)]
+    parts = {rank: _empty_array(leaf, sharding.local_sharding(rank)) for rank in local}
+    return MpmdArray(parts, sharding, shape=leaf.shape, dtype=leaf.dtype)
+
+
+def _empty_array(like: Any, sharding: Any) -> jax.Array:
+    if is_key(like):
+        data = _empty_array(_data_of_keys(like), sharding)
+        return jax.random.wrap_key_data(data, impl=_implementation(like.dtype))
+    value = np.zeros(like.shape, like.dtype)
+    if sharding is None:
+        return jnp.asarray(value)
+    # Unlike `jax.device_put`, it asks nothing of the other processes that own a part of the sharding's devices.
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index], dtype=value.dtype)
+
+
+def _data_of_keys(leaf: Any) -> Any:
+    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether it holds random keys."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _on_parts(leaf: Any, function: Callable[[Any], Any]) -> Any:
+    """`function` of the array, or of each local replica."""
+    if not isinstance(leaf, MpmdArray):
+        return function(leaf)
+    parts: Mapping[int, Any] = leaf._partially_addressable_arrays
+    like = jax.eval_shape(function, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return MpmdArray(
+        {rank: function(part) for rank, part in parts.items()}, leaf.sharding, shape=like.shape, dtype=like.dtype
+    )
+
+
+def _implementation(dtype: Any) -> str:
+    """The name of the generator that keys of this dtype belong to."""
+    names = ("threefry2x32", "rbg", "unsafe_rbg")
+    for name in names:
+        if jax.eval_shape(lambda name=name: jax.random.key(0, impl=name)).dtype == dtype:
+            return name
+    raise ValueError(f"random keys of dtype {dtype} cannot be restored: their generator is none of {', '.join(names)}.")

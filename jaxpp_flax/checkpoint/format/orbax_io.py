@@ -1,0 +1,193 @@
+"""Orbax as this package sets it up: handlers that know `MpmdArray`, one directory, its metadata."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, UnfinishedCheckpointError
+from jaxpp_flax.checkpoint.format.handler import MpmdArrayHandler
+
+__all__ = [
+    "TREE_ITEM",
+    "absolute",
+    "damaged",
+    "find_tree",
+    "is_primary",
+    "map_metadata",
+    "multiprocessing_options",
+    "pytree_handler",
+    "read_metadata",
+    "under_way",
+]
+
+TREE_ITEM = "state"
+"""The folder of a step's directory that holds its arrays; `default` is that of a `CheckpointManager` of one item."""
+
+_TMP_MARK = ".orbax-checkpoint-tmp"
+# What restoring may hold on the host beyond one leaf.
+_READ_AHEAD_BYTES = 256 << 20
+
+
+# `pathlib` makes one slash of two. A single letter is a drive.
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+
+
+def absolute(path: str | os.PathLike[str]) -> Path:
+    """`path`, or a URL such as `file:///runs/gpt`, as Orbax wants it.
+
+    Raises:
+      ValueError: for a URL of another kind: checkpoints are written where all processes see one file system.
+
+    Example:
+      >>> absolute("file:///runs/gpt").as_posix()
+      '/runs/gpt'
+      >>> absolute("gs://bucket/gpt")
+      Traceback (most recent call last):
+      ValueError: the checkpoint path gs://bucket/gpt is on gs:... Mount the bucket ...
+    """
+    text = os.fspath(path)
+    url = _URL.match(text)
+    if url is None:
+        return Path(path).expanduser().absolute()
+    if url[1].lower() == "file" and urlsplit(text).netloc in ("", "localhost"):
+        return Path(unquote(urlsplit(text).path)).absolute()
+    raise ValueError(
+        f"the checkpoint path {text} is on {url[1]}:, and checkpoints are written to a file system. Mount the bucket "
+        "(gcsfuse, mountpoint-s3) and give the path in it; or save to a disk, and copy what is complete from there."
+    )
+
+
+def multiprocessing_options(prefix: str | None = None) -> ocp.options.MultiprocessingOptions:
+    """Process 0 writes what is written once; all meet by JAX's coordination service.
+
+    Without the list of processes Orbax would meet by a computation on all devices, which waits for whatever they run.
+    """
+    count = jax.process_count()
+    return ocp.options.MultiprocessingOptions(
+        primary_host=0, active_processes=set(range(count)) if count > 1 else None, barrier_sync_key_prefix=prefix
+    )
+
+
+def is_primary() -> bool:
+    """Whether this process does what is done once."""
+    return jax.process_index() == 0
+
+
+def pytree_handler(largest_leaf: int | None = None) -> ocp.PyTreeCheckpointHandler:
+    """Orbax's handler of trees, which restores `MpmdArray`s where shardings ask for them. Nothing global changes.
+
+    Args:
+      largest_leaf: bytes of the largest leaf to restore: this much and a fixed read-ahead are on the host at once.
+    """
+    get = ocp.type_handlers.get_type_handler
+    array: Any = get(jax.Array)
+    array = array if isinstance(array, MpmdArrayHandler) else MpmdArrayHandler(array)
+    registry = ocp.type_handlers.create_type_handler_registry(
+        *((kind, get(kind)) for kind in (int, float, bytes, np.number, np.ndarray, str, type(ocp.PLACEHOLDER))),
+        (jax.Array, array),
+    )
+    limit = None if largest_leaf is None else (largest_leaf + _READ_AHEAD_BYTES) / 1e9
+    return ocp.PyTreeCheckpointHandler(
+        type_handler_registry=registry,
+        multiprocessing_options=multiprocessing_options(),
+        use_compression=False,
+        restore_concurrent_gb=limit,  # pyright: ignore[reportArgumentType] (a fraction is fine)
+    )
+
+
+def under_way(path: Path) -> Path:
+    """Where Orbax writes what will be at `path`."""
+    return next(iter(path.parent.glob(f"{path.name}{_TMP_MARK}*")), path)
+
+
+def find_tree(path: Path, *, unfinished: bool = False) -> Path:
+    """The directory of arrays at `path`: itself, or the item of a step's directory; `unfinished` allows one under way.
+
+    Raises:
+      CheckpointNotFoundError: if there is nothing, or something else.
+      UnfinishedCheckpointError: if a save there never ended.
+    """
+    if not path.exists():
+        parts = list(path.parent.glob(f"{path.name}{_TMP_MARK}*")) if path.parent.is_dir() else []
+        if parts:
+            raise UnfinishedCheckpointError(
+                f"no checkpoint at {path}: a save there was cut off and left {parts[0].name}, which cannot be "
+                "restored. Restore an earlier one; the remains may be deleted."
+            )
+        raise CheckpointNotFoundError(f"no checkpoint at {path}: there is no such directory. Check the path.")
+    if not unfinished and any(_TMP_MARK in part for part in path.parts):
+        raise UnfinishedCheckpointError(
+            f"{path} is what is left of a save that was cut off, and cannot be restored. Restore an earlier one."
+        )
+    if _is_tree(path):
+        return path
+    items = sorted(child for child in path.iterdir() if child.is_dir() and _is_tree(child)) if path.is_dir() else []
+    named = [item for item in items if item.name in (TREE_ITEM, "default")] or items
+    if len(named) == 1:
+        return named[0]
+    steps = sorted(int(child.name) for child in path.iterdir() if child.name.isdigit()) if path.is_dir() else []
+    if steps:
+        raise CheckpointNotFoundError(
+            f"{path} is a directory of checkpoints, of the steps {', '.join(map(str, steps))}. Pass one of them: "
+            f"{path / str(steps[-1])}."
+        )
+    if items:
+        raise CheckpointNotFoundError(f"{path} holds several trees, {[item.name for item in items]}: pass one of them.")
+    remains = "manifest.ocdbt" if (path / "manifest.ocdbt").exists() else None
+    if remains or (path / TREE_ITEM).is_dir():
+        raise CorruptCheckpointError(
+            f"checkpoint {path} is damaged: its file _METADATA is missing. Restore another one (an earlier step)."
+        )
+    raise CheckpointNotFoundError(f"{path} is no Orbax checkpoint of a tree: it has no file _METADATA.")
+
+
+def _is_tree(path: Path) -> bool:
+    return (path / "_METADATA").is_file()
+
+
+def read_metadata(path: Path) -> Any:
+    """The metadata of each leaf, in the containers that were written.
+
+    Raises:
+      CorruptCheckpointError: if it cannot be read.
+    """
+    try:
+        return pytree_handler().metadata(epath.Path(path)).tree
+    except Exception as error:
+        raise damaged(path, error) from error
+
+
+def damaged(path: Path, error: BaseException) -> CorruptCheckpointError:
+    """What Orbax's error while reading means."""
+    return CorruptCheckpointError(
+        f"checkpoint {path} cannot be read, so it is damaged or incomplete; restore another one (an earlier step). "
+        f"Orbax says: {type(error).__name__}: {_short(str(error))}"
+    )
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 600 else text[:600] + " ..."
+
+
+def map_metadata(tree: Any, function: Any, path: str = "") -> Any:
+    """The same containers, each leaf replaced by `function(path, metadata)`.
+
+    Example:
+      >>> map_metadata({"a": [7, None]}, lambda path, leaf: (path, leaf))
+      {'a': [('a/0', 7), ('a/1', None)]}
+    """
+    prefix = f"{path}/" if path else ""
+    if isinstance(tree, dict):
+        return {key: map_metadata(value, function, f"{prefix}{key}") for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return [map_metadata(value, function, f"{prefix}{i}") for i, value in enumerate(tree)]
+    return function(path, tree)

@@ -1,0 +1,69 @@
+"""Whether all processes see one directory: on disks of their own, each would wait for the others' files for ever."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from jaxpp_flax.checkpoint.errors import CheckpointSaveError
+from jaxpp_flax.processes.exchanges import everyones
+from jaxpp_flax.processes.group import name_processes, process_group
+
+__all__ = ["check_shared"]
+
+# Seconds. A network's file system may show a new file late.
+_PATIENCE = 60.0
+
+
+def check_shared(directory: Path) -> None:
+    """Make sure that every process sees what process 0 writes to a directory; all of them call this.
+
+    Nothing is checked in a single process, or where process 0 cannot write: the save tells why.
+
+    Args:
+      directory: made if need be.
+
+    Raises:
+      CheckpointSaveError: naming the processes that do not see it, in every process.
+
+    Example:
+      >>> check_shared(Path("anywhere"))  # a single process
+    """
+    group = process_group()
+    if group.process_count == 1:
+        return
+    mine: Path | None = None
+    if group.process_index == 0:
+        mine = directory / f".seen-by-all-{os.getpid()}-{time.time_ns()}"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            mine.touch()
+        except OSError:
+            mine = None
+    try:
+        name = everyones("a file that all are to see", None if mine is None else mine.name)[0]
+        if name is None:
+            return
+        seen = everyones("who sees that file", str(directory) if not _appears(directory / name) else None)
+    finally:
+        if mine is not None:
+            mine.unlink(missing_ok=True)
+    blind = {process: path for process, path in enumerate(seen) if path is not None}
+    if blind:
+        raise CheckpointSaveError(
+            f"{name_processes(list(blind))} cannot see in {', '.join(sorted(set(blind.values())))} what process 0 has "
+            f"written to its directory of checkpoints{f', {directory}' if group.process_index == 0 else ''}: these are "
+            "different directories, or one path on disks of different hosts. Give every process the same directory, on "
+            "a file system that all hosts share."
+        )
+
+
+def _appears(path: Path) -> bool:
+    end = time.monotonic() + _PATIENCE
+    while not path.exists():
+        if time.monotonic() > end:
+            return False
+        process_group().check()
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,1 @@
+"""Facts that passes ask for: pure functions of a graph."""

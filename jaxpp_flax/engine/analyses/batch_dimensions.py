@@ -1,0 +1,209 @@
+"""Follow the data-parallel dimension through a graph: which dimension of each value runs over the sharded examples.
+
+A small forward analysis: a rule for each primitive says where the dimension of an operand ends up. What has no rule
+loses the dimension, which is always safe: the analysis only enables an optimisation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from jaxpp_flax.engine.analyses.scans import Scan, open_scan
+from jaxpp_flax.engine.tracing.inline import body_of
+from jaxpp_flax.engine.tracing.ir import Equation, Value
+
+__all__ = ["BatchDim", "inside_scan", "propagate"]
+
+# The dimension, and the mesh axes (as in a PartitionSpec entry) over which it is sharded.
+BatchDim = tuple[int, Any]
+
+_ELEMENTWISE = frozenset(
+    {
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
+        "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv",
+        "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "lgamma", "log",
+        "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "one_minus_square", "or",
+        "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_logical", "sign",
+        "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor", "stage_marker",
+        "optimization_barrier", "name",
+    }
+)  # fmt: skip
+_ALONG_AXIS = {"cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis", "cumlogsumexp": "axis"}
+_REDUCTIONS = frozenset(
+    {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
+)
+
+
+def propagate(
+    equations: Iterable[Equation], known: Mapping[Value, BatchDim], size: Callable[[Any], int]
+) -> dict[Value, BatchDim]:
+    """The batch dimension of every value that has one.
+
+    Args:
+      equations: in executable order, plain calls inlined.
+      known: those of the graph's inputs.
+      size: the number of shards over given mesh axes.
+    """
+    dims = dict(known)
+    for equation in equations:
+        tagged = [(i, dims[a]) for i, a in enumerate(equation.inputs) if isinstance(a, Value) and a in dims]
+        if not tagged:
+            continue
+        axes = tagged[0][1][1]
+        if any(tag[1] != axes for _, tag in tagged):
+            continue
+        at = {i: tag[0] for i, tag in tagged}
+        if equation.name == "scan":
+            found = _scan(equation, at, axes, size)
+        elif equation.name == "shard_map":
+            found = _shard_map(equation, at, axes, size)
+        else:
+            found = _rule(equation, at)
+        for position, value in enumerate(equation.outputs):
+            dim = found.get(position)
+            if dim is not None and value.aval.shape[dim] % size(axes) == 0:
+                dims[value] = (int(dim), axes)
+    return dims
+
+
+def inside_scan(scan: Scan, at: Mapping[int, BatchDim], size: Callable[[Any], int]) -> dict[Value, BatchDim]:
+    """The batch dimensions of the values in a scan's body, from those of the scan's operands.
+
+    A carry has one if it comes out as it goes in; its initial value (zeros, often) need not have it.
+    """
+    sliced = scan.num_consts + scan.num_carry
+    known = {scan.body.inputs[i]: (dim - (i >= sliced), axes) for i, (dim, axes) in at.items() if i < sliced or dim > 0}
+    given_up: set[Value] = set()
+    while True:
+        dims = propagate(scan.body.equations, known, size)
+        changed = False
+        for before, after in zip(scan.carry_in, scan.body.outputs, strict=False):
+            found = dims.get(after) if isinstance(after, Value) else None
+            if before in given_up or known.get(before) == found:
+                continue
+            changed = True
+            if found is None or before in known:
+                known.pop(before, None)
+                given_up.add(before)
+            else:
+                known[before] = found
+        if not changed:
+            return {v: dim for v, dim in dims.items() if v not in given_up}
+
+
+def _scan(equation: Equation, at: dict[int, int], axes: Any, size: Callable[[Any], int]) -> dict[int, int]:
+    scan = open_scan(equation)
+    dims = inside_scan(scan, {i: (dim, axes) for i, dim in at.items()}, size)
+    found: dict[int, int] = {}
+    for position, atom in enumerate(scan.body.outputs):
+        carried = position < scan.num_carry
+        value = scan.carry_in[position] if carried else atom
+        if isinstance(value, Value) and value in dims:
+            found[position] = dims[value][0] + (not carried)
+    return found
+
+
+def _shard_map(equation: Equation, at: dict[int, int], axes: Any, size: Callable[[Any], int]) -> dict[int, int]:
+    """Over axes that are manual in it, its specs say it; over others, what its body does with each shard."""
+    params = equation.params
+    names = axes if isinstance(axes, tuple) else (axes,)
+    manual = set(params["newly_manual_axes"])
+    if manual.isdisjoint(names):
+        body = body_of(equation)
+        dims = propagate(body.equations, {body.inputs[i]: (dim, axes) for i, dim in at.items()}, size)
+        return {k: dims[v][0] for k, v in enumerate(body.outputs) if isinstance(v, Value) and v in dims}
+
+    def partitioned(entry: Any) -> tuple[Any, ...]:
+        several = entry if isinstance(entry, tuple) else (entry,)
+        return tuple(name for name in several if name is not None and size(name) > 1)
+
+    specs = [list(map(partitioned, spec.partitions)) for spec in params["out_specs"]]
+    return {k: entries.index(names) for k, entries in enumerate(specs) if names in entries}
+
+
+def _rule(equation: Equation, at: dict[int, int]) -> dict[int, int]:
+    """The dimension of each output that has one, given those of the inputs that have one."""
+    name, params = equation.name, equation.params
+    shapes = [tuple(a.aval.shape) for a in equation.inputs]
+    out = tuple(equation.outputs[0].aval.shape) if equation.outputs else ()
+    if name in ("stage_marker", "optimization_barrier"):
+        return dict(at)
+    if name in _ELEMENTWISE:
+        same = {d for i, d in at.items() if len(shapes[i]) == len(out) and shapes[i][d] == out[d]}
+        return {0: same.pop()} if len(same) == 1 else {}
+    dim = at.get(0)
+    if name == "dot_general":
+        return _dot(params["dimension_numbers"], at, shapes)
+    if name == "gather" and set(at) == {1}:
+        return _gather(params["dimension_numbers"], at[1], len(out), shapes[1])
+    if name == "concatenate":
+        same = set(at.values())
+        return {0: next(iter(same))} if len(same) == 1 and params["dimension"] not in same else {}
+    if dim is None:
+        return {}
+    if name == "broadcast_in_dim":
+        target = params["broadcast_dimensions"][dim]
+        return {0: target} if out[target] == shapes[0][dim] else {}
+    if name == "transpose":
+        return {0: tuple(params["permutation"]).index(dim)}
+    if name == "reshape":
+        return _reshape(shapes[0], out, dim)
+    if name in _REDUCTIONS:
+        axes = tuple(params["axes"])
+        return {} if dim in axes else {0: dim - sum(a < dim for a in axes)}
+    if name == "squeeze":
+        dropped = tuple(params["dimensions"])
+        return {0: dim - sum(a < dim for a in dropped)}
+    if name == "expand_dims":
+        position = dim
+        for added in sorted(params["dimensions"]):
+            position += added <= position
+        return {0: position}
+    if name in ("slice", "dynamic_slice", "pad"):
+        return {0: dim} if out[dim] == shapes[0][dim] else {}
+    if name in _ALONG_AXIS:
+        return {} if params[_ALONG_AXIS[name]] == dim else {0: dim}
+    if name in ("sort", "rev"):
+        moved = params.get("dimensions", (params.get("dimension"),))
+        return {} if dim in moved else dict.fromkeys(range(len(equation.outputs)), dim)
+    if name == "conv_general_dilated" and set(at) == {0}:
+        numbers = params["dimension_numbers"]
+        return {0: numbers.out_spec[0]} if dim == numbers.lhs_spec[0] else {}
+    return {}
+
+
+def _dot(numbers: Any, at: dict[int, int], shapes: list[tuple[int, ...]]) -> dict[int, int]:
+    (lc, rc), (lb, rb) = numbers
+    batch, left_contract, right_contract = (tuple(lb), tuple(rb)), tuple(lc), tuple(rc)
+    left_free = [d for d in range(len(shapes[0])) if d not in (*left_contract, *batch[0])]
+    right_free = [d for d in range(len(shapes[1])) if d not in (*right_contract, *batch[1])]
+    found: set[int] = set()
+    for side, dim in at.items():
+        if dim in batch[side]:
+            found.add(batch[side].index(dim))
+        elif side == 0 and dim in left_free:
+            found.add(len(batch[0]) + left_free.index(dim))
+        elif side == 1 and dim in right_free:
+            found.add(len(batch[0]) + len(left_free) + right_free.index(dim))
+        else:
+            return {}  # contracted: this is where a sum over the examples happens
+    return {0: found.pop()} if len(found) == 1 else {}
+
+
+def _gather(numbers: Any, dim: int, rank: int, indices: tuple[int, ...]) -> dict[int, int]:
+    if dim == len(indices) - 1:
+        return {}
+    batch = [d for d in range(rank) if d not in numbers.offset_dims]
+    return {0: batch[dim]}
+
+
+def _reshape(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> dict[int, int]:
+    """The dimension keeps its place if what stands before it has the same size: it is then the major part."""
+    ahead = math.prod(before[:dim])
+    for target in range(len(after)):
+        if math.prod(after[:target]) == ahead and (after[target] > 1 or before[dim] == 1):
+            longer, shorter = max(after[target], before[dim]), min(after[target], before[dim])
+            return {0: target} if longer % shorter == 0 else {}
+    return {}

@@ -1,0 +1,82 @@
+"""Scans looked into: the body as a graph, and a scan made anew from a changed body.
+
+How a scan keeps its constants, carry and slices apart differs between versions of JAX; the ranks of its operands and
+of its body's arguments tell it in all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from jaxpp_flax.engine.tracing.inline import body_of
+from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, struct_of, with_outputs
+
+__all__ = ["Scan", "open_scan", "scan_again"]
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A scan's body, calls inlined: its inputs are constants, carry, slices; its outputs are carry, slices."""
+
+    body: Graph
+    num_consts: int
+    num_carry: int
+
+    @property
+    def carry_in(self) -> tuple[Value, ...]:
+        """The body's inputs that are its carry."""
+        return self.body.inputs[self.num_consts : self.num_consts + self.num_carry]
+
+
+def open_scan(equation: Equation) -> Scan:
+    """The parts of a `scan` equation."""
+    body = body_of(equation, remat=True)
+    sliced = sum(a.aval.ndim > v.aval.ndim for a, v in zip(equation.inputs, body.inputs, strict=True))
+    carried = sum(v.aval.ndim == a.aval.ndim for v, a in zip(equation.outputs, body.outputs, strict=True))
+    return Scan(body, len(body.inputs) - carried - sliced, carried)
+
+
+def scan_again(
+    equation: Equation, scan: Scan, inputs: Sequence[Atom], outputs: Sequence[Value | None]
+) -> tuple[list[Equation], list[Value]]:
+    """A scan like `equation` over another body.
+
+    Args:
+      equation: gives length, direction, place and labels.
+      scan: the parts to use.
+      inputs: the operands.
+      outputs: the values that the results are to have; None for a new one.
+
+    Returns:
+      The equations, and the values of the results.
+    """
+    first, second = scan.num_consts, scan.num_consts + scan.num_carry
+
+    def run(*operands: Any) -> list[Any]:
+        consts = operands[:first]
+
+        def body(carry: Any, xs: Any) -> tuple[Any, Any]:
+            results = scan.body.run(*consts, *carry, *xs)
+            return tuple(results[: scan.num_carry]), tuple(results[scan.num_carry :])
+
+        carry, stacked = jax.lax.scan(
+            body, operands[first:second], operands[second:], equation.params["length"],
+            reverse=equation.params["reverse"], unroll=equation.params["unroll"],
+        )  # fmt: skip
+        return [*carry, *stacked]
+
+    with equation.context.manager if equation.context is not None else nullcontext():
+        jaxpr = jax.make_jaxpr(run)(*(struct_of(a.aval) for a in inputs))
+    captured = [Constant(c, jax.typeof(c)) for c in getattr(jaxpr, "consts", ())]
+    graph, _ = from_jaxpr(jaxpr, [*captured, *inputs])
+    values = [out or Value(atom.aval) for out, atom in zip(outputs, graph.outputs, strict=True)]
+    labelled = [
+        replace(e, source=equation.source, transposed=equation.transposed, late=equation.late)
+        for e in with_outputs(graph, values)
+    ]
+    return labelled, values

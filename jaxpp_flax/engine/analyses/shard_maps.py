@@ -1,0 +1,88 @@
+"""Sums over the batch in the body of a `jax.shard_map`: what is summed there, and the same map without the sum.
+
+The gradient of a parameter that all data shards share ends, in the backward shard_map, with a `psum` over the data
+axis. Without it, each shard's part comes out: the partial sums that `defer` keeps until the loop has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxpp_flax.engine.tracing.ir import Constant, Equation, Graph, Value, from_jaxpr, struct_of, with_outputs
+
+__all__ = ["shard_map_without_sums", "summed_in_shard_map"]
+
+_SUMS = ("psum", "psum_invariant")
+
+
+def summed_in_shard_map(equation: Equation, body: Graph, position: int, axes: Any) -> bool:
+    """Whether a result is a sum over the mesh axes `axes` (as in a spec) that the body takes last of all."""
+    names = set(axes) if isinstance(axes, tuple) else {axes}
+    spec = equation.params["out_specs"][position]
+    if spec.unreduced or spec.reduced or not names <= set(equation.params["newly_manual_axes"]):
+        return False
+    total = body.outputs[position]
+    if any(total is other for k, other in enumerate(body.outputs) if k != position):
+        return False
+    made = next((e for e in body.equations if total in e.outputs), None)
+    return (
+        made is not None
+        and made.name in _SUMS
+        and len(made.inputs) == 1
+        and made.params.get("axis_index_groups") is None
+        and names <= set(made.params["axes"])
+        and all(total not in e.inputs for e in body.equations)
+    )
+
+
+def shard_map_without_sums(
+    equation: Equation, body: Graph, sums: Mapping[int, Any]
+) -> tuple[list[Equation], dict[int, Value]]:
+    """A shard_map like `equation` that leaves out the sums of some results.
+
+    Args:
+      equation: the shard_map.
+      body: of `body_of`.
+      sums: for each of these results, the mesh axes over which it is not to be summed.
+
+    Returns:
+      The equations, and for each of these results the parts: those of D shards along a first dimension of size D.
+    """
+    params = equation.params
+    made = {total: e for e in body.equations for total in e.outputs}
+    parts = {k: made[body.outputs[k]] for k in sums}  # type: ignore[index]
+    shown = replace(body, outputs=tuple(parts[k].inputs[0] if k in sums else v for k, v in enumerate(body.outputs)))
+    specs = tuple(
+        PartitionSpec(sums[k], *spec.partitions) if k in sums else spec for k, spec in enumerate(params["out_specs"])
+    )
+
+    def shard(*operands: Any) -> tuple[Any, ...]:
+        results = shown.run(*operands)
+        for k, axes in sums.items():
+            names = axes if isinstance(axes, tuple) else (axes,)
+            others = tuple(name for name in parts[k].params["axes"] if name not in names)
+            results[k] = (jax.lax.psum(results[k], others) if others else results[k])[None]
+        return tuple(results)
+
+    mapped = jax.shard_map(
+        shard, mesh=params["mesh"], in_specs=tuple(params["in_specs"]), out_specs=specs,
+        axis_names=set(params["newly_manual_axes"]), check_vma=params["check_vma"],
+    )  # fmt: skip
+    with equation.context.manager if equation.context is not None else nullcontext():
+        jaxpr = jax.make_jaxpr(mapped)(*(struct_of(a.aval) for a in equation.inputs))
+    captured = [Constant(c, jax.typeof(c)) for c in getattr(jaxpr, "consts", ())]
+    graph, _ = from_jaxpr(jaxpr, [*captured, *equation.inputs])
+    values = [
+        Value(atom.aval) if k in sums else equation.outputs[k] for k, atom in enumerate(graph.outputs)
+    ]  # fmt: skip
+    labelled = [
+        replace(e, source=equation.source, transposed=equation.transposed, late=equation.late)
+        for e in with_outputs(graph, values)
+    ]
+    return labelled, {k: values[k] for k in sums}

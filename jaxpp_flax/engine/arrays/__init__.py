@@ -1,0 +1,1 @@
+"""Arrays on ranks: meshes, `MpmdArray`, shardings, resharding, placing."""

@@ -1,0 +1,97 @@
+"""The mesh that JAX sees while a step is traced: that of one stage, whatever `jax.set_mesh` says around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Hashable
+from contextlib import contextmanager, nullcontext
+from typing import TypeVar
+
+import jax
+from jax.sharding import AbstractMesh
+
+from jaxpp_flax._compat import trace_context
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+
+__all__ = ["context_mesh", "trace_for_stages", "trace_settings"]
+
+T = TypeVar("T")
+
+
+@contextmanager
+def context_mesh(mesh: AbstractMesh | None) -> Generator[None, None, None]:
+    """Inside, JAX's context holds `mesh` alone (None: no mesh), even where `jax.set_mesh` has put another one there.
+
+    Example:
+      >>> import numpy as np
+      >>> with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))), context_mesh(None):
+      ...     jax.sharding.get_abstract_mesh().empty
+      True
+    """
+    # `use_abstract_mesh` alone refuses a mesh of another size than the one before it.
+    with jax.set_mesh(None), jax.sharding.use_abstract_mesh(mesh) if mesh is not None else nullcontext():
+        yield
+
+
+def trace_settings() -> Hashable:
+    """JAX's settings that belong to the key of a traced step; a mesh of `jax.set_mesh` changes no step, and is none.
+
+    Example:
+      >>> import numpy as np
+      >>> before = trace_settings()
+      >>> with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))):
+      ...     trace_settings() == before
+      True
+    """
+    with context_mesh(None):
+        return trace_context()
+
+
+def trace_for_stages(trace: Callable[[AbstractMesh], T], mesh: MpmdMesh) -> T:
+    """Trace a step under the submesh, for that is what each stage runs on.
+
+    JAX lets a step name no other mesh beside that of the context, in `jax.shard_map` and in shardings that are types.
+    A step that names the whole mesh is therefore traced again, under that one; `on_submesh` then moves it.
+
+    Args:
+      trace: traces the step for one of the two meshes.
+      mesh: the whole mesh.
+
+    Raises:
+      ValueError: the step's own, from the trace under the submesh; of meshes and axes that a stage has not got, with
+        what to change.
+    """
+    whole = mesh.jax_mesh.abstract_mesh
+    # As JAX writes it in such an error; another error would come again.
+    named = ", ".join(f"{axis!r}: {size}" for axis, size in whole.shape.items())
+    try:
+        with context_mesh(mesh.abstract_submesh):
+            return trace(mesh.abstract_submesh)
+    except ValueError as error:
+        refused = error
+    if named in str(refused) and whole != mesh.abstract_submesh:
+        try:
+            with context_mesh(whole):
+                return trace(whole)
+        except ValueError as error:
+            if "mesh" not in str(error):
+                raise
+    remedy = _remedy(str(refused), mesh)
+    if remedy is None:
+        raise refused
+    raise ValueError(f"{remedy}; the line is in the traceback of the error above.") from refused
+
+
+def _remedy(error: str, mesh: MpmdMesh) -> str | None:
+    """What to say of an error of JAX's about meshes."""
+    if "not found in mesh" in error:
+        axes = [name for name in mesh.jax_mesh.axis_names if name != mesh.mpmd_axis_name]
+        return (
+            f"the step constrains a value to a mesh axis that does not exist: {error} In a stage a constraint may name "
+            f"{axes}. Use one of these, or make a mesh that has the axis"
+        )
+    if "context mesh" in error.lower():
+        return (
+            f"the step names a mesh beside that of a stage, {dict(mesh.abstract_submesh.shape)}: {error} Leave `mesh=` "
+            "out of jax.shard_map, write shardings as PartitionSpecs, or make both of `mpmd_mesh.lowering_mesh()`"
+        )
+    return None

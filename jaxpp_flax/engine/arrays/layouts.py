@@ -1,0 +1,156 @@
+"""How arguments arrive, and how arguments and results are wanted: a spec within a rank's submesh, and a memory.
+
+The memory of an array is part of its type, as in JAX: from an argument's type on, it goes through the step by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import keystr
+
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, axes_in
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.tracing.ir import memory_kind_of
+
+__all__ = ["Layout", "broadcast_layouts", "layout_of", "memory_wanted", "with_memories"]
+
+_SPACES = {"device": jax.memory.Space.Device, "pinned_host": jax.memory.Space.Host}
+
+
+class Layout(NamedTuple):
+    """A spec over the submesh's axes, and a kind of memory; of a wish either may be None: no wish."""
+
+    spec: PartitionSpec | None
+    memory_kind: str | None
+
+    def over(self, found: Layout) -> Layout:
+        """This wish, filled up with what is found."""
+        spec = found.spec if self.spec is None else self.spec
+        return Layout(spec, found.memory_kind if self.memory_kind is None else self.memory_kind)
+
+
+def layout_of(leaf: Any, mesh: MpmdMesh) -> Layout:
+    """The partitioning that an argument brings along, the stage axis left out, and its memory.
+
+    Raises:
+      ValueError: if it lies in memory of another kind than a type can say.
+    """
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        return Layout(PartitionSpec(), "device")
+    memory = memory_wanted(sharding, "an argument") or "device"
+    if isinstance(leaf, MpmdArray):
+        return Layout(leaf.spec, memory)
+    if not isinstance(sharding, NamedSharding):
+        return Layout(PartitionSpec(), memory)
+    return Layout(_within_submesh(sharding.spec, mesh), memory)
+
+
+def memory_wanted(sharding: Any, where: str) -> str | None:
+    """The kind of memory that a sharding names, if any.
+
+    Raises:
+      ValueError: if it is neither the devices' own nor `pinned_host`: JAX's types know no other.
+
+    Example:
+      >>> memory_wanted(jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"), "x")
+      'pinned_host'
+      >>> memory_wanted(PartitionSpec("data"), "x") is None
+      True
+    """
+    kind = getattr(sharding, "memory_kind", None)
+    if kind is None or kind in _SPACES:
+        return kind
+    has_devices = not isinstance(getattr(sharding, "mesh", None), AbstractMesh)
+    if has_devices and kind == next(iter(sharding.device_set)).default_memory().kind:
+        return "device"
+    raise ValueError(
+        f"{where} has the memory kind {kind!r} ({sharding}), but JAX's types know only 'device' and 'pinned_host', so "
+        "it would be lost inside of the step. Use `sharding.with_memory_kind('pinned_host')`."
+    )
+
+
+def _within_submesh(spec: PartitionSpec, mesh: MpmdMesh) -> PartitionSpec:
+    names = set(mesh.jax_mesh.axis_names) - {mesh.mpmd_axis_name}
+
+    def keep(entry: Any) -> Any:
+        if isinstance(entry, tuple):
+            kept = tuple(name for name in entry if name in names)
+            return kept or None
+        return entry if entry in names else None
+
+    kept = [keep(entry) for entry in spec]
+    while kept and kept[-1] is None:
+        kept.pop()
+    return PartitionSpec(*kept)
+
+
+def broadcast_layouts(prefix: Any, tree: Any, what: str, mesh: MpmdMesh) -> list[Layout]:
+    """The wish for each leaf of `tree`; a prefix may hold specs or shardings, and None for no wish.
+
+    Raises:
+      ValueError: if it is no prefix, names an axis that the mesh lacks, or a kind of memory that is not carried.
+    """
+    names = set(mesh.jax_mesh.axis_names)
+    layouts: list[Layout] = []
+    for where, node, count in _broadcast(prefix, tree, what):
+        spec: PartitionSpec | None = node if isinstance(node, PartitionSpec) else getattr(node, "spec", None)
+        for name in axes_in(spec or ()):
+            if name not in names:
+                raise ValueError(
+                    f"{where} is {spec}, but the mesh has no axis {name!r}: its axes are "
+                    f"{sorted(names)}. Use one of these, or make a mesh that has it."
+                )
+        kept = None if spec is None else _within_submesh(spec, mesh)
+        layouts += [Layout(kept, memory_wanted(node, where))] * count
+    return layouts
+
+
+def _broadcast(prefix: Any, tree: Any, what: str) -> Iterator[tuple[str, Any, int]]:
+    """Each leaf of a prefix tree with its name, and for how many leaves of `tree` it stands."""
+    if prefix is None:
+        return iter([(what, None, len(jax.tree.leaves(tree)))])
+    is_leaf = lambda x: x is None or isinstance(x, (PartitionSpec, Sharding))  # noqa: E731
+    found: list[tuple[str, Any, int]] = []
+
+    def add(path: Any, node: Any, sub: Any) -> None:
+        found.append((f"{what}{keystr(path)}", node, len(jax.tree.leaves(sub))))
+
+    try:
+        jax.tree_util.tree_map_with_path(add, prefix, tree, is_leaf=is_leaf)
+    except ValueError as error:
+        raise ValueError(
+            f"{what} is not a prefix of the tree it describes: {prefix!r} against {jax.tree.structure(tree)}."
+        ) from error
+    return iter(found)
+
+
+def with_memories(fun: Callable[..., Any], out_shardings: Any) -> Callable[..., Any]:
+    """The function, moving each of its results to the memory that a prefix tree of shardings names."""
+    is_leaf = lambda x: isinstance(x, (PartitionSpec, Sharding))  # noqa: E731
+    nodes = jax.tree.leaves(out_shardings, is_leaf=is_leaf)
+    if all(getattr(node, "memory_kind", None) is None for node in nodes):
+        return fun
+
+    @functools.wraps(fun)
+    def moving(*args: Any, **kwargs: Any) -> Any:
+        results = fun(*args, **kwargs)
+        wanted = [
+            memory_wanted(node, where)
+            for where, node, count in _broadcast(out_shardings, results, "out_shardings")
+            for _ in range(count)
+        ]
+        leaves, tree = jax.tree.flatten(results)
+        return jax.tree.unflatten(tree, map(_moved, leaves, wanted))
+
+    return moving
+
+
+def _moved(leaf: Any, kind: str | None) -> Any:
+    there = (memory_kind_of(jax.typeof(leaf)) or "device") if isinstance(leaf, jax.Array) else "device"
+    return leaf if kind is None or kind == there else jax.device_put(leaf, _SPACES[kind])

@@ -1,0 +1,467 @@
+"""`MpmdArray`: one logical array that lives on some ranks of an `MpmdMesh`."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray, Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpp_flax import _compat
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding, named_memory
+from jaxpp_flax.processes.peer_errors import naming_the_peer
+
+__all__ = ["MpmdArray", "MpmdSharding"]
+
+
+def _binary(function: Callable[[Any, Any], Any], *, reflected: bool = False) -> Callable[[MpmdArray, Any], Any]:
+    def method(self: MpmdArray, other: Any) -> Any:
+        mine, other = self._beside(other)
+        return function(other, mine) if reflected else function(mine, other)
+
+    return method
+
+
+def _unary(function: Callable[[Any], Any]) -> Callable[[MpmdArray], Any]:
+    return lambda self: function(self._operand)
+
+
+class MpmdArray:
+    """A logical array on one or more ranks, sharded alike in each of them.
+
+    It holds the replicas of this process's ranks as ordinary `jax.Array`s, and nothing for ranks of other processes.
+    As a leaf of a pytree it behaves like an array: NumPy, `jax.numpy` functions, operators, `float(x)` and printing
+    work wherever a replica is local. `jax.jit` and the rest of JAX see `x.as_jax_array()`, the one array over all its
+    ranks, and so do the operators and `jnp.asarray(x)` where all ranks are local; `x.first_mpmd_replica` is the array
+    of one rank.
+
+    Args:
+      partially_addressable_arrays: the local replicas: a mapping from ranks, or a sequence (ranks are then told by
+        the devices). Each lies on its rank's devices, sharded by `mpmd_sharding.spec`.
+      mpmd_sharding: where the array lives.
+      shape, dtype: of the whole array; needed only where no replica is local.
+      mpmd_mesh, mpmd_idxs, spec: the parts of the sharding in its place, as earlier versions of JaxPP take them; by
+        default, `spec` is that of the first replica.
+
+    Raises:
+      ValueError: if a replica is on the devices of no rank of the sharding, or otherwise sharded, or differs from the
+        others in shape or dtype; or if nothing is local and `shape` or `dtype` is missing.
+      TypeError: if neither `mpmd_sharding` nor its parts are given, or both.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpy as np
+      >>> from jax.sharding import Mesh, PartitionSpec as P
+      >>> from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+      >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+      >>> sharding = MpmdSharding(mesh, {1}, P())
+      >>> x = MpmdArray([jax.device_put(jnp.arange(3.0), sharding.local_sharding(1))], sharding)
+      >>> x
+      MpmdArray(shape=(3,), dtype=float32, mpmd_idxs=(1,), sharding=NamedSharding(mesh=Mesh('stage': 1...), ...))
+      >>> print(x * 2, float(x[2]), jax.jit(jnp.sum)(x))
+      [0. 2. 4.] 2.0 3.0
+
+    The idea and the names are those of NVIDIA's JaxPP (Xhonneux et al., 2024).
+    """
+
+    __slots__ = ("__weakref__", "_parts", "_sharding", "aval")
+
+    _sharding: MpmdSharding
+    _parts: Mapping[int, jax.Array]
+    aval: Any
+
+    # As jax.Array has it: a NumPy array on the left leaves the operation to us.
+    __array_priority__: ClassVar[int] = 100
+
+    def __init__(
+        self,
+        partially_addressable_arrays: Mapping[int, jax.Array] | Sequence[jax.Array],
+        mpmd_sharding: MpmdSharding | None = None,
+        shape: Sequence[int] | None = None,
+        dtype: Any = None,
+        *,
+        mpmd_mesh: MpmdMesh | None = None,
+        mpmd_idxs: Iterable[int] | None = None,
+        spec: PartitionSpec | None = None,
+    ) -> None:
+        if mpmd_mesh is not None or mpmd_sharding is None:
+            mpmd_sharding = _from_pieces(partially_addressable_arrays, mpmd_sharding, mpmd_mesh, mpmd_idxs, spec)
+        parts = _assign_ranks(partially_addressable_arrays, mpmd_sharding)
+        first = next(iter(parts.values()), None)
+        if first is not None:
+            shape = first.shape if shape is None else tuple(shape)
+            dtype = first.dtype if dtype is None else dtype
+        if shape is None or dtype is None:
+            raise ValueError(
+                f"MpmdArray on the ranks {mpmd_sharding.ranks} got no local array, so its type is unknown here: "
+                f"pass `shape` and `dtype` (got shape={shape}, dtype={dtype})."
+            )
+        self._sharding = mpmd_sharding
+        self._parts = parts
+        self.aval = ShapedArray(tuple(shape), dtype)
+        for rank, part in parts.items():
+            if (part.shape, part.dtype) != (self.shape, self.dtype):
+                raise ValueError(
+                    f"MpmdArray: the array of rank {rank} is {_type(part)}, the whole one is {_type(self)}. "
+                    "All replicas have one shape and one dtype."
+                )
+            wanted = mpmd_sharding.local_sharding(rank)
+            if not part.sharding.is_equivalent_to(wanted, part.ndim):
+                raise ValueError(
+                    f"MpmdArray: the array of rank {rank}, {_type(part)}, is sharded as {part.sharding}; the sharding "
+                    f"asks for {wanted}. Move it there with `jax.device_put(array, sharding.local_sharding({rank}))`."
+                )
+
+    @classmethod
+    def _from_parts(cls, sharding: MpmdSharding, parts: Mapping[int, jax.Array], aval: Any) -> MpmdArray:
+        """The runtime's constructor: nothing is checked or copied.
+
+        `parts` has its ranks in ascending order; `aval` has `shape` and `dtype`.
+        """
+        self = object.__new__(cls)
+        self._sharding = sharding
+        self._parts = parts
+        self.aval = aval
+        return self
+
+    # What it is.
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole array."""
+        return self.aval.shape
+
+    @property
+    def dtype(self) -> Any:
+        """Its dtype."""
+        return self.aval.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.aval.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.aval.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one replica, over all of its shards."""
+        return self.size * self.aval.dtype.itemsize
+
+    @property
+    def weak_type(self) -> bool:
+        """Whether its dtype gives way to that of the other operand, as Python scalars' do."""
+        return bool(getattr(self.aval, "weak_type", False))
+
+    @property
+    def sharding(self) -> MpmdSharding:
+        """Where it lives, on all processes."""
+        return self._sharding
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """How it is sharded inside each rank."""
+        return self._sharding.spec
+
+    @property
+    def mpmd_idxs(self) -> tuple[int, ...]:
+        """The ranks it lives on, ascending."""
+        return self._sharding.ranks
+
+    @property
+    def is_mpmd_replicated(self) -> bool:
+        """Whether it lives on several ranks."""
+        return len(self._sharding.ranks) > 1
+
+    @property
+    def is_partially_addressable(self) -> bool:
+        """Whether this process holds a replica of it, or a part of one."""
+        return bool(self._parts)
+
+    @property
+    def is_fully_addressable(self) -> bool:
+        """Whether all its devices are this process's."""
+        return self._sharding.is_fully_addressable
+
+    @property
+    def _partially_addressable_arrays(self) -> Mapping[int, jax.Array]:
+        return self._parts
+
+    @property
+    def _mpmd_local_sharding(self) -> NamedSharding:
+        return self._sharding.local_sharding(next(iter(self._parts), self._sharding.ranks[0]))
+
+    # Its values.
+
+    @property
+    def _value(self) -> jax.Array:
+        """The first local replica, checked to be there and alive."""
+        for rank, part in self._parts.items():
+            if part.is_deleted():
+                raise RuntimeError(self._deleted_message(rank))
+            return part
+        owners = sorted({device.process_index for device in self._sharding.device_set})
+        raise RuntimeError(
+            f"MpmdArray {_type(self)} has no values in process {jax.process_index()}: it lives on rank "
+            f"{_listing(self.mpmd_idxs)}, whose devices belong to process {_listing(owners)}. Read it there (check "
+            "`x.is_partially_addressable`), or bring it here with `mpmd_to_spmd_reshard`."
+        )
+
+    def _deleted_message(self, rank: int) -> str:
+        return (
+            f"MpmdArray {_type(self)} on rank {rank} has been deleted: it was donated to a call that reuses its "
+            "memory (`donate_argnums`, a train step's state), or `.delete()` was called. Use what that call "
+            "returned in its place, or hand in a copy: `jax.tree.map(jnp.copy, state)`."
+        )
+
+    @property
+    def _operand(self) -> jax.Array:
+        """What stands for self in JAX: the array over all ranks, or the first local replica where some are remote."""
+        return self.as_jax_array() if len(self._parts) > 1 and self.is_fully_addressable else self._value
+
+    def _beside(self, other: Any) -> tuple[Any, Any]:
+        """What an operation takes for self and `other`: on the same ranks, or on one that both have."""
+        if isinstance(other, MpmdArray):
+            if self.mpmd_idxs == other.mpmd_idxs:
+                return self._operand, other._operand
+            mine, theirs = self._value, other._value
+            common = next((rank for rank in self._parts if rank in other._parts), None)
+            if common is not None:
+                return self._parts[common], other._parts[common]
+            if mine.devices() != theirs.devices():
+                raise ValueError(
+                    f"an operation takes {_type(self)} on rank {_listing(self.mpmd_idxs)} and {_type(other)} on rank "
+                    f"{_listing(other.mpmd_idxs)}: no rank has both. Fetch them first (`jax.device_get(tree)`), or do "
+                    "it inside the step, which moves what it needs."
+                )
+            return mine, theirs
+        if len(self._parts) > 1 and isinstance(other, jax.Array) and not isinstance(other, Tracer):
+            devices = other.devices()
+            replica = next((part for part in self._parts.values() if part.devices() == devices), None)
+            return (self._operand if replica is None else replica), other
+        return self._operand, other
+
+    @property
+    def to_mpmd_local_array(self) -> jax.Array | list[jax.Array] | None:
+        """The local replica; a list of them, by rank, if several are local; None if none is."""
+        if not self._parts:
+            return None
+        self._check_alive()
+        parts = list(self._parts.values())
+        return parts[0] if len(parts) == 1 else parts
+
+    @property
+    def first_mpmd_replica(self) -> jax.Array | None:
+        """The replica on the first of `mpmd_idxs`, or None where that one is not local."""
+        part = self._parts.get(self._sharding.ranks[0])
+        if part is not None and part.is_deleted():
+            raise RuntimeError(self._deleted_message(self._sharding.ranks[0]))
+        return part
+
+    def as_jax_array(self) -> jax.Array:
+        """One `jax.Array` over the mesh of all its ranks, sharing memory with the replicas.
+
+        It has no shards where no replica is local. Its sharding is `self.sharding`.
+        """
+        self._check_alive()
+        kept = self._sharding._union_ranks
+        shards = [s.data for rank, x in self._parts.items() if rank in kept for s in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(self.shape, self._sharding, shards, dtype=self.dtype)
+
+    def _check_alive(self) -> None:
+        for rank, part in self._parts.items():
+            if part.is_deleted():
+                raise RuntimeError(self._deleted_message(rank))
+
+    # Its memory.
+
+    def is_deleted(self) -> bool:
+        """Whether the memory of a local replica has been given up; False where none is local."""
+        return any(part.is_deleted() for part in self._parts.values())
+
+    def delete(self) -> None:
+        """Give up the memory of the local replicas; doing it again changes nothing."""
+        for part in self._parts.values():
+            part.delete()
+
+    def block_until_ready(self) -> MpmdArray:
+        """Wait until the local replicas are computed."""
+        with naming_the_peer():
+            for part in self._parts.values():
+                part.block_until_ready()
+        return self
+
+    def copy_to_host_async(self) -> None:
+        """Begin to copy the first local replica to the host, so that reading it later does not wait."""
+        for part in self._parts.values():
+            part.copy_to_host_async()
+            break
+
+    # As NumPy, JAX and Python see it.
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        with naming_the_peer():
+            value = np.asarray(self._value)
+        # The host copy is cached and read-only, as that of a jax.Array is, so a writable one is a copy of it.
+        if copy:
+            return np.array(value, dtype)
+        return np.asarray(value, dtype) if copy is None else np.asarray(value, dtype, copy=copy)
+
+    def __jax_array__(self) -> jax.Array:
+        return self._operand
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _METHODS:
+            return getattr(self._operand, name)
+        raise AttributeError(f"MpmdArray has no attribute {name!r}; `jnp.asarray(x)` gives a jax.Array.")
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self._operand[index]
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an MpmdArray without dimensions")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        return iter(self._operand)
+
+    def __bool__(self) -> bool:
+        with naming_the_peer():
+            return bool(self._value)
+
+    def __int__(self) -> int:
+        with naming_the_peer():
+            return int(self._value)
+
+    def __index__(self) -> int:
+        return operator.index(self._value)
+
+    def __float__(self) -> float:
+        with naming_the_peer():
+            return float(self._value)
+
+    def __complex__(self) -> complex:
+        return complex(self._value)
+
+    def __format__(self, format_spec: str) -> str:
+        return repr(self) if self.shape and not format_spec else format(self._value, format_spec)
+
+    def __repr__(self) -> str:
+        # As JaxPP prints it. The values are in `np.asarray(x)` and `f"{loss:.4f}"`.
+        text = f"MpmdArray(shape={self.shape}, dtype={self.dtype}, mpmd_idxs={self.mpmd_idxs}"
+        return f"{text}, sharding={self._sharding.sharding}{', deleted' if self.is_deleted() else ''})"
+
+    def __copy__(self) -> MpmdArray:
+        return self._from_parts(self._sharding, self._parts, self.aval)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MpmdArray:
+        self._check_alive()
+        parts = {rank: copy.deepcopy(part, memo) for rank, part in self._parts.items()}
+        return self._from_parts(self._sharding, parts, self.aval)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as a NumPy array: devices of this process mean nothing to another one."""
+        if jnp.issubdtype(self.dtype, jax.dtypes.prng_key):
+            raise TypeError(f"MpmdArray {_type(self)} holds PRNG keys, which cannot be pickled: pickle their key_data.")
+        return (np.asarray, (np.asarray(self),))
+
+    # Element by element, as for a jax.Array; so `==` gives an array, and an MpmdArray has no hash.
+    __hash__: ClassVar[None] = None  # pyright: ignore[reportIncompatibleMethodOverride]
+    __eq__ = _binary(operator.eq)  # pyright: ignore[reportAssignmentType]
+    __ne__ = _binary(operator.ne)  # pyright: ignore[reportAssignmentType]
+    __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
+    __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)
+    __add__, __radd__ = _binary(operator.add), _binary(operator.add, reflected=True)
+    __sub__, __rsub__ = _binary(operator.sub), _binary(operator.sub, reflected=True)
+    __mul__, __rmul__ = _binary(operator.mul), _binary(operator.mul, reflected=True)
+    __truediv__, __rtruediv__ = _binary(operator.truediv), _binary(operator.truediv, reflected=True)
+    __floordiv__, __rfloordiv__ = _binary(operator.floordiv), _binary(operator.floordiv, reflected=True)
+    __mod__, __rmod__ = _binary(operator.mod), _binary(operator.mod, reflected=True)
+    __divmod__, __rdivmod__ = _binary(divmod), _binary(divmod, reflected=True)
+    __pow__, __rpow__ = _binary(operator.pow), _binary(operator.pow, reflected=True)
+    __matmul__, __rmatmul__ = _binary(operator.matmul), _binary(operator.matmul, reflected=True)
+    __and__, __rand__ = _binary(operator.and_), _binary(operator.and_, reflected=True)
+    __or__, __ror__ = _binary(operator.or_), _binary(operator.or_, reflected=True)
+    __xor__, __rxor__ = _binary(operator.xor), _binary(operator.xor, reflected=True)
+    __lshift__, __rlshift__ = _binary(operator.lshift), _binary(operator.lshift, reflected=True)
+    __rshift__, __rrshift__ = _binary(operator.rshift), _binary(operator.rshift, reflected=True)
+    __neg__, __pos__ = _unary(operator.neg), _unary(operator.pos)
+    __abs__, __invert__ = _unary(operator.abs), _unary(operator.invert)
+    __round__ = _unary(round)
+
+
+# Attributes of jax.Array that a user asks of a loss or a parameter.
+_METHODS = frozenset(
+    "T all any argmax argmin argsort astype at clip conj copy cumprod cumsum diagonal dot flatten imag item itemsize "  # noqa: SIM905
+    "mT max mean min prod ravel real repeat reshape round sort squeeze std sum swapaxes take tolist trace transpose "
+    "var view".split()
+)
+
+
+def _from_pieces(
+    arrays: Mapping[int, jax.Array] | Sequence[jax.Array],
+    sharding: Any,
+    mesh: MpmdMesh | None,
+    ranks: Iterable[int] | None,
+    spec: PartitionSpec | None,
+) -> MpmdSharding:
+    """The sharding from its parts."""
+    if sharding is not None or mesh is None or ranks is None:
+        raise TypeError(
+            "MpmdArray needs either `mpmd_sharding` (an `MpmdSharding(mpmd_mesh, ranks, spec)`) or both `mpmd_mesh` "
+            f"and `mpmd_idxs`, with `spec`; it got mpmd_sharding={sharding!r}, mpmd_mesh={mesh!r}, "
+            f"mpmd_idxs={ranks!r}."
+        )
+    first = next(iter(arrays.values() if isinstance(arrays, Mapping) else arrays), None)
+    if spec is None and first is not None and isinstance(first.sharding, NamedSharding):
+        spec = first.sharding.spec
+    memory_kind = named_memory(getattr(first, "sharding", None))
+    return MpmdSharding(mesh, ranks, PartitionSpec() if spec is None else spec, memory_kind)
+
+
+def _assign_ranks(
+    arrays: Mapping[int, jax.Array] | Sequence[jax.Array], sharding: MpmdSharding
+) -> dict[int, jax.Array]:
+    """The arrays by rank, ascending; ranks of a sequence are told by the devices, each taken once."""
+    parts: dict[int, jax.Array] = {}
+    if isinstance(arrays, Mapping):
+        parts = {rank: arrays[rank] for rank in sorted(arrays)}
+        for rank in parts:
+            if rank not in sharding.mesh_ids:
+                raise ValueError(
+                    f"MpmdArray got an array for rank {rank}; its sharding has the ranks {sharding.ranks}."
+                )
+        return parts
+    for position, array in enumerate(arrays):
+        devices = array.devices()
+        fitting = [r for r in sharding.ranks if set(sharding.mpmd_mesh.rank_devices(r)) == devices and r not in parts]
+        if not fitting:
+            raise ValueError(
+                f"MpmdArray: array {position}, {_type(array)} on {sorted(map(str, devices))}, is on the devices of "
+                f"none of the ranks {sharding.ranks} that have no array yet. Put it on one of them first: "
+                "`jax.device_put(array, sharding.local_sharding(rank))`."
+            )
+        parts[fitting[0]] = array
+    return {rank: parts[rank] for rank in sorted(parts)}
+
+
+def _type(array: Any) -> str:
+    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
+
+
+def _listing(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+_compat.register_array_type(
+    MpmdArray, lambda array: jax.typeof(array.as_jax_array()), lambda array: array.as_jax_array()
+)

@@ -1,0 +1,109 @@
+"""Values onto the devices that this process owns of a sharding, without a word to other processes.
+
+`jax.device_put` of a host value to devices of several processes compares the value across them, by a collective; here
+each process places its own part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from jaxpp_flax._compat import copy_arrays
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
+from jaxpp_flax.engine.arrays.reshard import mpmd_to_spmd_reshard
+
+__all__ = ["on_every_process", "place", "place_on_ranks"]
+
+
+def place(value: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array:
+    """`value` with the given sharding, of which this process owns some devices.
+
+    Args:
+      value: the same on all processes that own the sharding's devices: a host value, an array of this process, or a
+        `jax.Array` over several processes that has the parts in question on this process's devices.
+      sharding: where to.
+      may_alias: as in `jax.device_put`: False makes a copy in any case.
+
+    Raises:
+      ValueError: if a part that is needed here lies in another process.
+    """
+    if sharding.is_fully_addressable:
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            value = _own_part(value, sharding)
+        if may_alias is False and isinstance(value, jax.Array):
+            # Where `jax.device_put` partitions anew, it takes the parts that are in place already as they are.
+            return copy_arrays([value], [sharding])[0]
+        return jax.device_put(value, sharding, may_alias=may_alias)
+    if isinstance(value, jax.Array):
+        if value.sharding == sharding or value.sharding.is_equivalent_to(sharding, value.ndim):
+            return value if may_alias is not False else jnp.copy(value)
+        value = _own_part(value, sharding) if not value.is_fully_addressable else value
+    if jnp.issubdtype(getattr(value, "dtype", np.dtype(object)), jax.dtypes.prng_key):
+        data = place(jax.random.key_data(value), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+    host = np.asarray(value, jax.dtypes.canonicalize_dtype(np.result_type(value)))
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index].copy())
+
+
+def _own_part(value: jax.Array, sharding: Sharding) -> Any:
+    """The whole of an array of several processes, where this process has it."""
+    if value.is_fully_replicated and value.addressable_shards:
+        return value.addressable_shards[0].data
+    raise ValueError(
+        f"an argument, {value.dtype}{list(value.shape)}, is sharded over several processes as {value.sharding}, but "
+        f"this step needs it as {sharding} in process {jax.process_index()}, which has not all of it. Pass it with "
+        "the sharding that the step takes (`compiled.in_shardings`), or as a host array that every process has."
+    )
+
+
+def place_on_ranks(value: Any, sharding: MpmdSharding) -> MpmdArray:
+    """A value that all processes have as an `MpmdArray`; each process keeps copies for its ranks.
+
+    Example:
+      >>> from jax.sharding import Mesh, PartitionSpec as P
+      >>> from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+      >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+      >>> place_on_ranks(np.arange(3), MpmdSharding(mesh, {1}, P())).mpmd_idxs
+      (1,)
+    """
+    local = [rank for rank in sharding.ranks if sharding.mpmd_mesh.is_local(rank)]
+    parts = {rank: place(value, sharding.local_sharding(rank), may_alias=False) for rank in local}
+    dtype = value.dtype if hasattr(value, "dtype") else np.result_type(value)
+    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return MpmdArray(parts, sharding, shape=np.shape(value), dtype=dtype)
+
+
+def on_every_process(array: MpmdArray) -> jax.Array:
+    """The whole of an array on a device of this process; all processes of its mesh must call this, in one order.
+
+    Example:
+      >>> from jax.sharding import Mesh, PartitionSpec as P
+      >>> from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+      >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+      >>> on_every_process(place_on_ranks(np.arange(3), MpmdSharding(mesh, {1}, P()))).tolist()
+      [0, 1, 2]
+    """
+    mesh = array.sharding.mpmd_mesh
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        parts = {rank: jax.random.key_data(part) for rank, part in array._partially_addressable_arrays.items()}  # pyright: ignore[reportPrivateUsage]
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(array.shape, array.dtype))
+        integers = MpmdArray(parts, array.sharding, shape=data.shape, dtype=data.dtype)
+        return jax.random.wrap_key_data(on_every_process(integers), impl=key_impl(array.dtype))
+    # A collective must not begin on a device that still waits for what another process is to send.
+    array.block_until_ready()
+    whole = NamedSharding(mesh.jax_mesh, PartitionSpec())
+    gathered = mpmd_to_spmd_reshard(mesh, [array], whole, donate=False)[0]
+    return gathered.addressable_shards[0].data
+
+
+def key_impl(dtype: Any) -> Any:
+    """The name of a key dtype's generator."""
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
+    return found[0]

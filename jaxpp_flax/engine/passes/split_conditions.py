@@ -1,0 +1,161 @@
+"""Take conditions over the arrays of several ranks apart, so that each rank decides for its own.
+
+Optimizers that skip or delay updates (`optax.apply_if_finite`, `optax.MultiSteps`) put all parameters under one
+`cond`. Its outputs fall into groups that share no array: each becomes a condition of its own, on the same predicate.
+A group that mixes ranks after all, as where a branch clips by the norm of all gradients, is computed in every branch
+and selected from: then its equations are placed one by one, as if they stood outside of the condition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpp_flax.engine.tracing.inline import inline
+from jaxpp_flax.engine.tracing.ir import (
+    Atom,
+    Constant,
+    Equation,
+    Graph,
+    Value,
+    from_jaxpr,
+    in_memory,
+    memory_kind_of,
+    prune,
+    with_outputs,
+)
+
+__all__ = ["is_condition", "select_between_branches", "split_condition", "split_conditions"]
+
+
+def is_condition(equation: Equation) -> bool:
+    """Whether it is a `cond` (or `switch`) without side effects."""
+    return equation.name == "cond" and not equation.effects
+
+
+def split_conditions(graph: Graph) -> Graph:
+    """The same function with every condition at the top level split."""
+    equations = [part for e in graph.equations for part in (split_condition(e) if is_condition(e) else [e])]
+    return replace(graph, equations=tuple(equations))
+
+
+def split_condition(equation: Equation) -> list[Equation]:
+    """One condition for each group of outputs that share no array; scalars are shared freely."""
+    branches = _branches(equation)
+    groups = _groups(branches, len(equation.outputs))
+    if len(groups) == 1:
+        return [equation]
+    parts: list[Equation] = []
+    for group in groups:
+        graphs = [prune(replace(b, outputs=tuple(b.outputs[k] for k in group))) for b in branches]
+        read = {a for g in graphs for e in g.equations for a in e.inputs if isinstance(a, Value)}
+        read.update(a for g in graphs for a in g.outputs if isinstance(a, Value))
+        operands = [v for v in dict.fromkeys(equation.inputs[1:]) if isinstance(v, Value) and v in read]
+        parts.extend(_condition(equation, operands, graphs, [equation.outputs[k] for k in group]))
+    return parts
+
+
+def select_between_branches(equation: Equation) -> list[Equation]:
+    """All branches in a row, and a selection for each output."""
+    equations: list[Equation] = []
+    branches = [inline(b, flatten=True) for b in _branches(equation)]
+    for branch in branches:
+        equations.extend(branch.equations)
+    index = equation.inputs[0]
+    for position, output in enumerate(equation.outputs):
+        cases = [b.outputs[position] for b in branches]
+        graph, _ = from_jaxpr(jax.make_jaxpr(jax.lax.select_n)(*(_struct(a) for a in (index, *cases))), [index, *cases])
+        (select,) = graph.equations
+        equations.append(replace(select, outputs=(output,), source=equation.source))
+    return equations
+
+
+def _branches(equation: Equation) -> list[Graph]:
+    """The branches as graphs over the condition's own operands."""
+    graphs: list[Graph] = []
+    for branch in equation.params["branches"]:
+        variables = getattr(branch, "jaxpr", branch).constvars
+        consts = [Constant(x, v.aval) for x, v in zip(getattr(branch, "consts", ()), variables, strict=True)]
+        graph, _ = from_jaxpr(branch, [*consts, *equation.inputs[1:]])
+        outputs = tuple(_typed(a) for a in graph.outputs)
+        graphs.append(replace(graph, inputs=tuple(dict.fromkeys(graph.inputs)), outputs=outputs))
+    return graphs
+
+
+def _typed(atom: Atom) -> Atom:
+    """Literals as arrays of their type: a bare Python number would be typed by its neighbours."""
+    return Constant(np.asarray(atom.value, atom.aval.dtype), atom.aval) if isinstance(atom, Constant) else atom
+
+
+def _groups(branches: Sequence[Graph], count: int) -> list[list[int]]:
+    """Positions of outputs that share an array, or the work that makes one."""
+    parent = list(range(count))
+
+    def find(k: int) -> int:
+        while parent[k] != k:
+            k = parent[k]
+        return k
+
+    for branch in branches:
+        producer = {v: e for e in branch.equations for v in e.outputs}
+        owner: dict[Value, int] = {}
+        for position in range(count):
+            stack, seen = [branch.outputs[position]], set[Value]()
+            while stack:
+                atom = stack.pop()
+                if not isinstance(atom, Value) or atom in seen:
+                    continue
+                seen.add(atom)
+                made = producer.get(atom)
+                if made is not None:
+                    stack.extend(made.inputs)
+                if not _is_shared(atom, producer):
+                    parent[find(position)] = find(owner.setdefault(atom, position))
+    groups: dict[int, list[int]] = {}
+    for position in range(count):
+        groups.setdefault(find(position), []).append(position)
+    return list(groups.values())
+
+
+def _is_shared(value: Value, producer: dict[Value, Equation]) -> bool:
+    """Whether a value may be had twice: a scalar that is made of scalars alone."""
+    stack, seen = [value], set[Value]()
+    while stack:
+        current = stack.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        made = producer.get(current)
+        if current.aval.size > 1 and (made is None or made.inputs):
+            return False
+        stack.extend(a for a in (made.inputs if made is not None else ()) if isinstance(a, Value))
+    return True
+
+
+def _condition(
+    equation: Equation, operands: Sequence[Value], graphs: Sequence[Graph], outputs: Sequence[Value]
+) -> list[Equation]:
+    """A condition over other branches, with given outputs."""
+
+    def branch(graph: Graph) -> Any:
+        return lambda *xs: replace(graph, inputs=tuple(operands)).run(*xs)
+
+    def run(index: Any, *xs: Any) -> Any:
+        return jax.lax.switch(index, [branch(g) for g in graphs], *xs)
+
+    index = equation.inputs[0]
+    jaxpr = jax.make_jaxpr(run)(*(_struct(a) for a in (index, *operands)))
+    captured = [Constant(c, jax.typeof(c)) for c in getattr(jaxpr, "consts", ())]
+    graph, _ = from_jaxpr(jaxpr, [*captured, index, *operands])
+    return [replace(e, source=equation.source) for e in with_outputs(graph, outputs)]
+
+
+def _struct(atom: Atom) -> jax.ShapeDtypeStruct:
+    kind = memory_kind_of(atom.aval)
+    sharding = None if kind is None else in_memory(None, kind)
+    weak = getattr(atom.aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, sharding=sharding, weak_type=weak)

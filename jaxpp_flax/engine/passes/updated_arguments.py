@@ -1,0 +1,49 @@
+"""Find the argument that a loop's result updates: a gradient's parameter, whose sharding its accumulator takes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jaxpp_flax.engine.passes.place import Loop
+from jaxpp_flax.engine.tracing.ir import Equation, Value
+
+__all__ = ["find_relatives"]
+
+_SEARCH_DEPTH = 24  # equations between a gradient and the argument it meets: clipping, scaling, moments
+
+
+def find_relatives(nodes: Sequence[Equation | Loop], inputs: Sequence[Value]) -> list[Equation | Loop]:
+    """The same nodes, where each loop knows which argument each of its accumulators is combined with first."""
+    position = {v: i for i, v in enumerate(inputs)}
+    users: dict[Value, list[Equation]] = {}
+    for node in nodes:
+        for atom in node.inputs if isinstance(node, Equation) else ():
+            if isinstance(atom, Value):
+                users.setdefault(atom, []).append(node)  # type: ignore[arg-type]
+
+    def search(result: Value, shape: tuple[int, ...]) -> int | None:
+        queue, seen = deque([(result, 0)]), {result}
+        while queue:
+            value, depth = queue.popleft()
+            for equation in users.get(value, ()):
+                for atom in equation.inputs:
+                    if isinstance(atom, Value) and atom in position and tuple(atom.aval.shape) == shape:
+                        return position[atom]
+                for output in equation.outputs:
+                    if tuple(output.aval.shape) == shape and output not in seen and depth < _SEARCH_DEPTH:
+                        seen.add(output)
+                        queue.append((output, depth + 1))
+        return None
+
+    found: list[Equation | Loop] = []
+    for node in nodes:
+        if isinstance(node, Loop):
+            like: list[int | None] = []
+            for value, leading in zip(node.accumulator_results, node.leading, strict=True):
+                shape = tuple(value.aval.shape)
+                like.append(search(value, shape if leading is None else shape[1:]))
+            node = replace(node, like=tuple(like))
+        found.append(node)
+    return found

@@ -1,0 +1,196 @@
+"""The program that a step compiles to: a flat list of instructions over numbered slots.
+
+Each slot belongs to one rank and holds one array. `Program.for_rank` is what a process that owns only some ranks runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxpp_flax.engine.tracing.ir import Graph, VerificationError
+from jaxpp_flax.schedules.task import TaskKind
+
+__all__ = ["Free", "Instruction", "Program", "ProgramTask", "Run", "Transfer"]
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramTask:
+    """A computation that one rank runs, once (`stage` and `kind` are None: outside of a loop) or for every microbatch.
+
+    `donate` holds the positions of inputs that no later instruction reads; `pins` pairs an output with the input
+    whose sharding it must keep (accumulators and carries, which go round the loop). `leading` holds, for each output of
+    a task that makes accumulators, the mesh axes that shard its first dimension, or None; `like` the position of the
+    step's argument whose sharding the accumulator takes, or None.
+    """
+
+    name: str
+    rank: int
+    graph: Graph
+    stage: int | None = None
+    kind: TaskKind | None = None
+    fused: bool = False
+    donate: frozenset[int] = frozenset()
+    pins: tuple[tuple[int, int], ...] = ()
+    leading: tuple[Any, ...] = ()
+    like: tuple[int | None, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run a task: `microbatch` is -1 outside of loops."""
+
+    task: int
+    microbatch: int
+    rank: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def reads(self) -> tuple[int, ...]:
+        """Slots read."""
+        return self.inputs
+
+    def writes(self) -> tuple[int, ...]:
+        """Slots written."""
+        return self.outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Copy slots of `source` into slots of `target`, as one batch."""
+
+    source: int
+    target: int
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+    def reads(self) -> tuple[int, ...]:
+        """Slots read."""
+        return self.sent
+
+    def writes(self) -> tuple[int, ...]:
+        """Slots written."""
+        return self.received
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Forget slots; `delete` names those of donated arguments, whose buffers the caller has given away."""
+
+    rank: int
+    slots: tuple[int, ...]
+    delete: tuple[int, ...] = ()
+
+    def reads(self) -> tuple[int, ...]:
+        """Slots that must be defined."""
+        return self.slots
+
+    def writes(self) -> tuple[int, ...]:
+        """Nothing."""
+        return ()
+
+
+Instruction = Run | Transfer | Free
+
+
+@dataclass(frozen=True)
+class Program:
+    """Instructions in one global order that agrees with every rank's own.
+
+    `arguments[i]` and `results[i]` map ranks to slots; `indices` maps (rank, microbatch) to the slot of that index;
+    `constants` maps (position, rank) of the step's captured arrays to slots.
+    """
+
+    instructions: tuple[Instruction, ...]
+    tasks: tuple[ProgramTask, ...]
+    arguments: tuple[dict[int, int], ...]
+    results: tuple[dict[int, int] | Any, ...]
+    indices: dict[tuple[int, int], int]
+    num_slots: int
+    num_ranks: int
+
+    def for_rank(self, *ranks: int) -> Program:
+        """The instructions in which any of `ranks` takes part, in the same order."""
+        mine = set(ranks)
+
+        def concerns(instruction: Instruction) -> bool:
+            if isinstance(instruction, Transfer):
+                return bool(mine & {instruction.source, instruction.target})
+            return instruction.rank in mine
+
+        return replace(self, instructions=tuple(i for i in self.instructions if concerns(i)))
+
+    def preset(self) -> dict[int, int]:
+        """Slots that are filled before the first instruction, with their ranks."""
+        slots = {slot: rank for ranks in self.arguments for rank, slot in ranks.items()}
+        slots.update({slot: rank for (rank, _), slot in self.indices.items()})
+        return slots
+
+    def verify(self) -> None:
+        """Check that each slot is defined on its rank before use and never read after it is freed or donated.
+
+        Raises:
+          VerificationError: naming the instruction and the slot.
+        """
+        defined = self.preset()
+        for number, instruction in enumerate(self.instructions):
+            where = f"instruction {number} ({self._describe(instruction)})"
+            rank = instruction.source if isinstance(instruction, Transfer) else instruction.rank
+            for slot in instruction.reads():
+                if defined.get(slot) != rank:
+                    raise VerificationError(f"{where} reads slot {slot}, which rank {rank} does not hold")
+            if isinstance(instruction, Free):
+                for slot in instruction.slots:
+                    del defined[slot]
+                continue
+            if isinstance(instruction, Run):
+                task = self.tasks[instruction.task]
+                if task.rank != rank:
+                    raise VerificationError(f"{where} runs a task of rank {task.rank} on rank {rank}")
+                for position in task.donate:
+                    del defined[instruction.inputs[position]]
+            else:
+                rank = instruction.target
+            for slot in instruction.writes():
+                if slot in defined:
+                    raise VerificationError(f"{where} overwrites slot {slot}")
+                defined[slot] = rank
+        for position, result in enumerate(self.results):
+            if isinstance(result, dict):
+                for rank, slot in result.items():
+                    if defined.get(slot) != rank:
+                        raise VerificationError(f"result {position} is missing on rank {rank}")
+
+    def _describe(self, instruction: Instruction) -> str:
+        if isinstance(instruction, Run):
+            suffix = f"__{instruction.microbatch}" if instruction.microbatch >= 0 else ""
+            return f"run {self.tasks[instruction.task].name}{suffix} on rank {instruction.rank}"
+        if isinstance(instruction, Transfer):
+            return f"transfer rank {instruction.source} -> rank {instruction.target}"
+        return f"free on rank {instruction.rank}"
+
+    def as_text(self) -> str:
+        """One line for each instruction."""
+        lines: list[str] = []
+
+        def names(slots: Iterable[int]) -> str:
+            return ", ".join(f"s{slot}" for slot in slots)
+
+        for instruction in self.instructions:
+            if isinstance(instruction, Run):
+                task = self.tasks[instruction.task]
+                donated = [instruction.inputs[p] for p in sorted(task.donate)]
+                note = f" donating {names(donated)}" if donated else ""
+                lines.append(
+                    f"rank {instruction.rank}: {names(instruction.outputs)} = "
+                    f"{self._describe(instruction).split()[1]}({names(instruction.inputs)}){note}"
+                )
+            elif isinstance(instruction, Transfer):
+                lines.append(
+                    f"rank {instruction.source} -> rank {instruction.target}: "
+                    f"send {names(instruction.sent)} receive {names(instruction.received)}"
+                )
+            else:
+                lines.append(f"rank {instruction.rank}: free {names(instruction.slots)}")
+        return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Runs a program: executables, the instruction loop, transport between processes."""

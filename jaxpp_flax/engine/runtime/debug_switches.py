@@ -1,0 +1,169 @@
+"""JAX's switches for debugging: `debug_nans` and `debug_infs` as `jax.jit` has them, `disable_jit` refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpp_flax.engine.arrays.placing import place
+from jaxpp_flax.engine.program.program import Free, Program, Run, Transfer
+
+__all__ = ["SpecialValues", "kinds_looked_for", "looking_away", "refuse_disabled_jit"]
+
+Step = Callable[[list[Any]], None]
+
+
+def refuse_disabled_jit(what: str) -> None:
+    """Refuse to compile `what` while `jax.disable_jit` is on.
+
+    Raises:
+      RuntimeError: if it is on.
+    """
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        raise RuntimeError(
+            f"jax.disable_jit is on (or JAX_DISABLE_JIT is set), but {what} runs as compiled programs, one for each "
+            "stage: switch it off around this call; to go through the step operation by operation, call the function "
+            "itself on plain arrays."
+        )
+
+
+def kinds_looked_for() -> tuple[str, ...]:
+    """Which of "nan" and "inf" `jax.debug_nans` and `jax.debug_infs` ask for now.
+
+    Example:
+      >>> with jax.debug_nans(True):
+      ...     kinds_looked_for()
+      ('nan',)
+    """
+    switches = {"nan": jax.config.jax_debug_nans, "inf": jax.config.jax_debug_infs}  # pyright: ignore[reportAttributeAccessIssue]
+    return tuple(kind for kind, is_on in switches.items() if is_on)
+
+
+@contextmanager
+def looking_away() -> Generator[None]:
+    """Keep JAX itself from looking for special values: arguments may hold them, and what reaches no result."""
+    if not kinds_looked_for():
+        yield
+        return
+    with jax.debug_nans(False), jax.debug_infs(False):
+        yield
+
+
+def _looking_away_in(step: Step, environment: list[Any]) -> None:
+    with looking_away():
+        step(environment)
+
+
+@dataclass(eq=False)
+class SpecialValues:
+    """Watches one step of a program for NaNs or infinities.
+
+    As under `jax.jit`, only those that reach a result are an error: a masked one is none. The error names the task that
+    made the first one. Every task is waited for, so such a step is slower than others.
+
+    Args:
+      program: what runs.
+      kinds: "nan", "inf".
+    """
+
+    program: Program
+    kinds: tuple[str, ...]
+    _slots: set[int] = field(default_factory=set[int])  # that hold such a value, made by a task
+    _first: str = ""
+
+    @classmethod
+    def wanted(cls, program: Program) -> SpecialValues | None:
+        """A watch for what `jax.debug_nans` and `jax.debug_infs` ask for now, or None."""
+        kinds = kinds_looked_for()
+        return cls(program, kinds) if kinds else None
+
+    def watching(self, steps: Sequence[Step | None]) -> list[Step | None]:
+        """The runtime's steps, one for each instruction, each followed by a look at what it wrote."""
+        return [
+            None if step is None else partial(self._step, instruction, step)
+            for instruction, step in zip(self.program.instructions, steps, strict=True)
+        ]
+
+    def unwatched(self, steps: Sequence[Step]) -> list[Step]:
+        """The runtime's steps without any look, JAX's own too: for ranks that run side by side."""
+        return [partial(_looking_away_in, step) for step in steps]
+
+    def look_at_results(self, environment: Sequence[Any]) -> None:
+        """Refuse results that hold such a value, after a step that nobody watched.
+
+        Raises:
+          FloatingPointError: naming the results' ranks; which task was first is unknown.
+        """
+        made = {slot for i in self.program.instructions for slot in i.writes()}
+        for position, result in enumerate(self.program.results):
+            for rank, slot in result.items() if isinstance(result, dict) else ():
+                if slot in made and (kind := self._found(environment[slot])):
+                    raise FloatingPointError(
+                        f"invalid value ({kind}) encountered in result {position} of a measured step, on rank {rank}. "
+                        "Call the step itself with the same switch: it names the task that makes the value."
+                    )
+
+    def keep_arguments(self, environment: list[Any]) -> None:
+        """Let the step reuse copies of donated arguments: while it looks for NaNs, `jax.jit` donates nothing either."""
+        preset = {slot for slots in self.program.arguments for slot in slots.values()}
+        for instruction in self.program.instructions:
+            given: Iterable[int] = ()
+            if isinstance(instruction, Run):
+                given = [instruction.inputs[i] for i in self.program.tasks[instruction.task].donate]
+            elif isinstance(instruction, Free):
+                given = instruction.delete
+            for slot in preset.intersection(given):
+                if environment[slot] is not None:
+                    with looking_away():
+                        environment[slot] = place(environment[slot], environment[slot].sharding, may_alias=False)
+            preset.difference_update(given, instruction.writes())
+
+    def finish(self) -> None:
+        """Refuse results that hold such a value.
+
+        Raises:
+          FloatingPointError: naming the first task that made one.
+        """
+        results = {slot for result in self.program.results if isinstance(result, dict) for slot in result.values()}
+        if not results.isdisjoint(self._slots):
+            raise FloatingPointError(
+                f"{self._first}. To find the operation, run the same step under `jax.jit`, with the same switch."
+            )
+
+    def _step(self, instruction: Any, step: Step, environment: list[Any]) -> None:
+        # JAX's own look would stop at values that reach no result, with an error that names no task.
+        with looking_away():
+            step(environment)
+            if isinstance(instruction, Transfer):
+                pairs = zip(instruction.sent, instruction.received, strict=True)
+                received = {target: source in self._slots for source, target in pairs}
+            elif isinstance(instruction, Run):
+                found = {slot: self._found(environment[slot]) for slot in instruction.outputs}
+                received = {slot: kind != "" for slot, kind in found.items()}
+                self._note(instruction, next(filter(None, found.values()), ""))
+            else:
+                return
+            self._slots.difference_update(received)
+            self._slots.update(slot for slot, is_special in received.items() if is_special)
+
+    def _note(self, run: Run, kind: str) -> None:
+        if not kind or self._first:
+            return
+        task = self.program.tasks[run.task]
+        stage = "" if task.stage is None else f", stage {task.stage}, microbatch {run.microbatch}"
+        self._first = f"invalid value ({kind}) encountered in task {task.name} (rank {task.rank}{stage})"
+
+    def _found(self, array: Any) -> str:
+        """Which of the kinds an array holds in this process, or ""."""
+        if not jnp.issubdtype(array.dtype, np.inexact):
+            return ""
+        tests = {"nan": np.isnan, "inf": np.isinf}
+        shards = [np.asarray(shard.data) for shard in array.addressable_shards]
+        return next((kind for kind in self.kinds if any(tests[kind](shard).any() for shard in shards)), "")

@@ -1,0 +1,399 @@
+"""Executables for a program's tasks: one lowering for each distinct task, one executable for each device set.
+
+A task is traced and lowered under the submesh's abstract mesh, so that identical stages on different ranks share the
+lowering; XLA then compiles it for each rank's devices. A task with a callback to the host, or another operation that
+JAX lowers for known devices alone, is lowered once for each rank. Shardings inside a submesh are found task by task: a
+task is compiled with the shardings of its inputs, XLA chooses its outputs', and those are the next task's inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxpp_flax._compat import needs_devices, trace_context
+from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
+from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical, carried_over, spec_on
+from jaxpp_flax.engine.passes.wide_sums import with_wide_sums
+from jaxpp_flax.engine.program.accumulators import initial_spec
+from jaxpp_flax.engine.program.donation import usable_donations
+from jaxpp_flax.engine.program.program import Program, ProgramTask, Run, Transfer
+from jaxpp_flax.engine.program.results import specs_wanted, with_own_results
+from jaxpp_flax.engine.runtime.shared_specs import SharedSpecs
+from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
+from jaxpp_flax.engine.tracing.ir import Atom, Graph, everywhere, memory_kind_of, struct_of
+
+__all__ = ["Executables", "TaskCompiler", "compile_program"]
+
+# Told after each compilation: (tasks compiled, tasks in all, name).
+Progress = Callable[[int, int, str], None]
+
+MeshT = TypeVar("MeshT", bound=RankMeshes)
+
+
+@dataclass
+class TaskCompiler(Generic[MeshT]):
+    """Lowers and compiles tasks, each distinct one once.
+
+    `options` are XLA's, as `jax.jit` takes them in `compiler_options`. `lowerings` and `compilations` count what was
+    done; they grow with the number of distinct tasks, never with the number of microbatches.
+    """
+
+    mesh: MeshT
+    options: Mapping[str, Any] | None = None
+    lowerings: int = 0
+    compilations: int = 0
+    _lowered: dict[Hashable, Any] = field(default_factory=dict)
+    _compiled: dict[Hashable, Any] = field(default_factory=dict)
+    _fingerprints: Fingerprinter = field(default_factory=Fingerprinter)
+    _for_devices: dict[Hashable, bool] = field(default_factory=dict[Hashable, bool])
+
+    def compile(
+        self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
+    ) -> Any:
+        """The executable of a task on its rank's devices; `None` in `out_specs` leaves the choice to XLA."""
+        graph = self._fingerprints.graph(task.graph)
+        mesh = self._lowering_mesh(task, graph)
+        # Some primitives (random bits, say) are lowered by JAX's settings at that time.
+        key = (mesh, graph, tuple(in_specs), tuple(out_specs), task.donate, trace_context())
+        devices = self.mesh.rank_devices(task.rank)
+        compiled = self._compiled.get((key, devices))
+        if compiled is None:
+            lowered = self._lowered.get(key)
+            if lowered is None:
+                lowered = self._lowered[key] = self._lower(task, mesh, in_specs, out_specs)
+                self.lowerings += 1
+            with context_mesh(None):
+                compiled = lowered.compile(compiler_options=self.options, device_assignment=devices)
+            self._compiled[key, devices] = compiled
+            self.compilations += 1
+        return compiled
+
+    def _lowering_mesh(self, task: ProgramTask, graph: Hashable) -> Mesh | AbstractMesh:
+        """The mesh without devices, equal for ranks of one shape, which share a lowering; else the rank's own."""
+        mesh = self.mesh.unstack[task.rank]
+        if graph not in self._for_devices:
+            self._for_devices[graph] = any(needs_devices(e.primitive) for e in everywhere(task.graph))
+        return mesh if self._for_devices[graph] else mesh.abstract_mesh
+
+    def _lower(
+        self,
+        task: ProgramTask,
+        mesh: Mesh | AbstractMesh,
+        in_specs: Sequence[PartitionSpec],
+        out_specs: Sequence[PartitionSpec | None],
+    ) -> Any:
+        avals = [struct_of(v.aval) for v in task.graph.inputs]
+        # With two kinds of memory JAX must be told each one: it pairs what is donated with results by them.
+        mixed = any(memory_kind_of(atom.aval) for atom in (*task.graph.inputs, *task.graph.outputs))
+        if mixed and mesh.size == 1:
+            out_specs = [spec or PartitionSpec() for spec in out_specs]
+
+        def sharding(atom: Atom, spec: PartitionSpec) -> NamedSharding:
+            kind = memory_kind_of(atom.aval) or "device" if mixed else None
+            return NamedSharding(mesh, spec, memory_kind=kind)
+
+        with context_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
+            graph = task.graph if mesh.size == 1 else with_wide_sums(task.graph)
+            jitted = jax.jit(
+                _named(graph, task.name),
+                in_shardings=tuple(map(sharding, task.graph.inputs, in_specs)),
+                out_shardings=tuple(
+                    None if spec is None else sharding(atom, spec)
+                    for atom, spec in zip(task.graph.outputs, out_specs, strict=True)
+                ),
+                donate_argnums=usable_donations(task, self.mesh.unstack[task.rank], in_specs, out_specs),
+                keep_unused=True,
+            )
+            traced = jitted.trace(*avals)
+            platform = self.mesh.rank_devices(task.rank)[0].platform
+            return traced.lower(lowering_platforms=(platform,))
+
+
+def _named(graph: Graph, name: str) -> Callable[..., tuple[Any, ...]]:
+    def run(*operands: Any) -> tuple[Any, ...]:
+        return tuple(graph.run(*operands))
+
+    run.__name__ = run.__qualname__ = name  # what a profiler shows
+    return run
+
+
+@dataclass(frozen=True)
+class Executables:
+    """What the runtime needs: the program, an executable for each task, the sharding of each slot written.
+
+    The program is the given one, with tasks at its end for results that are wanted otherwise than they come. For each
+    transfer, `transfer_specs` are those of what arrives, `source_specs` those of what is sent, and `transfer_avals`
+    the types. `variants` holds, by instruction, the executables of runs whose inputs are partitioned otherwise than in
+    the task's first run.
+    """
+
+    program: Program
+    tasks: tuple[Any, ...]
+    in_specs: tuple[PartitionSpec, ...]
+    out_specs: tuple[PartitionSpec | None, ...]
+    transfer_specs: dict[int, tuple[PartitionSpec, ...]]
+    source_specs: dict[int, tuple[PartitionSpec, ...]]
+    transfer_avals: dict[int, tuple[Any, ...]]
+    written_bytes: dict[int, tuple[int, ...]]
+    variants: dict[int, Any] = field(default_factory=dict[int, Any])
+
+
+def compile_program(
+    program: Program,
+    compiler: TaskCompiler[Any],
+    argument_specs: Sequence[PartitionSpec],
+    result_specs: Sequence[PartitionSpec | None],
+    argument_avals: Sequence[Any],
+    ranks: Sequence[int],
+    progress: Progress | None = None,
+    shared: SharedSpecs | None = None,
+) -> Executables:
+    """Compile the tasks of `ranks` in program order, finding shardings on the way.
+
+    Args:
+      program: with slots allocated.
+      compiler: shared by all programs of one step function, so that identical tasks compile once.
+      argument_specs: for each argument of the program.
+      result_specs: for each result; `None` keeps what XLA chose.
+      argument_avals: the type of each argument.
+      ranks: those of this process.
+      progress: told after each task.
+      shared: where not all ranks are this process's: tells how the others' tasks partition their results.
+    """
+    walk = _Walk(program, compiler, argument_specs, result_specs, argument_avals, set(ranks), progress, shared)
+    for number, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Run):
+            walk.run(number, instruction)
+        elif isinstance(instruction, Transfer):
+            walk.transfer(number, instruction)
+    walk.finish()
+    return walk.executables()
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """What a slot holds; compared by identity.
+
+    One object stands for the slots of all microbatches: runs of a task that read the same objects write the same ones.
+    So the work for each run is to look these up. `found` tells the spec, or how to find it out: another process may
+    still be compiling what writes it. `rank` is that of the task that wrote it, None for an argument of the step.
+    """
+
+    found: PartitionSpec | Callable[[], PartitionSpec]
+    aval: Any = None
+    rank: int | None = None
+
+    @cached_property
+    def spec(self) -> PartitionSpec:
+        return self.found if isinstance(self.found, PartitionSpec) else self.found()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.aval.shape)
+
+    def local_bytes(self, mesh: RankMeshes) -> int:
+        """On each device; 0 for an argument that is passed on, and for what lies on the host."""
+        if self.rank is None or memory_kind_of(self.aval) is not None:
+            return 0
+        shape = NamedSharding(mesh.unstack[self.rank], self.spec).shard_shape(self.shape)
+        return math.prod(shape) * int(getattr(self.aval.dtype, "itemsize", 0))
+
+
+_AllHeld: TypeAlias = "tuple[_Held, ...]"
+_Result: TypeAlias = "tuple[Any, _AllHeld]"  # of a run: its executable, and what its outputs hold
+
+
+class _Walk:
+    """Goes through a program in order, keeping what each slot holds."""
+
+    def __init__(
+        self,
+        program: Program,
+        compiler: TaskCompiler[Any],
+        argument_specs: Sequence[PartitionSpec],
+        result_specs: Sequence[PartitionSpec | None],
+        argument_avals: Sequence[Any],
+        ranks: set[int],
+        progress: Progress | None,
+        shared: SharedSpecs | None,
+    ) -> None:
+        self.program, self.compiler, self.argument_specs = program, compiler, argument_specs
+        self.result_specs = result_specs
+        self.ranks, self.progress, self.shared = ranks, progress, shared
+        self.mesh: RankMeshes = compiler.mesh
+        self.mesh_shapes = [dict(mesh.shape) for mesh in self.mesh.unstack]
+        self.wanted = specs_wanted(program, result_specs, self._alike)
+        self.held: dict[int, _Held] = dict.fromkeys(program.indices.values(), _Held(PartitionSpec()))
+        for slots, spec, aval in zip(program.arguments, argument_specs, argument_avals, strict=True):
+            self.held.update(dict.fromkeys(slots.values(), _Held(spec, aval)))
+        self.compiled: list[Any] = [None] * len(program.tasks)
+        self.first: dict[int, _Result] = {}  # of each task's first run
+        self.by_specs: dict[tuple[int, tuple[PartitionSpec, ...]], _Result] = {}
+        self.by_held: dict[tuple[int, _AllHeld], _Result] = {}
+        self.carried: dict[tuple[_Held, int], _Held] = {}  # to ranks with meshes of other shapes
+        self.sent: dict[int, _AllHeld] = {}
+        self.received: dict[int, _AllHeld] = {}
+        self.written: dict[int, _AllHeld] = {}
+        self.variants: dict[int, Any] = {}
+
+    def run(self, number: int, run: Run) -> None:
+        key = run.task, tuple(map(self.held.__getitem__, run.inputs))
+        result = self.by_held.get(key)
+        if result is None:
+            result = self.by_held[key] = self._result(number, run)
+        executable, made = result
+        if executable is not self.compiled[run.task]:
+            self.variants[number] = executable
+        self.held.update(zip(run.outputs, made, strict=True))
+        self.written[number] = made
+
+    def _result(self, number: int, run: Run) -> _Result:
+        """The result of a run whose like was not met before."""
+        new = run.task not in self.first
+        if new:
+            self.first[run.task] = self._first_result(number, run)
+        if self.shared is not None:
+            return self.first[run.task]
+        # Within a loop all runs are alike; other programs may read what was made elsewhere.
+        key = run.task, tuple(canonical(self.held[slot].spec) for slot in run.inputs)
+        if key not in self.by_specs:
+            self.by_specs[key] = self.first[run.task] if new else self._compile(number, run)
+        return self.by_specs[key]
+
+    def _first_result(self, number: int, run: Run) -> _Result:
+        program, task, shared = self.program, self.program.tasks[run.task], self.shared
+        if shared is not None and task.rank not in self.ranks:
+            of_other = partial(_spec_of_other, shared, program, run.task)
+            return None, _held_after(task, [partial(of_other, i) for i in range(len(task.graph.outputs))])
+        executable, made = self._compile(number, run)
+        self.compiled[run.task] = executable
+        if shared is not None:
+            shared.publish(program, run.task, [held.spec for held in made])
+        if self.progress is not None:
+            count = sum(task.rank in self.ranks for task in program.tasks)
+            self.progress(len(self.compiled) - self.compiled.count(None), count, task.name)
+        return executable, made
+
+    def _compile(self, number: int, run: Run) -> _Result:
+        task = self.program.tasks[run.task]
+        in_specs = [self.held[slot].spec for slot in run.inputs]
+        wanted = self.wanted.get(number, {})
+        out_specs = [wanted.get(i) for i in range(len(task.graph.outputs))]
+        if task.leading:
+            wishes = [None if a is None else self.argument_specs[a] for a in task.like]
+            out_specs = [
+                s or initial_spec(self.program, number, i, self._spec_held, wishes[i]) for i, s in enumerate(out_specs)
+            ]
+        for output, source in task.pins:
+            out_specs[output] = in_specs[source]
+        if not task.graph.inputs:  # then nothing but the outputs' shardings tells XLA on which mesh it runs
+            out_specs = [s or _spec_in_type(atom.aval) for s, atom in zip(out_specs, task.graph.outputs, strict=True)]
+        compiled = self.compiler.compile(task, in_specs, out_specs)
+        specs = _output_specs(compiled, task, self.mesh)
+        if None in specs:  # XLA chose what no PartitionSpec can say: then it is told to choose otherwise
+            compiled = self.compiler.compile(task, in_specs, [s or PartitionSpec() for s in specs])
+            specs = _output_specs(compiled, task, self.mesh)
+        return compiled, _held_after(task, [s or PartitionSpec() for s in specs])
+
+    def _spec_held(self, slot: int) -> PartitionSpec | None:
+        return self.held[slot].spec if slot in self.held else None
+
+    def transfer(self, number: int, transfer: Transfer) -> None:
+        sent = received = tuple(map(self.held.__getitem__, transfer.sent))
+        if not self._alike(transfer):
+            received = tuple(self._carried_over(held, transfer.target) for held in sent)
+        if wanted := self.wanted.get(number):  # P() is no wish here: what sends it may keep it partitioned
+            received = tuple(
+                replace(held, found=wanted[i]) if wanted.get(i) else held for i, held in enumerate(received)
+            )
+        self.held.update(zip(transfer.received, received, strict=True))
+        self.sent[number], self.received[number], self.written[number] = sent, received, sent
+
+    def _alike(self, transfer: Transfer) -> bool:
+        """Whether both ends of a transfer have meshes of one shape, on which one spec means the same."""
+        return self.mesh_shapes[transfer.source] == self.mesh_shapes[transfer.target]
+
+    def _carried_over(self, held: _Held, target: int) -> _Held:
+        key = held, target
+        if key not in self.carried:
+            spec = carried_over(held.spec, self.mesh.unstack[target], held.shape)
+            self.carried[key] = replace(held, found=spec)
+        return self.carried[key]
+
+    def finish(self) -> None:
+        """Add tasks for the results that are not partitioned as they are wanted."""
+        results, end = self.program.results, len(self.program.instructions)
+        wanted = [
+            (position, rank)
+            for position, (result, spec) in enumerate(zip(results, self.result_specs, strict=True))
+            for rank, slot in (result.items() if isinstance(result, dict) else ())
+            if not self._is_partitioned(rank, self.held[slot], spec)
+        ]
+        avals = {results[position][rank]: self.held[results[position][rank]].aval for position, rank in wanted}
+        self.program = with_own_results(self.program, avals, wanted)
+        self.compiled += [None] * (len(self.program.tasks) - len(self.compiled))
+        for number, run in enumerate(self.program.instructions[end:], end):
+            if isinstance(run, Run):
+                specs = [self.result_specs[position] for position, rank in wanted if rank == run.rank]
+                self.wanted[number] = {output: spec for output, spec in enumerate(specs) if spec is not None}
+                self.run(number, run)
+
+    def _is_partitioned(self, rank: int, held: _Held, spec: PartitionSpec | None) -> bool:
+        if spec is None:
+            return True
+        mesh = self.mesh.unstack[rank]
+        return NamedSharding(mesh, held.spec).is_equivalent_to(NamedSharding(mesh, spec), len(held.shape))
+
+    def executables(self) -> Executables:
+        """What was found, for the instructions in which it is the same as one object."""
+        specs = {
+            all_held: tuple(held.spec for held in all_held)
+            for all_held in {*self.sent.values(), *self.received.values()}
+        }
+        avals = {all_held: tuple(held.aval for held in all_held) for all_held in set(self.sent.values())}
+        sizes = {
+            all_held: tuple(held.local_bytes(self.mesh) for held in all_held) for all_held in set(self.written.values())
+        }
+        results = zip(self.program.results, self.result_specs, strict=True)
+        return Executables(
+            program=self.program,
+            tasks=tuple(self.compiled),
+            in_specs=tuple(self.argument_specs),
+            out_specs=tuple(
+                self.held[next(iter(result.values()))].spec if isinstance(result, dict) else spec
+                for result, spec in results
+            ),
+            transfer_specs={number: specs[received] for number, received in self.received.items()},
+            source_specs={number: specs[sent] for number, sent in self.sent.items()},
+            transfer_avals={number: avals[sent] for number, sent in self.sent.items()},
+            written_bytes={number: sizes[written] for number, written in self.written.items()},
+            variants=self.variants,
+        )
+
+
+def _held_after(task: ProgramTask, found: Sequence[PartitionSpec | Callable[[], PartitionSpec]]) -> _AllHeld:
+    """What a task's outputs hold."""
+    return tuple(_Held(spec, atom.aval, task.rank) for spec, atom in zip(found, task.graph.outputs, strict=True))
+
+
+def _spec_of_other(shared: SharedSpecs, program: Program, task: int, output: int) -> PartitionSpec:
+    return shared.of(program, task)[output]
+
+
+def _spec_in_type(aval: Any) -> PartitionSpec:
+    """The spec that a type holds on an Explicit mesh; on an Auto mesh, that of a whole array."""
+    typed = struct_of(aval).sharding
+    return PartitionSpec() if typed is None else canonical(typed.spec)
+
+
+def _output_specs(compiled: Any, task: ProgramTask, mesh: RankMeshes) -> list[PartitionSpec | None]:
+    submesh = mesh.unstack[task.rank]
+    shapes = [tuple(atom.aval.shape) for atom in task.graph.outputs]
+    return [spec_on(submesh, s, shape) for s, shape in zip(compiled.output_shardings, shapes, strict=True)]

@@ -1,0 +1,173 @@
+"""Arguments to ranks that do not have them, where another process does: state after a change of schedule, mostly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, named_memory
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.runtime.instruction_loop import Across
+from jaxpp_flax.engine.runtime.transport.process_transfer import Crossing
+from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan
+
+__all__ = ["Wanted", "bring", "check_parts"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Where a step reads an argument: on which ranks of its mesh, how it is partitioned there, and in which memory."""
+
+    mesh: MpmdMesh
+    ranks: tuple[int, ...]
+    spec: PartitionSpec
+    name: str
+    memory_kind: str | None = None
+
+    def on(self, rank: int) -> NamedSharding:
+        """Its sharding on one rank."""
+        return NamedSharding(self.mesh.unstack[rank], self.spec, memory_kind=self.memory_kind)
+
+    def is_met_by(self, leaf: MpmdArray) -> bool:
+        """Whether every rank has it already, partitioned so."""
+        sharding = leaf.sharding
+        if not sharding.mesh_ids.issuperset(self.ranks) or sharding.mpmd_mesh != self.mesh:
+            return False
+        return sharding.spec == self.spec and named_memory(sharding) == self.memory_kind
+
+
+def bring(leaf: MpmdArray, wanted: Wanted, across: Across, call: int, argument: int) -> dict[int, jax.Array]:
+    """Replicas of `leaf` for the wanted ranks, as far as they are this process's; moved where a rank lacks one.
+
+    Every process calls it with the same array at the same point, as all of them know where the array lives. Connections
+    to new peers are opened on the way. A replica comes partitioned as the step wants it or as it was; in the second
+    case this process can partition it anew by itself.
+
+    Args:
+      leaf: the argument.
+      wanted: the ranks that read it.
+      across: this process's link.
+      call: counts the calls of the step; no two calls may have the same number.
+      argument: its position.
+
+    Raises:
+      ValueError: in every process, and before anything is sent, if parts of it that lie in different processes would
+        have to be cut anew.
+    """
+    parts = leaf._partially_addressable_arrays  # pyright: ignore[reportPrivateUsage]
+    routes = {rank: _origin(leaf, wanted, rank) for rank in sorted(set(wanted.ranks))}
+    found: dict[int, jax.Array] = {}
+    for rank, (source, target) in routes.items():
+        part = parts.get(source)
+        if target is not None:
+            lies = leaf.sharding.local_sharding(source)
+            what = f"rank {rank}: argument{wanted.name} of the step, which rank {source} has"
+            route = plan([Leaf(leaf.shape, leaf.dtype, lies, target)], jax.process_index(), what)
+            across.link.connect(route.own_parcels())
+            if part is not None and part.is_deleted():
+                raise RuntimeError(leaf._deleted_message(source))  # pyright: ignore[reportPrivateUsage]
+            tag = across.tag(0, call, f"/argument-{argument}-to-{rank}")
+            (part,) = Crossing(across.link, route, [True])([part], tag)
+        if part is not None and wanted.mesh.is_local(rank):
+            found[rank] = part
+    return found
+
+
+def _origin(leaf: MpmdArray, wanted: Wanted, rank: int) -> tuple[int, NamedSharding | None]:
+    """The rank of the leaf's mesh that its replica is taken from, and the sharding with which it arrives.
+
+    That is None where the replica lies on the right devices already.
+    """
+    sharding, target, ndim = leaf.sharding, _in_own_memory(wanted.on(rank)), len(leaf.shape)
+    for own in leaf.mpmd_idxs:
+        lies = _in_own_memory(sharding.local_sharding(own))
+        if lies.device_set == target.device_set:
+            if _can_repartition(lies, target, ndim):
+                return own, None
+            raise _refusal(leaf, wanted, rank)
+    owners = _processes(target)
+    # Where a process has devices of both ranks, that replica is near.
+    source = min(leaf.mpmd_idxs, key=lambda own: (_processes(sharding.local_sharding(own)) != owners, own))
+    lies = sharding.local_sharding(source)
+    if named_memory(lies) is not None:
+        raise ValueError(
+            f"argument{wanted.name}, {leaf.dtype}{list(leaf.shape)}, lies in {lies.memory_kind!r} memory on rank "
+            f"{source}, but the step reads it on rank {rank} of another process, and only what is in the devices' own "
+            "memory goes from process to process. Move it there first, or pass a host array that every process has."
+        )
+    pieces = _pieces(lies, leaf.shape)
+    for arrives in (target, _same_spec(wanted.mesh.unstack[rank], leaf)):
+        if arrives is not None and _pieces(arrives, leaf.shape) <= pieces and _can_repartition(arrives, target, ndim):
+            return source, arrives
+    raise _refusal(leaf, wanted, rank)
+
+
+def _in_own_memory(sharding: NamedSharding) -> NamedSharding:
+    """The same in the devices' own memory: what is brought moves on from there, within its process."""
+    return NamedSharding(sharding.mesh, sharding.spec)
+
+
+def _same_spec(mesh: Mesh, leaf: MpmdArray) -> NamedSharding | None:
+    """The leaf's partition on another mesh, if that has its axes and they divide it."""
+    try:
+        sharding = NamedSharding(mesh, leaf.spec)
+        sharding.shard_shape(leaf.shape)
+    except ValueError:
+        return None
+    return sharding
+
+
+def _pieces(sharding: NamedSharding, shape: tuple[int, ...]) -> set[tuple[tuple[int, int, int], ...]]:
+    """The parts of an array that its devices hold."""
+    return {
+        tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
+        for index in sharding.devices_indices_map(shape).values()
+    }
+
+
+def _processes(sharding: NamedSharding) -> set[int]:
+    return {device.process_index for device in sharding.device_set}
+
+
+def _can_repartition(lies: NamedSharding, target: NamedSharding, ndim: int) -> bool:
+    """Whether each process has what it needs of `target`, of the same devices, in what it has of `lies`."""
+    return len(_processes(target)) == 1 or lies.is_fully_replicated or lies.is_equivalent_to(target, ndim)
+
+
+def _refusal(leaf: MpmdArray, wanted: Wanted, rank: int) -> ValueError:
+    return ValueError(
+        f"argument{wanted.name}, {leaf.dtype}{list(leaf.shape)}, lies on rank {', '.join(map(str, leaf.mpmd_idxs))} of "
+        f"{leaf.sharding.mpmd_mesh!r}, partitioned as {leaf.spec}, but the step reads it on rank {rank} of "
+        f"{wanted.mesh!r}, partitioned as {wanted.spec}. Between processes a replica moves as it is cut, or "
+        "whole. Pass it with the sharding that the step takes (`compiled.in_shardings`), from which "
+        "`spmd_to_mpmd_reshard(mesh, tree, shardings)` makes it, or as a host array that every process has."
+    )
+
+
+def check_parts(value: jax.Array, wanted: Wanted) -> None:
+    """Refuse an array over several processes of which one of them lacks what it needs: in all of them, not in that one.
+
+    Args:
+      value: not fully addressable.
+      wanted: the ranks that read it.
+
+    Raises:
+      ValueError: naming the argument and the rank.
+    """
+    has = {device.process_index for device in value.sharding.device_set}
+    for rank in wanted.ranks:
+        target = wanted.on(rank)
+        whole = value.is_fully_replicated and _processes(target) <= has
+        if not whole and not _same_devices(value, target):
+            raise ValueError(
+                f"argument{wanted.name}, {value.dtype}{list(value.shape)}, is sharded over several processes as "
+                f"{value.sharding}, but the step reads it on rank {rank} as {target}, and the processes of that rank "
+                "do not have all of it. Pass it with the sharding that the step takes (`compiled.in_shardings`), or as "
+                "a host array that every process has."
+            )
+
+
+def _same_devices(value: jax.Array, target: NamedSharding) -> bool:
+    return value.sharding.device_set == target.device_set and value.sharding.is_equivalent_to(target, value.ndim)

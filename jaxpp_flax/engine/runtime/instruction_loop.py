@@ -1,0 +1,286 @@
+"""The instruction loop: runs a compiled program over an environment of slots, and never waits for a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpp_flax._compat import copy_arrays
+from jaxpp_flax.engine.arrays.mesh import RankMeshes
+from jaxpp_flax.engine.arrays.placing import place
+from jaxpp_flax.engine.program.program import Free, Program, Run, Transfer
+from jaxpp_flax.engine.runtime.debug_switches import SpecialValues
+from jaxpp_flax.engine.runtime.executables import Executables
+from jaxpp_flax.engine.runtime.profile import TaskTiming, run_profiled
+from jaxpp_flax.engine.runtime.shared_buffers import handed_over
+from jaxpp_flax.engine.runtime.task_times import collector, run_timed
+from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag
+from jaxpp_flax.engine.runtime.transport.connection import Link
+from jaxpp_flax.engine.runtime.transport.process_transfer import Crossing
+from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan
+from jaxpp_flax.engine.tracing.ir import memory_kind_of
+
+__all__ = ["Across", "Runtime"]
+
+Environment = list[Any]
+Step = Callable[[Environment], None]
+
+
+@dataclass(frozen=True)
+class Across:
+    """How this process takes part in a program that several run: its link to the others, and the program's names.
+
+    `title` is for people ("program 2"); `name` is no other program's, not even after a change of the code.
+    """
+
+    link: Link
+    title: str
+    name: str
+
+    def tag(self, number: int, call: int, part: str = "") -> Tag:
+        """The name of a transfer.
+
+        Args:
+          number: its place in the program.
+          call: of the program, counted from 1.
+          part: of the program, where the transfer is none of its instructions.
+        """
+        step = self.link.group.step
+        return Tag(f"{self.name}{part}", call if step is None else step, number, call)
+
+
+class Runtime:
+    """A program bound to its executables; `run` is called once per step.
+
+    Each instruction becomes one function bound to plain integers, so that a step evaluates nothing but calls, copies
+    and list accesses. With several processes, only those of this process's ranks become one.
+    """
+
+    def __init__(
+        self, program: Program, executables: Executables, mesh: RankMeshes, across: Across | None = None
+    ) -> None:
+        self.program = program
+        self.parcels: list[Parcel] = []  # what this process sends and receives in a step
+        self._across = across
+        self._calls = 0
+        self._mesh, self._executables = mesh, executables
+        if across is not None:
+            _refuse_other_memory(program, executables)
+        self._given_away = _given_away(program) if across is not None else {}
+        self._awaiting = _awaiting(program) if across is not None else {}
+        # As slots come round, most instructions are like earlier ones, and share what is made for these.
+        self._step_of, self._transfer_of, self._shardings_of = cache(partial), cache(_bind_transfer), cache(_shardings)
+        local = set(mesh.local_ranks)
+        self._bound = [self._bind(number, instr, local) for number, instr in enumerate(program.instructions)]
+        self._steps = [step for step in self._bound if step is not None]
+        self._indices = self._place_indices(local)
+
+    @cached_property
+    def _handed_over(self) -> dict[int, frozenset[int]]:
+        # Only where ranks share devices is it asked for.
+        return handed_over(self.program)
+
+    def _place_indices(self, local: set[int]) -> dict[int, jax.Array]:
+        """The microbatch index as a device scalar on each rank, made once: no step pays for it."""
+        indices = {key: slot for key, slot in self.program.indices.items() if key[0] in local}
+        value = {microbatch: jax.numpy.int32(microbatch) for _, microbatch in indices}
+        on_rank = {rank: NamedSharding(self._mesh.unstack[rank], PartitionSpec()) for rank, _ in indices}
+        if not all(sharding.is_fully_addressable for sharding in on_rank.values()):
+            return {slot: place(value[m], on_rank[rank]) for (rank, m), slot in indices.items()}
+        placed = copy_arrays([value[m] for _, m in indices], [on_rank[rank] for rank, _ in indices])
+        return dict(zip(indices.values(), placed, strict=True))
+
+    def _bind(self, number: int, instruction: Run | Transfer | Free, local: set[int]) -> Step | None:
+        if isinstance(instruction, Transfer):
+            return self._bind_any_transfer(number, instruction, local)
+        if instruction.rank not in local:
+            return None
+        if isinstance(instruction, Run):
+            executable = self._executables.variants.get(number, self._executables.tasks[instruction.task])
+            run = self._step_of(_run, executable, instruction.inputs, instruction.outputs)
+            return run if self._across is None else self._step_of(_after, self._across.link.window.before_task, run)
+        return self._step_of(_free, instruction.slots, instruction.delete)
+
+    def _bind_any_transfer(self, number: int, instruction: Transfer, local: set[int]) -> Step | None:
+        source, target = self._mesh.unstack[instruction.source], self._mesh.unstack[instruction.target]
+        types = self._executables.transfer_avals[number]
+        memories = tuple(memory_kind_of(aval) for aval in types)
+        shardings = self._shardings_of(target, self._executables.transfer_specs[number], memories)
+        here = {instruction.source, instruction.target} <= local
+        if self._across is None or (here and not (source.is_multi_process or target.is_multi_process)):
+            # On one device alone: on several, the two ranks may partition a value differently.
+            together = source.size == target.size == 1 and source.devices.flat[0] == target.devices.flat[0]
+            handed = self._handed_over[number] if together else frozenset[int]()
+            return self._transfer_of(instruction, shardings, handed)
+        across, link = self._across, self._across.link
+        concerned = not local.isdisjoint((instruction.source, instruction.target))
+        if not concerned and not link.transport.needs_global_order:
+            return None
+        specs = self._executables.source_specs[number]
+        leaves = [
+            Leaf(tuple(aval.shape), aval.dtype, NamedSharding(source, spec), sharding)
+            for aval, spec, sharding in zip(types, specs, shardings, strict=True)
+        ]
+        route = plan(leaves, jax.process_index(), self._awaiting[number])
+        self.parcels += route.own_parcels()
+        crossing = Crossing(link, route, self._given_away[number])
+        sent = instruction.sent if instruction.source in local else (None,) * len(leaves)
+
+        def step(environment: Environment) -> None:
+            arrays = [None if slot is None else environment[slot] for slot in sent]
+            arrived = crossing(arrays, across.tag(number, self._calls))
+            for slot, array in zip(instruction.received, arrived, strict=True):
+                environment[slot] = array
+
+        return step
+
+    def run(self, environment: Environment) -> None:
+        """Run one step; `environment` holds the arguments in their slots and receives the results in theirs.
+
+        Raises:
+          FloatingPointError: if a result holds what `jax.debug_nans` or `jax.debug_infs` look for.
+        """
+        self._calls += 1
+        if self._across is not None:
+            self._across.link.group.runs += 1
+        for slot, index in self._indices.items():
+            environment[slot] = index
+        bound, steps = self._bound, self._steps
+        if (watch := SpecialValues.wanted(self.program)) is not None:
+            watch.keep_arguments(environment)
+            bound = watch.watching(bound)
+            steps = [step for step in bound if step is not None]
+        if (times := collector()) is not None:
+            run_timed(self.program, bound, environment, times)
+        else:
+            for step in steps:
+                step(environment)
+        if watch is not None:
+            watch.finish()
+
+    def profile(self, environment: Environment, at_once: int | None = None) -> list[TaskTiming]:
+        """Run one step as `run` does, measuring when each task of the loop ran; at most `at_once` at a time.
+
+        It is for one process that owns all ranks.
+
+        Raises:
+          FloatingPointError: as `run`, by the results alone: tasks that are watched would take longer.
+        """
+        for slot, index in self._indices.items():
+            environment[slot] = index
+        watch = SpecialValues.wanted(self.program)
+        if watch is None:
+            return run_profiled(self.program, self._steps, environment, at_once)
+        watch.keep_arguments(environment)
+        timings = run_profiled(self.program, watch.unwatched(self._steps), environment, at_once)
+        watch.look_at_results(environment)
+        return timings
+
+
+# What steps are made of, by `partial`: a closure is five objects to the garbage collector where that is two.
+
+
+def _run(executable: Any, inputs: tuple[int, ...], outputs: tuple[int, ...], environment: Environment) -> None:
+    results = executable(*[environment[slot] for slot in inputs])
+    for slot, result in zip(outputs, results, strict=True):
+        environment[slot] = result
+
+
+def _after(first: Callable[[], None], step: Step, environment: Environment) -> None:
+    first()
+    step(environment)
+
+
+def _copy(
+    sent: Sequence[int], received: Sequence[int], shardings: Sequence[NamedSharding], environment: Environment
+) -> None:
+    for slot, copy in zip(received, copy_arrays([environment[s] for s in sent], shardings), strict=True):
+        environment[slot] = copy
+
+
+def _hand_over(moves: Sequence[tuple[int, int]], rest: Step | None, environment: Environment) -> None:
+    for source, target in moves:
+        environment[target] = environment[source]
+    if rest is not None:
+        rest(environment)
+
+
+def _shardings(
+    mesh: Mesh, specs: tuple[PartitionSpec, ...], memories: tuple[str | None, ...]
+) -> tuple[NamedSharding, ...]:
+    return tuple(NamedSharding(mesh, spec, memory_kind=kind) for spec, kind in zip(specs, memories, strict=True))
+
+
+def _bind_transfer(transfer: Transfer, shardings: tuple[NamedSharding, ...], handed_over: frozenset[int]) -> Step:
+    sent, received = transfer.sent, transfer.received
+    if not handed_over:
+        return partial(_copy, sent, received, shardings)
+    copied = [position for position in range(len(sent)) if position not in handed_over]
+    copy = partial(_copy, [sent[p] for p in copied], [received[p] for p in copied], [shardings[p] for p in copied])
+    return partial(_hand_over, [(sent[p], received[p]) for p in sorted(handed_over)], copy if copied else None)
+
+
+def _free(slots: tuple[int, ...], delete: tuple[int, ...], environment: Environment) -> None:
+    for slot in delete:
+        environment[slot].delete()
+    for slot in slots:
+        environment[slot] = None
+
+
+def _refuse_other_memory(program: Program, executables: Executables) -> None:
+    """Between processes, only what is in the devices' own memory is sent; every process refuses alike."""
+    for number, transfer in enumerate(program.instructions):
+        if not isinstance(transfer, Transfer):
+            continue
+        for aval in executables.transfer_avals[number]:
+            if (kind := memory_kind_of(aval)) is not None:
+                raise ValueError(
+                    f"a value {aval.dtype}{list(aval.shape)} in {kind!r} memory goes from rank {transfer.source} to "
+                    f"rank {transfer.target}, and with several processes only what is in the devices' own memory is "
+                    "sent. Move it there before the mark: `jax.device_put(x, jax.memory.Space.Device)`."
+                )
+
+
+def _given_away(program: Program) -> dict[int, list[bool]]:
+    """For each transfer, which of the values sent are arguments or results: others may donate or delete those."""
+    given = set(program.preset())
+    found: dict[int, list[bool]] = {}
+    sends: dict[int, list[tuple[int, int]]] = {}  # of a slot's present value: transfers, and positions in these
+    for number, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Transfer):
+            found[number] = [slot in given for slot in instruction.sent]
+            for position, slot in enumerate(instruction.sent):
+                sends.setdefault(slot, []).append((number, position))
+        for slot in instruction.writes():
+            given.discard(slot)
+            sends.pop(slot, None)
+    for result in program.results:
+        for slot in result.values() if isinstance(result, dict) else ():
+            for number, position in sends.get(slot, ()):
+                found[number][position] = True
+    return found
+
+
+def _awaiting(program: Program) -> dict[int, str]:
+    """For each transfer, what its target waits for: the next task that reads it."""
+    reader: dict[int, str] = {}
+    found: dict[int, str] = {}
+    for number in range(len(program.instructions) - 1, -1, -1):
+        instruction = program.instructions[number]
+        if isinstance(instruction, Transfer):
+            readers = [reader.pop(slot) for slot in instruction.received if slot in reader]
+            purpose = readers[0] if readers else "a result of the step"
+            found[number] = f"rank {instruction.target}: what {purpose} needs of rank {instruction.source}"
+            reader.update(dict.fromkeys(instruction.sent, "a later task"))
+        elif isinstance(instruction, Run):
+            for slot in instruction.outputs:
+                reader.pop(slot, None)
+            task = program.tasks[instruction.task]
+            stage = "" if task.stage is None else f" (stage {task.stage}, microbatch {instruction.microbatch})"
+            reader.update(dict.fromkeys(instruction.inputs, f"task {task.name}{stage}"))
+    return found

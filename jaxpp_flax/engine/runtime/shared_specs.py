@@ -1,0 +1,82 @@
+"""What a process learns of tasks that others compile: how XLA partitioned their results.
+
+Each task is compiled by the processes of its rank alone, but the shardings of its results are those of its readers'
+inputs. On ranks of one device there is nothing to tell.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.program.program import Program
+from jaxpp_flax.processes.group import ProcessGroup
+
+__all__ = ["SharedSpecs", "decode_specs", "encode_specs"]
+
+
+@dataclass(frozen=True)
+class SharedSpecs:
+    """Gives and takes the specs of tasks' results.
+
+    Args:
+      group: the processes.
+      mesh: says which of them own a rank.
+      name: of the program: the same on all processes, and no other program's.
+      timeout_s: to wait for another process's compilation.
+    """
+
+    group: ProcessGroup
+    mesh: MpmdMesh
+    name: str
+    timeout_s: float
+    _known: dict[int, tuple[PartitionSpec, ...]] = field(default_factory=dict)
+
+    def publish(self, program: Program, task: int, specs: Sequence[PartitionSpec]) -> None:
+        """Tell the others, if this process speaks for the task's rank."""
+        rank = program.tasks[task].rank
+        if self.mesh.unstack[rank].size > 1 and self._speaker(rank) == self.group.process_index:
+            self.group.publish(f"{self.name}/specs/{task}", encode_specs(specs))
+
+    def of(self, program: Program, task: int) -> tuple[PartitionSpec, ...]:
+        """The specs of the results of a task that another process compiles; waits until it has."""
+        found = self._known.get(task)
+        if found is None:
+            described = program.tasks[task]
+            if self.mesh.unstack[described.rank].size == 1:
+                found = (PartitionSpec(),) * len(described.graph.outputs)
+            else:
+                what = f"how XLA partitioned the results of task {described.name}"
+                speaker = self._speaker(described.rank)
+                found = decode_specs(self.group.fetch(f"{self.name}/specs/{task}", what, speaker, self.timeout_s))
+            self._known[task] = found
+        return found
+
+    def _speaker(self, rank: int) -> int:
+        return min(device.process_index for device in self.mesh.rank_devices(rank))
+
+
+def encode_specs(specs: Sequence[PartitionSpec]) -> bytes:
+    """Specs as JSON.
+
+    Example:
+      >>> encode_specs([PartitionSpec("data", None), PartitionSpec(("a", "b"))])
+      b'[["data", null], [["a", "b"]]]'
+    """
+    return json.dumps([[list(e) if isinstance(e, tuple) else e for e in spec] for spec in specs]).encode()
+
+
+def decode_specs(data: bytes) -> tuple[PartitionSpec, ...]:
+    """The inverse of `encode_specs`.
+
+    Example:
+      >>> decode_specs(b'[["data", null], [["a", "b"]]]')
+      (P('data', None), P(('a', 'b'),))
+    """
+    entries: list[list[Any]] = json.loads(data)
+    return tuple(PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in spec)) for spec in entries)

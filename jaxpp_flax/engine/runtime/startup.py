@@ -1,0 +1,93 @@
+"""Before the first step of a program of several processes: they agree on it, connect, and wait for one another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.program.description import describe_program
+from jaxpp_flax.engine.program.program import Program
+from jaxpp_flax.engine.runtime.instruction_loop import Across
+from jaxpp_flax.engine.runtime.shared_specs import SharedSpecs
+from jaxpp_flax.engine.runtime.transport.base import Parcel
+from jaxpp_flax.engine.runtime.transport.connection import process_link
+from jaxpp_flax.processes.agreement import agree, agree_on, text_of
+from jaxpp_flax.processes.environment import describe_environment
+
+__all__ = ["compare_values", "meet", "start"]
+
+_REMEDY = (
+    "Several processes read it, each its own value. Make it from the same seed and the same files in each, or in one "
+    "process, and send it to the others by `jax.experimental.multihost_utils.broadcast_one_to_all`."
+)
+
+
+def meet(
+    mesh: MpmdMesh,
+    program: Program,
+    argument_specs: Sequence[PartitionSpec],
+    result_specs: Sequence[PartitionSpec | None],
+) -> tuple[Across, SharedSpecs] | tuple[None, None]:
+    """Agree on a program with the other processes, before anything is compiled; nothing where there are none.
+
+    Raises:
+      ValueError: if the mesh has no device of this process.
+      ProgramMismatchError: if theirs differ, or the settings that they are compiled by; it shows the first difference.
+      BarrierTimeoutError, ProcessFailedError: if a process does not come.
+    """
+    process = jax.process_index()
+    owners = sorted({device.process_index for device in mesh.jax_mesh.devices.flat})
+    if owners == [process]:
+        return None, None
+    if process not in owners:
+        raise ValueError(
+            f"{mesh!r} has no device of process {process}: all are of {owners} of {jax.process_count()} processes. "
+            "Every process of a run takes part in its steps: build the mesh from devices of all of them."
+        )
+    link = process_link()
+    title = f"program {link.next_program()}"
+    timeout = link.settings.start_timeout
+    # Settings first: where they differ the program mostly does too, and says less.
+    lines = [*describe_environment(), *describe_program(program, argument_specs, result_specs)]
+    digest = agree(link.group, title, lines, timeout)
+    name = f"{title.replace(' ', '-')}-{digest}"
+    return Across(link, title, name), SharedSpecs(link.group, mesh, name, timeout)
+
+
+def start(across: Across, parcels: Sequence[Parcel], constants: Mapping[str, Any]) -> None:
+    """Connect, wait until every process has compiled its tasks and has done so too, and compare the constants.
+
+    Args:
+      across: the program.
+      parcels: those that this process sends or receives.
+      constants: by name, the arrays that the step closes over: each process has its own.
+
+    Raises:
+      ValuesMismatchError: naming the first constant that differs.
+      BarrierTimeoutError: naming the processes that are missing.
+      ProcessFailedError: naming the process that failed.
+    """
+    across.link.connect(parcels)
+    across.link.group.barrier(f"the start of {across.title}", across.link.settings.start_timeout)
+    # After the barrier: who waits here has no deadline.
+    compare_values(across, "the constants", constants)
+
+
+def compare_values(across: Across, what: str, values: Mapping[str, Any]) -> None:
+    """Make sure that what several processes read, and each has by itself, is the same in all of them.
+
+    Args:
+      across: the program.
+      what: the values together, such as "the arguments".
+      values: by name; what is no whole value of this process is left out.
+
+    Raises:
+      ValuesMismatchError: naming the first value that differs, and the processes.
+    """
+    # Without values as well: where arrays have been laid out already, another process may still have some to compare.
+    hashes = {name: text_of(value) for name, value in values.items()}
+    agree_on(across.link.group, f"{what} of {across.title}", hashes, _REMEDY)

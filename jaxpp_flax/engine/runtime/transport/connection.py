@@ -1,0 +1,143 @@
+"""This process's connection to the others: one transport, chosen once, with what watches over it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import jax
+
+from jaxpp_flax import _compat
+from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, Transport
+from jaxpp_flax.engine.runtime.transport.device_put import CrossHostDevicePut
+from jaxpp_flax.engine.runtime.transport.flow_control import Window
+from jaxpp_flax.engine.runtime.transport.nccl import NcclTransport
+from jaxpp_flax.engine.runtime.transport.transfer_server import TransferServer
+from jaxpp_flax.engine.runtime.transport.watchdog import Watchdog
+from jaxpp_flax.processes.addresses import own_address
+from jaxpp_flax.processes.environment import seconds_of
+from jaxpp_flax.processes.group import CoordinationError, ProcessGroup, process_group
+
+__all__ = ["Link", "Settings", "process_link"]
+
+_NAMES = ("transfer", "device_put", "nccl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How processes are connected; each field is read from the environment, the same on every process.
+
+    Args:
+      transport: "transfer", "device_put" or "nccl"; None: "transfer" on CPU, else "device_put"
+        (`JAXPP_FLAX_TRANSPORT`).
+      bind_address: the address that this process listens on; None: the one by which it reaches the coordinator, which
+        is loopback where that is (`JAXPP_FLAX_BIND_ADDRESS`).
+      start_timeout: seconds that processes wait for one another before the first step: the slowest compilation must
+        fit (`JAXPP_FLAX_START_TIMEOUT`).
+      receive_timeout: seconds that one receive may take although its sender lives; None: no limit, a failed process
+        is found by other means (`JAXPP_FLAX_RECEIVE_TIMEOUT`).
+
+    Example:
+      >>> Settings.read({"JAXPP_FLAX_TRANSPORT": "transfer"}).transport
+      'transfer'
+    """
+
+    transport: str | None = None
+    bind_address: str | None = None
+    start_timeout: float = 1800.0
+    receive_timeout: float | None = None
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> Settings:
+        """From environment variables.
+
+        Raises:
+          ValueError: for a transport that there is not, or a time that is no positive number.
+        """
+        transport = environment.get("JAXPP_FLAX_TRANSPORT") or None
+        if transport is not None and transport not in _NAMES:
+            raise ValueError(f"JAXPP_FLAX_TRANSPORT={transport!r}: it must be one of {', '.join(_NAMES)}.")
+        receive = seconds_of(environment, "JAXPP_FLAX_RECEIVE_TIMEOUT", math.inf)
+        return cls(
+            transport=transport,
+            bind_address=environment.get("JAXPP_FLAX_BIND_ADDRESS") or None,
+            start_timeout=seconds_of(environment, "JAXPP_FLAX_START_TIMEOUT", cls.start_timeout),
+            receive_timeout=None if receive == math.inf else receive,
+        )
+
+
+class Link:
+    """What the runtime moves arrays between processes with.
+
+    Args:
+      group: all processes.
+      transport: moves the arrays.
+      settings: the deadlines.
+    """
+
+    def __init__(self, group: ProcessGroup, transport: Transport, settings: Settings) -> None:
+        self.group, self.transport, self.settings = group, transport, settings
+        # Until all have ended their programs, others may still receive what this process has sent.
+        group.when_closed(transport.close)
+        self._watchdog = Watchdog(transport, group, settings.receive_timeout)
+        self.window = Window(group)
+        self._programs = 0
+
+    def stop_watching(self) -> None:
+        """End the thread that follows receives; to be called at the end of the program."""
+        self._watchdog.stop()
+
+    def next_program(self) -> int:
+        """Numbers programs as they are compiled: in the same order on every process."""
+        self._programs += 1
+        return self._programs
+
+    def connect(self, parcels: Iterable[Parcel]) -> None:
+        """Open connections for this process's parcels; every process calls it at the same point of its program."""
+        self.transport.connect(tuple(parcels), self.settings.start_timeout)
+
+    def send(self, values: Sequence[jax.Array], parcel: Parcel, tag: Tag) -> None:
+        """Send a parcel of this process."""
+        self.transport.send(values, parcel, tag)
+
+    def recv(self, parcel: Parcel, tag: Tag) -> list[jax.Array]:
+        """Receive a parcel for this process; looked after until it has arrived."""
+        arrays = self.transport.recv(parcel, tag)
+        self._watchdog.follow(parcel, tag, arrays)
+        self.window.received(arrays[-1], parcel, tag)
+        return arrays
+
+
+@cache
+def process_link() -> Link:
+    """The one link of this process, made at the first call: then JAX's processes are known and its devices exist."""
+    group = process_group()
+    mine = not group.is_watched  # else whoever began the watch ends it
+    group.watch()
+    settings = Settings.read(os.environ)
+    link = Link(group, _make(settings, group), settings)
+    # Threads that are inside JAX when Python ends would abort the process.
+    atexit.register(_end, link, end_watch=mine)
+    return link
+
+
+def _end(link: Link, *, end_watch: bool) -> None:
+    link.stop_watching()
+    if end_watch:
+        # A failure has been told by then: the watch ends the process.
+        with contextlib.suppress(CoordinationError):
+            link.group.close()
+
+
+def _make(settings: Settings, group: ProcessGroup) -> Transport:
+    name = settings.transport or ("transfer" if jax.default_backend() == "cpu" else "device_put")
+    if name == "transfer":
+        # Without a coordinator there is one process, or a JAX that hides it.
+        address = settings.bind_address or own_address(_compat.coordinator_address() or "127.0.0.1:1")
+        return TransferServer(address, group)
+    return CrossHostDevicePut() if name == "device_put" else NcclTransport(group=group)

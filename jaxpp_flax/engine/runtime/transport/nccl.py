@@ -1,0 +1,316 @@
+"""Transport over NCCL, through CuPy (extra `cuda12` or `cuda13`), for GPUs.
+
+Each ordered pair of devices has a communicator and a stream of its own at either end, so that the two directions never
+wait for one another. Within a pair, parcels go in the program's order at both ends. NCCL reads and writes bare memory:
+a sender's thread waits until a value is computed, keeps it alive until it is sent, and the receiver hands a buffer to
+JAX only when it is full. Everything is sent as bytes, so every dtype of whole bytes goes through.
+
+The scheme (a communicator for each pair, grouped calls on side streams) is that of NVIDIA's JaxPP.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, TransportError, describe_type
+from jaxpp_flax.engine.runtime.transport.cupy_nccl import Cupy
+from jaxpp_flax.processes.group import ProcessGroup, process_group
+from jaxpp_flax.processes.waits import quietly
+
+__all__ = ["Buffer", "Communicator", "Library", "NcclTransport", "from_bytes"]
+
+_POLL_SECONDS = 50e-6
+# How often the creation of a communicator looks for failures.
+_JOIN_POLL_SECONDS = 0.05
+# A send that fails because its peer did leaves it to the peer to say why, for so long.
+_REPORT_SECONDS = 2.0
+_CLOSE_SECONDS = 10.0
+
+
+class Buffer(Protocol):
+    """Device memory that a receive writes to."""
+
+    @property
+    def pointer(self) -> int:
+        """Address of its first byte on the device."""
+        ...
+
+    def as_jax(self) -> jax.Array:
+        """The same memory as a `uint8` array."""
+        ...
+
+
+class Communicator(Protocol):
+    """One end of an ordered pair of devices."""
+
+    def group(self, moves: Sequence[tuple[int, int]], *, sending: bool) -> None:
+        """Queue sends (or receives) of (pointer, bytes) on its stream, as one group; does not wait."""
+        ...
+
+    def is_done(self) -> bool:
+        """Whether all that was queued has been carried out.
+
+        Raises:
+          RuntimeError: if NCCL reports an error.
+        """
+        ...
+
+    def abort(self) -> None:
+        """End what is under way, with an error; may be called by any thread, at any time, more than once."""
+        ...
+
+    def close(self) -> None:
+        """Free it; all that was queued is done."""
+        ...
+
+
+class Library(Protocol):
+    """What this transport needs of NCCL and CUDA."""
+
+    def unique_id(self) -> bytes:
+        """A new name for a communicator."""
+        ...
+
+    def communicator(self, unique_id: bytes, *, sending: bool, device: Any) -> Communicator:
+        """Join the communicator of two with that name; waits for the other end."""
+        ...
+
+    def empty(self, nbytes: int, device: Any) -> Buffer:
+        """Memory on a local device."""
+        ...
+
+
+@dataclass
+class _Pair:
+    """What is open between two devices, the other of which is `peer`'s."""
+
+    communicator: Communicator
+    peer: int
+    worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
+    latest: Future[None] | None = None
+
+
+class NcclTransport:
+    """Transport over NCCL.
+
+    `recv` waits until the parcel has come, as no array of JAX can be made whose memory NCCL is still to fill. Sends
+    never wait, and every process receives in the program's order, so that no two processes wait for one another.
+
+    Args:
+      library: NCCL and CUDA; None: through CuPy.
+      group: the processes, for the exchange of names and for news of failures.
+    """
+
+    name: ClassVar[str] = "nccl"
+    needs_global_order: ClassVar[bool] = False
+    reads_later: ClassVar[bool] = True
+
+    def __init__(self, library: Library | None = None, group: ProcessGroup | None = None) -> None:
+        self._library: Library = Cupy() if library is None else library
+        self._group = process_group() if group is None else group
+        self._pairs: dict[tuple[int, int], _Pair] = {}
+
+    def connect(self, parcels: Sequence[Parcel], timeout_s: float) -> None:
+        """Open a communicator for each ordered pair of devices in the parcels of this process.
+
+        All processes go through their pairs in ascending order, so that no two wait for each other crosswise.
+
+        Raises:
+          TransportError: if NCCL cannot open one, or a peer does not come in time.
+        """
+        me = self._group.process_index
+        wanted: dict[tuple[int, int], tuple[Parcel, Any]] = {}
+        for parcel in parcels:
+            for pair, (source, target) in zip(_pairs(parcel), _devices(parcel), strict=True):
+                wanted.setdefault(pair, (parcel, source if parcel.source == me else target))
+        for pair in sorted(wanted.keys() - self._pairs.keys()):
+            parcel, device = wanted[pair]
+            sending = parcel.source == me
+            key = f"nccl/{pair[0]}-{pair[1]}"
+            if sending:
+                name = self._library.unique_id()
+                self._group.publish(key, name)
+            else:
+                name = self._group.fetch(key, f"the name of NCCL communicator {pair}", parcel.source, timeout_s)
+            peer = parcel.target if sending else parcel.source
+            communicator = self._join(name, pair, peer, timeout_s, sending=sending, device=device)
+            self._pairs[pair] = _Pair(communicator, peer)
+
+    def _join(
+        self, name: bytes, pair: tuple[int, int], peer: int, timeout_s: float, *, sending: bool, device: Any
+    ) -> Communicator:
+        # NCCL waits for the other end without end, and cannot be interrupted: so in a thread that may be left behind.
+        opened: Future[Communicator] = Future()
+
+        def open_it() -> None:
+            try:
+                opened.set_result(self._library.communicator(name, sending=sending, device=device))
+            except Exception as error:
+                opened.set_exception(error)
+
+        what = f"NCCL communicator {pair[0]}-{pair[1]} (devices' ids)"
+        deadline = time.monotonic() + timeout_s
+        threading.Thread(target=open_it, name="jaxpp_flax-nccl", daemon=True).start()
+        with self._group.waiting(f"the other end of {what}", on=peer):
+            while not wait([opened], timeout=_JOIN_POLL_SECONDS).done:
+                self._group.check()
+                if time.monotonic() > deadline:
+                    raise TransportError(
+                        f"process {peer} did not join {what} within {timeout_s:g} s; process "
+                        f"{self._group.process_index} waited. Look at its log; NCCL_DEBUG=INFO makes NCCL say more. "
+                        "`python -m jaxpp_flax.doctor` looks for what NCCL is known to hang of, and "
+                        "NCCL_SOCKET_IFNAME names the network to use."
+                    )
+        try:
+            return opened.result()
+        except RuntimeError as error:
+            raise TransportError(
+                f"NCCL could not open {what} between processes {self._group.process_index} and {peer}: {error}. "
+                "NCCL_DEBUG=INFO makes NCCL say more; JAXPP_FLAX_TRANSPORT=device_put does without NCCL."
+            ) from error
+
+    def send(self, values: Sequence[jax.Array], parcel: Parcel, tag: Tag) -> None:
+        """Queue the values behind what this pair sends already; they are kept alive until they are sent."""
+        for pair, positions in _by_pair(parcel).items():
+            mine = [_checked(values[i]) for i in positions]
+            open_pair = self._pairs[pair]
+            if open_pair.latest is not None and open_pair.latest.done():
+                open_pair.latest.result()  # an error of an earlier send comes out here
+            open_pair.latest = open_pair.worker.submit(self._send, open_pair.communicator, mine, parcel, tag)
+
+    def _send(self, communicator: Communicator, values: Sequence[jax.Array], parcel: Parcel, tag: Tag) -> None:
+        try:
+            for value in values:
+                value.block_until_ready()
+            self._move(communicator, [(value.unsafe_buffer_pointer(), value.nbytes) for value in values], parcel, tag)
+            self._wait(communicator, parcel, tag)
+        except Exception as error:
+            # No later send may come to raise it.
+            if not self._group.failed.wait(_REPORT_SECONDS):
+                self._group.report_failure(str(error))
+            raise
+
+    def _move(self, communicator: Communicator, moves: Sequence[tuple[int, int]], parcel: Parcel, tag: Tag) -> None:
+        with self._told_errors(communicator, parcel, tag):
+            communicator.group(moves, sending=parcel.source == self._group.process_index)
+
+    def recv(self, parcel: Parcel, tag: Tag) -> list[jax.Array]:
+        """Receive a parcel, and wait until it is there."""
+        arrays: list[Any] = [None] * len(parcel.shapes)
+        devices = _devices(parcel)
+        queued: list[tuple[Communicator, list[tuple[int, Buffer]]]] = []
+        for pair, positions in _by_pair(parcel).items():
+            buffers = [(i, self._library.empty(_nbytes(_checked(parcel.shapes[i])), devices[i][1])) for i in positions]
+            communicator = self._pairs[pair].communicator
+            moves = [(buffer.pointer, _nbytes(parcel.shapes[i])) for i, buffer in buffers]
+            # NCCL connects the two ends at their first group, and may wait for the sender there.
+            with self._group.waiting(lambda: f"{parcel.what}, in step {tag.step}", on=parcel.source):
+                self._move(communicator, moves, parcel, tag)
+            queued.append((communicator, buffers))
+        for communicator, buffers in queued:
+            with self._group.waiting(lambda: f"{parcel.what}, in step {tag.step}", on=parcel.source):
+                self._wait(communicator, parcel, tag)
+            for i, buffer in buffers:
+                shape = parcel.shapes[i]
+                arrays[i] = jax.device_put(from_bytes(buffer.as_jax(), shape.shape, shape.dtype), shape.sharding)
+        return arrays
+
+    def _wait(self, communicator: Communicator, parcel: Parcel, tag: Tag) -> None:
+        with self._told_errors(communicator, parcel, tag):
+            while not communicator.is_done():
+                self._group.check()
+                time.sleep(_POLL_SECONDS)
+
+    @contextmanager
+    def _told_errors(self, communicator: Communicator, parcel: Parcel, tag: Tag) -> Generator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            communicator.abort()
+            # Where the transport was told to abandon the peer, NCCL's error says only that.
+            failure = self._group.failure
+            why = error if failure is None else self._group.describe(failure)
+            raise TransportError(
+                f"NCCL could not move {parcel.what}, in step {tag.step}, from process {parcel.source} to process "
+                f"{parcel.target}: {why}. Look for the first error in the logs of both processes; NCCL_DEBUG=INFO "
+                "makes NCCL say more. Then start the run again, from its last checkpoint; "
+                "JAXPP_FLAX_TRANSPORT=device_put does without NCCL."
+            ) from error
+
+    def pass_by(self, parcel: Parcel, tag: Tag) -> None:
+        """Nothing: each pair has a channel of its own."""
+
+    def abandon(self, peer: int) -> None:
+        """Abort what is under way with a peer."""
+        for pair in list(self._pairs.values()):
+            if pair.peer == peer:
+                pair.communicator.abort()
+
+    def close(self) -> None:
+        """Free the communicators once everything is sent; in a run that has failed, abort them."""
+        failed = self._group.failed.is_set()
+        for pair in self._pairs.values():
+            pair.worker.shutdown(wait=not failed, cancel_futures=failed)
+            # Both talk to NCCL, which may hang.
+            quietly(pair.communicator.abort if failed else pair.communicator.close, _CLOSE_SECONDS)
+        self._pairs.clear()
+
+
+def _devices(parcel: Parcel) -> list[tuple[Any, Any]]:
+    """For each array, its device at the source and at the target."""
+    return [
+        (next(iter(origin.device_set)), next(iter(shape.sharding.device_set)))
+        for origin, shape in zip(parcel.origins, parcel.shapes, strict=True)
+    ]
+
+
+def _pairs(parcel: Parcel) -> list[tuple[int, int]]:
+    return [(source.id, target.id) for source, target in _devices(parcel)]
+
+
+def _by_pair(parcel: Parcel) -> Mapping[tuple[int, int], list[int]]:
+    """Positions of the arrays that go between each pair of devices."""
+    found: dict[tuple[int, int], list[int]] = {}
+    for position, pair in enumerate(_pairs(parcel)):
+        found.setdefault(pair, []).append(position)
+    return found
+
+
+def _checked(value: Any) -> Any:
+    if jnp.dtype(value.dtype).name in ("int2", "uint2", "int4", "uint4", "float4_e2m1fn"):
+        raise TypeError(
+            f"transport 'nccl' moves whole bytes, and cannot move {describe_type(value)}. Convert it to int8 before "
+            "the end of the stage, or use transport 'transfer'."
+        )
+    return value
+
+
+def _nbytes(shape: Any) -> int:
+    return int(shape.size) * int(shape.dtype.itemsize)
+
+
+def from_bytes(data: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """The array that these bytes are.
+
+    Example:
+      >>> from_bytes(jnp.array([1, 0, 0, 1], jnp.uint8), (2,), jnp.int16).tolist()
+      [1, 256]
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.bool_:
+        return data.reshape(shape) != 0
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        half = jnp.finfo(dtype).dtype
+        parts = from_bytes(data, (*shape, 2), half)
+        return jax.lax.complex(parts[..., 0], parts[..., 1])
+    size = dtype.itemsize
+    return jax.lax.bitcast_convert_type(data.reshape((*shape, size) if size > 1 else shape), dtype)

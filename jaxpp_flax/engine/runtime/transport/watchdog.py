@@ -1,0 +1,119 @@
+"""Looks after what this process awaits from others, so that no wait is without end.
+
+Receives are asynchronous: the process waits inside JAX, for an array that never becomes ready if its sender is gone.
+A thread therefore follows the oldest receive that has not arrived, says so to the process group (whose errors name it),
+and when a process of the run is known to have failed turns everything awaited into errors.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import jax
+
+from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, Transport
+from jaxpp_flax.processes.group import Failure, ProcessGroup
+from jaxpp_flax.processes.peer_errors import observe_broken
+from jaxpp_flax.processes.watch import reporting_thread
+
+__all__ = ["Watchdog"]
+
+# Short, because arrays that have arrived are held until they are looked at.
+_POLL_SECONDS = 0.02
+
+
+class Watchdog:
+    """Follows the receives of one transport in a background thread.
+
+    Args:
+      transport: what is told to abandon its peers.
+      group: knows which processes have failed, and is told what is awaited.
+      deadline_s: seconds that one parcel may take although its sender lives, or None for no such limit: a peer may
+        well compile, load data or save for long.
+    """
+
+    def __init__(self, transport: Transport, group: ProcessGroup, deadline_s: float | None = None) -> None:
+        self._transport, self._group, self._deadline = transport, group, deadline_s
+        self._pending: deque[tuple[Parcel, Tag, Any, float, int]] = deque()
+        self._wake = threading.Event()
+        self._stopped = False
+        self._thread = reporting_thread("jaxpp_flax watchdog", self._run, self._report)
+        self._thread.start()
+
+    def follow(self, parcel: Parcel, tag: Tag, arrays: list[Any]) -> None:
+        """Look after a receive whose arrays are not ready yet."""
+        self._pending.append((parcel, tag, arrays[-1], time.monotonic(), self._group.runs))
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped = True
+        self._wake.set()
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        while not self._stopped:
+            if self._group.failed.is_set():
+                self._abandon_all()
+            if not self._pending:
+                self._wake.wait(timeout=_POLL_SECONDS)
+                self._wake.clear()
+                continue
+            parcel, tag, array, begun, run = self._pending[0]
+            if not _arrived(array):
+                self._await(parcel, tag, array, begun, run)
+            self._pass_on_error(parcel, tag, array)
+            if not self._group.failed.is_set():
+                self._pending.popleft()
+            del array
+
+    def _await(self, parcel: Parcel, tag: Tag, array: Any, begun: float, run: int) -> None:
+        # The receives before it have arrived by now, so only now is this one what the process waits for.
+        since = time.monotonic()
+        with self._group.waiting(lambda: f"{parcel.what}, in step {tag.step}", parcel.source, run):
+            while not (self._stopped or _arrived(array) or self._group.failed.wait(_POLL_SECONDS)):
+                waited = time.monotonic() - max(since, begun)
+                if self._deadline is not None and waited > self._deadline:
+                    self._group.observe(
+                        Failure(
+                            parcel.source,
+                            f"process {parcel.source} has sent nothing for {waited:.0f} s, though it lives. Its log "
+                            "may say what it does; raise JAXPP_FLAX_RECEIVE_TIMEOUT if it only needs longer.",
+                        ),
+                        tell=True,
+                    )
+
+    def _pass_on_error(self, parcel: Parcel, tag: Tag, array: Any) -> None:
+        """A killed process closes its connections, which makes errors of what was to come through them."""
+        if self._group.failed.is_set() or not _arrived(array) or array.is_deleted():
+            return
+        try:
+            array.block_until_ready()
+        except (jax.errors.JaxRuntimeError, RuntimeError) as error:
+            # A wait of this thread is what the failure is described with.
+            what = f"{parcel.what}, in step {tag.step}"
+            with self._group.waiting(what, on=parcel.source):
+                observe_broken(self._group, parcel.source, what, error)
+
+    def _abandon_all(self) -> None:
+        # Taken out one by one: the main thread adds more meanwhile, and what comes later is abandoned as well.
+        peers: set[int] = set()
+        while self._pending:
+            peers.add(self._pending.popleft()[0].source)
+        for peer in peers:
+            self._transport.abandon(peer)
+
+    def _report(self, failure: str) -> None:
+        self._group.report_failure(failure)
+        self._abandon_all()
+
+
+def _arrived(array: Any) -> bool:
+    # A value that was deleted, or has become an error, is no longer waited for: whoever uses it will be told.
+    try:
+        return array.is_deleted() or array.is_ready()
+    except RuntimeError:
+        return True

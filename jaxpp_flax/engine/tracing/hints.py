@@ -1,0 +1,98 @@
+"""Hints about placement: values that go with another array, and sums that mix ranks on purpose.
+
+A hint never changes what is computed. Under plain `jax.jit` it vanishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import jax
+from jax.extend import core as jex_core
+from jax.interpreters import ad, batching, mlir
+
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, from_jaxpr, struct_of
+
+__all__ = ["MIXING_SCOPE", "as_copy", "is_mixing_by_design", "place_with", "place_with_p", "without_hints"]
+
+T = TypeVar("T")
+
+# Equations under this name scope mix ranks because the user asked for it: no warning is due.
+MIXING_SCOPE = "cross_mpmd"
+
+place_with_p = jex_core.Primitive("place_with")
+place_with_p.def_impl(lambda value, like: value)
+place_with_p.def_abstract_eval(lambda value, like: value)
+mlir.register_lowering(place_with_p, lambda ctx, value, like: [value])
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    return place_with_p.bind(*primals), tangents[0]  # a tangent is made where its primal's stage is: it needs no hint
+
+
+def _batch(operands: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
+    return place_with_p.bind(*operands), dims[0]
+
+
+ad.primitive_jvps[place_with_p] = _jvp
+batching.primitive_batchers[place_with_p] = _batch
+
+
+def place_with(value: T, like: Any) -> T:
+    """`value`, to be computed on the ranks that hold `like`.
+
+    It is a hint for work before and after the loop, where a value that no stage needs would otherwise go to rank 0.
+    Inside the loop's body every stage computes what it uses, so there it says nothing new. What the loop itself reads
+    is made where it is read.
+
+    Args:
+      value: a pytree of arrays, of any shapes and dtypes.
+      like: an array, or a pytree whose first leaf is taken.
+
+    Returns:
+      `value`, unchanged.
+
+    Raises:
+      ValueError: if `like` holds no array.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> jax.jit(lambda x, w: place_with(x + 1, w))(jnp.ones(2), jnp.ones((3, 3)))
+      Array([2., 2.], dtype=float32)
+    """
+    leaves = jax.tree.leaves(like)
+    if not leaves:
+        raise ValueError(f"place_with got no array to place beside: `like` is {like!r}. Pass a parameter of the rank.")
+    return jax.tree.map(lambda leaf: place_with_p.bind(leaf, leaves[0]), value)
+
+
+def without_hints(graph: Graph) -> Graph:
+    """The graph with every `place_with` replaced by its value."""
+    alias: dict[Value, Atom] = {}
+    kept: list[Equation] = []
+
+    def resolve(atom: Atom) -> Atom:
+        return alias.get(atom, atom) if isinstance(atom, Value) else atom
+
+    for equation in graph.equations:
+        if equation.primitive is place_with_p:
+            alias[equation.outputs[0]] = resolve(equation.inputs[0])
+        elif alias:
+            kept.append(replace(equation, inputs=tuple(map(resolve, equation.inputs))))
+        else:
+            kept.append(equation)
+    return replace(graph, outputs=tuple(map(resolve, graph.outputs)), equations=tuple(kept)) if alias else graph
+
+
+def as_copy(hint: Equation) -> Equation:
+    """A `place_with` that has been heeded, as a copy of its value alone."""
+    graph, _ = from_jaxpr(jax.make_jaxpr(jax.lax.copy_p.bind)(struct_of(hint.inputs[0].aval)))
+    (copy,) = graph.equations
+    return replace(copy, inputs=hint.inputs[:1], outputs=hint.outputs, source=hint.source)
+
+
+def is_mixing_by_design(equation: Equation) -> bool:
+    """Whether the user asked for this work on several ranks' arrays by name."""
+    return MIXING_SCOPE in str(getattr(equation.source, "name_stack", ""))

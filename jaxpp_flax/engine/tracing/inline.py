@@ -1,0 +1,255 @@
+"""Inline the calls that hide a marker, until every marker stands at the top of the graph.
+
+Everything without a marker stays one opaque equation. In the recomputation of a rematerialised region the outputs of
+the *original* forward marker take the place of the recomputed marker, so that no stage ever recomputes an earlier
+one; the region's equations are labelled `late`, so that they run in the backward task that needs them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jax.extend import core as jex_core
+
+from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, prune
+from jaxpp_flax.engine.tracing.markers import FORWARD, TANGENT, marker_p
+from jaxpp_flax.engine.tracing.treduce import treduce_p
+
+__all__ = ["CALLS", "MarkerPlacementError", "body_of", "inline", "is_recomputation"]
+
+# Calls whose body may replace them without changing a value, and the parameter that holds the body.
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "call": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "call_jaxpr",
+}
+# Their differentiation rules have no use any more, and as opaque objects they would hide that two stages are alike.
+_ALWAYS = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+
+_PLAIN = {"jit", "pjit", "closed_call", "core_call"}
+_REMATS = {"remat2", "checkpoint", "remat"}
+
+_REMEDIES = {
+    "scan": "Give each stage a scan over its own layers, with the marks between the scans; jaxpp_flax.linen.scan and "
+    "jaxpp_flax.layers.split_layers (NNX) do that, and `split_scanned` carries checkpoints over.",
+    "cond": "Move the mark in front of or behind the condition.",
+    "while": "Move the mark out of the loop.",
+}
+
+
+# JAX's name for what a rematerialised region computes again; the rest of the region is its backward pass.
+_RECOMPUTED = "rematted_computation"
+
+
+class MarkerPlacementError(ValueError):
+    """A stage marker stands where no pipeline can be cut."""
+
+
+def is_recomputation(equation: Equation) -> bool:
+    """Whether the equation is a rematerialised region inside a backward pass."""
+    return equation.name in _REMATS and bool(equation.params.get("differentiated"))
+
+
+def _is_recomputed(equation: Equation) -> bool:
+    return equation.late or _RECOMPUTED in str(getattr(equation.source, "name_stack", ""))
+
+
+def _subjaxprs(params: Any) -> list[Any]:
+    return [getattr(j, "jaxpr", j) for j in jex_core.jaxprs_in_params(dict(params))]
+
+
+def _contains_marker(jaxpr: Any, memo: dict[int, bool]) -> bool:
+    known = memo.get(id(jaxpr))
+    if known is None:
+        known = memo[id(jaxpr)] = any(
+            eqn.primitive is marker_p
+            or eqn.primitive is treduce_p
+            or any(_contains_marker(sub, memo) for sub in _subjaxprs(eqn.params))
+            for eqn in jaxpr.eqns
+        )
+    return known
+
+
+def _names_of_markers(jaxpr: Any) -> list[str]:
+    """The names of the markers in a jaxpr, at any depth; unnamed ones are left out."""
+    found: list[str] = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is marker_p:
+            found += [eqn.params["name"]] if eqn.params["name"] else []
+        for sub in _subjaxprs(eqn.params):
+            found += _names_of_markers(sub)
+    return found
+
+
+def _count_forward_markers(jaxpr: Any, counts: Counter[int]) -> None:
+    """How often each marker is recomputed by a region itself, nested regions left out."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is marker_p:
+            if eqn.params["direction"] == FORWARD:
+                counts[eqn.params["identifier"]] += 1
+        elif not (eqn.primitive.name in _REMATS and eqn.params.get("differentiated")):
+            for sub in _subjaxprs(eqn.params):
+                _count_forward_markers(sub, counts)
+
+
+@dataclass
+class _Scope:
+    """The forward markers that recomputed ones may stand for: of the whole body, or of one recomputed region."""
+
+    occurrences: dict[int, list[Equation]] = field(default_factory=dict)
+    unclaimed: Counter[int] = field(default_factory=Counter)
+
+    def add(self, marker: Equation) -> None:
+        identifier = marker.params["identifier"]
+        self.occurrences.setdefault(identifier, []).append(marker)
+        self.unclaimed[identifier] += 1
+
+    def claim(self, counts: Counter[int], where: str) -> dict[int, list[Equation]]:
+        """The last unclaimed originals: regions are recomputed in reverse order of the forward pass."""
+        claimed: dict[int, list[Equation]] = {}
+        for identifier, count in counts.items():
+            end = self.unclaimed[identifier]
+            if count > end:
+                raise MarkerPlacementError(
+                    f"a rematerialised region at {where} recomputes a stage marker that the forward pass does not "
+                    "hold. Put the marker outside of jax.checkpoint / remat, around whole stages."
+                )
+            claimed[identifier] = self.occurrences[identifier][end - count : end]
+            self.unclaimed[identifier] = end - count
+        return claimed
+
+
+class _Inliner:
+    def __init__(self, flatten: bool, remat: bool) -> None:
+        self.always = _ALWAYS | (_PLAIN if flatten else set()) | (_REMATS if remat else set())
+        self.equations: list[Equation] = []
+        self.substitution: dict[Value, Atom] = {}
+        self.backward: set[Value] = set()
+        self.memo: dict[int, bool] = {}
+
+    def resolve(self, atom: Atom) -> Atom:
+        while isinstance(atom, Value) and atom in self.substitution:
+            atom = self.substitution[atom]
+        return atom
+
+    def walk(
+        self,
+        equations: Sequence[Equation],
+        scope: _Scope,
+        recomputed: dict[int, list[Equation]] | None,
+        named: bool = False,
+    ) -> None:
+        """Append `equations`, inlining as needed.
+
+        Args:
+          equations: to append.
+          scope: the markers that recomputed ones may stand for.
+          recomputed: the original markers, inside a recomputed region.
+          named: the region says by name what it recomputes, so that the rest is known to be backward work.
+        """
+        for equation in equations:
+            inputs = tuple(self.resolve(atom) for atom in equation.inputs)
+            transposed = equation.transposed or any(atom in self.backward for atom in inputs)
+            transposed = transposed or (named and not _is_recomputed(equation))
+            if recomputed is not None:
+                equation = replace(equation, late=not transposed, transposed=transposed)
+            equation = replace(equation, inputs=inputs)
+            if equation.primitive is marker_p:
+                self._marker(equation, scope, recomputed)
+            elif any(_contains_marker(sub, self.memo) for sub in _subjaxprs(equation.params)) or (
+                equation.name in self.always
+            ):
+                self._call(equation, scope, recomputed, named)
+            else:
+                self._append(equation)
+
+    def _append(self, equation: Equation) -> None:
+        if equation.transposed:
+            self.backward.update(equation.outputs)
+        self.equations.append(equation)
+
+    def _marker(self, equation: Equation, scope: _Scope, recomputed: dict[int, list[Equation]] | None) -> None:
+        direction = equation.params["direction"]
+        if direction == TANGENT:
+            raise MarkerPlacementError(
+                f"a stage marker is differentiated in forward mode at {equation.where}. Pipelines support reverse mode "
+                "(jax.grad, jax.vjp); take the marked part out of jax.jvp / jax.jacfwd."
+            )
+        if direction != FORWARD:
+            self._append(replace(equation, transposed=True, late=False))
+            self.backward.update(equation.outputs)
+        elif recomputed is None:
+            scope.add(equation)
+            self._append(equation)
+        else:
+            original = recomputed[equation.params["identifier"]].pop(0)
+            scope.add(original)
+            for mine, theirs in zip(equation.outputs, original.outputs, strict=True):
+                self.substitution[mine] = theirs
+
+    def _call(
+        self, equation: Equation, scope: _Scope, recomputed: dict[int, list[Equation]] | None, named: bool
+    ) -> None:
+        parameter = CALLS.get(equation.name)
+        if parameter is None:
+            names = [name for sub in _subjaxprs(equation.params) for name in _names_of_markers(sub)]
+            which = f"the stage marker {names[0]!r}" if names else "a stage marker (or a treduce)"
+            raise MarkerPlacementError(
+                f"{which} stands inside `{equation.name}` at {equation.where}, where a pipeline "
+                "cannot be cut. " + _REMEDIES.get(equation.name, "Move the mark out of it.")
+            )
+        body = equation.params[parameter]
+        variables = getattr(body, "jaxpr", body).constvars
+        consts = [Constant(x, v.aval) for x, v in zip(getattr(body, "consts", ()), variables, strict=True)]
+        recomputation = is_recomputation(equation)
+        graph, _ = from_jaxpr(
+            body, [*consts, *equation.inputs], transposed=equation.transposed and not recomputation, late=equation.late
+        )
+        if recomputation:
+            counts: Counter[int] = Counter()
+            _count_forward_markers(getattr(body, "jaxpr", body), counts)
+            named = any(map(_is_recomputed, graph.equations))
+            self.walk(graph.equations, _Scope(), scope.claim(counts, equation.where), named)
+        else:
+            self.walk(graph.equations, scope, recomputed, named)
+        for outer, inner in zip(equation.outputs, graph.outputs, strict=True):
+            self.substitution[outer] = self.resolve(inner)
+
+
+def inline(graph: Graph, *, flatten: bool = False, remat: bool = False) -> Graph:
+    """The same function with every marker (and `treduce`) at the top level.
+
+    Args:
+      graph: to inline.
+      flatten: inline plain calls too, whether or not they hold a marker, so that each equation can be placed.
+      remat: inline rematerialised regions too; what they recompute is labelled `late` and stays recomputed.
+
+    Raises:
+      MarkerPlacementError: if a marker stands where it cannot cut (`cond`, `while`, `scan`, forward-mode
+        differentiation), naming the construct and the user's line.
+    """
+    inliner = _Inliner(flatten, remat)
+    inliner.walk(graph.equations, _Scope(), None)
+    outputs = tuple(inliner.resolve(atom) for atom in graph.outputs)
+    return prune(Graph(graph.inputs, outputs, tuple(inliner.equations)))
+
+
+def body_of(equation: Equation, *, remat: bool = False) -> Graph:
+    """The body of a `shard_map` or `scan` equation, calls inlined; its inputs are the equation's."""
+    jaxpr = equation.params["jaxpr"]
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    captured = [Constant(c, v.aval) for c, v in zip(getattr(jaxpr, "consts", ()), inner.constvars, strict=True)]
+    inputs = tuple(Value(v.aval) for v in inner.invars)
+    body, _ = from_jaxpr(jaxpr, [*captured, *inputs])
+    return inline(replace(body, inputs=inputs), flatten=True, remat=remat)

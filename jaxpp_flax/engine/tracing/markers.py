@@ -1,0 +1,183 @@
+"""Stage markers: identity primitives that show where a pipeline may be cut.
+
+A marker does nothing to values. Its transpose emits the matching backward marker, so after differentiation a loop body
+shows, in order, the cuts of the forward pass and then, mirrored, those of the backward pass. Outside a pipeline a
+marker lowers to nothing at all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+from jax.interpreters import ad, batching, mlir
+
+from jaxpp_flax.engine.tracing.equation_parameters import COSMETIC
+
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "TANGENT",
+    "Mark",
+    "block_names",
+    "mark_stage_end",
+    "marker_p",
+    "pipeline_enter_stage",
+    "segment_names",
+]
+
+FORWARD, TANGENT, BACKWARD = "forward", "tangent", "backward"
+
+T = TypeVar("T")
+
+# Identifies the marker that a recomputed or transposed marker came from. Only identity matters, never the count:
+# a cached inner jit repeats an identifier, and the passes align repetitions by order.
+_identifiers = itertools.count()
+
+marker_p = jex_core.Primitive("stage_marker")
+marker_p.multiple_results = True
+setattr(marker_p, COSMETIC, ("name", "identifier"))
+
+
+@marker_p.def_impl
+def _marker_impl(*operands: Any, **_: Any) -> list[Any]:
+    return list(operands)
+
+
+@marker_p.def_abstract_eval
+def _marker_abstract(*avals: Any, **_: Any) -> list[Any]:
+    return list(avals)
+
+
+def _marker_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+    results = marker_p.bind(*primals, **params)
+    live = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+    out: list[Any] = list(tangents)
+    if live:
+        marked = marker_p.bind(*(tangents[i] for i in live), **{**params, "direction": TANGENT})
+        for i, tangent in zip(live, marked, strict=True):
+            out[i] = tangent
+    return results, out
+
+
+def _marker_transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
+    live = [i for i, cotangent in enumerate(cotangents) if not isinstance(cotangent, ad.Zero)]
+    out: list[Any] = list(cotangents)
+    if live:
+        marked = marker_p.bind(*(cotangents[i] for i in live), **{**params, "direction": BACKWARD})
+        for i, cotangent in zip(live, marked, strict=True):
+            out[i] = cotangent
+    return [ct if ad.is_undefined_primal(x) else None for ct, x in zip(out, operands, strict=True)]
+
+
+def _marker_batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[list[Any], Sequence[Any]]:
+    return marker_p.bind(*operands, **params), dims
+
+
+ad.primitive_jvps[marker_p] = _marker_jvp
+ad.primitive_transposes[marker_p] = _marker_transpose
+batching.primitive_batchers[marker_p] = _marker_batch
+mlir.register_lowering(marker_p, lambda ctx, *operands, **_: list(operands))
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+
+
+def mark_stage_end(x: T, name: str | None = None, *, closes_block: bool = False) -> T:
+    """Mark the end of a stage: whatever is computed from the result may run on the next stage.
+
+    Args:
+      x: the values that leave the stage: any pytree. Its arrays, of any shape and dtype, are returned unchanged;
+        leaves that are no arrays pass through untouched.
+      name: of the layer group that ends here, for assignments by name and for messages.
+      closes_block: the mark closes a named layer group, so that work after the last such mark (head, loss) belongs to
+        that group instead of forming one of its own. `PipelineStage` sets it.
+
+    Returns:
+      `x`, with its arrays passed through the marker.
+
+    Raises:
+      ValueError: if `x` holds no array: nothing could be cut there.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> def model(w, x):
+      ...     x = mark_stage_end(jnp.tanh(x @ w[0]))
+      ...     return x @ w[1]
+      >>> w = jnp.ones((2, 3, 3))
+      >>> jax.jit(model)(w, jnp.ones((1, 3))).shape
+      (1, 3)
+
+    The idea is that of NVIDIA's JaxPP (`pipeline_enter_stage`), after Xhonneux et al., "Scaling Deep Learning Training
+    with MPMD Pipeline Parallelism", 2024.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten(x)
+    positions = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+    if not positions:
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
+        raise ValueError(
+            f"mark_stage_end got no array to mark (stage {name!r}; it got {kinds}). "
+            "Pass the activations that go on to the next stage, e.g. `x = mark_stage_end(x)`."
+        )
+    marked = marker_p.bind(
+        *(leaves[i] for i in positions),
+        name=name,
+        identifier=next(_identifiers),
+        direction=FORWARD,
+        closes_block=closes_block,
+    )
+    for i, leaf in zip(positions, marked, strict=True):
+        leaves[i] = leaf
+    return jax.tree_util.tree_unflatten(treedef, leaves)
+
+
+def pipeline_enter_stage(x: T, name: str | None = None) -> T:
+    """The same mark as `mark_stage_end`, under the older name that NVIDIA's JaxPP gave it."""
+    return mark_stage_end(x, name)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A forward marker as an assignment of stages sees it: a possible cut, in program order."""
+
+    name: str | None
+    closes_block: bool
+    where: str
+
+
+def block_names(marks: Sequence[Mark]) -> tuple[str, ...]:
+    """A distinct name for each mark: its own, numbered where it repeats; `mark_<index>` for an unnamed one.
+
+    Example:
+      >>> block_names([Mark("Block", True, "m.py:1"), Mark("Block", True, "m.py:1"), Mark(None, False, "m.py:2")])
+      ('Block_0', 'Block_1', 'mark_2')
+    """
+    plain = [mark.name if mark.name is not None else f"mark_{i}" for i, mark in enumerate(marks)]
+    repeated = {name for name, count in Counter(plain).items() if count > 1}
+    seen: Counter[str] = Counter()
+    names: list[str] = []
+    for name in plain:
+        names.append(f"{name}_{seen[name]}" if name in repeated else name)
+        seen[name] += 1
+    return tuple(names)
+
+
+def segment_names(marks: Sequence[Mark]) -> tuple[str, ...]:
+    """The names of the blocks, and that of what follows the last mark.
+
+    Example:
+      >>> segment_names([Mark("embed", True, "m.py:1"), Mark("head", True, "m.py:2")])
+      ('embed', 'head', 'after_head')
+    """
+    names = block_names(marks)
+    tail = f"after_{names[-1]}" if names else "all"
+    while tail in names:
+        tail += "_"
+    return (*names, tail)

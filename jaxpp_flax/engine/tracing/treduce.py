@@ -1,0 +1,391 @@
+"""`treduce`: the loop over microbatches, and the operations that reduce what each microbatch returns.
+
+Under plain `jax.jit` the loop is an ordinary `jax.lax.fori_loop`: that is the reference for every test. Under
+`mpmd_jit_with_loop` it becomes a pipeline that runs by the loop's schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpp_flax._compat import needs_devices
+from jaxpp_flax.engine.tracing.ir import Graph, everywhere, from_jaxpr, memory_kind_of, struct_of
+
+if TYPE_CHECKING:
+    from jaxpp_flax.schedules import Schedule
+
+__all__ = ["Add", "Concat", "Last", "Max", "Op", "treduce", "treduce_i", "treduce_p"]
+
+
+@runtime_checkable
+class Op(Protocol):
+    """How one result of the loop's body is reduced over the microbatches; implement it for a reduction of your own.
+
+    Both methods are traced by JAX. An operation must be hashable (a frozen dataclass is).
+    """
+
+    def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
+        """The accumulator before the first microbatch, for results of `value`'s shape and dtype."""
+        ...
+
+    def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+        """The accumulator after microbatch `index` (int32 scalar); same shape and dtype as `state`."""
+        ...
+
+
+def _full(value: jax.ShapeDtypeStruct, fill: Any, axis: int | None = None, size: int = 0) -> jax.Array:
+    """An array of one number like `value`, with a new axis where one is given; sharded alike on an Explicit mesh."""
+    shape, sharding = value.shape, value.sharding
+    entries = list(sharding.spec.partitions) if sharding is not None else []
+    if axis is not None:
+        shape = (*shape[:axis], size, *shape[axis:])
+        entries.insert(axis, None)  # a spec that ends before the axis leaves it alone as it is
+    if sharding is None:
+        return jnp.full(shape, fill, value.dtype)
+    array = jax.lax.full(shape, fill, value.dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*entries)))
+    if not sharding.spec.unreduced:
+        return array
+    # Partial sums, one for each device: an array of zeros is one too.
+    spec = PartitionSpec(*entries, unreduced=sharding.spec.unreduced)
+    return jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec))
+
+
+@dataclass(frozen=True)
+class AddOp:
+    """Sum over the microbatches (`Add` is its instance)."""
+
+    def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
+        """Zeros."""
+        return _full(value, 0)
+
+    def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+        """`state + value`."""
+        return state + value
+
+
+@dataclass(frozen=True)
+class MaxOp:
+    """Element-wise maximum over the microbatches (`Max` is its instance)."""
+
+    def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
+        """The dtype's lowest value."""
+        if jnp.issubdtype(value.dtype, jnp.floating):
+            return _full(value, -jnp.inf)
+        if value.dtype == jnp.bool_:
+            return _full(value, False)
+        return _full(value, jnp.iinfo(value.dtype).min)
+
+    def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+        """The larger one, element by element."""
+        return jnp.maximum(state, value)
+
+
+@dataclass(frozen=True)
+class Concat:
+    """Stack the microbatches' results along a new axis, in order of the microbatch."""
+
+    axis: int = 0
+
+    def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
+        """Zeros with the new axis of size `num_microbatches`."""
+        axis = self.axis % (len(value.shape) + 1)
+        return _full(value, 0, axis, num_microbatches)
+
+    def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+        """`value` written at `index`."""
+        return jax.lax.dynamic_update_index_in_dim(state, value, index, self.axis % state.ndim)
+
+
+@dataclass(frozen=True)
+class LastOp:
+    """The last microbatch's result (`Last` is its instance)."""
+
+    def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
+        """Zeros, overwritten by every microbatch."""
+        return _full(value, 0)
+
+    def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+        """`value`."""
+        return value
+
+
+Add = AddOp()
+Max = MaxOp()
+Last = LastOp()
+
+treduce_p = jex_core.Primitive("treduce")
+treduce_p.multiple_results = True
+
+
+def _run(
+    *operands: Any, body: Graph, num_consts: int, num_carry: int, length: int, operations: tuple[Op, ...], **_: Any
+) -> list[Any]:
+    """The loop in plain JAX, one microbatch after another."""
+    consts, carry = operands[:num_consts], operands[num_consts:]
+    results = body.outputs[num_carry:]
+    states = [op.state(length, struct_of(y.aval)) for op, y in zip(operations, results, strict=True)]
+
+    def step(index: jax.Array, loop: tuple[Sequence[Any], Sequence[Any]]) -> tuple[Sequence[Any], Sequence[Any]]:
+        outputs = body.run(*consts, index, *loop[0])
+        new = [op.update(s, y, index) for op, s, y in zip(operations, loop[1], outputs[num_carry:], strict=True)]
+        return outputs[:num_carry], new
+
+    index_type = jnp.int32
+    carry_out, reduced = jax.lax.fori_loop(index_type(0), index_type(length), step, (list(carry), states))
+    return [*carry_out, *reduced]
+
+
+treduce_p.def_impl(_run)
+
+
+@treduce_p.def_effectful_abstract_eval
+def _abstract(*avals: Any, body: Graph, **params: Any) -> tuple[list[Any], set[Any]]:
+    shapes = jax.eval_shape(lambda *xs: _run(*xs, body=body, **params), *avals)
+    effects = {effect for equation in body.equations for effect in equation.effects}
+    return [jax.core.ShapedArray(s.shape, s.dtype, sharding=s.sharding) for s in shapes], effects
+
+
+mlir.register_lowering(treduce_p, mlir.lower_fun(_run, multiple_results=True))
+
+
+def _for_devices(body: Graph) -> tuple[Any, ...]:
+    """What tells JAX, which does not look into graphs, that the body holds what is lowered for known devices alone."""
+    if not any(needs_devices(equation.primitive) for equation in everywhere(body)):
+        return ()
+    return (jax.make_jaxpr(lambda: jax.pure_callback(int, jax.ShapeDtypeStruct((), jnp.int32)))(),)
+
+
+def _refuse(what: str, remedy: str) -> Callable[..., Any]:
+    def rule(*_: Any, **__: Any) -> Any:
+        raise TypeError(f"treduce cannot be {what}. {remedy}")
+
+    return rule
+
+
+ad.primitive_jvps[treduce_p] = _refuse(
+    "differentiated from outside", "Differentiate its body instead: `treduce(jax.value_and_grad(loss), batch, ...)`."
+)
+batching.primitive_batchers[treduce_p] = _refuse(
+    "vmapped from outside", "Put `jax.vmap` inside its body, around the work of one microbatch."
+)
+
+
+def _broadcast_operations(operation: Any, results: Any) -> list[Op]:
+    """One operation for each leaf of `results`; `operation` is a prefix tree."""
+    is_op = lambda node: isinstance(node, Op) and not isinstance(node, type)  # noqa: E731
+    flat: list[Op] = []
+    try:
+        jax.tree.map(lambda op, sub: flat.extend([op] * len(jax.tree.leaves(sub))), operation, results, is_leaf=is_op)
+    except ValueError as error:
+        raise ValueError(
+            "treduce's `operation` is not a prefix of what the body returns: the body returns "
+            f"{jax.tree.structure(results)}, the operation is {operation!r}. Pass one operation for all results "
+            "(`operation=Add`) or a tree with one operation for each part, e.g. `operation=(Concat(), Add)`."
+        ) from error
+    for op in flat:
+        if not is_op(op):
+            raise TypeError(
+                f"treduce's `operation` holds {op!r} ({type(op).__name__}), which is no operation: "
+                "use Add, Concat(axis), Max, Last, or an object with `state` and `update`."
+            )
+    return flat
+
+
+_NO_CARRY: Any = object()
+_DEFAULT_OPERATION = (Concat(), Add)
+
+
+def treduce_i(
+    fun: Callable[..., Any],
+    length: int,
+    schedule: Schedule | None = None,
+    operation: Any = _DEFAULT_OPERATION,
+    axis: int = 0,
+    *,
+    init: Any = _NO_CARRY,
+) -> Any:
+    """Reduce `fun(index)` over `index` in `range(length)`, pipelined over the stages marked in `fun`.
+
+    Args:
+      fun: body of the loop: `fun(index)`, or with `init` given `fun(carry, index) -> (carry, result)`.
+      length: number of microbatches, at least 1.
+      schedule: in which order each rank runs its tasks; plain `jax.jit` ignores it.
+      operation: prefix tree of operations over the body's results. The default stacks the first of two results and
+        adds up the second, as `jax.value_and_grad` wants it.
+      axis: where the default operation puts the axis of the microbatches in what it stacks; an operation of your own
+        says that itself (`Concat(axis)`).
+      init: the carry before the first microbatch. Each of its leaves must keep shape and dtype.
+
+    Returns:
+      The reduced results; with `init`, the pair of the last carry and these.
+
+    Raises:
+      ValueError: if `length` is below 1, `operation` does not fit the results, or `axis` stands beside an operation.
+      TypeError: if a leaf of the carry changes shape or dtype.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(treduce_i(lambda i: jnp.float32(i), 4, operation=Add))
+      6.0
+    """
+    if length < 1:
+        raise ValueError(f"treduce needs at least one microbatch, got length={length}.")
+    if axis != 0:
+        if operation != _DEFAULT_OPERATION:
+            raise ValueError(
+                f"treduce_i got axis={axis} and the operation {operation!r}: `axis` is for the default operation. Give "
+                f"it to the operation itself, e.g. `operation=(Concat({axis}), Add)`."
+            )
+        operation = (Concat(axis), Add)
+    has_carry = init is not _NO_CARRY
+    carry_leaves, carry_tree = jax.tree.flatten(init if has_carry else ())
+    carry_leaves = [jnp.asarray(leaf) for leaf in carry_leaves]
+    _refuse_other_memory("treduce's init is", init if has_carry else (), map(jax.typeof, carry_leaves))
+
+    def body(index: jax.Array, *leaves: Any) -> Any:
+        if has_carry:
+            return fun(jax.tree.unflatten(carry_tree, leaves), index)
+        return (), fun(index)
+
+    avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=_sharding_of(leaf)) for leaf in carry_leaves]
+    jaxpr, shapes = jax.make_jaxpr(body, return_shape=True)(jax.ShapeDtypeStruct((), jnp.int32), *avals)
+    if not (isinstance(shapes, tuple) and len(shapes) == 2):
+        raise TypeError("treduce with `init=` needs a body that returns the pair (carry, result).")
+    carry_shapes, result_shapes = shapes
+    _check_carry(avals, carry_tree, carry_shapes)
+    graph, consts = from_jaxpr(jaxpr)
+    _refuse_other_memory("treduce's body returns", shapes, [atom.aval for atom in graph.outputs])
+    flat = treduce_p.bind(
+        *consts,
+        *carry_leaves,
+        body=graph,
+        num_consts=len(consts),
+        num_carry=len(carry_leaves),
+        length=length,
+        operations=tuple(_broadcast_operations(operation, result_shapes)),
+        schedule=schedule,
+        carry_names=tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(init))
+        if has_carry
+        else (),
+        lowered_for=_for_devices(graph),
+    )
+    reduced = jax.tree.unflatten(jax.tree.structure(result_shapes), flat[len(carry_leaves) :])
+    if has_carry:
+        return jax.tree.unflatten(carry_tree, flat[: len(carry_leaves)]), reduced
+    return reduced
+
+
+def _sharding_of(leaf: Any) -> Any:
+    # Only an Explicit mesh's sharding is part of the type; on Auto meshes it would be a constraint.
+    sharding = jax.typeof(leaf).sharding
+    return sharding if not sharding.mesh.empty and sharding.mesh._any_axis_explicit else None
+
+
+def _whole_along(leaf: jax.Array, axis: int) -> jax.Array:
+    """`leaf` with the axis of the microbatches in one piece: an array typed as sharded there cannot be indexed."""
+    sharding = _sharding_of(leaf)
+    spec = () if sharding is None else (*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)))
+    if sharding is None or spec[axis] is None:
+        return leaf
+    entries = [None if i == axis % leaf.ndim else entry for i, entry in enumerate(spec)]
+    return jax.sharding.reshard(leaf, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
+
+
+def _refuse_other_memory(what: str, tree: Any, avals: Iterable[Any]) -> None:
+    """Refuse what goes round a loop if it is not in the devices' own memory: that is where it is reduced."""
+    for (path, _), aval in zip(jax.tree_util.tree_leaves_with_path(tree), avals, strict=True):
+        if (kind := memory_kind_of(aval)) is not None:
+            raise ValueError(
+                f"{what} {aval.dtype}{list(aval.shape)} in {kind!r} memory (leaf {jax.tree_util.keystr(path)}), but "
+                "microbatches are reduced in the devices' own. Move it there, `jax.device_put(x, "
+                "jax.memory.Space.Device)`, and back after the loop (or by `out_shardings`); take gradients with "
+                "respect to the moved parameter."
+            )
+
+
+def _check_carry(before: Sequence[Any], treedef: Any, after: Any) -> None:
+    leaves, after_tree = jax.tree_util.tree_flatten_with_path(after)
+    if after_tree != treedef:
+        raise TypeError(f"treduce's carry changes its structure from {treedef} to {after_tree}; it must keep it.")
+    for old, (path, new) in zip(before, leaves, strict=True):
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            raise TypeError(
+                f"treduce's carry changes its type at carry{jax.tree_util.keystr(path)}: {old.dtype}{list(old.shape)} "
+                f"goes in, {new.dtype}{list(new.shape)} comes out. Cast or reshape it back in the body."
+            )
+
+
+def treduce(
+    fun: Callable[..., Any],
+    xs: Any,
+    schedule: Schedule | None = None,
+    axis: int = 0,
+    operation: Any = _DEFAULT_OPERATION,
+    *,
+    init: Any = _NO_CARRY,
+) -> Any:
+    """Reduce `fun(xs[i])` over the microbatches `i`, pipelined over the stages marked in `fun`.
+
+    Args:
+      fun: body of the loop for one microbatch: `fun(x)`, or with `init` given `fun(carry, x) -> (carry, result)`.
+      xs: a pytree of arrays with one common size along `axis`, the number of microbatches.
+      schedule: in which order each rank runs its tasks; plain `jax.jit` ignores it.
+      axis: the microbatches' axis in every leaf of `xs`.
+      operation: prefix tree of operations over the body's results; the default suits `jax.value_and_grad`: it
+        stacks the values and adds up the gradients.
+      init: the carry before the first microbatch (running statistics, counters).
+
+    Returns:
+      The reduced results; with `init`, the pair of the last carry and these.
+
+    Raises:
+      ValueError: if `xs` is empty or its leaves disagree about the number of microbatches.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> def loss(w, x):
+      ...     return jnp.sum((x @ w) ** 2)
+      >>> def step(w, batch):
+      ...     return treduce(lambda x: jax.value_and_grad(loss)(w, x), batch)
+      >>> losses, gradient = jax.jit(step)(jnp.ones((3, 2)), jnp.ones((4, 5, 3)))
+      >>> losses.shape, gradient.shape
+      ((4,), (3, 2))
+
+    Source: the loop of NVIDIA's JaxPP (Xhonneux et al., 2024).
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(xs)
+    if not leaves:
+        raise ValueError("treduce got `xs` without a single array, so the number of microbatches is unknown.")
+    sizes: dict[str, int] = {}
+    for path, leaf in leaves:
+        shape = jnp.shape(leaf)
+        if not -len(shape) <= axis < len(shape):
+            raise ValueError(
+                f"treduce's xs{jax.tree_util.keystr(path)} has shape {shape}, which has no axis {axis} of microbatches."
+            )
+        sizes[f"xs{jax.tree_util.keystr(path)}"] = shape[axis]
+    if len(set(sizes.values())) > 1:
+        listing = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        raise ValueError(
+            f"treduce's leaves disagree about the number of microbatches along axis {axis} ({listing}). "
+            "Give every leaf the same size there."
+        )
+
+    xs = jax.tree.map(lambda x: _whole_along(jnp.asarray(x), axis), xs)
+
+    def at(index: Any) -> Any:
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False), xs)
+
+    length = next(iter(sizes.values()))
+    if init is _NO_CARRY:
+        return treduce_i(lambda i: fun(at(i)), length, schedule, operation)
+    return treduce_i(lambda carry, i: fun(carry, at(i)), length, schedule, operation, init=init)

@@ -1,0 +1,180 @@
+"""How a process of a run ends: by itself, by its own error, or because of another process.
+
+A Python program that raises would wait for the others at JAX's shutdown while they wait for its arrays. So it says what
+happened, tells the others, and leaves at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import NoReturn
+
+from jaxpp_flax.launch.process.interpreter_exit import Leaving
+from jaxpp_flax.processes.group import Failure, ProcessFailedError, ProcessGroup
+from jaxpp_flax.processes.peer_errors import may_be_a_peers
+
+__all__ = ["INTERRUPTED_STATUS", "Ending", "ProgramExitError", "end_at_once", "listen_to_launcher"]
+
+INTERRUPTED_STATUS = 128 + signal.SIGINT
+
+
+def end_at_once(status: int) -> NoReturn:
+    """Flush what was written, and end the process without waiting for anything."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue  # nobody reads any more
+    os._exit(status)
+
+
+class ProgramExitError(Exception):
+    """The user's program called `sys.exit` with something else than success.
+
+    Args:
+      code: what it gave to `sys.exit`.
+    """
+
+    def __init__(self, code: object) -> None:
+        super().__init__(f"its program ended by sys.exit({code!r})")
+        self.status = (code & 0xFF or 1) if isinstance(code, int) else 1
+
+
+class Ending:
+    """What happens at the end of this process; to be installed once.
+
+    Args:
+      group: all processes of the run.
+      failure_timeout: seconds within which a failure has ended every process.
+      leave: disconnects this process after a good end.
+      control_fd: the connection to the launcher, which is told of a good end; None if there is none.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, failure_timeout: float, leave: Callable[[], None], control_fd: int | None = None
+    ) -> None:
+        self.group, self._timeout, self._leave, self._control = group, failure_timeout, leave, control_fd
+        self._leaving = Leaving(group.process_index, self._leave_too_late)
+        self._status = 0
+        self._before = sys.excepthook
+        self._done = False
+
+    def install(self) -> None:
+        """Take over uncaught exceptions, and the end of the program."""
+        sys.excepthook = self._uncaught
+        # Runs before JAX's own handler, which was registered earlier.
+        atexit.register(self.finish)
+
+    def program_is_over(self, status: int = 0) -> None:
+        """The program has come to a good end, and Python waits for its threads and exit handlers.
+
+        Args:
+          status: with which the process will end.
+        """
+        self._status = status
+        self._leaving.begin()
+
+    def _leave_too_late(self, why: str) -> None:
+        self.group.report_failure(why)
+        print(f"jaxpp_flax: {why}: it ends.", file=sys.stderr)
+        end_at_once(1)
+
+    def finish(self) -> None:
+        """A good end: wait for the other processes, whose errors are this one's too, and disconnect."""
+        if self._done:
+            return
+        self._done = True
+        self._leaving.finish()
+        try:
+            self.group.close()
+        except BaseException as error:
+            self.fail(error)
+        if self._control is not None:
+            with contextlib.suppress(OSError):  # the launcher has gone
+                os.write(self._control, f"over {self._status}\n".encode())
+        self._leave()
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """Say what happened, tell the other processes, and end."""
+        if isinstance(error, KeyboardInterrupt):
+            self.group.report_failure("it was interrupted from the keyboard")
+            print("\n".join(["interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
+            end_at_once(INTERRUPTED_STATUS)
+        if isinstance(error, ProgramExitError):
+            self.group.report_failure(str(error))
+            end_at_once(error.status)
+        if self.is_a_consequence(error):
+            self._because_of_a_peer(error)
+        error.with_traceback(_users_part(error.__traceback__))
+        self._before(type(error), error, error.__traceback__)
+        sys.stderr.flush()
+        self.group.report_failure("".join(traceback.format_exception(error)).rstrip())
+        end_at_once(1)
+
+    def _because_of_a_peer(self, error: BaseException) -> NoReturn:
+        if isinstance(error, ProcessFailedError):
+            self.group.end_process(str(error))
+        last = traceback.format_exception_only(error)[-1].strip()
+        print(f"(a consequence of what follows: {last[:500]})", file=sys.stderr)
+        self.group.end_process(self.group.failure or last)
+
+    def is_a_consequence(self, error: BaseException) -> bool:
+        """Whether this error, raised here, is due to a failure that is known, maybe in words of a transport."""
+        if isinstance(error, ProcessFailedError):
+            return True
+        failure = self.group.failure
+        text = f"{type(error).__name__}: {error}".lower()
+        is_of_jax = "jaxruntimeerror" in text or "xlaruntimeerror" in text
+        if failure is not None and failure.process == self.group.process_index:
+            # Told by another thread, such as a save's: what was to come from others has been given up since.
+            return is_of_jax
+        if not is_of_jax:
+            return failure is not None
+        patience = 0.7 * self._timeout if may_be_a_peers(error) else 0.5
+        return self.group.failed.wait(patience)
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.fail(error.with_traceback(trace))
+
+
+def _users_part(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of what ran the user's program."""
+    rest = trace
+    while rest is not None and (
+        rest.tb_frame.f_code.co_filename.startswith("<frozen runpy")
+        or (
+            rest.tb_frame.f_globals.get("__spec__") is not None
+            and rest.tb_frame.f_globals["__spec__"].name == "jaxpp_flax.launch.child"
+        )
+    ):
+        rest = rest.tb_next
+    return rest if rest is not None else trace
+
+
+def listen_to_launcher(control_fd: int, on_failure: Callable[[Failure], None], on_end: Callable[[], None]) -> None:
+    """Hear, in a background thread, of other processes' failures from the launcher, and of its end.
+
+    Args:
+      control_fd: the connection; a line is a process's index, a space, and what happened to it.
+      on_failure: called with each failure.
+      on_end: called when the launcher has gone.
+    """
+
+    def listen() -> None:
+        with os.fdopen(control_fd, encoding="utf-8", errors="replace") as pipe:
+            for line in pipe:
+                index, _, message = line.rstrip("\n").partition(" ")
+                on_failure(Failure(int(index) if index.isdigit() else None, message))
+        on_end()
+
+    threading.Thread(target=listen, name="jaxpp_flax launcher", daemon=True).start()

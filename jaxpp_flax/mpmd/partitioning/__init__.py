@@ -1,0 +1,1 @@
+"""From a traced step of named computations to a program: placed, fused to fragments, in order."""

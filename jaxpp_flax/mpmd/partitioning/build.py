@@ -1,0 +1,147 @@
+"""All passes on a traced step: names to meshes, inference, stages, schedule, fragments, program."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from jaxpp_flax.engine.passes.liveness import allocate
+from jaxpp_flax.engine.passes.submesh_constraints import onto_mesh
+from jaxpp_flax.engine.program.program import Program
+from jaxpp_flax.engine.tracing.effects import refuse_ordered_effects
+from jaxpp_flax.engine.tracing.ir import Graph
+from jaxpp_flax.mpmd.config import MpmdConfig
+from jaxpp_flax.mpmd.partitioning.fragments import Fragment, fragments_of
+from jaxpp_flax.mpmd.partitioning.infer import Placement, infer
+from jaxpp_flax.mpmd.partitioning.nodes import Node, Step, nodes_of
+from jaxpp_flax.mpmd.partitioning.program import unroll
+from jaxpp_flax.mpmd.partitioning.split import split_backward
+from jaxpp_flax.mpmd.partitioning.stages import Order, Stages, order_of, stages_of
+from jaxpp_flax.mpmd.topology import near
+
+__all__ = ["Built", "build"]
+
+
+@dataclass(frozen=True)
+class Built:
+    """The program, and what it was made from."""
+
+    program: Program
+    step: Step
+    placement: Placement
+    stages: Stages
+    fragments: tuple[Fragment, ...]
+
+
+def build(
+    graph: Graph,
+    num_constants: int,
+    config: MpmdConfig,
+    argument_ranks: Sequence[int | None],
+    result_ranks: Sequence[int | None],
+    donated: Sequence[bool],
+) -> Built:
+    """Turn a traced step into a program for the meshes of a topology.
+
+    Args:
+      graph: the step; its first `num_constants` inputs are captured arrays.
+      config: what `make_config` returned.
+      argument_ranks, result_ranks: meshes given to arguments and results, or None.
+      donated: for each argument, whether its buffers may be reused.
+
+    Raises:
+      ValueError: if a name is not assigned, names within each other are assigned apart, or names stand inside of a
+        `scan`, `while` or `cond` that would span meshes; if a side effect has `ordered=True`.
+      ScheduleError: if the stages do not fit the schedule.
+    """
+    meshes = config.meshes
+    refuse_ordered_effects(graph)
+    step = nodes_of(graph)
+    fixed = _fixed(step.nodes, config)
+    constants = frozenset(step.inputs[:num_constants])
+    given = {v: r for v, r in zip(step.inputs[num_constants:], argument_ranks, strict=True) if r is not None}
+    placement = infer(step, fixed, constants, given, result_ranks)
+    stages = stages_of(step.nodes, fixed, config.name_to_stage_assignment, meshes.names)
+    step = _number_calls(step)
+    order = _order(step.nodes, stages, config)
+    weights: frozenset[Node] = frozenset()
+    if order is not None and order.split_stages:
+        nodes, halves, weights = split_backward(step.nodes, stages.of_name, order.split_stages)
+        step = replace(step, nodes=nodes)
+        placed = {**placement.nodes, **{half: placement.nodes[whole] for half, whole in halves.items()}}
+        placement = replace(placement, nodes={node: placed[node] for node in nodes})
+    fragments = fragments_of(step, placement, stages, order, weights)
+    unrolled = unroll(step, placement, fragments, _rewrites(config))
+    program = allocate(unrolled.program, [False] * num_constants + list(donated))
+    if os.environ.get("JAXPP_FLAX_VERIFY", "0") not in ("", "0"):
+        for task in program.tasks:
+            task.graph.verify()
+        unrolled.program.verify()
+        program.verify()
+    return Built(program, step, placement, stages, unrolled.fragments)
+
+
+def _rewrites(config: MpmdConfig) -> list[Callable[[Graph], Graph]]:
+    meshes = config.meshes.unstack
+    return [onto_mesh(meshes, mesh.abstract_mesh) for mesh in meshes]
+
+
+def _fixed(nodes: Sequence[Node], config: MpmdConfig) -> dict[Node, int]:
+    """The ranks of named nodes, and of loops whose names all have one."""
+    fixed: dict[Node, int] = {}
+    assigned = config.name_to_mesh_assignment
+    stages = config.name_to_stage_assignment
+    for node in nodes:
+        for name in sorted(node.names):
+            if name not in assigned:
+                raise ValueError(
+                    f"{name!r} at {node.where} is assigned to no mesh.{near(name, assigned)} Add it to "
+                    "name_to_mesh_assignment."
+                )
+        if node.origin is not None:
+            name = node.origin.name
+            for inner in sorted(node.names - {name}):
+                if (assigned[inner], stages.get(inner)) != (assigned[name], stages.get(name)):
+                    raise ValueError(
+                        f"{inner!r} is inside of {name!r} at {node.where}, but assigned elsewhere: "
+                        f"{_assignment(inner, config)}, not {_assignment(name, config)}. One computation runs on one "
+                        "mesh: assign both alike, or call the inner one outside."
+                    )
+            fixed[node] = config.meshes.rank(assigned[name])
+        elif node.names:
+            ranks = {assigned[name] for name in node.names}
+            if len(ranks) > 1:
+                raise ValueError(
+                    f"the names {', '.join(map(repr, sorted(node.names)))} stand inside of one "
+                    f"`{node.equations[0].name}` at {node.where}, but on several meshes ({', '.join(sorted(ranks))}): "
+                    "it runs as one program on one mesh. Use `mpmd.fori_loop` or `mpmd.enumerated_for`, which are "
+                    "unrolled, or assign these names to one mesh."
+                )
+            fixed[node] = config.meshes.rank(ranks.pop())
+    return fixed
+
+
+def _assignment(name: str, config: MpmdConfig) -> str:
+    stage = config.name_to_stage_assignment.get(name)
+    mesh = config.name_to_mesh_assignment[name]
+    return f"{mesh!r}" if stage is None else f"{mesh!r} in stage {stage}"
+
+
+def _number_calls(step: Step) -> Step:
+    """Call counters as microbatches from 0 on, whatever numbers the program uses."""
+    calls = sorted({node.call for node in step.nodes if node.call is not None})
+    if calls == list(range(len(calls))):
+        return step
+    number = {call: k for k, call in enumerate(calls)}
+    for node in step.nodes:
+        node.call = None if node.call is None else number[node.call]
+    return step
+
+
+def _order(nodes: Sequence[Node], stages: Stages, config: MpmdConfig) -> Order | None:
+    named = [n for n in nodes if n.call is not None and n.origin is not None and not n.tensor]
+    if config.schedule is None or not named:
+        return None
+    microbatches = 1 + max(n.call for n in nodes if n.call is not None)
+    return order_of(config.schedule, stages, microbatches, forward_only=not any(n.backward for n in named))

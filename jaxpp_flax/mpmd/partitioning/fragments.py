@@ -1,0 +1,304 @@
+"""Join placed nodes to fragments, each of which one mesh runs as one program, in an order that the schedule allows."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jaxpp_flax.engine.tracing.ir import Value
+from jaxpp_flax.mpmd.partitioning.infer import Placement
+from jaxpp_flax.mpmd.partitioning.nodes import Node, Origin, Step
+from jaxpp_flax.mpmd.partitioning.stages import Order, Stages
+from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.task import Task, TaskKind
+
+__all__ = ["Fragment", "fragments_of"]
+
+_F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
+_START = -1.0  # work that waits for nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What may share a fragment: one microbatch's work of one stage in one direction."""
+
+    rank: int
+    stage: int | None = None
+    kind: TaskKind | None = None
+    call: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Fragment:
+    """Nodes that one mesh runs as one program."""
+
+    key: Key
+    number: int
+    nodes: list[Node] = field(default_factory=list)
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """The named computations in it."""
+        return tuple(dict.fromkeys(n.origin for n in self.nodes if n.origin is not None and not n.tensor))
+
+    @property
+    def label(self) -> str:
+        """Its name in profiles and listings."""
+        key = self.key
+        if key.stage is None or key.kind is None:
+            return "inferred"
+        directions = dict.fromkeys("bwd" if node.backward else "fwd" for node in self.nodes)
+        kinds = {_I: "bwd_i", _W: "bwd_w"}
+        return f"{kinds.get(key.kind) or '_'.join(directions)}_{key.stage}"
+
+
+@dataclass(eq=False, slots=True)
+class _Piece:
+    """A node on one of its ranks."""
+
+    node: Node
+    rank: int
+    index: int
+    key: Key
+    position: float
+    before: list[int] = field(default_factory=list)
+
+
+def fragments_of(
+    step: Step, placement: Placement, stages: Stages, order: Order | None, weights: frozenset[Node]
+) -> list[Fragment]:
+    """Fragments in an order in which they can run.
+
+    Args:
+      step: in nodes.
+      placement: their ranks.
+      stages: of the program.
+      order: the schedule's, or None for program order.
+      weights: nodes that hold weight gradients alone.
+
+    Raises:
+      ScheduleError: if the program's data cannot follow the schedule.
+    """
+    pieces = _pieces(step, placement, stages, order, weights)
+    barriers = _scheduled_edges(pieces, order)
+    return _join(_sort(pieces, barriers, order), order.fused if order is not None else frozenset())
+
+
+def _kind(node: Node, stage: int | None, order: Order | None, weights: frozenset[Node]) -> TaskKind:
+    if not node.backward:
+        return _F
+    if order is None or stage not in order.split_stages:
+        return _B
+    return _W if node in weights else _I
+
+
+def _pieces(
+    step: Step, placement: Placement, stages: Stages, order: Order | None, weights: frozenset[Node]
+) -> list[_Piece]:
+    pieces: list[_Piece] = []
+    native: dict[Value, dict[int, int]] = {}
+    readers: list[list[int]] = []
+    for node in step.nodes:
+        for rank in placement.nodes[node]:
+            index = len(pieces)
+            before: list[int] = []
+            for value in node.inputs:
+                made = native.get(value)
+                if made:
+                    before.append(made[rank] if rank in made else made[min(made)])
+            named = node.origin is not None and not node.tensor
+            stage = stages.of_name.get(node.origin.name) if named and node.origin is not None else None
+            key = (
+                Key(rank, stage, _kind(node, stage, order, weights), node.call) if named else Key(rank, call=node.call)
+            )
+            pieces.append(_Piece(node, rank, index, key, _START, list(dict.fromkeys(before))))
+            readers.append([])
+            for p in pieces[-1].before:
+                readers[p].append(index)
+            for value in node.outputs:
+                native.setdefault(value, {})[rank] = index
+    _set_positions(pieces, readers, order)
+    return pieces
+
+
+def _set_positions(pieces: Sequence[_Piece], readers: Sequence[Sequence[int]], order: Order | None) -> None:
+    """When each piece should run; unnamed work of a microbatch goes with the named work around it."""
+
+    def task_position(key: Key) -> float:
+        if order is None or key.stage is None or key.kind is None or key.call is None:
+            return _START
+        return float(order.position.get(Task(key.kind, key.stage, key.call), _START))
+
+    placed: set[int] = set()
+    for piece in pieces:
+        if piece.key.kind is not None and (order is None or piece.key.call is not None):
+            piece.position = task_position(piece.key) if order is not None else float(piece.index)
+            placed.add(piece.index)
+
+    def alike(piece: _Piece, others: Sequence[int]) -> list[_Piece]:
+        same = (pieces[o] for o in others if o in placed)
+        return [
+            o
+            for o in same
+            if o.rank == piece.rank
+            and o.key.kind is not None
+            and o.key.call == piece.node.call
+            and (o.key.kind is not _F) == piece.node.backward
+        ]
+
+    def adopt(piece: _Piece, other: _Piece) -> None:
+        piece.key, piece.position = other.key, other.position
+        placed.add(piece.index)
+
+    for piece in pieces:
+        if piece.key.kind is None and piece.node.call is not None and (found := alike(piece, piece.before)):
+            adopt(piece, max(found, key=lambda o: (o.position, o.index)))
+    for piece in reversed(pieces):
+        if piece.key.kind is None and piece.node.call is not None and (found := alike(piece, readers[piece.index])):
+            adopt(piece, min(found, key=lambda o: (o.position, o.index)))
+    for piece in pieces:
+        if piece.index in placed:
+            continue
+        if order is None:
+            piece.position = float(piece.index) if piece.before else _START
+        else:
+            piece.position = max((pieces[p].position for p in piece.before), default=_START)
+    for piece in reversed(pieces):
+        # A constant is made where it is read, but once and for all where microbatches read it (zeros, indices).
+        following = [pieces[r] for r in readers[piece.index]]
+        if following and not piece.node.inputs and all(r.node.call is None for r in following):
+            piece.position = min(r.position for r in following)
+
+
+def _scheduled_edges(pieces: Sequence[_Piece], order: Order | None) -> list[tuple[list[int], list[int], str]]:
+    """Which pieces must have run before which others, by the schedule: each mesh's tasks one after another."""
+    if order is None:
+        return []
+    of_task: dict[Task, list[int]] = {}
+    for piece in pieces:
+        key = piece.key
+        named = piece.node.origin is not None and not piece.node.tensor
+        if named and key.kind is not None and key.stage is not None and key.call is not None:
+            of_task.setdefault(Task(key.kind, key.stage, key.call), []).append(piece.index)
+    edges: list[tuple[list[int], list[int], str]] = []
+    for tasks in order.tasks.values():
+        present = [task for task in tasks if task in of_task]
+        edges += [(of_task[a], of_task[b], f"{a!r} before {b!r}") for a, b in itertools.pairwise(present)]
+    return edges
+
+
+def _sort(
+    pieces: Sequence[_Piece], barriers: Sequence[tuple[list[int], list[int], str]], order: Order | None
+) -> list[_Piece]:
+    """One order that agrees with data and schedule."""
+    count = len(pieces)
+    after: list[list[int]] = [[] for _ in range(count + len(barriers))]
+    waiting = [0] * (count + len(barriers))
+    for piece in pieces:
+        for p in piece.before:
+            after[p].append(piece.index)
+            waiting[piece.index] += 1
+    for number, (first, second, _) in enumerate(barriers):
+        gate = count + number
+        for p in first:
+            after[p].append(gate)
+        for s in second:
+            after[gate].append(s)
+            waiting[s] += 1
+        waiting[gate] = len(first)
+    ready = [(piece.position, piece.index) for piece in pieces if not waiting[piece.index]]
+    heapq.heapify(ready)
+    sorted_pieces: list[_Piece] = []
+    while ready:
+        _, index = heapq.heappop(ready)
+        if index < count:
+            sorted_pieces.append(pieces[index])
+        for reader in after[index]:
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                heapq.heappush(ready, (pieces[reader].position if reader < count else _START, reader))
+    if len(sorted_pieces) < count:
+        done = {p.index for p in sorted_pieces}
+        raise _stuck(pieces, done, barriers, order)
+    return sorted_pieces
+
+
+def _stuck(
+    pieces: Sequence[_Piece], done: set[int], barriers: Sequence[tuple[list[int], list[int], str]], order: Order | None
+) -> ScheduleError:
+    blocked = [what for first, second, what in barriers if not done.issuperset(first) and not done.issuperset(second)]
+    names = [str(p.node.origin) for p in pieces if p.index not in done and p.node.origin is not None]
+    return ScheduleError(
+        f"the program cannot run by {order.name if order else 'its order'}: its computations wait for each other in a "
+        f"circle. Waiting: {', '.join(dict.fromkeys(names[:8]))}; the schedule wants {'; '.join(blocked[:4])}. "
+        "A computation of an earlier stage reads what a later stage makes: assign both to one stage, or use another "
+        "schedule."
+    )
+
+
+def _join(order: Sequence[_Piece], fused: frozenset[Task]) -> list[Fragment]:
+    """Fragments of pieces that follow each other on a mesh, as long as no data goes out and comes back in between."""
+    fragments: list[Fragment] = []
+    ancestors: list[int] = []  # of each fragment, as bits
+    open_: dict[int, int] = {}
+    home: dict[int, int] = {}
+    for piece in order:
+        before = {home[p] for p in piece.before}
+        current = open_.get(piece.rank)
+        joins = current is not None and _compatible(fragments[current].key, piece.key, fused)
+        if current is not None and joins:
+            joins = not any(f != current and ancestors[f] >> current & 1 for f in before)
+        if current is None or not joins:
+            fragments.append(Fragment(piece.key, len(fragments)))
+            ancestors.append(0 if current is None else ancestors[current] | 1 << current)
+            current = open_[piece.rank] = len(fragments) - 1
+        elif fragments[current].key.stage is None:
+            fragments[current].key = piece.key
+        fragments[current].nodes.append(piece.node)
+        home[piece.index] = current
+        _add_ancestors(ancestors, current, before)
+    return _sorted(fragments, ancestors)
+
+
+def _compatible(key: Key, other: Key, fused: frozenset[Task]) -> bool:
+    if key == other:
+        return True
+    if key.call is not None and (key.stage, key.call) == (other.stage, other.call):
+        return _task(key) in fused and _task(other) in fused
+    # Outside of microbatches, all that one mesh does on end is one program.
+    return key.call is None and other.call is None
+
+
+def _task(key: Key) -> Task | None:
+    known = key.kind is not None and key.stage is not None and key.call is not None
+    return Task(key.kind, key.stage, key.call) if known else None  # type: ignore[arg-type]
+
+
+def _add_ancestors(ancestors: list[int], fragment: int, before: set[int]) -> None:
+    more = 0
+    for f in before:
+        if f != fragment:
+            more |= ancestors[f] | 1 << f
+    if more | ancestors[fragment] == ancestors[fragment]:
+        return
+    ancestors[fragment] |= more
+    for other in range(len(ancestors)):
+        if ancestors[other] >> fragment & 1:
+            ancestors[other] |= ancestors[fragment]
+
+
+def _sorted(fragments: Sequence[Fragment], ancestors: Sequence[int]) -> list[Fragment]:
+    """Fragments after all of their ancestors, else in the order in which they were begun."""
+    done = 0
+    found: list[Fragment] = []
+    waiting = list(range(len(fragments)))
+    while waiting:
+        ready = next((k for k, number in enumerate(waiting) if not ancestors[number] & ~done), None)
+        if ready is None:
+            raise ScheduleError("fragments wait for each other in a circle; please report this program.")
+        number = waiting.pop(ready)
+        done |= 1 << number
+        found.append(fragments[number])
+    return found

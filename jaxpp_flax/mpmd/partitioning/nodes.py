@@ -1,0 +1,241 @@
+"""From a traced step to nodes: the pieces that are placed on meshes, one by one.
+
+A named computation is one node, whatever it holds; every other equation is a node of its own. Calls are inlined, but
+a `scan`, `while` or `cond` stays one equation, and so do rematerialised regions without a name inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+from jaxpp_flax.engine.tracing.inline import CALLS, is_recomputation
+from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, prune, struct_of
+from jaxpp_flax.mpmd.labels import calls_in, computations_in, transposes_in
+from jaxpp_flax.mpmd.ops import named_tensor_p
+
+__all__ = ["Node", "Origin", "Step", "nodes_of"]
+
+_REMATS = frozenset({"remat2", "checkpoint", "remat"})
+# JAX's scope around what a rematerialised region computes again.
+_RECOMPUTED = "rematted_computation"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A named computation, and how often it was transposed: 0 forward, 1 backward."""
+
+    name: str
+    transpose_count: int = 0
+
+    def __str__(self) -> str:
+        return f'"{self.name}"' + (f"({self.transpose_count})" if self.transpose_count else "")
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """Equations that are placed together.
+
+    `origin` is None for work without a name; `tensor` says that the name is an array's. `call` is the microbatch;
+    `backward` tells backward work, recomputation included. `names` are those of all computations and arrays in it.
+    """
+
+    equations: tuple[Equation, ...]
+    origin: Origin | None = None
+    tensor: bool = False
+    call: int | None = None
+    backward: bool = False
+    names: frozenset[str] = frozenset()
+    inputs: tuple[Value, ...] = field(init=False)
+    outputs: tuple[Value, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.outputs = tuple(v for e in self.equations for v in e.outputs)
+        inside = set(self.outputs)
+        reads = (a for e in self.equations for a in e.inputs if isinstance(a, Value) and a not in inside)
+        self.inputs = tuple(dict.fromkeys(reads))
+
+    @property
+    def where(self) -> str:
+        """The user's line."""
+        return next((e.where for e in self.equations if e.where != "unknown"), "unknown")
+
+    @property
+    def what(self) -> str:
+        """For messages."""
+        return f"{self.origin} at {self.where}" if self.origin else f"`{self.equations[0].name}` at {self.where}"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A traced step as nodes, in program order."""
+
+    inputs: tuple[Value, ...]
+    outputs: tuple[Atom, ...]
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Around:
+    """What stands around a call that is inlined."""
+
+    stack: str = ""
+    backward: bool = False
+    recomputed: bool = False
+
+
+class _Flattener:
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.substitution: dict[Value, Atom] = {}
+        # Per microbatch, what backward work made: what reads it is backward work of that microbatch.
+        self.backward: dict[Value, int | None] = {}
+        self.atom: list[Equation] | None = None
+        self.memo: dict[int, set[str]] = {}
+
+    def resolve(self, atom: Atom) -> Atom:
+        while isinstance(atom, Value) and atom in self.substitution:
+            atom = self.substitution[atom]
+        return atom
+
+    def walk(self, equations: Sequence[Equation], around: _Around) -> None:
+        for found in equations:
+            stack = f"{around.stack}/{getattr(found.source, 'name_stack', '')}"
+            recomputed = around.recomputed or _RECOMPUTED in stack
+            inputs = tuple(self.resolve(atom) for atom in found.inputs)
+            backward = around.backward or found.transposed or recomputed
+            equation = replace(found, inputs=inputs, transposed=backward and not recomputed, late=recomputed)
+            here = _Around(stack, backward, recomputed)
+            names = computations_in(stack)
+            if self.atom is None and names and equation.name in ("jit", "pjit"):
+                self._named(equation, here, names)
+            elif self._inlines(equation):
+                self._call(equation, here)
+            else:
+                self._append(equation, here)
+
+    def _inlines(self, equation: Equation) -> bool:
+        if equation.name in _REMATS:
+            return bool(self._names_inside(equation))
+        return equation.name in CALLS
+
+    def _names_inside(self, equation: Equation) -> set[str]:
+        found: set[str] = set()
+        for sub in jex_core.jaxprs_in_params(dict(equation.params)):
+            found |= self._names_in(getattr(sub, "jaxpr", sub))
+        return found
+
+    def _names_in(self, jaxpr: Any) -> set[str]:
+        known = self.memo.get(id(jaxpr))
+        if known is None:
+            known = self.memo[id(jaxpr)] = set()
+            for eqn in jaxpr.eqns:
+                known.update(name for name, _ in computations_in(str(eqn.source_info.name_stack)))
+                if eqn.primitive is named_tensor_p:
+                    known.add(eqn.params["name"])
+                for sub in jex_core.jaxprs_in_params(eqn.params):
+                    known |= self._names_in(getattr(sub, "jaxpr", sub))
+        return known
+
+    def _named(self, equation: Equation, around: _Around, names: list[tuple[str, int]]) -> None:
+        """A named computation: everything in it goes with it."""
+        self.atom = []
+        self._call(equation, around)
+        equations, self.atom = tuple(self.atom), None
+        if not equations:
+            return
+        (name, written) = names[0]
+        count = 0 if around.recomputed else transposes_in(around.stack)
+        self._add(
+            Node(
+                equations,
+                Origin(name, count + written),
+                call=_last(calls_in(around.stack)),
+                backward=around.backward or bool(written),
+                names=frozenset({*(name for name, _ in names), *self._names_inside(equation)}),
+            )
+        )
+
+    def _append(self, equation: Equation, around: _Around) -> None:
+        if self.atom is not None:
+            self.atom.append(equation)
+            return
+        tensor = equation.params["name"] if equation.primitive is named_tensor_p else None
+        self._add(
+            Node(
+                (equation,),
+                Origin(tensor, transposes_in(around.stack)) if tensor is not None else None,
+                tensor=tensor is not None,
+                call=_last(calls_in(around.stack)),
+                backward=around.backward,
+                names=frozenset({tensor} if tensor is not None else self._names_inside(equation)),
+            )
+        )
+
+    def _add(self, node: Node) -> None:
+        if not node.backward and node.origin is None and node.call is not None:
+            node.backward = any(self.backward.get(v, -1) == node.call for v in node.inputs)
+        if node.backward:
+            self.backward.update(dict.fromkeys(node.outputs, node.call))
+        self.nodes.append(node)
+
+    def _call(self, equation: Equation, around: _Around) -> None:
+        body = equation.params[CALLS[equation.name]]
+        variables = getattr(body, "jaxpr", body).constvars
+        consts = [Constant(x, v.aval) for x, v in zip(getattr(body, "consts", ()), variables, strict=True)]
+        operands = list(equation.inputs)
+        if self.atom is None and calls_in(str(getattr(equation.source, "name_stack", ""))):
+            operands = [self._materialised(atom, around) for atom in operands]
+        graph, _ = from_jaxpr(body, [*consts, *operands])
+        if is_recomputation(equation) and not any(_RECOMPUTED in _stack(e) for e in graph.equations):
+            # Nothing says what is recomputed: all of the region counts as backward work of the names in it.
+            around = replace(around, backward=True)
+        self.walk(graph.equations, replace(around, recomputed=around.recomputed and not is_recomputation(equation)))
+        for outer, inner in zip(equation.outputs, graph.outputs, strict=True):
+            self.substitution[outer] = self.resolve(inner)
+
+    def _materialised(self, atom: Atom, around: _Around) -> Atom:
+        """A microbatch's literal operand (its index) as a value, so that all microbatches run one program."""
+        if isinstance(atom, Value):
+            return atom
+        graph, _ = from_jaxpr(jax.make_jaxpr(jax.lax.copy_p.bind)(struct_of(atom.aval)))
+        (copy,) = graph.equations
+        self.nodes.append(Node((replace(copy, inputs=(atom,)),)))
+        return copy.outputs[0]
+
+
+def _stack(equation: Equation) -> str:
+    return str(getattr(equation.source, "name_stack", ""))
+
+
+def _last(calls: list[int]) -> int | None:
+    return calls[-1] if calls else None
+
+
+def nodes_of(graph: Graph) -> Step:
+    """Inline a traced step into nodes; what has no effect on its outputs is dropped."""
+    graph = prune(graph)
+    flattener = _Flattener()
+    flattener.walk(graph.equations, _Around())
+    outputs = tuple(flattener.resolve(atom) for atom in graph.outputs)
+    return Step(graph.inputs, outputs, _pruned(flattener.nodes, outputs))
+
+
+def _pruned(nodes: Sequence[Node], outputs: Sequence[Atom]) -> tuple[Node, ...]:
+    """Without what has no effect on the outputs, inside of named computations too."""
+    needed = {atom for atom in outputs if isinstance(atom, Value)}
+    kept: list[Node] = []
+    for node in reversed(nodes):
+        wanted = tuple(v for v in node.outputs if v in needed)
+        if not wanted and not any(e.effects for e in node.equations):
+            continue
+        if len(node.equations) > 1:
+            equations = prune(Graph(node.inputs, wanted, node.equations)).equations
+            node = Node(equations, node.origin, node.tensor, node.call, node.backward, node.names)
+        kept.append(node)
+        needed.update(node.inputs)
+    return tuple(reversed(kept))

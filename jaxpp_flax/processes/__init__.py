@@ -1,0 +1,1 @@
+"""How the processes of a run find, compare, await and end one another."""

@@ -1,0 +1,1 @@
+"""The named schedules, one file for each family."""

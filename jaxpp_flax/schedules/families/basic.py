@@ -1,0 +1,124 @@
+"""Schedules with one stage on each rank and a whole backward."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+
+from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.schedule import StreamedSchedule
+from jaxpp_flax.schedules.task import AnyTask, backward, forward, fused
+
+
+class OneStagePerRank(StreamedSchedule):
+    """Base of the schedules in which rank ``r`` runs stage ``r`` and no other.
+
+    Args:
+        num_stages: number of stages, and of ranks.
+        mpmd_dim: the number of ranks again, as ``jaxpp.api`` takes it.
+    """
+
+    def __init__(self, num_stages: int, mpmd_dim: int | None = None) -> None:
+        super().__init__(num_stages)
+        if mpmd_dim is not None and mpmd_dim != num_stages:
+            raise ScheduleError(
+                f"{type(self).__name__} runs one stage on each rank, got num_stages={num_stages} and "
+                f"mpmd_dim={mpmd_dim}. Use {mpmd_dim} stages, or Interleaved1F1B"
+            )
+
+
+class GPipe(OneStagePerRank):
+    """All forwards, then all backwards: simple, and every activation is held.
+
+    With ``p`` stages, ``m`` microbatches and costs ``f``, ``b``: makespan ``(m + p - 1)(f + b)``,
+    idle ``(p - 1)(f + b)`` on each rank, ``m`` microbatches held by each stage.
+
+    Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
+    2019, https://arxiv.org/abs/1811.06965.
+
+    >>> GPipe(2).tasks(2)[1]
+    [fwd_1__0, fwd_1__1, bwd_1__0, bwd_1__1]
+    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> print(sketch(GPipe(3), 4))
+    rank 0 |F0-F1-F2-F3-..................B0====B1====B2====B3====
+    rank 1 |...F0-F1-F2-F3-.........B0====B1====B2====B3====......
+    rank 2 |......F0-F1-F2-F3-B0====B1====B2====B3====............
+    """
+
+    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
+        yield from (forward(rank, m) for m in range(num_microbatches))
+        yield from (backward(rank, m) for m in range(num_microbatches))
+
+    def max_live_microbatches(self, stage: int, num_microbatches: int) -> int:
+        return num_microbatches
+
+
+class WarmedUp1F1B(OneStagePerRank):
+    """Some forwards to warm up, then one forward and one backward in turn, then what is left."""
+
+    fuses_last_stage = True
+
+    @abc.abstractmethod
+    def warmup(self, stage: int) -> int:
+        """How many forwards ``stage`` runs before its first pair of a forward and a backward."""
+
+    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
+        if rank == self.num_stages - 1:
+            yield from (fused(rank, m) for m in range(num_microbatches))
+            return
+        ahead = min(self.warmup(rank), num_microbatches)
+        yield from (forward(rank, m) for m in range(ahead))
+        for m in range(num_microbatches - ahead):
+            yield forward(rank, m + ahead)
+            yield backward(rank, m)
+        yield from (backward(rank, m) for m in range(num_microbatches - ahead, num_microbatches))
+
+    def max_live_microbatches(self, stage: int, num_microbatches: int) -> int:
+        return min(num_microbatches, self.warmup(stage) + 1)
+
+
+class Std1F1B(WarmedUp1F1B):
+    """One forward, one backward: the bubble of GPipe, with memory that ``m`` does not enter.
+
+    With ``p`` stages, ``m`` microbatches and costs ``f``, ``b``: makespan ``(m + p - 1)(f + b)``,
+    idle ``(p - 1)(f + b)`` on each rank, ``min(m, p - s)`` microbatches held by stage ``s``.
+
+    Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush), 2021,
+    https://arxiv.org/abs/2006.09503.
+
+    >>> Std1F1B(2).tasks(3)
+    [[fwd_0__0, fwd_0__1, bwd_0__0, fwd_0__2, bwd_0__1, bwd_0__2],
+     [FusedTask(fwd_1__0, bwd_1__0), FusedTask(fwd_1__1, bwd_1__1), FusedTask(fwd_1__2, bwd_1__2)]]
+    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> print(sketch(Std1F1B(4), 5))
+    rank 0 |F0-F1-F2-F3-..................B0====F4-B1====...B2====...B3====...B4====
+    rank 1 |...F0-F1-F2-............B0====F3-B1====F4-B2====...B3====...B4====......
+    rank 2 |......F0-F1-......B0====F2-B1====F3-B2====F4-B3====...B4====............
+    rank 3 |.........F0-B0====F1-B1====F2-B2====F3-B3====F4-B4====..................
+    """
+
+    def warmup(self, stage: int) -> int:
+        return self.num_stages - 1 - stage
+
+
+class Eager1F1B(WarmedUp1F1B):
+    """1F1B with twice the warm-up: transfers hide behind forwards, at twice the memory.
+
+    The idle time is that of :class:`Std1F1B` where transfers cost nothing. Where a transfer takes
+    time, each stage has a forward at hand while it waits. Stage ``s`` of ``p`` holds
+    ``min(m, 2(p - s) - 1)`` microbatches.
+
+    Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2023,
+    https://arxiv.org/abs/2211.05322.
+
+    >>> Eager1F1B(3).tasks(4)[1]
+    [fwd_1__0, fwd_1__1, fwd_1__2, bwd_1__0, fwd_1__3, bwd_1__1, bwd_1__2, bwd_1__3]
+    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> print(sketch(Eager1F1B(3), 5))
+    rank 0 |F0-F1-F2-F3-F4-......B0====...B1====...B2====...B3====...B4====
+    rank 1 |...F0-F1-F2-...B0====F3-B1====F4-B2====...B3====...B4====......
+    rank 2 |......F0-B0====F1-B1====F2-B2====F3-B3====F4-B4====............
+    """
+
+    def warmup(self, stage: int) -> int:
+        return 2 * (self.num_stages - 1 - stage)

@@ -1,0 +1,151 @@
+"""Circular schedules, GPipe with 1F1B on the last rank, and 1F1B that hides transfers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from jaxpp_flax.schedules.families.basic import GPipe, WarmedUp1F1B
+from jaxpp_flax.schedules.families.zero_bubble import check_latency
+from jaxpp_flax.schedules.schedule import StreamedSchedule
+from jaxpp_flax.schedules.task import AnyTask, backward, forward, fused
+
+
+class Circular(StreamedSchedule):
+    """All forwards, then all backwards; rounds of ``p`` microbatches go through all stages in turn.
+
+    Where :class:`InterleavedGPipe` takes every microbatch through a rank's first stage before its
+    second, here ``p`` of them go round the ranks ``v`` times, then the next ``p``. A round is as
+    long as the way round the ranks, so no rank waits.
+
+    With ``p`` ranks, ``v`` stages per rank of cost ``f``, ``b``, and ``m`` a multiple of ``p``: idle
+    ``(p - 1)(f + b)`` on each rank, ``m v`` microbatch-stages held.
+
+    The forward order of circular pipelining; Xu et al., "GSPMD", 2021,
+    https://arxiv.org/abs/2105.04663, section 3.3.
+
+    >>> Circular(4, 2).tasks(3)[0]
+    [fwd_0__0, fwd_0__1, fwd_2__0, fwd_2__1, fwd_0__2, fwd_2__2,
+     bwd_2__0, bwd_2__1, bwd_0__0, bwd_0__1, bwd_2__2, bwd_0__2]
+    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> print(sketch(Circular(4, 2), 4))
+    rank 0 |F0-F1-f0-f1-F2-F3-f2-f3-.........b0====b1====B0====B1====b2====b3====B2====B3====
+    rank 1 |...F0-F1-f0-f1-F2-F3-f2-f3-b0====b1====B0====B1====b2====b3====B2====B3====......
+    """
+
+    def _forwards(self, rank: int, num_microbatches: int) -> Iterator[tuple[int, int]]:
+        stages = range(rank, self.num_stages, self.num_ranks)
+        for first in range(0, num_microbatches, self.num_ranks):
+            for stage in stages:
+                for m in range(first, min(first + self.num_ranks, num_microbatches)):
+                    yield stage, m
+
+    def _backwards(self, rank: int, num_microbatches: int) -> Iterator[tuple[int, int]]:
+        stages = range(rank, self.num_stages, self.num_ranks)[::-1]
+        for first in range(0, num_microbatches, self.num_ranks):
+            for stage in stages:
+                for m in range(first, min(first + self.num_ranks, num_microbatches)):
+                    yield stage, m
+
+    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
+        yield from (forward(stage, m) for stage, m in self._forwards(rank, num_microbatches))
+        yield from (backward(stage, m) for stage, m in self._backwards(rank, num_microbatches))
+
+    def max_live_microbatches(self, stage: int, num_microbatches: int) -> int:
+        return num_microbatches
+
+
+class CircularReversed(Circular):
+    """:class:`Circular` with the backwards in exactly the reverse order of the forwards.
+
+    The last microbatch's activations, the newest, are used first; each rank's order is its own
+    mirror image, so the bubble is the same. It is a natural order for what is stacked (scans, saved
+    activations), and every microbatch's memory is freed last-in first-out.
+
+    The reversed-backward form of circular pipelining in Shardy:MPMD.
+
+    >>> CircularReversed(4, 2).tasks(2)[0]
+    [fwd_0__0, fwd_0__1, fwd_2__0, fwd_2__1, bwd_2__1, bwd_2__0, bwd_0__1, bwd_0__0]
+    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> print(sketch(CircularReversed(4, 2), 3))
+    rank 0 |F0-F1-f0-f1-F2-...f2-.........b2====......B2====b1====b0====B1====B0====
+    rank 1 |...F0-F1-f0-f1-F2-...f2-b2====......B2====b1====b0====B1====B0====......
+    """
+
+    def _backwards(self, rank: int, num_microbatches: int) -> Iterator[tuple[int, int]]:
+        rounds = range(0, num_microbatches, self.num_ranks)[::-1]
+        stages = range(rank, self.num_stages, self.num_ranks)[::-1]
+        for first in rounds:
+            for stage in stages:
+                for m in range(first, min(first + self.num_ranks, num_microbatches))[::-1]:
+                    yield stage, m
+
+
+class GPipe1F1BLast(GPipe):
+    """:class:`GPipe`, except that the last rank runs each backward straight after its forward.
+
+    The last stage, often the one with the largest activations (the logits), then holds one
+    microbatch instead of all. Makespan as GPipe's; the others hold ``m``.
+
+    The schedule is Shardy:MPMD's "GPipe but 1F1B for the last mesh"; Huang et al., "GPipe", 2019,
+    https://arxiv.org/abs/1811.06965.
+
+    >>> GPipe1F1BLast(2).tasks(2)
+    [[fwd_0__0, fwd_0__1, bwd_0__0, bwd_0__1],
+     [FusedTask(fwd_1__0, bwd_1__0), FusedTask(fwd_1__1, bwd_1__1)]]
+    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> print(sketch(GPipe1F1BLast(3), 4))
+    rank 0 |F0-F1-F2-F3-.........B0====...B1====...B2====...B3====
+    rank 1 |...F0-F1-F2-F3-B0====...B1====...B2====...B3====......
+    rank 2 |......F0-B0====F1-B1====F2-B2====F3-B3====............
+    """
+
+    fuses_last_stage = True
+
+    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
+        if rank < self.num_stages - 1:
+            return super().rank_tasks(rank, num_microbatches)
+        return (fused(rank, m) for m in range(num_microbatches))
+
+    def max_live_microbatches(self, stage: int, num_microbatches: int) -> int:
+        return 1 if stage == self.num_stages - 1 else num_microbatches
+
+
+class LatencyHiding1F1B(WarmedUp1F1B):
+    """1F1B with just as many more forwards ahead as hide transfers of a known length.
+
+    Two neighbours hold each other up: from a forward of stage ``s`` through ``s + 1`` and back to
+    the next forward that depends on it, a forward and a backward of each pass, and two transfers.
+    That hides behind other microbatches if stage ``s`` is ``1 + ceil(2 latency / 3)`` forwards
+    further ahead than its neighbour, where ``latency`` is a fraction of a forward and a backward is
+    two forwards. So it is :class:`Std1F1B` at 0, and :class:`Eager1F1B` up to 1.5. Stage ``s`` of
+    ``p`` holds ``min(m, (p - 1 - s)(1 + ceil(2 latency / 3)) + 1)`` microbatches; with ``m`` large
+    the makespan is ``3 m + (p - 1)(3 + 2 latency)`` forwards.
+
+    The idea is that of Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2023,
+    https://arxiv.org/abs/2211.05322, with the amount made a parameter.
+
+    Args:
+        num_stages: number of stages, one on each rank.
+        latency: time of a transfer as a fraction of a stage's forward, 0 or more.
+
+    >>> [LatencyHiding1F1B(4, latency=0.5).warmup(stage) for stage in range(4)]
+    [6, 4, 2, 0]
+    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> print(sketch(LatencyHiding1F1B(3, latency=0.5), 5))
+    rank 0 |F0-F1-F2-F3-F4-......B0====...B1====...B2====...B3====...B4====
+    rank 1 |...F0-F1-F2-...B0====F3-B1====F4-B2====...B3====...B4====......
+    rank 2 |......F0-B0====F1-B1====F2-B2====F3-B3====F4-B4====............
+    """
+
+    latency: float
+
+    def __init__(self, num_stages: int, latency: float = 0.5) -> None:
+        super().__init__(num_stages)
+        object.__setattr__(self, "latency", check_latency(latency))
+
+    def __repr__(self) -> str:
+        return f"LatencyHiding1F1B(num_stages={self.num_stages}, latency={self.latency})"
+
+    def warmup(self, stage: int) -> int:
+        return (self.num_stages - 1 - stage) * (1 + math.ceil(2 * self.latency / 3))

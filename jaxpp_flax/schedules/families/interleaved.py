@@ -1,0 +1,149 @@
+"""Schedules with several stages on each rank, dealt out in turn (stage ``s`` on rank ``s % p``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+
+from jaxpp_flax.schedules.schedule import StreamedSchedule
+from jaxpp_flax.schedules.task import AnyTask, Task, TaskKind, backward, forward, fused
+
+
+class Interleaved1F1B(StreamedSchedule):
+    """1F1B over ``v`` stages per rank: the bubble shrinks by ``v``, memory and transfers grow.
+
+    Microbatches go in rounds of at least ``p``: a round passes through the rank's first stage, then
+    its second, and so on.
+
+    With ``p`` ranks, ``v`` stages per rank of cost ``f``, ``b`` and ``m`` a multiple of ``p``:
+    idle ``(p - 1)(f + b)`` on each rank while the work is ``m v (f + b)``; rank ``r`` holds
+    ``min(m v, (v - 1) p + 2 (p - 1 - r) + 1)`` microbatch-stages.
+
+    Any number of microbatches will do; where they do not divide into equal rounds, the last round
+    is short, and each microbatch that it lacks leaves its slots idle.
+
+    Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM", 2021, https://arxiv.org/abs/2104.04473.
+
+    Args:
+        num_stages: a multiple of the number of ranks.
+        num_ranks: number of ranks, ``mpmd_dim`` in ``jaxpp.api``.
+        fuse_steady_state: accepted for programs written for ``jaxpp.api``. There each forward and
+            the backward that follows it become one program; here they run in the same order, next
+            to each other, as two, so the tasks are the same either way.
+
+    >>> Interleaved1F1B(4, 2).tasks(2)[0]
+    [fwd_0__0, fwd_0__1, fwd_2__0, fwd_2__1, bwd_2__0, bwd_2__1, bwd_0__0, bwd_0__1]
+    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> print(sketch(Interleaved1F1B(4, 2), 4))
+    rank 0 |F0-F1-f0-f1-F2-...b0====F3-b1====f2-B0====f3-B1====...b2====...b3====B2====B3====
+    rank 1 |...F0-F1-f0-b0====f1-b1====F2-B0====F3-B1====f2-b2====f3-b3====B2====B3====......
+    """
+
+    fuses_last_stage = True
+    fuse_steady_state: bool
+
+    def __init__(
+        self,
+        num_stages: int,
+        num_ranks: int | None = None,
+        fuse_steady_state: bool = False,
+        *,
+        mpmd_dim: int | None = None,
+    ) -> None:
+        super().__init__(num_stages, num_ranks, mpmd_dim=mpmd_dim)
+        object.__setattr__(self, "fuse_steady_state", bool(fuse_steady_state))
+
+    def extra_warmup(self) -> int:
+        return 0
+
+    def round_size(self, num_microbatches: int) -> int:
+        """How many microbatches go through one stage of a rank before the next stage's turn."""
+        count = max(1, num_microbatches // self.num_ranks)
+        return self.num_ranks if num_microbatches % count else num_microbatches // count
+
+    def warmup(self, rank: int, num_microbatches: int) -> int:
+        """How many forwards ``rank`` runs before its first pair of a forward and a backward."""
+        ahead = (self.stages_per_rank - 1) * self.round_size(num_microbatches)
+        ahead += 2 * (self.num_ranks - 1 - rank) + self.extra_warmup()
+        return min(ahead, self._padded(num_microbatches) * self.stages_per_rank)
+
+    def _padded(self, num_microbatches: int) -> int:
+        size = self.round_size(num_microbatches)
+        return -(-num_microbatches // size) * size
+
+    def _passes(self, rank: int, num_microbatches: int, make: Callable[[int, int], Task]) -> Iterator[Task]:
+        size = self.round_size(num_microbatches)
+        stages = range(rank, self.num_stages, self.num_ranks)
+        if make is backward:
+            stages = stages[::-1]
+        for first in range(0, num_microbatches, size):
+            for stage in stages:
+                yield from (make(stage, m) for m in range(first, first + size))
+
+    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
+        # A last round which is not full is filled up, and the tasks of the microbatches that do not
+        # exist are then left out: without them, a legal schedule is still legal.
+        forwards = self._passes(rank, num_microbatches, forward)
+        backwards = self._passes(rank, num_microbatches, backward)
+        last = self.num_stages - 1 if self.fuses_last_stage else -1
+        warmup = self.warmup(rank, num_microbatches)
+        order = chain(islice(forwards, warmup), chain.from_iterable(zip(forwards, backwards, strict=False)))
+        for task in chain(order, backwards):
+            if task.microbatch >= num_microbatches:
+                continue
+            if task.stage != last:
+                yield task
+            elif task.kind is TaskKind.FORWARD:  # and its backward comes next
+                yield fused(last, task.microbatch)
+
+
+class KimiK2(Interleaved1F1B):
+    """Interleaved 1F1B with one more forward in the warm-up of every rank.
+
+    The added forward gives each rank something to run while an expert layer's all-to-all or a
+    transfer is under way. Without such waits its makespan is that of :class:`Interleaved1F1B`, and
+    rank ``r`` holds one microbatch-stage more. The last stage is not fused: it is one forward ahead.
+
+    Kimi Team, "Kimi K2: Open Agentic Intelligence", 2025, https://arxiv.org/abs/2507.20534.
+
+    >>> KimiK2(2, 2).tasks(3)[1]
+    [fwd_1__0, fwd_1__1, bwd_1__0, fwd_1__2, bwd_1__1, bwd_1__2]
+    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> print(sketch(KimiK2(4, 2), 4))
+    rank 0 |F0-F1-f0-f1-F2-F3-...b0====f2-b1====f3-B0====...B1====...b2====b3====B2====B3====
+    rank 1 |...F0-F1-f0-f1-b0====F2-b1====F3-B0====f2-B1====f3-b2====b3====B2====B3====......
+    """
+
+    fuses_last_stage = False
+
+    def extra_warmup(self) -> int:
+        return 1
+
+
+class InterleavedGPipe(StreamedSchedule):
+    """All forwards, then all backwards, over several stages per rank, breadth first.
+
+    Every microbatch passes through a rank's first stage before any enters its second, so a stage's
+    weights are gathered, and its gradients reduced, once per step.
+
+    With ``p`` ranks, ``v`` stages per rank of cost ``f``, ``b``, and ``m >= p``: idle
+    ``(p - 1)(f + b)`` on each rank, ``m v`` microbatch-stages held.
+
+    Lamy-Poirier, "Breadth-First Pipeline Parallelism", 2022, https://arxiv.org/abs/2211.05953.
+
+    >>> from jaxpp_flax.schedules.tools.drawing import sketch
+    >>> print(sketch(InterleavedGPipe(4, 2), 3))
+    rank 0 |F0-F1-F2-f0-f1-f2-.........b0====b1====b2====B0====B1====B2====
+    rank 1 |...F0-F1-F2-f0-f1-f2-b0====b1====b2====B0====B1====B2====......
+    """
+
+    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
+        stages = range(rank, self.num_stages, self.num_ranks)
+        for stage in stages:
+            yield from (forward(stage, m) for m in range(num_microbatches))
+        for stage in reversed(stages):
+            yield from (backward(stage, m) for m in range(num_microbatches))
+
+    def max_live_microbatches(self, stage: int, num_microbatches: int) -> int:
+        return num_microbatches

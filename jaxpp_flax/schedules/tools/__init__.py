@@ -1,0 +1,1 @@
+"""Searching, drawing and showing schedules."""

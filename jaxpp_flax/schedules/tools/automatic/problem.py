@@ -1,0 +1,288 @@
+"""The search space: for each rank, one word over the passes of its stages.
+
+All microbatches of a step are alike. So if a stage's passes of one kind come in some order of
+microbatches, relabelling the ``k``-th of them as microbatch ``k`` keeps every dependency (the
+``k``-th forward of a stage still follows ``k`` forwards of the stage before) and every count in
+memory. It is enough to search over what pass comes next on each rank; the microbatch follows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxpp_flax.schedules.costs import Costs, CostTable, Transfer
+from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.schedule import check_count
+from jaxpp_flax.schedules.task import AnyTask, Task, TaskKind, flatten
+
+_F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
+
+Words = list[list[int]]
+"""For each rank, the numbers of its passes in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One kind of work of one stage, to be done once for each microbatch.
+
+    Attributes:
+        time: how long it takes.
+        hold: activation memory that it adds at its start.
+        release: activation memory that it gives back at its end.
+        remote: the pass whose result it needs from another stage, or -1, and ``wait``, how long
+            that result travels.
+        local: the pass of its own stage that it follows, or -1.
+    """
+
+    kind: TaskKind
+    stage: int
+    rank: int
+    time: float
+    hold: float
+    release: float
+    remote: int
+    wait: float
+    local: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Costs, links and limits, ready for evaluating words quickly."""
+
+    num_ranks: int
+    num_stages: int
+    num_microbatches: int
+    splits: bool
+    placement: tuple[int, ...]
+    table: CostTable
+    transfer: Transfer
+    limits: tuple[float, ...]
+    passes: tuple[Pass, ...]
+
+    @classmethod
+    def make(
+        cls,
+        placement: Sequence[int],
+        num_microbatches: int,
+        *,
+        splits: bool,
+        costs: Costs,
+        transfer: Transfer,
+        limits: Sequence[float],
+    ) -> Problem:
+        num_stages = len(placement)
+        table = costs.table(num_stages)
+        numbers: dict[tuple[TaskKind, int], int] = {}
+        for stage in range(num_stages):
+            for kind in (_F, _I, _W) if splits and stage else (_F, _B):
+                numbers[kind, stage] = len(numbers)
+
+        def travel(source: int, target: int, boundary: int) -> float:
+            a, b = placement[source], placement[target]
+            return 0.0 if a == b else transfer.time(a, b, table.sent[boundary])
+
+        passes: list[Pass] = []
+        for kind, stage in numbers:
+            hold = release = wait = 0.0
+            remote = local = -1
+            if kind is _F:
+                hold = table.activation[stage]
+                if stage:
+                    remote, wait = numbers[_F, stage - 1], travel(stage - 1, stage, stage - 1)
+            elif kind is _W:
+                local, release = numbers[_I, stage], table.kept[stage]
+            else:
+                local = numbers[_F, stage]
+                release = table.activation[stage] - (table.kept[stage] if kind is _I else 0.0)
+                if stage + 1 < num_stages:
+                    above = numbers.get((_I, stage + 1), numbers.get((_B, stage + 1), -1))
+                    remote, wait = above, travel(stage + 1, stage, stage)
+            time = table.duration(Task(kind, stage, 0))
+            passes.append(Pass(kind, stage, placement[stage], time, hold, release, remote, wait, local))
+        return cls(
+            1 + max(placement),
+            num_stages,
+            num_microbatches,
+            splits,
+            tuple(placement),
+            table,
+            transfer,
+            tuple(limits),
+            tuple(passes),
+        )
+
+    def words(self, lists: Sequence[Sequence[AnyTask]]) -> Words:
+        """A schedule as words; a whole backward is taken apart where this problem splits it."""
+        number = {(p.kind, p.stage): n for n, p in enumerate(self.passes)}
+        words: Words = []
+        for tasks in lists:
+            word: list[int] = []
+            for task in flatten(tasks):
+                n = number.get((task.kind, task.stage))
+                if n is not None:
+                    word.append(n)
+                else:
+                    word += [number[_I, task.stage], number[_W, task.stage]]
+            words.append(word)
+        return words
+
+    def tasks(self, words: Words) -> list[list[Task]]:
+        """The tasks that ``words`` stand for."""
+        lists: list[list[Task]] = []
+        for word in words:
+            count = [0] * len(self.passes)
+            tasks: list[Task] = []
+            for n in word:
+                p = self.passes[n]
+                tasks.append(Task(p.kind, p.stage, count[n]))
+                count[n] += 1
+            lists.append(tasks)
+        return lists
+
+    def peak(self, rank: int, word: Sequence[int]) -> float:
+        """The most activation memory that ``rank`` holds."""
+        held = peak = 0.0
+        for n in word:
+            p = self.passes[n]
+            held += p.hold
+            peak = max(peak, held)
+            held -= p.release
+        return peak
+
+    def fits(self, rank: int, word: Sequence[int]) -> bool:
+        # The sums are of floats: a limit reached exactly must count as kept.
+        return self.peak(rank, word) <= self.limits[rank] * (1 + 1e-9)
+
+
+def evaluate(problem: Problem, words: Words) -> tuple[float, list[list[float]]] | None:
+    """The makespan and, for each pass, its end times by microbatch; None if the ranks deadlock."""
+    passes = problem.passes
+    ends: list[list[float]] = [[] for _ in passes]
+    at = [0] * len(words)
+    free = [0.0] * len(words)
+    moved = True
+    while moved:
+        moved = False
+        for rank, word in enumerate(words):
+            position = start = at[rank]
+            now = free[rank]
+            size = len(word)
+            while position < size:
+                n = word[position]
+                p = passes[n]
+                mine = ends[n]
+                m = len(mine)
+                if p.local >= 0 and len(ends[p.local]) <= m:
+                    break
+                if p.remote >= 0:
+                    there = ends[p.remote]
+                    if len(there) <= m:
+                        break
+                    arrived = there[m] + p.wait
+                    if arrived > now:
+                        now = arrived
+                now += p.time
+                mine.append(now)
+                position += 1
+            if position != start:
+                at[rank] = position
+                free[rank] = now
+                moved = True
+    if any(position < len(word) for position, word in zip(at, words, strict=True)):
+        return None
+    return max(free), ends
+
+
+def lower_bound(problem: Problem) -> float:
+    """A makespan that no order can beat.
+
+    For each rank: every pass has a head (the earliest it can start) and a tail (what must still
+    follow it, on this rank or another). A single machine that may interrupt its work, and knows
+    nothing of other ranks, needs at least this long; that relaxation is solved exactly by always
+    running the available pass with the longest tail (Jackson's rule, preemptive).
+    """
+    passes = problem.passes
+    heads = [0.0] * len(passes)
+    order = _topological(passes)
+    for n in order:
+        p = passes[n]
+        for need, wait in ((p.local, 0.0), (p.remote, p.wait)):
+            if need >= 0:
+                heads[n] = max(heads[n], heads[need] + passes[need].time + wait)
+    tails = [0.0] * len(passes)
+    for n in reversed(order):
+        p = passes[n]
+        for need, wait in ((p.local, 0.0), (p.remote, p.wait)):
+            if need >= 0:
+                tails[need] = max(tails[need], tails[n] + p.time + wait)
+    bound = max(h + p.time + t for h, p, t in zip(heads, passes, tails, strict=True))
+    count = problem.num_microbatches
+    for rank in range(problem.num_ranks):
+        mine = [n for n, p in enumerate(passes) if p.rank == rank]
+        bound = max(bound, _one_machine([(heads[n], passes[n].time * count, tails[n]) for n in mine]))
+    return bound
+
+
+def _topological(passes: Sequence[Pass]) -> list[int]:
+    """Forwards by stage, then input gradients backwards, then weight gradients."""
+
+    def key(n: int) -> tuple[int, int]:
+        p = passes[n]
+        return (0, p.stage) if p.kind is _F else (2, 0) if p.kind is _W else (1, -p.stage)
+
+    return sorted(range(len(passes)), key=key)
+
+
+def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
+    """The preemptive one-machine bound for ``(head, time, tail)`` jobs."""
+    waiting = sorted(jobs)
+    ready: list[list[float]] = []  # [tail, time left]
+    now = bound = 0.0
+    position = 0
+    while position < len(waiting) or ready:
+        if not ready:
+            now = max(now, waiting[position][0])
+        while position < len(waiting) and waiting[position][0] <= now:
+            ready.append([waiting[position][2], waiting[position][1]])
+            position += 1
+        ready.sort()
+        job = ready[-1]
+        until = waiting[position][0] if position < len(waiting) else math.inf
+        step = min(job[1], until - now)
+        now += step
+        job[1] -= step
+        if job[1] <= 0:
+            bound = max(bound, now + job[0])
+            ready.pop()
+    return bound
+
+
+def memory_limits(memory_limit: float | Sequence[float] | None, num_ranks: int) -> list[float]:
+    """One limit for each rank, from what the user gave."""
+    if memory_limit is None:
+        return [math.inf] * num_ranks
+    limits = list(memory_limit) if isinstance(memory_limit, Sequence) else [memory_limit] * num_ranks
+    if len(limits) != num_ranks:
+        raise ScheduleError(
+            f"memory_limit has {len(limits)} numbers for {num_ranks} ranks: give one for each rank, or one for all"
+        )
+    return [float(limit) for limit in limits]
+
+
+def check_limits(problem: Problem) -> None:
+    """Refuse limits in which not even one microbatch at a time can run."""
+    for rank, limit in enumerate(problem.limits):
+        need = sum(p.hold for p in problem.passes if p.rank == rank)
+        if need > limit * (1 + 1e-9):
+            raise ScheduleError(
+                f"memory_limit of rank {rank} is {limit:g}, but one microbatch alone holds {need:g} there. "
+                f"Raise it to {need:g} or more, or make microbatches smaller"
+            )
+
+
+def check_counts(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> None:
+    check_count("num_ranks", num_ranks)
+    check_count("num_microbatches", num_microbatches)
+    check_count("stages_per_rank", stages_per_rank)

@@ -1,0 +1,230 @@
+"""Showing, comparing, searching and checking schedules from a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxpp_flax.schedules.costs import Costs, Link, Transfer
+from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.names import by_name, names
+from jaxpp_flax.schedules.schedule import Schedule
+from jaxpp_flax.schedules.simulate import simulate
+from jaxpp_flax.schedules.table import read_csv, write_csv
+from jaxpp_flax.schedules.tools.automatic import search
+from jaxpp_flax.schedules.tools.drawing import draw
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status. Errors of the user's go to stderr in one line.
+
+    >>> main(["show", "1f1b", "--ranks", "2", "--microbatches", "2", "--width", "60"])
+    1f1b: makespan 9, bubble 33.3%, peak memory 2
+    rank 0 |F0-F1-......B0====...B1====
+    rank 1 |...F0-B0====F1-B1====......
+    <BLANKLINE>
+    F forward -  B backward =  . idle
+    0
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxpp_flax.schedules", description="Show, compare, search and check pipeline schedules."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    show = commands.add_parser("show", help="draw one schedule")
+    show.add_argument("schedule", help=f"a CSV file, or one of: {', '.join(names())}")
+    _counts(show)
+    _model(show)
+    _pictures(show)
+    show.set_defaults(run=_show)
+
+    compare = commands.add_parser("compare", help="a table of all named schedules that fit, at equal total work")
+    compare.add_argument("--ranks", type=int, default=4, help=_RANKS)
+    compare.add_argument("--microbatches", type=int, default=8, help=_MICROBATCHES)
+    compare.add_argument("--stages-per-rank", default="1,2", help="numbers with commas between (default: 1,2)")
+    _model(compare)
+    compare.set_defaults(run=_compare)
+
+    find = commands.add_parser("search", help="find a schedule for these costs, links and memory")
+    _counts(find)
+    _model(find)
+    find.add_argument(
+        "--memory-limit", type=float, help="activation memory of each rank: in activations, or as --costs counts it"
+    )
+    find.add_argument("--whole-backward", action="store_true", help="do not split the backward")
+    find.add_argument(
+        "--evaluations", type=int, default=4000, help="schedules that the local search tries (default: 4000)"
+    )
+    find.add_argument(
+        "--exact-seconds", type=float, default=0.0, help="also ask the exact solver for so long (small cases)"
+    )
+    find.add_argument("--csv", help="write the schedule here")
+    _pictures(find)
+    find.set_defaults(run=_search)
+
+    check = commands.add_parser("check", help="validate a schedule in a CSV file")
+    check.add_argument("file", help="a row for each rank, cells such as 0F0, 1B0, 1I0, 1W0, empty where it idles")
+    _model(check)
+    _pictures(check)
+    check.set_defaults(run=_check)
+    return parser
+
+
+_RANKS = "groups of devices, each of which runs its own stages (default: 4)"
+_MICROBATCHES = "parts of a batch (default: 8)"
+
+
+def _counts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=4, help=_RANKS)
+    parser.add_argument("--microbatches", type=int, default=8, help=_MICROBATCHES)
+    parser.add_argument("--stages-per-rank", type=int, help="default: 1, or 2 for `show` with a schedule in a V")
+
+
+def _model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--forward", default="1", help="time of a forward: one number, or one for each stage with commas (default: 1)"
+    )
+    parser.add_argument("--input-gradient", default="1", help="time of an input gradient, likewise (default: 1)")
+    parser.add_argument("--weight-gradient", default="1", help="time of a weight gradient, likewise (default: 1)")
+    parser.add_argument(
+        "--costs", help="a JSON file with arguments of Costs, such as measured ones, in place of the three above"
+    )
+    parser.add_argument("--latency", type=float, default=0.0, help="time of every transfer between ranks (default: 0)")
+
+
+def _pictures(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", "-o", help="also draw to this file: .svg, .png, .json (Chrome trace) or .txt")
+    parser.add_argument("--width", type=int, help="columns of the drawing (default: the terminal's)")
+    parser.add_argument("--no-colour", action="store_true", help="plain text even in a terminal")
+
+
+def _costs(options: argparse.Namespace) -> Costs:
+    if options.costs:
+        try:
+            return Costs(**json.loads(Path(options.costs).read_text()))
+        except (TypeError, json.JSONDecodeError) as error:
+            raise ScheduleError(f"{options.costs}: {error}. Write a JSON object with arguments of Costs") from error
+
+    def numbers(flag: str, text: str) -> float | list[float]:
+        try:
+            values = [float(part) for part in text.split(",")]
+        except ValueError:
+            raise ScheduleError(f"{flag} {text!r}: give one number, or one for each stage with commas") from None
+        return values[0] if len(values) == 1 else values
+
+    return Costs(
+        forward=numbers("--forward", options.forward),
+        backward_input=numbers("--input-gradient", options.input_gradient),
+        backward_weight=numbers("--weight-gradient", options.weight_gradient),
+    )
+
+
+def _named(options: argparse.Namespace) -> tuple[Schedule, int]:
+    if options.schedule.endswith(".csv"):
+        schedule = read_csv(options.schedule)
+        return schedule, schedule.num_microbatches
+    per_rank = options.stages_per_rank
+    if per_rank is None:
+        try:
+            return by_name(options.schedule, options.ranks, options.ranks), options.microbatches
+        except ScheduleError:
+            per_rank = 2
+    return by_name(options.schedule, options.ranks * per_rank, options.ranks), options.microbatches
+
+
+def _draw(options: argparse.Namespace, panels: list) -> None:
+    width = options.width or shutil.get_terminal_size((120, 24)).columns
+    colour = sys.stdout.isatty() and not options.no_colour
+    print(draw(panels, options.output, width=width, colour=colour))
+    if options.output:
+        print(f"wrote {options.output}")
+
+
+def _show(options: argparse.Namespace) -> int:
+    schedule, microbatches = _named(options)
+    step = simulate(schedule, _costs(options), options.latency, num_microbatches=microbatches)
+    _draw(options, [(options.schedule, step)])
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    whole = _costs(options)
+    rows: list[tuple[float, str]] = []
+    for per_rank in [int(part) for part in options.stages_per_rank.split(",")]:
+        costs = _shared_out(whole, per_rank)
+        for name in names(options.ranks * per_rank, options.ranks):
+            schedule = by_name(name, options.ranks * per_rank, options.ranks)
+            step = simulate(schedule, costs, options.latency, num_microbatches=options.microbatches)
+            rows.append(
+                (
+                    step.makespan,
+                    f"{name:28} {per_rank:>6} {step.makespan:>9.4g} {step.bubble:>7.1%} {step.steady_bubble:>13.1%} "
+                    f"{min(step.peak_memory):>7.3g} {max(step.peak_memory):>7.3g}",
+                )
+            )
+    print(
+        f"{options.ranks} ranks, {options.microbatches} microbatches; fastest first. Stages of a rank share its work."
+    )
+    print(f"{'schedule':28} {'stages':>6} {'makespan':>9} {'bubble':>7} {'no barrier':>13} {'memory':>7} {'to':>7}")
+    for _, row in sorted(rows):
+        print(row)
+    return 0
+
+
+def _shared_out(costs: Costs, per_rank: int) -> Costs:
+    """The same work and memory on each rank, cut into more stages."""
+    if per_rank == 1:
+        return costs
+    fields: dict[str, float | None] = {}
+    for name in ("forward", "backward_input", "backward_weight", "backward", "activation", "weight_activation"):
+        value = getattr(costs, name)
+        if isinstance(value, Sequence):
+            raise ScheduleError(f"compare with --stages-per-rank {per_rank} needs one {name} for all stages")
+        fields[name] = None if value is None else value / per_rank
+    return Costs(**fields, sent=costs.sent)  # type: ignore[arg-type]
+
+
+def _search(options: argparse.Namespace) -> int:
+    costs = _costs(options)
+    found = search(
+        options.ranks,
+        options.microbatches,
+        options.stages_per_rank or 1,
+        costs,
+        Transfer(Link(options.latency)),
+        options.memory_limit,
+        split_backward=not options.whole_backward,
+        evaluations=options.evaluations,
+        exact_seconds=options.exact_seconds,
+    )
+    print(found.summary() + "\n")
+    _draw(options, [("found", found.timeline)])
+    if options.csv:
+        write_csv(found.schedule, options.csv)
+        print(f"wrote {options.csv}")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    schedule = read_csv(options.file)
+    print(
+        f"{options.file}: legal. {schedule.num_stages} stages on {schedule.num_ranks} ranks, "
+        f"{schedule.num_microbatches} microbatches, "
+        f"{'split' if schedule.splits_backward else 'whole'} backward"
+    )
+    step = simulate(schedule, _costs(options), options.latency, num_microbatches=schedule.num_microbatches)
+    _draw(options, [(options.file, step)])
+    return 0

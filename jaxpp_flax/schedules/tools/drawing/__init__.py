@@ -1,0 +1,75 @@
+"""Pictures of timelines: text, SVG, PNG, Chrome trace."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.simulate import Timeline
+from jaxpp_flax.schedules.tools.drawing.grid import grid, sketch
+from jaxpp_flax.schedules.tools.drawing.png import png
+from jaxpp_flax.schedules.tools.drawing.scene import Panels
+from jaxpp_flax.schedules.tools.drawing.svg import svg
+from jaxpp_flax.schedules.tools.drawing.trace import chrome_trace
+
+__all__ = ["chrome_trace", "draw", "grid", "png", "sketch", "svg"]
+
+
+def draw(
+    timeline: Timeline | Panels,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    title: str = "schedule",
+    width: int = 120,
+    colour: bool = False,
+    memory: bool = False,
+    microseconds: float = 1000.0,
+) -> str:
+    """Draw a simulated or measured step, or several under each other on one scale of time.
+
+    Args:
+        timeline: what :func:`simulate` or :func:`replay` returned, or ``(title, timeline)`` pairs.
+        path: where to write; its ending says what: ``.svg``, ``.png`` (needs the extra ``plot``),
+            ``.json`` (Chrome trace, for Perfetto), ``.txt``. None writes nothing.
+        title: of a single timeline.
+        width: columns of the text grid.
+        colour: whether the text grid uses terminal colours.
+        memory: whether a PNG also shows each rank's activation memory.
+        microseconds: length of one unit of time in a Chrome trace.
+
+    Returns:
+        The text grid.
+
+    >>> from jaxpp_flax.schedules import Std1F1B, simulate
+    >>> print(draw(simulate(Std1F1B(2), num_microbatches=2), title="1F1B"))
+    1F1B: makespan 9, bubble 33.3%, peak memory 2
+    rank 0 |F0-F1-......B0====...B1====
+    rank 1 |...F0-B0====F1-B1====......
+    <BLANKLINE>
+    F forward -  B backward =  . idle
+    """
+    panels = [(title, timeline)] if isinstance(timeline, Timeline) else _checked(timeline)
+    text = grid(panels, width, colour)
+    if path is not None:
+        target = Path(path)
+        if target.suffix == ".svg":
+            target.write_text(svg(panels))
+        elif target.suffix == ".png":
+            png(panels, target, memory)
+        elif target.suffix == ".json":
+            target.write_text(chrome_trace(panels, microseconds))
+        elif target.suffix == ".txt":
+            target.write_text(grid(panels, width) + "\n")
+        else:
+            raise ScheduleError(
+                f"{os.fspath(path)}: cannot draw a {target.suffix!r} file. Use .svg, .png, .json (Chrome trace) or .txt"
+            )
+    return text
+
+
+def _checked(panels: Sequence[tuple[str, Timeline]]) -> list[tuple[str, Timeline]]:
+    if not panels:
+        raise ScheduleError("nothing to draw: give at least one timeline")
+    return list(panels)

@@ -1,0 +1,80 @@
+"""A timeline as SVG, with no library."""
+
+from __future__ import annotations
+
+from html import escape
+
+from jaxpp_flax.schedules.tools.drawing.scene import (
+    DARKER,
+    KINDS,
+    Panels,
+    bars,
+    caption,
+    colour,
+    kinds_of,
+    several_stages,
+    shortest,
+)
+
+_ROW, _GAP, _LEFT, _TOP = 22, 4, 62, 34
+
+
+def svg(panels: Panels, width: float | None = None) -> str:
+    """The panels as one SVG image; ``width`` in pixels, by default enough for the labels."""
+    longest = max((timeline.makespan for _, timeline in panels), default=0.0) or 1.0
+    if width is None:
+        needed = 13 * longest / min(shortest(timeline) for _, timeline in panels)
+        width = min(max(760.0, needed), 6000.0)
+    scale = width / longest
+    out: list[str] = []
+    y = 8.0
+    for title, timeline in panels:
+        out.append(_text(_LEFT, y + 16, caption(title, timeline), 14, weight="bold"))
+        y += _TOP
+        for rank in range(len(timeline.events)):
+            top = y + rank * (_ROW + _GAP)
+            out.append(_text(4, top + 15, f"rank {rank}", 12))
+            out.append(f'<rect x="{_LEFT}" y="{top:g}" width="{width:.1f}" height="{_ROW}" fill="#eeeeee"/>')
+        for bar in bars(timeline):
+            x, long = _LEFT + bar.start * scale, (bar.end - bar.start) * scale
+            top = y + bar.rank * (_ROW + _GAP)
+            tip = f"{bar.kind.value} of stage {bar.stage}, microbatch {bar.microbatch}: {bar.start:g} to {bar.end:g}"
+            out.append(
+                f'<g><title>{escape(tip)}</title><rect x="{x:.2f}" y="{top:g}" width="{max(long - 0.6, 0.3):.2f}" '
+                f'height="{_ROW}" fill="{bar.colour}"/>'
+            )
+            if long >= 6.5 * len(bar.label):
+                out.append(_text(x + long / 2, top + 15, bar.label, 11, anchor="middle"))
+            out.append("</g>")
+        y += len(timeline.events) * (_ROW + _GAP)
+        step = _round_step(longest / 10)
+        for i in range(int(longest / step + 1e-9) + 1):
+            x = _LEFT + i * step * scale
+            out.append(f'<line x1="{x:.1f}" y1="{y:g}" x2="{x:.1f}" y2="{y + 5:g}" stroke="#555555"/>')
+            out.append(_text(x, y + 17, f"{i * step:g}", 11, anchor="middle"))
+        y += 34
+    x = float(_LEFT)
+    for kind in kinds_of(panels):
+        out.append(f'<rect x="{x:g}" y="{y:g}" width="16" height="14" fill="{colour(kind, 0, 1)}"/>')
+        out.append(_text(x + 21, y + 12, KINDS[kind][0], 12))
+        x += 46 + 7 * len(KINDS[kind][0])
+    if several_stages(panels):
+        out.append(_text(x, y + 12, DARKER, 12))
+    size = f'width="{_LEFT + width + 20:.0f}" height="{y + 26:.0f}"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">'
+        f'<rect width="100%" height="100%" fill="white"/>{"".join(out)}</svg>\n'
+    )
+
+
+def _text(x: float, y: float, text: str, size: int, anchor: str = "start", weight: str = "normal") -> str:
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" '
+        f'font-weight="{weight}" fill="#111111">{escape(text)}</text>'
+    )
+
+
+def _round_step(least: float) -> float:
+    """The next 1, 2 or 5 times a power of ten."""
+    power = 10.0 ** float(f"{least:e}".split("e")[1])
+    return next((m * power for m in (1, 2, 5) if m * power >= least * (1 - 1e-9)), 10 * power)

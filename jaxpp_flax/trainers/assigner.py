@@ -1,0 +1,364 @@
+"""The trainer's side of assignments: costs of blocks, the memory limit, and the plan that training keeps to."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxpp_flax.assignment import AssignmentError, CutPolicy, Plan, even, resolve, segment_names
+from jaxpp_flax.assignment.balancing import balance, leanest
+from jaxpp_flax.assignment.block_times import time_blocks
+from jaxpp_flax.assignment.memory import Held, MemoryModel, live_counts
+from jaxpp_flax.assignment.plan_table import amount
+from jaxpp_flax.assignment.policies import cuts_of, near_names
+from jaxpp_flax.assignment.step_time import StepTime
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, axes_in
+from jaxpp_flax.engine.blocks import Marks
+from jaxpp_flax.engine.costs import Work
+from jaxpp_flax.engine.tracing.markers import Mark
+from jaxpp_flax.schedules import Schedule
+from jaxpp_flax.trainers.state.train_state import TrainState
+
+__all__ = ["Assigner", "Pipeline", "kept_bytes"]
+
+_SOURCES = ("estimated", "flops", "measured")
+# FLOPs in the time that it takes to move a byte, roughly: for the estimate, where nothing is measured.
+_FLOPS_PER_BYTE = {"cpu": 4.0, "gpu": 100.0, "cuda": 100.0, "rocm": 100.0, "tpu": 200.0}
+_LEAST_STAGES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """What an assignment depends on beside the model.
+
+    Args:
+      schedule: who runs which stage, and how many microbatches are in flight.
+      num_microbatches: of a step.
+      mesh: the ranks.
+      kept: for each leaf of a step's arguments, bytes on each device that come with it: what the optimizer keeps.
+    """
+
+    schedule: Schedule
+    num_microbatches: int
+    mesh: MpmdMesh
+    kept: Callable[[], Sequence[float]]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return tuple(map(self.schedule.rank_of, range(self.schedule.num_stages)))
+
+
+class Assigner:
+    """Turns `assignment=`, `cost=` and `memory_limit=` into plans, one for each schedule, made when a step is compiled.
+
+    Args:
+      assignment: see `jaxpp_flax.assignment.resolve`.
+      cost: None, "estimated", "flops", "measured", a number for each block, or a mapping from names of blocks.
+      memory_limit: bytes that each device may hold; one number, or one for each rank.
+
+    Raises:
+      AssignmentError, TypeError, ValueError: for arguments that make no sense by themselves.
+    """
+
+    def __init__(self, assignment: Any, cost: Any = None, memory_limit: Any = None) -> None:
+        self._policy = resolve(assignment)
+        self._balances = isinstance(assignment, str) and assignment == "balanced"
+        self._cost = _check_cost(cost) if cost is not None else ("estimated" if self._balances else None)
+        self._limit = _check_limit(memory_limit)
+        self._plans: dict[Any, tuple[tuple[int, ...], Plan]] = {}
+        self._works: dict[int, tuple[Work, ...]] = {}
+        self._unseen: list[Plan] = []
+
+    def plan_of(self, schedule: Schedule | None, num_microbatches: int) -> Plan | None:
+        """The plan for a schedule, once a training step was compiled for it."""
+        found = self._plans.get((schedule, num_microbatches))
+        return None if found is None else found[1]
+
+    def news(self) -> list[Plan]:
+        """Plans with costs that were made since this was last asked: to be shown once."""
+        unseen, self._unseen = self._unseen, []
+        return [plan for plan in unseen if plan.rank_costs is not None]
+
+    def policy(self, pipeline: Pipeline, *, training: bool) -> CutPolicy:
+        """The cuts for a training step; for inference, the same once training has them."""
+
+        def train(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
+            key = (pipeline.schedule, pipeline.num_microbatches)
+            if key not in self._plans:
+                self._plans[key] = self._make(marks, num_stages, pipeline)
+                self._unseen.append(self._plans[key][1])
+            elif self._limit is not None:  # other shapes of a batch
+                self._check_memory(marks, _sizes(self._plans[key][0], marks), pipeline)
+            return self._plans[key][0]
+
+        def infer(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
+            for (schedule, _), (cuts, plan) in self._plans.items():
+                same = tuple(map(schedule.rank_of, range(schedule.num_stages))) == pipeline.ranks
+                if same and len(plan.blocks) == len(marks) + 1:
+                    return cuts
+            return tuple(self._policy(marks, num_stages))
+
+        return train if training else infer
+
+    # ------------------------------------------------------------------ making a plan
+
+    def _make(self, marks: Sequence[Mark], num_stages: int, pipeline: Pipeline) -> tuple[tuple[int, ...], Plan]:
+        work, source, unit = self._work(marks, pipeline)
+        cuts = () if self._balances else tuple(self._policy(marks, num_stages))
+        even_sizes = _sizes(even()(marks, num_stages), marks)  # raises where there are too few marks
+        exact = step_gain = None
+        if self._balances:
+            memory = self._memory(marks, pipeline) if self._limit is not None else None
+            sent = [0.0, *marks.sent] if isinstance(marks, Marks) else None
+            step = StepTime(
+                schedule=pipeline.schedule,
+                num_microbatches=pipeline.num_microbatches,
+                forward=[w.forward for w in work],
+                backward=[w.backward for w in work],
+            )
+            found = balance([w.total for w in work], pipeline.ranks, memory, sent, even_sizes, step)
+            if found is None:
+                sizes = leanest(len(work), num_stages, memory) if memory is not None else ()
+                raise self._too_large(marks, sizes, pipeline, memory, "no assignment")
+            cuts, exact = cuts_of(found.sizes), found.exact
+            if len(set(pipeline.ranks)) < num_stages and (even_step := step(even_sizes)):
+                step_gain = 1.0 - step(found.sizes) / even_step
+        sizes = _sizes(cuts, marks)
+        rank_bytes = self._check_memory(marks, sizes, pipeline) if self._limit is not None else None
+        plan = Plan.of(
+            marks,
+            cuts,
+            num_stages,
+            work=work,
+            unit=unit,
+            source=source,
+            ranks=pipeline.ranks,
+            even_sizes=even_sizes,
+            exact=exact,
+            step_gain=step_gain,
+            rank_bytes=rank_bytes,
+        )
+        return cuts, plan
+
+    def _work(self, marks: Sequence[Mark], pipeline: Pipeline) -> tuple[Any, str, str]:
+        """The cost of each block, where it comes from, and its unit."""
+        cost = self._cost
+        if cost is None:
+            plan = self._policy if isinstance(self._policy, Plan) else None
+            listed = {} if plan is None else {block.name: block for block in plan.blocks if block.cost is not None}
+            names = segment_names(marks)
+            if plan is None or not listed or set(names[:-1]) - set(listed):
+                return None, "", ""
+            nothing = Work(0.0, 0.0)
+            found = [
+                Work(listed[n].forward or 0.0, listed[n].backward or 0.0) if n in listed else nothing for n in names
+            ]
+            return found, plan.source, plan.unit
+        if not isinstance(cost, str):
+            return _given(cost, segment_names(marks)), "given costs", ""
+        if not isinstance(marks, Marks):
+            raise TypeError(f"cost={cost!r} needs the engine's marks, got a {type(marks).__name__}.")
+        if cost == "measured":
+            if len(marks) not in self._works:
+                self._works[len(marks)] = self._measure(marks, pipeline.mesh)
+            return self._works[len(marks)], "measured", "s"
+        if cost == "flops":
+            return marks.work(), "operations counted", "FLOP"
+        platform = pipeline.mesh.rank_devices(0)[0].platform
+        return marks.work(_FLOPS_PER_BYTE.get(platform, 100.0)), "operations and bytes estimated", "FLOP"
+
+    def _measure(self, marks: Marks, mesh: MpmdMesh) -> tuple[Work, ...]:
+        if mesh.jax_mesh.is_multi_process:
+            raise AssignmentError(
+                "cost='measured' times blocks, but the devices of this mesh belong to several processes, which would "
+                "measure, and cut, differently. Measure in one process, `trainer.plan.save('plan.json')`, and pass "
+                "assignment='plan.json' to all of them; or use cost='estimated'."
+            )
+        return _at_every_mark(lambda: time_blocks(marks, mesh), "cost='measured'", "cost='estimated'")
+
+    # ------------------------------------------------------------------ memory
+
+    def _memory(self, marks: Sequence[Mark], pipeline: Pipeline) -> MemoryModel:
+        if not isinstance(marks, Marks):
+            raise TypeError(f"memory_limit needs the engine's marks, got a {type(marks).__name__}.")
+        kept = pipeline.kept()
+        found = _at_every_mark(lambda: marks.body.holdings, "memory_limit=", "no memory_limit")
+        held: list[Held] = []
+        for item in found:
+            held.append(Held(kind=item.kind, nbytes=item.nbytes, blocks=item.blocks))
+            extra = kept[item.argument] if item.argument is not None else 0.0
+            if extra:
+                held.append(Held(kind="optimizer", nbytes=extra, blocks=item.blocks))
+        schedule, limit = pipeline.schedule, self._limit
+        if isinstance(limit, tuple) and len(limit) != schedule.num_ranks:
+            raise AssignmentError(
+                f"memory_limit has {len(limit)} numbers for {schedule.num_ranks} ranks. Give one for each, or one "
+                "number for all."
+            )
+        return MemoryModel(
+            held=held,
+            num_blocks=len(marks) + 1,
+            rank_of=pipeline.ranks,
+            live=live_counts(schedule, pipeline.num_microbatches),
+            limits=limit if isinstance(limit, tuple) else (float(limit or math.inf),) * schedule.num_ranks,
+        )
+
+    def _check_memory(self, marks: Sequence[Mark], sizes: Sequence[int], pipeline: Pipeline) -> tuple[float, ...]:
+        """Bytes of each rank.
+
+        Raises:
+          AssignmentError: if that is more than a limit.
+        """
+        memory = self._memory(marks, pipeline)
+        if memory.excess(sizes) > 0:
+            raise self._too_large(marks, sizes, pipeline, memory, "the assignment")
+        return tuple(memory.rank_bytes(sizes))
+
+    def _too_large(
+        self, marks: Sequence[Mark], sizes: Sequence[int], pipeline: Pipeline, memory: MemoryModel | None, what: str
+    ) -> AssignmentError:
+        """What to raise: the tightest rank, what it holds, and what to change."""
+        if memory is None:
+            return AssignmentError(f"{what} was found.")
+        found = memory.rank_bytes(sizes)
+        rank = max(range(len(found)), key=lambda r: found[r] - memory.limits[r])
+        names = segment_names(marks)
+        ends = list(itertools.accumulate(sizes))
+        stages = ", ".join(f"stage {s}: {_span(names[ends[s] - sizes[s] : ends[s]])}" for s in memory.stages_of(rank))
+        parts = ", ".join(f"{kind} {amount(n, 'B')}" for kind, n in memory.parts(sizes, rank).items() if n)
+        flight = " or ".join("+".join(map(str, moment)) for moment in memory.live[rank])
+        if what == "no assignment":
+            searched = len(set(pipeline.ranks)) < len(sizes)  # where ranks have several stages, not all are tried
+            keeps = "was found that keeps" if searched else "keeps"
+            text = (
+                f"no assignment of {len(names)} blocks to {len(sizes)} stages {keeps} within memory_limit: even where "
+                f"stages are as lean as they get, rank {rank} holds"
+            )
+        else:
+            text = f"the assignment does not keep within memory_limit: rank {rank} holds"
+        least = memory.limits[rank]
+        return AssignmentError(
+            f"{text} {found[rank]:,.0f} bytes on each device, but may hold {least:,.0f} ({stages}; {parts}, with "
+            f"{flight} microbatches in flight). Use more stages or devices, a schedule with fewer microbatches in "
+            f"flight, smaller microbatches, remat='full', or a higher limit."
+        )
+
+
+def kept_bytes(state: TrainState, specs: TrainState | None, batch: Any, mesh: MpmdMesh) -> list[float]:
+    """For each leaf of `(state, batch)`: bytes on each device that the optimizer and the average keep for it.
+
+    What is kept for a parameter is found by its path; it lies as the parameter does where it has its shape.
+
+    Args:
+      state: the trainer's.
+      specs: how its leaves lie on a rank, as in `state_specs`.
+      batch: the microbatches.
+      mesh: the ranks.
+    """
+    sizes = dict(mesh.unstack[0].shape)
+    params = jax.tree_util.tree_leaves_with_path(state.params)
+    is_spec = lambda s: s is None or isinstance(s, jax.sharding.PartitionSpec)  # noqa: E731
+    listed = jax.tree.leaves(specs.params, is_leaf=is_spec) if specs is not None else [None] * len(params)
+    shards = {path: _shards(spec, sizes) for (path, _), spec in zip(params, listed, strict=True)}
+    shapes = {path: leaf.shape for path, leaf in params}
+    extra = dict.fromkeys(shapes, 0.0)
+    for tree in (state.opt_state, state.ema):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            tail = next((path[i:] for i in range(len(path)) if path[i:] in extra), None)
+            if tail is not None:
+                extra[tail] += leaf.size * leaf.dtype.itemsize / (shards[tail] if leaf.shape == shapes[tail] else 1)
+    marked = TrainState(
+        step=0.0,
+        params=jax.tree.unflatten(jax.tree.structure(state.params), [extra[path] for path, _ in params]),
+        opt_state=jax.tree.map(lambda _: 0.0, state.opt_state),
+        model_state=jax.tree.map(lambda _: 0.0, state.model_state),
+        ema=jax.tree.map(lambda _: 0.0, state.ema),
+        loss_scale=jax.tree.map(lambda _: 0.0, state.loss_scale),
+    )
+    return jax.tree.leaves((marked, jax.tree.map(lambda _: 0.0, batch)))
+
+
+def _shards(spec: Any, sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[name] for name in axes_in(spec or ()))
+
+
+def _sizes(cuts: Sequence[int], marks: Sequence[Mark]) -> tuple[int, ...]:
+    """Blocks in each stage, what follows the last mark included."""
+    edges = [0, *(cut + 1 for cut in cuts), len(marks) + 1]
+    return tuple(b - a for a, b in itertools.pairwise(edges))
+
+
+def _span(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+def _at_every_mark(run: Callable[[], Any], what: str, instead: str) -> Any:
+    try:
+        return run()
+    except AssignmentError:
+        raise
+    except ValueError as error:
+        raise AssignmentError(
+            f"{what} looks at each block alone, for which the model must be cut at every mark; that is refused: "
+            f"{error} Take away the marks that cannot cut, or use {instead}."
+        ) from error
+
+
+def _given(cost: Any, names: Sequence[str]) -> list[Work]:
+    """The user's own costs, forward and backward together; what follows the last block may be left out."""
+    if isinstance(cost, Mapping):
+        for name in cost:
+            if name not in names:
+                raise AssignmentError(f"cost= names {name!r}, which is no block of the model.{near_names(name, names)}")
+        missing = [name for name in names[:-1] if name not in cost]
+        if missing:
+            raise AssignmentError(f"cost= leaves out {missing[0]!r}. Give a number for each block.")
+        return [Work(float(cost.get(name, 0.0)), 0.0) for name in names]
+    if len(cost) not in (len(names) - 1, len(names)):
+        raise AssignmentError(
+            f"cost= has {len(cost)} numbers for {len(names) - 1} blocks. Give one for each, and perhaps one more for "
+            f"what follows the last of them ({names[-1]!r})."
+        )
+    return [Work(float(value), 0.0) for value in (*cost, 0.0)[: len(names)]]
+
+
+def _check_cost(cost: Any) -> Any:
+    if isinstance(cost, str):
+        if cost not in _SOURCES:
+            raise ValueError(
+                f"cost={cost!r} is unknown.{near_names(cost, _SOURCES)} Use {', '.join(map(repr, _SOURCES))}, a number "
+                "for each block, or a mapping from names of blocks to numbers."
+            )
+        return cost
+    numbers = cost.values() if isinstance(cost, Mapping) else cost if isinstance(cost, Sequence) else None
+    if numbers is None:
+        raise TypeError(
+            f"cost is {cost!r} ({type(cost).__name__}); it must be {', '.join(map(repr, _SOURCES))}, a list of "
+            "numbers, or a mapping from names of blocks to numbers."
+        )
+    for value in numbers:
+        if not _is_number(value) or not math.isfinite(float(value)) or float(value) < 0:
+            raise ValueError(f"cost= holds {value!r}; costs are numbers of at least 0.")
+    return cost
+
+
+def _check_limit(limit: Any) -> Any:
+    if limit is None:
+        return None
+    listed = tuple(limit) if isinstance(limit, Sequence) and not isinstance(limit, str) else (limit,)
+    for value in listed:
+        if not _is_number(value) or not float(value) > 0:
+            raise ValueError(
+                f"memory_limit={limit!r}: it must be a number of bytes above 0, or one such number for each rank."
+            )
+    return tuple(map(float, listed)) if isinstance(limit, Sequence) else float(limit)
+
+
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "__float__") and not isinstance(value, (bool, str)) and getattr(value, "ndim", 0) == 0

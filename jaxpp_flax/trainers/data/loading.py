@@ -1,0 +1,253 @@
+"""Each process loads only what its devices read of a batch: whole leaves, or single examples of them.
+
+A batch of B examples is cut into M microbatches one after another: example `m * (B // M) + i` is example i of
+microbatch m. The devices of a stage that share the examples ("data", "fsdp") share those of each microbatch, so what
+one of them reads is not one range of the batch, but one range in each microbatch. `rows_read` gives it.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.trainers.data.batch import (
+    InferencePart,
+    batch_size,
+    check_leaf,
+    dtype_of,
+    first_examples,
+    leaf_name,
+    repeated,
+    shape_of,
+    split_for_inference,
+)
+from jaxpp_flax.trainers.errors import BatchError
+from jaxpp_flax.trainers.loop.process_synchronization import BatchesAlike, end_together, leaves_read
+from jaxpp_flax.trainers.setup import check_count
+
+__all__ = ["InferenceKind", "Loading", "own_rows", "rows_alike"]
+
+InferenceKind = Literal["evaluate", "predict"]
+"""The calls that change no state."""
+
+
+class Loading(abc.ABC):
+    """What `PipelineTrainer` does so that no process loads more than it reads."""
+
+    mesh: MpmdMesh | None
+    num_microbatches: int
+    _shards: int
+    _state: Any
+    _step: int
+    _trained_on: BatchesAlike
+
+    def leaves_read(self, batch: Any) -> Any:
+        """For each leaf of such a batch, whether this process reads it in training."""
+        return leaves_read(self.compile(batch), batch)
+
+    def rows_read(self, batch: Any, call: Literal["train"] | InferenceKind = "train") -> Any:
+        """Which examples of such a batch this process reads: the rows to load of each leaf.
+
+        With `fit(..., global_batch_size=)` or `train_step(..., global_batch_size=)`, these are all that it passes, in
+        this order, as an array of shape (rows, ...). They are the same as the index of the devices' shards in
+        `jax.make_array_from_process_local_data`, in one microbatch after another. Processes that divide a dataset among
+        themselves by other means (such as grain's `ShardOptions`) may pass any examples in their places: each process
+        adds its own to every microbatch.
+
+        Args:
+          batch: a whole batch, or its shapes: leaves with `shape` (B, ...) and `dtype`.
+          call: what the batch is for. Rows for "evaluate" are those for "train" if the batch can be cut into
+            `num_microbatches` parts, but for leaves that only one of the two losses reads.
+
+        Returns:
+          A tree like `batch`, of int64 arrays of shape (rows,): indices along the first axis, ascending; empty for a
+          leaf that this process does not read. `...` for a scalar, which has no rows: pass it as it is.
+
+        Raises:
+          ValueError, TypeError: as `compile`; and for another `call`.
+
+        Example:
+          >>> import optax
+          >>> from flax import nnx
+          >>> from jaxpp_flax import PipelineStage, PipelineTrainer
+          >>> model = nnx.Sequential(*[PipelineStage(nnx.Linear(4, 4, rngs=nnx.Rngs(0))) for _ in range(2)])
+          >>> trainer = PipelineTrainer(model, optax.sgd(0.1), lambda model, x: (model(x) ** 2).mean(),
+          ...                           num_stages=2, num_microbatches=2, progress=False)
+          >>> trainer.rows_read(jax.ShapeDtypeStruct((6, 4), np.float32))  # one process reads all of them
+          array([0, 1, 2, 3, 4, 5])
+        """
+        if call not in ("train", "evaluate", "predict"):
+            raise ValueError(f"rows_read knows no call {call!r}; use 'train', 'evaluate' or 'predict'.")
+        if call == "train":
+            compiled, count = self.compile(batch), self.num_microbatches
+        else:
+            parts = self._inference_parts(jax.tree.map(shape_of, batch), rows_only=True)
+            count, compiled = parts[0].num_microbatches, self._for_inference(call, parts[0])
+        if not self._is_across:
+            return jax.tree.map(lambda leaf: np.arange(leaf.shape[0]) if np.shape(leaf) else ..., batch)
+
+        def rows(leaf: Any, sharding: MpmdSharding, *, read: bool) -> Any:
+            if not np.shape(leaf):
+                return ...
+            shape = (count, leaf.shape[0] // count, *leaf.shape[1:])
+            starts = np.arange(shape[0]) * shape[1]
+            return (starts[:, None] + _places(sharding, shape, read=read)).ravel()
+
+        shardings, read = compiled.in_shardings[0][1], compiled.read_here[0][1]
+        return jax.tree.map(lambda leaf, sharding, here: rows(leaf, sharding, read=here), batch, shardings, read)
+
+    @abc.abstractmethod
+    def compile(self, batch: Any) -> Any: ...
+
+    @abc.abstractmethod
+    def _for_inference(self, kind: InferenceKind, part: InferencePart) -> Any: ...
+
+    def _inference_parts(self, whole: Any, *, rows_only: bool) -> list[InferencePart]:
+        """A batch as inference computes it; with `rows_only`, the processes that share it pass their rows alone.
+
+        Raises:
+          BatchError: if it is empty, or the rows of these processes cannot be equally many.
+        """
+        parts = split_for_inference(whole, self.num_microbatches, self._shards)
+        if rows_only and self._is_across and not all(part.is_shared for part in parts):
+            size = batch_size(whole)
+            raise BatchError(
+                f"the {size} examples of a batch cannot be shared evenly by the {self._shards} data-parallel devices "
+                f"of a stage, so no process can pass its own rows alone. Use a multiple of {self._shards} examples; or "
+                "pass whole batches, without global_batch_size."
+            )
+        return parts
+
+    @property
+    def _is_across(self) -> bool:
+        return self.mesh is not None and self.mesh.jax_mesh.is_multi_process
+
+    def _whole(self, batch: Any, global_batch_size: int | None) -> Any:
+        """The batch; of one that has this process's rows alone, the shapes of the whole.
+
+        Raises:
+          BatchError: if a leaf is no array, or one process alone does not pass the whole.
+        """
+        if global_batch_size is None:
+            return batch
+        check_count("global_batch_size", global_batch_size)
+        if not self._is_across:
+            size = batch_size(batch)
+            if size != global_batch_size:
+                path, leaf = first_examples(batch)
+                raise BatchError(
+                    f"global_batch_size={global_batch_size}, but the batch has {size} examples "
+                    f"({leaf_name(path)} has shape {tuple(leaf.shape)}), and one process reads all of "
+                    f"them: expected, global and local, {(global_batch_size, *leaf.shape[1:])}. Pass the whole batch, "
+                    "or its own size."
+                )
+            return batch
+
+        def whole(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            check_leaf(path, leaf)
+            shape = np.shape(leaf)
+            return jax.ShapeDtypeStruct((global_batch_size, *shape[1:]) if shape else (), dtype_of(leaf))
+
+        return jax.tree_util.tree_map_with_path(whole, batch)
+
+    def _end_together(self) -> None:
+        end_together(self.mesh, self._state, self._step, self._trained_on)
+
+
+def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
+    """A batch of this process's rows as the step takes it.
+
+    Args:
+      compiled: the step.
+      batch: leaves of shape (rows, ...); of one that this process does not read, only shape and dtype count.
+      microbatches: the shapes of the whole: (num_microbatches, microbatch, ...).
+
+    Returns:
+      `MpmdArray`s, of which this process has its parts; a `jax.ShapeDtypeStruct` for a leaf that it does not read.
+
+    Raises:
+      BatchError: if the number of rows is not that of `rows_read`.
+    """
+    shardings, read = compiled.in_shardings[0][1], compiled.read_here[0][1]
+
+    def lay_out(path: Any, leaf: Any, whole: jax.ShapeDtypeStruct, sharding: MpmdSharding, here: Any) -> Any:
+        if not here:
+            return whole
+        name, count = leaf_name(path), whole.shape[0]
+        if whole.ndim == 1:  # a scalar, which every process passes
+            if isinstance(leaf, jax.ShapeDtypeStruct):
+                raise BatchError(f"{name} is a shape without a value, but this process reads it. Pass the scalar.")
+            return repeated(leaf, count)
+        places = _places(sharding, whole.shape, read=True)
+        expected = (count * len(places), *whole.shape[2:])
+        if isinstance(leaf, jax.ShapeDtypeStruct) or tuple(leaf.shape) != expected:
+            size = whole.shape[0] * whole.shape[1]
+            what = f"is a shape without a value ({leaf})"
+            raise BatchError(
+                f"{name} {what if isinstance(leaf, jax.ShapeDtypeStruct) else f'has shape {tuple(leaf.shape)}'}, but "
+                f"process {jax.process_index()} reads {expected[0]} of the {size} examples of a batch "
+                f"(global_batch_size={size}): {len(places)} in each of {count} microbatches. Expected: local "
+                f"{expected}, of {(size, *expected[1:])} global. Load `trainer.rows_read(batch)` of each leaf; or pass "
+                "whole batches, without global_batch_size."
+            )
+        if jnp.issubdtype(whole.dtype, jax.dtypes.prng_key):
+            raise BatchError(f"{name} holds PRNG keys. Pass `jax.random.key_data(keys)`, and wrap it in the loss.")
+        local = np.asarray(leaf, whole.dtype).reshape(count, len(places), *whole.shape[2:])
+
+        def part(index: Any) -> np.ndarray[Any, Any]:
+            begin, end, _ = index[1].indices(whole.shape[1])
+            first = int(np.searchsorted(places, begin))
+            return local[:, first : first + end - begin].copy()  # JAX may take the memory of a NumPy array as its own
+
+        local_ranks = [rank for rank in sharding.ranks if sharding.mpmd_mesh.is_local(rank)]
+        parts = {r: jax.make_array_from_callback(whole.shape, sharding.local_sharding(r), part) for r in local_ranks}
+        return MpmdArray(parts, sharding, shape=whole.shape, dtype=whole.dtype)
+
+    return jax.tree_util.tree_map_with_path(lay_out, batch, microbatches, shardings, read)
+
+
+def rows_alike(compiled: Any, batch: Any, microbatches: Any, alike: BatchesAlike) -> Any:
+    """`own_rows`, compared with those of the processes that read the same."""
+    taken = own_rows(compiled, batch, microbatches)
+    alike.before_these(_named_rows(compiled, batch, microbatches))
+    return taken
+
+
+def _named_rows(compiled: Any, batch: Any, microbatches: Any) -> dict[str, Any]:
+    """The leaves that this process reads, with names that only processes have in common that read the same rows."""
+    shardings, read = compiled.in_shardings[0][1], compiled.read_here[0][1]
+    named: dict[str, Any] = {}
+
+    def add(path: Any, leaf: Any, whole: Any, sharding: MpmdSharding, here: Any) -> None:
+        if here and whole.ndim == 1:
+            # Not the name that it has in whole batches, of which processes hash it that do not read it.
+            named[f"{leaf_name(path)} (a scalar)"] = repeated(leaf, 1)
+        elif here:
+            places = _places(sharding, whole.shape, read=True)
+            together = len(places) == places[-1] - places[0] + 1
+            text = f"{places[0]} to {places[-1]}" if together else ", ".join(map(str, places))
+            named[f"{leaf_name(path)} (places {text} of each microbatch)"] = leaf
+
+    jax.tree_util.tree_map_with_path(add, batch, microbatches, shardings, read)
+    return named
+
+
+@lru_cache  # asked for each leaf of each step, of shapes that stay the same
+def _places(sharding: MpmdSharding, shape: tuple[int, ...], *, read: bool) -> np.ndarray[Any, Any]:
+    """Which examples of each microbatch this process's devices hold, ascending; read-only."""
+    held: set[int] = set()
+    for rank in sharding.ranks if read else ():
+        indices: Mapping[Any, Any] = sharding.local_sharding(rank).addressable_devices_indices_map(shape)
+        for index in indices.values():
+            held.update(range(*index[1].indices(shape[1])))
+    places = np.array(sorted(held), np.int64)
+    places.flags.writeable = False
+    return places

@@ -1,0 +1,282 @@
+"""Where a run stands in its data, as JSON: what a checkpoint keeps of the data iterator."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jaxpp_flax.processes.exchanges import everyones
+from jaxpp_flax.trainers.errors import DataPositionError
+from jaxpp_flax.trainers.loop.progress import Meter
+
+__all__ = [
+    "DataPosition",
+    "Drawn",
+    "ResumeData",
+    "check_batch_size",
+    "examples_in",
+    "has_own_state",
+    "own_position",
+    "seek",
+    "state_of",
+    "together",
+]
+
+ResumeData = Literal["fast_forward", "refuse", "restart"]
+
+# Below this many batches no bar is shown.
+_WORTH_A_BAR = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataPosition:
+    """How much of its data a run has used.
+
+    Args:
+      batches: drawn in all.
+      epoch: complete passes before the one under way.
+      in_epoch: batches drawn in that one.
+      examples: how many these hold, where batches are arrays; None for positions of older checkpoints.
+      batch_size: the examples of the first of them.
+      iterator: what the data's own `get_state` returned (grain iterators have it); None without one.
+
+    Example:
+      >>> position = DataPosition(batches=7, epoch=1, in_epoch=2, iterator={"seed": b"ab"})
+      >>> DataPosition.from_json(position.to_json()) == position
+      True
+    """
+
+    batches: int
+    epoch: int
+    in_epoch: int
+    examples: int | None = None
+    batch_size: int | None = None
+    iterator: Any = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**asdict(self), "iterator": _encode(self.iterator)}
+
+    @classmethod
+    def from_json(cls, value: Any) -> DataPosition | None:
+        """The inverse; None for None."""
+        return None if value is None else cls(**{**value, "iterator": _decode(value["iterator"])})
+
+
+def together(mine: Any) -> Any:
+    """The positions of all processes as JSON: one, where all stand alike, and else a list."""
+    all_of_them = everyones("where the data stands", mine)
+    return mine if all(position == mine for position in all_of_them) else {"processes": all_of_them}
+
+
+def own_position(value: Any) -> DataPosition | None:
+    """This process's, of what `together` gave.
+
+    A run of another number of processes divides its data otherwise: it goes on after as many batches, each iterator
+    from its own beginning.
+
+    Example:
+      >>> mine = DataPosition(batches=7, epoch=1, in_epoch=2)
+      >>> own_position(together(mine.to_json())) == mine
+      True
+    """
+    if not isinstance(value, dict) or "processes" not in value:
+        return DataPosition.from_json(value)
+    positions = value["processes"]
+    if len(positions) == jax.process_count():
+        return DataPosition.from_json(positions[jax.process_index()])
+    first = DataPosition.from_json(positions[0])
+    return None if first is None else replace(first, examples=None, batch_size=None, iterator=None)
+
+
+def state_of(iterator: Any) -> Any:
+    """The iterator's own state, where it has `get_state` and `set_state`."""
+    return iterator.get_state() if hasattr(iterator, "get_state") and hasattr(iterator, "set_state") else None
+
+
+def has_own_state(iterator: Any, position: DataPosition) -> bool:
+    """Whether `iterator` goes to `position` by the state that was saved; else batches are drawn up to there."""
+    return position.iterator is not None and hasattr(iterator, "set_state")
+
+
+def examples_in(batch: Any) -> int | None:
+    """The examples of a batch: the first axis of its first array; None without one.
+
+    Example:
+      >>> examples_in({"scale": np.float32(1), "x": np.zeros((6, 3))}), examples_in(7)
+      (6, None)
+    """
+    return next((shape[0] for leaf in jax.tree.leaves(batch) if (shape := getattr(leaf, "shape", ()))), None)
+
+
+@dataclass
+class Drawn:
+    """What an iterator has given so far of its pass, whether it was used or dropped.
+
+    Args:
+      batches: how many.
+      examples: in these, where batches are arrays; else None.
+
+    Example:
+      >>> drawn = Drawn()
+      >>> drawn.add(np.zeros((4, 2)))
+      >>> drawn
+      Drawn(batches=1, examples=4)
+    """
+
+    batches: int = 0
+    examples: int | None = 0
+
+    def add(self, batch: Any) -> None:
+        """One more."""
+        size = examples_in(batch)
+        self.batches += 1
+        self.examples = None if size is None or self.examples is None else self.examples + size
+
+
+def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, meter: Meter, drawn: Drawn) -> Drawn:
+    """Bring an iterator of a pass to `position`; what it has given in this pass then, in batches of now.
+
+    Where batches are arrays their examples are counted, so that they may have another size now.
+
+    Args:
+      iterator: as above.
+      position: as above.
+      how: what to do where it has no `set_state`.
+      meter: shows a long way.
+      drawn: what it has given before; kept up to date, after an error too.
+
+    Raises:
+      DataPositionError: if it has no `set_state` and `how` is "refuse", it ends before that position, is past it, or
+        its batches do not end there.
+    """
+    if has_own_state(iterator, position):
+        iterator.set_state(position.iterator)  # pyright: ignore[reportAttributeAccessIssue]
+        drawn.batches, drawn.examples = position.in_epoch, position.examples
+        return drawn
+    left = _left(position, drawn)
+    if not left:
+        return drawn
+    if left < 0:
+        raise DataPositionError(
+            f"the checkpoint was written after {position.in_epoch} batches of a pass over the data, but "
+            f"{drawn.batches} are drawn from this {type(iterator).__name__}, which cannot go back. Pass data that "
+            "begins anew."
+        )
+    if how == "refuse":
+        raise DataPositionError(
+            f"the checkpoint was written after {position.in_epoch} batches of a pass over the data, and a "
+            f"{type(iterator).__name__} has no `set_state` to go there. Use an iterator with get_state and set_state "
+            'such as grain\'s; or resume_data="fast_forward" draws these batches and drops them.'
+        )
+    count = position.in_epoch - drawn.batches
+    bar = count >= _WORTH_A_BAR
+    if bar:
+        meter.message(f"fast-forwarding the data by {count} batches")
+        meter.start(count, 0)
+    try:
+        _drop(iterator, position, drawn, meter.advance if bar else None)
+    finally:
+        if bar:
+            meter.stop()
+    return drawn
+
+
+def _left(position: DataPosition, drawn: Drawn) -> int:
+    """Examples up to the position; batches, where examples are not known."""
+    if position.examples is None or drawn.examples is None:
+        return position.in_epoch - drawn.batches
+    return position.examples - drawn.examples
+
+
+def _drop(iterator: Iterator[Any], position: DataPosition, drawn: Drawn, tell: Callable[[int], None] | None) -> None:
+    """Draw up to the position."""
+    done, size = 0, None
+    while (left := _left(position, drawn)) > 0:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            raise DataPositionError(
+                f"the checkpoint was written after {position.in_epoch} batches of a pass over the data, but this data "
+                f'ended after {drawn.batches}. Pass the same data, or resume_data="restart" to begin it anew.'
+            ) from None
+        drawn.add(batch)
+        done, size = done + 1, examples_in(batch)
+        if tell is not None:
+            tell(done)
+    if left < 0:
+        raise DataPositionError(
+            f"the checkpoint was written after {position.examples} examples of a pass over the data, in batches of "
+            f"{position.batch_size}. Batches of {size} do not end there. Use a batch size that divides "
+            f'{position.examples}, or resume_data="restart" to begin the data anew.'
+        )
+
+
+def check_batch_size(iterator: Any, position: DataPosition, batch: Any) -> None:
+    """Refuse the first batch after `set_state` if batches have another size now: that state counts those of before.
+
+    Raises:
+      DataPositionError: naming both sizes.
+    """
+    size = examples_in(batch)
+    before = position.batch_size
+    if not has_own_state(iterator, position):
+        return  # examples were counted
+    if size is None or before is None or size == before:
+        return
+    if size < before and state_of(iterator) is not None and _is_last(iterator):
+        return  # the rest of a pass
+    raise DataPositionError(
+        f"the checkpoint was written with batches of {position.batch_size} examples, and this data gives batches of "
+        f"{size}: the iterator's own state, which was saved, counts batches of before. Use batches of "
+        f'{position.batch_size} examples, or resume_data="restart" to begin the data anew.'
+    )
+
+
+def _is_last(iterator: Any) -> bool:
+    """Whether nothing follows; the iterator stays where it is."""
+    state, nothing = iterator.get_state(), object()
+    try:
+        return next(iterator, nothing) is nothing
+    finally:
+        iterator.set_state(state)
+
+
+def _encode(value: Any) -> Any:
+    """JSON for what iterators return; other kinds are refused."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, bytes):
+        return {"__bytes__": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, (np.ndarray, np.generic)):
+        array = np.ascontiguousarray(value)
+        data = base64.b64encode(array.tobytes()).decode("ascii")
+        return {"__array__": data, "dtype": array.dtype.str, "shape": list(np.shape(value))}
+    if isinstance(value, dict):
+        return {"__items__": [[_encode(key), _encode(item)] for key, item in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return {"__tuple__" if isinstance(value, tuple) else "__list__": [_encode(item) for item in value]}
+    raise DataPositionError(
+        f"the data iterator's get_state returned a {type(value).__name__}, which a checkpoint cannot hold. Return "
+        "numbers, texts, bytes, NumPy arrays, lists, tuples and dictionaries of these."
+    )
+
+
+def _decode(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if "__bytes__" in value:
+        return base64.b64decode(value["__bytes__"])
+    if "__array__" in value:
+        flat = np.frombuffer(base64.b64decode(value["__array__"]), np.dtype(value["dtype"]))
+        return flat.reshape(value["shape"]).copy()
+    if "__items__" in value:
+        return {_decode(key): _decode(item) for key, item in value["__items__"]}
+    if "__tuple__" in value:
+        return tuple(_decode(item) for item in value["__tuple__"])
+    return [_decode(item) for item in value["__list__"]]

@@ -1,0 +1,189 @@
+"""A last batch with fewer examples than the others: left out, filled with examples that do not count, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+
+from jaxpp_flax.trainers.data.batch import batch_size, dtype_of
+from jaxpp_flax.trainers.data.position import examples_in
+from jaxpp_flax.trainers.errors import BatchError, LossError
+from jaxpp_flax.trainers.loop.progress import Meter, NoMeter
+
+__all__ = ["MASK", "Remainder", "RemainderRule", "check_mask", "check_masked", "filled"]
+
+Remainder = Literal["drop", "pad", "error"]
+
+MASK = "mask"
+"""The leaf of a batch that says which examples count."""
+
+_CHOICES = (
+    'remainder="drop" leaves such batches out; "pad" fills them with examples that the loss leaves out by '
+    f"batch[{MASK!r}]"
+)
+
+
+@dataclass(kw_only=True)
+class RemainderRule:
+    """What to do with a batch that is smaller than the ones before.
+
+    Args:
+      how: None: "error" where all sizes are known before the first step, and "drop" otherwise.
+      divisor: what a batch must be a multiple of.
+      meter: tells of the first batch that is left out.
+
+    Raises:
+      ValueError: if `how` is none of these.
+
+    Example:
+      >>> rule = RemainderRule(how="drop", divisor=4)
+      >>> [size for size in (8, 8, 5, 4) if rule.fitted(np.zeros(size), 8) is not None]
+      [8, 8, 4]
+    """
+
+    how: Remainder | None
+    divisor: int
+    meter: Meter = field(default_factory=NoMeter)
+    _has_told: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if self.how is not None and self.how not in get_args(Remainder):
+            raise ValueError(f'remainder={self.how!r}: it must be "drop", "pad" or "error".')
+
+    @classmethod
+    def of(
+        cls, remainder: Remainder | None, global_batch_size: int | None, divisor: int, meter: Meter
+    ) -> RemainderRule:
+        """From the arguments of `fit`.
+
+        Raises:
+          ValueError: if they contradict each other.
+        """
+        if global_batch_size is not None and remainder is not None:
+            raise ValueError(
+                f"remainder={remainder!r} and global_batch_size={global_batch_size}: every batch then has so many "
+                "examples, of which a process sees a part alone. Let the data leave out or fill smaller ones."
+            )
+        return cls(how=remainder if global_batch_size is None else "error", divisor=divisor, meter=meter)
+
+    def left_out(self, data: Any, begin: int, end: int | None) -> int:
+        """Before the first step: how many batches of a pass, from `begin` to `end`, will be left out.
+
+        Args:
+          data: a list of batches, or a tuple; nothing is known of other data.
+          begin, end: positions in it; None for its end.
+
+        Raises:
+          BatchError: naming the first batch that cannot be cut, if none may be left out.
+        """
+        if not isinstance(data, (list, tuple)) or self.how == "pad":  # another sequence may load each batch anew
+            return 0
+        sizes = {index: examples_in(data[index]) for index in range(begin, len(data) if end is None else end)}
+        wrong = {index: size for index, size in sizes.items() if size is not None and size % self.divisor}
+        # The first one is refused by the step, whose words fit any size.
+        wrong.pop(begin, None)
+        if self.how == "drop" or not wrong:
+            return len(wrong)
+        index, size = next(iter(wrong.items()))
+        raise BatchError(
+            f"batch {index} of the {len(data)} in data has {size} examples, and a batch must be a multiple of "
+            f"{self.divisor} (num_microbatches times the data-parallel devices of a stage). {_CHOICES}."
+        )
+
+    def fitted(self, batch: Any, full: int | None) -> Any:
+        """The batch to train on: as it is, filled, or None for none.
+
+        Args:
+          batch: the next one.
+          full: the examples of the first batch of the pass; None for that one.
+        """
+        size = examples_in(batch)
+        if not size or full is None or size >= full:
+            return batch  # larger ones that cannot be cut are refused by the step
+        if self.how == "pad":
+            return filled(batch, full)
+        if size % self.divisor == 0 or self.how == "error":
+            return batch
+        if not self._has_told:
+            self._has_told = True
+            also = "" if self.how == "drop" else f". {_CHOICES}"
+            self.meter.message(
+                f"a batch of {size} examples is left out, as are others like it: {size} is no multiple of "
+                f"{self.divisor}{also}"
+            )
+        return None
+
+
+def filled(batch: Any, size: int) -> Any:
+    """The batch with its last example repeated up to `size`, and a mask of 0 for these.
+
+    Raises:
+      BatchError: if the batch has no mask, or its leaves do not fit each other.
+
+    Example:
+      >>> filled({"x": np.array([5, 7]), "mask": np.ones(2)}, 3)
+      {'x': array([5, 7, 7]), 'mask': array([1., 1., 0.])}
+    """
+    check_mask(batch)
+    examples = batch_size(batch)
+    rows = np.minimum(np.arange(size), examples - 1)
+
+    def repeat(leaf: Any) -> Any:
+        if not np.shape(leaf):
+            return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct((size, *leaf.shape[1:]), dtype_of(leaf))
+        return leaf[rows]
+
+    repeated = {name: jax.tree.map(repeat, leaf) for name, leaf in batch.items()}
+    if not isinstance(repeated[MASK], jax.ShapeDtypeStruct):
+        counts = (np.arange(size) < examples).reshape(-1, *[1] * (repeated[MASK].ndim - 1))
+        repeated[MASK] = (repeated[MASK] * counts).astype(repeated[MASK].dtype)
+    return repeated
+
+
+def check_mask(batch: Any) -> None:
+    """Refuse a batch that cannot be filled.
+
+    Raises:
+      BatchError: saying what it lacks.
+    """
+    mask = batch.get(MASK) if isinstance(batch, Mapping) else None
+    if mask is None or not np.shape(mask):
+        kind = f"a dict of {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        raise BatchError(
+            f'remainder="pad" needs batches that are dicts with {MASK!r}, an array whose first axis counts the '
+            f"examples: 1 for each, and 0 where one is filled in. This batch is {kind}. {_MASKED_LOSS}"
+        )
+
+
+def check_masked(weighed_by: Sequence[str], unweighted: Sequence[str] | None) -> None:
+    """Refuse "pad" where examples that are filled in would count, before the first step.
+
+    Args:
+      weighed_by: the leaves of the batch that loss and weight depend on, such as "['mask']".
+      unweighted: metrics that are no pairs (sum, weight); None if the loss is no such pair itself.
+
+    Raises:
+      LossError: if the loss, or a metric, does not use the mask.
+    """
+    if unweighted is None or f"[{MASK!r}]" not in weighed_by:
+        given = "the loss is a mean" if unweighted is None else f"loss and weight do not both use batch[{MASK!r}]"
+        raise LossError(
+            f'remainder="pad" fills a batch with examples that are not to count, but {given}. {_MASKED_LOSS}'
+        )
+    if unweighted:
+        raise LossError(
+            f'remainder="pad" fills a batch with examples that are not to count, but the metric {unweighted[0]!r} is a '
+            f"mean over all. Return it as a pair too: (sum over batch[{MASK!r}], sum of batch[{MASK!r}])."
+        )
+
+
+_MASKED_LOSS = (
+    f"Let loss_fn return the pair (jnp.sum(losses * batch[{MASK!r}]), jnp.sum(batch[{MASK!r}])), with one value of "
+    "`losses` for each example."
+)

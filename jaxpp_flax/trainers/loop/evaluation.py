@@ -1,0 +1,132 @@
+"""The trainer's side of inference: `evaluate` and `predict`, pipelined like a step, without a backward."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from jaxpp_flax.schedules import Schedule
+from jaxpp_flax.trainers.data.batch import InferencePart, join_parts
+from jaxpp_flax.trainers.data.loading import InferenceKind, Loading, rows_alike
+from jaxpp_flax.trainers.data.stream import awaited
+from jaxpp_flax.trainers.errors import BatchError
+from jaxpp_flax.trainers.loop.averages import Average
+from jaxpp_flax.trainers.loop.process_synchronization import BatchesAlike
+from jaxpp_flax.trainers.model.calling import call_model
+from jaxpp_flax.trainers.step.builder import Loop
+from jaxpp_flax.trainers.step.builders import StepBuilders
+from jaxpp_flax.trainers.step.forward_only import ForwardOnly
+
+__all__ = ["Inferring"]
+
+
+class Inferring(Loading):
+    """What `PipelineTrainer` does without changing its state; batches are loaded as in training."""
+
+    schedule: Schedule | None
+    _eval_loss_fn: Callable[..., Any]
+    _predict_fn: Callable[..., Any]
+    _builders: StepBuilders
+
+    def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None = None) -> dict[str, Any]:
+        """The mean loss and metrics over all examples of `data`, pipelined; the state is not changed.
+
+        Batches may be of any sizes, and each is cut into at most `num_microbatches` parts; the examples that the
+        data-parallel devices of a stage cannot share evenly are computed by each of them. NNX modules run in `eval()`
+        mode; for Linen, `model.training` is False; a loss with a parameter `training` gets False.
+
+        Args:
+          data: an iterable of batches, or one that is a dict.
+          global_batch_size: as in `fit`: batches have so many examples, of which each process passes those that it
+            reads, `rows_read(batch, "evaluate")`.
+
+        Returns:
+          Metrics as floats, at least `loss`.
+
+        Raises:
+          BatchError: if a batch cannot be cut, or has not the rows that this process reads.
+          ValueError: if there is no batch.
+        """
+        self._call_together("trainer.evaluate")
+        average, pending, alike = Average(), None, BatchesAlike(self.mesh, "evaluation")
+        for batch in [data] if isinstance(data, Mapping) else awaited(data, "the next batch to evaluate"):
+            whole = self._whole(batch, global_batch_size)
+            own = batch if whole is not batch else None
+            for part in self._inference_parts(whole, rows_only=own is not None):
+                compiled, taken = self._ready("evaluate", part, own, alike)
+                terms = compiled(self._state_for_inference(), taken)
+                if pending is not None:
+                    average.add(*pending)
+                pending = (terms, part.num_microbatches, part.num_examples)
+        if pending is None:
+            raise ValueError(f"evaluate got data (a {type(data).__name__}) without a single batch.")
+        average.add(*pending)
+        alike.end()
+        return average.result()
+
+    def predict(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
+        """The model's outputs for a batch of any size, pipelined: `jax.Array`s of shape (batch, ...).
+
+        Outputs that are scalars for each microbatch come back as one value for each microbatch.
+
+        Args:
+          batch: what the model, or `predict_fn`, takes: leaves of shape (batch, ...).
+          global_batch_size: as in `fit`: the whole has so many examples, of which this process passes those that it
+            reads, `rows_read(batch, "predict")`. The outputs are those of the whole, in every process.
+
+        Raises:
+          TypeError: if the batch is a dict and no `predict_fn` says what of it the model takes.
+          BatchError: if the batch cannot be cut, or has not the rows that this process reads.
+        """
+        if isinstance(batch, Mapping) and self._predict_fn is call_model:
+            raise TypeError(
+                f"predict got a dict with {', '.join(map(repr, batch))}, and cannot know what the model takes of it. "
+                "Pass the model's input, or give the trainer `predict_fn=lambda model, batch: model(batch['x'])`."
+            )
+        whole = self._whole(batch, global_batch_size)
+        own = batch if whole is not batch else None
+        parts = self._inference_parts(whole, rows_only=own is not None)
+        self._call_together("trainer.predict")
+        alike, outputs = BatchesAlike(self.mesh, "prediction"), []
+        for part in parts:
+            compiled, taken = self._ready("predict", part, own, alike)
+            outputs.append(compiled(self._state_for_inference(), taken))
+        return join_parts(outputs)
+
+    def _ready(self, kind: InferenceKind, part: InferencePart, own: Any, alike: BatchesAlike) -> tuple[Any, Any]:
+        """The compiled step, and the microbatches as it takes them, compared; `own` is a batch of rows, or None."""
+        if own is None:
+            alike.before(part.microbatches)
+            return self._for_inference(kind, part), part.microbatches
+        compiled = self._for_inference(kind, part)
+        return compiled, rows_alike(compiled, own, part.microbatches, alike)
+
+    def _for_inference(self, kind: InferenceKind, part: InferencePart) -> Any:
+        schedule = ForwardOnly(self.schedule) if self.schedule is not None else None
+        loop = Loop(num_microbatches=part.num_microbatches, schedule=schedule)
+
+        def build() -> Any:  # for a new signature alone, not for each batch
+            if kind == "evaluate":
+                return self._builders.for_inference(self._eval_loss_fn).evaluate(loop)
+            return self._builders.for_inference().predict(loop, self._predict_fn)
+
+        try:
+            return self._executable(kind, part.microbatches, build, donate=False)
+        except ValueError as error:
+            if part.is_shared or "divisible" not in str(error):
+                raise
+            raise BatchError(
+                f"{part.num_examples} examples of the batch are left over by the {self._shards} data-parallel devices "
+                "of a stage, and each of these is to compute all of them; but the model cuts the examples itself "
+                f"({error}). Use a batch of a multiple of {self._shards} examples."
+            ) from error
+
+    @abc.abstractmethod
+    def _executable(self, kind: str, microbatches: Any, build: Callable[[], Any], *, donate: bool) -> Any: ...
+
+    @abc.abstractmethod
+    def _state_for_inference(self) -> Any: ...
+
+    @abc.abstractmethod
+    def _call_together(self, call: str) -> None: ...

@@ -1,0 +1,178 @@
+"""Losses and parameters that are not finite: looked for while steps are under way, and before each save."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.processes.exchanges import everyones
+from jaxpp_flax.trainers.errors import NonFiniteLossError
+from jaxpp_flax.trainers.loop.progress import Meter
+
+__all__ = ["OnNonFinite", "StepsUnderWay", "check_parameters", "choose_on_nonfinite", "nonfinite_leaf"]
+
+OnNonFinite = Literal["stop", "skip", "ignore"]
+
+# Steps dispatched ahead of the devices: enough that they never wait, few enough that batches do not pile up.
+_MAX_AHEAD = 2
+# So many skipped steps, one after another, end a run: it learns nothing any more.
+_MAX_SKIPPED = 100
+
+_ADVICE = (
+    "Look at the data of that step, lower the learning rate, clip the gradients. fit(resume=True) goes on from the "
+    'latest checkpoint; on_nonfinite="skip" leaves such steps out, "ignore" goes on with them.'
+)
+
+
+def choose_on_nonfinite(value: Any, loss_scale: Any) -> OnNonFinite:
+    """The trainer's argument, or what stands for None: "stop", but with a loss scale "skip", which that does.
+
+    Raises:
+      ValueError: if it is none of the choices, or contradicts the loss scale.
+
+    Example:
+      >>> choose_on_nonfinite(None, None), choose_on_nonfinite(None, "dynamic")
+      ('stop', 'skip')
+    """
+    if value is not None and value not in get_args(OnNonFinite):
+        raise ValueError(f'on_nonfinite={value!r}: it must be "stop", "skip" or "ignore".')
+    if loss_scale is not None and value in ("stop", "ignore"):
+        raise ValueError(
+            f"on_nonfinite={value!r} and loss_scale={loss_scale!r}: a step whose scaled gradients overflow is skipped, "
+            'and the scale adapts by that. Leave on_nonfinite out, or set it to "skip".'
+        )
+    return value or ("stop" if loss_scale is None else "skip")
+
+
+class StepsUnderWay:
+    """The steps that devices may still work at: few, and each is looked at when it is done.
+
+    Args:
+      how: what a loss that is not finite does.
+      tells: whether to tell of each step that is skipped; with a loss scale that is a matter of course.
+    """
+
+    def __init__(self, how: OnNonFinite, *, tells: bool) -> None:
+        self._how, self._tells = how, tells
+        self._metrics: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
+        self._skipped = self._in_a_row = 0
+
+    def add(self, step: int, metrics: Mapping[str, Any], meter: Meter) -> None:
+        """Note a step that was dispatched, and wait for the one two before it.
+
+        Raises:
+          NonFiniteLossError: if the loss of a step that is done is not finite, and that stops the run.
+        """
+        kept = {name: metrics[name] for name in ("loss", "skipped_step") if name in metrics}
+        self._metrics.append((step, kept))
+        while len(self._metrics) > _MAX_AHEAD:
+            self._look(*self._metrics.popleft(), meter)
+
+    def finish(self, meter: Meter) -> None:
+        """Wait for all of them.
+
+        Raises:
+          NonFiniteLossError: as above.
+        """
+        while self._metrics:
+            self._look(*self._metrics.popleft(), meter)
+
+    def clear(self) -> None:
+        """Forget them: their state is given up."""
+        self._metrics.clear()
+
+    def _look(self, step: int, metrics: Mapping[str, Any], meter: Meter) -> None:
+        if self._how == "ignore":
+            metrics["loss"].block_until_ready()
+        elif self._how == "stop":
+            loss = float(metrics["loss"])
+            if not math.isfinite(loss):
+                raise NonFiniteLossError(f"the loss of step {step} is {loss}, and training stops. {_ADVICE}")
+        else:
+            self._count(step, bool(float(metrics["skipped_step"])), meter)
+
+    def _count(self, step: int, is_skipped: bool, meter: Meter) -> None:
+        self._in_a_row = self._in_a_row + 1 if is_skipped else 0
+        if not (is_skipped and self._tells):
+            return
+        self._skipped += 1
+        if self._in_a_row == _MAX_SKIPPED:
+            raise NonFiniteLossError(
+                f"the last {_MAX_SKIPPED} steps, up to step {step}, were all skipped: none had a finite loss and "
+                "finite gradients, and nothing changes any more. Look at the data, lower the learning rate."
+            )
+        if self._skipped <= 3 or self._skipped & (self._skipped - 1) == 0:
+            meter.message(f"step {step} is skipped: its loss or gradients are not finite ({self._skipped} so far)")
+
+
+def nonfinite_leaf(params: Any) -> str | None:
+    """The path of a parameter that holds a value which is not finite, as far as this process has them; or None.
+
+    Example:
+      >>> nonfinite_leaf({"head": {"bias": jnp.array([0.0, jnp.inf])}, "scale": jnp.ones(2)})
+      'head/bias'
+    """
+    # One small program for each device: those of all devices run side by side, and none waits for another process.
+    places: dict[Any, dict[str, Any]] = {}
+    for path, leaf in flatten(params)[0].items():
+        for array in jax.tree.leaves(leaf.to_mpmd_local_array if isinstance(leaf, MpmdArray) else leaf):
+            if not jnp.issubdtype(array.dtype, jnp.inexact):
+                continue
+            parts = [shard.data for shard in array.addressable_shards] if isinstance(array, jax.Array) else [array]
+            for part in parts:
+                places.setdefault(_device(part), {})[path] = part
+    with context_mesh(None):
+        found = [
+            (list(parts), (_are_finite if device is not None else _are_finite_on_host)(list(parts.values())))
+            for device, parts in places.items()
+        ]
+    for paths, finite in found:
+        for path, is_finite in zip(paths, np.asarray(finite), strict=True):
+            if not is_finite:
+                return path
+    return None
+
+
+def _device(part: Any) -> Any:
+    """The device whose memory holds a part; None for the host's."""
+    if not isinstance(part, jax.Array):
+        return None
+    (device,) = part.devices()
+    return device if part.sharding.memory_kind in (None, device.default_memory().kind) else None
+
+
+def _are_finite_on_host(parts: list[Any]) -> list[bool]:
+    return [bool(np.isfinite(np.asarray(part)).all()) for part in parts]
+
+
+@jax.jit
+def _are_finite(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.isfinite(array).all() for array in arrays])
+
+
+def check_parameters(step: int, params: Any) -> None:
+    """Refuse to keep parameters that are not finite, in every process.
+
+    Args:
+      step: after which they are.
+      params: as far as this process has them.
+
+    Raises:
+      NonFiniteLossError: naming one of them.
+    """
+    paths = everyones("whether its parameters are finite", nonfinite_leaf(params))
+    path = next((path for path in paths if path is not None), None)
+    if path is not None:
+        raise NonFiniteLossError(
+            f"after step {step} the parameter {path} holds a value that is not finite: no checkpoint is written, and "
+            f"older ones stay. {_ADVICE}"
+        )

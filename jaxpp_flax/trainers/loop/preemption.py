@@ -1,0 +1,93 @@
+"""Preemption: SIGTERM asks `fit` to finish its step, save and end."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from jaxpp_flax.processes.group import PREEMPTED_STATUS
+
+__all__ = ["KILLED_STATUS", "PREEMPTED_STATUS", "Preemption"]
+
+KILLED_STATUS = 143
+"""Exit status of a second SIGTERM, or of a save that missed the deadline: the checkpoint before is the latest."""
+
+# A scheduler signals every process of a job, and a launcher passes on the signal that it gets itself: both are one.
+_ONE_REQUEST = 1.0
+
+
+class Preemption:
+    """While entered, the first SIGTERM is noted; a later one, or the deadline after the first, ends the process.
+
+    Those that come within a second of the first are taken for the same request.
+
+    A thread sees to that, told of signals by the interpreter's wakeup file descriptor: the main thread may be waiting
+    for devices or a peer, where Python runs no signal handler.
+
+    Nothing is installed outside of the main thread, where Python takes no signals, or without a deadline.
+
+    Args:
+      deadline: seconds from the first signal to the end, or None to leave signals alone.
+
+    Example:
+      >>> import os, signal
+      >>> with Preemption(60.0) as preemption:
+      ...     os.kill(os.getpid(), signal.SIGTERM)
+      ...     preemption.requested
+      True
+    """
+
+    def __init__(self, deadline: float | None) -> None:
+        self.requested = False
+        self._deadline = deadline
+        self._before: Any = None
+        self._watcher: threading.Thread | None = None
+        self._read = self._write = self._descriptor_before = -1
+
+    def __enter__(self) -> Preemption:
+        if self._deadline is not None and threading.current_thread() is threading.main_thread():
+            self._read, self._write = os.pipe()
+            os.set_blocking(self._write, False)
+            self._descriptor_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            self._before = signal.signal(signal.SIGTERM, self._receive)
+            self._watcher = threading.Thread(target=self._watch, args=(self._deadline,), daemon=True)
+            self._watcher.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._watcher is None:
+            return
+        signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
+        signal.set_wakeup_fd(self._descriptor_before)
+        os.close(self._write)  # ends the thread
+        self._watcher.join()
+        os.close(self._read)
+        self._watcher = None
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+
+    def _watch(self, deadline: float) -> None:
+        end, first = None, 0.0
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._read, selectors.EVENT_READ)
+            while True:
+                if not selector.select(None if end is None else max(0.0, end - time.monotonic())):
+                    return os._exit(KILLED_STATUS)
+                numbers = os.read(self._read, 64)
+                if not numbers:
+                    return None
+                if self._descriptor_before >= 0:  # an event loop's
+                    os.write(self._descriptor_before, numbers)
+                if signal.SIGTERM not in numbers:
+                    continue
+                now = time.monotonic()
+                if end is None:
+                    first, end = now, now + deadline
+                elif now - first > _ONE_REQUEST:
+                    return os._exit(KILLED_STATUS)

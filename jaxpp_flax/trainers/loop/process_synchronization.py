@@ -1,0 +1,201 @@
+"""What several processes do together: each loads what it reads, and their training loops end at the same step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.processes.agreement import agree, agree_on, hash_of, text_of
+from jaxpp_flax.processes.environment import describe_environment
+from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.schedules import Schedule
+from jaxpp_flax.trainers.data.batch import describe_batch, leaf_name
+from jaxpp_flax.trainers.errors import BatchError
+from jaxpp_flax.trainers.state.placing import hash_of_init, numbers_of_init
+from jaxpp_flax.trainers.state.train_state import TrainState
+
+__all__ = ["BatchesAlike", "agree_on_state", "call_together", "compile_together", "end_together", "leaves_read"]
+
+_STATE_REMEDY = (
+    "Every process makes model and optimizer by itself, so all must make the same ones: give each the same seed and "
+    "hyperparameters, which depend neither on the process nor on the time. Values made in one process alone can be "
+    "sent to the others by `jax.experimental.multihost_utils.broadcast_one_to_all`."
+)
+_BATCHES_REMEDY = (
+    "Each process reads its own part of every batch, so all must draw the same ones in the same order: the same seed "
+    "of the shuffling, the same files, no share of them for each process. A leaf that no stage of a process reads may "
+    "be left out there: pass a `jax.ShapeDtypeStruct` for it (`trainer.leaves_read`). With "
+    "`global_batch_size`, those at one place of the data axis, one in each stage, draw the same examples "
+    "(`trainer.rows_read`)."
+)
+
+# Of a larger leaf of a batch, so many elements are looked at, which takes well below a millisecond.
+_SAMPLED = 1 << 16
+# So many batches at most between two comparisons, each of which waits for the devices.
+_MOST_BETWEEN = 64
+
+
+def agree_on_state(mesh: MpmdMesh, state: TrainState, init: Callable[[Any], Any]) -> None:
+    """Before the first step, make sure that every process made the same parameters and other state.
+
+    Args:
+      mesh: of all ranks.
+      state: of which the optimizer's may be shapes alone.
+      init: what makes that.
+
+    Raises:
+      ValuesMismatchError: naming the first leaf that differs, and the processes.
+    """
+    if mesh.jax_mesh.is_multi_process:
+        leaves = {jax.tree_util.keystr(path): text_of(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
+        begins_with = {f".opt_state{name}": text for name, text in numbers_of_init(init, state.params).items()}
+        hashes = leaves | {name: text for name, text in begins_with.items() if leaves.get(name) is None}
+        hashes["what the optimizer begins with (its hyperparameters and keys of random numbers)"] = hash_of_init(
+            init, state.params
+        )
+        agree_on(process_group(), "the initial state", hashes, _STATE_REMEDY)
+
+
+class BatchesAlike:
+    """Compares the batches that processes read: a step whose inputs and targets are of different batches looks well.
+
+    Leaves that a process does not read are left out. The first batch is compared before it is used; then the batches
+    since the last time: after 2, 4, 8, ... of them and at least every 64, before each save, and at the end.
+
+    Args:
+      mesh: of all ranks; where it is of one process there is nothing to do.
+      what: is done with the batches, for errors.
+
+    Raises:
+      ValuesMismatchError: from every method, naming the first leaf that differs, and the processes.
+    """
+
+    def __init__(self, mesh: MpmdMesh | None, what: str) -> None:
+        self._several = mesh is not None and mesh.jax_mesh.is_multi_process
+        self._what, self._count, self._compared, self._due = what, 0, 0, 2
+        self._hashes: dict[str, str | None] = {}
+
+    def before(self, batch: Any) -> None:
+        """To be called with each batch before it is used."""
+        if self._several:  # a single process is to pay nothing for it
+            self.before_these({leaf_name(path): leaf for path, leaf in jax.tree.leaves_with_path(batch)})
+
+    def before_these(self, leaves: Mapping[str, Any]) -> None:
+        """The same for what this process has of a batch, by names; others may have other parts."""
+        if not self._several:
+            return
+        self._count += 1
+        for name, leaf in leaves.items():
+            known, new = self._hashes.get(name, ""), hash_of(leaf, _SAMPLED)
+            # Once a process has left a leaf out, it cannot say any more what the others' hashes should be.
+            both = None if known is None or new is None else np.frombuffer((known + new).encode(), np.uint8)
+            self._hashes[name] = None if both is None else hash_of(both)
+        if self._count == 1:
+            self._compare()
+
+    def after(self, result: Any, step: int) -> None:
+        """To be called when a step is under way; `result` comes once every process has come so far."""
+        if self._several and self._count >= self._due:
+            self._due += min(self._due, _MOST_BETWEEN)
+            jax.block_until_ready(result)
+            self._compare(step=step)
+
+    def check(self, step: int) -> None:
+        """To be called by all processes before they keep what `step` and those before have made of the batches."""
+        if self._several:
+            self._compare(step=step)
+
+    def end(self, step: int | None = None) -> None:
+        """To be called after the last batch."""
+        if self._several:
+            self._compare(f"its data for {self._what} ended after {self._count} batches, theirs did not", step)
+
+    def _compare(self, ended: str | None = None, step: int | None = None) -> None:
+        number = {"their number": f"{self._count} batches"}
+        name = f"the batches for {self._what}"
+        last, unit = (self._count, "batches") if step is None else (step, "steps")
+        among = f"{unit} {last - max(self._count - self._compared, 1) + 1} to {last}"
+        agree_on(process_group(), name, {**number, **self._hashes}, _BATCHES_REMEDY, ended, among)
+        self._compared = self._count
+
+
+def call_together(mesh: MpmdMesh | None, state: Any, call: str, detail: str = "") -> None:
+    """Wait until every process has made the same call; one that does something else instead is told, not waited for.
+
+    Args:
+      mesh: of all ranks.
+      state: arrays that are to be ready first: then whoever still waits for this process does so in vain.
+      call: such as "trainer.save", for errors.
+      detail: more of it, which may differ.
+    """
+    if mesh is not None and mesh.jax_mesh.is_multi_process:
+        jax.block_until_ready(jax.tree.leaves(state))
+        why = f"it waits in {call}{detail}, which every process must call after the same step"
+        process_group().meet_idle(call, b"", why)
+
+
+def compile_together(mesh: MpmdMesh | None, state: Any, kind: str, schedule: Schedule | None, batch: Any) -> None:
+    """`call_together` for the compilation of a step, and see to it that all processes compile the same.
+
+    Args:
+      mesh, state: as there.
+      kind: of step, such as "train".
+      schedule: whose; None without a pipeline.
+      batch: the microbatches.
+
+    Raises:
+      ProgramMismatchError: naming what differs, and the processes.
+    """
+    if mesh is None or schedule is None or not mesh.jax_mesh.is_multi_process:
+        return
+    step = f"step to {kind} for {describe_batch(batch)}"
+    call_together(mesh, state, "the compilation of a step", f" (a {step})")
+    ran = f"{type(schedule).__name__}, {schedule.num_stages} stages on {schedule.num_ranks} ranks"
+    agree(process_group(), "what to compile", [*describe_environment(), step, ran], None)
+
+
+def end_together(mesh: MpmdMesh | None, state: Any, step: int, trained_on: BatchesAlike) -> None:
+    """At the end of a training loop, wait until every process has trained as many steps, on the same batches.
+
+    Raises:
+      ValuesMismatchError: if the batches differ.
+      BatchError: if their numbers of steps differ; one that others wait for ends the run instead.
+    """
+    if mesh is None or not mesh.jax_mesh.is_multi_process:
+        return
+    # What others need of this process's last step is sent by then.
+    jax.block_until_ready(jax.tree.leaves(state))
+    group = process_group()
+    why = f"its data ended, or it was stopped, after step {step}. Give every process batches for the same steps"
+    steps = [int(text) for text in group.meet_idle("the end of fit", str(step).encode(), why)]
+    if len(set(steps)) > 1:
+        listing = ", ".join(f"process {index}: {count}" for index, count in enumerate(steps))
+        raise BatchError(
+            f"the processes trained different numbers of steps ({listing}): data ended earlier on some of them. Give "
+            "every process batches for the same steps, or pass `steps=`."
+        )
+    trained_on.end(step)
+
+
+def leaves_read(compiled: Any, batch: Any) -> Any:
+    """For each leaf of a batch, whether a stage of this process reads it.
+
+    A process need not load the others: a `jax.ShapeDtypeStruct` of the whole batch's shape and dtype stands in for one.
+    The first stage reads inputs and the last one targets, so each of the two loads half; all others load nothing.
+
+    Args:
+      compiled: the step, compiled for such a batch.
+      batch: a batch, or its shapes.
+
+    Returns:
+      A tree like `batch`, of bools.
+    """
+    read = getattr(compiled, "read_here", None)
+    if read is None:  # one stage without a mesh
+        return jax.tree.map(lambda _: True, batch)
+    (_, microbatches), _ = read
+    return microbatches

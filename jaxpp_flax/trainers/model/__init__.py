@@ -1,0 +1,1 @@
+"""A model as the trainer sees it, NNX or Linen."""

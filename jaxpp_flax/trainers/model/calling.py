@@ -1,0 +1,128 @@
+"""Calls of the user's functions: the model and a microbatch, and what else a function asks for by name."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from flax.errors import FlaxError
+
+from jaxpp_flax.trainers.errors import LossError
+from jaxpp_flax.trainers.model.adapter import ModelAdapter
+from jaxpp_flax.trainers.model.linen import LinenCall
+
+__all__ = ["asked_for", "call_function", "call_model"]
+
+# A first argument with such a name is meant for parameters.
+_NAMES_OF_PARAMETERS = ("params", "parameters", "param", "variables", "weights", "theta")
+# What tells a model's `__call__` that it does not train, by the names that Flax's models use.
+_INFERENCE = {"training": False, "train": False, "is_training": False, "deterministic": True}
+
+
+def call_function(
+    function: Callable[..., Any],
+    model: ModelAdapter,
+    params: Any,
+    rest: Any,
+    batch: Any,
+    *,
+    step: Any,
+    microbatch: Any,
+    training: bool,
+) -> tuple[Any, Any]:
+    """`function(bound model, batch)`, with `training=` and `rngs=` where the function takes them.
+
+    Args:
+      function: a loss function, or `predict_fn`.
+      model, params, rest: the model's adapter, its trained parameters and the rest of its state.
+      batch: one microbatch.
+      step, microbatch: the numbers that random keys depend on.
+      training: whether gradients are taken.
+
+    Returns:
+      What the function returned, and the bound model as the function left it.
+
+    Raises:
+      LossError: if the function fails because it takes the model for parameters.
+    """
+    bound = model.bind(params, rest, step=step, microbatch=microbatch, training=training)
+    asked = asked_for(function)
+    extra: dict[str, Any] = {}
+    if "training" in asked:
+        extra["training"] = training
+    if "rngs" in asked:
+        extra["rngs"] = model.rngs(rest, step=step, microbatch=microbatch)
+    try:
+        return function(bound, batch, **extra), bound
+    except (AttributeError, TypeError, FlaxError) as error:
+        if taken := _taken_for_parameters(function, bound, error):
+            raise LossError(taken) from error
+        raise
+
+
+def _taken_for_parameters(function: Callable[..., Any], model: Any, error: Exception) -> str | None:
+    """What to say of a function that failed because it takes the model for parameters; None if it does not."""
+    first, kind = next(iter(_parameters(function)), ""), type(model).__name__
+    if first not in _NAMES_OF_PARAMETERS and f"'{kind}' object is not" not in str(error):
+        return None
+    name = getattr(function, "__name__", "given")
+    reason = str(error).splitlines()[0][:200] if str(error) else ""
+    return (
+        f"the function {name!r} failed ({type(error).__name__}: {reason}), and takes its first argument {first!r} for "
+        f"parameters; it is called with the model ({kind}) that holds them. Write `def loss_fn(model, batch)` and "
+        "call `model(batch[...])`: there is no `apply` or `merge` to call. A Linen model has `model.params` and "
+        "`model.variables` beside."
+    )
+
+
+def asked_for(function: Callable[..., Any]) -> frozenset[str]:
+    """Which of `training` and `rngs` are parameters of `function`, after the model and the batch.
+
+    What `functools.partial` has bound already stays as it is.
+
+    Example:
+      >>> sorted(asked_for(lambda model, batch, *, training, rngs: 0))
+      ['rngs', 'training']
+      >>> sorted(asked_for(functools.partial(lambda model, batch, training: 0, training=True)))
+      []
+      >>> sorted(asked_for(lambda *both, training: 0))
+      ['training']
+    """
+    taken = _parameters(function)
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    filled = {*[name for name, of in taken.items() if of.kind in by_position][:2]}  # the model and the batch
+    if isinstance(function, functools.partial):
+        filled |= function.keywords.keys()
+    return frozenset({"training", "rngs"} & taken.keys() - filled)
+
+
+def call_model(model: Any, batch: Any) -> Any:
+    """What `predict` does unless it is told: the model's outputs for `batch`, when it does not train.
+
+    A boolean argument of the model's `__call__` that says so (`training`, `train`, `is_training`, `deterministic`) is
+    given. One whose default is None is left to the module's own attribute.
+
+    Example:
+      >>> from flax import nnx
+      >>> class Model(nnx.Module):
+      ...     def __call__(self, x, training=True):
+      ...         return "training" if training else x
+      >>> call_model(Model(), 3)
+      3
+    """
+    module = model.module if isinstance(model, LinenCall) else model
+    taken = _parameters(module)
+    boolean = {n: of for n, of in taken.items() if of.default is of.empty or isinstance(of.default, bool)}
+    return model(batch, **{name: value for name, value in _INFERENCE.items() if name in boolean})
+
+
+def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The named parameters; none where Python cannot tell."""
+    try:
+        found = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {name: of for name, of in found.items() if of.kind not in variadic}

@@ -1,0 +1,129 @@
+"""Linen models as the trainer and loss functions see them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import core
+from flax import linen as nn
+
+from jaxpp_flax.trainers.model.adapter import fold
+from jaxpp_flax.trainers.model.frozen import frozen_filter, merge_frozen, path_text, split_frozen
+
+__all__ = ["LinenModel", "LinenCall"]
+
+
+class LinenCall:
+    """A Linen module with the variables and keys of one microbatch: the `model` that a loss function is given.
+
+    `model(x, ...)` is `module.apply(variables, x, ...)` with the trainer's variables and keys; collections besides
+    `params` (such as `batch_stats`) are mutable and keep what the call writes. `model.params`, `model.variables` and
+    `model.rngs` serve those who call `module.apply` themselves. `model.training` is False in `evaluate` and `predict`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> module = nn.Dense(2)
+      >>> variables = module.init(jax.random.key(0), jnp.ones((1, 3)))
+      >>> model = LinenCall(module, variables, rngs={}, training=True)
+      >>> model(jnp.ones((4, 3))).shape
+      (4, 2)
+    """
+
+    def __init__(
+        self, module: nn.Module, variables: Mapping[str, Any], *, rngs: Mapping[str, jax.Array], training: bool
+    ) -> None:
+        self.module = module
+        self.variables: dict[str, Any] = dict(variables)
+        self.training = training
+        self._rngs = dict(rngs)
+        self._calls = 0
+
+    @property
+    def params(self) -> Any:
+        """The parameters."""
+        return self.variables["params"]
+
+    @property
+    def rngs(self) -> dict[str, jax.Array]:
+        """The keys of this microbatch, by name; other ones after each call."""
+        return {name: fold(key, self._calls) for name, key in self._rngs.items()} if self._calls else dict(self._rngs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`module.apply`; `rngs=`, `mutable=` and `method=` as there. Returns the outputs alone, unless `mutable=`."""
+        rngs = kwargs.pop("rngs", None) or self.rngs
+        self._calls += 1
+        if "mutable" in kwargs:
+            return self.module.apply(self.variables, *args, rngs=rngs, **kwargs)
+        mutable = [name for name in self.variables if name != "params"]
+        if not mutable:
+            return self.module.apply(self.variables, *args, rngs=rngs, **kwargs)
+        outputs, written = self.module.apply(self.variables, *args, rngs=rngs, mutable=mutable, **kwargs)
+        self.variables.update(written)
+        return outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinenModel:
+    """A Linen module; the rest of its state is `{"collections": ..., "key": ...}`, and `"frozen"` parameters."""
+
+    module: nn.Module
+    rng_names: tuple[str, ...] = ("dropout",)
+
+    @classmethod
+    def take_apart(
+        cls,
+        module: nn.Module,
+        variables: Mapping[str, Any],
+        key: jax.Array,
+        rng_names: Sequence[str] = ("dropout",),
+        frozen: Any = None,
+    ) -> tuple[LinenModel, Any, Any]:
+        """The adapter, the `params` collection without those that are frozen, and the rest."""
+        collections = core.unfreeze(dict(variables))  # type: ignore[arg-type]
+        params = collections.pop("params")
+        rest = {"collections": collections, "key": key}
+        if frozen is not None:
+            is_box = lambda node: isinstance(node, core.meta.AxisMetadata)  # noqa: E731
+            leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
+            params, rest["frozen"] = split_frozen(
+                params, frozen_filter(frozen, [path_text(path) for path, _ in leaves])
+            )
+        return cls(module=module, rng_names=tuple(rng_names)), params, rest
+
+    def bind(self, params: Any, rest: Any, *, step: Any, microbatch: Any, training: bool) -> LinenCall:
+        """Keys depend on step, microbatch and name; modules fold in their own paths."""
+        rngs = self.rngs(rest, step=step, microbatch=microbatch)
+        variables = {"params": _all(params, rest), **rest["collections"]}
+        return LinenCall(self.module, variables, rngs=rngs, training=training)
+
+    def rngs(self, rest: Any, *, step: Any, microbatch: Any) -> dict[str, jax.Array]:
+        """The keys of one microbatch, by name."""
+        key = fold(rest["key"], step, microbatch)
+        names = ("params", *self.rng_names)
+        return {name: jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF) for name in names}
+
+    def batch_statistics(self, rest: Any) -> list[bool]:
+        """Those in the collection `batch_stats`."""
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(rest)]
+        return [[getattr(step, "key", None) for step in path[:2]] == ["collections", "batch_stats"] for path in paths]
+
+    def rest_of(self, bound: LinenCall, before: Any) -> Any:
+        """The collections as the calls left them."""
+        collections = {name: core.unfreeze(bound.variables[name]) for name in before["collections"]}
+        return {**before, "collections": collections}
+
+    def rebuild(self, params: Any, rest: Any) -> nn.Module:
+        """The module bound to its variables."""
+        return self.module.bind(self.variables_of(params, rest))
+
+    def variables_of(self, params: Any, rest: Any) -> dict[str, Any]:
+        """All collections, as `module.apply` takes them."""
+        return {"params": _all(params, rest), **rest["collections"]}
+
+
+def _all(params: Any, rest: Any) -> Any:
+    return merge_frozen(params, rest["frozen"]) if "frozen" in rest else params

@@ -1,0 +1,318 @@
+"""Shardings from a model's metadata: what its annotations mean on the axes of a stage's submesh."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import core, nnx
+from flax import linen as nn
+from jax.sharding import PartitionSpec
+
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.trainers.errors import MeshError
+from jaxpp_flax.trainers.mesh import inner_sizes
+from jaxpp_flax.trainers.model.frozen import path_text
+from jaxpp_flax.trainers.state.train_state import TrainState
+
+__all__ = ["Annotation", "AxisRules", "annotations_of", "state_specs", "unboxed"]
+
+Pairs = tuple[tuple[Any, Any], ...]  # of a name, and a mesh axis, or several, or None
+
+_METADATA = ("out_sharding", "sharding_names", "sharding")  # of NNX variables, in newer and older versions of Flax
+
+
+@dataclass(frozen=True)
+class Annotation:
+    """What the model's author wrote on a leaf.
+
+    Args:
+      names: of each dimension: a name, several, or None.
+      rules: what names stand for, of this leaf alone.
+    """
+
+    names: tuple[Any, ...]
+    rules: Pairs = ()
+
+
+@dataclass(frozen=True)
+class AxisRules:
+    """What axis names stand for. A name has the first of these meanings: `given`, the leaf's own, `active`, itself.
+
+    Args:
+      given: the trainer's `sharding_rules`.
+      active: those of Flax's `logical_axis_rules`, the context in which the trainer is made.
+
+    Example:
+      >>> with nn.logical_axis_rules([("embed", "fsdp"), ("mlp", "tensor")]):
+      ...     rules = AxisRules.of({"embed": None})
+      >>> rules.pairs()
+      (('embed', None), ('mlp', 'tensor'))
+      >>> rules.on({"data": 2})
+      (('embed', None), ('mlp', None))
+    """
+
+    given: Pairs = ()
+    active: Pairs = ()
+
+    @classmethod
+    def of(cls, sharding_rules: Any) -> AxisRules:
+        """The trainer's argument, and the rules of the context.
+
+        Raises:
+          TypeError: if the rules are no pairs.
+        """
+        return cls(_pairs(sharding_rules), _pairs(nn.get_logical_axis_rules()))
+
+    def pairs(self, own: Pairs = ()) -> Pairs:
+        """All rules that hold for a leaf with rules of its `own`, in order."""
+        found: Pairs = ()
+        for rules in (self.given, own, self.active):
+            known = {name for name, _ in found}
+            found += tuple(pair for pair in rules if pair[0] not in known)
+        return found
+
+    def on(self, sizes: Mapping[str, int]) -> Pairs:
+        """For constraints inside of the model, which are hints: what an absent axis would cut is left whole."""
+        return tuple((name, _present(axes, sizes)) for name, axes in self.pairs())
+
+
+def _present(axes: Any, sizes: Mapping[str, int]) -> Any:
+    if isinstance(axes, (tuple, list)):
+        return tuple(axis for axis in axes if axis in sizes) or None
+    return axes if axes in sizes else None
+
+
+def _is_annotated(node: Any) -> bool:
+    return isinstance(node, (nnx.Variable, core.meta.AxisMetadata))
+
+
+def annotations_of(tree: Any) -> list[Annotation | None]:
+    """The annotations of a tree's leaves, of NNX variables or Linen boxes; None where there is none."""
+    found: list[Annotation | None] = []
+    for node in jax.tree.leaves(tree, is_leaf=_is_annotated):
+        found += [_annotation_of(node)] * len(jax.tree.leaves(node))
+    return found
+
+
+def _annotation_of(node: Any) -> Annotation | None:
+    if isinstance(node, nnx.Variable):
+        metadata = node.get_metadata()
+        names = next((metadata[name] for name in _METADATA if metadata.get(name)), None)
+        rules = metadata.get("sharding_rules")
+    else:
+        names, rules = getattr(node, "names", None), getattr(node, "rules", None)
+    spec = getattr(names, "spec", names)
+    return None if spec is None else Annotation(tuple(spec), _pairs(rules))
+
+
+def unboxed(tree: Any) -> Any:
+    """Linen's variables without the boxes that hold annotations: the paths are those of a model without them."""
+    is_box = lambda node: isinstance(node, core.meta.AxisMetadata)  # noqa: E731
+    return jax.tree.map(lambda node: jax.tree.leaves(node)[0] if is_box(node) else node, tree, is_leaf=is_box)
+
+
+def state_specs(
+    state: TrainState,
+    notes: tuple[Sequence[Annotation | None], Sequence[Annotation | None]],
+    mesh: MpmdMesh | None,
+    rules: AxisRules,
+) -> TrainState | None:
+    """How each leaf of a state lies on a rank: like `state`, with a spec, or None for leaves without annotation.
+
+    What the optimizer keeps for a parameter (found by its path) lies as the parameter does, or, where it has some of
+    its dimensions alone, as Adafactor's factored statistics do, as these dimensions lie. Where every axis beside the
+    stages' has one device, names without a meaning are passed over: they could cut nothing.
+
+    Args:
+      notes: the annotations of parameters and of the model's other state.
+      rules: what names stand for.
+
+    Returns:
+      None where nothing is annotated, or there is no mesh.
+
+    Raises:
+      MeshError: if names are neither axes beside the stages' nor in the rules (it lists all of them), or an axis does
+        not divide a dimension.
+    """
+    if mesh is None or not any(note is not None for half in notes for note in half):
+        return None
+    reader = _Reader(inner_sizes(mesh), rules, {}, {})
+    read = [reader.leaves(tree, half) for tree, half in zip((state.params, state.model_state), notes, strict=True)]
+    reader.refuse_missing()
+    params, rest = ([leaf and reader.spec(*leaf) for leaf in half] for half in read)
+    with_path = jax.tree_util.tree_leaves_with_path(state.params)
+    known = {path: (leaf.shape, spec) for (path, leaf), spec in zip(with_path, params, strict=True)}
+
+    def like_parameters(tree: Any) -> Any:
+        leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+        seen: Counter[Any] = Counter()
+
+        def spec_of(path: Any, shape: tuple[int, ...]) -> PartitionSpec | None:
+            tail = next((path[i:] for i in range(len(path)) if path[i:] in known), ())
+            whole, spec = known.get(tail, ((), None))
+            if spec is None:
+                return None
+            seen[tail, shape] += 1
+            return _spec_of_part(shape, whole, spec, seen[tail, shape] - 1)
+
+        return jax.tree.unflatten(structure, [spec_of(path, getattr(leaf, "shape", ())) for path, leaf in leaves])
+
+    return TrainState(
+        step=None,
+        params=jax.tree.unflatten(jax.tree.structure(state.params), params),
+        opt_state=like_parameters(state.opt_state),
+        model_state=jax.tree.unflatten(jax.tree.structure(state.model_state), rest),
+        ema=like_parameters(state.ema),
+        loss_scale=None if state.loss_scale is None else dict.fromkeys(state.loss_scale),
+    )
+
+
+def _spec_of_part(shape: tuple[int, ...], whole: tuple[int, ...], spec: PartitionSpec, number: int) -> PartitionSpec:
+    """How a value lies that has some of a parameter's dimensions; on every device, where it has none of them.
+
+    Args:
+      number: how many values of this shape come before it. Where several choices of dimensions fit, as in a square
+        matrix, optimizers keep one value for each, in order.
+
+    Example:
+      >>> _spec_of_part((4,), (4, 6), PartitionSpec("fsdp", "tensor"), 0) == PartitionSpec("fsdp")
+      True
+      >>> _spec_of_part((4,), (4, 4), PartitionSpec(None, "tensor"), 1) == PartitionSpec("tensor")
+      True
+      >>> _spec_of_part((1,), (4, 6), PartitionSpec("fsdp"), 0) == PartitionSpec()
+      True
+    """
+    entries = (*spec, *(None,) * (len(whole) - len(spec)))
+    choices = [c for c in itertools.combinations(range(len(whole)), len(shape)) if tuple(whole[i] for i in c) == shape]
+    return _trimmed([entries[i] for i in choices[min(number, len(choices) - 1)]] if choices else [])
+
+
+def _trimmed(entries: list[Any]) -> PartitionSpec:
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def _pairs(rules: Any) -> Pairs:
+    pairs = list(rules.items() if isinstance(rules, Mapping) else rules or ())
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:
+            raise TypeError(f"sharding_rules holds {pair!r}; each rule is a pair (name, mesh axis or None).")
+    return tuple((name, axes) for name, axes in pairs)
+
+
+# Of a leaf: its path, its shape, and for each annotated dimension the name and the mesh axes that it stands for.
+_Leaf = tuple[str, tuple[int, ...], list[tuple[Any, tuple[str, ...]]]]
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads annotations on the axes of a stage; collects what has no meaning there, with the first path of each."""
+
+    sizes: Mapping[str, int]
+    rules: AxisRules
+    unknown: dict[str, str]
+    absent: dict[tuple[Any, str], str]  # by rule and axis
+
+    def leaves(self, tree: Any, notes: Sequence[Annotation | None]) -> list[_Leaf | None]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        return [
+            None if note is None else self._leaf(path_text(path), leaf.shape, note)
+            for (path, leaf), note in zip(leaves, notes, strict=True)
+        ]
+
+    def _leaf(self, path: str, shape: tuple[int, ...], note: Annotation) -> _Leaf:
+        names, pairs = note.names, self.rules.pairs(note.rules)
+        if len(names) > len(shape):
+            raise MeshError(
+                f"the parameter {path} of shape {shape} is annotated with {len(names)} names: {names}. Give one name, "
+                "or None, for each dimension."
+            )
+        taken: set[str] = set()
+        dimensions: list[tuple[Any, tuple[str, ...]]] = []
+        for name in names:
+            parts = name if isinstance(name, tuple) else (name,)
+            axes = tuple(axis for part in parts for axis in self._axes(part, path, taken, pairs))
+            taken.update(axes)
+            dimensions.append((name, axes))
+        return path, shape, dimensions
+
+    def _axes(self, name: Any, path: str, taken: set[str], pairs: Pairs) -> tuple[str, ...]:
+        """The mesh axes that a name stands for: by the first rule whose axes are still free, or else its own."""
+        if name is None:
+            return ()
+        meanings = [axes for rule, axes in pairs if rule == name]
+        for axes in meanings:
+            chosen = () if axes is None else tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+            if taken.isdisjoint(chosen):
+                for axis in chosen:
+                    if axis not in self.sizes:
+                        self.absent.setdefault((name, axis), path)
+                return tuple(axis for axis in chosen if axis in self.sizes)
+        if meanings:
+            return ()
+        if name in taken and self._matters:
+            raise MeshError(f"the parameter {path} is annotated with {name!r} in two dimensions. Keep one of them.")
+        if name in self.sizes and name not in taken:
+            return (name,)
+        self.unknown.setdefault(name, path)
+        return ()
+
+    @property
+    def _matters(self) -> bool:
+        """Whether a stage has several devices, so that an axis can cut anything."""
+        return math.prod(self.sizes.values()) > 1
+
+    def refuse_missing(self) -> None:
+        """Refuse all names and axes that have no meaning, unless they could cut nothing.
+
+        Raises:
+          MeshError: listing them.
+        """
+        if not self._matters:
+            return
+        stage = f"no axis of a stage: these are {dict(self.sizes)}"
+        if self.unknown:
+            listing = ", ".join(f"{name!r} (of {path})" for name, path in self.unknown.items())
+            rules = ", ".join(f"({name!r}, None)" for name in self.unknown)
+            raise MeshError(
+                f"the model's annotations use names without a rule that are {stage}. The names: {listing}. Say what "
+                f"each stands for, an axis or None for a dimension that stays whole: sharding_rules=[{rules}], or make "
+                "the trainer under `nn.logical_axis_rules(rules)`. A name that is meant as an axis of its own belongs "
+                f"into the mesh, as in mesh_axes={{{next(iter(self.unknown))!r}: 2}}.{self._absent_text(' Besides, ')}"
+            )
+        if self.absent:
+            raise MeshError(f"{self._absent_text('')} These are no axes of a stage, which has {dict(self.sizes)}.")
+
+    def _absent_text(self, begin: str) -> str:
+        if not self.absent:
+            return ""
+        listing = ", ".join(f"{name!r} to {axis!r} (of {path})" for (name, axis), path in self.absent.items())
+        (name, axis), *_ = self.absent
+        return (
+            f"{begin}rules lead names to axes that the mesh lacks: {listing}. Add the axis to the mesh "
+            f"(mesh_axes={{{axis!r}: 2}}), or let the rule leave the dimension whole: ({name!r}, None)."
+        )
+
+    def spec(self, path: str, shape: tuple[int, ...], dimensions: Sequence[tuple[Any, tuple[str, ...]]]) -> Any:
+        """The spec of a leaf.
+
+        Raises:
+          MeshError: if the axes do not divide a dimension.
+        """
+        entries: list[Any] = []
+        for size, (name, axes) in zip(shape, dimensions, strict=False):
+            parts = math.prod(self.sizes[axis] for axis in axes)
+            if size % parts:
+                raise MeshError(
+                    f"the parameter {path} of shape {shape} cannot be cut into {parts} equal parts along {name!r}: "
+                    f"{size} is no multiple of {parts}. Change the width, the mesh, or the rule for {name!r}."
+                )
+            entries.append(None if not axes else axes[0] if len(axes) == 1 else axes)
+        return _trimmed(entries)

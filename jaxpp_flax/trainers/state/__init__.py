@@ -1,0 +1,1 @@
+"""The train state, and where it is."""

@@ -1,0 +1,161 @@
+"""The state's way onto the ranks: each leaf goes straight to its devices, and what the optimizer adds is made there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.arrays.placing import place_on_ranks
+from jaxpp_flax.engine.arrays.reshard import spmd_to_mpmd_reshard
+from jaxpp_flax.engine.program.description import describe_graph
+from jaxpp_flax.engine.tracing.ir import from_jaxpr
+from jaxpp_flax.processes.agreement import hash_of, text_of
+from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.step.loss_trace import used_inputs
+
+__all__ = ["hash_of_init", "is_abstract", "make_on_ranks", "numbers_of_init", "place_state", "shapes_or_values"]
+
+
+# What JAX raises where an optimizer's `init` looks at values: that one is called and not traced.
+NOT_TRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+
+
+def shapes_or_values(init: Callable[[Any], Any], params: Any) -> Any:
+    """`init(params)` as shapes alone; as values where it cannot be traced."""
+    try:
+        return jax.eval_shape(init, params)
+    except NOT_TRACEABLE:
+        return init(params)
+
+
+def hash_of_init(init: Callable[[Any], Any], params: Any) -> str | None:
+    """Sixteen digits that stand for what `init` does with such parameters, values that it holds included.
+
+    None where it cannot be traced.
+
+    Example:
+      >>> import optax
+      >>> tx = optax.inject_hyperparams(optax.sgd)
+      >>> slow, again, fast = (hash_of_init(tx(rate).init, {"w": jnp.zeros(2)}) for rate in (0.1, 0.1, 0.2))
+      >>> slow == again, slow == fast
+      (True, False)
+    """
+    try:
+        graph, consts = from_jaxpr(jax.make_jaxpr(init)(params))
+    except NOT_TRACEABLE:
+        return None
+    text = "\n".join([*describe_graph(graph), *(str(hash_of(const)) for const in consts)])
+    return hash_of(np.frombuffer(text.encode(), np.uint8))
+
+
+def numbers_of_init(init: Callable[[Any], Any], params: Any) -> dict[str, str | None]:
+    """The single numbers in what `init` makes of such parameters (hyperparameters, counters) by path, as text.
+
+    Nothing where it cannot be traced.
+
+    Example:
+      >>> import optax
+      >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)
+      >>> numbers_of_init(tx.init, {"w": jnp.zeros(2)})[".hyperparams['learning_rate']"]
+      '0.25'
+    """
+    try:
+        shapes = jax.tree.leaves_with_path(jax.eval_shape(init, params))
+    except NOT_TRACEABLE:
+        return {}
+    single = {
+        jax.tree_util.keystr(path): i
+        for i, (path, leaf) in enumerate(shapes)
+        if leaf.size == 1 and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    }
+    # What else it makes, such as moments of the parameters' size, is never computed.
+    values = jax.jit(lambda params: [jax.tree.leaves(init(params))[i] for i in single.values()])(params)
+    return dict(zip(single, map(text_of, values), strict=True))
+
+
+def is_abstract(tree: Any) -> bool:
+    """Whether some leaf is a shape without a value."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def place_state(mesh: MpmdMesh, state: TrainState, shardings: TrainState, init: Callable[[Any], Any]) -> TrainState:
+    """`state` on its ranks: copies, so that donating them leaves the user's arrays alone.
+
+    Args:
+      mesh: of all ranks.
+      state: arrays; its `opt_state` may be shapes alone.
+      shardings: an `MpmdSharding` for each leaf.
+      init: makes the `opt_state` from parameters; it runs on the ranks.
+    """
+    placed = _put(mesh, replace(state, opt_state=()), replace(shardings, opt_state=()))
+    if is_abstract(state.opt_state):
+        return replace(placed, opt_state=make_on_ranks(init, placed.params, shardings.opt_state))
+    return replace(placed, opt_state=_put(mesh, state.opt_state, shardings.opt_state))
+
+
+@context_mesh(None)  # JAX would compare each rank's devices with those of a mesh around the call
+def make_on_ranks(function: Callable[[Any], Any], argument: Any, shardings: Any) -> Any:
+    """`function(argument)` for a tree of `MpmdArray`s, each leaf of the result computed on the ranks it lives on.
+
+    Every rank runs a program of its own for its leaves; what such a leaf depends on is copied there if need be.
+
+    Args:
+      function: from a tree of arrays to one; traced.
+      argument: a tree of `MpmdArray`s.
+      shardings: an `MpmdSharding` for each leaf of the result.
+    """
+    leaves, tree = jax.tree.flatten(argument)
+    wanted: list[MpmdSharding]
+    wanted, structure = jax.tree.flatten(shardings)
+    if not wanted:
+        return jax.tree.unflatten(structure, [])
+    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+
+    def flat(values: Sequence[Any]) -> list[Any]:
+        return jax.tree.leaves(function(jax.tree.unflatten(tree, values)))
+
+    graph, consts = from_jaxpr(jax.make_jaxpr(flat)(shapes))
+    results = jax.eval_shape(flat, shapes)
+    parts: list[dict[int, jax.Array]] = [{} for _ in wanted]
+    for rank in wanted[0].mpmd_mesh.local_ranks:
+        mine = [i for i, sharding in enumerate(wanted) if rank in sharding.mesh_ids]
+        if not mine:
+            continue
+        used = used_inputs(graph, [i in mine for i in range(len(wanted))])[len(consts) :]
+        read = [i for i, is_used in enumerate(used) if is_used]
+
+        def on_rank(values: Sequence[Any], mine: Sequence[int] = mine, read: Sequence[int] = read) -> list[Any]:
+            given = dict(zip(read, values, strict=True))
+            # Nothing of this rank depends on the others, so these zeros are never computed.
+            whole = flat([given[i] if i in given else jnp.zeros(s.shape, s.dtype) for i, s in enumerate(shapes)])
+            return [whole[i] for i in mine]
+
+        made = jax.jit(on_rank, out_shardings=[wanted[i].local_sharding(rank) for i in mine])(
+            [_on_rank(leaves[i], rank) for i in read]
+        )
+        for i, array in zip(mine, made, strict=True):
+            parts[i][rank] = array
+    arrays = [
+        MpmdArray(of, sharding, shape=result.shape, dtype=result.dtype)
+        for of, sharding, result in zip(parts, wanted, results, strict=True)
+    ]
+    return jax.tree.unflatten(structure, arrays)
+
+
+def _on_rank(leaf: MpmdArray, rank: int) -> jax.Array:
+    part = leaf._partially_addressable_arrays.get(rank)
+    return part if part is not None else jax.device_put(leaf._value, leaf.sharding.local_sharding(rank))
+
+
+def _put(mesh: MpmdMesh, tree: Any, shardings: Any) -> Any:
+    if not mesh.jax_mesh.is_multi_process:
+        return spmd_to_mpmd_reshard(mesh, tree, shardings, donate=False)
+    return jax.tree.map(place_on_ranks, tree, shardings)  # every process has the values: nothing is sent

@@ -1,0 +1,1 @@
+"""The step functions: loss rule, update, tracing and compiling."""

@@ -1,0 +1,133 @@
+"""The functions that the trainer compiles: train, evaluate, predict. Pure, and right under plain `jax.jit` too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce_i
+from jaxpp_flax.layers.remat import policy_of
+from jaxpp_flax.schedules import Schedule
+from jaxpp_flax.trainers.model.adapter import ModelAdapter
+from jaxpp_flax.trainers.model.calling import call_function
+from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.step.loss import LossTerms, read_loss, whole_batch
+from jaxpp_flax.trainers.step.loss_trace import check_used
+from jaxpp_flax.trainers.step.update import Update
+
+__all__ = ["Loop", "StepBuilder"]
+
+StepFunction = Callable[[TrainState, Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """How often the loop runs, and in which order its tasks do."""
+
+    num_microbatches: int
+    schedule: Schedule | None
+
+
+def _at(batch: Any, index: Any) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBuilder:
+    """Builds the functions over `(state, batch)`, where batch leaves are (num_microbatches, microbatch, ...).
+
+    Args:
+      carried: the leaves of `model_state` that go from microbatch to microbatch, from `trace_loss`.
+      unused: the parameters that the loss does not use, from there too.
+      remat: None, "full" or a policy: what of the loss is recomputed in backward.
+    """
+
+    model: ModelAdapter
+    update: Update
+    loss_fn: Callable[..., Any]
+    carried: tuple[int, ...] = ()
+    unused: tuple[str, ...] = ()
+    remat: Any = None
+
+    def train(self, loop: Loop) -> StepFunction:
+        """`step(state, batch) -> (state, metrics)`: one optimizer step on the whole batch.
+
+        Raises:
+          ModelError: if the loss does not depend on some parameter.
+        """
+        check_used(self.unused)
+
+        def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+            leaves, tree = jax.tree.flatten(state.model_state)
+
+            def body(carry: Sequence[Any], index: Any) -> tuple[Sequence[Any], Any]:
+                rest = jax.tree.unflatten(tree, self._with_carry(leaves, carry))
+                microbatch = _at(batch, index)
+
+                def loss_of(params: Any) -> tuple[Any, Any]:
+                    output, bound = call_function(
+                        self.loss_fn, self.model, params, rest, microbatch,
+                        step=state.step, microbatch=index, training=True,
+                    )  # fmt: skip
+                    terms = read_loss(output)
+                    after = jax.tree.leaves(self.model.rest_of(bound, rest))
+                    return self.update.scaled(terms.total, state), (terms, [after[i] for i in self.carried])
+
+                if self.remat is not None:  # the engine makes one region for each stage of it
+                    loss_of = jax.checkpoint(loss_of, policy=policy_of(self.remat))
+                (_, (terms, carry)), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+                return carry, (terms, self.update.summand(grads))
+
+            before = [leaves[i] for i in self.carried]
+            after, (terms, grads) = self._loop(body, before, loop, Add)
+            metrics, divisor = whole_batch(terms, loop.num_microbatches)
+
+            def model_state(carry: Sequence[Any]) -> Any:
+                return jax.tree.unflatten(tree, self._with_carry(leaves, carry))
+
+            new, more = self.update.apply(state, grads, metrics["loss"], divisor, (before, after), model_state)
+            return new, {**metrics, **more}
+
+        return step
+
+    def evaluate(self, loop: Loop) -> StepFunction:
+        """`evaluate(state, batch) -> LossTerms`, summed over the microbatches; writes to the state are dropped."""
+
+        def evaluate(state: TrainState, batch: Any) -> LossTerms:
+            def body(index: Any) -> LossTerms:
+                return read_loss(self._infer(self.loss_fn, state, batch, index))
+
+            return treduce_i(body, loop.num_microbatches, loop.schedule, Add)
+
+        return evaluate
+
+    def predict(self, loop: Loop, predict_fn: Callable[..., Any]) -> StepFunction:
+        """`predict(state, batch)` -> outputs stacked by microbatch."""
+
+        def predict(state: TrainState, batch: Any) -> Any:
+            def body(index: Any) -> Any:
+                return self._infer(predict_fn, state, batch, index)
+
+            return treduce_i(body, loop.num_microbatches, loop.schedule, Concat())
+
+        return predict
+
+    def _infer(self, function: Callable[..., Any], state: TrainState, batch: Any, index: Any) -> Any:
+        params, rest, microbatch = state.params, state.model_state, _at(batch, index)
+        return call_function(
+            function, self.model, params, rest, microbatch, step=state.step, microbatch=index, training=False
+        )[0]
+
+    def _with_carry(self, leaves: Sequence[Any], carry: Sequence[Any]) -> list[Any]:
+        merged = list(leaves)
+        for i, leaf in zip(self.carried, carry, strict=True):
+            merged[i] = leaf
+        return merged
+
+    def _loop(self, body: Any, init: Sequence[Any], loop: Loop, operation: Any) -> tuple[Sequence[Any], Any]:
+        if not init:  # without a carry there is nothing that orders the microbatches
+            return [], treduce_i(lambda i: body([], i)[1], loop.num_microbatches, loop.schedule, operation)
+        return treduce_i(body, loop.num_microbatches, loop.schedule, operation, init=list(init))

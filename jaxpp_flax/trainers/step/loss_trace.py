@@ -1,0 +1,146 @@
+"""What the trace of a loss function shows before anything is compiled: the state it writes, the parameters it uses."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp_flax.checkpoint.format.paths import shortened
+from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
+from jaxpp_flax.trainers.data.batch import shape_of
+from jaxpp_flax.trainers.errors import BatchStatisticsWarning, ModelError
+from jaxpp_flax.trainers.model.adapter import ModelAdapter
+from jaxpp_flax.trainers.model.calling import call_function
+from jaxpp_flax.trainers.model.frozen import path_text
+from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.step.diagnosis import CALLS
+from jaxpp_flax.trainers.step.loss import read_loss
+
+__all__ = ["LossTrace", "check_used", "trace_loss", "used_inputs", "warn_of_batch_statistics"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossTrace:
+    """What a loss function does with microbatches of one structure.
+
+    Args:
+      carried: the leaves of `model_state` that it writes, by position. They go from microbatch to microbatch;
+        everything else in `model_state` (frozen parameters, keys) is a constant of the loop.
+      unused: the paths of parameters that the loss does not depend on.
+      batch_statistics: the paths of those carried leaves that are statistics of a batch.
+      weighed_by: the leaves of the batch that both the loss and its weight depend on.
+      unweighted: the metrics that are no pairs (sum, weight); None if the loss is none.
+    """
+
+    carried: tuple[int, ...]
+    unused: tuple[str, ...]
+    batch_statistics: tuple[str, ...]
+    weighed_by: tuple[str, ...]
+    unweighted: tuple[str, ...] | None
+
+
+def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any) -> LossTrace:
+    """What the loss function does with such microbatches; nothing is computed here.
+
+    Args:
+      microbatch: of arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      LossError: if the loss function returns none of the documented forms.
+    """
+    leaves, tree = jax.tree.flatten(state.model_state)
+
+    kinds: list[tuple[str, ...] | None] = []
+
+    def run(leaves: Sequence[Any], params: Any, step: Any, index: Any, batch: Any) -> tuple[Sequence[Any], Any, Any]:
+        rest = jax.tree.unflatten(tree, leaves)
+        output, bound = call_function(loss_fn, model, params, rest, batch, step=step, microbatch=index, training=True)
+        terms = read_loss(output)
+        unweighted = tuple(name for name, value in terms.metrics.items() if not isinstance(value, tuple))
+        kinds.append(None if terms.weight is None else unweighted)
+        return jax.tree.leaves(model.rest_of(bound, rest)), terms.total, () if terms.weight is None else terms.weight
+
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    abstract = jax.tree.map(shape_of, (leaves, state.params, state.step))
+    graph, consts = from_jaxpr(jax.make_jaxpr(run)(*abstract, index, jax.tree.map(shape_of, microbatch)))
+    inputs = graph.inputs[len(consts) :]
+    carried = tuple(i for i in range(len(leaves)) if graph.outputs[i] is not inputs[i])
+    weights = len(graph.outputs) - len(leaves) - 1
+    used = used_inputs(graph, [False] * len(leaves) + [True] + [False] * weights)[len(consts) + len(leaves) :]
+    weighing = used_inputs(graph, [False] * len(leaves) + [False] + [True] * weights)[len(consts) + len(leaves) :]
+    of_batch = _paths_of_batch(microbatch)
+    statistics = model.batch_statistics(state.model_state)
+    return LossTrace(
+        carried=carried,
+        unused=tuple(path for path, is_used in zip(_paths(state.params), used, strict=False) if not is_used),
+        batch_statistics=tuple(
+            path for i, path in enumerate(_paths(state.model_state)) if i in carried and statistics[i]
+        ),
+        weighed_by=tuple(
+            path
+            for path, in_loss, in_weight in zip(
+                of_batch, used[-len(of_batch) :], weighing[-len(of_batch) :], strict=True
+            )
+            if in_loss and in_weight
+        ),
+        unweighted=kinds[-1],
+    )
+
+
+def _paths(tree: Any) -> list[str]:
+    return [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _paths_of_batch(batch: Any) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
+
+
+def warn_of_batch_statistics(paths: Sequence[str], num_microbatches: int) -> None:
+    """Say that statistics of a batch are here those of a microbatch, and name them."""
+    shown = shortened(paths, 3)
+    warnings.warn(
+        f"the loss writes statistics of the batch ({shown}). In each of the {num_microbatches} microbatches a "
+        "BatchNorm normalizes by the mean and variance of this one alone, as in any gradient accumulation, so loss and "
+        "gradients are not those of the whole batch. Use larger microbatches, or a norm within each example "
+        "(LayerNorm, RMSNorm, GroupNorm). If this is meant, ignore the category "
+        "jaxpp_flax.trainers.BatchStatisticsWarning.",
+        BatchStatisticsWarning,
+        stacklevel=2,
+    )
+
+
+def check_used(unused: Sequence[str]) -> None:
+    """Refuse parameters that the loss does not depend on.
+
+    Raises:
+      ModelError: naming them.
+    """
+    if unused:
+        shown = shortened(unused, 5)
+        patterns = ", ".join(repr(path) for path in unused[:3])
+        raise ModelError(
+            f"the loss does not depend on {'these parameters' if len(unused) > 1 else 'the parameter'}: {shown}. No "
+            "stage uses what no stage computes with, and training would leave it as it is, or decay it. Use it in the "
+            f"model, remove it, or freeze it by choice: frozen=[{patterns}]."
+        )
+
+
+def used_inputs(graph: Graph, wanted: Sequence[bool]) -> list[bool]:
+    """Which inputs the wanted outputs depend on; calls are looked into, loops and conditions use all they take."""
+    needed = {atom for atom, want in zip(graph.outputs, wanted, strict=True) if want and isinstance(atom, Value)}
+    for equation in reversed(graph.equations):
+        results = [value in needed for value in equation.outputs]
+        if not any(results):
+            continue
+        inner = next((equation.params[k] for k in ("jaxpr", "call_jaxpr") if k in equation.params), None)
+        used = [True] * len(equation.inputs)
+        if equation.name in CALLS and inner is not None:
+            body, consts = from_jaxpr(inner)
+            used = used_inputs(body, results)[len(consts) :]
+        needed.update(a for a, is_used in zip(equation.inputs, used, strict=True) if is_used and isinstance(a, Value))
+    return [value in needed for value in graph.inputs]

@@ -1,0 +1,244 @@
+"""From the summed gradients of a step to its new state: loss scaling, the optimizer, the average of the weights."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpp_flax.trainers.state.placing import shapes_or_values
+from jaxpp_flax.trainers.state.train_state import TrainState
+
+__all__ = ["DynamicLossScale", "Update"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicLossScale:
+    """A loss scale that finds its own size: halved by a step with a gradient that is not finite, else doubled at times.
+
+    Args:
+      initial: the scale of the first step.
+      growth_interval: good steps in a row after which it grows.
+      factor: what it is multiplied with to grow, and divided by to shrink.
+
+    Example:
+      >>> DynamicLossScale(growth_interval=500).initial
+      65536.0
+
+    The rule is that of Micikevicius et al., "Mixed Precision Training", 2018, and of Flax's `DynamicScale`.
+    """
+
+    initial: float = 65536.0
+    growth_interval: int = 2000
+    factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that make no scale."""
+        if not (0 < self.initial < math.inf and self.growth_interval >= 1 and 1 < self.factor < math.inf):
+            raise ValueError(f"{self!r}: initial must be above 0, growth_interval at least 1 and factor above 1.")
+
+    def start(self) -> dict[str, jax.Array]:
+        """The scale's state before the first step."""
+        return {"scale": jnp.float32(self.initial), "good_steps": jnp.int32(0)}
+
+    def after(self, state: dict[str, Any], finite: Any) -> dict[str, Any]:
+        """The scale's state after a step whose gradients were all finite, or not."""
+        good = jnp.where(finite, state["good_steps"] + 1, 0)
+        grow = good >= self.growth_interval
+        larger = jnp.where(grow, state["scale"] * self.factor, state["scale"])
+        larger = jnp.where(jnp.isfinite(larger), larger, state["scale"])
+        smaller = jnp.maximum(state["scale"] / self.factor, jnp.finfo(jnp.float32).tiny)
+        return {"scale": jnp.where(finite, larger, smaller), "good_steps": jnp.where(grow, 0, good)}
+
+
+_ITS_STATE = "The trainer keeps a state of its own for it (`trainer.state.opt_state`), and begins with a new one."
+
+
+def _takes_value(tx: Any) -> bool:
+    """Whether the optimizer's update may be given the loss; by Optax's contract, one with extra arguments may."""
+    if isinstance(tx, optax.GradientTransformationExtraArgs):
+        return True
+    try:
+        parameters = inspect.signature(tx.update).parameters
+    except (TypeError, ValueError):
+        return False
+    return "value" in parameters or any(of.kind is of.VAR_KEYWORD for of in parameters.values())
+
+
+def _wanted(error: Exception) -> tuple[str, str] | None:
+    """The function of an optimizer that lacks arguments, and these arguments; None for other errors."""
+    missing = re.search(r"([\w.<>]+)\(\) missing \d+ required keyword-only arguments?: (.*)", str(error))
+    if missing is not None:
+        return missing[1].split(".")[0], " and ".join(f"{name}=" for name in re.findall(r"'(\w+)'", missing[2]))
+    required = re.match(r"(\w+) must be provided to (\w+)", str(error))  # Sophia's words
+    return None if required is None else (required[2], f"{required[1]}=")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What a step does with its gradients.
+
+    Args:
+      tx: the optimizer.
+      loss_scale: None, a constant, or a `DynamicLossScale`. With one, gradients that are not finite skip the step.
+      gradient_dtype: in which gradients are summed over the microbatches; None: as they come.
+      ema_decay: of the exponential moving average of the weights; None: there is none.
+      skips_nonfinite: whether a loss, or gradients, that are not finite skip the step, without a loss scale too.
+    """
+
+    tx: optax.GradientTransformation
+    loss_scale: DynamicLossScale | float | None = None
+    gradient_dtype: Any = None
+    ema_decay: float | None = None
+    skips_nonfinite: bool = False
+
+    @classmethod
+    def of(cls, tx: Any, loss_scale: Any, gradient_dtype: Any, ema_decay: Any, *, skips_nonfinite: bool) -> Update:
+        """From the trainer's arguments.
+
+        Raises:
+          TypeError, ValueError: naming the argument that does not fit.
+        """
+        if not hasattr(tx, "init") or not hasattr(tx, "update"):
+            inner = f" Pass the Optax optimizer that it holds, its `.tx`. {_ITS_STATE}" if hasattr(tx, "tx") else ""
+            raise TypeError(f"tx must be an Optax optimizer such as optax.adamw(3e-4), got {type(tx).__name__}.{inner}")
+        scale: Any = DynamicLossScale() if isinstance(loss_scale, str) and loss_scale == "dynamic" else loss_scale
+        number = isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0 < scale < math.inf
+        if not (number or scale is None or isinstance(scale, DynamicLossScale)):
+            raise ValueError(
+                f"loss_scale={loss_scale!r}: use None, 'dynamic', DynamicLossScale(...) or a number above 0."
+            )
+        if gradient_dtype is not None and not jnp.issubdtype(gradient_dtype, jnp.floating):
+            raise ValueError(f"gradient_dtype={gradient_dtype!r} is no floating point type. Use e.g. jnp.float32.")
+        if ema_decay is not None and not 0 < ema_decay < 1:
+            raise ValueError(f"ema_decay={ema_decay!r}: it must lie between 0 and 1, e.g. 0.999, or be None.")
+        return cls(
+            tx=tx,
+            loss_scale=scale,
+            gradient_dtype=gradient_dtype,
+            ema_decay=ema_decay,
+            skips_nonfinite=skips_nonfinite,
+        )
+
+    def first_state(self, params: Any, model_state: Any) -> TrainState:
+        """The state before the first step; `opt_state` as shapes alone where the optimizer can be traced."""
+        return TrainState(
+            step=jnp.int32(0),
+            params=params,
+            opt_state=shapes_or_values(self.tx.init, params),
+            model_state=model_state,
+            ema=None if self.ema_decay is None else params,
+            loss_scale=self.loss_scale.start() if isinstance(self.loss_scale, DynamicLossScale) else None,
+        )
+
+    def scaled(self, loss: Any, state: TrainState) -> Any:
+        """The loss that is differentiated."""
+        scale = self._scale(state)
+        return loss if scale is None else loss * scale
+
+    def summand(self, grads: Any) -> Any:
+        """One microbatch's gradients, as they are summed."""
+        if self.gradient_dtype is None:
+            return grads
+        return jax.tree.map(lambda g: g.astype(self.gradient_dtype), grads)
+
+    def apply(
+        self,
+        state: TrainState,
+        grads: Any,
+        loss: Any,
+        divisor: Any,
+        carried: Any,
+        new_model_state: Callable[[Any], Any],
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """The new state and the metrics that belong to it.
+
+        Args:
+          grads: summed over the microbatches.
+          loss: of the whole batch, for optimizers that ask for its `value`.
+          divisor: what they are divided by.
+          carried: the leaves of the model's state that the step has written, before and after: a pair of lists.
+          new_model_state: makes the model's state from these leaves.
+        """
+        scale = self._scale(state)
+        total = divisor if scale is None else divisor * scale
+
+        def mean(grad: Any, param: Any) -> Any:
+            wide = grad.astype(jnp.promote_types(grad.dtype, param.dtype))
+            return (wide / jnp.asarray(total, wide.dtype)).astype(param.dtype)
+
+        if scale is not None and self._narrow(grads, state.params):
+            # The scale times the divisor may overflow a narrow type, though neither does.
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        grads = jax.tree.map(mean, grads, state.params)
+        updates, opt_state = self._updates(grads, state, loss)
+        params = optax.apply_updates(state.params, updates)
+        old, new = carried
+        metrics: dict[str, Any] = {}
+        skips = scale is not None or self.skips_nonfinite
+        if skips:
+            finite = jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]).all()
+            if scale is None:
+                finite &= jnp.isfinite(loss)
+
+            def chosen(after: Any, before: Any) -> Any:
+                return jax.tree.map(lambda a, b: jnp.where(finite, a, b), after, before)
+
+            params, opt_state = chosen(params, state.params), chosen(opt_state, state.opt_state)
+            new = chosen(list(new), list(old))
+            metrics = {"skipped_step": 1.0 - finite.astype(jnp.float32)}
+            if scale is not None:
+                metrics["loss_scale"] = jnp.float32(scale)
+        ema = state.ema
+        if self.ema_decay is not None:
+            ema = optax.incremental_update(params, ema, 1.0 - self.ema_decay)
+            if skips:
+                ema = jax.tree.map(lambda a, b: jnp.where(finite, a, b), ema, state.ema)
+        grown = state.loss_scale
+        if isinstance(self.loss_scale, DynamicLossScale):
+            grown = self.loss_scale.after(state.loss_scale, finite)
+        after = TrainState(
+            step=state.step + 1,
+            params=params,
+            opt_state=opt_state,
+            model_state=new_model_state(new),
+            ema=ema,
+            loss_scale=grown,
+        )
+        return after, metrics
+
+    def _updates(self, grads: Any, state: TrainState, loss: Any) -> tuple[Any, Any]:
+        """What the optimizer makes of the gradients.
+
+        Raises:
+          TypeError: if it needs more than gradients, parameters and the loss.
+        """
+        more = {"value": loss} if _takes_value(self.tx) else {}
+        try:
+            return self.tx.update(grads, state.opt_state, state.params, **more)
+        except (TypeError, ValueError) as error:
+            wanted = _wanted(error)
+            if wanted is None:
+                raise
+            name, arguments = wanted
+            raise TypeError(
+                f"the optimizer cannot be used in a pipeline's step: its part `{name}` needs {arguments}, but a step "
+                "has the gradients, the parameters and the loss of the whole batch (`value`), and does not compute the "
+                "loss again. Use an optimizer without line search and without estimates of the Hessian, such as "
+                "optax.adamw(3e-4); optax.lbfgs(learning_rate, linesearch=None) is one too."
+            ) from error
+
+    def _scale(self, state: TrainState) -> Any:
+        return state.loss_scale["scale"] if isinstance(self.loss_scale, DynamicLossScale) else self.loss_scale
+
+    @staticmethod
+    def _narrow(grads: Any, params: Any) -> bool:
+        pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)
+        return any(jnp.finfo(jnp.promote_types(g.dtype, p.dtype)).bits < 32 for g, p in pairs)

@@ -1,0 +1,1 @@
+"""Measuring steps, and changing the schedule."""

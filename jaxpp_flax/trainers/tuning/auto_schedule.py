@@ -1,0 +1,276 @@
+"""`schedule="auto"`: measure the tasks for a few steps, search, go on with what was found, and say what it gained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, Protocol
+
+from jaxpp_flax.assignment import AssignmentError
+from jaxpp_flax.schedules import Costs, Found, Schedule, ScheduleError, Transfer, by_name, search, simulate
+from jaxpp_flax.trainers.data.batch import signature
+from jaxpp_flax.trainers.tuning.profiling import StepProfile, task_costs
+
+__all__ = ["AutoSchedule", "ScheduleReport", "ScheduleTuner"]
+
+# Measured for their tasks' times, by stages on a rank: one with whole backwards, and one that splits them.
+_WHOLE, _SPLIT = {1: "1f1b"}, {1: "zero_bubble", 2: "zbv"}
+_WHOLE_OF_SEVERAL = "interleaved_1f1b"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoSchedule:
+    """How `schedule="auto"` finds a schedule; `PipelineTrainer(schedule=AutoSchedule(...))` sets it otherwise.
+
+    The first steps are ordinary steps of the training, measured. They run 1F1B, and a schedule that splits the
+    backward, so that input and weight gradients are timed apart; then the same with more stages on each rank, where
+    the model has marks for them. Each of these is compiled. Then `jaxpp_flax.schedules.search` looks for the best
+    schedule, which the training goes on with. Results of the training do not depend on what is chosen.
+
+    Args:
+      steps: measured steps for each, after one that is not counted; the medians over them are used.
+      stages_per_rank: how many stages on each rank are tried; what the model, its marks or the assignment do not
+        allow is left out.
+      split_backward: whether input and weight gradients may run apart.
+      minimum_gain: keep the first schedule unless the predicted step is shorter by this share.
+      memory_limit: bytes of activations that a rank may hold (one number, or one for each rank).
+      transfer: the links between ranks, in seconds and bytes, as `jaxpp_flax.schedules.simulate` takes them; free if
+        None.
+      evaluations: schedules that the search tries.
+      seed: of the search; equal measurements give equal schedules.
+    """
+
+    steps: int = 3
+    stages_per_rank: Sequence[int] = (1, 2)
+    split_backward: bool = True
+    minimum_gain: float = 0.02
+    memory_limit: float | Sequence[float] | None = None
+    transfer: Transfer | float | None = None
+    evaluations: int = 2000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("steps", self.steps), *(("stages_per_rank", of) for of in self.stages_per_rank)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"AutoSchedule: {name} has {value!r}; it must be a whole number of at least 1.")
+        if not 0.0 <= self.minimum_gain < 1.0:
+            raise ValueError(f"AutoSchedule: minimum_gain={self.minimum_gain!r} is a share of a step: 0 to 1, less 1.")
+
+    def first(self, num_stages: int, num_ranks: int) -> str:
+        """The schedule that training begins with."""
+        return _WHOLE.get(num_stages // num_ranks, _WHOLE_OF_SEVERAL)
+
+    def trials(self, num_stages: int, num_ranks: int) -> list[tuple[int, str]]:
+        """What is measured: (number of stages, name of a schedule), the first schedule first."""
+        base = num_stages // num_ranks
+        trials: list[tuple[int, str]] = []
+        for per_rank in dict.fromkeys((base, *sorted(self.stages_per_rank))):
+            trials.append((per_rank * num_ranks, self.first(per_rank * num_ranks, num_ranks)))
+            if self.split_backward and per_rank in _SPLIT and num_ranks > 1:
+                trials.append((per_rank * num_ranks, _SPLIT[per_rank]))
+        return trials
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleReport:
+    """What `schedule="auto"` found; seconds of a step, without what comes before and after the pipeline.
+
+    Attributes:
+      first: the schedule that training began with.
+      chosen: the one it goes on with.
+      origin: how that was made: the name of a schedule, or what the search did.
+      costs: measured times of the tasks of the chosen one's stages.
+      found: the search's answer, for each number of stages that was measured.
+      predicted: seconds of the first schedule and of the best one found, from measured times of tasks.
+      measured: seconds of the first schedule and, once it ran, of the best one found, as they ran.
+      skipped: numbers of stages that were left out, and why.
+    """
+
+    first: Schedule
+    chosen: Schedule
+    origin: str
+    costs: Costs = field(repr=False)
+    found: Mapping[int, Found] = field(repr=False)
+    predicted: tuple[float, float]
+    measured: tuple[float, float | None]
+    skipped: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def predicted_gain(self) -> float:
+        """The share of the first schedule's step that the best one found saves, by prediction."""
+        return 1.0 - self.predicted[1] / self.predicted[0]
+
+    @property
+    def measured_gain(self) -> float | None:
+        """The same as measured; None where the first schedule was kept without a trial."""
+        return None if self.measured[1] is None else 1.0 - self.measured[1] / self.measured[0]
+
+    def __str__(self) -> str:
+        """A line for people."""
+        first, best = (1e3 * seconds for seconds in self.predicted)
+        text = (
+            f"schedule: {self.chosen!r} ({self.origin}); predicted {first:.3g} ms a step for the first one, "
+            f"{best:.3g} ms for the best found: {self.predicted_gain:.1%} gained"
+        )
+        if self.measured[1] is None or self.measured_gain is None:
+            return text
+        first, best = 1e3 * self.measured[0], 1e3 * self.measured[1]
+        return f"{text}; measured {first:.3g} and {best:.3g} ms: {self.measured_gain:.1%} gained"
+
+
+class Tunable(Protocol):
+    """What the tuner asks of a trainer."""
+
+    num_microbatches: int
+
+    @property
+    def schedule(self) -> Schedule | None: ...
+    def use_schedule(self, schedule: Any, num_stages: int | None = None) -> None: ...
+    def compile(self, batch: Any) -> Any: ...
+    def profile_step(self, batch: Any) -> StepProfile: ...
+    def message(self, text: str) -> None: ...
+
+
+class ScheduleTuner:
+    """Runs the first steps of a training in place of `train_step`, until `done`.
+
+    Args:
+      options: what to try.
+      first: the schedule that the trainer begins with.
+    """
+
+    def __init__(self, options: AutoSchedule, first: Schedule) -> None:
+        self.options, self.first = options, first
+        self.report: ScheduleReport | None = None
+        self.done = False
+        self._trials = options.trials(first.num_stages, first.num_ranks)
+        self._profiles: dict[tuple[int, str], list[StepProfile]] = {}
+        self._skipped: dict[int, str] = {}
+        self._shapes: Any = None
+        self._warm = False
+        self._final: list[StepProfile] = []
+
+    def step(self, trainer: Tunable, batch: Any) -> dict[str, Any]:
+        """One step of the training; moves on to the next schedule where this one has been measured.
+
+        Raises:
+          ScheduleError: if no schedule keeps within the memory limit.
+        """
+        profile = trainer.profile_step(batch)
+        self._shapes = self._shapes or signature(batch)
+        if signature(batch) != self._shapes:  # a batch of another size says nothing of the others
+            return profile.metrics
+        if not self._warm:  # the first run of an executable takes longer
+            self._warm = True
+            return profile.metrics
+        if self.report is not None:
+            self._final.append(profile)
+            if len(self._final) == self.options.steps:
+                self._finish(trainer, self.report)
+            return profile.metrics
+        measured = self._profiles.setdefault(self._trials[0], [])
+        measured.append(profile)
+        if len(measured) == self.options.steps:
+            self._next(trainer, batch)
+        return profile.metrics
+
+    def _next(self, trainer: Tunable, batch: Any) -> None:
+        self._trials.pop(0)
+        self._warm = False
+        while self._trials:
+            num_stages, name = self._trials[0]
+            try:
+                trainer.use_schedule(name, num_stages)
+                trainer.compile(batch)
+                return
+            except AssignmentError as error:  # not enough marks, or the assignment is for another number of stages
+                self._skipped[num_stages] = str(error)
+                self._trials = [trial for trial in self._trials if trial[0] != num_stages]
+        self._decide(trainer, batch)
+
+    def _decide(self, trainer: Tunable, batch: Any) -> None:
+        options, first, count = self.options, self.first, trainer.num_microbatches
+        costs = {stages: self._costs(stages) for stages, _ in self._profiles}
+        found: dict[int, Found] = {}
+        refused: ScheduleError | None = None
+        for stages, of in costs.items():
+            try:
+                found[stages] = search(
+                    first.num_ranks,
+                    count,
+                    stages // first.num_ranks,
+                    of,
+                    options.transfer,
+                    options.memory_limit,
+                    split_backward=options.split_backward,
+                    evaluations=options.evaluations,
+                    seed=options.seed,
+                )
+            except ScheduleError as error:  # the memory limit
+                refused, self._skipped[stages] = error, str(error)
+        if refused is not None and not found:
+            raise refused
+        stages = min(found, key=lambda stages: found[stages].makespan)
+        best = found[stages]
+        now = simulate(first, costs[first.num_stages], options.transfer, num_microbatches=count)
+        fits = _fits(now.peak_memory, options.memory_limit)
+        keep = fits and best.makespan > now.makespan * (1.0 - options.minimum_gain)
+        chosen, origin = (first, "kept") if keep else _as_named(best, stages, first.num_ranks)
+        measured = median(profile.measured.makespan for profile in self._profiles[self._key(first)])
+        self.report = ScheduleReport(
+            first=first,
+            chosen=chosen,
+            origin=origin,
+            costs=costs[chosen.num_stages],
+            found=found,
+            predicted=(now.makespan, best.makespan),
+            measured=(measured, None),
+            skipped=self._skipped,
+        )
+        trainer.use_schedule(chosen)
+        trainer.message(str(self.report))
+        self.done = keep
+        if not keep:
+            trainer.compile(batch)
+
+    def _finish(self, trainer: Tunable, report: ScheduleReport) -> None:
+        """The measured gain; where it is a loss, back to the first schedule, unless that takes too much memory."""
+        measured = median(profile.measured.makespan for profile in self._final)
+        chosen, origin = report.chosen, report.origin
+        step = simulate(
+            report.first,
+            self._costs(report.first.num_stages),
+            self.options.transfer,
+            num_microbatches=trainer.num_microbatches,
+        )
+        if measured > report.measured[0] and _fits(step.peak_memory, self.options.memory_limit):
+            chosen, origin = report.first, "the best one found was not faster"
+            trainer.use_schedule(chosen)
+        of = self._costs(chosen.num_stages)
+        self.report = replace(report, chosen=chosen, origin=origin, costs=of, measured=(report.measured[0], measured))
+        self.done = True
+        trainer.message(str(self.report))
+
+    def _costs(self, num_stages: int) -> Costs:
+        profiles = [p for (stages, _), listed in self._profiles.items() if stages == num_stages for p in listed]
+        # The last profile is of a split schedule, if any is: there the last stage's activations are seen too.
+        return task_costs([profile.measured.events for profile in profiles], profiles[-1].stages)
+
+    def _key(self, schedule: Schedule) -> tuple[int, str]:
+        return schedule.num_stages, self.options.first(schedule.num_stages, schedule.num_ranks)
+
+
+def _fits(peaks: Sequence[float], limit: float | Sequence[float] | None) -> bool:
+    if limit is None:
+        return True
+    limits = limit if isinstance(limit, Sequence) else [limit] * len(peaks)
+    return all(peak <= most * (1 + 1e-9) for peak, most in zip(peaks, limits, strict=True))
+
+
+def _as_named(found: Found, num_stages: int, num_ranks: int) -> tuple[Schedule, str]:
+    """The found schedule, or a named one that is as good: it does any number of microbatches."""
+    best = found.best_named
+    if best is not None and best.makespan <= found.makespan * (1 + 1e-9):
+        return by_name(best.name, num_stages, num_ranks), best.name
+    return found.schedule, found.origin

@@ -1,0 +1,148 @@
+"""A save in the background is whole when `fit` ends, however it ends, and when the program ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpp_flax.checkpoint import CheckpointSaveError, finish_at_exit, store
+from jaxpp_flax.trainers.callbacks import Callback
+from tests.checkpoint import program
+from tests.helpers import slow
+
+SLOW = 0.3  # seconds: longer than the step in which `fit` ends
+BATCHES = list(program.batches(4))
+_complete = store.complete
+
+
+def slowly(*arguments: Any) -> None:
+    time.sleep(SLOW)
+    _complete(*arguments)
+
+
+class EndsAfter(Callback):
+    def __init__(self, step: int, error: BaseException):
+        super().__init__()
+        self.step, self.error = step, error
+
+    def on_step(self, trainer: Any, step: int) -> None:
+        if step == self.step:
+            raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), slow(ValueError("a callback")), slow(SystemExit(3))], ids=repr)
+def test_a_save_outlives_the_error_that_ends_fit(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(store, "complete", slowly)
+    trainer = program.make_trainer(tmp_path / "run", stages=1, save_every=2)
+    with pytest.raises(type(error)):
+        trainer.fit(BATCHES, callbacks=[EndsAfter(3, error)])
+    interrupted = isinstance(error, KeyboardInterrupt)  # then the last step is saved as well
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == (["2", "3"] if interrupted else ["2"])
+
+
+def test_a_save_outlives_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def data() -> Any:
+        yield from BATCHES[:3]
+        raise OSError("the disk of the data is gone")
+
+    monkeypatch.setattr(store, "complete", slowly)
+    trainer = program.make_trainer(tmp_path / "run", stages=1, save_every=3)
+    with pytest.raises(OSError, match="the disk of the data"):
+        trainer.fit(data())
+    assert trainer._store is not None
+    assert trainer._store.steps() == (3,)
+
+
+def test_a_save_that_fails_meanwhile_is_told_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def fails(*_: Any) -> None:
+        time.sleep(SLOW)
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(store, "complete", fails)
+    trainer = program.make_trainer(tmp_path / "run", stages=1, save_every=2)
+    with pytest.raises(ValueError, match="a callback") as raised:
+        trainer.fit(BATCHES, callbacks=[EndsAfter(3, ValueError("a callback"))])
+    assert "The save under way failed as well" in raised.value.__notes__[0]
+    assert "on purpose" in raised.value.__notes__[0]
+
+
+class Slow:
+    """Writes until a moment."""
+
+    def __init__(self, seconds: float, error: Exception | None = None):
+        self.end, self.error = time.monotonic() + seconds, error
+
+    def is_writing(self) -> bool:
+        return time.monotonic() < self.end
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def test_what_the_end_of_a_program_tells(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(finish_at_exit, "_SECONDS_IN_SILENCE", 0.02)
+    finish_at_exit._finish(None)
+    finish_at_exit._finish(Slow(0.0))
+    assert capsys.readouterr().err == ""
+    finish_at_exit._finish(Slow(0.1, CheckpointSaveError("no space left")))
+    told = capsys.readouterr().err
+    assert "waits at most 300 s for a checkpoint that is being written" in told
+    assert "is lost: no space left" in told
+
+
+def test_a_writer_without_an_end_is_abandoned(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    class Ended(BaseException):
+        pass
+
+    def end(status: int) -> None:
+        assert status == finish_at_exit.ABANDONED_STATUS
+        raise Ended
+
+    monkeypatch.setattr(finish_at_exit, "EXIT_SECONDS", 0.05)
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(Ended):
+        finish_at_exit._finish(Slow(60.0))
+    assert "still being written: it is abandoned" in capsys.readouterr().err
+
+
+def test_a_python_that_cannot_is_told_of(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr("threading._register_atexit")
+    with pytest.warns(UserWarning, match="cannot finish a background save at the end"):
+        finish_at_exit.finish_at_exit(Slow(0.0))
+
+
+SCRIPT = """
+import sys, time
+from jaxpp_flax.checkpoint import store
+from tests.checkpoint import program
+from tests.helpers import slow
+
+complete = store.complete
+def slowly(*arguments):
+    time.sleep(1.0)
+    complete(*arguments)
+store.complete = slowly
+trainer = program.make_trainer(sys.argv[1], stages=1)
+trainer.train_step(next(program.batches()))
+trainer.save(wait=False)
+{end}
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("end", "status"), [("", 0), ("sys.exit(7)", 7), ("raise ValueError('the end')", 1)])
+def test_the_end_of_a_program_waits(end: str, status: int, tmp_path: Path):
+    """A minute is more than any of these takes, and far less than a program that hangs."""
+    command = [sys.executable, "-c", SCRIPT.format(end=end), str(tmp_path / "run")]
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == status, ended.stderr
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["1"], ended.stderr

@@ -1,0 +1,343 @@
+"""Moving trees between ordinary arrays and ranks."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import textwrap
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpp_flax.engine.arrays import reshard
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.arrays.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+
+def make_mesh(axis_type: AxisType = AUTO) -> MpmdMesh:
+    devices = np.array(jax.devices()[:8]).reshape(2, 4)
+    return MpmdMesh(Mesh(devices, ("stage", "fsdp"), axis_types=(axis_type,) * 2), "stage")
+
+
+def values() -> dict[str, np.ndarray]:
+    """A tree with the dtypes and shapes that states have."""
+    rng = np.random.default_rng(0)
+    return {
+        "w": rng.normal(size=(8, 4)).astype(np.float32),
+        "half": rng.normal(size=(4,)).astype(jnp.bfloat16),
+        "step": np.array(3, np.int32),
+        "mask": np.array([True, False, True, True]),
+        "zero": np.array([-0.0, np.nan, np.inf, 0.0], np.float32),
+        "none": np.zeros((0, 4), np.float32),
+    }
+
+
+def targets(mesh: MpmdMesh) -> dict[str, MpmdSharding]:
+    return {
+        "w": MpmdSharding(mesh, {0}, P("fsdp")),
+        "half": MpmdSharding(mesh, {1}, P("fsdp")),
+        "step": MpmdSharding(mesh, {0, 1}, P()),
+        "mask": MpmdSharding(mesh, {1}, P()),
+        "zero": MpmdSharding(mesh, {1}, P("fsdp")),
+        "none": MpmdSharding(mesh, {0}, P()),
+    }
+
+
+def on(mesh: MpmdMesh, spec: P, tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh.jax_mesh, spec)), tree)
+
+
+def assert_same(actual: Any, expected: Any) -> None:
+    """Equal structure, dtypes and bits."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (e.shape, e.dtype)
+        assert np.asarray(a).tobytes() == np.asarray(e).tobytes()
+
+
+class TestThereAndBack:
+    @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
+    def test_every_leaf_lands_where_its_sharding_says(self, axis_type: AxisType):
+        mesh = make_mesh(axis_type)
+        there = spmd_to_mpmd_reshard(mesh, on(mesh, P(), values()), targets(mesh))
+        assert_same(there, values())
+        for name, leaf in there.items():
+            assert isinstance(leaf, MpmdArray)
+            assert leaf.sharding == targets(mesh)[name]
+            for rank, part in leaf._partially_addressable_arrays.items():
+                assert part.sharding == leaf.sharding.local_sharding(rank)
+        back = mpmd_to_spmd_reshard(mesh, there, NamedSharding(mesh.jax_mesh, P()))
+        assert_same(back, values())
+        assert all(leaf.sharding == NamedSharding(mesh.jax_mesh, P()) for leaf in back.values())
+
+    def test_from_and_to_shardings_over_the_ranks_axis(self):
+        mesh = make_mesh()
+        value = np.arange(64, dtype=np.float32).reshape(8, 8)
+        [there] = spmd_to_mpmd_reshard(
+            mesh, on(mesh, P(("stage", "fsdp")), [value]), [MpmdSharding(mesh, {1}, P(None, ("stage", "fsdp")))]
+        )
+        assert there.spec == P(None, "fsdp")
+        [back] = mpmd_to_spmd_reshard(mesh, [there], [NamedSharding(mesh.jax_mesh, P(("stage", "fsdp")))])
+        assert [shard.data.shape for shard in back.addressable_shards] == [(1, 8)] * 8
+        assert_same(back, value)
+
+    def test_host_values_scalars_and_single_devices(self):
+        mesh = make_mesh()
+        tree = {"numpy": np.ones(4, np.float32), "float": 2.5, "int": 3, "device": jnp.arange(4)}
+        there = spmd_to_mpmd_reshard(mesh, tree, MpmdSharding(mesh, {1}, P()))
+        assert (there["float"].dtype, float(there["float"]), int(there["int"])) == (jnp.float32, 2.5, 3)
+        assert tree["device"].is_deleted()
+        back = mpmd_to_spmd_reshard(mesh, there, SingleDeviceSharding(jax.devices()[7]))
+        assert back["device"].devices() == {jax.devices()[7]}
+        np.testing.assert_array_equal(back["device"], np.arange(4))
+
+    def test_from_ranks_to_other_ranks(self):
+        mesh = make_mesh()
+        first = spmd_to_mpmd_reshard(mesh, values(), MpmdSharding(mesh, {0}, P()))
+        second = spmd_to_mpmd_reshard(mesh, first, MpmdSharding(mesh, {1}, P()))
+        assert second["w"].mpmd_idxs == (1,)
+        assert first["w"].is_deleted()
+        assert_same(second, values())
+
+    def test_prng_keys(self):
+        mesh = make_mesh()
+        [key] = spmd_to_mpmd_reshard(mesh, [jax.random.key(5)], [MpmdSharding(mesh, {0, 1}, P())])
+        [back] = mpmd_to_spmd_reshard(mesh, [key], [SingleDeviceSharding(jax.devices()[0])])
+        np.testing.assert_array_equal(jax.random.key_data(back), jax.random.key_data(jax.random.key(5)))
+
+    def test_all_ranks_on_one_device(self):
+        device = jax.devices()[0]
+        mesh = MpmdMesh(Mesh(np.array([device] * 4), ("stage",)), "stage")
+        source = jax.device_put(jnp.arange(4.0), device)
+        [there] = spmd_to_mpmd_reshard(mesh, [source], [MpmdSharding(mesh, {0, 3}, P())])
+        assert source.is_deleted()
+        np.testing.assert_array_equal(there, np.arange(4.0))
+        [back] = mpmd_to_spmd_reshard(mesh, [there], [SingleDeviceSharding(device)])
+        assert there.is_deleted()
+        np.testing.assert_array_equal(back, np.arange(4.0))
+
+    def test_an_empty_tree(self):
+        assert spmd_to_mpmd_reshard(make_mesh(), {}, {}) == {}
+        assert mpmd_to_spmd_reshard(make_mesh(), [], []) == []
+
+
+class TestDonation:
+    def test_numpy_arrays_stay_the_users_own(self):
+        mesh = make_mesh()
+        x = np.ones(1 << 20, np.float32)
+        [there] = spmd_to_mpmd_reshard(mesh, [x], [MpmdSharding(mesh, {0}, P())])
+        x[:] = 2
+        np.testing.assert_array_equal(there, np.ones(1 << 20))
+
+    def test_sources_go_by_default_even_where_one_is_passed_twice(self):
+        mesh = make_mesh()
+        x = on(mesh, P("fsdp"), np.arange(8.0, dtype=np.float32))
+        a, b = spmd_to_mpmd_reshard(mesh, [x, x], MpmdSharding(mesh, {0}, P("fsdp")), threshold=1)
+        assert x.is_deleted()
+        np.testing.assert_array_equal(a, np.arange(8.0))
+        np.testing.assert_array_equal(b, np.arange(8.0))
+
+    def test_sources_stay_on_request(self):
+        mesh = make_mesh()
+        x = on(mesh, P(), np.arange(8.0, dtype=np.float32))
+        [there] = spmd_to_mpmd_reshard(mesh, [x], [MpmdSharding(mesh, {0}, P())], donate=False)
+        [back] = mpmd_to_spmd_reshard(mesh, [there], [NamedSharding(mesh.jax_mesh, P())], donate=False)
+        there.delete()
+        np.testing.assert_array_equal(x, np.arange(8.0))
+        np.testing.assert_array_equal(back, np.arange(8.0))
+
+
+class TestBudget:
+    def test_groups_bound_what_any_device_gets(self):
+        costs = [{"a": 6}, {"b": 6}, {"a": 4, "b": 4}, {"a": 1}, {"a": 50}, {"b": 1}, {"a": 10}]
+        assert list(reshard._groups(costs, 10)) == [[0, 1, 2], [3], [4, 5], [6]]
+        assert list(reshard._groups(costs, 1000)) == [list(range(7))]
+        assert list(reshard._groups([], 10)) == []
+
+    @pytest.mark.parametrize("threshold", [1, 33, 200, None])
+    def test_any_threshold_gives_the_same(self, threshold: int | None, monkeypatch: pytest.MonkeyPatch):
+        groups: list[int] = []
+        place = reshard._place
+        monkeypatch.setattr(reshard, "_place", lambda xs, ts: groups.append(len(xs)) or place(xs, ts))
+        mesh = make_mesh()
+        there = spmd_to_mpmd_reshard(mesh, on(mesh, P(), values()), targets(mesh), threshold=threshold)
+        assert sum(groups) == 6
+        assert (len(groups) > 1) == (threshold is not None and threshold < 100)
+        assert_same(mpmd_to_spmd_reshard(mesh, there, NamedSharding(mesh.jax_mesh, P()), threshold), values())
+
+    def test_live_memory_stays_within_the_budget(self, monkeypatch: pytest.MonkeyPatch):
+        mesh = make_mesh()
+        leaves = [on(mesh, P("fsdp"), np.full(1024, i, np.float32)) for i in range(16)]
+        before = sum(leaf.nbytes for leaf in leaves)
+        peak: list[int] = []
+        place = reshard._place
+
+        def watched(xs: list[Any], ts: list[Any]) -> list[Any]:
+            results = place(xs, ts)
+            alive = [leaf.nbytes for leaf in leaves if not leaf.is_deleted()]
+            peak.append(sum(alive) + sum(r.nbytes for r in results) + made[0])
+            made[0] += sum(r.nbytes for r in results)
+            return results
+
+        made = [0]
+        monkeypatch.setattr(reshard, "_place", watched)
+        # A shard has 1 KiB, so two leaves of 4 KiB form a group.
+        spmd_to_mpmd_reshard(mesh, leaves, MpmdSharding(mesh, {1}, P("fsdp")), threshold=2048)
+        assert len(peak) == 8
+        assert max(peak) <= before + 2 * 4096
+
+    def test_a_threshold_without_room(self):
+        with pytest.raises(ValueError, match="threshold=0 bytes leave no room"):
+            spmd_to_mpmd_reshard(make_mesh(), {}, {}, threshold=0)
+
+
+class TestErrors:
+    def test_trees_that_do_not_fit(self):
+        mesh = make_mesh()
+        sharding = MpmdSharding(mesh, {0}, P())
+        with pytest.raises(ValueError, match="spmd_to_mpmd_reshard: the tree of shardings does not fit"):
+            spmd_to_mpmd_reshard(mesh, {"a": jnp.ones(2)}, {"b": sharding})
+        with pytest.raises(ValueError, match="mpmd_to_spmd_reshard: the tree of shardings does not fit"):
+            mpmd_to_spmd_reshard(mesh, [jnp.ones(2)], [SingleDeviceSharding(jax.devices()[0])] * 2)
+
+    def test_wrong_leaves(self):
+        mesh = make_mesh()
+        sharding = MpmdSharding(mesh, {0}, P())
+        with pytest.raises(TypeError, match=r"leaf \['a'\]\['b'\] is a str, not an array"):
+            spmd_to_mpmd_reshard(mesh, {"a": {"b": "text"}}, sharding)
+        with pytest.raises(TypeError, match=r"sharding of leaf \[0\] is a NamedSharding; pass an `MpmdSharding"):
+            spmd_to_mpmd_reshard(mesh, [jnp.ones(2)], [NamedSharding(mesh.jax_mesh, P())])
+        with pytest.raises(TypeError, match=r"leaf \[0\] is a ArrayImpl, not an MpmdArray"):
+            mpmd_to_spmd_reshard(mesh, [jnp.ones(2)], [NamedSharding(mesh.jax_mesh, P())])
+        placed = spmd_to_mpmd_reshard(mesh, [jnp.ones(2)], [sharding])
+        with pytest.raises(TypeError, match=r"sharding of leaf \[0\] is a .*; pass a"):
+            mpmd_to_spmd_reshard(mesh, placed, [P()])
+
+    def test_another_mesh(self):
+        other = MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+        with pytest.raises(ValueError, match=r"leaf \['a'\] is over MpmdMesh\(\{'stage': 2\}.*not over the given"):
+            spmd_to_mpmd_reshard(make_mesh(), {"a": jnp.ones(2)}, MpmdSharding(other, {0}, P()))
+
+    def test_a_spec_that_does_not_divide_the_leaf(self):
+        mesh = make_mesh()
+        with pytest.raises(ValueError, match=r"leaf \['w'\] of shape \(3,\) does not fit its sharding.*"):
+            spmd_to_mpmd_reshard(mesh, {"w": jnp.ones(3)}, MpmdSharding(mesh, {0}, P("fsdp")))
+
+    def test_deleted_sources(self):
+        mesh = make_mesh()
+        [x] = spmd_to_mpmd_reshard(mesh, [jnp.ones(2)], [MpmdSharding(mesh, {0}, P())])
+        x.delete()
+        with pytest.raises(RuntimeError, match=r"leaf \['w'\], float32\[2\], has been donated or deleted"):
+            mpmd_to_spmd_reshard(mesh, {"w": x}, NamedSharding(mesh.jax_mesh, P()))
+        y = jnp.ones(2)
+        y.delete()
+        with pytest.raises(RuntimeError, match=r"leaf \[0\], float32\[2\], has been donated or deleted"):
+            spmd_to_mpmd_reshard(mesh, [y], [MpmdSharding(mesh, {0}, P())])
+
+
+class TestWithSeveralProcesses:
+    @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
+    @pytest.mark.parametrize("source", ["device", "host", "ranks"])
+    def test_their_programs_give_the_same_in_one_process(
+        self, axis_type: AxisType, source: str, monkeypatch: pytest.MonkeyPatch
+    ):
+        mesh = make_mesh(axis_type)
+        tree: Any = values()
+        if source == "device":
+            tree = on(mesh, P(), tree)
+        elif source == "ranks":
+            tree = spmd_to_mpmd_reshard(mesh, tree, MpmdSharding(mesh, {1}, P()))
+        monkeypatch.setattr(reshard, "_place", partial(reshard._place_by_collective, mesh))
+        monkeypatch.setattr(reshard, "_gather", partial(reshard._gather_by_collective, mesh))
+        there = spmd_to_mpmd_reshard(mesh, tree, targets(mesh))
+        assert_same(there, values())
+        for name, leaf in there.items():
+            for rank, part in leaf._partially_addressable_arrays.items():
+                assert part.sharding == targets(mesh)[name].local_sharding(rank)
+        sharding = NamedSharding(mesh.jax_mesh, P())
+        back = mpmd_to_spmd_reshard(mesh, there, sharding)
+        assert_same(back, values())
+        assert all(leaf.sharding == sharding for leaf in back.values())
+
+    @pytest.mark.processes
+    def test_two_processes(self):
+        """Each owns one rank of two devices; both hold what they should, and get the whole back."""
+        script = textwrap.dedent(
+            """
+            import sys
+            import jax, numpy as np
+            from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+            from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
+            from jaxpp_flax.engine.arrays.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
+
+            me = int(sys.argv[2])
+            jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, me)
+            mesh = MpmdMesh(Mesh(np.array(jax.devices()).reshape(2, 2), ("stage", "fsdp")), "stage")
+            assert mesh.my_mpmd_axis_index == me and mesh.lowering_mesh() == mesh.unstack[me]
+            value = np.arange(16, dtype=np.float32).reshape(8, 2)
+            everywhere = NamedSharding(mesh.jax_mesh, P(("stage", "fsdp")))
+            spread = jax.make_array_from_callback(value.shape, everywhere, lambda index: value[index])
+            places = ({0}, P("fsdp")), ({1}, P()), ({0, 1}, P())
+            shardings = [MpmdSharding(mesh, ranks, spec) for ranks, spec in places]
+            there = spmd_to_mpmd_reshard(mesh, [spread, value, np.int32(5)], shardings, threshold=32)
+            assert spread.is_deleted()
+            assert [x.is_partially_addressable for x in there] == [me == 0, me == 1, True]
+            assert there[0].is_fully_addressable == (me == 0) and there[0].shape == (8, 2)
+            if me == 1:
+                try:
+                    np.asarray(there[0])
+                except RuntimeError as error:
+                    assert "lives on rank 0, whose devices belong to process 0" in str(error), error
+                else:
+                    raise AssertionError("read an array of another process")
+                assert "mpmd_idxs=(0,), sharding=NamedSharding(" in repr(there[0])
+                assert not there[0].as_jax_array().addressable_shards
+            else:
+                np.testing.assert_array_equal(there[0], value)
+            assert int(there[2]) == 5 and there[2].as_jax_array().sharding == shardings[2]
+            moved = spmd_to_mpmd_reshard(mesh, there, [shardings[1], shardings[0], shardings[2]])
+            back = mpmd_to_spmd_reshard(mesh, moved, NamedSharding(mesh.jax_mesh, P()))
+            for array, expected in zip(back, [value, value, np.int32(5)]):
+                np.testing.assert_array_equal(array, expected)
+            print("good", flush=True)
+            """
+        )
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        root = Path(__file__).resolve().parents[3]
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": str(root),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        }
+        workers = [
+            subprocess.Popen(
+                [sys.executable, "-c", script, str(port), str(rank)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            outputs = [worker.communicate(timeout=120) for worker in workers]
+        finally:
+            for worker in workers:
+                worker.kill()
+        for worker, (out, err) in zip(workers, outputs, strict=True):
+            assert worker.returncode == 0, err
+            assert out.strip().endswith("good")

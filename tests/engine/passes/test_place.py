@@ -1,0 +1,171 @@
+"""Placement of what stands around the loop: where parameters live, where updates run, what travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpp_flax.engine.passes.place import Loop, Move, Placed, PlacementWarning, Segment
+from jaxpp_flax.engine.tracing.ir import Value, VerificationError
+from jaxpp_flax.schedules import Std1F1B
+from tests.engine.toys import batch_of, built, chain, chain_loss, gradients, sgd_step
+
+S = 3
+
+
+def placed(after: Callable[..., Any], *more: Any) -> Placed:
+    """A step that hands the gradients of three stages to `after(params, losses, grads, *more)`."""
+
+    def step(params: Any, batch: Any, *more: Any) -> Any:
+        losses, grads = gradients(Std1F1B(S))(params, batch)
+        return after(params, losses, grads, *more)
+
+    result = built(step, S, chain(S), batch_of(3), *more).placed
+    result.verify()
+    return result
+
+
+def moved(result: Placed) -> list[tuple[tuple[int, ...], int, int]]:
+    return [(tuple(s.value.aval.shape), s.source, s.target) for s in result.steps if isinstance(s, Move)]
+
+
+def work(result: Placed) -> dict[int, list[str]]:
+    """The primitives that each rank runs outside of the loop."""
+    ranks: dict[int, list[str]] = {}
+    for step in result.steps:
+        if isinstance(step, Segment):
+            ranks.setdefault(step.rank, []).extend(e.name for e in step.graph.equations)
+    return ranks
+
+
+def test_parameters_live_where_they_are_read_and_are_updated_there():
+    result = built(sgd_step(Std1F1B(S)), S, chain(S), batch_of(3)).placed
+    result.verify()
+    assert [sorted(r) for r in result.arguments] == [[0], [0], [1], [1], [2], [2], [0], [2]]
+    assert [sorted(r) for r in result.results[:6]] == [[0], [0], [1], [1], [2], [2]]
+    assert moved(result) == []
+    assert {rank: sorted(names) for rank, names in work(result).items()} == {
+        rank: ["mul", "mul", "sub", "sub"] for rank in range(S)
+    }
+
+
+def test_a_norm_over_all_stages_moves_scalars_alone():
+    def clip(params: Any, losses: Any, grads: Any) -> Any:
+        norm = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(grads)))
+        return jax.tree.map(lambda g: g / norm, grads), norm
+
+    result = placed(clip)
+    moves = moved(result)
+    assert moves
+    assert {shape for shape, _, _ in moves} == {()}
+    assert all("div" in names for names in work(result).values())
+    assert sorted(work(result)) == list(range(S))
+
+
+def test_a_step_counter_is_computed_by_every_rank_that_needs_it():
+    def decay(params: Any, losses: Any, grads: Any, count: Any) -> Any:
+        return jax.tree.map(lambda p, g: p - g / (1 + count), params, grads), count + 1
+
+    result = placed(decay, np.int32(0))
+    assert moved(result) == []
+    assert sorted(result.arguments[-1]) == [0, 1, 2]
+    assert sorted(result.results[-1]) == [0, 1, 2], "the new counter is where the old one was"
+
+
+def test_momentum_lives_with_its_parameter():
+    def momentum(params: Any, losses: Any, grads: Any, velocity: Any) -> Any:
+        return jax.tree.map(lambda v, g: 0.9 * v + g, velocity, grads)
+
+    result = placed(momentum, chain(S))
+    assert [sorted(r) for r in result.arguments[-6:]] == [[0], [0], [1], [1], [2], [2]]
+    assert [sorted(r) for r in result.results] == [[0], [0], [1], [1], [2], [2]]
+
+
+def test_mixing_large_values_warns_and_names_the_line():
+    def stack(params: Any, losses: Any, grads: Any, noise: Any) -> Any:
+        big = [jnp.tile(g["w"], (4, 4)) for g in grads]
+        return jnp.concatenate(big)  # large values meet
+
+    with pytest.warns(PlacementWarning, match=r"concatenate.*test_place\.py.*ranks \[0, 1, 2\].*bytes") as caught:
+        result = placed(stack, np.float32(0))
+    assert len(caught) == 1
+    assert len(str(caught[0].message)) < 1000
+    assert len([m for m in moved(result) if len(m[0]) == 2]) == 2
+
+
+def test_an_untouched_argument_stays_somewhere():
+    result = placed(lambda params, losses, grads, extra: (extra, losses), np.ones(3, np.float32))
+    assert len(result.results[0]) == 1
+    assert sorted(result.results[0]) == sorted(result.arguments[-1])
+
+
+@pytest.mark.parametrize(("equations", "ranks"), [(12, [0, 1, 2]), (13, [0])])
+def test_a_new_value_lies_with_its_argument_unless_that_is_far(equations: int, ranks: list[int]):
+    """The search for the argument ends after twelve equations: in a long step it would read everything."""
+
+    def count_on(params: Any, losses: Any, grads: Any, count: Any) -> Any:
+        new = count
+        for _ in range(equations):
+            new = new + 1
+        return jax.tree.map(lambda p, g: p - g / (1 + count), params, grads), new
+
+    result = placed(count_on, np.int32(0))
+    assert sorted(result.arguments[-1]) == [0, 1, 2]
+    assert sorted(result.results[-1]) == ranks
+
+
+def test_work_that_no_result_needs_is_left_out():
+    """A condition becomes one for each rank; here nothing reads what that of the last rank gives."""
+
+    def choose(params: Any, losses: Any, grads: Any) -> Any:
+        first, last = grads[0]["w"], grads[2]["w"]
+        return jax.lax.cond(losses[0] > 1, lambda a, b: (2 * a, 3 * b), lambda a, b: (a, b), first, last)[0]
+
+    result = placed(choose)
+    assert sum(names.count("cond") for names in work(result).values()) == 1
+    assert {shape for shape, _, _ in moved(result)} == {()}, "no gradient travels"
+
+
+def test_text():
+    def clip(params: Any, losses: Any, grads: Any) -> Any:
+        return grads[0]["w"] / jnp.vdot(grads[2]["w"], grads[2]["w"])
+
+    text = placed(clip).as_text()
+    assert "loop over 3 microbatches: Std1F1B" in text
+    assert "move float32[] from rank 2 to rank 0" in text
+    assert "rank 0:\ninputs " in text
+
+
+def test_verify_finds_what_is_missing():
+    def clip(params: Any, losses: Any, grads: Any) -> Any:
+        return grads[0]["w"] / jnp.vdot(grads[2]["w"], grads[2]["w"])
+
+    result = placed(clip)
+    without = lambda kind: replace(result, steps=tuple(s for s in result.steps if not isinstance(s, kind)))  # noqa: E731
+    with pytest.raises(VerificationError, match="a segment of rank 0 reads"):
+        without(Move).verify()
+    with pytest.raises(VerificationError, match="a move takes a value that rank 2 does not have"):
+        replace(without(Segment), steps=tuple(s for s in result.steps if isinstance(s, Move))).verify()
+    with pytest.raises(VerificationError, match="a loop reads an operand that a rank does not have"):
+        replace(result, arguments=(frozenset({1}),) * len(result.arguments)).verify()
+    with pytest.raises(VerificationError, match="a result is missing"):
+        replace(result, results=(frozenset({1}),)).verify()
+
+
+def test_a_tied_parameter_is_summed_once_and_updated_where_it_is_read():
+    def tied(params: Any, mb: Any) -> jax.Array:
+        return chain_loss([params[0], params[1], params[0]], mb)
+
+    result = built(sgd_step(Std1F1B(S), tied), S, chain(2), batch_of(3)).placed
+    result.verify()
+    (loop,) = [s for s in result.steps if isinstance(s, Loop)]
+    assert len(loop.accumulator_results) == 1 + 2 * 2 + 2
+    assert [sorted(r) for r in result.arguments[:4]] == [[0, 2], [0, 2], [1], [1]]
+    assert all(isinstance(a, Value) for a in result.outputs)
+    assert [sorted(r) for r in result.results[:4]] == [[0, 2], [0, 2], [1], [1]]

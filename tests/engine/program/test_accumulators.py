@@ -1,0 +1,86 @@
+"""How accumulators are partitioned where a step has several loops, and where an activation looks like a parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.program.accumulators import initial_spec
+from jaxpp_flax.engine.program.program import ProgramTask, Run
+from jaxpp_flax.engine.tracing.ir import Graph
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.treduce import treduce
+from jaxpp_flax.schedules import Schedule, Std1F1B
+from tests.engine.toys import DIM, batch_of, by_hand, chain, identity, made
+from tests.helpers import tree_allclose
+from tests.matrix.harness import mesh_of
+
+
+def square(schedule: Schedule | None, params: Any, batch: Any) -> Any:
+    """Activations have the shape of the weights, and are partitioned as the gradients' parts are."""
+
+    def body(b: Any) -> Any:
+        def of(params: Any) -> jax.Array:
+            x = jax.lax.with_sharding_constraint(jnp.tanh(b["x"] @ params[0]["w"]), P("data"))
+            return jnp.mean((mark_stage_end(x) @ params[1]["w"] - b["y"]) ** 2)
+
+        return jax.value_and_grad(of)(params)
+
+    return treduce(body, batch, schedule)
+
+
+def test_the_numbers_are_those_of_plain_jit():
+    params, batch, mesh = chain(2), batch_of(4, rows=DIM), mesh_of(2, data=2)
+    with jax.set_mesh(mesh.unstack[0]):
+        expected = jax.jit(lambda p, b: square(None, p, b))(params, batch)
+    compiled = mpmd_jit_with_loop(lambda p, b: square(Std1F1B(2), p, b), mesh, in_specs=(P(), P(None, "data")))
+    actual = compiled(params, batch)
+    # Sums of two shards and four microbatches in another order.
+    tree_allclose(jax.tree.map(np.asarray, actual), jax.tree.map(np.asarray, expected), rtol=1e-6)
+
+
+INIT = ProgramTask("init", 0, Graph((), made((4,), (4,)).outputs, ()), leading=(None, None))
+BODY = ProgramTask("body", 0, identity((4,), (4,), (4,)))
+
+
+@pytest.mark.parametrize(
+    ("read", "found"),
+    [
+        pytest.param((3, 0, 1), P("fsdp"), id="an_argument"),
+        pytest.param((1, 0, 1), P(), id="an_accumulator_in_a_slot_that_was_used_before"),
+        pytest.param((2, 0, 1), P(), id="what_another_task_writes_there_in_between"),
+    ],
+)
+def test_the_array_whose_spec_is_taken(read: tuple[int, ...], found: P):
+    """A step's second loop writes its accumulators where arrays of the first one lay: these say nothing about them."""
+    between = Run(2, -1, 0, (3,), (2,))
+    other = ProgramTask("other", 0, identity((4,)))
+    program = by_hand([Run(0, -1, 0, (), (0, 1)), between, Run(1, 0, 0, read, (4, 5, 6))], [INIT, BODY, other], [], 7)
+    before = {1: P("fsdp"), 2: P("fsdp"), 3: P("fsdp")}
+    assert initial_spec(program, 0, 0, before.get, None) == found
+
+
+def test_an_accumulator_that_no_task_reads_is_whole():
+    """Its slot is written again, and read then."""
+    other = ProgramTask("other", 0, identity((4,)))
+    program = by_hand(
+        [Run(0, -1, 0, (), (0, 1)), Run(2, -1, 0, (3,), (0,)), Run(1, 0, 0, (0, 3, 3), (4, 5, 6))],
+        [INIT, BODY, other],
+        [],
+        7,
+    )
+    assert initial_spec(program, 0, 0, {3: P("fsdp")}.get, None) == P()
+
+
+def test_shards_lead_once():
+    """Whatever is partitioned over the axis of the shards is not taken as well."""
+    init = ProgramTask("init", 0, Graph((), made((2, 4)).outputs, ()), leading=("data",))
+    program = by_hand([Run(0, -1, 0, (), (0,))], [init], [], 1)
+    for wish, found in {P(None, "tensor"): P("data", None, "tensor"), P("data"): P("data")}.items():
+        assert initial_spec(program, 0, 0, {}.get, wish) == found

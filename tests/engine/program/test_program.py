@@ -1,0 +1,60 @@
+"""Programs: a rank's part of one, verification, text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from jaxpp_flax.engine.program.program import Free, Program, ProgramTask, Run, Transfer
+from jaxpp_flax.engine.tracing.ir import VerificationError
+from jaxpp_flax.schedules import Std1F1B
+from tests.engine.toys import batch_of, built, by_hand, chain, identity, sgd_step
+
+ONE = ProgramTask("one", 0, identity((2,)))
+RUN = Run(0, -1, 0, (0,), (1,))
+GIVING = replace(ONE, donate=frozenset({0}))
+
+
+def test_for_rank_keeps_the_order_and_loses_nothing():
+    program = built(sgd_step(Std1F1B(3)), 3, chain(3), batch_of(4)).program
+    # Equal transfers and frees may be one object; here each is told by its own.
+    program = replace(program, instructions=tuple(replace(i) for i in program.instructions))
+    place = {id(i): n for n, i in enumerate(program.instructions)}
+    seen: Counter[int] = Counter()
+    for rank in range(3):
+        order = [place[id(i)] for i in program.for_rank(rank).instructions]
+        assert order == sorted(order)
+        seen.update(order)
+    for number, instruction in enumerate(program.instructions):
+        assert seen[number] == (2 if isinstance(instruction, Transfer) else 1)
+    assert program.for_rank(0, 1, 2).instructions == program.instructions
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        (by_hand([Run(0, -1, 0, (5,), (1,))], [ONE], [1], 6), r"instruction 0 \(run one on rank 0\) reads slot 5"),
+        (by_hand([RUN, Free(0, (1,)), Run(0, -1, 0, (1,), (2,))], [ONE], [2], 3), "instruction 2 .* reads slot 1"),
+        (by_hand([RUN, Run(0, -1, 0, (0,), (2,))], [GIVING], [2], 3), "instruction 1 .* reads slot 0"),
+        (by_hand([RUN, RUN], [ONE], [1], 2), "overwrites slot 1"),
+        (by_hand([Run(0, -1, 1, (), ())], [ONE], [0], 1), "runs a task of rank 0 on rank 1"),
+        (by_hand([Transfer(1, 0, (0,), (1,))], [ONE], [1], 2), "which rank 1 does not hold"),
+        (by_hand([Free(0, (0,))], [ONE], [0], 1), "result 0 is missing"),
+    ],
+    ids=["undefined", "freed", "donated", "overwritten", "elsewhere", "not there", "result"],
+)
+def test_verify_finds(program: Program, says: str):
+    with pytest.raises(VerificationError, match=says):
+        program.verify()
+
+
+def test_text():
+    program = built(sgd_step(Std1F1B(2)), 2, chain(2), batch_of(2)).program
+    lines = program.as_text().splitlines()
+    assert len(lines) == len(program.instructions)
+    assert any(line.startswith("rank 0: ") and "fwd_0__1(" in line for line in lines)
+    assert any("bwd_0__0(" in line and " donating " in line for line in lines)
+    assert any(line.startswith("rank 0 -> rank 1: send s") for line in lines)
+    assert any(": free s" in line for line in lines)

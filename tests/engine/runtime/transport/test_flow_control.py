@@ -1,0 +1,67 @@
+"""How far a process runs ahead of what it receives, and what it says where that does not come."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxpp_flax.engine.runtime.instruction_loop import Across
+from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag
+from jaxpp_flax.engine.runtime.transport.flow_control import Window
+from jaxpp_flax.processes.group import ProcessFailedError, ProcessGroup
+
+
+class Awaited:
+    """A received array that is not there yet."""
+
+    waited = 0
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def is_deleted(self) -> bool:
+        return False
+
+    def is_ready(self) -> bool:
+        return False
+
+    def block_until_ready(self) -> None:
+        self.waited += 1
+        if self.error is not None:
+            raise self.error
+
+
+PARCEL, TAG = Parcel(1, 0, (), (), "what task fwd_1 needs of rank 1"), Tag("p", 4, 1)
+
+
+def test_tasks_wait_for_the_oldest_receive_once_too_many_hang_on_it():
+    window, array = Window(ProcessGroup(None, 0, 1), max_tasks=2), Awaited()
+    window.received(array, PARCEL, TAG)
+    waits = []
+    for _ in range(4):
+        window.before_task()
+        waits.append(array.waited)
+    assert waits == [0, 0, 1, 1]
+
+
+def test_messages_name_the_step_that_the_user_counts():
+    group = ProcessGroup(None, 0, 1)
+    across = Across(SimpleNamespace(group=group), "program 1", "program-1-0f")  # type: ignore[arg-type]
+    assert across.tag(7, call=1).step == 1  # nobody counts steps: the first call
+    group.step = 13  # a run that goes on after step 12
+    assert across.tag(7, call=1) == Tag("program-1-0f", 13, 7, 1)
+    # A restore takes the steps back, but no parcel may have the name of another.
+    assert across.tag(7, call=2).id(0, 1) != across.tag(7, call=1).id(0, 1)
+
+
+def test_what_does_not_arrive_is_named_with_what_to_do():
+    window = Window(ProcessGroup(None, 0, 1), max_tasks=0)
+    window.received(Awaited(jax.errors.JaxRuntimeError("INTERNAL: connection closed")), PARCEL, TAG)
+    says = (
+        r"process 1: its connection broke while process 0 waited for what task fwd_1 needs .* in step 4.*connection "
+        r"closed.*Look .* of process 1, then start"
+    )
+    with pytest.raises(ProcessFailedError, match=says):
+        window.before_task()

@@ -1,0 +1,83 @@
+"""Stages that call back to the host, or partition an operation by a rule of their own: as under plain `jax.jit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.schedules import Std1F1B
+from tests.engine.toys import batch_of, chain, gradients
+from tests.helpers import tree_allclose
+
+
+def with_cosine(sine: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """`sine`, of which JAX cannot know the derivative."""
+    function = jax.custom_vjp(sine)
+    function.defvjp(lambda x: (sine(x), x), lambda x, g: (g * jnp.cos(x),))
+    return function
+
+
+@with_cosine
+def host_sine(x: jax.Array) -> jax.Array:
+    return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+@custom_partitioning
+def partitioned(x: jax.Array) -> jax.Array:
+    return jnp.sin(x)
+
+
+partitioned.def_partition(
+    partition=lambda mesh, arguments, result: (mesh, jnp.sin, result.sharding, (result.sharding,)),
+    sharding_rule="i j -> i j",
+)
+partitioned_sine = with_cosine(partitioned)
+
+SHAPES = {"stages": (2,), "data": (2, 2), "data, explicit": (2, 2)}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_equal_to_plain(case: str):
+    seen: list[tuple[int, float]] = []
+
+    def tell(stage: int, x: jax.Array) -> None:
+        io_callback(lambda value: seen.append((stage, float(value))), None, jax.lax.stop_gradient(x).sum())
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x = host_sine(batch["x"] @ params[0]["w"])
+        tell(0, x)
+        x = mark_stage_end(x, "layer_0")
+        x = partitioned_sine(x @ params[1]["w"])
+        tell(1, x)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    shape = SHAPES[case]
+    kind = AxisType.Explicit if "explicit" in case else AxisType.Auto
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    mesh = MpmdMesh(Mesh(devices, ("stage", "data")[: len(shape)], axis_types=(kind,) * len(shape)), "stage")
+    step, params, batch = gradients(Std1F1B(2), loss), [{"w": p["w"]} for p in chain(2)], batch_of(3)
+    expected = jax.jit(step)(params, batch)
+    jax.effects_barrier()
+    told = sorted(seen)
+    seen.clear()
+    pipelined = mpmd_jit_with_loop(step, mesh, in_shardings=(P(), P(None, "data") if len(shape) > 1 else P()))
+    actual = jax.tree.map(np.asarray, pipelined(params, batch))
+    jax.effects_barrier()
+    # Sums of float32 in another order, where the rows are shared: sixteen units in the last place.
+    tree_allclose(actual, jax.tree.map(np.asarray, expected), rtol=1e-6)
+    assert len(told) == 6, "once for each stage and microbatch"
+    assert [stage for stage, _ in sorted(seen)] == [stage for stage, _ in told]
+    # The sums cancel: their rounding is that of the 128 terms, of size 1 at most.
+    np.testing.assert_allclose([value for _, value in sorted(seen)], [value for _, value in told], atol=1e-5)

@@ -1,0 +1,294 @@
+"""`initialize`: without a launcher, on what looks like a cluster, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from jaxpp_flax import _compat
+from jaxpp_flax.launch import LaunchError, initialize
+from jaxpp_flax.launch.cli import main
+from jaxpp_flax.launch.coordinator import is_connected
+from jaxpp_flax.launch.local import LocalJob
+from jaxpp_flax.launch.process import connection
+from jaxpp_flax.launch.process.connection import _listening_addresses
+from jaxpp_flax.launch.settings import LaunchSettings
+from tests.launch.running import Run, started, wait_for
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = """
+import os, sys, time
+from jaxpp_flax.launch import initialize
+if len(sys.argv) > 1:
+    group = initialize(coordinator_address=sys.argv[1], num_processes=2, process_id=int(sys.argv[2]),
+                       failure_timeout_s=8.0)
+else:
+    group = initialize()
+import jax
+print("connected", group.process_index, group.process_count, jax.process_count(), flush=True)
+"""
+WAIT = """
+with group.waiting("the loss of step 4", on=1 - group.process_index):
+    time.sleep(1000)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start_two(stack: ExitStack, folder: Path, source: str) -> list[Run]:
+    (folder / "script.py").write_text(source, encoding="utf-8")
+    address = f"127.0.0.1:{free_port()}"
+    commands = [[sys.executable, "script.py", address, str(index)] for index in range(2)]
+    return [stack.enter_context(started(folder, command)) for command in commands]
+
+
+def test_places_given_by_hand(tmp_path: Path):
+    with ExitStack() as stack:
+        runs = start_two(stack, tmp_path, SCRIPT)
+        for index, run in enumerate(runs):
+            assert run.finish() == 0, run.stderr
+            assert f"connected {index} 2 2" in run.stdout
+        for run in runs:
+            run.check_nothing_is_left(seconds=30.0)  # the service stays 5 s for those that leave last
+
+
+def test_a_second_process_of_a_host_with_an_index_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connection, "_WAIT_FOR_PORT_SECONDS", 0.3)
+    first = initialize_as(1)
+    says = r"another process of this host is process 1 of the run at 127\.0\.0\.1:5\. Give each .* from 0 to 1"
+    with pytest.raises(LaunchError, match=says):
+        initialize_as(1)
+    initialize_as(0).close()
+    first.close()
+    initialize_as(1).close()
+
+
+def initialize_as(process_id: int) -> socket.socket:
+    """The first thing that `initialize` does."""
+    settings = LaunchSettings(coordinator_address="127.0.0.1:5", num_processes=2, process_id=process_id)
+    return connection._take_place(settings, None)
+
+
+def test_the_next_run_may_have_the_same_address_at_once(tmp_path: Path):
+    # Process 0 is the first to end: what it served stays for process 1, and is gone when that has ended.
+    source = SCRIPT + "if len(sys.argv) > 3 and group.process_index == 0:\n    raise ValueError('no')\n"
+    (tmp_path / "script.py").write_text(source + "group.barrier('the end')\n", encoding="utf-8")
+    address = f"127.0.0.1:{free_port()}"
+    with ExitStack() as stack:
+        for more, statuses in [(["fail"], [1, 69]), ([], [0, 0])]:
+            commands = [[sys.executable, "script.py", address, str(index), *more] for index in range(2)]
+            runs = [stack.enter_context(started(tmp_path, command)) for command in commands]
+            assert [run.finish() for run in runs] == statuses, runs[0].stderr + runs[1].stderr
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[list[Run]]]:
+    """Two runs side by side: in the first process 0 is killed, in the second process 1. They end by the silence."""
+    with ExitStack() as stack:
+        started = [start_two(stack, tmp_path_factory.mktemp("killed"), SCRIPT + WAIT) for _ in range(2)]
+        for victim, runs in enumerate(started):
+            for run in runs:
+                run.wait_for_output("connected")
+            runs[victim].popen.kill()
+        yield started
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_without_a_launcher_heartbeats_find_a_killed_process(killed: list[list[Run]], victim: int):
+    survivor = killed[victim][1 - victim]
+    assert survivor.finish() == 69
+    assert re.search(rf"process {victim}: no sign of life for \d+ s", survivor.stderr)
+    awaited = f"Process {1 - victim} was waiting for the loss of step 4 (from process {victim})."
+    assert awaited in survivor.stderr
+    for run in killed[victim]:
+        run.check_nothing_is_left(seconds=60.0)
+
+
+def test_without_a_launcher_an_exception_ends_all(tmp_path: Path):
+    with ExitStack() as stack:
+        runs = start_two(stack, tmp_path, SCRIPT + "if group.process_index == 0:\n    raise ValueError('no')\n" + WAIT)
+        assert [run.finish() for run in runs] == [1, 69]
+        assert "ValueError: no" in runs[0].stderr
+        # The other one shows the whole traceback, and what it waited for.
+        assert re.search(r"(?s)process 0: Traceback.*ValueError: no.*the loss of step 4", runs[1].stderr)
+
+
+def test_slurm_is_detected(tmp_path: Path):
+    (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
+    # JAX derives the port from the job's number.
+    shared = {"SLURM_JOB_ID": str(random.randrange(10**6)), "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "localhost",
+              "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_NUM_NODES": "1"}  # fmt: skip
+    command = [sys.executable, "-m", "jaxpp_flax.launch", "--cluster", "script.py"]
+    with ExitStack() as stack:
+        runs = [
+            stack.enter_context(started(tmp_path, command, **shared, SLURM_PROCID=str(index), SLURM_LOCALID=str(index)))
+            for index in range(2)
+        ]
+        for index, run in enumerate(runs):
+            assert run.finish() == 0, run.stderr
+            assert f"connected {index} 2 2" in run.stdout
+
+
+def test_open_mpi_is_detected(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1531576320.0;tcp://10.96.0.1:34911")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "8")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "5")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "1")
+    place = _compat.detect_cluster(1)
+    assert place is not None
+    assert (place.process_count, place.process_index, place.local_device_ids) == (8, 5, (1,))
+    assert place.coordinator_address.startswith("10.96.0.1:")
+
+
+def test_a_cluster_that_tells_nonsense_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1531576320.0;tcp://10.96.0.1:34911")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "eight")
+    with pytest.raises(LaunchError, match=r"could not find this process's place .* ValueError: .*'eight'"):
+        initialize()
+
+
+def test_without_a_cluster_it_says_what_to_do():
+    with pytest.raises(LaunchError, match=r"found no cluster .* not given num_processes, process_id.*-n 4"):
+        initialize(coordinator_address="127.0.0.1:1")
+
+
+def test_a_place_outside_of_the_run_is_refused():
+    with pytest.raises(LaunchError, match="process_id=2: of 2 processes, it is 0 to 1"):
+        initialize(coordinator_address="127.0.0.1:1", num_processes=2, process_id=2)
+    with pytest.raises(LaunchError, match="coordinator_address='here': it must be 'host:port'"):
+        initialize(coordinator_address="here", num_processes=2, process_id=1)
+
+
+def test_an_address_that_cannot_be_resolved_is_refused():
+    with pytest.raises(LaunchError, match=r"'no\.such\.host\.invalid:1' cannot be reached or resolved"):
+        initialize(coordinator_address="no.such.host.invalid:1", num_processes=2, process_id=1)
+
+
+@pytest.mark.parametrize(
+    ("bind", "own", "service"),
+    [
+        (None, "127.0.0.1", "127.0.0.1:4321"),
+        ("127.0.0.2", "127.0.0.2", "127.0.0.1:4321"),
+        ("0.0.0.0", "127.0.0.1", "0.0.0.0:4321"),
+        ("::", "127.0.0.1", "[::]:4321"),
+    ],
+)
+def test_only_the_service_listens_everywhere_and_only_if_asked(bind: str | None, own: str, service: str):
+    place = LaunchSettings(coordinator_address="127.0.0.1:4321", num_processes=2, process_id=0, bind_address=bind)
+    assert _listening_addresses(place) == (own, service)
+
+
+def test_an_address_of_another_host_is_refused_to_listen_on():
+    with pytest.raises(LaunchError, match=r"bind_address='192\.0\.2\.1': this host cannot listen there"):
+        initialize(coordinator_address="127.0.0.1:1", num_processes=2, process_id=1, bind_address="192.0.2.1")
+
+
+def test_a_port_that_another_run_has_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(connection, "_WAIT_FOR_PORT_SECONDS", 0.0)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as JAX does: its services would share the port
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        settings = LaunchSettings(coordinator_address=f"127.0.0.1:{port}", num_processes=2, process_id=0)
+        connection._take_place(settings, settings.coordinator_address).close()
+        other.listen()
+        with pytest.raises(LaunchError, match=rf"cannot listen on 127\.0\.0\.1:{port}: the port is taken"):
+            connection._take_place(settings, settings.coordinator_address)
+        assert not is_connected(port)
+        with socket.create_connection(("127.0.0.1", port)):
+            assert is_connected(port)
+
+
+def test_settings_that_are_incomplete_are_refused():
+    with pytest.raises(LaunchError, match=r"JAXPP_FLAX_LAUNCH_.* are incomplete or wrong"):
+        LaunchSettings.from_environment({"JAXPP_FLAX_LAUNCH_PROCESS_ID": "1"})
+
+
+def test_one_process_needs_no_connection():
+    assert initialize(coordinator_address="127.0.0.1:1", num_processes=1, process_id=0).process_count == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"program": []}, "no program"),
+        ({"program": ["absent.py"]}, "there is no file 'absent.py'"),
+        ({"num_processes": 0}, "-n 0: at least one process"),
+        ({"devices_per_process": 0}, "--devices-per-process 0: at least one device"),
+        ({"failure_timeout": 0.0}, "--failure-timeout 0.0: it must be"),
+    ],
+)
+def test_jobs_that_make_no_sense_are_refused(changes: dict[str, object], message: str):
+    good: dict[str, object] = {"program": [__file__], "num_processes": 2}
+    with pytest.raises(LaunchError, match=message):
+        LocalJob(**{**good, **changes})  # type: ignore[arg-type]
+
+
+def test_errors_of_the_command_line(capsys: pytest.CaptureFixture[str]):
+    assert main(["-n", "2", "absent.py"]) == 2
+    assert "error: there is no file 'absent.py' to run." in capsys.readouterr().err
+    assert main(["-n", "2", "--cluster", __file__]) == 2
+    assert "-n and --cluster exclude each other" in capsys.readouterr().err
+    assert main([__file__]) == 2
+    assert (
+        "nothing says how many processes to start. Give their number, as in `-n 4 train.py`" in capsys.readouterr().err
+    )
+    assert main(["-n", "0", __file__]) == 2
+    assert "-n 0: at least one process is needed. Give" in capsys.readouterr().err
+    assert main(["--address", "192.0.2.1", "-n", "2", __file__]) == 2
+    assert "--address 192.0.2.1: this machine cannot listen there" in capsys.readouterr().err
+
+
+def test_a_port_is_not_lost_when_a_start_fails(capsys: pytest.CaptureFixture[str]):
+    before, handler = set(os.listdir("/proc/self/fd")), signal.getsignal(signal.SIGINT)
+    for _ in range(3):
+        assert main(["--address", "192.0.2.1", "-n", "2", __file__]) == 2
+    capsys.readouterr()
+    wait_for(lambda: len(set(os.listdir("/proc/self/fd"))) <= len(before), "the end of all descriptors", 10.0)
+    assert signal.getsignal(signal.SIGINT) is handler  # not the default one where the tests run in the background
+
+
+def test_chosen_accelerators_go_before_those_of_the_cluster(monkeypatch: pytest.MonkeyPatch):
+    for name in ("SLURM_JOB_ID", "SLURM_PROCID", "SLURM_LOCALID"):
+        monkeypatch.setenv(name, "3")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "node[7-10]")
+    monkeypatch.setenv("JAX_LOCAL_DEVICE_IDS", "0,1,2")
+    assert _compat.detect_cluster(1) == _compat.ClusterPlace("node7:61443", 4, 3, (0, 1, 2))
+    monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS")
+    assert _compat.detect_cluster(1) == _compat.ClusterPlace("node7:61443", 4, 3, (3,))
+
+
+def test_job_files_are_what_they_are_for():
+    jobs = Path(__file__).resolve().parents[3] / "docs" / "jobs"
+    yaml = pytest.importorskip("yaml")
+    kinds = [part["kind"] for part in yaml.safe_load_all((jobs / "kubernetes.yaml").read_text())]
+    assert kinds == ["Service", "ServiceAccount", "Role", "RoleBinding", "Job"]
+    subprocess.run(["bash", "-n", str(jobs / "slurm.sh")], check=True)
+
+
+def test_public_names_alone_are_for_one_process(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(_compat, "_distributed_state", None)
+    monkeypatch.setattr(_compat, "PUBLIC_API_ONLY", True)
+    assert main(["-n", "2", __file__]) == 2
+    assert "JAXPP_FLAX_PUBLIC_API_ONLY is set" in capsys.readouterr().err
+    with pytest.raises(LaunchError, match=r"Unset it in every process, or run one process"):
+        initialize(coordinator_address="127.0.0.1:4321", num_processes=2, process_id=0)
+    monkeypatch.setattr(_compat, "PUBLIC_API_ONLY", False)
+    with pytest.raises(LaunchError, match=r"cannot run on JAX \d.*tested with"):
+        initialize(coordinator_address="127.0.0.1:4321", num_processes=2, process_id=0)

@@ -1,0 +1,26 @@
+"""Which errors of a process are its own, and which come of a failure that is known."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from jaxpp_flax.launch.process.process_end import Ending
+from jaxpp_flax.processes.group import Failure, ProcessGroup
+from tests.engine.stores import MemoryStore
+
+
+@pytest.mark.parametrize(
+    ("failed", "error", "is_a_consequence"),
+    [
+        (1, jax.errors.JaxRuntimeError("INTERNAL: RECOVERABLE InjectFailure"), True),
+        (1, ValueError("no such file"), True),
+        # A save in the background has failed here, and what the main thread waits for has been given up.
+        (0, jax.errors.JaxRuntimeError("INTERNAL: RECOVERABLE InjectFailure"), True),
+        (0, ValueError("no such file"), False),
+    ],
+)
+def test_errors_after_a_known_failure(failed: int, error: Exception, is_a_consequence: bool):
+    group = ProcessGroup(MemoryStore(), 0, 2)
+    group.observe(Failure(failed, "the save of step 6 failed"))
+    assert Ending(group, 0.1, lambda: None).is_a_consequence(error) == is_a_consequence

@@ -1,0 +1,97 @@
+"""What is waited for, and where a program is: as the messages of a process say it."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from types import FrameType
+
+import pytest
+
+from jaxpp_flax.processes import activity
+from jaxpp_flax.processes.group import Failure, ProcessGroup
+from jaxpp_flax.processes.waits import Reporter, Waits
+
+
+def test_a_long_wait_is_said_again_each_time_that_it_has_doubled():
+    waits = Waits()
+    reporter = Reporter(waits, "process 1", after_s=60.0)
+    with waits.waiting("the next batch of the data"):
+        now = time.monotonic()
+        said = {seconds: reporter.lines(now + seconds) for seconds in range(0, 400, 5)}
+    assert {seconds: lines for seconds, lines in said.items() if lines} == {
+        seconds: [f"process 1 has been waiting for {seconds} s for the next batch of the data"]
+        for seconds in (60, 120, 240)
+    }
+    assert reporter.lines(now + 1000) == []
+
+
+def test_waits_of_several_threads_for_the_same_are_said_once_and_each_new_wait_begins_anew():
+    waits, held = Waits(), threading.Event()
+    reporter = Reporter(waits, "process 1", after_s=10.0)
+
+    def hold() -> None:
+        with waits.waiting("x", on=0):
+            held.wait(60.0)
+
+    threads = [threading.Thread(target=hold) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while len(waits.now()) < 2:
+        time.sleep(0.01)
+    now = time.monotonic()
+    assert reporter.lines(now + 11) == ["process 1 has been waiting for 11 s for x (from process 0)"]
+    held.set()
+    for thread in threads:
+        thread.join()
+    with waits.waiting("x", on=0):
+        assert reporter.lines(time.monotonic() + 9) == []
+
+
+def test_a_single_process_says_it_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("JAXPP_FLAX_REPORT_AFTER", "0.2")
+    group = ProcessGroup(None, 0, 1)
+    said = ""
+    with group.waiting("the next batch of the data"):
+        deadline = time.monotonic() + 30.0
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.05)
+            said = capsys.readouterr().err
+    assert group._reporter is not None
+    group._reporter.stop()
+    assert said.startswith("jaxpp_flax: this process has been waiting for 0 s for the next batch of the data\n")
+
+
+def test_a_setting_that_is_no_time_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("JAXPP_FLAX_REPORT_AFTER", "soon")
+    with pytest.raises(ValueError, match="JAXPP_FLAX_REPORT_AFTER='soon': it must be a number of seconds above 0"):
+        ProcessGroup(None, 0, 1).waiting("x")
+
+
+def in_a_file(name: str, source: str, **names: object) -> FrameType:
+    """The frame that `source`, as if it stood in a file of this name, gives to `here`."""
+    found: list[FrameType] = []
+    exec(compile(source, name, "exec"), {"here": lambda: found.append(sys._getframe(1)), **names})
+    return found[0]
+
+
+def test_where_a_program_is_names_the_user_s_line_and_what_it_calls():
+    inside = activity.__file__.replace("whereabouts", "jit")
+    namespace: dict[str, object] = {}
+    exec(compile("def fit(do):\n    do()\n", inside, "exec"), namespace)
+    source = "def main():\n    fit(here)\n\nmain()\n"
+    frame = in_a_file("/home/me/train.py", source, fit=namespace["fit"])
+    assert activity.place_of(frame) == "main (/home/me/train.py:2), inside fit"
+    inner = in_a_file(inside, "def wait():\n    here()\nwait()\n")
+    # However deep in the package, the line of the user is named: here this test's.
+    assert activity.place_of(inner).startswith(f"in_a_file ({__file__}:")
+
+
+def test_a_failure_tells_the_user_s_line_and_no_line_of_the_package():
+    group = ProcessGroup(None, 0, 1)
+    group.observe(Failure(1, "killed"))
+    text = group.describe(Failure(1, "killed"))
+    me = "test_a_failure_tells_the_user_s_line_and_no_line_of_the_package"
+    assert f"Process 0 was at {me} ({__file__}:" in text
+    assert text.endswith("inside ProcessGroup.describe.")

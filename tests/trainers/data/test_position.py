@@ -1,0 +1,186 @@
+"""Where data goes on: counted in examples, so that the size of batches may change, or the change is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from jaxpp_flax.trainers import DataPositionError
+from jaxpp_flax.trainers.data.position import DataPosition
+from jaxpp_flax.trainers.data.stream import batches
+
+
+def in_batches(size: int, examples: int = 24) -> list[np.ndarray]:
+    return [np.arange(begin, min(begin + size, examples)) for begin in range(0, examples, size)]
+
+
+class WithState:
+    """Batches whose iterator has a state of its own, which counts batches."""
+
+    def __init__(self, size: int):
+        self.data, self.at = in_batches(size, 54), 0
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return self
+
+    def __next__(self) -> np.ndarray:
+        if self.at == len(self.data):
+            raise StopIteration
+        self.at += 1
+        return self.data[self.at - 1]
+
+    def get_state(self) -> int:
+        return self.at
+
+    def set_state(self, state: int) -> None:
+        self.at = state
+
+
+def after(data: object, count: int) -> DataPosition:
+    source = batches(data, steps=100)  # type: ignore[arg-type]
+    for _ in range(count):
+        next(source)
+    position = DataPosition.from_json(source.position().to_json())
+    assert position is not None
+    return position
+
+
+@pytest.mark.parametrize(
+    ("before", "count", "now"), [(8, 2, 4), (4, 2, 8), (4, 4, 16), (8, 3, 8), (8, 1, 8), (8, 4, 4), (8, 5, 8)]
+)
+def test_no_example_is_skipped_or_drawn_again(before: int, count: int, now: int):
+    used = before * count % 24 if count > 3 else before * count
+    rest = next(batches(in_batches(now), steps=1, position=after(in_batches(before), count)))
+    assert rest[0] == used % 24
+
+
+def test_positions_go_on_in_the_new_size():
+    source = batches(in_batches(4), steps=3, position=after(in_batches(8), 2))
+    next(source)
+    position = source.position()
+    assert (position.in_epoch, position.examples, position.batch_size) == (5, 20, 4)
+
+
+def test_batches_that_do_not_end_there_are_refused():
+    with pytest.raises(
+        DataPositionError, match=r"after 12 examples .* in batches of 4\. Batches of 8 do not end there"
+    ):
+        next(batches(in_batches(8), steps=1, position=after(in_batches(4), 3)))
+
+
+@pytest.mark.parametrize("now", [4, 16])
+def test_a_state_that_counts_other_batches_is_refused(now: int):
+    with pytest.raises(DataPositionError, match=f"batches of 8 examples, and this data gives batches of {now}"):
+        next(batches(WithState(now), steps=1, position=after(WithState(8), 1)))
+
+
+def test_the_smaller_rest_of_a_pass_is_no_change():
+    rest = list(batches(WithState(8), steps=3, position=after(WithState(8), 6), epochs=1))
+    assert [len(batch) for batch in rest] == [6]
+
+
+def test_after_the_smaller_rest_of_a_pass_the_size_is_still_the_full_one():
+    data = WithState(8)  # 54 examples: the seventh batch has six
+    rest = batches(data, steps=1, position=after(WithState(8), 6))
+    assert len(next(rest)) == 6
+    assert rest.position().batch_size == 8
+
+
+def test_the_look_whether_a_smaller_batch_is_the_last_moves_no_iterator():
+    data = WithState(4)
+    with pytest.raises(DataPositionError, match="gives batches of 4"):
+        next(batches(data, steps=1, position=after(WithState(8), 2)))
+    assert data.at == 3
+
+
+def test_positions_of_older_checkpoints_count_batches():
+    old = {"batches": 2, "epoch": 0, "in_epoch": 2, "iterator": None}
+    assert next(batches(in_batches(4), steps=1, position=DataPosition.from_json(old)))[0] == 8
+
+
+@pytest.mark.parametrize("data", [in_batches(8), WithState(8)], ids=["list", "with_state"])
+def test_passes_that_are_done_are_not_begun_again(data: object):
+    """A run that has begun its second pass has done the first: nothing is left, and nothing is drawn."""
+    position = DataPosition(batches=4, epoch=1, in_epoch=1, examples=8, batch_size=8)
+    source = batches(data, epochs=1, position=position)  # type: ignore[arg-type]
+    assert list(zip(range(9), source, strict=False)) == []
+    assert source.position() == position
+
+
+class Interrupted(WithState):
+    """Ctrl-C comes when the third batch is drawn, after the iterator has moved on."""
+
+    def __next__(self) -> np.ndarray:
+        batch = super().__next__()
+        if self.at == 3:
+            raise KeyboardInterrupt
+        return batch
+
+
+def test_a_batch_that_was_never_given_is_drawn_again():
+    source = batches(Interrupted(8), steps=9)
+    next(source), next(source)
+    with pytest.raises(KeyboardInterrupt):
+        next(source)
+    assert next(batches(WithState(8), steps=1, position=source.position()))[0] == 16
+
+
+def test_a_refused_batch_leaves_the_place_as_it_was():
+    before = after(WithState(8), 2)
+    source = batches(WithState(4), steps=9, position=before)
+    with pytest.raises(DataPositionError):
+        next(source)
+    assert source.position() == before
+
+
+def test_data_without_a_state_may_have_other_batches_than_data_with_one():
+    assert next(batches(in_batches(4), steps=1, position=after(WithState(8), 2)))[0] == 16
+
+
+def in_use(data: object, count: int, **options: object) -> object:
+    source = batches(data, steps=count, **options)  # type: ignore[arg-type]
+    assert len(list(source)) == count
+    return source.drawn_from(data)
+
+
+def test_an_iterator_in_use_stands_after_all_that_it_has_given():
+    data = iter(in_batches(4))
+    drawn = in_use(data, 2)
+    source = batches(data, steps=2, drawn=drawn)  # type: ignore[arg-type]
+    assert [batch[0] for batch in source] == [8, 12]
+    assert next(batches(in_batches(4), steps=1, position=source.position()))[0] == 16
+
+
+@pytest.mark.parametrize("given", [2, 4])
+def test_an_iterator_in_use_goes_on_by_examples(given: int):
+    """The run used two batches of 8 before; this iterator has given batches of 4."""
+    data, position = iter(in_batches(4)), after(in_batches(8), 2)
+    drawn = in_use(data, given)
+    assert next(batches(data, steps=1, position=position, drawn=drawn))[0] == 16  # type: ignore[arg-type]
+
+
+class OnceInterrupted:
+    """An iterator without a state; Ctrl-C comes once, after two batches."""
+
+    def __init__(self) -> None:
+        self.rest, self.pending = iter(in_batches(4)), True
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return self
+
+    def __next__(self) -> np.ndarray:
+        batch = next(self.rest)
+        if batch[0] == 4 and self.pending:
+            self.rest, self.pending = iter(in_batches(4)[1:]), False
+            raise KeyboardInterrupt
+        return batch
+
+
+def test_a_search_that_was_interrupted_goes_on_where_it_stands():
+    data, position = OnceInterrupted(), after(in_batches(4), 3)
+    source = batches(data, steps=1, position=position)
+    with pytest.raises(KeyboardInterrupt):
+        next(source)
+    assert next(batches(data, steps=1, position=position, drawn=source.drawn_from(data)))[0] == 12

@@ -1,0 +1,248 @@
+"""`fit`: data, epochs, evaluation, callbacks, trackers, progress."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from rich.console import Console
+
+from jaxpp_flax import DictTracker, JsonlTracker, PipelineTrainer
+from jaxpp_flax.trainers import Callback, CompositeTracker
+from jaxpp_flax.trainers.callbacks import EarlyStopping, OnMetrics, PrintLoss
+from jaxpp_flax.trainers.data.stream import batches
+from jaxpp_flax.trainers.errors import BatchError
+from jaxpp_flax.trainers.loop.progress import BarMeter, PlainMeter
+from jaxpp_flax.trainers.trackers import TensorBoardTracker
+from tests.trainers import models as m
+
+
+def trainer(num_stages=1, **options):
+    options = {"progress": False, "log_every": 2, **options}
+    tx = options.pop("tx", optax.sgd(0.1))
+    loss_fn = options.pop("loss_fn", m.mean_loss)
+    model = m.Model(2, rngs=nnx.Rngs(0))
+    return PipelineTrainer(model, tx, loss_fn, num_stages=num_stages, num_microbatches=2, **options)
+
+
+DATA = [m.make_batch(4, seed) for seed in range(3)]
+
+
+class Loader:
+    """Data that can be iterated again and has no length, as a grain dataset."""
+
+    def __iter__(self):
+        return iter(DATA)
+
+
+def generator():
+    yield from DATA
+
+
+def test_kinds_of_data():
+    for data, options, steps in [
+        (DATA, {}, 3),
+        (DATA, {"steps": 5}, 5),
+        (DATA, {"epochs": 2}, 6),
+        (DATA, {"epochs": 2, "steps": 4}, 4),
+        (Loader(), {"steps": 7}, 7),
+        (Loader(), {"epochs": 2}, 6),
+        (generator(), {}, 3),
+        (generator(), {"steps": 2}, 2),
+        (generator(), {"epochs": 1}, 3),
+        (iter(DATA), {}, 3),
+        (zip(DATA, strict=True), {}, 3),
+    ]:
+        assert len(list(batches(data, **options))) == steps, (data, options)
+
+
+def test_data_that_runs_once():
+    with pytest.raises(ValueError, match=r"epochs=2 needs data that can be iterated again, but a generator runs once"):
+        batches(generator(), epochs=2)
+    with pytest.warns(UserWarning, match=r"data ended after 3 of 5 steps: a generator runs once"):
+        assert len(list(batches(generator(), steps=5))) == 3
+    with pytest.raises(ValueError, match=r"data \(a list\) held no batch"):
+        list(batches([], steps=2))
+    with pytest.raises(TypeError, match=r"data is a int, which cannot be iterated"):
+        batches(3)
+    with pytest.raises(TypeError, match=r"data is a dict: a single batch\?"):
+        batches(DATA[0])
+    for wrong in (0, -1, 2.0, True):
+        with pytest.raises(ValueError, match=r"it must be a whole number of at least 1"):
+            batches(DATA, steps=wrong)
+
+
+class Record(Callback):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.events = []
+
+    def on_fit_start(self, trainer):
+        self.events.append("start")
+
+    def on_step(self, trainer, step):
+        assert trainer.step == step
+        self.events.append(("step", step))
+
+    def on_metrics(self, trainer, step, metrics):
+        assert isinstance(metrics["loss"], float)
+        self.events.append(("metrics", step))
+
+    def on_evaluate(self, trainer, step, metrics):
+        self.events.append(("evaluate", step))
+
+    def on_fit_end(self, trainer):
+        self.events.append("end")
+
+
+def test_fit_with_callbacks_trackers_and_evaluation(tmp_path):
+    record, losses, kept = Record(every=2), {}, DictTracker()
+    path = tmp_path / "run" / "metrics.jsonl"
+    t = trainer(tracker=CompositeTracker(kept, JsonlTracker(path)))
+    last = t.fit(
+        generator(),
+        eval_data=DATA,
+        eval_every=2,
+        callbacks=[record, OnMetrics(lambda step, metrics: losses.update({step: metrics["loss"]}))],
+    )
+    assert t.step == 3
+    # Metrics come one step late, and before an evaluation those that are pending.
+    assert record.events == ["start", ("step", 2), ("metrics", 2), ("evaluate", 2), ("evaluate", 3), "end"]
+    assert set(losses) == {1, 2, 3}
+    assert last["loss"] == losses[3]
+    assert last["eval_loss"] == pytest.approx(t.evaluate(DATA)["loss"])
+    assert kept["loss"] == losses
+    assert set(kept["eval_loss"]) == {2, 3}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
+    # The same numbers as a loop of one's own.
+    other = trainer()
+    own = {step: float(metrics["loss"]) for step, metrics in other.training_steps(DATA)}
+    assert own == losses
+
+
+def test_fit_goes_on_where_it_stopped():
+    t = trainer()
+    t.fit(DATA, steps=2)
+    t.fit(DATA, steps=2)
+    assert t.step == 4
+    assert int(t.state.step) == 4
+
+
+def test_stopping():
+    t = trainer()
+    t.fit(DATA, steps=50, callbacks=[OnMetrics(lambda step, metrics: t.stop("enough") if step == 3 else None)])
+    assert t.step == 4  # one step later, since metrics are
+    assert t.stopping == "enough"
+    t = trainer(tx=optax.sgd(0.0))
+    t.fit(DATA, steps=50, eval_data=DATA[:1], eval_every=1, callbacks=[EarlyStopping(patience=2)])
+    assert t.step == 3
+
+
+def test_callbacks_end_after_an_error():
+    record = Record()
+
+    def fails():
+        yield DATA[0]
+        raise OSError("disk gone")
+
+    with pytest.raises(OSError, match="disk gone"):
+        trainer().fit(fails(), callbacks=[record])
+    assert record.events[-1] == "end"
+
+
+def test_refusals():
+    with pytest.raises(TypeError, match=r"callbacks holds a function; subclass jaxpp_flax.trainers.Callback, or wrap"):
+        trainer().fit(DATA, callbacks=[test_refusals])
+    with pytest.raises(ValueError, match=r"Record\(every=0\): it must be a whole number"):
+        Record(every=0)
+    with pytest.raises(ValueError, match=r"eval_every=1 needs eval_data that can be iterated again"):
+        trainer().fit(DATA, eval_data=generator(), eval_every=1)
+    with pytest.raises(ValueError, match=r"evaluate got data \(a list\) without a single batch"):
+        trainer().evaluate([])
+    with pytest.raises(KeyError, match=r"EarlyStopping watches 'accuracy'; the evaluation has loss"):
+        trainer().fit(DATA, eval_data=DATA, callbacks=[EarlyStopping("accuracy")])
+
+
+def test_plain_progress(capsys):
+    t = trainer(num_stages=2, progress=True)
+    t.fit(DATA, steps=5, callbacks=[PrintLoss(every=2)])
+    text = capsys.readouterr().out
+    assert "compiling 2 stages, " in text
+    assert "2 stages on 2 ranks" in text
+    assert "block_0" in text
+    assert "step 1/5  loss 2." in text
+    assert "tokens/s" in text
+    assert "ETA 0:00:0" in text
+    assert "\nstep 4  loss 2." in text
+    assert text.index("compiling") < text.index("block_0") < text.index("step 1/5")
+    assert "step 3/5" not in text  # log_every=2
+
+
+def test_bar_and_plain_meters_write_to_a_console():
+    stream = io.StringIO()
+    bar = BarMeter(Console(file=stream, force_terminal=True, width=100))
+    with bar.phase("compiling"):
+        pass
+    bar.start(10, 0)
+    bar.advance(3)
+    bar.update(3, {"loss": 1.25, "weight": 3.0}, 1500.0, "tokens", 3725.0)
+    bar.message("hello")
+    bar.stop()
+    text = stream.getvalue()
+    assert re.search(r"compiling: \d\.\d s", text)  # a busy machine takes some tenths
+    for part in ("3/10", "loss 1.2500", "1.5k tokens/s", "ETA 1:02:05", "hello"):
+        assert part in text
+    assert "weight" not in text
+    stream = io.StringIO()
+    plain = PlainMeter(Console(file=stream))
+    plain.start(None, 0)
+    plain.update(3, {"loss": 1.25}, None, "tokens", None)
+    assert stream.getvalue() == "step 3  loss 1.2500\n"
+
+
+def test_metrics_are_fetched_one_step_late_and_only_when_wanted(monkeypatch):
+    from jaxpp_flax.trainers.loop import fit
+
+    t = trainer(log_every=4)
+    fetched = []
+    original = fit.to_host
+    monkeypatch.setattr(fit, "to_host", lambda metrics: fetched.append(t.step) or original(metrics))
+    t.fit(DATA, steps=9)
+    assert fetched == [2, 5, 9, 9]  # of the steps 1, 4, 8 and 9
+
+
+def test_missing_packages_are_named(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ImportError, match=r"needs the package 'tensorboardX', .* 'jaxpp-flax\[tensorboard\]'"):
+        TensorBoardTracker("logs")
+
+
+def test_jsonl_writes_what_json_lacks(tmp_path):
+    tracker = JsonlTracker(tmp_path / "m.jsonl")
+    tracker.log_config({"rate": 0.1, "shape": (2, 3), "tx": optax.sgd})
+    tracker.log({"loss": math.nan, "per_class": np.ones(2), "norm": np.float32(2)}, step=1)
+    tracker.close()
+    lines = [json.loads(line) for line in tracker.path.read_text().splitlines()]
+    assert lines[0]["config"]["shape"] == [2, 3]
+    assert lines[1] == {"step": 1, "loss": "nan", "per_class": [1.0, 1.0], "norm": 2.0}
+
+
+def test_one_process_reads_every_row():
+    sut = trainer(num_stages=2)
+    rows = sut.rows_read(DATA[0])
+    assert {name: list(of) for name, of in rows.items()} == {name: [0, 1, 2, 3] for name in DATA[0]}
+    expected = trainer(num_stages=2).fit(DATA)["loss"]
+    assert sut.fit(DATA, global_batch_size=4)["loss"] == expected
+    with pytest.raises(BatchError, match=r"global_batch_size=8, but the batch has 4 examples.*\(8, 5\)"):
+        sut.fit(DATA, global_batch_size=8)
+    with pytest.raises(ValueError, match="global_batch_size=0: it must be"):
+        sut.train_step(DATA[0], global_batch_size=0)

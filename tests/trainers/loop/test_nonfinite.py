@@ -1,0 +1,141 @@
+"""Losses that are not finite after step 1: the run stops before a checkpoint is replaced, or the step is skipped."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.checkpoint.store import CheckpointStore
+from jaxpp_flax.trainers import NonFiniteLossError
+from jaxpp_flax.trainers.loop import nonfinite
+from jaxpp_flax.trainers.loop.nonfinite import nonfinite_leaf
+from tests.trainers.models import Layers
+
+
+def mean_loss(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def trainer(num_stages=2, tx=None, progress=False, **more):
+    tx = tx or optax.sgd(0.1)
+    return PipelineTrainer(
+        Layers(), tx, mean_loss, num_stages=num_stages, num_microbatches=2, progress=progress, **more
+    )
+
+
+def batch(seed, *, bad=False):
+    x, y = np.random.default_rng(seed).normal(size=(2, 4, Layers.WIDTH)).astype(np.float32)
+    if bad:
+        y[-1] = np.nan
+    return {"x": x, "y": y}
+
+
+def data(*bad, count=8):
+    """Batches, of which those that make the steps `bad` hold NaN."""
+    return [batch(step, bad=step in bad) for step in range(1, count + 1)]
+
+
+def weights(of):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(of.state.params)]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("bad", [4, 8])
+def test_the_last_good_checkpoint_stays(tmp_path, num_stages, bad):
+    it = trainer(num_stages, checkpoint_dir=tmp_path, save_every=1, keep=1)
+    with pytest.raises(NonFiniteLossError, match=rf"loss of step {bad} is nan.*resume=True.*\"skip\""):
+        it.fit(data(bad))
+    assert CheckpointStore(tmp_path).steps() == (bad - 1,)
+    again = trainer(num_stages, checkpoint_dir=tmp_path)
+    again.fit(data(), resume=True)
+    plain = trainer(num_stages)
+    plain.fit(data())
+    for mine, theirs in zip(weights(again), weights(plain), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_without_checkpoints_the_run_stops_two_steps_later():
+    it = trainer()
+    with pytest.raises(NonFiniteLossError, match="loss of step 3"):
+        it.fit(data(3))
+    assert it.step == 5
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_loop_of_the_users_own_stops_too(last):
+    count = 3 if last else 8
+    with pytest.raises(NonFiniteLossError, match="loss of step 3"):
+        list(trainer().training_steps(data(3, count=count)))
+
+
+def test_parameters_are_looked_at_before_a_save(tmp_path):
+    """The loss of the step that spoils them is finite, and the next one comes after the save."""
+    tx = optax.sgd(lambda count: jnp.where(count == 3, jnp.inf, 0.1))
+    it = trainer(tx=tx, checkpoint_dir=tmp_path / "run", save_every=2, keep=1)
+    with pytest.raises(NonFiniteLossError, match=r"after step 4 the parameter layers/0/\w+ holds.*older ones stay"):
+        it.fit(data())
+    assert CheckpointStore(tmp_path / "run").steps() == (2,)
+    with pytest.raises(NonFiniteLossError, match="after step 4 the parameter"):
+        it.save()
+    it.save(tmp_path / "to look at")  # replaces nothing
+
+
+def test_skip_is_training_without_that_batch(tmp_path, capsys):
+    skipping = trainer(on_nonfinite="skip", progress=True, ema_decay=0.5, checkpoint_dir=tmp_path, save_every=1)
+    skipping.fit(data(3, 5))
+    assert CheckpointStore(tmp_path).latest() == skipping.step == 8
+    said = " ".join(capsys.readouterr().out.split())
+    assert "step 3 is skipped: its loss or gradients are not finite (1 so far)" in said
+    assert "step 5 is skipped: its loss or gradients are not finite (2 so far)" in said
+    plain = trainer(ema_decay=0.5)
+    plain.fit([one for step, one in enumerate(data(), start=1) if step not in (3, 5)])
+    for mine, theirs in zip(
+        jax.tree.leaves((skipping.state.params, skipping.state.ema)),
+        jax.tree.leaves((plain.state.params, plain.state.ema)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.asarray(mine), np.asarray(theirs))
+    assert float(skipping.train_step(batch(9, bad=True))["skipped_step"]) == 1
+
+
+def test_skipping_for_ever_ends(monkeypatch):
+    monkeypatch.setattr(nonfinite, "_MAX_SKIPPED", 3)
+    it = trainer(on_nonfinite="skip")
+    with pytest.raises(NonFiniteLossError, match="the last 3 steps, up to step 4, were all skipped"):
+        it.fit(data(2, 3, 4, 5, 6, 7, 8) * 3)
+    trainer(on_nonfinite="skip").fit(data(2, 3, 5, 6))  # no three of them follow each other
+
+
+def test_ignore_goes_on(tmp_path):
+    it = trainer(on_nonfinite="ignore", checkpoint_dir=tmp_path, save_every=4)
+    assert math.isnan(it.fit(data(1, 3))["loss"])
+    assert CheckpointStore(tmp_path).steps() == (4, 8)
+
+
+def test_arguments_that_contradict_each_other():
+    with pytest.raises(ValueError, match=r"on_nonfinite='wait': it must be"):
+        trainer(on_nonfinite="wait")
+    with pytest.raises(ValueError, match=r"on_nonfinite='stop' and loss_scale='dynamic': .* is skipped"):
+        trainer(on_nonfinite="stop", loss_scale="dynamic")
+    trainer(on_nonfinite="skip", loss_scale="dynamic")
+
+
+def test_every_kind_of_leaf_is_looked_at():
+    good = {"a": jnp.ones(3), "count": jnp.arange(2), "half": jnp.ones(2, jnp.bfloat16), "none": None}
+    assert nonfinite_leaf(good) is None
+    assert nonfinite_leaf({**good, "half": jnp.array([1, jnp.inf], jnp.bfloat16)}) == "half"
+    assert nonfinite_leaf({**good, "z": jnp.array([1j * math.nan])}) == "z"
+
+
+def test_a_mesh_around_the_trainer_and_arrays_of_the_host_are_no_matter():
+    two = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    spread = jax.device_put(jnp.ones(4), jax.sharding.NamedSharding(two, jax.sharding.PartitionSpec("data")))
+    params = {"spread": spread, "here": jnp.ones(2), "numpy": np.ones(3, np.float32)}
+    with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[4:8]), ("other",))):
+        assert nonfinite_leaf(params) is None
+        assert nonfinite_leaf({**params, "numpy": np.float32([1, np.nan])}) == "numpy"
+    assert nonfinite_leaf({**params, "spread": spread.at[3].set(jnp.inf)}) == "spread"
