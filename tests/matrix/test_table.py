@@ -10,7 +10,7 @@ TABLE = (HERE.parents[1] / "docs" / "models.md").read_text()
 
 
 def test_every_row_names_a_test_that_exists():
-    source = "\n".join(path.read_text() for path in HERE.parent.glob("*/test_*.py"))
+    source = "\n".join(path.read_text() for path in HERE.parent.rglob("test_*.py"))
     defined = set(re.findall(r"^def (test_\w+)", source, re.MULTILINE))
     named = set(re.findall(r"::(test_\w+)", TABLE))
     assert len(named) > 30
