@@ -1,0 +1,125 @@
+"""The form of the code: what is short can be read. Each rule yields its faults, one text a fault."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from tests.architecture.source import Function, Source
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60  # of code: docstrings, comments and blank lines are not counted
+MAX_NESTING = 4
+MAX_FOLDER_FILES = 12
+
+BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match)
+
+
+class Exceptions(NamedTuple):
+    """What is above a limit today, with its figure: it may become smaller, and is then taken out, but never larger."""
+
+    files: dict[str, int]
+    functions: dict[str, int]
+    nesting: dict[str, int]
+    folders: dict[str, int]
+
+
+NONE = Exceptions({}, {}, {}, {})
+
+# To be emptied. Add nothing: cut the file, the function or the folder.
+EXCEPTIONS = Exceptions(
+    files={
+        "_compat.py": 489,
+        "engine/arrays/mesh.py": 401,
+        "engine/arrays/mpmd_array.py": 467,
+        "engine/jit.py": 417,
+        "engine/passes/defer_reductions.py": 418,
+        "engine/passes/partition.py": 491,
+        "engine/passes/place.py": 482,
+        "processes/group.py": 487,
+        "trainers/checkpoints.py": 458,
+        "trainers/trainer.py": 497,
+    },
+    functions={
+        "engine/passes/label.py: label": 68,
+        "engine/passes/liveness.py: allocate": 64,
+        "engine/pipeline.py: _cut_loop": 74,
+        "launch/ray.py: run": 67,
+        "schedules/progress.py: advance": 121,
+        "schedules/tools/automatic/exact.py: solve": 81,
+        "schedules/tools/automatic/greedy.py: construct": 64,
+        "trainers/trainer.py: PipelineTrainer.__init__": 69,
+        "trainers/trainer.py: PipelineTrainer.fit": 79,
+    },
+    nesting={
+        "assignment/balancing.py: _chain": 5,
+        "doctor.py: measure": 5,
+        "engine/runtime/profile.py: run_profiled.run": 5,
+        "engine/summary.py: analyse_memory": 5,
+        "mpmd/partitioning/infer.py: _follow_data": 5,
+        "schedules/progress.py: advance": 6,
+        "schedules/tools/automatic/exact.py: _limit_memory": 5,
+        "schedules/tools/automatic/exact.py: solve": 5,
+        "schedules/tools/automatic/problem.py: evaluate": 5,
+    },
+    folders={"launch": 13, "schedules": 13},
+)
+
+
+def files_are_short(sources: Sequence[Source], exceptions: Exceptions = EXCEPTIONS) -> Iterator[str]:
+    lines = {source.name: len(source.text.splitlines()) for source in sources}
+    return _above(lines, MAX_FILE_LINES, exceptions.files, "lines: one idea, one file")
+
+
+def functions_are_short(sources: Sequence[Source], exceptions: Exceptions = EXCEPTIONS) -> Iterator[str]:
+    def length(source: Source, function: Function) -> int:
+        return len(source.code_lines.intersection(range(function.lineno, (function.end_lineno or 0) + 1)))
+
+    lengths = {
+        f"{source.name}: {name}": length(source, function) for source in sources for name, function in source.functions
+    }
+    return _above(lengths, MAX_FUNCTION_LINES, exceptions.functions, "lines of code: one step, one function")
+
+
+def blocks_are_nested_little(sources: Sequence[Source], exceptions: Exceptions = EXCEPTIONS) -> Iterator[str]:
+    depths = {f"{source.name}: {name}": _nesting(function) for source in sources for name, function in source.functions}
+    return _above(depths, MAX_NESTING, exceptions.nesting, "blocks inside one another: return early, or cut")
+
+
+def folders_are_small(sources: Sequence[Source], exceptions: Exceptions = EXCEPTIONS) -> Iterator[str]:
+    files = Counter(source.folder for source in sources)
+    return _above(files, MAX_FOLDER_FILES, exceptions.folders, "files: one folder, one chapter")
+
+
+def no_bare_assert(sources: Sequence[Source]) -> Iterator[str]:
+    for source in sources:
+        for node in source.nodes:
+            if isinstance(node, ast.Assert):
+                yield f"{source.at(node.lineno)}: assert: raise an error that says what to change"
+
+
+def _above(figures: dict[str, int], limit: int, exceptions: dict[str, int], what: str) -> Iterator[str]:
+    """What is above the limit and no exception, above its exception's figure, or an exception without need."""
+    for name, figure in figures.items():
+        allowed = exceptions.get(name, limit)
+        if figure > allowed:
+            yield f"{name} has {figure} {what} (at most {allowed})"
+    for name in exceptions:
+        if figures.get(name, 0) <= limit:
+            yield f"{name} is not above {limit} any more: take it out of EXCEPTIONS"
+
+
+def _nesting(node: ast.AST, depth: int = 0) -> int:
+    """How many blocks stand inside one another at most; a function or class inside another one begins anew."""
+    deepest = depth
+    for field, value in ast.iter_fields(node):
+        children = [child for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)]
+        # `elif` is written as an `if` that is all of the `else`.
+        chained = isinstance(node, ast.If) and field == "orelse" and len(children) == 1
+        for child in children:
+            if not isinstance(child, Function | ast.ClassDef):
+                inner = isinstance(child, BLOCKS) and not (chained and isinstance(child, ast.If))
+                deepest = max(deepest, _nesting(child, depth + inner))
+    return deepest

@@ -1,0 +1,151 @@
+"""The folder tree is the architecture: what may import what. Each rule yields its faults, one text a fault."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from collections.abc import Iterator, Sequence
+
+from tests.architecture.source import NAME, Source
+
+# Each part of the package with the parts below it that it may import. A part that is not listed is a fault.
+MAY_IMPORT = {
+    "_compat": set(),
+    "schedules": set(),
+    "processes": {"_compat"},
+    "engine": {"schedules", "processes", "_compat"},
+    "layers": {"engine"},
+    "assignment": {"engine", "schedules"},
+    "linen": {"layers", "engine"},
+    "mpmd": {"engine", "schedules"},
+    "checkpoint": {"engine", "processes"},
+    "trainers": {"layers", "assignment", "checkpoint", "schedules", "engine", "processes"},
+    "launch": {"processes", "_compat"},
+    "doctor": {"launch", "engine", "processes", "_compat"},
+    "api": {"engine", "schedules"},
+    "__init__": {"trainers", "layers", "schedules", "engine"},
+}
+# The folders of the engine, from the lowest up: each may import those before it.
+ENGINE_FOLDERS = ("tracing", "arrays", "analyses", "program", "passes", "runtime")
+# The engine knows what a task and a schedule are and in which orders tasks may run, but no particular schedule.
+ENGINE_MAY_USE_OF_SCHEDULES = {"task", "schedule", "errors", "order", "validate"}
+FORBIDDEN_LIBRARIES = {
+    "schedules": {"jax", "jaxlib", "flax", "optax", "orbax"},
+    "engine": {"flax", "optax", "orbax"},
+    "mpmd": {"flax", "optax", "orbax"},
+}
+# Imported when it is first used, so that the rest of its part needs no Flax.
+MAY_IMPORT_FLAX = {"mpmd/flax.py"}
+UNPICKLING = ("pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing")
+PRIVATE_JAX = ("jax._src", "jaxlib")
+ONLY_FILE_WITH_PRIVATE_JAX = "_compat.py"
+
+
+def matches(name: str, library: str) -> bool:
+    return name == library or name.startswith(f"{library}.")
+
+
+def every_part_has_a_place(sources: Sequence[Source]) -> Iterator[str]:
+    for part in sorted({source.part for source in sources} - MAY_IMPORT.keys()):
+        yield f"{part} has no place in the architecture: add it to MAY_IMPORT with what it may import"
+
+
+def arrows_point_down(sources: Sequence[Source]) -> Iterator[str]:
+    parts = {source.part for source in sources}
+    for source in sources:
+        allowed = MAY_IMPORT.get(source.part, set()) | {source.part}
+        for name, line in source.imports:
+            root, *rest = name.split(".")
+            if root == NAME and rest and rest[0] in parts - allowed:
+                yield f"{source.at(line)}: {source.part} may import {sorted(allowed)} of this package, not {name}"
+
+
+def arrows_point_down_inside_the_engine(sources: Sequence[Source]) -> Iterator[str]:
+    for source in sources:
+        part, *rest = source.name.split("/")
+        if part != "engine" or rest[0] not in ENGINE_FOLDERS:
+            continue
+        allowed = ENGINE_FOLDERS[: ENGINE_FOLDERS.index(rest[0]) + 1]
+        for name, line in source.imports:
+            if name.startswith(f"{NAME}.engine.") and name.split(".")[2] not in allowed:
+                yield f"{source.at(line)}: engine/{rest[0]} may import {allowed} of the engine, not {name}"
+
+
+def no_file_imports_itself_in_a_circle(sources: Sequence[Source]) -> Iterator[str]:
+    """Local imports and those for type checkers included."""
+    modules = {source.module: source for source in sources}
+
+    def module_of(name: str) -> str | None:
+        return next((known for known in (name, name.rpartition(".")[0]) if known in modules), None)
+
+    below = {
+        name: {target for imported, _ in source.imports if (target := module_of(imported)) not in (None, name)}
+        for name, source in modules.items()
+    }
+    try:
+        graphlib.TopologicalSorter(below).prepare()
+    except graphlib.CycleError as error:
+        yield " -> ".join(reversed(error.args[1]))
+
+
+def the_engine_knows_no_particular_schedule(sources: Sequence[Source]) -> Iterator[str]:
+    names = {source.name for source in sources}
+    defined = _defining_modules(sources)
+
+    def module_of(name: str) -> str | None:
+        """The module of `schedules` that an imported name stands in."""
+        root, *rest = name.split(".")
+        if root != NAME or rest[:1] != ["schedules"] or len(rest) < 2:
+            return None
+        # A name such as `validate` may be both a module and a function: both stand in the same module then.
+        return rest[1] if f"schedules/{rest[1]}.py" in names else defined[rest[1]]
+
+    for source in sources:
+        for name, line in source.imports if source.part == "engine" else ():
+            if (module := module_of(name)) is not None and module not in ENGINE_MAY_USE_OF_SCHEDULES:
+                allowed = sorted(ENGINE_MAY_USE_OF_SCHEDULES)
+                yield f"{source.at(line)}: the engine may use {allowed} of schedules, not {name}"
+
+
+def _defining_modules(sources: Sequence[Source]) -> dict[str, str]:
+    """Which module of `schedules` defines each name that the package re-exports."""
+    (init,) = [source for source in sources if source.name == "schedules/__init__.py"]
+    return {
+        alias.asname or alias.name: node.module.removeprefix(f"{NAME}.schedules.")
+        for node in init.nodes
+        if isinstance(node, ast.ImportFrom) and node.module
+        for alias in node.names
+    }
+
+
+def a_part_knows_no_forbidden_library(sources: Sequence[Source]) -> Iterator[str]:
+    for source in sources:
+        forbidden = FORBIDDEN_LIBRARIES.get(source.part, set()) - (
+            {"flax"} if source.name in MAY_IMPORT_FLAX else set()
+        )
+        for name, line in source.imports:
+            for library in sorted(library for library in forbidden if matches(name, library)):
+                yield f"{source.at(line)}: {source.part} must not import {library}"
+
+
+def private_jax_is_touched_in_one_file(sources: Sequence[Source]) -> Iterator[str]:
+    for source in sources:
+        if source.name == ONLY_FILE_WITH_PRIVATE_JAX:
+            continue
+        for name, line in source.imports:
+            if any(matches(name, private) for private in PRIVATE_JAX):
+                yield f"{source.at(line)}: {name} belongs in {ONLY_FILE_WITH_PRIVATE_JAX}"
+        for node in source.nodes:
+            if isinstance(node, ast.Attribute) and node.attr == "_src" and ast.unparse(node.value) == "jax":
+                yield f"{source.at(node.lineno)}: jax._src belongs in {ONLY_FILE_WITH_PRIVATE_JAX}"
+
+
+def nothing_is_unpickled(sources: Sequence[Source]) -> Iterator[str]:
+    """What comes over the network, or lies in a checkpoint, may be anybody's."""
+    for source in sources:
+        for name, line in source.imports:
+            if any(matches(name, library) for library in UNPICKLING):
+                yield f"{source.at(line)}: {name} runs what it reads"
+        for node in source.nodes:
+            if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+                yield f"{source.at(node.value.lineno)}: allow_pickle runs what it reads"
