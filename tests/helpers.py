@@ -10,6 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+# Activations are larger than what the engine's labels call tiny, so that every matrix product is real work to them.
+ROWS, DIM = 16, 8
+
+
+def batch_of(
+    num_microbatches: int, rows: int = ROWS, dim: int = DIM, seed: int = 1, *, host: bool = False, labels: bool = False
+) -> dict[str, Any]:
+    """Inputs `x` and targets `y` in float32: (microbatches, rows, features).
+
+    Args:
+      host: NumPy's arrays in place of those of the first device.
+      labels: integers `ids` below `dim`, and booleans `mask`, too: (microbatches, rows).
+    """
+    rng = np.random.default_rng(seed)
+    shape = (num_microbatches, rows, dim)
+    batch = {name: rng.normal(size=shape).astype(np.float32) for name in "xy"}
+    if labels:
+        batch |= {"ids": rng.integers(0, dim, shape[:2]).astype(np.int32), "mask": rng.random(shape[:2]) < 0.7}
+    return batch if host else jax.tree.map(jnp.asarray, batch)
+
 
 def slow(*values: Any) -> Any:
     """Values of `pytest.mark.parametrize` that repeat, in another combination, what the default tier tests."""

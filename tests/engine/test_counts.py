@@ -20,7 +20,8 @@ from jaxpp_flax.engine.program.program import Run
 from jaxpp_flax.engine.runtime import executables as compile_module
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import Schedule, Std1F1B
-from tests.engine.toys import batch_of, chain, chain_loss, mesh_of
+from tests.engine.toys import chain, chain_loss, mesh_of
+from tests.helpers import batch_of
 
 pytestmark = pytest.mark.full_compilation
 

@@ -13,7 +13,8 @@ import pytest
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, AddOp, Concat, Last, Max, treduce, treduce_i
 from jaxpp_flax.schedules import GPipe, Std1F1B, ZeroBubble
-from tests.engine.toys import DIM, batch_of, chain, chain_loss, forward, gradients, same_as_plain, sgd_step
+from tests.engine.toys import chain, chain_loss, forward, gradients, same_as_plain, sgd_step
+from tests.helpers import DIM, batch_of
 
 grad = jax.value_and_grad
 

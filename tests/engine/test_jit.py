@@ -12,8 +12,8 @@ import pytest
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit, mpmd_jit_with_loop
 from jaxpp_flax.schedules import GPipe, Std1F1B
-from tests.engine.toys import batch_of, chain, forward, gradients, mesh_of, sgd_step
-from tests.helpers import tree_allclose
+from tests.engine.toys import chain, forward, gradients, mesh_of, sgd_step
+from tests.helpers import batch_of, tree_allclose
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce, treduce_i
 from jaxpp_flax.schedules import Std1F1B
-from tests.engine.toys import DIM, batch_of, chain_loss
-from tests.helpers import tree_allclose
+from tests.engine.toys import chain_loss
+from tests.helpers import DIM, batch_of, tree_allclose
 
 BATCH = batch_of(2)
 TX = optax.adam(0.1)

@@ -25,8 +25,8 @@ from jaxpp_flax.schedules import (
     by_name,
     names,
 )
-from tests.engine.toys import batch_of, chain, chain_loss, mesh_of
-from tests.helpers import tree_allclose
+from tests.engine.toys import chain, chain_loss, mesh_of
+from tests.helpers import batch_of, tree_allclose
 
 STEPS = 5
 # Issue 2's bound. float32 rounds to 6e-8; five steps that sum microbatches in another order stay well below it.

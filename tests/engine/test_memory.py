@@ -19,7 +19,8 @@ from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
 from jaxpp_flax.engine.program.program import Instruction, Run
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.schedules import Eager1F1B, GPipe, Interleaved1F1B, Schedule, Std1F1B
-from tests.engine.toys import ROWS, batch_of, chain, mesh_of, sgd_step
+from tests.engine.toys import chain, mesh_of, sgd_step
+from tests.helpers import ROWS, batch_of
 
 pytestmark = pytest.mark.full_compilation
 

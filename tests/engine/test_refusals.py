@@ -20,7 +20,8 @@ from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, treduce, treduce_i
 from jaxpp_flax.schedules import CustomSchedule, Interleaved1F1B, Schedule, ScheduleError, Std1F1B
 from jaxpp_flax.schedules.task import Task, TaskKind
-from tests.engine.toys import batch_of, chain, chain_loss, gradients, mesh_of, sgd_step
+from tests.engine.toys import chain, chain_loss, gradients, mesh_of, sgd_step
+from tests.helpers import batch_of
 
 pytestmark = pytest.mark.usefixtures("nothing_runs")
 

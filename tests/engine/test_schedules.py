@@ -28,8 +28,8 @@ from jaxpp_flax.schedules import (
 from jaxpp_flax.schedules.task import backward as whole
 from jaxpp_flax.schedules.task import backward_input, backward_weight
 from jaxpp_flax.schedules.task import forward as fwd
-from tests.engine.toys import batch_of, chain, chain_loss, mesh_of
-from tests.helpers import tree_allclose
+from tests.engine.toys import chain, chain_loss, mesh_of
+from tests.helpers import batch_of, tree_allclose
 
 # The bound of issue 5. The sums of a step are taken in another order, which moves a few units in the last place.
 RTOL = 1e-5

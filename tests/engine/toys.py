@@ -22,10 +22,7 @@ from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce, treduce_p
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.schedules.task import TaskKind
-from tests.helpers import tree_allclose
-
-# Activations are larger than what the labels call tiny, so that every matrix product is real work to them.
-ROWS, DIM = 16, 8
+from tests.helpers import DIM, tree_allclose
 
 
 def mesh_of(num_ranks: int) -> MpmdMesh:
@@ -40,16 +37,6 @@ def chain(num_stages: int, dim: int = DIM, seed: int = 0) -> list[dict[str, jax.
         {"w": jnp.asarray(rng.normal(size=(dim, dim)) / dim**0.5, jnp.float32), "b": jnp.zeros(dim)}
         for _ in range(num_stages)
     ]
-
-
-def batch_of(num_microbatches: int, rows: int = ROWS, dim: int = DIM, seed: int = 1) -> dict[str, jax.Array]:
-    """Inputs and targets: (microbatches, rows, features)."""
-    rng = np.random.default_rng(seed)
-    shape = (num_microbatches, rows, dim)
-    return {
-        "x": jnp.asarray(rng.normal(size=shape), jnp.float32),
-        "y": jnp.asarray(rng.normal(size=shape), jnp.float32),
-    }
 
 
 def forward(params: Sequence[dict[str, jax.Array]], x: jax.Array) -> jax.Array:

@@ -17,16 +17,11 @@ from jaxpp_flax.engine.program.program import Transfer
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, treduce
 from jaxpp_flax.schedules import GPipe, Interleaved1F1B, Schedule, Std1F1B
-from tests.helpers import slow_but, tree_allclose
+from tests.helpers import batch_of, slow_but, tree_allclose
 from tests.matrix.harness import check, mesh_of, run
 
 STAGES, MICROBATCHES, ROWS, DIM = 3, 3, 8, 24  # a weight is 2.3 kB: more than what is copied around freely
-
-
-def batch_of(seed: int = 1) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    shape = (MICROBATCHES, ROWS, DIM)
-    return {"x": rng.normal(size=shape).astype(np.float32), "y": rng.normal(size=shape).astype(np.float32)}
+BATCH = batch_of(MICROBATCHES, ROWS, DIM, host=True)
 
 
 def parameters(layers: int = STAGES) -> list[dict[str, np.ndarray]]:
@@ -65,7 +60,7 @@ def optax_step(tx: optax.GradientTransformation) -> Any:
 
 def train(tx: optax.GradientTransformation, *, steps: int = 3, rtol: float = 1e-5, layers: int = STAGES) -> Any:
     params = parameters(layers)
-    return check(optax_step(tx), (params, tx.init(params)), batch_of(), mesh_of(STAGES), steps=steps, rtol=rtol)
+    return check(optax_step(tx), (params, tx.init(params)), BATCH, mesh_of(STAGES), steps=steps, rtol=rtol)
 
 
 SCHEDULE = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 10)
@@ -107,7 +102,7 @@ def test_multi_steps_applies_every_second_step():
     tx = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
     params = parameters()
     step = mpmd_jit_with_loop(optax_step(tx), mesh_of(STAGES), static_argnums=2)
-    history = run(step, (params, tx.init(params)), batch_of(), Std1F1B(STAGES), 2)
+    history = run(step, (params, tx.init(params)), BATCH, Std1F1B(STAGES), 2)
     first, second = (jax.tree.map(np.asarray, state[0]) for state, _ in history)
     tree_allclose(first, params, rtol=0, atol=0)
     for before, after in zip(jax.tree.leaves(params), jax.tree.leaves(second), strict=True):
@@ -142,7 +137,7 @@ def test_only_scalars_cross_between_stages(name: str):
     tx = OPTIMIZERS[name]
     params = parameters()
     step = mpmd_jit_with_loop(optax_step(tx), mesh_of(STAGES), static_argnums=2)
-    assert moved_bytes(step.compile((params, tx.init(params)), batch_of(), Std1F1B(STAGES))) < 500
+    assert moved_bytes(step.compile((params, tx.init(params)), BATCH, Std1F1B(STAGES))) < 500
 
 
 @pytest.mark.parametrize("bad_stage", range(STAGES))
@@ -168,7 +163,7 @@ def test_a_non_finite_gradient_skips_the_step_on_every_stage(bad_stage: int):
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), losses
 
-    bad = {**batch_of(), "bad": np.array([False, True, False])}
+    bad = {**BATCH, "bad": np.array([False, True, False])}
     ((after, opt_state), _), *_ = check(step, (params, tx.init(params)), bad, mesh_of(STAGES), steps=1).history
     tree_allclose(jax.tree.map(np.asarray, after), params, rtol=0, atol=0)
     assert int(opt_state.notfinite_count) == 1
@@ -191,7 +186,7 @@ def test_frozen_parameters_cost_nothing():
         return ([free[0], frozen, free[1]], opt_state), losses
 
     state = (params, TX.init([params[0], params[2]]))
-    compiled, history = check(step, state, batch_of(), mesh_of(STAGES))
+    compiled, history = check(step, state, BATCH, mesh_of(STAGES))
     tree_allclose(jax.tree.map(np.asarray, history[-1][0][0][1]), params[1], rtol=0, atol=0)
     (loop,) = compiled._built.loops
     stages = [loop.partition.tasks[a.task].stage for a in loop.partition.accumulators]
@@ -228,7 +223,7 @@ def test_ema_of_weights_and_metrics():
         }
         return (new, ema, count + 1), metrics
 
-    check(step, (parameters(), parameters(), np.int32(0)), batch_of(), mesh_of(STAGES))
+    check(step, (parameters(), parameters(), np.int32(0)), BATCH, mesh_of(STAGES))
 
 
 def norm_of(num_stages: int, num_ranks: int, schedule: Schedule) -> Any:
@@ -240,7 +235,7 @@ def norm_of(num_stages: int, num_ranks: int, schedule: Schedule) -> Any:
 
     cuts = {4: [0, 1, 2], 2: [1], 1: []}[num_stages]
     pipelined = mpmd_jit_with_loop(step, mesh_of(num_ranks), static_argnums=2, cut_policy=lambda marks, n: cuts)
-    return jax.tree.map(np.asarray, pipelined(parameters(4), batch_of(), schedule)[1])
+    return jax.tree.map(np.asarray, pipelined(parameters(4), BATCH, schedule)[1])
 
 
 def test_the_norm_does_not_depend_on_schedule_or_stages():
@@ -260,7 +255,7 @@ def test_flatten_runs_on_one_rank_with_one_warning():
     params = parameters()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        check(optax_step(tx), (params, tx.init(params)), batch_of(), mesh_of(STAGES))
+        check(optax_step(tx), (params, tx.init(params)), BATCH, mesh_of(STAGES))
     messages = [str(w.message) for w in caught if issubclass(w.category, PlacementWarning)]
     assert len(messages) == 1
     one_stage = (DIM * DIM + DIM) * 4
@@ -280,7 +275,7 @@ def test_train_then_evaluate_in_one_step():
         total = treduce(lambda mb: loss_fn(state, mb), both, evaluate, operation=Add)
         return state, (losses, total / 4)
 
-    check(step, parameters(), batch_of(), mesh_of(STAGES))
+    check(step, parameters(), BATCH, mesh_of(STAGES))
 
 
 def test_a_condition_on_a_metric():
@@ -292,4 +287,4 @@ def test_a_condition_on_a_metric():
         state = jax.lax.cond(keep, lambda: jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), lambda: state)
         return state, (losses, keep)
 
-    check(step, parameters(), batch_of(), mesh_of(STAGES))
+    check(step, parameters(), BATCH, mesh_of(STAGES))

@@ -18,15 +18,11 @@ from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Schedule, Std1F1B, ZeroBubble
+from tests.helpers import batch_of
 from tests.matrix.harness import check, count, mesh_of
 
 STAGES, MICROBATCHES, ROWS, DIM = 3, 3, 16, 16
-
-
-def batch_of() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(1)
-    shape = (MICROBATCHES, ROWS, DIM)
-    return {"x": rng.normal(size=shape).astype(np.float32), "y": rng.normal(size=shape).astype(np.float32)}
+BATCH = batch_of(MICROBATCHES, ROWS, DIM, host=True)
 
 
 def parameters() -> list[np.ndarray]:
@@ -149,7 +145,7 @@ CASES = [
 @pytest.mark.parametrize("model", CASES, ids=lambda f: f.__name__)
 def test_equals_plain(model: Callable[..., jax.Array]):
     schedules = [ZeroBubble(STAGES), Std1F1B(STAGES)]
-    compiled, _ = check(train_step(model), parameters(), batch_of(), mesh_of(STAGES), *schedules)
+    compiled, _ = check(train_step(model), parameters(), BATCH, mesh_of(STAGES), *schedules)
     products = count(compiled, "dot_general")
     # Every stage does its own work: a stage that did nothing would still be right.
     assert all(products[name] >= 1 for name in ("fwd_0", "fwd_1", "fwd_bwd_2", "bwd_1", "bwd_0")), products
@@ -162,7 +158,7 @@ def test_a_mark_inside_custom_vjp():
         x = mark_stage_end(jnp.tanh(x @ p[0]))
         return jnp.tanh(scaled(p[1], x) @ p[2])
 
-    check(train_step(model), parameters(), batch_of(), mesh_of(STAGES))
+    check(train_step(model), parameters(), BATCH, mesh_of(STAGES))
 
 
 class LinenModel(nn.Module):
@@ -175,8 +171,8 @@ class LinenModel(nn.Module):
 
 def test_nn_jit():
     model = nn.jit(LinenModel)()
-    params = model.init(jax.random.key(0), batch_of()["x"][0])
-    check(train_step(model.apply), params, batch_of(), mesh_of(STAGES))
+    params = model.init(jax.random.key(0), BATCH["x"][0])
+    check(train_step(model.apply), params, BATCH, mesh_of(STAGES))
 
 
 class NnxModel(nnx.Module):
@@ -192,7 +188,7 @@ class NnxModel(nnx.Module):
 def test_nnx_jit():
     graphdef, params = nnx.split(NnxModel(nnx.Rngs(0)))
     model = lambda p, x: nnx.jit(lambda m, x: m(x))(nnx.merge(graphdef, p, copy=True), x)  # noqa: E731
-    check(train_step(model), params, batch_of(), mesh_of(STAGES))
+    check(train_step(model), params, BATCH, mesh_of(STAGES))
 
 
 @jax.tree_util.register_dataclass
@@ -212,4 +208,4 @@ def test_a_dataclass_as_the_batch():
         losses, grads = treduce(lambda mb: jax.value_and_grad(loss)(params, mb), batch, schedule)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), (losses, grads)
 
-    check(step, parameters(), Examples(**batch_of()), mesh_of(STAGES))
+    check(step, parameters(), Examples(**BATCH), mesh_of(STAGES))

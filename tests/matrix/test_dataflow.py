@@ -14,25 +14,16 @@ from jaxpp_flax.engine.program.program import Transfer
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce
 from jaxpp_flax.schedules import Interleaved1F1B, Schedule, Std1F1B, ZeroBubble
+from tests.helpers import batch_of
 from tests.matrix.harness import check, mesh_of
 
 MICROBATCHES, ROWS, DIM = 4, 16, 16
+BATCH = batch_of(MICROBATCHES, ROWS, DIM, host=True, labels=True)
 
 
 def weights(number: int, rows: int = DIM, columns: int = DIM, seed: int = 0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     return [(rng.normal(size=(rows, columns)) / rows**0.5).astype(np.float32) for _ in range(number)]
-
-
-def batch_of(dim: int = DIM, rows: int = ROWS) -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(1)
-    shape = (MICROBATCHES, rows, dim)
-    return {
-        "x": rng.normal(size=shape).astype(np.float32),
-        "y": rng.normal(size=shape).astype(np.float32),
-        "ids": rng.integers(0, dim, shape[:2]).astype(np.int32),
-        "mask": rng.random(shape[:2]) < 0.7,
-    }
 
 
 def train_step(loss: Callable[..., jax.Array]) -> Any:
@@ -131,18 +122,18 @@ def parameters(case: str) -> list[np.ndarray]:
 @pytest.mark.parametrize("case", CASES)
 def test_equals_plain(case: str):
     ranks = STAGES[case]
-    check(train_step(CASES[case]), parameters(case), batch_of(), mesh_of(ranks), Std1F1B(ranks), ZeroBubble(ranks))
+    check(train_step(CASES[case]), parameters(case), BATCH, mesh_of(ranks), Std1F1B(ranks), ZeroBubble(ranks))
 
 
 @pytest.mark.parametrize("case", ["u_net", "branches"])
 def test_interleaved(case: str):
-    check(train_step(CASES[case]), parameters(case), batch_of(), mesh_of(2), Interleaved1F1B(4, 2))
+    check(train_step(CASES[case]), parameters(case), BATCH, mesh_of(2), Interleaved1F1B(4, 2))
 
 
 def test_a_skip_goes_straight_to_its_user():
     """No stage in between receives it: between ranks 0 and 3 the only transfers are the skip and its gradient."""
     params = weights(4, seed=2) + weights(1, 2 * DIM)
-    compiled, _ = check(train_step(u_net), params, batch_of(), mesh_of(4))
+    compiled, _ = check(train_step(u_net), params, BATCH, mesh_of(4))
     sizes = {
         (i.source, i.target): len(i.sent)
         for i in compiled.program.instructions
@@ -155,7 +146,7 @@ def test_a_skip_goes_straight_to_its_user():
 
 def test_what_anyone_can_compute_is_not_sent():
     """Masks, positions and tables depend on the batch alone: each stage computes its own, and one array crosses."""
-    compiled, _ = check(train_step(early_values), weights(3), batch_of(), mesh_of(3))
+    compiled, _ = check(train_step(early_values), weights(3), BATCH, mesh_of(3))
     between = [i for i in compiled.program.instructions if isinstance(i, Transfer)]
     assert {len(i.sent) for i in between} == {1}
 
@@ -180,7 +171,7 @@ def test_several_results_of_several_stages():
         (losses, aux), grads = treduce(body, batch, schedule, operation=((Concat(), {**METRICS}), Add))
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), (losses, aux, grads)
 
-    check(step, weights(4), batch_of(), mesh_of(3), Std1F1B(3), ZeroBubble(3))
+    check(step, weights(4), BATCH, mesh_of(3), Std1F1B(3), ZeroBubble(3))
 
 
 METRICS = {"first": Concat(), "balance": Concat(), "z": Add, "count": Add}
@@ -208,4 +199,4 @@ def test_unequal_masks_equal_the_whole_batch():
         value, grads = jax.value_and_grad(mean)(params)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), (value, grads)
 
-    check(step, weights(3), batch_of(), mesh_of(3), reference=whole)
+    check(step, weights(3), BATCH, mesh_of(3), reference=whole)

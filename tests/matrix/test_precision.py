@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -15,20 +14,16 @@ from jaxpp_flax import linen
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Schedule, Std1F1B
+from tests.helpers import batch_of
 from tests.matrix.harness import check, mesh_of
 
 pytestmark = pytest.mark.full_compilation
 
 STAGES, MICROBATCHES, ROWS, DIM = 2, 4, 16, 16
+BATCH = batch_of(MICROBATCHES, ROWS, DIM, host=True)
 # One rounding of bfloat16 is 2^-8, of float16 2^-11. Both runs do the same operations in the same dtype; only where XLA
 # keeps a longer intermediate in a fusion may a rounding fall away, here or there: a few of them, never dozens.
 BOUNDS = {jnp.bfloat16: 4 * 2**-8, jnp.float16: 4 * 2**-11}
-
-
-def batch_of() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(1)
-    shape = (MICROBATCHES, ROWS, DIM)
-    return {"x": rng.normal(size=shape).astype(np.float32), "y": rng.normal(size=shape).astype(np.float32)}
 
 
 class NnxModel(nnx.Module):
@@ -54,7 +49,7 @@ class LinenModel(nn.Module):
 def model_of(kind: str, dtype: Any) -> tuple[Any, Any]:
     if kind == "linen":
         model = LinenModel(dtype)
-        return model.apply, model.init(jax.random.key(0), batch_of()["x"][0])
+        return model.apply, model.init(jax.random.key(0), BATCH["x"][0])
     graphdef, params = nnx.split(NnxModel(nnx.Rngs(0), dtype))
     return lambda p, x: nnx.merge(graphdef, p, copy=True)(x), params
 
@@ -86,7 +81,7 @@ def test_low_precision_compute(kind: str, dtype: Any):
     """Activations cross in the low precision, weights and sums of gradients stay in float32."""
     apply, params = model_of(kind, dtype)
     step = train_step(apply, scale=128.0 if dtype is jnp.float16 else 1.0)
-    compiled, history = check(step, params, batch_of(), mesh_of(STAGES), Std1F1B(STAGES), rtol=BOUNDS[dtype])
+    compiled, history = check(step, params, BATCH, mesh_of(STAGES), Std1F1B(STAGES), rtol=BOUNDS[dtype])
     (loop,) = compiled._built.loops
     forward, *_ = loop.partition.tasks
     crossing = {str(v.aval.dtype) for v in forward.graph.outputs if v.aval.size > 1}
@@ -100,5 +95,5 @@ def test_gradients_summed_in_bfloat16():
     apply, params = model_of("nnx", jnp.bfloat16)
     step = train_step(apply, cast_gradients=jnp.bfloat16)
     # Four microbatches: four sums, each with a rounding of its own, on top of the model's.
-    compiled, _ = check(step, params, batch_of(), mesh_of(STAGES), Std1F1B(STAGES), rtol=8 * 2**-8)
+    compiled, _ = check(step, params, BATCH, mesh_of(STAGES), Std1F1B(STAGES), rtol=8 * 2**-8)
     assert accumulated_in(compiled) == {"bfloat16"}

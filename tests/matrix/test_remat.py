@@ -19,15 +19,11 @@ from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Schedule, Std1F1B, ZeroBubble
+from tests.helpers import batch_of
 from tests.matrix.harness import check, count, mesh_of
 
 STAGES, MICROBATCHES, ROWS, DIM = 3, 3, 16, 16
-
-
-def batch_of() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(1)
-    shape = (MICROBATCHES, ROWS, DIM)
-    return {"x": rng.normal(size=shape).astype(np.float32), "y": rng.normal(size=shape).astype(np.float32)}
+BATCH = batch_of(MICROBATCHES, ROWS, DIM, host=True)
 
 
 def parameters() -> list[np.ndarray]:
@@ -128,7 +124,7 @@ CASES: dict[str, tuple[Callable[..., jax.Array], dict[str, int]]] = {
 def test_recomputation(case: str):
     model, expected = CASES[case]
     schedules = [ZeroBubble(STAGES), Std1F1B(STAGES)]
-    checked = check(train_step(model), parameters(), batch_of(), mesh_of(STAGES), *schedules)
+    checked = check(train_step(model), parameters(), BATCH, mesh_of(STAGES), *schedules)
     products = count(checked.compiled, "dot_general")
     last = products.pop("fwd_bwd_2")
     assert products == expected
@@ -146,7 +142,7 @@ def test_a_recomputed_stage_keeps_its_input_alone():
     """The memory is what remat is for: without it, a stage keeps what its backward reads."""
     mesh = mesh_of(STAGES)
     kept = {
-        case: activations(check(train_step(CASES[case][0]), parameters(), batch_of(), mesh, steps=1).compiled, "fwd_1")
+        case: activations(check(train_step(CASES[case][0]), parameters(), BATCH, mesh, steps=1).compiled, "fwd_1")
         for case in ("unmarked", "around_all")
     }
     assert kept["around_all"] == 1
@@ -188,7 +184,7 @@ def test_nnx_remat(way: str):
         module = nnx.merge(graphdef, p, copy=True)
         return nnx.remat(lambda m, x: m(x))(module, x) if way == "whole" else module(x)
 
-    products = count(check(train_step(model), params, batch_of(), mesh_of(STAGES)).compiled, "dot_general")
+    products = count(check(train_step(model), params, BATCH, mesh_of(STAGES)).compiled, "dot_general")
     assert (products["fwd_1"], products["bwd_1"], products["bwd_0"]) == (2, 4 + 2, 3 + 2)
 
 
@@ -219,6 +215,6 @@ class MarkedLinenBlock(LinenBlock):
 @pytest.mark.parametrize("way", ["inside", "around"])
 def test_linen_remat(way: str):
     model = LinenModel(way)
-    params = model.init(jax.random.key(0), batch_of()["x"][0])
-    products = count(check(train_step(model.apply), params, batch_of(), mesh_of(STAGES)).compiled, "dot_general")
+    params = model.init(jax.random.key(0), BATCH["x"][0])
+    products = count(check(train_step(model.apply), params, BATCH, mesh_of(STAGES)).compiled, "dot_general")
     assert (products["fwd_1"], products["bwd_1"], products["bwd_0"]) == (2, 4 + 2, 3 + 2)

@@ -20,19 +20,14 @@ from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.layers.scan import join_layers, join_scanned, split_layers, split_scanned
 from jaxpp_flax.schedules import Schedule, Std1F1B
-from tests.helpers import tree_allclose
+from tests.helpers import batch_of, tree_allclose
 from tests.matrix.harness import count, mesh_of, run
 
 LAYERS, STAGES, MICROBATCHES, ROWS, DIM = 5, 2, 3, 16, 16
+BATCH = batch_of(MICROBATCHES, ROWS, DIM, host=True)
 LENGTHS = (3, 2)
 AXES: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "in_axes": nn.broadcast}
 TX = optax.sgd(0.1, momentum=0.9)
-
-
-def batch_of() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(1)
-    shape = (MICROBATCHES, ROWS, DIM)
-    return {"x": rng.normal(size=shape).astype(np.float32), "y": rng.normal(size=shape).astype(np.float32)}
 
 
 def train_step(model: Any) -> Any:
@@ -53,16 +48,16 @@ def compare(
 ) -> Any:
     """Two steps of both; the stacked state is carried over to the stages before them, and back after them."""
     state = (params, TX.init(params))
-    expected = run(jax.jit(train_step(plain_model), static_argnums=2), state, batch_of(), None, 2)
+    expected = run(jax.jit(train_step(plain_model), static_argnums=2), state, BATCH, None, 2)
     policy = cut_at_every_mark if cuts is None else lambda marks, n: cuts
     pipelined = mpmd_jit_with_loop(train_step(staged_model), mesh_of(stages), static_argnums=2, cut_policy=policy)
     split = split_scanned(state, "layers", lengths)
-    actual = run(pipelined, split, batch_of(), Std1F1B(stages), 2)
+    actual = run(pipelined, split, BATCH, Std1F1B(stages), 2)
     for (state, (losses, grads)), (wanted, (wanted_losses, wanted_grads)) in zip(actual, expected, strict=True):
         tree_allclose(losses, wanted_losses)
         tree_allclose(join_scanned(grads, "layers"), wanted_grads)
         tree_allclose(join_scanned(state, "layers"), wanted)
-    return pipelined.compile(split, batch_of(), Std1F1B(stages)), actual
+    return pipelined.compile(split, BATCH, Std1F1B(stages)), actual
 
 
 class Layer(nn.Module):
@@ -91,7 +86,7 @@ class LinenModel(nn.Module):
 @pytest.mark.parametrize("remat", [False, True])
 def test_linen(remat: bool):
     plain = LinenModel(staged=False, remat=remat)
-    params = plain.init(jax.random.key(0), batch_of()["x"][0])
+    params = plain.init(jax.random.key(0), BATCH["x"][0])
     compiled, history = compare(plain.apply, LinenModel(staged=True, remat=remat).apply, params)
     (state, _) = history[-1][0]
     for rank, length in enumerate(LENGTHS):
@@ -115,7 +110,7 @@ def test_divisions(name: str):
     """Parts of any lengths, in as many stages or fewer: each stage holds its own layers alone."""
     lengths, stages, cuts, home = DIVISIONS[name]
     plain = LinenModel(staged=False)
-    params = plain.init(jax.random.key(0), batch_of()["x"][0])
+    params = plain.init(jax.random.key(0), BATCH["x"][0])
     staged = LinenModel(staged=True, stages=lengths)
     compiled, history = compare(plain.apply, staged.apply, params, lengths, stages, cuts)
     ((state, opt_state), (_, grads)) = history[-1]
@@ -145,12 +140,12 @@ def test_where_a_stack_lives(form: str):
         return layers(x, p["layers"])
 
     state = (params, TX.init(params))
-    expected = run(jax.jit(train_step(plain), static_argnums=2), state, batch_of(), None, 2)[-1][1]
+    expected = run(jax.jit(train_step(plain), static_argnums=2), state, BATCH, None, 2)[-1][1]
     given = params if form == "whole" else split_layers(params, LENGTHS)
     step = mpmd_jit_with_loop(train_step(whole if form == "whole" else split), mesh_of(STAGES), static_argnums=2)
-    (after, _), (losses, grads) = run(step, (given, TX.init(given)), batch_of(), Std1F1B(STAGES), 2)[-1]
+    (after, _), (losses, grads) = run(step, (given, TX.init(given)), BATCH, Std1F1B(STAGES), 2)[-1]
     tree_allclose((losses, grads if form == "whole" else join_layers(grads)), expected)
-    (loop,) = step.compile((given, TX.init(given)), batch_of(), Std1F1B(STAGES))._built.loops
+    (loop,) = step.compile((given, TX.init(given)), BATCH, Std1F1B(STAGES))._built.loops
     sums = [a.state.aval.shape for a in loop.partition.accumulators if a.state.aval.ndim == 3]
     if form == "whole":
         assert after["layers"].mpmd_idxs == (0, 1)
@@ -229,4 +224,4 @@ def test_a_mark_inside_a_scan_is_refused_with_the_helper_as_remedy():
         MarkerPlacementError,
         match=r"inside `scan` at .*test_scanned_layers.*jaxpp_flax\.linen\.scan.*split_layers",
     ):
-        mpmd_jit_with_loop(step, mesh_of(2))(np.zeros((2, DIM, DIM), np.float32), batch_of())
+        mpmd_jit_with_loop(step, mesh_of(2))(np.zeros((2, DIM, DIM), np.float32), BATCH)

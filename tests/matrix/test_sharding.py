@@ -27,20 +27,15 @@ from jaxpp_flax.engine.tracing.treduce import Add, treduce
 from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Schedule, Std1F1B, ZeroBubble
 from jaxpp_flax.trainers.step.forward_only import ForwardOnly
-from tests.helpers import slow, tree_allclose
+from tests.helpers import batch_of, slow, tree_allclose
 from tests.matrix.harness import count, mesh_of, run
 
 MICROBATCHES, ROWS, DIM = 4, 16, 16
+BATCH = batch_of(MICROBATCHES, ROWS, DIM, host=True)
 TX = optax.sgd(0.1, momentum=0.9)
 _COLLECTIVES = re.compile(
     r" = [^=]*?\b(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 )
-
-
-def batch_of() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(1)
-    shape = (MICROBATCHES, ROWS, DIM)
-    return {"x": rng.normal(size=shape).astype(np.float32), "y": rng.normal(size=shape).astype(np.float32)}
 
 
 def parameters(layers: int) -> list[dict[str, np.ndarray]]:
@@ -129,7 +124,7 @@ DATA = {"x": P(None, "data"), "y": P(None, "data")}
 def test_data_parallel(stages: int):
     """Almost nothing is exchanged while the loop runs; each gradient is reduced once after it."""
     compiled, _, _ = check(
-        train_step(), state_of(parameters(stages)), batch_of(), mesh_of(stages, data=2), Std1F1B(stages),
+        train_step(), state_of(parameters(stages)), BATCH, mesh_of(stages, data=2), Std1F1B(stages),
         state_specs=P(), data=DATA,
     )  # fmt: skip
     # The loss is a mean over all examples: the last stage needs that one number for every microbatch.
@@ -149,7 +144,7 @@ def test_data_parallel_with_remat():
         return x
 
     compiled, _, _ = check(
-        train_step(apply), state_of(parameters(2)), batch_of(), mesh_of(2, data=2), state_specs=P(), data=DATA
+        train_step(apply), state_of(parameters(2)), BATCH, mesh_of(2, data=2), state_specs=P(), data=DATA
     )
     assert in_loop(compiled) == {"fwd_bwd_1": ["all-reduce"]}
     # Two products forward; backward two for each of two weights, less one whose input is the batch, and one again.
@@ -157,9 +152,7 @@ def test_data_parallel_with_remat():
 
 
 def test_data_parallel_zero_bubble():
-    check(
-        train_step(), state_of(parameters(2)), batch_of(), mesh_of(2, data=2), ZeroBubble(2), state_specs=P(), data=DATA
-    )
+    check(train_step(), state_of(parameters(2)), BATCH, mesh_of(2, data=2), ZeroBubble(2), state_specs=P(), data=DATA)
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -175,7 +168,7 @@ def test_metrics_summed_over_the_sharded_batch(training: bool):
         body = jax.value_and_grad(loss, has_aux=True) if training else loss
         return treduce(lambda b: body(params, b), batch, schedule, operation=Add)
 
-    params, batch = parameters(2), batch_of()
+    params, batch = parameters(2), BATCH
     specs = (P(), P(None, "data"))
     pipelined = mpmd_jit_with_loop(step, mesh_of(2, data=2), in_specs=specs, static_argnums=2)
     actual = pipelined(params, batch, schedule if training else ForwardOnly(schedule))
@@ -192,9 +185,9 @@ def test_what_a_step_returns_fits_the_next():
         static_argnums=2,
     )
     state = state_of(parameters(2))
-    compiled = pipelined.compile(state, batch_of(), Std1F1B(2))
-    state, _ = pipelined(state, batch_of(), Std1F1B(2))
-    assert pipelined.compile(state, batch_of(), Std1F1B(2)) is compiled
+    compiled = pipelined.compile(state, BATCH, Std1F1B(2))
+    state, _ = pipelined(state, BATCH, Std1F1B(2))
+    assert pipelined.compile(state, BATCH, Std1F1B(2)) is compiled
     for argument, result in zip(jax.tree.leaves(specs), jax.tree.leaves(state), strict=True):
         assert result.spec == argument
 
@@ -207,7 +200,7 @@ def test_tensor_parallel():
     """Megatron's split: one all-reduce of activations per layer and direction, weights never gathered."""
     specs = [TENSOR] * 2
     compiled, actual, _ = check(
-        train_step(), state_of(parameters(2)), batch_of(), mesh_of(2, data=2, tensor=2),
+        train_step(), state_of(parameters(2)), BATCH, mesh_of(2, data=2, tensor=2),
         state_specs=(specs, (optax.TraceState(specs), optax.EmptyState())), data=DATA,
     )  # fmt: skip
     assert {kind for kinds in in_loop(compiled).values() for kind in kinds} == {"all-reduce"}
@@ -221,7 +214,7 @@ def test_fsdp():
     """Parameters, accumulators and optimizer state stay sharded; weights are gathered where they are used."""
     specs = [FSDP] * 2
     compiled, actual, _ = check(
-        train_step(), state_of(parameters(2)), batch_of(), mesh_of(2, fsdp=4),
+        train_step(), state_of(parameters(2)), BATCH, mesh_of(2, fsdp=4),
         state_specs=(specs, (optax.TraceState(specs), optax.EmptyState())),
         data={"x": P(None, "fsdp"), "y": P(None, "fsdp")},
     )  # fmt: skip
@@ -257,11 +250,11 @@ def test_constraints(way: str, axis_type: str):
     apply = model if axis_type == "auto" else explicit_model
     step = train_step(lambda p, x: apply(p, x, pipelined_constraint))
     plain = train_step(lambda p, x: apply(p, x, plain_constraint))
-    expected = on_one_submesh(plain, state, batch_of(), mesh, state_specs, DATA)
+    expected = on_one_submesh(plain, state, BATCH, mesh, state_specs, DATA)
     pipelined = mpmd_jit_with_loop(step, mesh, in_specs=(state_specs, DATA), static_argnums=2)
-    actual = run(pipelined, state, batch_of(), Std1F1B(2), 2)
+    actual = run(pipelined, state, BATCH, Std1F1B(2), 2)
     tree_allclose(actual, expected)
-    compiled = pipelined.compile(state, batch_of(), Std1F1B(2))
+    compiled = pipelined.compile(state, BATCH, Std1F1B(2))
     (task,) = [i for i, t in enumerate(compiled.program.tasks) if t.name == "fwd_0"]
     specs_out = [s.spec for s in compiled._executables.tasks[task].output_shardings]
     assert P("data", "tensor") in specs_out, "the hidden activation is sharded over both axes, as asked"
@@ -285,7 +278,7 @@ def explicit_mesh(num_ranks: int, **axes: int) -> MpmdMesh:
 
 def test_explicit_data_parallel():
     compiled, _, _ = check(
-        train_step(), state_of(parameters(2)), batch_of(), explicit_mesh(2, data=2), state_specs=P(), data=DATA
+        train_step(), state_of(parameters(2)), BATCH, explicit_mesh(2, data=2), state_specs=P(), data=DATA
     )
     assert in_loop(compiled) == {"fwd_bwd_1": ["all-reduce"]}
 
@@ -293,7 +286,7 @@ def test_explicit_data_parallel():
 def test_explicit_tensor_parallel():
     specs = [TENSOR] * 2
     check(
-        train_step(explicit_model), state_of(parameters(2)), batch_of(), explicit_mesh(2, data=2, tensor=2),
+        train_step(explicit_model), state_of(parameters(2)), BATCH, explicit_mesh(2, data=2, tensor=2),
         state_specs=(specs, (optax.TraceState(specs), optax.EmptyState())), data=DATA,
     )  # fmt: skip
 
@@ -326,7 +319,7 @@ def test_nnx_with_partitioning():
     params = jax.tree.map(np.asarray, params)
     step = train_step(lambda p, x: nnx.merge(graphdef, p, copy=True)(x))
     state_specs = (specs, (optax.TraceState(specs), optax.EmptyState()))
-    _, actual, _ = check(step, state_of(params), batch_of(), mesh, state_specs=state_specs, data=DATA)
+    _, actual, _ = check(step, state_of(params), BATCH, mesh, state_specs=state_specs, data=DATA)
     kernel = actual[-1][0][0]["blocks"][1]["up"]["kernel"].get_value()
     assert isinstance(kernel, MpmdArray)
     assert (kernel.mpmd_idxs, kernel.spec) == ((1,), P(None, "tensor"))
@@ -355,7 +348,7 @@ RULES = (("batch", "data"), ("mlp", "tensor"), ("embed", None))
 
 def test_linen_logical_partitioning():
     mesh = mesh_of(2, data=2, tensor=2)
-    boxed = LinenModel().init(jax.random.key(0), batch_of()["x"][0])
+    boxed = LinenModel().init(jax.random.key(0), BATCH["x"][0])
     specs = nn.logical_to_mesh(nn.get_partition_spec(boxed), RULES)
     params = jax.tree.map(np.asarray, nn.meta.unbox(boxed))
 
@@ -364,9 +357,7 @@ def test_linen_logical_partitioning():
             return LinenModel().apply(p, x)
 
     state_specs = (specs, (optax.TraceState(specs), optax.EmptyState()))
-    compiled, actual, _ = check(
-        train_step(apply), state_of(params), batch_of(), mesh, state_specs=state_specs, data=DATA
-    )
+    compiled, actual, _ = check(train_step(apply), state_of(params), BATCH, mesh, state_specs=state_specs, data=DATA)
     kernel = actual[-1][0][0]["params"]["LinenBlock_1"]["Dense_0"]["kernel"]
     assert (kernel.mpmd_idxs, kernel.spec) == ((1,), P(None, "tensor"))
     assert len(in_loop(compiled)["fwd_0"]) == 1
@@ -412,7 +403,7 @@ def test_data_parallel_under_scan(way: str, axis_type: str):
     compiled, _, _ = check(
         train_step(apply),
         state_of([stacked(3), stacked(2)]),
-        batch_of(),
+        BATCH,
         mesh_of(2, data=2),
         state_specs=P(),
         data=DATA,
@@ -437,7 +428,7 @@ def test_data_parallel_recurrence():
         return x
 
     compiled, _, _ = check(
-        train_step(apply), state_of(parameters(2)), batch_of(), mesh_of(2, data=2), state_specs=P(), data=DATA
+        train_step(apply), state_of(parameters(2)), BATCH, mesh_of(2, data=2), state_specs=P(), data=DATA
     )
     assert in_loop(compiled) == {"fwd_bwd_1": ["all-reduce"]}
 
@@ -450,7 +441,7 @@ def test_shardings_are_those_of_one_program(axes: dict[str, int]):
     specs, data = [of_layer] * 2, {"x": P(None, batch_axis), "y": P(None, batch_axis)}
     state_specs = (specs, (optax.TraceState(specs), optax.EmptyState()))
     compiled, actual, expected = check(
-        train_step(), state_of(parameters(2)), batch_of(), mesh, state_specs=state_specs, data=data
+        train_step(), state_of(parameters(2)), BATCH, mesh, state_specs=state_specs, data=data
     )
     sub = mesh.unstack[0]
     for got, wanted in zip(jax.tree.leaves(actual[-1]), jax.tree.leaves(expected[-1]), strict=True):
@@ -461,7 +452,7 @@ def test_shardings_are_those_of_one_program(axes: dict[str, int]):
         loss = lambda a: jnp.mean((model(params[1:], a) - y) ** 2)  # noqa: E731
         return activation, jax.grad(loss)(activation)
 
-    args = (parameters(2), batch_of()["x"][0], batch_of()["y"][0])
+    args = (parameters(2), BATCH["x"][0], BATCH["y"][0])
     lies = jax.tree.map(lambda s: NamedSharding(sub, s), (specs, P(batch_axis), P(batch_axis)))
     one_program = jax.jit(whole, in_shardings=lies).lower(*args).compile().output_shardings
     crossing = {

@@ -16,16 +16,11 @@ from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce
 from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Eager1F1B, GPipe, Interleaved1F1B, Schedule, Std1F1B, ZeroBubble
-from tests.helpers import tree_allclose
+from tests.helpers import batch_of, tree_allclose
 from tests.matrix.harness import check, mesh_of, run
 
 STAGES, MICROBATCHES, ROWS, DIM = 3, 4, 16, 8
-
-
-def batch_of() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(1)
-    shape = (MICROBATCHES, ROWS, DIM)
-    return {"x": rng.normal(size=shape).astype(np.float32), "y": rng.normal(size=shape).astype(np.float32)}
+BATCH = batch_of(MICROBATCHES, ROWS, DIM, host=True)
 
 
 class Calls(nnx.Variable):
@@ -95,7 +90,7 @@ def nnx_state(*features: str, layers: int = STAGES) -> tuple[Any, Any]:
 def test_nnx_state(features: tuple[str, ...]):
     graphdef, state = nnx_state(*features)
     schedules = [ZeroBubble(STAGES), GPipe(STAGES), Std1F1B(STAGES)]
-    ((_, rest), _), *_ = check(nnx_step(graphdef), state, batch_of(), mesh_of(STAGES), *schedules).history
+    ((_, rest), _), *_ = check(nnx_step(graphdef), state, BATCH, mesh_of(STAGES), *schedules).history
     if "norm" in features:
         for rank, block in rest["blocks"].items():
             assert block["norm"]["mean"].get_value().mpmd_idxs == (rank,), "statistics live in their own stage"
@@ -118,7 +113,7 @@ def test_evaluation_uses_the_running_averages():
 
         return (params, rest), treduce(evaluate, batch, None if schedule is None else GPipe(STAGES), operation=Concat())
 
-    check(step, state, batch_of(), mesh_of(STAGES))
+    check(step, state, BATCH, mesh_of(STAGES))
 
 
 class LinenBlock(nn.Module):
@@ -161,9 +156,9 @@ def linen_step(state: Any, batch: Any, schedule: Schedule | None) -> Any:
 
 
 def test_linen_state():
-    variables = LinenModel().init(jax.random.key(0), batch_of()["x"][0])
+    variables = LinenModel().init(jax.random.key(0), BATCH["x"][0])
     state = (variables["params"], {k: v for k, v in variables.items() if k != "params"}, np.int32(0))
-    check(linen_step, state, batch_of(), mesh_of(STAGES), Std1F1B(STAGES), ZeroBubble(STAGES))
+    check(linen_step, state, BATCH, mesh_of(STAGES), Std1F1B(STAGES), ZeroBubble(STAGES))
 
 
 def masks_step(graphdef: Any) -> Any:
@@ -190,7 +185,7 @@ def test_dropout_does_not_depend_on_the_partition():
     """Bit for bit the same masks for every number of stages and ranks and for every schedule; no two alike."""
     graphdef, state = nnx_state("dropout", layers=4)
     step = masks_step(graphdef)
-    plain = run(jax.jit(step, static_argnums=2), state, batch_of(), None, 2)
+    plain = run(jax.jit(step, static_argnums=2), state, BATCH, None, 2)
     expected = np.stack([[np.asarray(z) for z in zeros] for _, zeros in plain])  # (step, layer, microbatch, ...)
     flat = expected.reshape(-1, ROWS * DIM)
     assert len(np.unique(flat, axis=0)) == len(flat) == 2 * 4 * MICROBATCHES
@@ -200,7 +195,7 @@ def test_dropout_does_not_depend_on_the_partition():
         pipelined = mpmd_jit_with_loop(
             step, mesh_of(schedule.num_ranks), static_argnums=2, cut_policy=lambda marks, stages, cut=cut: cut
         )
-        history = run(pipelined, state, batch_of(), schedule, 2)
+        history = run(pipelined, state, BATCH, schedule, 2)
         tree_allclose(history, plain, rtol=0, atol=0)
 
 
@@ -208,7 +203,7 @@ def test_a_resumed_run_continues_the_masks():
     """The state after one step, fetched and put back, gives the second step's masks."""
     graphdef, state = nnx_state("dropout")
     step = mpmd_jit_with_loop(masks_step(graphdef), mesh_of(STAGES), static_argnums=2)
-    (state, _), (_, expected) = run(step, state, batch_of(), Std1F1B(STAGES), 2)
+    (state, _), (_, expected) = run(step, state, BATCH, Std1F1B(STAGES), 2)
 
     def fetch(leaf: Any) -> Any:
         if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -216,7 +211,7 @@ def test_a_resumed_run_continues_the_masks():
         return np.asarray(leaf)
 
     fresh = mpmd_jit_with_loop(masks_step(graphdef), mesh_of(STAGES), static_argnums=2)
-    _, actual = fresh(jax.tree.map(fetch, state), batch_of(), GPipe(STAGES))
+    _, actual = fresh(jax.tree.map(fetch, state), BATCH, GPipe(STAGES))
     tree_allclose(actual, expected, rtol=0, atol=0)
 
 
@@ -240,4 +235,4 @@ def test_dropout_masks_agree_in_forward_and_backward():
         rest, (losses, grads) = treduce(body, batch, schedule, init=rest)
         return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), rest), (losses, grads)
 
-    check(step, state, batch_of(), mesh_of(STAGES), Std1F1B(STAGES), reference=plain)
+    check(step, state, BATCH, mesh_of(STAGES), Std1F1B(STAGES), reference=plain)

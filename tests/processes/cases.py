@@ -20,7 +20,8 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce
 from jaxpp_flax.schedules import GPipe, Interleaved1F1B, Schedule, Std1F1B, ZeroBubble
-from tests.engine.toys import ROWS, batch_of, chain, chain_loss, sgd_step
+from tests.engine.toys import chain, chain_loss, sgd_step
+from tests.helpers import ROWS, batch_of
 
 STEPS = 3
 

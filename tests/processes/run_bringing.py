@@ -29,8 +29,8 @@ from jaxpp_flax.engine.runtime.fetching import Wanted, bring  # noqa: E402
 from jaxpp_flax.engine.runtime.instruction_loop import Across  # noqa: E402
 from jaxpp_flax.engine.runtime.transport.connection import process_link  # noqa: E402
 from jaxpp_flax.schedules import GPipe, Std1F1B  # noqa: E402
-from tests.engine.toys import batch_of, chain, sgd_step  # noqa: E402
-from tests.helpers import tree_allclose  # noqa: E402
+from tests.engine.toys import chain, sgd_step  # noqa: E402
+from tests.helpers import batch_of, tree_allclose  # noqa: E402
 from tests.processes.cases import mesh_of  # noqa: E402
 
 MESHES = {"rows": mesh_of(2, "rows"), "columns": mesh_of(2, "columns"), "single": mesh_of(4, "rows")}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tests.trainers.script_program import batch_of
+from tests.trainers.script_program import features_of
 
 EXAMPLES = 24
 
@@ -58,7 +58,7 @@ class Data:
     def build(self) -> Any:
         """For the trainer."""
         if self.kind == "list" and self.event is None:
-            return [batch_of(examples) for examples in self.batches()]
+            return [features_of(examples) for examples in self.batches()]
         source = _Iterable(self)
         return source if not self.runs_once else iter(source)
 
@@ -78,7 +78,7 @@ class _Iterable:
         number, self.drawn = self.drawn, self.drawn + 1
         if self.data.event is not None and self.data.event[0] == number:
             happen(self.data.event[1])
-        return batch_of(examples)
+        return features_of(examples)
 
 
 class _WithState:

@@ -78,7 +78,7 @@ def make_trainer(directory: Path | None, *, stages: int, **options: Any) -> Pipe
     )  # fmt: skip
 
 
-def batch_of(examples: Sequence[int]) -> dict[str, np.ndarray]:
+def features_of(examples: Sequence[int]) -> dict[str, np.ndarray]:
     return {"x": FEATURES[list(examples)]}
 
 

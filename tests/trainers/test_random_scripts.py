@@ -39,7 +39,7 @@ from tests.trainers.script_damage import DAMAGES, damage
 from tests.trainers.script_data import Data, happen
 from tests.trainers.script_model import DAMAGE, Event, Fails, Fit, Outcome, Run, Saved
 from tests.trainers.script_moves import SETTINGS, Does, Losses, continuations, data_sets, fits, limits
-from tests.trainers.script_program import State, batch_of, make_trainer
+from tests.trainers.script_program import State, features_of, make_trainer
 
 
 class Scripts(RuleBasedStateMachine):
@@ -84,7 +84,7 @@ class Scripts(RuleBasedStateMachine):
         callbacks: list[Callback] = [losses]
         callbacks += [self.early] if call.stops_early else []
         callbacks += [] if call.event is None else [Does(call.event)]
-        evaluated = [batch_of(Run.EVALUATED)] if call.evaluates else None
+        evaluated = [features_of(Run.EVALUATED)] if call.evaluates else None
         given = self.held[1] if call.drawn is not None and self.held else call.data.build()
         before = self.run.stream
         expected = self.run.fit(call)
@@ -126,14 +126,14 @@ class Scripts(RuleBasedStateMachine):
     @rule(first=st.integers(100, 120), size=st.sampled_from([4, 8]))
     def step_by_hand(self, first: int, size: int) -> None:
         examples = range(first, first + size)
-        loss = float(self.trainer.train_step(batch_of(examples))["loss"])
+        loss = float(self.trainer.train_step(features_of(examples))["loss"])
         assert loss == self.run.step_by_hand(examples)
 
     # ------------------------------------------------------------------ what changes nothing
 
     @rule(how=st.sampled_from(["evaluate", "predict", "look"]))
     def inspect(self, how: str) -> None:
-        batch, state = batch_of(Run.EVALUATED), self.run.state
+        batch, state = features_of(Run.EVALUATED), self.run.state
         if how == "evaluate":
             assert self.trainer.evaluate([batch])["loss"] == state.loss(Run.EVALUATED)
         elif how == "predict":

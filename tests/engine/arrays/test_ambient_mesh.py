@@ -17,8 +17,8 @@ from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import Std1F1B
-from tests.engine.toys import batch_of, chain, sgd_step
-from tests.helpers import tree_allclose
+from tests.engine.toys import chain, sgd_step
+from tests.helpers import batch_of, tree_allclose
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
 PARAMS, BATCH = chain(2), batch_of(2)

@@ -12,7 +12,8 @@ from jaxpp_flax.engine.passes.drop_unused import drop_unused_results
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, from_jaxpr
 from jaxpp_flax.engine.tracing.treduce import Add, treduce, treduce_p
-from tests.engine.toys import batch_of, chain, count, gradients
+from tests.engine.toys import chain, count, gradients
+from tests.helpers import batch_of
 
 PARAMS, BATCH = chain(2), batch_of(2)
 

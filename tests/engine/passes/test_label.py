@@ -15,7 +15,7 @@ from jaxpp_flax.engine.passes.label import Labels, find_marks, label
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import VerificationError, from_jaxpr
 from jaxpp_flax.engine.tracing.markers import Mark, mark_stage_end
-from tests.engine.toys import DIM, ROWS
+from tests.helpers import DIM, ROWS
 
 X = np.ones((ROWS, DIM), np.float32)
 W = np.ones((DIM, DIM), np.float32)

@@ -10,7 +10,8 @@ from jaxpp_flax.engine.passes.liveness import allocate
 from jaxpp_flax.engine.program.program import Free, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.tracing.ir import Graph, Value
 from jaxpp_flax.schedules import Std1F1B
-from tests.engine.toys import batch_of, built, by_hand, chain, identity, sgd_step
+from tests.engine.toys import built, by_hand, chain, identity, sgd_step
+from tests.helpers import batch_of
 
 ONE = ProgramTask("one", 0, identity((2,)))
 

@@ -21,7 +21,8 @@ from jaxpp_flax.engine.tracing.ir import Graph, VerificationError, from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end, marker_p
 from jaxpp_flax.engine.tracing.treduce import Add, Last, treduce
 from jaxpp_flax.schedules.task import TaskKind
-from tests.engine.toys import DIM, ROWS, batch_of, chain, chain_loss, count, gradients, kinds, partition_of
+from tests.engine.toys import chain, chain_loss, count, gradients, kinds, partition_of
+from tests.helpers import DIM, ROWS, batch_of
 
 F, B, I, W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT  # noqa: E741
 

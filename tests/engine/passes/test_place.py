@@ -14,7 +14,8 @@ import pytest
 from jaxpp_flax.engine.passes.place import Loop, Move, Placed, PlacementWarning, Segment
 from jaxpp_flax.engine.tracing.ir import Value, VerificationError
 from jaxpp_flax.schedules import Std1F1B
-from tests.engine.toys import batch_of, built, chain, chain_loss, gradients, sgd_step
+from tests.engine.toys import built, chain, chain_loss, gradients, sgd_step
+from tests.helpers import batch_of
 
 S = 3
 

@@ -15,8 +15,8 @@ from jaxpp_flax.engine.passes.schedule import unroll
 from jaxpp_flax.engine.program.program import Program, Run, Transfer
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.schedules import GPipe, Interleaved1F1B, Schedule, Std1F1B, ZeroBubble
-from tests.engine.toys import batch_of, built, chain, sgd_step
-from tests.helpers import tree_allclose
+from tests.engine.toys import built, chain, sgd_step
+from tests.helpers import batch_of, tree_allclose
 
 MICROBATCHES = 4
 SCHEDULES = [GPipe(3), Std1F1B(3), ZeroBubble(3), Interleaved1F1B(4, 2)]

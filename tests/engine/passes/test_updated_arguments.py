@@ -10,7 +10,8 @@ import optax
 import pytest
 
 from jaxpp_flax.schedules import Std1F1B
-from tests.engine.toys import ROWS, batch_of, built, chain, gradients
+from tests.engine.toys import built, chain, gradients
+from tests.helpers import ROWS, batch_of
 
 DIM = 12  # unlike ROWS
 

@@ -17,8 +17,8 @@ from jaxpp_flax.engine.tracing.ir import Graph
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import Schedule, Std1F1B
-from tests.engine.toys import DIM, batch_of, by_hand, chain, identity, made
-from tests.helpers import tree_allclose
+from tests.engine.toys import by_hand, chain, identity, made
+from tests.helpers import DIM, batch_of, tree_allclose
 from tests.matrix.harness import mesh_of
 
 

@@ -21,7 +21,8 @@ from jaxpp_flax.processes.agreement import ProgramMismatchError, ValuesMismatchE
 from jaxpp_flax.processes.group import BarrierTimeoutError, ProcessGroup
 from jaxpp_flax.schedules import GPipe, Std1F1B
 from tests.engine.stores import MemoryStore, in_parallel
-from tests.engine.toys import batch_of, built, chain, chain_loss, sgd_step
+from tests.engine.toys import built, chain, chain_loss, sgd_step
+from tests.helpers import batch_of
 
 
 def lines(schedule: Any = None, dim: int = 8, microbatches: int = 4, loss: Any = None) -> list[str]:

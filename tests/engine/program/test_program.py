@@ -10,7 +10,8 @@ import pytest
 from jaxpp_flax.engine.program.program import Free, Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.tracing.ir import VerificationError
 from jaxpp_flax.schedules import Std1F1B
-from tests.engine.toys import batch_of, built, by_hand, chain, identity, sgd_step
+from tests.engine.toys import built, by_hand, chain, identity, sgd_step
+from tests.helpers import batch_of
 
 ONE = ProgramTask("one", 0, identity((2,)))
 RUN = Run(0, -1, 0, (0,), (1,))

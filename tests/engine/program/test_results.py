@@ -16,8 +16,8 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.program.program import Free, Program, Run
 from jaxpp_flax.schedules import Std1F1B
-from tests.engine.toys import batch_of, chain, gradients
-from tests.helpers import tree_allclose
+from tests.engine.toys import chain, gradients
+from tests.helpers import batch_of, tree_allclose
 
 WANTED = {
     "argument": P("x"),

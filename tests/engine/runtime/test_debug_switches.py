@@ -16,8 +16,8 @@ from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
 from jaxpp_flax.engine.runtime.task_times import collect_task_times_ms
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import Std1F1B
-from tests.engine.toys import batch_of, chain, forward, mesh_of
-from tests.helpers import tree_allclose
+from tests.engine.toys import chain, forward, mesh_of
+from tests.helpers import batch_of, tree_allclose
 
 
 def loss(params: Any, mb: Any) -> jax.Array:

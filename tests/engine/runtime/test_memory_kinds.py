@@ -22,8 +22,8 @@ from jaxpp_flax.engine.runtime import fetching, instruction_loop
 from jaxpp_flax.engine.runtime.fetching import Wanted
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.schedules import Std1F1B
-from tests.engine.toys import batch_of, chain, gradients
-from tests.helpers import tree_allclose
+from tests.engine.toys import chain, gradients
+from tests.helpers import batch_of, tree_allclose
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 

@@ -17,7 +17,8 @@ from jaxpp_flax.engine.program.program import Free, Program, ProgramTask, Run, T
 from jaxpp_flax.engine.runtime import instruction_loop
 from jaxpp_flax.engine.runtime.shared_buffers import handed_over
 from jaxpp_flax.schedules import GPipe, Std1F1B, ZeroBubble
-from tests.engine.toys import batch_of, by_hand, chain, identity, made, mesh_of, sgd_step
+from tests.engine.toys import by_hand, chain, identity, made, mesh_of, sgd_step
+from tests.helpers import batch_of
 
 HERE, THERE = ProgramTask("here", 0, made((2,))), ProgramTask("there", 1, made((2,)))
 

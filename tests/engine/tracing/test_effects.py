@@ -18,8 +18,8 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.schedules import Std1F1B
-from tests.engine.toys import batch_of, chain, gradients
-from tests.helpers import tree_allclose
+from tests.engine.toys import chain, gradients
+from tests.helpers import batch_of, tree_allclose
 
 
 def with_cosine(sine: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:

@@ -18,7 +18,8 @@ from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Constant, Graph, from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.schedules import GPipe
-from tests.engine.toys import batch_of, chain, gradients, mesh_of, partition_of
+from tests.engine.toys import chain, gradients, mesh_of, partition_of
+from tests.helpers import batch_of
 
 X = np.ones((4, 4), np.float32)
 UNLIKE = [(1, 1.0), (1, True), (0.0, -0.0), ((1, (2,)), (1, (2.0,))), ({1: 2}, {"1": 2})]

@@ -14,7 +14,8 @@ from flax.core import FrozenDict
 
 from jaxpp_flax.engine.jit import mpmd_jit
 from jaxpp_flax.engine.tracing.static_arguments import StaticArgument
-from tests.engine.toys import batch_of, chain, forward, mesh_of
+from tests.engine.toys import chain, forward, mesh_of
+from tests.helpers import batch_of
 
 
 @dataclass(frozen=True)

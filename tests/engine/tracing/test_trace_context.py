@@ -15,8 +15,8 @@ from jaxpp_flax import _compat
 from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import Std1F1B
-from tests.engine.toys import batch_of, chain, forward, mesh_of
-from tests.helpers import tree_allclose
+from tests.engine.toys import chain, forward, mesh_of
+from tests.helpers import batch_of, tree_allclose
 
 Context = Callable[[], AbstractContextManager[Any]]
 # What each changes in the step below: its numbers, its types, or whether it can be traced.
