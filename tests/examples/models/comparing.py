@@ -13,7 +13,7 @@ import optax
 
 from jaxpp_flax import PipelineTrainer
 
-MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
+MODELS = Path(__file__).resolve().parents[3] / "examples" / "models"
 NAMES = ("vit", "decoder", "scanned")
 
 

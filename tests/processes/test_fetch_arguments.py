@@ -10,7 +10,7 @@ pytestmark = pytest.mark.processes
 
 
 def test_arguments_of_other_ranks():
-    for output in run_processes(2, "run_bringing.py", devices=2):
+    for output in run_processes(2, "run_fetch_arguments.py", devices=2):
         assert "276 moves" in output
         assert "all done" in output
         for name in ("cut otherwise", "cut elsewhere", "cut over all"):

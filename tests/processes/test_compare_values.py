@@ -33,7 +33,7 @@ def said_of_cases(output: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """What both processes printed of all cases."""
-    return run_processes(2, "run_alike.py", str(tmp_path_factory.mktemp("alike")))
+    return run_processes(2, "run_compare_values.py", str(tmp_path_factory.mktemp("values")))
 
 
 @pytest.mark.parametrize("name", EXPECTED)

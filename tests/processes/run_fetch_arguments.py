@@ -1,4 +1,4 @@
-"""Run by `test_bringing.py` as two processes of two devices: arguments that lie elsewhere than a step reads them.
+"""Run by `test_fetch_arguments.py` as two processes of two devices: arguments that lie elsewhere than they are read.
 
 Each process compares with what it computes alone, on its own devices.
 """

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.models.comparing import MODELS, NAMES
+from tests.examples.models.comparing import MODELS, NAMES
 
 PAGE = MODELS.parents[1] / "docs" / "converting.md"
 MAX_CHANGED = 10

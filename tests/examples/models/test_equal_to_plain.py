@@ -9,8 +9,8 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxpp_flax.layers import join_scanned, split_scanned
+from tests.examples.models.comparing import load, pipelined_step, tokens
 from tests.helpers import slow, tree_allclose
-from tests.models.comparing import load, pipelined_step, tokens
 
 # Four microbatches' gradients summed, relative to a leaf's largest entry: some roundings of 6e-8. The exact gradient of
 # a key's bias is zero, so only its absolute size tells.

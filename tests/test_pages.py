@@ -1,0 +1,34 @@
+"""The code on the pages of docs/ runs, block after block, as a reader would try it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def run_page(name: str, blocks: int) -> None:
+    """Run the page's blocks of Python, of which there are at least so many, in one namespace."""
+    found = re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(encoding="utf-8"), re.DOTALL)
+    assert len(found) >= blocks
+    namespace: dict[str, object] = {"__name__": "page"}
+    for number, block in enumerate(found):
+        exec(compile(block, f"{name}, block {number}", "exec"), namespace)
+
+
+def test_the_page_about_the_trainer_runs(capsys: pytest.CaptureFixture[str]):
+    run_page("trainer.md", blocks=6)
+    out = capsys.readouterr().out
+    assert "['Dense_0', 'Dense_1', 'Dense_2']" in out
+    assert "'accuracy'" in out
+
+
+def test_the_page_about_assignments_runs(capsys: pytest.CaptureFixture[str]):
+    run_page("assignment.md", blocks=3)
+    out = capsys.readouterr().out
+    assert "assignment of 9 blocks to 4 stages, operations and bytes estimated" in out
+    assert "no assignment of 9 blocks to 4 stages keeps within memory_limit" in out
+    assert '{"name": "after_block_7", "stage": 3' in out
