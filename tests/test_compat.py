@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax import _compat
 from jaxpp_flax._compat import copy_arrays, copy_arrays_public, private_names_in_use
+from tests.running import run_python
 
 both_ways = pytest.mark.parametrize("copy", [copy_arrays, copy_arrays_public], ids=["private", "public"])
 Copy = Callable[..., list[jax.Array]]
@@ -195,9 +193,7 @@ def test_the_switch_leaves_private_names_alone():
         "[x] = reshard.spmd_to_mpmd_reshard(mesh, [jnp.arange(3.)], [MpmdSharding(mesh, {1}, P())])\n"
         "print(np.asarray(x * 2 + jnp.sum(jnp.asarray(x)) - x), float(x[1]), jax.tree.map(jnp.copy, [x]))\n"
     )
-    environment = {**os.environ, "JAXPP_FLAX_PUBLIC_API_ONLY": "1"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", script, JAXPP_FLAX_PUBLIC_API_ONLY="1")
     assert done.stdout.strip() == "[3. 4. 5.] 1.0 [Array([0., 1., 2.], dtype=float32)]"
 
 

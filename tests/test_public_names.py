@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import jaxpp_flax
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests.running import run_python
 
 
 def loaded_after(program: str) -> set[str]:
     """Which of the larger libraries a program has imported at its end."""
     report = "import sys; print(*sys.modules.keys() & {'jax', 'flax', 'optax', 'orbax', 'rich'})"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{program}\n{report}"], capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    return set(run_python("-c", f"{program}\n{report}").stdout.split())
 
 
 def test_type_checkers_see_the_names_that_python_finds():

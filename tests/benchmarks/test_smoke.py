@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+from tests.running import ROOT, run_python
+
 TINY = ["--stages", "2", "--microbatches", "4", "--blocks", "4", "--width", "8", "--length", "4", "--batch", "1"]
 
 # JaxPP is not on the package index. It has the interface of `jaxpp_flax.api`, which stands in for it here.
@@ -19,15 +18,12 @@ STAND_IN = "from jaxpp_flax.api import *\n"
 
 
 def result_of(command: str, folder: Path, *flags: str) -> dict[str, Any]:
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    paths = [str(folder), str(BENCHMARKS.parent), environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(p for p in paths if p)
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / f"{command}.py"), *(flags if command == "scale" else (*TINY, *flags)),
-         "--json", str(folder / "rows.json")],
-        env=environment, capture_output=True, text=True, check=False, timeout=300,
+    paths = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    flags = flags if command == "scale" else (*TINY, *flags)
+    run_python(
+        str(ROOT / "benchmarks" / f"{command}.py"), *flags, "--json", str(folder / "rows.json"),
+        XLA_FLAGS=None, PYTHONPATH=os.pathsep.join(path for path in paths if path),
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     return json.loads((folder / "rows.json").read_text())
 
 

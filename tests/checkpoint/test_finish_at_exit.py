@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from jaxpp_flax.checkpoint import CheckpointSaveError, finish_at_exit, store
 from jaxpp_flax.trainers.callbacks import Callback
 from tests.checkpoint import program
 from tests.helpers import slow
+from tests.running import run_python
 
 SLOW = 0.3  # seconds: longer than the step in which `fit` ends
 BATCHES = list(program.batches(4))
@@ -140,9 +139,5 @@ trainer.save(wait=False)
 @pytest.mark.parametrize(("end", "status"), [("", 0), ("sys.exit(7)", 7), ("raise ValueError('the end')", 1)])
 def test_the_end_of_a_program_waits(end: str, status: int, tmp_path: Path):
     """A minute is more than any of these takes, and far less than a program that hangs."""
-    command = [sys.executable, "-c", SCRIPT.format(end=end), str(tmp_path / "run")]
-    root = Path(__file__).resolve().parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == status, ended.stderr
+    ended = run_python("-c", SCRIPT.format(end=end), str(tmp_path / "run"), status=status, timeout=60)
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["1"], ended.stderr

@@ -19,6 +19,7 @@ from jaxpp_flax.checkpoint.owner import FILE_NAME, Owner, Ownership
 from jaxpp_flax.checkpoint.store import CheckpointStore
 from jaxpp_flax.trainers import Callback
 from tests.checkpoint.program import batches, make_trainer
+from tests.running import run_python
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -230,19 +231,17 @@ def test_where_nothing_can_be_written_checkpoints_are_read(tmp_path, monkeypatch
 @pytest.mark.slow
 def test_the_same_program_a_second_time(tmp_path):
     """A job that was queued again while its first life still runs."""
-    program = [sys.executable, "-m", "tests.checkpoint.program", str(tmp_path / "run"), "2000"]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as first:
+    program = ["-m", "tests.checkpoint.program", str(tmp_path / "run")]
+    with subprocess.Popen([sys.executable, *program, "2000"], stdout=subprocess.PIPE, text=True) as first:
         try:
             assert first.stdout is not None
             next(line for line in first.stdout if line.startswith("step 2"))
-            second = subprocess.run([*program[:-1], "5"], capture_output=True, text=True, timeout=120, check=False)
-            assert second.returncode == 1
+            second = run_python(*program, "5", status=1)
             assert f"process {first.pid} on " in second.stderr
             assert first.poll() is None
         finally:
             first.kill()
-    third = subprocess.run([*program[:-1], "5"], capture_output=True, text=True, timeout=120, check=False)
-    assert third.returncode == 0, third.stderr
+    third = run_python(*program, "5")
     assert f"was left by process {first.pid} on " in third.stderr
 
 

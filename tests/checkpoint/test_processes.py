@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +9,7 @@ import pytest
 
 from tests.checkpoint.layouts import make_state
 from tests.checkpoint.processes import run
+from tests.running import run_python
 
 pytestmark = pytest.mark.processes
 
@@ -48,12 +46,7 @@ def test_four_to_two_to_one_to_stock_orbax_and_back(tmp_path: Path):
     run(1, [*jobs, ("save", "2 stages x tensor", 7, one), ("stock_save", 8, plain)])
     (tmp_path / "reader.py").write_text(READER)
     written = [*four.values(), *two.values()]
-    done = subprocess.run(
-        [sys.executable, "-I", str(tmp_path / "reader.py"), *(path for _, path in written)],
-        capture_output=True, text=True, cwd=tmp_path, check=False, timeout=120,
-        env={**os.environ, "XLA_FLAGS": ""},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = run_python("-I", str(tmp_path / "reader.py"), *(path for _, path in written), cwd=tmp_path, XLA_FLAGS="")
     for (seed, _), line in zip(written, done.stdout.splitlines(), strict=True):
         assert line.startswith("['model_state', 'opt_state', 'params', 'step'] 21 ")
         total = float(np.asarray(make_state(seed)["params"]["embed"]).sum())

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -18,6 +15,7 @@ from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from tests.checkpoint.layouts import LAYOUTS, make_state
 from tests.helpers import tree_allclose
+from tests.running import run_python
 
 
 @pytest.fixture
@@ -117,12 +115,8 @@ def test_stock_orbax_reads_it_without_this_package(tmp_path: Path):
     path = save(tmp_path / "ckpt", LAYOUTS["4 stages x fsdp"].put(state))
     (tmp_path / "reader.py").write_text(READER)
     # -I: neither the current directory nor PYTHONPATH; a device count that differs from the writer's is no matter.
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-    done = subprocess.run(
-        [sys.executable, "-I", str(tmp_path / "reader.py"), str(path)],
-        capture_output=True, text=True, env=environment, cwd=tmp_path, check=False, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    flags = "--xla_force_host_platform_device_count=8"
+    done = run_python("-I", str(tmp_path / "reader.py"), str(path), cwd=tmp_path, XLA_FLAGS=flags)
     expected = f"['model_state', 'opt_state', 'params', 'step'] {sorted('01234567')} 5 "
     assert done.stdout.startswith(expected)
     np.testing.assert_allclose(float(done.stdout.split()[-1]), float(state["params"]["embed"].sum()), rtol=1e-5)

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.running import ROOT
+
 # Generous, because the machine may be busy with other tests; nothing here takes a tenth of it alone.
 PATIENCE = 180.0
 MARK = "JAXPP_FLAX_TEST_RUN"

@@ -26,9 +26,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.running import ROOT
+
 __all__ = ["Server", "Started", "fork_server", "server_of", "start_program"]
 
-ROOT = Path(__file__).resolve().parents[2]
 LONGEST_REQUEST = 1 << 20
 MOST_DESCRIPTORS = 8
 IMPORTED = (

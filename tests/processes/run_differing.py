@@ -1,4 +1,4 @@
-"""Run by `test_compare_values.py`: arguments and settings that differ between two processes. Prints what is said of each.
+"""Run by `test_compare_values.py`: arguments and settings may differ between two processes. Prints each error.
 
 Usage: run_differing.py FOLDER
 """

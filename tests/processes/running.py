@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import os
-import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from tests.processes.prepared import ROOT, Started, start_program
+from tests.processes.prepared import Started, start_program
+from tests.running import ROOT, free_port
 
 __all__ = ["Ended", "ProcessesError", "results_of_cases", "run_processes", "start_processes"]
 
@@ -37,13 +37,6 @@ class ProcessesError(AssertionError):
             for i, e in enumerate(ended)
         )
         super().__init__(f"{what} did not all succeed:\n{shown}")
-
-
-def free_port() -> int:
-    """A port of loopback that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Processes:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import textwrap
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +19,7 @@ from jaxpp_flax.engine.arrays import reshard
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
+from tests.running import ROOT, free_port
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
@@ -313,13 +312,10 @@ class TestWithSeveralProcesses:
             print("good", flush=True)
             """
         )
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        root = Path(__file__).resolve().parents[3]
+        port = free_port()
         environment = {
             "PATH": "/usr/bin:/bin",
-            "PYTHONPATH": str(root),
+            "PYTHONPATH": str(ROOT),
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
         }

@@ -24,6 +24,7 @@ from jaxpp_flax.launch.process import connection
 from jaxpp_flax.launch.process.connection import _listening_addresses
 from jaxpp_flax.launch.settings import LaunchSettings
 from tests.launch.running import Run, started, wait_for
+from tests.running import free_port
 
 pytestmark = pytest.mark.processes
 
@@ -42,12 +43,6 @@ WAIT = """
 with group.waiting("the loss of step 4", on=1 - group.process_index):
     time.sleep(1000)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def start_two(stack: ExitStack, folder: Path, source: str) -> list[Run]:
