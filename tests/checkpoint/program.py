@@ -16,22 +16,16 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import Callback
+from tests.trainers.models import Layers
 
 WIDTH = 6
 
 
-class MLP(nnx.Module):
+class MLP(Layers):
     def __init__(self, depth: int, *, rngs: nnx.Rngs, dropout: float = 0.1):
-        layers = [nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(depth)]
-        self.layers = nnx.List([PipelineStage(layer) for layer in layers])
-        self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else None
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = jnp.tanh(layer(x))
-        return x if self.dropout is None else self.dropout(x)
+        super().__init__(depth, WIDTH, rngs=rngs, dropout=dropout)
 
 
 def loss_fn(model, batch):

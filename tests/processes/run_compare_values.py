@@ -17,21 +17,17 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
-from jaxpp_flax import PipelineStage, PipelineTrainer  # noqa: E402
+from jaxpp_flax import PipelineTrainer  # noqa: E402
 from jaxpp_flax.api import MpmdMesh, Std1F1B, mark_stage_end, mpmd_jit_with_loop, treduce  # noqa: E402
 from jaxpp_flax.processes.agreement import ValuesMismatchError  # noqa: E402
+from tests.trainers.models import Layers  # noqa: E402
 
 ME = jax.process_index()
 
 
-class Model(nnx.Module):
+class Model(Layers):
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([PipelineStage(nnx.Linear(4, 4, rngs=rngs)) for _ in range(2)])
-
-    def __call__(self, x: Any) -> Any:
-        for layer in self.layers:
-            x = jnp.tanh(layer(x))
-        return x
+        super().__init__(rngs=rngs)
 
 
 def loss_fn(model: Any, batch: Any) -> Any:

@@ -25,20 +25,16 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
-from jaxpp_flax import PipelineStage, PipelineTrainer  # noqa: E402
+from jaxpp_flax import PipelineTrainer  # noqa: E402
 from jaxpp_flax.trainers import Callback  # noqa: E402
+from tests.trainers.models import Layers  # noqa: E402
 
 
-class Model(nnx.Module):
+class Model(Layers):
     """A layer in each process."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.blocks = nnx.List([PipelineStage(nnx.Linear(8, 8, rngs=rngs)) for _ in range(jax.process_count())])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for block in self.blocks:
-            x = jnp.tanh(block(x))
-        return x
+        super().__init__(jax.process_count(), 8, rngs=rngs)
 
 
 class Say(Callback):

@@ -21,7 +21,7 @@ from flax import nnx  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
-from jaxpp_flax import PipelineStage, PipelineTrainer  # noqa: E402
+from jaxpp_flax import PipelineTrainer  # noqa: E402
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding  # noqa: E402
 from jaxpp_flax.engine.arrays.placing import place_on_ranks  # noqa: E402
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop  # noqa: E402
@@ -32,6 +32,7 @@ from jaxpp_flax.schedules import GPipe, Std1F1B  # noqa: E402
 from tests.engine.toys import chain, sgd_step  # noqa: E402
 from tests.helpers import batch_of, tree_allclose  # noqa: E402
 from tests.processes.cases import mesh_of  # noqa: E402
+from tests.trainers.models import Layers  # noqa: E402
 
 MESHES = {"rows": mesh_of(2, "rows"), "columns": mesh_of(2, "columns"), "single": mesh_of(4, "rows")}
 
@@ -152,18 +153,16 @@ def check_refusals() -> None:
     tree_allclose(np.asarray(losses), np.asarray(jax.jit(sgd_step(None))(state, batch)[1]), rtol=1e-6)
 
 
-class Model(nnx.Module):
+class Model(Layers):
     """Four layers, one of which has a state of its own."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([PipelineStage(nnx.Linear(8, 8, rngs=rngs)) for _ in range(4)])
+        super().__init__(4, 8, rngs=rngs)
         self.seen = nnx.Variable(jnp.zeros((), jnp.int32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        for layer in self.layers:
-            x = jnp.tanh(layer(x))
         self.seen.set_value(self.seen.get_value() + x.shape[0])
-        return x
+        return super().__call__(x)
 
 
 def training(batches: Any, mesh: jax.sharding.Mesh) -> list[float]:

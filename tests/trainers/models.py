@@ -50,19 +50,28 @@ class Model(nnx.Module):
 
 
 class Layers(nnx.Module):
-    """As small as a model of two stages can be: features in, features out."""
+    """Features in, features out: by default as small as a model of two stages can be."""
 
     WIDTH = 4
 
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        layers = [nnx.Linear(self.WIDTH, self.WIDTH, rngs=rngs) for _ in range(2)]
+    def __init__(
+        self,
+        num_layers: int = 2,
+        width: int = WIDTH,
+        *,
+        rngs: nnx.Rngs | None = None,
+        dropout: float = 0.0,
+        use_bias: bool = True,
+    ):
+        rngs = rngs or nnx.Rngs(0)
+        layers = [nnx.Linear(width, width, rngs=rngs, use_bias=use_bias) for _ in range(num_layers)]
         self.layers = nnx.List(map(PipelineStage, layers))
+        self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else None
 
     def __call__(self, x):
         for layer in self.layers:
             x = jnp.tanh(layer(x))
-        return x
+        return x if self.dropout is None else self.dropout(x)
 
 
 class LinenBlock(nn.Module):

@@ -14,26 +14,21 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
 from jaxpp_flax.trainers.errors import NonFiniteLossError
 from jaxpp_flax.trainers.state import holder
 from jaxpp_flax.trainers.state.placing import is_abstract, make_on_ranks
+from tests.trainers.models import Layers
 
 STAGES, WIDTH = 4, 64
 KERNEL = WIDTH * WIDTH * 4
 
 
-class Deep(nnx.Module):
+class Deep(Layers):
     def __init__(self, *, rngs: nnx.Rngs):
-        layers = [nnx.Linear(WIDTH, WIDTH, rngs=rngs, use_bias=False) for _ in range(STAGES)]
-        self.layers = nnx.List([PipelineStage(layer) for layer in layers])
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = jnp.tanh(layer(x))
-        return x
+        super().__init__(STAGES, WIDTH, rngs=rngs, use_bias=False)
 
 
 def loss_fn(model, batch):
