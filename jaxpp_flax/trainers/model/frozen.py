@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
 
+from jaxpp_flax.globs import matches, matches_any
 from jaxpp_flax.trainers.errors import ModelError
 
 __all__ = ["frozen_filter", "merge_frozen", "path_text", "split_frozen"]
@@ -27,8 +27,7 @@ def frozen_filter(frozen: Any, paths: Sequence[str]) -> Callable[[str], bool]:
     """Whether the parameter at a path is frozen.
 
     Args:
-      frozen: a glob or several (each matches whole paths, or their beginnings up to a slash), or a function of the
-        path.
+      frozen: a glob or several (see `jaxpp_flax.globs`), or a function of the path.
       paths: of all parameters.
 
     Raises:
@@ -41,19 +40,15 @@ def frozen_filter(frozen: Any, paths: Sequence[str]) -> Callable[[str], bool]:
       (True, False)
     """
     if callable(frozen):
-        return lambda path: bool(frozen(path))
+        return matches_any(frozen)
     patterns = [frozen] if isinstance(frozen, str) else list(frozen) if isinstance(frozen, Sequence) else None
     if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(f"frozen={frozen!r}: use paths such as 'embed/*', a list of them, or a function of the path.")
     for pattern in patterns:
-        if not any(_matches(path, pattern) for path in paths):
+        if not any(matches(path, pattern) for path in paths):
             known = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
             raise ModelError(f"frozen: no parameter matches {pattern!r}. The parameters are {known}.")
-    return lambda path: any(_matches(path, pattern) for pattern in patterns)
-
-
-def _matches(path: str, pattern: str) -> bool:
-    return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern.rstrip('/')}/*")
+    return matches_any(patterns)
 
 
 def split_frozen(params: Any, is_frozen: Callable[[str], bool]) -> tuple[Any, Any]:
