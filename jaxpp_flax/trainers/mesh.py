@@ -41,7 +41,8 @@ def build_mesh(num_ranks: int, axes: Mapping[str, int] | None = None, devices: S
         raise MeshError(
             f"{num_ranks} ranks need at least as many devices, but there are {len(available)} "
             f"({available[0].platform}). Use num_stages={len(available)} or fewer; or an interleaved schedule with "
-            f"several stages on each rank: schedule='interleaved_1f1b', num_ranks={len(available)}. "
+            f"several stages on each rank: schedule='interleaved_1f1b', "
+            f"mesh=MeshOptions(num_ranks={len(available)}). "
             f"{_more_devices(num_ranks)}"
         )
     known = num_ranks * math.prod(size for size in sizes.values() if size != -1)

@@ -152,8 +152,6 @@ def choose_ranks(
       ValueError: an unknown schedule, or one that does not fit stages, ranks or microbatches.
       MeshError: devices, mesh and ranks do not fit.
     """
-    if mesh is not None and mesh_axes is not None:
-        raise ValueError("both mesh= and mesh_axes= are given; a mesh already says which axes it has.")
     if isinstance(schedule, Schedule):
         made = schedule
         if made.num_stages != num_stages:

@@ -23,7 +23,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray  # noqa: E402
-from jaxpp_flax.trainers import Callback  # noqa: E402
+from jaxpp_flax.trainers import Callback, Checkpoints  # noqa: E402
 from tests.checkpoint import program  # noqa: E402
 
 SETTINGS: dict[str, Any] = json.loads(sys.argv[1]) if __name__ == "__main__" else {}
@@ -100,10 +100,9 @@ def loss_fn(model: Any, batch: Any) -> Any:
 
 def main() -> None:
     count = jax.process_count()
-    options = {name: SETTINGS[name] for name in ("save_every", "keep", "async_save") if name in SETTINGS}
-    trainer = program.make_trainer(
-        SETTINGS["directory"], stages=count, depth=count, loss=loss_fn, preemption_deadline=30.0, **options
-    )
+    saves = {name: SETTINGS[name] for name in ("every", "keep", "asynchronous") if name in SETTINGS}
+    checkpoints = Checkpoints(SETTINGS["directory"], preemption_deadline=30.0, **saves)
+    trainer = program.make_trainer(checkpoints, stages=count, depth=count, loss=loss_fn)
     print("compiling", flush=True)
     trainer.fit(batches(), steps=SETTINGS["steps"], resume=SETTINGS["resume"], callbacks=[Says()])
     print(f"state {trainer.step} {digest(trainer.state)}", flush=True)
