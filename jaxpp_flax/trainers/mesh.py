@@ -111,7 +111,7 @@ def wrap_mesh(mesh: Any, num_ranks: int | None) -> MpmdMesh:
     if num_ranks is not None and mesh.mpmd_dim != num_ranks:
         raise MeshError(
             f"the mesh has {mesh.mpmd_dim} ranks along {mesh.mpmd_axis_name!r}, but {num_ranks} are asked for. "
-            f"Make that axis {num_ranks} long, or use num_ranks={mesh.mpmd_dim} "
+            f"Make that axis {num_ranks} long, or use MeshOptions(num_ranks={mesh.mpmd_dim}) "
             "(several stages on each rank need an interleaved schedule)."
         )
     return mesh

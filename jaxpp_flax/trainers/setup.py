@@ -128,7 +128,7 @@ def check_parameters(params: Any, model: Any) -> None:
     if not leaves:
         raise ModelError(
             f"the model {type(model).__name__} has no parameters to train. Give it layers with parameters; for NNX, "
-            "`wrt` chooses the variables to train (nnx.Param by default)."
+            "Parameters(wrt=) chooses the variables to train (nnx.Param by default)."
         )
     for path, leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):

@@ -106,7 +106,7 @@ def test_restoring_into_a_run_under_way_keeps_its_layout(after_four: Path, unint
 
 
 def test_errors_leave_the_state_as_it_was(after_four: Path, tmp_path: Path):
-    trainer = make_trainer(blocks=3, directory=after_four)
+    trainer = make_trainer(blocks=3, checkpoints=after_four)
     state = trainer.state
     with pytest.raises(CheckpointMismatchError, match=r"params/blocks/2/widen/kernel: missing"):
         trainer.restore("latest")

@@ -1,6 +1,6 @@
 """Trains as several processes, one of which gets into trouble: `-m tests.launch.chaos SETTINGS`, launched.
 
-SETTINGS is JSON: `directory`, `steps`, `resume` and options of the trainer, and of the trouble `kind`, `process` and
+SETTINGS is JSON: `directory`, `steps`, `resume`, options of the `checkpoints`, and of the trouble `kind`, `process` and
 `step`. Every process prints each step's loss, and at the end (or always, for `every`) a digest of all of its state.
 """
 
@@ -100,8 +100,8 @@ def loss_fn(model: Any, batch: Any) -> Any:
 
 def main() -> None:
     count = jax.process_count()
-    saves = {name: SETTINGS[name] for name in ("every", "keep", "asynchronous") if name in SETTINGS}
-    checkpoints = Checkpoints(SETTINGS["directory"], preemption_deadline=30.0, **saves)
+    directory = SETTINGS["directory"]
+    checkpoints = None if directory is None else Checkpoints(directory, **SETTINGS.get("checkpoints", {}))
     trainer = program.make_trainer(checkpoints, stages=count, depth=count, loss=loss_fn)
     print("compiling", flush=True)
     trainer.fit(batches(), steps=SETTINGS["steps"], resume=SETTINGS["resume"], callbacks=[Says()])

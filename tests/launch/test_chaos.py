@@ -260,7 +260,7 @@ class Job:
 
     @contextmanager
     def _begun(self, steps: int, **settings: Any) -> Iterator[Run]:
-        options = {"directory": str(self.directory), "steps": steps, **self.options, **settings}
+        options = {"directory": str(self.directory), "steps": steps, "checkpoints": self.options, **settings}
         with launched(self.folder, self.processes, **options) as run:
             try:
                 yield run
