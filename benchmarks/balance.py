@@ -104,13 +104,14 @@ def main() -> None:
 
     from jaxpp_flax import PipelineTrainer
     from jaxpp_flax.schedules import simulate
+    from jaxpp_flax.trainers import Assignment, Balanced, MeshOptions
     from jaxpp_flax.trainers.tuning.profiling import task_costs
 
     ways = {
-        "even": {"assignment": "even", "cost": "flops"},
-        "balanced, operations": {"assignment": "balanced", "cost": "flops"},
-        "balanced, estimated": {"assignment": "balanced", "cost": "estimated"},
-        "balanced, measured": {"assignment": "balanced", "cost": "measured"},
+        "even": {"assignment": Assignment("even", cost="flops")},
+        "balanced, operations": {"assignment": Balanced(cost="flops")},
+        "balanced, estimated": {"assignment": Balanced(cost="estimated")},
+        "balanced, measured": {"assignment": Balanced(cost="measured")},
     }
     for title, (model, loss, batch) in models(arguments).items():
 
@@ -120,11 +121,10 @@ def main() -> None:
                 optax.sgd(1e-3),
                 loss,
                 num_stages=arguments.stages * arguments.stages_per_rank,
-                num_ranks=arguments.stages,
+                mesh=MeshOptions(mesh=mesh(arguments.stages), num_ranks=arguments.stages),
                 num_microbatches=num_microbatches,
                 schedule=arguments.schedule,
-                mesh=mesh(arguments.stages),
-                progress=False,
+                logging=False,
                 **options,
             )
 

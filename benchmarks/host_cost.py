@@ -43,7 +43,7 @@ def main() -> None:
     batch = {name: rng.normal(size=(examples, width)).astype(np.float32) for name in "xy"}
     trainer = PipelineTrainer(
         MLP(nnx.Rngs(0)), optax.sgd(0.01), loss_fn, num_stages=arguments.stages,
-        num_microbatches=arguments.microbatches, progress=False,
+        num_microbatches=arguments.microbatches, logging=False,
     )  # fmt: skip
     compiled = trainer.compile(batch)
     split = {k: v.reshape(arguments.microbatches, -1, width) for k, v in batch.items()}

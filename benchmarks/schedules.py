@@ -340,6 +340,7 @@ def run_measured(options: argparse.Namespace) -> int:
 
     from jaxpp_flax import PipelineStage, PipelineTrainer
     from jaxpp_flax.schedules import draw, simulate
+    from jaxpp_flax.trainers import MeshOptions
 
     jax.config.update("jax_platforms", "cpu")
     width, blocks = options.width, 2 * options.ranks
@@ -367,8 +368,8 @@ def run_measured(options: argparse.Namespace) -> int:
     for name in ("1f1b", "zero_bubble", "zbv"):
         stages = options.ranks * (2 if name == "zbv" else 1)
         trainers[name] = PipelineTrainer(
-            Model(nnx.Rngs(0)), optax.sgd(1e-3), loss, num_stages=stages, num_ranks=options.ranks,
-            num_microbatches=options.microbatches, schedule=name, progress=False,
+            Model(nnx.Rngs(0)), optax.sgd(1e-3), loss, num_stages=stages, mesh=MeshOptions(num_ranks=options.ranks),
+            num_microbatches=options.microbatches, schedule=name, logging=False,
         )  # fmt: skip
     rows = options.rows * options.microbatches
     batch = np.random.default_rng(0).normal(size=(rows, width)).astype(np.float32)

@@ -21,6 +21,7 @@ from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.checkpoint import load_nnx
+from jaxpp_flax.trainers import Checkpoints
 
 STEPS, BATCH, MICROBATCHES, WIDTH = 60, 32, 4, 32
 
@@ -53,15 +54,16 @@ def batches():
         yield make_batch(seed)
 
 
-def make_trainer(directory, **layout):
+def make_trainer(directory, asynchronous=True, **layout):
     return PipelineTrainer(
         MLP(rngs=nnx.Rngs(0)), optax.adam(1e-2), loss_fn, num_microbatches=MICROBATCHES,
-        checkpoint_dir=directory, save_every=5, keep=2, progress=False, **layout,
+        checkpoints=Checkpoints(directory, every=5, keep=2, asynchronous=asynchronous),
+        logging=False, **layout,
     )  # fmt: skip
 
 
 def train_until_killed(directory):
-    trainer = make_trainer(directory, num_stages=4, async_save=False)
+    trainer = make_trainer(directory, asynchronous=False, num_stages=4)
     for step, metrics in trainer.training_steps(batches()):
         print(f"4 stages           step {step:2}  loss {float(metrics['loss']):.4f}", flush=True)
         if step == 23:
@@ -84,7 +86,7 @@ def main():
         steps = sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
         print(f"killed (status {first.returncode}); checkpoints of steps {steps}")
 
-        trainer = make_trainer(directory, num_stages=2, mesh_axes={"data": 2})
+        trainer = make_trainer(directory, num_stages=2, mesh={"data": 2})
         trainer.fit(batches(), steps=STEPS, resume=True)
         held_out = make_batch(STEPS)
         pipelined = trainer.evaluate(held_out)["loss"]

@@ -23,6 +23,7 @@ from flax import nnx
 from models import vit, vit_pipelined
 
 from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.trainers import Logging
 
 Batch = dict[str, np.ndarray]
 
@@ -63,7 +64,7 @@ def train_pipelined(args: argparse.Namespace, model: nnx.Module, tx: optax.Gradi
     devices = jax.devices() if len(jax.devices()) >= args.stages else jax.devices("cpu")
     mesh = jax.sharding.Mesh(np.array(devices[: args.stages]), ("stage",))
     plan = {"num_stages": args.stages, "num_microbatches": args.microbatches, "schedule": args.schedule, "mesh": mesh}
-    trainer = PipelineTrainer(model, tx, vit_pipelined.loss_fn, log_every=50, **plan)
+    trainer = PipelineTrainer(model, tx, vit_pipelined.loss_fn, logging=Logging(every=50), **plan)
     trainer.fit(train, steps=args.steps)
     return trainer.evaluate([held_out])["accuracy"]
 

@@ -21,12 +21,21 @@ if TYPE_CHECKING:
     from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, Op, treduce, treduce_i
     from jaxpp_flax.layers import PipelineStage, pipeline_stage
     from jaxpp_flax.schedules import Eager1F1B, GPipe, Interleaved1F1B, Schedule, Std1F1B
-    from jaxpp_flax.trainers import Callback, DictTracker, JsonlTracker, PipelineTrainer, Tracker, TrainState
+    from jaxpp_flax.trainers import (
+        Callback,
+        Checkpoints,
+        DictTracker,
+        JsonlTracker,
+        PipelineTrainer,
+        Tracker,
+        TrainState,
+    )
 
 __all__ = [
     # training a Flax model
     "PipelineTrainer",
     "TrainState",
+    "Checkpoints",
     "Callback",
     "Tracker",
     "DictTracker",
@@ -85,6 +94,7 @@ _HOME = {
     "Schedule": "schedules",
     "Std1F1B": "schedules",
     "Callback": "trainers",
+    "Checkpoints": "trainers",
     "DictTracker": "trainers",
     "JsonlTracker": "trainers",
     "PipelineTrainer": "trainers",

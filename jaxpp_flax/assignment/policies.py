@@ -11,7 +11,6 @@ No policy demands divisibility, and each segment ends in exactly one stage.
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from jaxpp_flax.assignment.balancing import balance
 from jaxpp_flax.engine.blocks import Marks
 from jaxpp_flax.engine.tracing.markers import Mark, block_names, segment_names
+from jaxpp_flax.globs import matches
 
 __all__ = [
     "AssignmentError",
@@ -140,7 +140,7 @@ def sizes(blocks_per_stage: Sequence[int]) -> CutPolicy:
 
 
 def by_name(stages: Mapping[str, int]) -> CutPolicy:
-    """Blocks by name: from names, or globs of names, to stages.
+    """Blocks by name: from names, or globs of names (see `jaxpp_flax.globs`), to stages.
 
     An exact name goes before a glob, and an earlier glob before a later one. Every block must be matched. What follows
     the last block goes where its own name (`after_<name of the last>`) says; without that it stays with the last block,
@@ -222,7 +222,7 @@ def _check_enough(marks: Sequence[Mark], num_stages: int) -> None:
 
 def _check_keys(wanted: Mapping[str, int], names: Sequence[str], num_stages: int) -> None:
     for key, stage in wanted.items():
-        if not any(fnmatch.fnmatchcase(name, key) for name in names) and key not in names:
+        if not any(matches(name, key) for name in names):
             raise AssignmentError(
                 f"the assignment names {key!r}, which matches no block of the model.{near_names(key, names)} "
                 f"The blocks: {_some(list(names))}."
@@ -248,7 +248,7 @@ def near_names(name: str, names: Sequence[str]) -> str:
 def _stage_of(name: str, wanted: Mapping[str, int]) -> int | None:
     if name in wanted:
         return wanted[name]
-    return next((stage for key, stage in wanted.items() if fnmatch.fnmatchcase(name, key)), None)
+    return next((stage for key, stage in wanted.items() if matches(name, key)), None)
 
 
 def _some(items: Sequence[Any]) -> str:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import TypeAlias, cast
 
 from jaxpp_flax.assignment.plan import Plan
 from jaxpp_flax.assignment.policies import AssignmentError, CutPolicy, balanced, by_name, even, near_names, sizes
 from jaxpp_flax.engine.tracing.markers import Mark
 
-__all__ = ["resolve"]
+__all__ = ["AssignmentLike", "resolve"]
+
+AssignmentLike: TypeAlias = str | os.PathLike[str] | Mapping[str, int] | Sequence[int] | Plan | CutPolicy
+"""What `assignment=` takes: see `resolve`."""
 
 
-def resolve(assignment: Any) -> CutPolicy:
+def resolve(assignment: AssignmentLike) -> CutPolicy:
     """The policy for `"even"`, `"balanced"`, a list of sizes, a mapping from names, a plan, its file, or a policy.
 
     Raises:

@@ -188,7 +188,7 @@ class Ownership:
         if lives:
             raise DirectoryInUseError(
                 f"{self._directory} belongs to another job that is running: {owner}. Two of them would write the same "
-                "steps over each other's. Use another checkpoint_dir, or end that job first; it gives the directory "
+                "steps over each other's. Use another directory, or end that job first; it gives the directory "
                 f"back by itself when it ends (if it has ended, remove {self._path})."
             )
         aside = self._path.with_name(f"{FILE_NAME}.{secrets.token_hex(4)}")

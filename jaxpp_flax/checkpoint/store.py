@@ -8,7 +8,7 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
@@ -32,10 +32,26 @@ from jaxpp_flax.processes.exchanges import done_by_one, everyones
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.processes.waits import say
 
-__all__ = ["CheckpointStore", "read_json", "save_step"]
+__all__ = ["CheckpointStore", "SavePolicy", "KeepPolicy", "check_interval", "read_json", "save_step"]
 
 # Seconds that a process which fails waits for the others' parts of a save.
 _PATIENCE = 60.0
+
+
+SavePolicy: TypeAlias = int | policies.SaveDecisionPolicy
+"""An interval in steps, or an Orbax save decision policy."""
+KeepPolicy: TypeAlias = int | policies.PreservationPolicy
+"""How many of the latest checkpoints to keep, or an Orbax preservation policy."""
+
+
+def check_interval(name: str, value: object) -> None:
+    """Refuse a number that is no count.
+
+    Raises:
+      ValueError: naming the argument.
+    """
+    if isinstance(value, (bool, float)) or (isinstance(value, int) and value < 1):
+        raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1, a policy, or None.")
 
 
 class CheckpointStore:
@@ -43,13 +59,13 @@ class CheckpointStore:
 
     Args:
       directory: made by the first save.
-      save_every: an interval in steps, an Orbax save decision policy, or None for explicit saves alone.
+      every: an interval in steps, an Orbax save decision policy, or None for explicit saves alone.
       keep: how many of the latest to keep, an Orbax preservation policy, or None for all.
       asynchronous: write in the background; what remains is the copy to the host.
 
     Example:
       >>> import tempfile, jax.numpy as jnp
-      >>> store = CheckpointStore(tempfile.mkdtemp(), save_every=2, keep=2)
+      >>> store = CheckpointStore(tempfile.mkdtemp(), every=2, keep=2)
       >>> for step in range(1, 8):
       ...     if store.wants(step):
       ...         store.save(step, {"w": jnp.ones(2) * step}, {"about": {"step": step}})
@@ -59,13 +75,17 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], *, save_every: Any = None, keep: Any = None, asynchronous: bool = True
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        every: SavePolicy | None = None,
+        keep: KeepPolicy | None = None,
+        asynchronous: bool = True,
     ) -> None:
         self.directory = absolute(directory)
-        for name, value in (("save_every", save_every), ("keep", keep)):
-            if isinstance(value, (bool, float)) or (isinstance(value, int) and value < 1):
-                raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1, a policy, or None.")
-        self._save_every, self._keep, self._asynchronous = save_every, keep, asynchronous
+        check_interval("every", every)
+        check_interval("keep", keep)
+        self._every, self._keep, self._asynchronous = every, keep, asynchronous
         self._manager: ocp.CheckpointManager | None = None
         self._writing: tuple[int, frozenset[str]] | None = None
         self._saving = -1  # the last step whose save was begun
@@ -111,10 +131,10 @@ class CheckpointStore:
         """When it saves and what it keeps, in words that are the same in every process.
 
         Example:
-          >>> CheckpointStore("anywhere", save_every=2, keep=3).describe()
-          'save_every=2, keep=3'
+          >>> CheckpointStore("anywhere", every=2, keep=3).describe()
+          'every=2, keep=3'
         """
-        named = {"save_every": self._save_every, "keep": self._keep}
+        named = {"every": self._every, "keep": self._keep}
         plain = {name: of if of is None or isinstance(of, int) else type(of).__name__ for name, of in named.items()}
         return ", ".join(f"{name}={of}" for name, of in plain.items())
 
@@ -150,7 +170,7 @@ class CheckpointStore:
         if step == "latest" and not steps:
             raise CheckpointNotFoundError(
                 f"{self.directory} holds no complete checkpoint yet. Save one first (`trainer.save()`, or "
-                "`save_every=`), or look whether the directory is the one that the run wrote to."
+                "`every=`), or look whether the directory is the one that the run wrote to."
             )
         wanted = steps[-1] if step == "latest" else step
         if wanted not in steps:
@@ -160,11 +180,11 @@ class CheckpointStore:
         return self.directory / str(wanted)
 
     def wants(self, step: int) -> bool:
-        """Whether `save_every` asks for a checkpoint of this step, and there is none yet."""
-        if self._save_every is None or step in self.steps() or (self._writing is not None and self._writing[0] == step):
+        """Whether `every` asks for a checkpoint of this step, and there is none yet."""
+        if self._every is None or step in self.steps() or (self._writing is not None and self._writing[0] == step):
             return False
-        if isinstance(self._save_every, int):
-            return step % self._save_every == 0
+        if isinstance(self._every, int):
+            return step % self._every == 0
         return self._open().should_save(step)
 
     def save(self, step: int, tree: Any, beside: Mapping[str, Any], *, wait: bool = False) -> None:
@@ -295,7 +315,7 @@ class CheckpointStore:
         if self._manager is None:
             done_by_one("making its directory", self._make_directory, OSError)
             check_shared(self.directory)
-            every, keep = self._save_every, self._keep
+            every, keep = self._every, self._keep
             if every is None:
                 every = 1
             if keep is not None and isinstance(keep, int):

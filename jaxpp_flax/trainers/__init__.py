@@ -15,6 +15,17 @@ from jaxpp_flax.trainers.errors import (
     NonFiniteLossError,
 )
 from jaxpp_flax.trainers.loop.preemption import KILLED_STATUS, PREEMPTED_STATUS
+from jaxpp_flax.trainers.options import (
+    Assignment,
+    Balanced,
+    Checkpoints,
+    Inference,
+    Logging,
+    MeshOptions,
+    Parameters,
+    Precision,
+    RandomStreams,
+)
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.update import DynamicLossScale
 from jaxpp_flax.trainers.trackers import CompositeTracker, DictTracker, JsonlTracker, NoopTracker, Tracker
@@ -26,23 +37,32 @@ from jaxpp_flax.trainers.tuning.profiling import StepProfile
 source_info_util.register_exclusion(str(Path(__file__).resolve().parent))
 
 __all__ = [
+    "Assignment",
     "AutoSchedule",
+    "Balanced",
     "BatchError",
     "BatchStatisticsWarning",
     "Callback",
+    "Checkpoints",
     "CompositeTracker",
     "DataPositionError",
     "DictTracker",
     "DynamicLossScale",
+    "Inference",
     "JsonlTracker",
     "KILLED_STATUS",
+    "Logging",
     "LossError",
     "MeshError",
+    "MeshOptions",
     "ModelError",
     "NonFiniteLossError",
     "NoopTracker",
     "PREEMPTED_STATUS",
+    "Parameters",
     "PipelineTrainer",
+    "Precision",
+    "RandomStreams",
     "ScheduleReport",
     "StepProfile",
     "Tracker",

@@ -24,7 +24,7 @@ from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["Assigner", "Pipeline", "kept_bytes"]
+__all__ = ["Assigner", "Pipeline", "check_cost", "check_limit", "kept_bytes"]
 
 _SOURCES = ("estimated", "flops", "measured")
 # FLOPs in the time that it takes to move a byte, roughly: for the estimate, where nothing is measured.
@@ -69,8 +69,8 @@ class Assigner:
     def __init__(self, assignment: Any, cost: Any = None, memory_limit: Any = None) -> None:
         self._policy = resolve(assignment)
         self._balances = isinstance(assignment, str) and assignment == "balanced"
-        self._cost = _check_cost(cost) if cost is not None else ("estimated" if self._balances else None)
-        self._limit = _check_limit(memory_limit)
+        self._cost = check_cost(cost) if cost is not None else ("estimated" if self._balances else None)
+        self._limit = check_limit(memory_limit)
         self._plans: dict[Any, tuple[tuple[int, ...], Plan]] = {}
         self._works: dict[int, tuple[Work, ...]] = {}
         self._unseen: list[Plan] = []
@@ -328,7 +328,12 @@ def _given(cost: Any, names: Sequence[str]) -> list[Work]:
     return [Work(float(value), 0.0) for value in (*cost, 0.0)[: len(names)]]
 
 
-def _check_cost(cost: Any) -> Any:
+def check_cost(cost: Any) -> Any:
+    """The cost of blocks, as it was given.
+
+    Raises:
+      ValueError, TypeError: if it is no source of costs, and no numbers of at least 0.
+    """
     if isinstance(cost, str):
         if cost not in _SOURCES:
             raise ValueError(
@@ -348,7 +353,12 @@ def _check_cost(cost: Any) -> Any:
     return cost
 
 
-def _check_limit(limit: Any) -> Any:
+def check_limit(limit: Any) -> Any:
+    """The limit of memory as a float, a tuple of floats, or None.
+
+    Raises:
+      ValueError: if it is no number of bytes above 0.
+    """
     if limit is None:
         return None
     listed = tuple(limit) if isinstance(limit, Sequence) and not isinstance(limit, str) else (limit,)

@@ -37,6 +37,7 @@ from jaxpp_flax.trainers.loop.nonfinite import OnNonFinite, StepsUnderWay, check
 from jaxpp_flax.trainers.loop.preemption import PREEMPTED_STATUS
 from jaxpp_flax.trainers.loop.process_synchronization import BatchesAlike
 from jaxpp_flax.trainers.loop.progress import Meter
+from jaxpp_flax.trainers.options import Checkpoints
 from jaxpp_flax.trainers.state.parameter_copies import with_copies
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.update import Update
@@ -97,20 +98,16 @@ class Checkpointed(abc.ABC):
     @abc.abstractmethod
     def _is_across(self) -> bool: ...
 
-    def _init_checkpoints(
-        self, directory: Any, save_every: Any, keep: Any, asynchronous: bool, preemption_deadline: float | None
-    ) -> None:
-        if directory is None and save_every is not None:
-            raise ValueError(f"save_every={save_every!r} needs checkpoint_dir=, the directory to save to.")
-        if preemption_deadline is not None and not preemption_deadline > 0:
-            raise ValueError(f"preemption_deadline={preemption_deadline!r}: it must be seconds above 0, or None.")
+    def _init_checkpoints(self, options: Checkpoints | None) -> None:
         self._store = (
             None
-            if directory is None
-            else CheckpointStore(directory, save_every=save_every, keep=keep, asynchronous=asynchronous)
+            if options is None
+            else CheckpointStore(
+                options.directory, every=options.every, keep=options.keep, asynchronous=options.asynchronous
+            )
         )
-        self._saves_by_itself = save_every is not None
-        self._preemption_deadline = preemption_deadline if directory is not None else None
+        self._saves_by_itself = options is not None and options.every is not None
+        self._preemption_deadline = None if options is None else options.preemption_deadline
         self._source: Batches | None = None
         self._last_source: Batches | None = None  # of the last `fit`, whatever was restored since
         self._source_begin = 0
@@ -123,7 +120,7 @@ class Checkpointed(abc.ABC):
         """Write a checkpoint of the whole run: state, random numbers, step, and the position in the data.
 
         Args:
-          where: None or the current step for `checkpoint_dir`; or a path of its own.
+          where: None or the current step for the trainer's directory; or a path of its own.
           wait: until it is complete. With False it is written in the background, and training may go on: a failure
             is raised by the next step. Paths of their own are always waited for.
 
@@ -170,7 +167,7 @@ class Checkpointed(abc.ABC):
         each leaf goes straight to its ranks.
 
         Args:
-          where: a step of `checkpoint_dir`, its "latest", or the path of any Orbax checkpoint of a tree.
+          where: a step in the trainer's directory, its "latest", or the path of any Orbax checkpoint of a tree.
           only: leaves to take, by their paths in `trainer.state`: `"params/*"` for the weights alone. What holds copies
             of the weights (their average, `z` of schedule-free) takes the restored values too, unless `only` names it.
           rename: prefixes of paths, from `trainer.state` to the checkpoint: `{"params": ""}` for a checkpoint that
@@ -280,7 +277,7 @@ class Checkpointed(abc.ABC):
                 names = ", ".join(path.name for path in aside)
                 raise CheckpointNotFoundError(
                     f"{store.directory} holds no whole checkpoint: set aside are {names}. Begin anew in another "
-                    "checkpoint_dir, or restore a checkpoint from elsewhere."
+                    "directory, or restore a checkpoint from elsewhere."
                 )
             return self._data_position()
         later = (
@@ -320,7 +317,7 @@ class Checkpointed(abc.ABC):
 
         Raises:
           ProgramMismatchError: naming the first argument that differs, and the processes.
-          CheckpointSaveError: if they do not see one `checkpoint_dir`.
+          CheckpointSaveError: if they do not see one directory of checkpoints.
         """
         if not self._is_across:
             return
@@ -328,7 +325,7 @@ class Checkpointed(abc.ABC):
         lines = [
             ", ".join(f"{name}={value}" for name, value in arguments.items()),
             f"{'no' if eval_data is None else 'with'} eval_data",
-            "no checkpoint_dir" if self._store is None else f"a checkpoint_dir, {self._store.describe()}",
+            "no checkpoints" if self._store is None else f"checkpoints, {self._store.describe()}",
         ]
         agree(process_group(), "the arguments of fit", lines, None)
         if self._store is not None:
@@ -336,7 +333,7 @@ class Checkpointed(abc.ABC):
 
     @contextmanager
     def _owned(self) -> Generator[None]:
-        """Keep other jobs from writing to `checkpoint_dir`."""
+        """Keep other jobs from writing to the directory of checkpoints."""
         with ExitStack() as claim:
             if self._store is not None:
                 try:
@@ -352,7 +349,7 @@ class Checkpointed(abc.ABC):
         if self._store is not None and latest is not None and latest > self._step:
             raise CheckpointSaveError(
                 f"{self._store.directory} holds checkpoints up to step {latest}, and this run begins at step "
-                f"{self._step}. Continue that one with fit(..., resume=True), or use another checkpoint_dir."
+                f"{self._step}. Continue that one with fit(..., resume=True), or use another directory: checkpoints=."
             )
 
     def _track(self, source: Batches) -> Batches:
@@ -448,7 +445,7 @@ class Checkpointed(abc.ABC):
     def _need_store(self, what: str) -> CheckpointStore:
         if self._store is None:
             raise CheckpointNotFoundError(
-                f"{what} needs a directory of checkpoints: give the trainer checkpoint_dir=, or pass a path."
+                f"{what} needs a directory of checkpoints: give the trainer checkpoints=, or pass a path."
             )
         return self._store
 

@@ -41,7 +41,8 @@ def build_mesh(num_ranks: int, axes: Mapping[str, int] | None = None, devices: S
         raise MeshError(
             f"{num_ranks} ranks need at least as many devices, but there are {len(available)} "
             f"({available[0].platform}). Use num_stages={len(available)} or fewer; or an interleaved schedule with "
-            f"several stages on each rank: schedule='interleaved_1f1b', num_ranks={len(available)}. "
+            f"several stages on each rank: schedule='interleaved_1f1b', "
+            f"mesh=MeshOptions(num_ranks={len(available)}). "
             f"{_more_devices(num_ranks)}"
         )
     known = num_ranks * math.prod(size for size in sizes.values() if size != -1)
@@ -110,7 +111,7 @@ def wrap_mesh(mesh: Any, num_ranks: int | None) -> MpmdMesh:
     if num_ranks is not None and mesh.mpmd_dim != num_ranks:
         raise MeshError(
             f"the mesh has {mesh.mpmd_dim} ranks along {mesh.mpmd_axis_name!r}, but {num_ranks} are asked for. "
-            f"Make that axis {num_ranks} long, or use num_ranks={mesh.mpmd_dim} "
+            f"Make that axis {num_ranks} long, or use MeshOptions(num_ranks={mesh.mpmd_dim}) "
             "(several stages on each rank need an interleaved schedule)."
         )
     return mesh

@@ -128,7 +128,7 @@ def check_parameters(params: Any, model: Any) -> None:
     if not leaves:
         raise ModelError(
             f"the model {type(model).__name__} has no parameters to train. Give it layers with parameters; for NNX, "
-            "`wrt` chooses the variables to train (nnx.Param by default)."
+            "Parameters(wrt=) chooses the variables to train (nnx.Param by default)."
         )
     for path, leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
@@ -152,8 +152,6 @@ def choose_ranks(
       ValueError: an unknown schedule, or one that does not fit stages, ranks or microbatches.
       MeshError: devices, mesh and ranks do not fit.
     """
-    if mesh is not None and mesh_axes is not None:
-        raise ValueError("both mesh= and mesh_axes= are given; a mesh already says which axes it has.")
     if isinstance(schedule, Schedule):
         made = schedule
         if made.num_stages != num_stages:

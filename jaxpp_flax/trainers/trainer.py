@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import optax
+from flax import linen as nn
 from flax import nnx
+from jax.sharding import Mesh
 
+from jaxpp_flax.assignment.resolution import AssignmentLike
 from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.layers.remat import check_remat
 from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.assigner import Assigner
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.checkpoints import Checkpointed, Resume, check_resume
@@ -24,13 +30,24 @@ from jaxpp_flax.trainers.data.remainder import Remainder, RemainderRule, check_m
 from jaxpp_flax.trainers.data.stream import batches
 from jaxpp_flax.trainers.loop.evaluation import Inferring
 from jaxpp_flax.trainers.loop.fit import run_fit
-from jaxpp_flax.trainers.loop.nonfinite import OnNonFinite, StepsUnderWay, choose_on_nonfinite
+from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay, choose_on_nonfinite
 from jaxpp_flax.trainers.loop.process_synchronization import BatchesAlike, call_together, compile_together
 from jaxpp_flax.trainers.loop.progress import choose_meter
 from jaxpp_flax.trainers.mesh import num_batch_shards
 from jaxpp_flax.trainers.model.adapter import parameter_count
 from jaxpp_flax.trainers.model.calling import call_model
 from jaxpp_flax.trainers.model.sharding import AxisRules, state_specs
+from jaxpp_flax.trainers.options import (
+    Assignment,
+    Checkpoints,
+    Inference,
+    Logging,
+    MeshOptions,
+    Parameters,
+    Precision,
+    RandomStreams,
+)
+from jaxpp_flax.trainers.renamed_arguments import refuse_renamed
 from jaxpp_flax.trainers.setup import check_count, check_functions, check_parameters, choose_model
 from jaxpp_flax.trainers.state.holder import HeldState
 from jaxpp_flax.trainers.state.train_state import TrainState
@@ -41,6 +58,7 @@ from jaxpp_flax.trainers.step.compilation import Backend
 from jaxpp_flax.trainers.step.diagnosis import first_loss_error
 from jaxpp_flax.trainers.step.update import Update
 from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
+from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule
 from jaxpp_flax.trainers.tuning.scheduling import Scheduled
 from jaxpp_flax.trainers.tuning.stage_table import stage_table
 
@@ -71,43 +89,20 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
       num_microbatches: parts of a batch.
       schedule: a name (`jaxpp_flax.schedules.names()`) or a `Schedule`; "auto" (or an `AutoSchedule`) measures the
         first steps and goes on with the best schedule that a search finds.
-      mesh: a `jax.sharding.Mesh` with an axis "stage", or an `MpmdMesh`. None: one over `jax.devices()`.
-      mesh_axes: other axes of that mesh, e.g. `{"data": 2}`; -1 takes the devices left. Microbatches are shared along
-        "data" and "fsdp".
-      num_ranks: groups of devices for schedules with several stages on each; by default as many as stages.
+      mesh: a `jax.sharding.Mesh` with an axis "stage", or an `MpmdMesh`. None: one over `jax.devices()`; a mapping such
+        as `{"data": 2}`: that one with other axes too. `MeshOptions` has the rest: groups of devices, sharding rules.
       assignment: which blocks form a stage: "even", "balanced", sizes such as `[3, 2, 3]`, a mapping of names (globs)
-        to stages, a `Plan` or its JSON file, or a policy; see `docs/assignment.md`.
-      cost: of the blocks, for "balanced" and for the table of the assignment: "estimated" from operations and bytes,
-        "flops", "measured" (each block compiled alone and timed), numbers, or a mapping from names to numbers.
-      memory_limit: bytes that each device may hold (one number, or one for each rank): parameters, gradients, what the
-        optimizer keeps, and activations in flight. "balanced" keeps within it; any assignment beyond it is refused.
+        to stages, a `Plan` or its JSON file, or a policy. `Assignment` and `Balanced` add costs and a memory limit.
       variables: of a Linen model: all collections that `init` returned.
-      wrt: filter of the NNX variables to train; the others stay as they are.
-      frozen: parameters to leave as they are: globs on their paths ("embed/*"), or a function of the path.
+      parameters: `Parameters(wrt=, frozen=, ema_decay=)`: which are trained, and whether an average of them is kept.
       remat: "full" recomputes in backward what lies between two marks; a `jax.checkpoint` policy says what is kept.
         Single blocks have their own, `PipelineStage(remat=)`.
-      loss_scale: "dynamic", a `DynamicLossScale` or a number: a step with a gradient that is not finite is skipped.
-      on_nonfinite: what a loss does that is not finite: "stop" raises, two steps later, and before anything is saved;
-        "skip" leaves out a step whose loss or gradients are not finite; "ignore" goes on. With "stop" and "skip" the
-        parameters are looked at before each save to `checkpoint_dir`. None: "stop", or "skip" with `loss_scale`.
-      gradient_dtype: in which gradients are summed over the microbatches; by default as they come.
-      ema_decay: keeps a moving average of the weights: `ema_model`.
-      sharding_rules: pairs (name, mesh axis or None) for the axis names that the model's parameters are annotated with,
-        before those of Flax's `logical_axis_rules` that are active here.
-      eval_loss_fn: for `evaluate`; by default `loss_fn`, with an NNX model in `eval()` mode.
-      predict_fn: `(model, microbatch) -> outputs` for `predict`; by default `model(microbatch)`, with `training=False`
-        or `deterministic=True` where the model's `__call__` has such a boolean argument.
+      precision: `Precision(gradient_dtype=, loss_scale=, on_nonfinite=)`: number types, and losses that are not finite.
+      inference: `Inference(eval_loss_fn=, predict_fn=)`, for `evaluate` and `predict`.
       seed: of the random numbers of a Linen model, and of `rngs` (the streams of an NNX model have their own).
-      rng_names: of a Linen model's random streams.
-      tracker: where metrics go.
-      log_every: steps between two rows of metrics.
-      progress: True for a bar on a terminal and lines elsewhere, False for nothing, or a `Meter`.
-      checkpoint_dir: where checkpoints go, one directory for each step; see `docs/checkpointing.md`.
-      save_every: steps between two of them in `fit` (or an Orbax save decision policy), and one at its end.
-      keep: how many of the latest to keep (or an Orbax preservation policy); None keeps all.
-      async_save: write them in the background.
-      preemption_deadline: with a checkpoint_dir, SIGTERM ends `fit` after its step with a checkpoint, within so many
-        seconds; None leaves the signal alone.
+        `RandomStreams` names a Linen model's streams too.
+      logging: `Logging(tracker=, every=, progress=)`: where metrics go, and what is shown; False shows nothing.
+      checkpoints: a directory, or `Checkpoints(directory, every=, keep=, ...)`; see `docs/checkpointing.md`.
 
     Raises:
       ModelError, MeshError, AssignmentError, ScheduleError, ValueError, TypeError: for arguments that do not fit.
@@ -126,7 +121,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
       >>> def loss_fn(model, batch):
       ...     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
       >>> trainer = PipelineTrainer(MLP(nnx.Rngs(0)), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=4,
-      ...                           progress=False)
+      ...                           logging=False)
       >>> batch = {"x": jnp.ones((8, 4)), "y": jnp.zeros((8, 4))}
       >>> before = float(trainer.train_step(batch)["loss"])
       >>> trainer.fit([batch], steps=3)["loss"] < before
@@ -135,47 +130,43 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
       (8, 4)
     """
 
+    @refuse_renamed
     def __init__(
         self,
-        model: Any,
+        model: nnx.Module | nn.Module,
         tx: optax.GradientTransformation,
         loss_fn: Callable[..., Any],
         *,
         num_stages: int,
         num_microbatches: int,
-        schedule: Any = "1f1b",
-        mesh: Any = None,
-        mesh_axes: Mapping[str, int] | None = None,
-        num_ranks: int | None = None,
-        assignment: Any = "even",
-        cost: Any = None,
-        memory_limit: float | Sequence[float] | None = None,
+        schedule: str | Schedule | AutoSchedule = "1f1b",
+        mesh: Mesh | MpmdMesh | Mapping[str, int] | MeshOptions | None = None,
+        assignment: AssignmentLike | Assignment = "even",
         variables: Mapping[str, Any] | None = None,
-        wrt: Any = nnx.Param,
-        frozen: Any = None,
-        remat: Any = None,
-        loss_scale: Any = None,
-        on_nonfinite: OnNonFinite | None = None,
-        gradient_dtype: Any = None,
-        ema_decay: float | None = None,
-        sharding_rules: Any = None,
-        eval_loss_fn: Callable[..., Any] | None = None,
-        predict_fn: Callable[..., Any] | None = None,
-        seed: int = 0,
-        rng_names: Sequence[str] = ("dropout",),
-        tracker: Tracker | None = None,
-        log_every: int = 10,
-        progress: Any = True,
-        checkpoint_dir: Any = None,
-        save_every: Any = None,
-        keep: Any = None,
-        async_save: bool = True,
-        preemption_deadline: float | None = 30.0,
+        parameters: Parameters | None = None,
+        remat: Literal["full"] | Callable[..., bool] | None = None,
+        precision: Precision | None = None,
+        inference: Inference | None = None,
+        seed: int | RandomStreams = 0,
+        logging: Logging | bool = True,
+        checkpoints: str | os.PathLike[str] | Checkpoints | None = None,
     ) -> None:
+        devices, assigned, streams = MeshOptions.of(mesh), Assignment.of(assignment), RandomStreams.of(seed)
+        mesh, mesh_axes, num_ranks = devices.mesh, devices.axes, devices.num_ranks
+        sharding_rules = devices.sharding_rules
+        assignment, cost, memory_limit = assigned.how, assigned.cost, assigned.memory_limit
+        seed, rng_names = streams.seed, streams.names
+        parameters, precision = Parameters.of(parameters), Precision.of(precision)
+        wrt, frozen, ema_decay = parameters.wrt, parameters.frozen, parameters.ema_decay
+        gradient_dtype, loss_scale = precision.gradient_dtype, precision.loss_scale
+        on_nonfinite = precision.on_nonfinite
+        inference, logging, checkpoints = Inference.of(inference), Logging.of(logging), Checkpoints.of(checkpoints)
+        eval_loss_fn, predict_fn = inference.eval_loss_fn, inference.predict_fn
+        tracker, log_every, progress = logging.tracker, logging.every, logging.progress
         num_stages = check_count("num_stages", num_stages)
         self.num_microbatches = check_count("num_microbatches", num_microbatches)
-        self._log_every = check_count("log_every", log_every)
-        check_functions(loss_fn=loss_fn, eval_loss_fn=eval_loss_fn, predict_fn=predict_fn)
+        self._log_every = log_every
+        check_functions(loss_fn=loss_fn)
         check_remat(remat, "PipelineTrainer")
         self._on_nonfinite = choose_on_nonfinite(on_nonfinite, loss_scale)
         skips = self._on_nonfinite == "skip"
@@ -204,7 +195,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         self.tracker: Tracker = tracker if tracker is not None and jax.process_index() == 0 else NoopTracker()
         self.stopping: str | None = None
         self._model_name = type(model).__name__
-        self._init_checkpoints(checkpoint_dir, save_every, keep, async_save, preemption_deadline)
+        self._init_checkpoints(checkpoints)
 
     # ------------------------------------------------------------------ what the trainer holds
 
@@ -265,7 +256,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         Raises:
           BatchError: if the batch cannot be cut into microbatches, or has not the rows that this process reads.
           NonFiniteLossError: if the very first loss is not finite, and where that arose; or that of two steps before,
-            see `on_nonfinite`.
+            see `Precision`.
           CheckpointSaveError: if a save in the background has failed since the last step.
           ValueError, TypeError: whatever else does not fit, before anything runs.
         """
@@ -301,7 +292,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         """Train batch by batch in a loop of your own: yields `(step, metrics)` after each step is dispatched.
 
-        With `save_every` it saves as `fit` does: when it is time, and after the last step.
+        With `Checkpoints(every=)` it saves as `fit` does: when it is time, and after the last step.
 
         Args:
           data, steps, epochs, global_batch_size, remainder: as in `fit`.

@@ -11,12 +11,12 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxpp_flax.trainers import Checkpoints
 from tests.processes.running import Processes, run_processes, start_processes
 
 DEVICES = 8
@@ -135,7 +135,7 @@ def store(layout: str, directory: str, first: int, last: int) -> None:
     from jaxpp_flax.checkpoint.store import CheckpointStore
     from tests.checkpoint.layouts import make_state
 
-    checkpoints = CheckpointStore(directory, save_every=1, keep=2)
+    checkpoints = CheckpointStore(directory, every=1, keep=2)
     for step in range(first, last + 1):
         state = make_state(step)
         tree = put(state, layout_of(layout).shardings(state))
@@ -175,7 +175,7 @@ def fails(message: str, *job: Any) -> None:
     print("failed as it should")
 
 
-def make_trainer(directory: str | None, stages: int, **options: Any) -> Any:
+def make_trainer(checkpoints: Any, stages: int, **options: Any) -> Any:
     """A trainer of four blocks whose ranks are spread over all processes; with `data`, each over several of them."""
     from jax.sharding import Mesh
 
@@ -184,7 +184,7 @@ def make_trainer(directory: str | None, stages: int, **options: Any) -> Any:
     data = options.pop("data", 1)
     devices = np.array(jax.devices()).reshape(stages, data, -1)[:, :, 0]
     mesh = Mesh(devices, ("stage", "data")) if data > 1 else Mesh(devices[:, 0], ("stage",))
-    return program.make_trainer(None if directory is None else Path(directory), stages, depth=4, mesh=mesh, **options)
+    return program.make_trainer(checkpoints, stages, depth=4, mesh=mesh, **options)
 
 
 def train(directory: str, stages: int, steps: int, signal_at: int | None = None, data: int = 1) -> None:
@@ -198,7 +198,7 @@ def train(directory: str, stages: int, steps: int, signal_at: int | None = None,
             if step == signal_at and jax.process_index() == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    trainer = make_trainer(directory, stages, save_every=2, data=data)
+    trainer = make_trainer(Checkpoints(directory, every=2), stages, data=data)
     try:
         last = trainer.fit(batches(), steps=steps, resume=True, callbacks=[Signal()])
         print("loss", repr(last["loss"]), "step", trainer.step)

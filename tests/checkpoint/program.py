@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.trainers import Callback
+from jaxpp_flax.trainers import Callback, Checkpoints, Logging
 from tests.trainers.models import Layers
 
 WIDTH = 6
@@ -39,11 +39,15 @@ def batches(count: int = 1000):
 
 
 def make_trainer(
-    directory: Path | None, stages: int = 2, depth: int = 2, loss: Callable[..., Any] = loss_fn, **options: Any
+    checkpoints: Path | Checkpoints | None,
+    stages: int = 2,
+    depth: int = 2,
+    loss: Callable[..., Any] = loss_fn,
+    **options: Any,
 ) -> PipelineTrainer:
-    options = {"num_stages": stages, "num_microbatches": 2, "progress": False, "log_every": 1, **options}
+    options = {"num_stages": stages, "num_microbatches": 2, "logging": Logging(progress=False, every=1), **options}
     return PipelineTrainer(
-        MLP(depth, rngs=nnx.Rngs(0)), optax.sgd(0.1, momentum=0.9), loss, checkpoint_dir=directory, **options
+        MLP(depth, rngs=nnx.Rngs(0)), optax.sgd(0.1, momentum=0.9), loss, checkpoints=checkpoints, **options
     )
 
 
@@ -66,7 +70,7 @@ class Report(Callback):
 def main() -> None:
     directory, steps = Path(sys.argv[1]), int(sys.argv[2])
     deadline = float(sys.argv[4]) if len(sys.argv) > 4 else 30.0
-    trainer = make_trainer(directory, save_every=1, keep=3, preemption_deadline=deadline)
+    trainer = make_trainer(Checkpoints(directory, every=1, keep=3, preemption_deadline=deadline))
     trainer.fit(batches(), steps=steps, resume=True, callbacks=[Report(hang="hang" in sys.argv[3:4])])
 
 

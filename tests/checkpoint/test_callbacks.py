@@ -10,17 +10,18 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.trainers import Checkpoints
 from jaxpp_flax.trainers.callbacks import Callback, EarlyStopping
 from tests.checkpoint import program
 
 BATCHES = list(program.batches(4))
 
 
-def make_trainer(directory: Path | None, **options: Any) -> PipelineTrainer:
+def make_trainer(checkpoints: Path | Checkpoints | None, **options: Any) -> PipelineTrainer:
     """It learns nothing: no evaluation is better than the first."""
     return PipelineTrainer(
         program.MLP(2, rngs=nnx.Rngs(0), dropout=0), optax.sgd(0.0), program.loss_fn,
-        num_stages=1, num_microbatches=2, progress=False, checkpoint_dir=directory, **options,
+        num_stages=1, num_microbatches=2, logging=False, checkpoints=checkpoints, **options,
     )  # fmt: skip
 
 
@@ -32,10 +33,10 @@ def fit(trainer: PipelineTrainer, *callbacks: Callback, steps: int = 50, resume:
 
 def test_patience_survives_an_interruption_and_the_end_is_the_end(tmp_path: Path):
     assert fit(make_trainer(None), EarlyStopping(patience=4)) == 5
-    assert fit(make_trainer(tmp_path / "run", save_every=1), EarlyStopping(patience=4), steps=3) == 3
-    again = make_trainer(tmp_path / "run", save_every=1)
+    assert fit(make_trainer(Checkpoints(tmp_path / "run", every=1)), EarlyStopping(patience=4), steps=3) == 3
+    again = make_trainer(Checkpoints(tmp_path / "run", every=1))
     assert fit(again, EarlyStopping(patience=4), resume=True) == 5
-    for trainer in (again, make_trainer(tmp_path / "run", save_every=1)):
+    for trainer in (again, make_trainer(Checkpoints(tmp_path / "run", every=1))):
         assert fit(trainer, EarlyStopping(patience=4), resume=True) == 5
         assert trainer.stopping is not None
     assert fit(again, EarlyStopping(patience=6), resume=True) == 7, "more patience goes on"
@@ -69,7 +70,7 @@ class Counts(Callback):
 
 
 def test_several_of_a_kind_are_told_apart(tmp_path: Path):
-    first = make_trainer(tmp_path / "run", save_every=2)
+    first = make_trainer(Checkpoints(tmp_path / "run", every=2))
     first.fit(BATCHES, steps=2, callbacks=[Counts(1), Counts(10)])
     counts = [Counts(1), Counts(10), Counts(100)]
     make_trainer(tmp_path / "run").fit(BATCHES, steps=4, callbacks=counts, resume=True)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from jaxpp_flax.checkpoint import CheckpointNotFoundError, CorruptCheckpointError
+from jaxpp_flax.trainers import Checkpoints
 from tests.checkpoint import program
 from tests.checkpoint.test_resuming_in_one_process import BATCHES, losses_of, make_trainer
 from tests.helpers import slow
@@ -18,7 +19,7 @@ from tests.helpers import slow
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, float]]:
     """Checkpoints of the steps 2, 4 and 6, and the losses of 8 steps."""
     directory = tmp_path_factory.mktemp("run") / "ckpt"
-    losses = losses_of(make_trainer(directory, save_every=2), steps=6)
+    losses = losses_of(make_trainer(Checkpoints(directory, every=2)), steps=6)
     return directory, losses | losses_of(make_trainer(directory), steps=8, resume=True)
 
 
@@ -53,7 +54,7 @@ def test_the_newest_whole_one_is_taken(damage: Any, placed: bool, run: Any, tmp_
     here = Path(shutil.copytree(directory, tmp_path / "copy"))
     damage(here / "6")
     damage(here / "4")
-    trainer = make_trainer(here, save_every=2)
+    trainer = make_trainer(Checkpoints(here, every=2))
     if placed:
         trainer.train_step(BATCHES[5])
     with pytest.raises(

@@ -28,7 +28,7 @@ from tests.trainers.models import LENGTH, LinenModel, Model, make_batch, mean_lo
 
 def test_a_plain_nnx_model(tmp_path: Path):
     trained = Model(2, rngs=nnx.Rngs(0), dropout=0.1, batch_norm=True)
-    trainer = PipelineTrainer(trained, optax.sgd(0.1), mean_loss, num_stages=1, num_microbatches=1, progress=False)
+    trainer = PipelineTrainer(trained, optax.sgd(0.1), mean_loss, num_stages=1, num_microbatches=1, logging=False)
     path = trainer.save(tmp_path / "ckpt")
     plain = Model(2, rngs=nnx.Rngs(1), marked=False, dropout=0.1, batch_norm=True)
     load_nnx(plain, path)
@@ -44,7 +44,7 @@ def test_a_plain_linen_model(tmp_path: Path):
     module = LinenModel(2, batch_norm=True)
     variables = module.init(jax.random.key(0), tokens)
     trainer = PipelineTrainer(
-        module, optax.sgd(0.1), mean_loss, num_stages=1, num_microbatches=1, variables=variables, progress=False
+        module, optax.sgd(0.1), mean_loss, num_stages=1, num_microbatches=1, variables=variables, logging=False
     )
     path = trainer.save(tmp_path / "ckpt")
     plain = LinenModel(2, marked=False, batch_norm=True)

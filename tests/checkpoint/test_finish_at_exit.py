@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxpp_flax.checkpoint import CheckpointSaveError, finish_at_exit, store
+from jaxpp_flax.trainers import Checkpoints
 from jaxpp_flax.trainers.callbacks import Callback
 from tests.checkpoint import program
 from tests.helpers import slow
@@ -38,7 +39,7 @@ class EndsAfter(Callback):
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), slow(ValueError("a callback")), slow(SystemExit(3))], ids=repr)
 def test_a_save_outlives_the_error_that_ends_fit(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(store, "complete", slowly)
-    trainer = program.make_trainer(tmp_path / "run", stages=1, save_every=2)
+    trainer = program.make_trainer(Checkpoints(tmp_path / "run", every=2), stages=1)
     with pytest.raises(type(error)):
         trainer.fit(BATCHES, callbacks=[EndsAfter(3, error)])
     interrupted = isinstance(error, KeyboardInterrupt)  # then the last step is saved as well
@@ -51,7 +52,7 @@ def test_a_save_outlives_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError("the disk of the data is gone")
 
     monkeypatch.setattr(store, "complete", slowly)
-    trainer = program.make_trainer(tmp_path / "run", stages=1, save_every=3)
+    trainer = program.make_trainer(Checkpoints(tmp_path / "run", every=3), stages=1)
     with pytest.raises(OSError, match="the disk of the data"):
         trainer.fit(data())
     assert trainer._store is not None
@@ -64,7 +65,7 @@ def test_a_save_that_fails_meanwhile_is_told_beside(tmp_path: Path, monkeypatch:
         raise RuntimeError("on purpose")
 
     monkeypatch.setattr(store, "complete", fails)
-    trainer = program.make_trainer(tmp_path / "run", stages=1, save_every=2)
+    trainer = program.make_trainer(Checkpoints(tmp_path / "run", every=2), stages=1)
     with pytest.raises(ValueError, match="a callback") as raised:
         trainer.fit(BATCHES, callbacks=[EndsAfter(3, ValueError("a callback"))])
     assert "The save under way failed as well" in raised.value.__notes__[0]

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpp_flax.processes.group import ProcessGroup
-from jaxpp_flax.trainers import KILLED_STATUS, PREEMPTED_STATUS
+from jaxpp_flax.trainers import KILLED_STATUS, PREEMPTED_STATUS, Checkpoints
 from jaxpp_flax.trainers.loop import preemption as module
 from jaxpp_flax.trainers.loop.preemption import Preemption
 from jaxpp_flax.trainers.loop.stopping import StopReason, StopTogether
@@ -193,7 +193,7 @@ def test_without_a_deadline_signals_are_left_alone():
 @pytest.mark.parametrize("deadline", [0, -1.0])
 def test_a_bad_deadline_is_refused(deadline: float, tmp_path: Path):
     with pytest.raises(ValueError, match="preemption_deadline="):
-        make_trainer(tmp_path, preemption_deadline=deadline)
+        make_trainer(Checkpoints(tmp_path, preemption_deadline=deadline))
 
 
 @given(seed=st.integers(0, 2**32 - 1), processes=st.integers(2, 4), asked=st.integers(1, 4))

@@ -17,7 +17,7 @@ import pytest
 from jaxpp_flax.checkpoint import CheckpointSaveError, DirectoryInUseError, owner
 from jaxpp_flax.checkpoint.owner import FILE_NAME, Owner, Ownership
 from jaxpp_flax.checkpoint.store import CheckpointStore
-from jaxpp_flax.trainers import Callback
+from jaxpp_flax.trainers import Callback, Checkpoints, Logging
 from tests.checkpoint.program import batches, make_trainer
 from tests.running import run_python
 
@@ -192,21 +192,21 @@ class Seen(Callback):
         self.seen.append(self.path.exists())
 
 
-@pytest.mark.parametrize("save_every", [None, 1])
-def test_fit_owns_the_directory_and_a_second_job_is_refused_before_a_step(tmp_path, other, save_every):
-    path, trainer = tmp_path / FILE_NAME, make_trainer(tmp_path, save_every=save_every)
+@pytest.mark.parametrize("every", [None, 1])
+def test_fit_owns_the_directory_and_a_second_job_is_refused_before_a_step(tmp_path, other, every):
+    path, trainer = tmp_path / FILE_NAME, make_trainer(Checkpoints(tmp_path, every=every))
     seen = Seen(path)
     trainer.fit(batches(), steps=2, callbacks=[seen])
     assert seen.seen == [True, True]
     assert not path.exists()
-    if save_every is None:
+    if every is None:
         trainer.save()
     write(tmp_path, Owner.of(other.pid))
-    second = make_trainer(tmp_path, save_every=save_every)
+    second = make_trainer(Checkpoints(tmp_path, every=every))
     for resume in (True, False):
         with pytest.raises(DirectoryInUseError, match=f"process {other.pid}"):
             second.fit(batches(), steps=4, resume=resume)
-    if save_every is not None:
+    if every is not None:
         with pytest.raises(DirectoryInUseError):
             next(second.training_steps(batches()))
     assert second.step == 0
@@ -215,7 +215,7 @@ def test_fit_owns_the_directory_and_a_second_job_is_refused_before_a_step(tmp_pa
 
 
 def test_where_nothing_can_be_written_checkpoints_are_read(tmp_path, monkeypatch):
-    make_trainer(tmp_path, save_every=1).fit(batches(), steps=1)
+    make_trainer(Checkpoints(tmp_path, every=1)).fit(batches(), steps=1)
 
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
@@ -225,7 +225,7 @@ def test_where_nothing_can_be_written_checkpoints_are_read(tmp_path, monkeypatch
     reader.fit(batches(), steps=2, resume=True)
     assert reader.step == 2
     with pytest.raises(CheckpointSaveError, match="no permission to write there"):
-        make_trainer(tmp_path, save_every=1).fit(batches(), steps=3, resume=True)
+        make_trainer(Checkpoints(tmp_path, every=1)).fit(batches(), steps=3, resume=True)
 
 
 @pytest.mark.slow
@@ -267,7 +267,7 @@ def test_a_save_under_way_is_finished_before_the_directory_is_owned(tmp_path):
 
 
 def test_a_save_that_fails_after_a_loop_was_left_is_told(tmp_path, monkeypatch, capsys):
-    trainer = make_trainer(tmp_path, save_every=1, progress=True)
+    trainer = make_trainer(Checkpoints(tmp_path, every=1), logging=Logging(every=1))
     steps = trainer.training_steps(batches())
     next(steps)
     trainer._store.wait()

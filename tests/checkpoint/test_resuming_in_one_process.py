@@ -10,7 +10,7 @@ import pytest
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint import CheckpointSaveError
 from jaxpp_flax.checkpoint.store import CheckpointStore
-from jaxpp_flax.trainers import DataPositionError
+from jaxpp_flax.trainers import Checkpoints, DataPositionError, Logging
 from jaxpp_flax.trainers.callbacks import OnMetrics
 from tests.checkpoint import program
 from tests.helpers import slow
@@ -18,8 +18,8 @@ from tests.helpers import slow
 BATCHES = list(program.batches(8))
 
 
-def make_trainer(directory: Path | None, **options: Any) -> PipelineTrainer:
-    return program.make_trainer(directory, stages=1, **options)
+def make_trainer(checkpoints: Path | Checkpoints | None, **options: Any) -> PipelineTrainer:
+    return program.make_trainer(checkpoints, stages=1, **options)
 
 
 def losses_of(trainer: PipelineTrainer, data: Any = BATCHES, **options: Any) -> dict[int, float]:
@@ -33,11 +33,9 @@ def uninterrupted() -> dict[int, float]:
     return losses_of(make_trainer(None), steps=8)
 
 
-@pytest.mark.parametrize(
-    "options", [{"save_every": 2}, slow({"save_every": 3}), {}], ids=["saved", "saved_at_the_end", "unsaved"]
-)
-def test_twice(options: dict[str, Any], tmp_path: Path, uninterrupted: dict[int, float]):
-    trainer = make_trainer(tmp_path / "run", **options)
+@pytest.mark.parametrize("every", [2, slow(3), None], ids=["saved", "saved_at_the_end", "unsaved"])
+def test_twice(every: int | None, tmp_path: Path, uninterrupted: dict[int, float]):
+    trainer = make_trainer(Checkpoints(tmp_path / "run", every=every))
     losses = losses_of(trainer, steps=4, resume=True)
     losses |= losses_of(trainer, steps=8, resume=True)
     assert losses == uninterrupted
@@ -45,7 +43,7 @@ def test_twice(options: dict[str, Any], tmp_path: Path, uninterrupted: dict[int,
 
 def test_epochs_count_from_the_beginning(tmp_path: Path):
     whole = losses_of(make_trainer(None), BATCHES[:4], epochs=2)
-    trainer = make_trainer(tmp_path / "run", save_every=2)
+    trainer = make_trainer(Checkpoints(tmp_path / "run", every=2))
     losses = losses_of(trainer, BATCHES[:4], epochs=1, resume=True)
     losses |= losses_of(trainer, BATCHES[:4], epochs=2, resume=True)
     assert trainer.step == 8
@@ -74,7 +72,7 @@ def test_a_save_under_way_is_the_latest(
 def test_what_was_not_saved_is_given_up(
     tmp_path: Path, uninterrupted: dict[int, float], capsys: pytest.CaptureFixture[str]
 ):
-    trainer = make_trainer(tmp_path / "run", progress=True)
+    trainer = make_trainer(tmp_path / "run", logging=Logging(every=1))
     losses_of(trainer, steps=2)
     trainer.save()
     losses_of(trainer, BATCHES[5:], steps=3)
@@ -98,7 +96,7 @@ def test_a_checkpoint_of_the_step_in_memory_is_taken(steps: int, tmp_path: Path,
 
 def test_one_iterator_goes_on(tmp_path: Path, uninterrupted: dict[int, float]):
     """It stands where the run stands: nothing is skipped."""
-    trainer, data = make_trainer(tmp_path / "run", save_every=4), iter(BATCHES)
+    trainer, data = make_trainer(Checkpoints(tmp_path / "run", every=4)), iter(BATCHES)
     losses = losses_of(trainer, data, steps=4, resume=True)
     losses |= losses_of(trainer, data, steps=6, resume=True)
     losses |= losses_of(trainer, data, steps=8, resume=True)
@@ -115,17 +113,17 @@ def test_an_iterator_that_is_past_the_checkpoint_is_refused(tmp_path: Path):
 
 
 def test_a_loop_of_the_users_own_saves_as_fit_does(tmp_path: Path, uninterrupted: dict[int, float]):
-    trainer = make_trainer(tmp_path / "run", save_every=2)
+    trainer = make_trainer(Checkpoints(tmp_path / "run", every=2))
     for step, _ in trainer.training_steps(BATCHES, steps=8):
         if step == 5:
             break
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["2", "4"]
     with pytest.raises(CheckpointSaveError, match="up to step 4, and this run begins at step 0"):
-        next(make_trainer(tmp_path / "run", save_every=2).training_steps(BATCHES))
+        next(make_trainer(Checkpoints(tmp_path / "run", every=2)).training_steps(BATCHES))
     assert losses_of(make_trainer(tmp_path / "run"), steps=8, resume=True) == {
         step: loss for step, loss in uninterrupted.items() if step > 4
     }
-    other = make_trainer(tmp_path / "other", save_every=2)
+    other = make_trainer(Checkpoints(tmp_path / "other", every=2))
     list(other.training_steps(BATCHES, steps=3))
     assert sorted(path.name for path in (tmp_path / "other").iterdir()) == ["2", "3"]
 
@@ -143,7 +141,7 @@ def test_a_loop_of_the_users_own_goes_on_with_an_iterator_that_fit_has_used(
     tmp_path: Path, uninterrupted: dict[int, float]
 ):
     """Its place counts what `fit` has drawn."""
-    trainer, data = make_trainer(tmp_path / "run", save_every=1), iter(BATCHES)
+    trainer, data = make_trainer(Checkpoints(tmp_path / "run", every=1)), iter(BATCHES)
     losses = losses_of(trainer, data, steps=2)
     losses |= {step: float(metrics["loss"]) for step, metrics in trainer.training_steps(data, steps=1)}
     losses |= losses_of(make_trainer(tmp_path / "run"), steps=8, resume=True)

@@ -62,9 +62,9 @@ def no_permission():
 
 
 def test_intervals_and_keeping(tmp_path: Path):
-    store = CheckpointStore(tmp_path / "run", save_every=3, keep=2)
+    store = CheckpointStore(tmp_path / "run", every=3, keep=2)
     assert store.latest() is None
-    with pytest.raises(CheckpointNotFoundError, match=r"no complete checkpoint yet\. Save one first .*`save_every=`"):
+    with pytest.raises(CheckpointNotFoundError, match=r"no complete checkpoint yet\. Save one first .*`every=`"):
         store.path("latest")
     assert [step for step in range(1, 10) if store.wants(step)] == [3, 6, 9]
     for step in (3, 6, 9):
@@ -83,7 +83,7 @@ def test_intervals_and_keeping(tmp_path: Path):
 def test_policies_of_orbax(tmp_path: Path):
     store = CheckpointStore(
         tmp_path / "run",
-        save_every=policies.SpecificStepsPolicy([2, 5]),
+        every=policies.SpecificStepsPolicy([2, 5]),
         keep=policies.LatestDuration(datetime.timedelta(days=1)),
     )
     for step in range(1, 7):
@@ -95,8 +95,8 @@ def test_policies_of_orbax(tmp_path: Path):
 
 @pytest.mark.parametrize("value", [0, -1, True, 2.5])
 def test_bad_intervals_are_refused(value, tmp_path: Path):
-    with pytest.raises(ValueError, match=r"save_every=.*at least 1"):
-        CheckpointStore(tmp_path, save_every=value)
+    with pytest.raises(ValueError, match=r"every=.*at least 1"):
+        CheckpointStore(tmp_path, every=value)
     with pytest.raises(ValueError, match=r"keep=.*at least 1"):
         CheckpointStore(tmp_path, keep=value)
 

@@ -1,6 +1,6 @@
 """Trains as several processes, one of which gets into trouble: `-m tests.launch.chaos SETTINGS`, launched.
 
-SETTINGS is JSON: `directory`, `steps`, `resume` and options of the trainer, and of the trouble `kind`, `process` and
+SETTINGS is JSON: `directory`, `steps`, `resume`, options of the `checkpoints`, and of the trouble `kind`, `process` and
 `step`. Every process prints each step's loss, and at the end (or always, for `every`) a digest of all of its state.
 """
 
@@ -23,7 +23,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray  # noqa: E402
-from jaxpp_flax.trainers import Callback  # noqa: E402
+from jaxpp_flax.trainers import Callback, Checkpoints  # noqa: E402
 from tests.checkpoint import program  # noqa: E402
 
 SETTINGS: dict[str, Any] = json.loads(sys.argv[1]) if __name__ == "__main__" else {}
@@ -100,10 +100,9 @@ def loss_fn(model: Any, batch: Any) -> Any:
 
 def main() -> None:
     count = jax.process_count()
-    options = {name: SETTINGS[name] for name in ("save_every", "keep", "async_save") if name in SETTINGS}
-    trainer = program.make_trainer(
-        SETTINGS["directory"], stages=count, depth=count, loss=loss_fn, preemption_deadline=30.0, **options
-    )
+    directory = SETTINGS["directory"]
+    checkpoints = None if directory is None else Checkpoints(directory, **SETTINGS.get("checkpoints", {}))
+    trainer = program.make_trainer(checkpoints, stages=count, depth=count, loss=loss_fn)
     print("compiling", flush=True)
     trainer.fit(batches(), steps=SETTINGS["steps"], resume=SETTINGS["resume"], callbacks=[Says()])
     print(f"state {trainer.step} {digest(trainer.state)}", flush=True)

@@ -237,7 +237,7 @@ class Job:
         assert after >= max(before, default=0), "a checkpoint that was complete is gone"
         done = max((int(step) for step in re.findall(r"step (\d+) loss", run.stdout)), default=0)
         # A save in the background is complete when the next one begins, and that one may be cut off.
-        slack = 2 * self.options["save_every"] if self.options["async_save"] else self.options["save_every"]
+        slack = 2 * self.options["every"] if self.options["asynchronous"] else self.options["every"]
         assert after >= done - (0 if agreed else slack), f"after step {done}, the latest checkpoint is {after}"
 
     def suffer(self, kind: str, rng: random.Random) -> None:
@@ -260,7 +260,7 @@ class Job:
 
     @contextmanager
     def _begun(self, steps: int, **settings: Any) -> Iterator[Run]:
-        options = {"directory": str(self.directory), "steps": steps, **self.options, **settings}
+        options = {"directory": str(self.directory), "steps": steps, "checkpoints": self.options, **settings}
         with launched(self.folder, self.processes, **options) as run:
             try:
                 yield run
@@ -274,7 +274,7 @@ def trial(folder: Path, seed: int, kind: str | None = None) -> None:
     rng = random.Random(seed)
     folder.mkdir()
     processes = rng.choice([2, 2, 3, 4]) if kind is None else 2
-    options = {"save_every": rng.choice([1, 1, 2, 3]), "keep": rng.randrange(2, 5), "async_save": rng.random() < 0.7}
+    options = {"every": rng.choice([1, 1, 2, 3]), "keep": rng.randrange(2, 5), "asynchronous": rng.random() < 0.7}
     job = Job(folder, processes, options)
     print(f"seed {seed}: {processes} processes, {options}")
     faults = [Fault.draw(rng, processes, kind) for _ in range(rng.choice([1, 1, 1, 2]))] if kind not in DAMAGE else []
@@ -282,7 +282,7 @@ def trial(folder: Path, seed: int, kind: str | None = None) -> None:
         print(fault, flush=True)
         job.live(fault)
     if kind in DAMAGE:
-        job.end(True, 4 * options["save_every"])
+        job.end(True, 4 * options["every"])
     damaged = rng.choice([None, None, *DAMAGE]) if kind is None else kind if kind in DAMAGE else None
     resume: bool | str = True
     if damaged is not None and len(steps_in(job.directory)) > 1:

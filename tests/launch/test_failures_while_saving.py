@@ -106,6 +106,7 @@ import itertools, sys, time
 from pathlib import Path
 import jax
 from jaxpp_flax.checkpoint import store as store_module
+from jaxpp_flax.trainers import Checkpoints
 from tests.checkpoint.program import batches, make_trainer
 
 complete = store_module.complete
@@ -120,7 +121,7 @@ def data():
         raise RuntimeError("the data has ended badly")
     yield from itertools.islice(batches(), 4, None)
 
-make_trainer(Path("run"), save_every=3).fit(data(), steps=8)
+make_trainer(Checkpoints("run", every=3)).fit(data(), steps=8)
 """
 
 

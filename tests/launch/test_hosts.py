@@ -38,14 +38,14 @@ if os.environ.get("JAXPP_FLAX_TRANSPORT") == "device_put":
 if count > 1:
     from jaxpp_flax.launch import initialize
     initialize(coordinator_address=address, num_processes=count, process_id=place)
-from jaxpp_flax.trainers import Callback
+from jaxpp_flax.trainers import Callback, Checkpoints
 from tests.checkpoint.program import batches, make_trainer
 
 class Losses(Callback):
     def on_metrics(self, trainer, step, metrics):
         print(f"step {step} loss {float(metrics['loss']).hex()}", flush=True)
 
-trainer = make_trainer(Path(directory), stages=6, depth=6, save_every=5, keep=3)
+trainer = make_trainer(Checkpoints(directory, every=5, keep=3), stages=6, depth=6)
 trainer.fit(batches(), steps=steps, callbacks=[Losses()])
 """
 

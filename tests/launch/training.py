@@ -11,7 +11,7 @@ print("pid", os.getpid(), flush=True)
 
 import jax  # noqa: E402
 
-from jaxpp_flax.trainers import Callback  # noqa: E402
+from jaxpp_flax.trainers import Callback, Checkpoints  # noqa: E402
 from tests.checkpoint.program import batches, make_trainer  # noqa: E402
 
 
@@ -25,7 +25,7 @@ class Losses(Callback):
 def main() -> None:
     directory, steps = Path(sys.argv[1]), int(sys.argv[2])
     count = max(2, jax.process_count())
-    trainer = make_trainer(directory, stages=count, depth=count, save_every=1, keep=3)
+    trainer = make_trainer(Checkpoints(directory, every=1, keep=3), stages=count, depth=count)
     print("compiling", flush=True)
     trainer.fit(batches(), steps=steps, resume=True, callbacks=[Losses()])
 

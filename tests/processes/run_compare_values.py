@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from jaxpp_flax.trainers import Checkpoints, Inference
 from tests.processes.running import join_run
 
 join_run()
@@ -36,8 +37,8 @@ def loss_fn(model: Any, batch: Any) -> Any:
 
 def trainer(seed: int = 0, **options: Any) -> PipelineTrainer:
     return PipelineTrainer(
-        Model(nnx.Rngs(seed)), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=4, progress=False,
-        predict_fn=lambda model, batch: model(batch["x"]), **options,
+        Model(nnx.Rngs(seed)), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=4, logging=False,
+        inference=Inference(predict_fn=lambda model, batch: model(batch["x"])), **options,
     )  # fmt: skip
 
 
@@ -87,7 +88,7 @@ case("third batch", lambda: third.fit(batches(6, other=2)))
 print(f"steps {third.step}")
 case("last batch", lambda: trainer().fit(batches(7, other=6, leaf="x")))
 directory = Path(sys.argv[1])
-case("before a save", lambda: trainer(checkpoint_dir=directory, save_every=1).fit(batches(6, other=2)))
+case("before a save", lambda: trainer(checkpoints=Checkpoints(directory, every=1)).fit(batches(6, other=2)))
 print(f"saved {sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())}")
 good = trainer()
 case("equal", lambda: good.fit(batches(5)))

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from jaxpp_flax.trainers import Checkpoints
 from tests.processes.running import join_run
 
 join_run()
@@ -35,7 +36,7 @@ def trainer(tx: optax.GradientTransformation | None = None, **arguments: Any) ->
         nnx.Sequential(*layers),
         tx or optax.sgd(0.1),
         lambda model, x: jnp.mean(model(x) ** 2),
-        **{"num_stages": 2, "num_microbatches": 2, "progress": False, **arguments},
+        **{"num_stages": 2, "num_microbatches": 2, "logging": False, **arguments},
     )
 
 
@@ -72,10 +73,10 @@ case("equal", lambda: trainer(noisy[0]).fit(BATCHES))
 case("steps", lambda: trainer().fit(BATCHES, steps=2 + ME))
 case("eval_data", lambda: trainer().fit(BATCHES, eval_data=BATCHES[:1] if ME == 0 else None))
 saved = f"{FOLDER}/saved"
-case("save_every", lambda: trainer(checkpoint_dir=saved, save_every=2 + ME).fit(BATCHES))
-case("one directory", lambda: trainer(checkpoint_dir=saved if ME == 0 else None).fit(BATCHES))
-case("two directories", lambda: trainer(checkpoint_dir=f"{saved}{ME}", save_every=2).fit(BATCHES))
+case("every", lambda: trainer(checkpoints=Checkpoints(saved, every=2 + ME)).fit(BATCHES))
+case("one directory", lambda: trainer(checkpoints=saved if ME == 0 else None).fit(BATCHES))
+case("two directories", lambda: trainer(checkpoints=Checkpoints(f"{saved}{ME}", every=2)).fit(BATCHES))
 case("two files", lambda: trainer().save(f"{FOLDER}/of{ME}/file"))
 case("restore", restored)
-case("same directory", lambda: trainer(checkpoint_dir=saved, save_every=2).fit(BATCHES))
+case("same directory", lambda: trainer(checkpoints=Checkpoints(saved, every=2)).fit(BATCHES))
 case("one process alone", lambda: trainer(num_stages=1).fit(BATCHES) if ME == 0 else None)

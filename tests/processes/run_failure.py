@@ -57,6 +57,6 @@ trainer = PipelineTrainer(
     lambda model, batch: jnp.mean(model(batch["x"]) ** 2),
     num_stages=jax.process_count(),
     num_microbatches=4,
-    progress=False,
+    logging=False,
 )
 trainer.fit(batches(mine), callbacks=[Say()])

@@ -175,7 +175,7 @@ def training(batches: Any, mesh: jax.sharding.Mesh) -> list[float]:
         num_microbatches=4,
         schedule="gpipe",
         mesh=mesh,
-        progress=False,
+        logging=False,
     )
     found = [float(trainer.train_step(batch)["loss"]) for batch in batches[:2]]
     trainer.use_schedule("interleaved_1f1b", num_stages=4)

@@ -44,7 +44,7 @@ def main() -> None:
             return jnp.log(offset + 1e6 + ((model(batch["x"]) - batch["y"]) ** 2).mean())
 
         trainer = PipelineTrainer(
-            Model(poisoned), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=2, progress=False
+            Model(poisoned), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=2, logging=False
         )
         trainer.compile(batch)
         read = trainer.leaves_read(batch)

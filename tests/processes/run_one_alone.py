@@ -25,6 +25,7 @@ import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
 from jaxpp_flax import PipelineStage, PipelineTrainer  # noqa: E402
+from jaxpp_flax.trainers import Checkpoints  # noqa: E402
 
 
 def loss_fn(model: Any, x: jax.Array) -> jax.Array:
@@ -45,10 +46,16 @@ class ByTheClock:
 
 
 call, other, folder = sys.argv[1:]
-saves = {"checkpoint_dir": folder, "save_every": ByTheClock()} if call == "fit" else {}
+checkpoints = Checkpoints(folder, every=ByTheClock()) if call == "fit" else None
 layers = [PipelineStage(nnx.Linear(4, 4, rngs=nnx.Rngs(i))) for i in range(2)]
 trainer = PipelineTrainer(
-    nnx.Sequential(*layers), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=2, progress=False, **saves
+    nnx.Sequential(*layers),
+    optax.sgd(0.1),
+    loss_fn,
+    num_stages=2,
+    num_microbatches=2,
+    logging=False,
+    checkpoints=checkpoints,
 )
 batch = np.ones((4, 4), np.float32)
 trainer.fit([batch] * 3)

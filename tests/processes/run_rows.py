@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 from typing import Any
 
+from jaxpp_flax.trainers import Inference
 from tests.processes.running import join_run
 
 join_run()
@@ -41,9 +42,9 @@ def trainer() -> PipelineTrainer:
         loss_fn,
         num_stages=2,
         num_microbatches=MICROBATCHES,
-        mesh_axes={"data": 2},
-        predict_fn=lambda model, batch: model(batch["x"]),
-        progress=False,
+        mesh={"data": 2},
+        inference=Inference(predict_fn=lambda model, batch: model(batch["x"])),
+        logging=False,
     )
 
 

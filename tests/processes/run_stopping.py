@@ -15,7 +15,7 @@ join_run()
 
 import jax  # noqa: E402
 
-from jaxpp_flax.trainers import Callback  # noqa: E402
+from jaxpp_flax.trainers import Callback, Checkpoints  # noqa: E402
 from jaxpp_flax.trainers.callbacks import EarlyStopping  # noqa: E402
 from tests.checkpoint.program import batches, make_trainer  # noqa: E402
 
@@ -62,7 +62,7 @@ def interrupt(_: Any) -> None:
 
 
 def interrupted(directory: Path, processes: set[int]) -> str:
-    trainer = make_trainer(directory, save_every=5)
+    trainer = make_trainer(Checkpoints(directory, every=5))
     try:
         trainer.fit(DATA, callbacks=[At(3, processes, interrupt)])
     except KeyboardInterrupt as error:

@@ -10,6 +10,7 @@ import json
 import sys
 from typing import Any
 
+from jaxpp_flax.trainers import Inference, MeshOptions
 from tests.processes.running import join_run
 
 join_run()  # does nothing in a single process
@@ -62,9 +63,11 @@ def trainer(**arguments: Any) -> PipelineTrainer:
         tx,
         loss_fn,
         num_microbatches=4,
-        progress=False,
-        eval_loss_fn=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean(),
-        predict_fn=lambda model, batch: model(batch["x"]),
+        logging=False,
+        inference=Inference(
+            eval_loss_fn=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean(),
+            predict_fn=lambda model, batch: model(batch["x"]),
+        ),
         **arguments,
     )
 
@@ -78,9 +81,8 @@ def main() -> None:
     interleaved = 4 % ranks == 0 and ranks < 4
     piped = trainer(
         num_stages=4 if interleaved else ranks,
-        num_ranks=ranks,
+        mesh=MeshOptions(num_ranks=ranks, axes=axes),
         schedule="interleaved_1f1b" if interleaved else "1f1b",
-        mesh_axes=axes,
     )
     found: dict[str, Any] = {"losses": []}
     for _, metrics in piped.training_steps(batches):

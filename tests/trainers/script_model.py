@@ -105,13 +105,13 @@ class Run:
 
     Args:
       disk: of an earlier program.
-      save_every, keep: the trainer's.
+      every, keep: those of the trainer's checkpoints.
     """
 
     EVALUATED = (300, 301, 302, 303)
 
-    def __init__(self, disk: dict[int, Saved], *, save_every: int | None, keep: int | None):
-        self.disk, self.save_every, self.keep = disk, save_every, keep
+    def __init__(self, disk: dict[int, Saved], *, every: int | None, keep: int | None):
+        self.disk, self.save_every, self.keep = disk, every, keep
         self.state = State.first()
         self.place: Place | None = None
         self.patience = Patience(2)

@@ -14,9 +14,13 @@ from tests.trainers.script_model import Event, Fit, Run
 SETTINGS = st.fixed_dictionaries(
     {
         "stages": st.sampled_from([1, 2]),
-        "save_every": st.sampled_from([None, 1, 2, 3]),
-        "keep": st.sampled_from([None, None, 1, 2]),
-        "async_save": st.booleans(),
+        "saves": st.fixed_dictionaries(
+            {
+                "every": st.sampled_from([None, 1, 2, 3]),
+                "keep": st.sampled_from([None, None, 1, 2]),
+                "asynchronous": st.booleans(),
+            }
+        ),
     }
 )
 ENDINGS = ["raise", "ctrl_c", "sigterm"]

@@ -19,6 +19,7 @@ import optax
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax.trainers import Checkpoints, Inference, Logging, Parameters
 
 WIDTH, MODULUS, MICROBATCHES = 3, 509.0, 2
 
@@ -70,11 +71,11 @@ def loss_fn(model, batch):
     return model(batch["x"]).mean()
 
 
-def make_trainer(directory: Path | None, *, stages: int, **options: Any) -> PipelineTrainer:
-    settings = {"num_microbatches": MICROBATCHES, "progress": False, "log_every": 1, "ema_decay": 0.5} | options
+def make_trainer(checkpoints: Path | Checkpoints | None, *, stages: int, **options: Any) -> PipelineTrainer:
     return PipelineTrainer(
-        Model(), _hashing(), loss_fn, num_stages=stages, checkpoint_dir=directory,
-        predict_fn=lambda model, batch: model(batch["x"]), **settings,
+        Model(), _hashing(), loss_fn, num_stages=stages, checkpoints=checkpoints,
+        inference=Inference(predict_fn=lambda model, batch: model(batch["x"])), parameters=Parameters(ema_decay=0.5),
+        logging=Logging(progress=False, every=1), **{"num_microbatches": MICROBATCHES, **options},
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.trainers import Inference
 from tests.helpers import tree_allclose
 from tests.matrix.harness import mesh_of
 from tests.trainers.models import Model, make_batch, mean_loss
@@ -24,7 +25,7 @@ def test_training_evaluating_and_predicting():
         with jax.set_mesh(ambient):
             trainer = PipelineTrainer(
                 model, optax.adam(0.01), mean_loss, num_stages=2, num_microbatches=2, mesh=mesh.jax_mesh,
-                predict_fn=lambda model, batch: model(batch["tokens"]), progress=False,
+                inference=Inference(predict_fn=lambda model, batch: model(batch["tokens"])), logging=False,
             )  # fmt: skip
             trained = trainer.train_step(make_batch(8))
             rest = trainer.evaluate([make_batch(8, seed=1)]), trainer.predict(make_batch(8, seed=2))

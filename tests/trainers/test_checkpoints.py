@@ -20,7 +20,7 @@ from jaxpp_flax.checkpoint import (
     CheckpointSaveError,
     CorruptCheckpointError,
 )
-from jaxpp_flax.trainers import DataPositionError
+from jaxpp_flax.trainers import Checkpoints, DataPositionError, Logging, Parameters, Precision
 from jaxpp_flax.trainers.callbacks import OnMetrics
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.stream import batches
@@ -35,11 +35,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatis
 BATCHES = [make_batch(8, seed) for seed in range(3)]
 
 
-def make_trainer(stages: int = 2, directory: Path | None = None, blocks: int = 2, **options) -> PipelineTrainer:
+def make_trainer(
+    stages: int = 2, checkpoints: Path | Checkpoints | None = None, blocks: int = 2, **options
+) -> PipelineTrainer:
     model = Model(blocks, rngs=nnx.Rngs(0), dropout=0.2, batch_norm=True)
     return PipelineTrainer(
-        model, optax.adamw(1e-2), mean_loss, num_stages=stages, num_microbatches=2, progress=False,
-        checkpoint_dir=directory, log_every=1, **options,
+        model, optax.adamw(1e-2), mean_loss, num_stages=stages, num_microbatches=2, checkpoints=checkpoints,
+        logging=Logging(progress=False, every=1), **options,
     )  # fmt: skip
 
 
@@ -62,7 +64,7 @@ def uninterrupted():
 def after_four(tmp_path_factory) -> Path:
     """A directory with the checkpoints of steps 2 and 4, in the middle of the second pass over the data."""
     directory = tmp_path_factory.mktemp("run") / "ckpt"
-    fit(make_trainer(directory=directory, save_every=2), steps=4)
+    fit(make_trainer(checkpoints=Checkpoints(directory, every=2)), steps=4)
     return directory
 
 
@@ -72,7 +74,7 @@ def copy_of(directory: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_interrupted_equals_uninterrupted_bitwise(uninterrupted, after_four: Path, tmp_path: Path):
-    trainer = make_trainer(directory=copy_of(after_four, tmp_path), save_every=3, keep=2)
+    trainer = make_trainer(checkpoints=Checkpoints(copy_of(after_four, tmp_path), every=3, keep=2))
     losses = fit(trainer, steps=10, resume=True)
     assert losses == {step: loss for step, loss in uninterrupted[0].items() if step > 4}
     tree_allclose(to_ordinary(trainer.state), uninterrupted[1], rtol=0, atol=0)
@@ -92,7 +94,7 @@ def test_with_another_number_of_stages(tmp_path: Path):
 
 
 def test_restoring_into_a_run_under_way_keeps_its_layout(after_four: Path, uninterrupted):
-    trainer = make_trainer(directory=after_four)
+    trainer = make_trainer(checkpoints=after_four)
     for batch in BATCHES[:2]:
         trainer.train_step(batch)
     before = jax.tree.map(lambda leaf: leaf.sharding, trainer.state)
@@ -104,21 +106,19 @@ def test_restoring_into_a_run_under_way_keeps_its_layout(after_four: Path, unint
 
 
 def test_errors_leave_the_state_as_it_was(after_four: Path, tmp_path: Path):
-    trainer = make_trainer(blocks=3, directory=after_four)
+    trainer = make_trainer(blocks=3, checkpoints=after_four)
     state = trainer.state
     with pytest.raises(CheckpointMismatchError, match=r"params/blocks/2/widen/kernel: missing"):
         trainer.restore("latest")
     assert trainer.state is state
     with pytest.raises(CheckpointNotFoundError, match="has no checkpoint of step 3; it has 2, 4"):
         trainer.restore(3)
-    with pytest.raises(CheckpointNotFoundError, match="give the trainer checkpoint_dir="):
+    with pytest.raises(CheckpointNotFoundError, match="give the trainer checkpoints="):
         make_trainer().save()
     with pytest.raises(CheckpointSaveError, match=r"up to step 4.*resume=True"):
-        make_trainer(directory=after_four).fit(BATCHES, steps=1)
-    with pytest.raises(ValueError, match="needs checkpoint_dir="):
-        make_trainer(save_every=2)
+        make_trainer(checkpoints=after_four).fit(BATCHES, steps=1)
     with pytest.raises(ValueError, match=r"save.7.: the state in memory is that of step 0"):
-        make_trainer(directory=tmp_path / "x").save(7)
+        make_trainer(checkpoints=tmp_path / "x").save(7)
     assert trainer.state is state
 
 
@@ -127,16 +127,16 @@ def test_another_model_is_named(after_four: Path):
         pass
 
     trainer = PipelineTrainer(
-        Other(3, rngs=nnx.Rngs(0)), optax.sgd(1.0), mean_loss, num_stages=1, num_microbatches=2, progress=False
+        Other(3, rngs=nnx.Rngs(0)), optax.sgd(1.0), mean_loss, num_stages=1, num_microbatches=2, logging=False
     )
     with pytest.raises(CheckpointMismatchError, match="written for the model Model; this trainer has Other"):
         trainer.restore(after_four / "4")
 
 
 def test_weights_alone(after_four: Path, uninterrupted):
-    trainer = make_trainer(directory=after_four)
+    trainer = make_trainer(checkpoints=after_four)
     trainer.restore("latest", only="params/*")
-    source = make_trainer(directory=after_four)
+    source = make_trainer(checkpoints=after_four)
     source.restore("latest")
     tree_allclose(to_ordinary(trainer.state.params), to_ordinary(source.state.params), rtol=0, atol=0)
     assert (trainer.step, source.step) == (0, 4)
@@ -145,7 +145,7 @@ def test_weights_alone(after_four: Path, uninterrupted):
 
 def test_low_memory_checks_everything_before_it_gives_the_state_up(after_four: Path, tmp_path: Path, uninterrupted):
     directory = copy_of(after_four, tmp_path)
-    trainer = make_trainer(directory=directory)
+    trainer = make_trainer(checkpoints=directory)
     trainer.train_step(BATCHES[0])
     data = max((directory / "4" / "state" / "d").iterdir(), key=lambda path: path.stat().st_size)
     content = data.read_bytes()
@@ -164,7 +164,7 @@ def test_low_memory_says_that_the_state_is_gone(after_four: Path, monkeypatch):
     def fail(*_):
         raise CorruptCheckpointError("the disk broke.")
 
-    trainer = make_trainer(directory=after_four)
+    trainer = make_trainer(checkpoints=after_four)
     trainer.train_step(BATCHES[0])
     monkeypatch.setattr("jaxpp_flax.checkpoint.reading._read", fail)
     with pytest.raises(CorruptCheckpointError, match=r"the disk broke. The state in memory was given up"):
@@ -177,7 +177,7 @@ def test_low_memory_says_that_the_state_is_gone(after_four: Path, monkeypatch):
 
 
 def test_low_memory_keeps_what_is_not_restored(after_four: Path):
-    trainer = make_trainer(directory=after_four)
+    trainer = make_trainer(checkpoints=after_four)
     trainer.train_step(BATCHES[0])
     trainer.restore("latest", only="params/*", low_memory=True)
     assert trainer.step == 1
@@ -187,7 +187,7 @@ def test_low_memory_keeps_what_is_not_restored(after_four: Path):
 def test_low_memory_leaves_the_users_own_arrays_alone(after_four: Path):
     model = Model(2, rngs=nnx.Rngs(0), dropout=0.2, batch_norm=True)
     trainer = PipelineTrainer(
-        model, optax.adamw(1e-2), mean_loss, num_stages=2, num_microbatches=2, progress=False, checkpoint_dir=after_four
+        model, optax.adamw(1e-2), mean_loss, num_stages=2, num_microbatches=2, logging=False, checkpoints=after_four
     )
     trainer.restore("latest", low_memory=True)
     assert trainer.step == 4
@@ -292,7 +292,7 @@ def grain_loader():
 )
 def test_data_goes_on_where_it_stood(data, tmp_path: Path):
     whole = fit(program.make_trainer(None, stages=1), data(), steps=5)
-    fit(program.make_trainer(tmp_path / "run", stages=1, save_every=3), data(), steps=3)
+    fit(program.make_trainer(Checkpoints(tmp_path / "run", every=3), stages=1), data(), steps=3)
     rest = fit(program.make_trainer(tmp_path / "run", stages=1), data(), steps=5, resume=True)
     assert rest == {step: whole[step] for step in (4, 5)}
 
@@ -324,23 +324,23 @@ def test_a_long_way_through_the_data_is_shown():
 def test_data_that_cannot_go_there_may_be_refused(after_four: Path, tmp_path: Path):
     directory = copy_of(after_four, tmp_path)
     with pytest.raises(DataPositionError, match=r"after 1 batches of a pass.*no `set_state`"):
-        make_trainer(directory=directory).fit(BATCHES, steps=5, resume=True, resume_data="refuse")
+        make_trainer(checkpoints=directory).fit(BATCHES, steps=5, resume=True, resume_data="refuse")
     with pytest.raises(DataPositionError, match="but this data ended after 0"):
-        make_trainer(directory=directory).fit(iter([]), steps=5, resume=True)
+        make_trainer(checkpoints=directory).fit(iter([]), steps=5, resume=True)
     with pytest.raises(ValueError, match="resume_data='x'"):
-        make_trainer(directory=directory).fit(BATCHES, steps=5, resume=True, resume_data="x")
+        make_trainer(checkpoints=directory).fit(BATCHES, steps=5, resume=True, resume_data="x")
 
 
 def test_resuming_a_finished_run_and_an_empty_directory(after_four: Path, tmp_path: Path):
-    assert make_trainer(directory=after_four).fit(BATCHES, steps=4, resume=True) == {}
+    assert make_trainer(checkpoints=after_four).fit(BATCHES, steps=4, resume=True) == {}
     trainer = program.make_trainer(tmp_path / "fresh", stages=1)
     trainer.fit(OTHER, steps=1, resume=True)
     assert trainer.step == 1
 
 
 def test_the_average_and_the_loss_scale_are_kept(tmp_path: Path) -> None:
-    options = {"ema_decay": 0.9, "loss_scale": "dynamic"}
-    trainer = make_trainer(directory=tmp_path / "ckpt", **options)
+    options = {"parameters": Parameters(ema_decay=0.9), "precision": Precision(loss_scale="dynamic")}
+    trainer = make_trainer(checkpoints=tmp_path / "ckpt", **options)
     fit(trainer, steps=2)
     trainer.save()
     again = make_trainer(stages=1, **options)
@@ -362,14 +362,14 @@ def test_copies_of_weights_follow_them(trained: bool, tmp_path: Path, capsys: py
     """A step after the weights alone are restored is that of a trainer that was made with these weights."""
 
     def make(model: Any, tx: Any = SCHEDULE_FREE, **options: Any) -> PipelineTrainer:
-        options = {"num_stages": 2, "num_microbatches": 2, "checkpoint_dir": tmp_path / "ckpt", **options}
+        options = {"num_stages": 2, "num_microbatches": 2, "checkpoints": tmp_path / "ckpt", **options}
         return PipelineTrainer(model, tx, program.loss_fn, **options)
 
-    first = make(program.MLP(2, rngs=nnx.Rngs(0), dropout=0), optax.sgd(0.1), progress=False)
+    first = make(program.MLP(2, rngs=nnx.Rngs(0), dropout=0), optax.sgd(0.1), logging=False)
     fit(first, OTHER, steps=3)
     first.save()
-    expected = make(first.model, ema_decay=0.9, progress=False)
-    trainer = make(program.MLP(2, rngs=nnx.Rngs(5), dropout=0), ema_decay=0.9)
+    expected = make(first.model, parameters=Parameters(ema_decay=0.9), logging=False)
+    trainer = make(program.MLP(2, rngs=nnx.Rngs(5), dropout=0), parameters=Parameters(ema_decay=0.9))
     if trained:
         trainer.train_step(OTHER[1])
     trainer.restore(3, only="params/*")
@@ -391,7 +391,7 @@ def test_what_was_computed_from_weights_is_not_left_behind(tmp_path: Path) -> No
     first.save()
     tx = optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
     trainer = PipelineTrainer(
-        program.MLP(2, rngs=nnx.Rngs(5)), tx, program.loss_fn, num_stages=1, num_microbatches=2, progress=False
+        program.MLP(2, rngs=nnx.Rngs(5)), tx, program.loss_fn, num_stages=1, num_microbatches=2, logging=False
     )
     with pytest.raises(CheckpointMismatchError, match=r"opt_state/first_norm: the optimizer made it of parameters"):
         trainer.restore(tmp_path / "ckpt" / "1", only="params/*")
@@ -399,10 +399,10 @@ def test_what_was_computed_from_weights_is_not_left_behind(tmp_path: Path) -> No
 
 def test_the_average_begins_at_the_parameters_of_a_checkpoint(tmp_path: Path) -> None:
     """Two leaves of one on disk, in memory of their own: the next step takes both."""
-    first = make_trainer(directory=tmp_path / "ckpt")
+    first = make_trainer(checkpoints=tmp_path / "ckpt")
     fit(first, steps=2)
     first.save()
-    trainer = make_trainer(directory=tmp_path / "ckpt", ema_decay=0.9)
+    trainer = make_trainer(checkpoints=tmp_path / "ckpt", parameters=Parameters(ema_decay=0.9))
     trainer.train_step(BATCHES[0])
     trainer.restore(2, rename={"ema": "params"}, only=["params/*", "ema/*"])
     tree_allclose(to_ordinary(trainer.state.ema), to_ordinary(first.state.params), rtol=0, atol=0)

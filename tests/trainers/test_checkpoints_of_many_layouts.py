@@ -16,6 +16,7 @@ from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.checkpoint import CheckpointMismatchError
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.trainers import MeshOptions, Parameters
 from jaxpp_flax.trainers.step.compilation import to_ordinary
 from tests.helpers import tree_allclose
 
@@ -50,6 +51,7 @@ def loss_fn(model, batch):
 
 
 BATCH = np.linspace(-1, 1, 8 * WIDTH, dtype=np.float32).reshape(8, WIDTH)
+ROWS, COLUMNS = [("rows", "fsdp"), ("columns", None)], [("rows", None), ("columns", "tensor")]
 WHOLE = [("rows", None), ("columns", None)]
 
 # Each with a spec that the kernels must have, once they are on their ranks.
@@ -59,21 +61,28 @@ TRAINERS: dict[str, tuple[dict[str, Any], tuple[Any, ...]]] = {
     "8 stages": ({"num_stages": 8}, ()),
     "balanced": ({"num_stages": 3, "assignment": "balanced"}, ()),
     "named": ({"num_stages": 2, "assignment": {"block_[0-4]": 0, "block_[5-7]": 1}}, ()),
-    "interleaved": ({"num_stages": 4, "num_ranks": 2, "schedule": "interleaved_1f1b"}, ()),
-    "data": ({"num_stages": 2, "mesh_axes": {"data": 2}}, ()),
-    "fsdp": ({"num_stages": 2, "mesh_axes": {"fsdp": 2}, "rules": [("rows", "fsdp"), ("columns", None)]}, ("fsdp",)),
+    "interleaved": ({"num_stages": 4, "devices": {"num_ranks": 2}, "schedule": "interleaved_1f1b"}, ()),
+    "data": ({"num_stages": 2, "devices": {"axes": {"data": 2}}}, ()),
+    "fsdp": (
+        {"num_stages": 2, "devices": {"axes": {"fsdp": 2}, "sharding_rules": ROWS}},
+        ("fsdp",),
+    ),
     "tensor": (
-        {"num_stages": 4, "mesh_axes": {"tensor": 2}, "rules": [("rows", None), ("columns", "tensor")]},
+        {
+            "num_stages": 4,
+            "devices": {"axes": {"tensor": 2}, "sharding_rules": COLUMNS},
+        },
         (None, "tensor"),
     ),
 }
 
 
 def make_trainer(name: str, seed: int, **options: Any) -> PipelineTrainer:
-    layout = {"rules": WHOLE, **TRAINERS[name][0]}
+    layout = dict(TRAINERS[name][0])
+    devices = {"sharding_rules": WHOLE, **layout.pop("devices", {})}
     return PipelineTrainer(
-        Model(rngs=nnx.Rngs(seed)), optax.adam(1e-2), loss_fn, num_microbatches=2, progress=False,
-        sharding_rules=layout.pop("rules"), **layout, **options,
+        Model(rngs=nnx.Rngs(seed)), optax.adam(1e-2), loss_fn, num_microbatches=2, logging=False,
+        mesh=MeshOptions(**devices), **layout, **options,
     )  # fmt: skip
 
 
@@ -86,7 +95,7 @@ def test_one_run_through_trainers_of_every_layout(tmp_path: Path):
     expected = to_ordinary(first.state)
     loss = first.evaluate([BATCH])["loss"]
     for seed, (name, (_, spec)) in enumerate(TRAINERS.items(), start=1):
-        trainer = make_trainer(name, seed, checkpoint_dir=path.parent)
+        trainer = make_trainer(name, seed, checkpoints=path.parent)
         trainer.fit([BATCH], steps=1, resume=True)  # nothing to do but to take it over
         trainer.compile(BATCH)
         tree_allclose(to_ordinary(trainer.state), expected, rtol=0, atol=0)
@@ -104,8 +113,8 @@ def test_a_base_model_into_one_with_adapters(tmp_path: Path):
     base.train_step(BATCH)
     path = base.save(tmp_path / "base")
     tuned = PipelineTrainer(
-        Model(rngs=nnx.Rngs(1), rank=2), optax.adam(1e-2), loss_fn, num_stages=4, num_microbatches=2, progress=False,
-        wrt=nnx.LoRAParam,
+        Model(rngs=nnx.Rngs(1), rank=2), optax.adam(1e-2), loss_fn, num_stages=4, num_microbatches=2, logging=False,
+        parameters=Parameters(wrt=nnx.LoRAParam),
     )  # fmt: skip
     tuned.compile(BATCH)  # on its ranks, where the base's weights, frozen, are other state than parameters
     adapters = to_ordinary(tuned.state.params)

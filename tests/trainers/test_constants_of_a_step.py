@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.trainers import BatchError
+from jaxpp_flax.trainers import BatchError, Inference
 from jaxpp_flax.trainers.data.loading import own_rows
 from tests.helpers import tree_allclose
 from tests.trainers.models import Layers
@@ -38,8 +38,8 @@ def batch():
 @pytest.mark.parametrize("axes", [None, {"data": 2}], ids=["stages", "data"])
 def test_equal_to_plain(axes):
     made = PipelineTrainer(
-        Layers(), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=2, mesh_axes=axes, progress=False,
-        predict_fn=outputs,
+        Layers(), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=2, mesh=axes, logging=False,
+        inference=Inference(predict_fn=outputs),
     )  # fmt: skip
     graph, params = nnx.split(Layers())
 
@@ -69,7 +69,7 @@ def test_a_scalar_beside_the_rows_of_a_process():
 
 
 def test_other_values_compile_nothing_and_rows_are_read_of_arrays_alone():
-    made = PipelineTrainer(Layers(), optax.sgd(0.1), loss_fn, num_stages=1, num_microbatches=2, progress=False)
+    made = PipelineTrainer(Layers(), optax.sgd(0.1), loss_fn, num_stages=1, num_microbatches=2, logging=False)
     losses = [float(made.evaluate([{**batch(), "weight": weight}])["loss"]) for weight in (3.0, jnp.float32(6))]
     np.testing.assert_allclose(losses[1], 2 * losses[0], rtol=1e-6)
     assert len(made._executables) == 1

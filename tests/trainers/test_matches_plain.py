@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.trainers import Inference
 from tests.helpers import slow, tree_allclose
 from tests.trainers import models as m
 
@@ -82,7 +83,7 @@ def reference(kind, num_blocks, num_microbatches):
 
 
 def make_trainer(kind, schedule, stages, ranks, count, **options):
-    options = {"progress": False, "mesh": mesh_of(ranks), **options}
+    options = {"logging": False, "mesh": mesh_of(ranks), **options}
     common = {"num_stages": stages, "num_microbatches": count, "schedule": schedule, **options}
     tx = common.pop("tx", optax.sgd(RATE))
     loss_fn = common.pop("loss_fn", m.mean_loss)
@@ -147,8 +148,17 @@ def test_features_equal_the_same_step_under_plain_jit(kind, feature):
 
 @pytest.mark.parametrize("kind", ["nnx", slow("linen")])
 def test_evaluate_and_predict_before_between_and_after_training(kind):
-    plain = make_trainer(kind, "1f1b", 1, 1, 4, mesh=None, num_blocks=2, predict_fn=lambda model, b: model(b["tokens"]))
-    piped = make_trainer(kind, "1f1b", 2, 2, 4, predict_fn=lambda model, b: model(b["tokens"]))
+    plain = make_trainer(
+        kind,
+        "1f1b",
+        1,
+        1,
+        4,
+        mesh=None,
+        num_blocks=2,
+        inference=Inference(predict_fn=lambda model, b: model(b["tokens"])),
+    )
+    piped = make_trainer(kind, "1f1b", 2, 2, 4, inference=Inference(predict_fn=lambda model, b: model(b["tokens"])))
     held_out = [m.make_batch(8, 100), m.make_batch(6, 101), m.make_batch(1, 102)]
     for batch in batches(4)[:2]:
         for size in (8, 3):

@@ -32,6 +32,7 @@ from hypothesis.stateful import (
 
 from jaxpp_flax.checkpoint import CheckpointMismatchError
 from jaxpp_flax.checkpoint import save as save_tree
+from jaxpp_flax.trainers import Checkpoints
 from jaxpp_flax.trainers.callbacks import Callback, EarlyStopping
 from jaxpp_flax.trainers.loop.preemption import PREEMPTED_STATUS
 from tests.helpers import slow
@@ -54,8 +55,9 @@ class Scripts(RuleBasedStateMachine):
         self._start({}, options)
 
     def _start(self, disk: dict[int, Saved], options: dict[str, Any]) -> None:
-        self.run = Run(disk, save_every=options["save_every"], keep=options["keep"])
-        self.trainer = make_trainer(self.directory, **options)
+        saves = options["saves"]
+        self.run = Run(disk, every=saves["every"], keep=saves["keep"])
+        self.trainer = make_trainer(Checkpoints(self.directory, **saves), stages=options["stages"])
         self.early = EarlyStopping(patience=self.run.patience.patience)
         self.held: tuple[Data, Any] | None = None  # the iterator of the `fit` before
         self.writing = False  # a save that no call has waited for

@@ -34,7 +34,7 @@ class Model(m.Model):
 
 def train(model, **options):
     made = PipelineTrainer(
-        model, optax.sgd(0.1), m.mean_loss, num_stages=STAGES, num_microbatches=MICROBATCHES, progress=False, **options
+        model, optax.sgd(0.1), m.mean_loss, num_stages=STAGES, num_microbatches=MICROBATCHES, logging=False, **options
     )
     compiled = made.compile(BATCH)
     losses = [float(made.train_step(BATCH)["loss"]) for _ in range(2)]

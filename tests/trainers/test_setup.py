@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.trainers import Inference
 from tests.trainers import models as m
 
 
@@ -21,8 +22,8 @@ def test_settings_after_a_call_without_them(stages: int):
         m.mean_loss,
         num_stages=stages,
         num_microbatches=2,
-        predict_fn=lambda model, tokens: model(tokens) / jnp.ones(m.VOCABULARY),
-        progress=False,
+        inference=Inference(predict_fn=lambda model, tokens: model(tokens) / jnp.ones(m.VOCABULARY)),
+        logging=False,
     )
     tokens = m.make_batch(4)["tokens"]
     before = np.asarray(trainer.predict(tokens))

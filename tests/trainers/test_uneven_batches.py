@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.trainers import BatchError
+from jaxpp_flax.trainers import BatchError, Inference
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
 
@@ -36,8 +36,10 @@ def predict(model, batch):
 
 
 def make_trainer(model=None, **options):
-    options = {"num_stages": 2, "num_microbatches": 2, "mesh_axes": {"data": 2}, "progress": False, **options}
-    return PipelineTrainer(model or m.Model(2, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss, predict_fn=predict, **options)
+    options = {"num_stages": 2, "num_microbatches": 2, "mesh": {"data": 2}, "logging": False, **options}
+    return PipelineTrainer(
+        model or m.Model(2, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss, inference=Inference(predict_fn=predict), **options
+    )
 
 
 def test_nothing_is_padded():

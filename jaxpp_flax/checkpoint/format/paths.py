@@ -6,16 +6,17 @@ restored checkpoint. An `nnx.Variable` adds nothing to the path of its value.
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
 from flax import nnx
 
+from jaxpp_flax.globs import NameFilter, matches_any
+
 __all__ = ["PathFilter", "choose", "flatten", "nest", "rename_path", "shortened"]
 
-PathFilter: TypeAlias = str | Sequence[str] | Callable[[str], bool]
+PathFilter: TypeAlias = NameFilter
 
 
 def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
@@ -70,7 +71,7 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def choose(only: PathFilter | None) -> Callable[[str], bool]:
-    """Whether a path is asked for: by a glob, any of several, or a function; None asks for all. `*` matches `/` too.
+    """Whether a path is asked for: by a glob, any of several, or a function; None asks for all. See `jaxpp_flax.globs`.
 
     Example:
       >>> wanted = choose("params/*")
@@ -79,10 +80,7 @@ def choose(only: PathFilter | None) -> Callable[[str], bool]:
     """
     if only is None:
         return lambda path: True
-    if callable(only):
-        return only
-    globs = [only] if isinstance(only, str) else list(only)
-    return lambda path: any(fnmatch.fnmatchcase(path, glob) for glob in globs)
+    return matches_any(only)
 
 
 def rename_path(path: str, rename: Mapping[str, str] | None) -> str:

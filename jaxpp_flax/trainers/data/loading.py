@@ -80,7 +80,7 @@ class Loading(abc.ABC):
           >>> from jaxpp_flax import PipelineStage, PipelineTrainer
           >>> model = nnx.Sequential(*[PipelineStage(nnx.Linear(4, 4, rngs=nnx.Rngs(0))) for _ in range(2)])
           >>> trainer = PipelineTrainer(model, optax.sgd(0.1), lambda model, x: (model(x) ** 2).mean(),
-          ...                           num_stages=2, num_microbatches=2, progress=False)
+          ...                           num_stages=2, num_microbatches=2, logging=False)
           >>> trainer.rows_read(jax.ShapeDtypeStruct((6, 4), np.float32))  # one process reads all of them
           array([0, 1, 2, 3, 4, 5])
         """

@@ -82,7 +82,8 @@ class Inferring(Loading):
         if isinstance(batch, Mapping) and self._predict_fn is call_model:
             raise TypeError(
                 f"predict got a dict with {', '.join(map(repr, batch))}, and cannot know what the model takes of it. "
-                "Pass the model's input, or give the trainer `predict_fn=lambda model, batch: model(batch['x'])`."
+                "Pass the model's input, or give the trainer a predict_fn: "
+                "inference=Inference(predict_fn=lambda model, batch: model(batch['x']))."
             )
         whole = self._whole(batch, global_batch_size)
         own = batch if whole is not batch else None

@@ -29,7 +29,7 @@ _MAX_SKIPPED = 100
 
 _ADVICE = (
     "Look at the data of that step, lower the learning rate, clip the gradients. fit(resume=True) goes on from the "
-    'latest checkpoint; on_nonfinite="skip" leaves such steps out, "ignore" goes on with them.'
+    'latest checkpoint; Precision(on_nonfinite="skip") leaves such steps out, "ignore" goes on.'
 )
 
 

@@ -15,7 +15,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-__all__ = ["BarMeter", "Meter", "NoMeter", "PlainMeter", "Rate", "choose_meter"]
+__all__ = ["BarMeter", "Meter", "NoMeter", "PlainMeter", "Rate", "check_progress", "choose_meter"]
 
 
 class Rate:
@@ -174,21 +174,30 @@ class BarMeter(Meter):
         self._progress.stop()
 
 
-def choose_meter(progress: Any) -> Meter:
-    """The meter for the trainer's `progress=`: True fits the terminal, False shows nothing; or a `Meter`.
+def check_progress(progress: object) -> None:
+    """Refuse what shows no progress.
+
+    Raises:
+      TypeError: if it is no boolean and no `Meter`.
+    """
+    if not isinstance(progress, (bool, Meter)):
+        raise TypeError(f"progress={progress!r} ({type(progress).__name__}): it must be True, False or a Meter.")
+
+
+def choose_meter(progress: bool | Meter) -> Meter:
+    """The meter for `Logging(progress=)`: True fits the terminal, False shows nothing; or a `Meter`.
 
     Raises:
       TypeError: for anything else.
     """
+    check_progress(progress)
     if isinstance(progress, Meter):
         return progress
     if progress is True and jax.process_index() > 0:  # one process speaks for all
         return NoMeter()
     if progress is True:
         return BarMeter() if Console().is_terminal else PlainMeter()
-    if progress is False:
-        return NoMeter()
-    raise TypeError(f"progress={progress!r} ({type(progress).__name__}): it must be True, False or a Meter.")
+    return NoMeter()
 
 
 def _fields(metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> list[str]:

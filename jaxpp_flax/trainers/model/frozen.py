@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
 
+from jaxpp_flax.globs import NameFilter, matches, matches_any
 from jaxpp_flax.trainers.errors import ModelError
 
-__all__ = ["frozen_filter", "merge_frozen", "path_text", "split_frozen"]
+__all__ = ["check_frozen", "frozen_filter", "merge_frozen", "path_text", "split_frozen"]
 
 
 def path_text(path: Iterable[Any]) -> str:
@@ -23,37 +23,42 @@ def path_text(path: Iterable[Any]) -> str:
     return "/".join(parts)
 
 
-def frozen_filter(frozen: Any, paths: Sequence[str]) -> Callable[[str], bool]:
+def check_frozen(frozen: object) -> None:
+    """Refuse what names no parameters.
+
+    Raises:
+      TypeError: if `frozen` is no glob, no sequence of globs and no function.
+    """
+    if callable(frozen) or isinstance(frozen, str):
+        return
+    if not isinstance(frozen, Sequence) or not all(isinstance(pattern, str) for pattern in frozen):
+        raise TypeError(f"frozen={frozen!r}: use paths such as 'embed/*', a list of them, or a function of the path.")
+
+
+def frozen_filter(frozen: NameFilter, paths: Sequence[str]) -> Callable[[str], bool]:
     """Whether the parameter at a path is frozen.
 
     Args:
-      frozen: a glob or several (each matches whole paths, or their beginnings up to a slash), or a function of the
-        path.
+      frozen: a glob or several (see `jaxpp_flax.globs`), or a function of the path.
       paths: of all parameters.
 
     Raises:
       ModelError: if a glob matches none of them.
-      TypeError: if `frozen` is none of these.
+      TypeError: see `check_frozen`.
 
     Example:
       >>> is_frozen = frozen_filter("blocks/[01]", ["blocks/0/kernel", "blocks/1/kernel", "head/kernel"])
       >>> is_frozen("blocks/0/kernel"), is_frozen("head/kernel")
       (True, False)
     """
+    check_frozen(frozen)
     if callable(frozen):
-        return lambda path: bool(frozen(path))
-    patterns = [frozen] if isinstance(frozen, str) else list(frozen) if isinstance(frozen, Sequence) else None
-    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(f"frozen={frozen!r}: use paths such as 'embed/*', a list of them, or a function of the path.")
-    for pattern in patterns:
-        if not any(_matches(path, pattern) for path in paths):
+        return matches_any(frozen)
+    for pattern in [frozen] if isinstance(frozen, str) else frozen:
+        if not any(matches(path, pattern) for path in paths):
             known = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
             raise ModelError(f"frozen: no parameter matches {pattern!r}. The parameters are {known}.")
-    return lambda path: any(_matches(path, pattern) for pattern in patterns)
-
-
-def _matches(path: str, pattern: str) -> bool:
-    return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern.rstrip('/')}/*")
+    return matches_any(frozen)
 
 
 def split_frozen(params: Any, is_frozen: Callable[[str], bool]) -> tuple[Any, Any]:

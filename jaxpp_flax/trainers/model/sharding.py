@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from flax import core, nnx
@@ -20,9 +20,12 @@ from jaxpp_flax.trainers.mesh import inner_sizes
 from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["Annotation", "AxisRules", "annotations_of", "state_specs", "unboxed"]
+__all__ = ["Annotation", "AxisRules", "AxisRulesLike", "annotations_of", "state_specs", "unboxed"]
 
 Pairs = tuple[tuple[Any, Any], ...]  # of a name, and a mesh axis, or several, or None
+MeshAxes: TypeAlias = str | Sequence[str] | None
+AxisRulesLike: TypeAlias = Mapping[str, MeshAxes] | Sequence[tuple[str, MeshAxes]]
+"""What `sharding_rules=` takes: names of axes, and the mesh axes that they stand for."""
 
 _METADATA = ("out_sharding", "sharding_names", "sharding")  # of NNX variables, in newer and older versions of Flax
 
@@ -45,7 +48,7 @@ class AxisRules:
     """What axis names stand for. A name has the first of these meanings: `given`, the leaf's own, `active`, itself.
 
     Args:
-      given: the trainer's `sharding_rules`.
+      given: those of `MeshOptions(sharding_rules=)`.
       active: those of Flax's `logical_axis_rules`, the context in which the trainer is made.
 
     Example:
@@ -61,7 +64,7 @@ class AxisRules:
     active: Pairs = ()
 
     @classmethod
-    def of(cls, sharding_rules: Any) -> AxisRules:
+    def of(cls, sharding_rules: AxisRulesLike | None) -> AxisRules:
         """The trainer's argument, and the rules of the context.
 
         Raises:
@@ -283,9 +286,10 @@ class _Reader:
             rules = ", ".join(f"({name!r}, None)" for name in self.unknown)
             raise MeshError(
                 f"the model's annotations use names without a rule that are {stage}. The names: {listing}. Say what "
-                f"each stands for, an axis or None for a dimension that stays whole: sharding_rules=[{rules}], or make "
+                f"each stands for, an axis or None for a dimension that stays whole: "
+                f"mesh=MeshOptions(sharding_rules=[{rules}]), or make "
                 "the trainer under `nn.logical_axis_rules(rules)`. A name that is meant as an axis of its own belongs "
-                f"into the mesh, as in mesh_axes={{{next(iter(self.unknown))!r}: 2}}.{self._absent_text(' Besides, ')}"
+                f"into the mesh, as in mesh={{{next(iter(self.unknown))!r}: 2}}.{self._absent_text(' Besides, ')}"
             )
         if self.absent:
             raise MeshError(f"{self._absent_text('')} These are no axes of a stage, which has {dict(self.sizes)}.")
@@ -297,7 +301,7 @@ class _Reader:
         (name, axis), *_ = self.absent
         return (
             f"{begin}rules lead names to axes that the mesh lacks: {listing}. Add the axis to the mesh "
-            f"(mesh_axes={{{axis!r}: 2}}), or let the rule leave the dimension whole: ({name!r}, None)."
+            f"(mesh={{{axis!r}: 2}}), or let the rule leave the dimension whole: ({name!r}, None)."
         )
 
     def spec(self, path: str, shape: tuple[int, ...], dimensions: Sequence[tuple[Any, tuple[str, ...]]]) -> Any:

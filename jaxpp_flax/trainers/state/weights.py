@@ -44,7 +44,7 @@ class Weights(abc.ABC):
         state = self._with_weights()
         if state.ema is None:
             raise ValueError(
-                "trainer.ema_model needs an average of the weights: give the trainer ema_decay=, such as 0.999."
+                "trainer.ema_model needs an average of the weights: parameters=Parameters(ema_decay=0.999)."
             )
         self._call_together("trainer.ema_model")
         return self._adapter.rebuild(to_ordinary(state.ema), to_ordinary(state.model_state))

@@ -126,7 +126,7 @@ def check_used(unused: Sequence[str]) -> None:
         raise ModelError(
             f"the loss does not depend on {'these parameters' if len(unused) > 1 else 'the parameter'}: {shown}. No "
             "stage uses what no stage computes with, and training would leave it as it is, or decay it. Use it in the "
-            f"model, remove it, or freeze it by choice: frozen=[{patterns}]."
+            f"model, remove it, or freeze it by choice: parameters=Parameters(frozen=[{patterns}])."
         )
 
 

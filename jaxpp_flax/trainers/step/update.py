@@ -16,7 +16,7 @@ import optax
 from jaxpp_flax.trainers.state.placing import shapes_or_values
 from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["DynamicLossScale", "Update"]
+__all__ = ["DynamicLossScale", "Update", "choose_loss_scale"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +56,23 @@ class DynamicLossScale:
         larger = jnp.where(jnp.isfinite(larger), larger, state["scale"])
         smaller = jnp.maximum(state["scale"] / self.factor, jnp.finfo(jnp.float32).tiny)
         return {"scale": jnp.where(finite, larger, smaller), "good_steps": jnp.where(grow, 0, good)}
+
+
+def choose_loss_scale(value: Any) -> DynamicLossScale | float | None:
+    """What `loss_scale=` stands for: "dynamic" is a `DynamicLossScale()`.
+
+    Raises:
+      ValueError: if it is no loss scale.
+
+    Example:
+      >>> choose_loss_scale("dynamic").initial, choose_loss_scale(128.0), choose_loss_scale(None)
+      (65536.0, 128.0, None)
+    """
+    scale: Any = DynamicLossScale() if isinstance(value, str) and value == "dynamic" else value
+    number = isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0 < scale < math.inf
+    if not (number or scale is None or isinstance(scale, DynamicLossScale)):
+        raise ValueError(f"loss_scale={value!r}: use None, 'dynamic', DynamicLossScale(...) or a number above 0.")
+    return scale
 
 
 _ITS_STATE = "The trainer keeps a state of its own for it (`trainer.state.opt_state`), and begins with a new one."
@@ -104,24 +121,14 @@ class Update:
         """From the trainer's arguments.
 
         Raises:
-          TypeError, ValueError: naming the argument that does not fit.
+          TypeError: if `tx` is no optimizer.
         """
         if not hasattr(tx, "init") or not hasattr(tx, "update"):
             inner = f" Pass the Optax optimizer that it holds, its `.tx`. {_ITS_STATE}" if hasattr(tx, "tx") else ""
             raise TypeError(f"tx must be an Optax optimizer such as optax.adamw(3e-4), got {type(tx).__name__}.{inner}")
-        scale: Any = DynamicLossScale() if isinstance(loss_scale, str) and loss_scale == "dynamic" else loss_scale
-        number = isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0 < scale < math.inf
-        if not (number or scale is None or isinstance(scale, DynamicLossScale)):
-            raise ValueError(
-                f"loss_scale={loss_scale!r}: use None, 'dynamic', DynamicLossScale(...) or a number above 0."
-            )
-        if gradient_dtype is not None and not jnp.issubdtype(gradient_dtype, jnp.floating):
-            raise ValueError(f"gradient_dtype={gradient_dtype!r} is no floating point type. Use e.g. jnp.float32.")
-        if ema_decay is not None and not 0 < ema_decay < 1:
-            raise ValueError(f"ema_decay={ema_decay!r}: it must lie between 0 and 1, e.g. 0.999, or be None.")
         return cls(
             tx=tx,
-            loss_scale=scale,
+            loss_scale=choose_loss_scale(loss_scale),
             gradient_dtype=gradient_dtype,
             ema_decay=ema_decay,
             skips_nonfinite=skips_nonfinite,

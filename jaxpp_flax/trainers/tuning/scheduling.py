@@ -139,5 +139,5 @@ class Scheduled(abc.ABC):
 def _no_pipeline(what: str) -> str:
     return (
         f"{what} needs a pipeline, but with num_stages=1 and without a mesh the step runs under plain jax.jit. Give "
-        "num_stages=2 or more, or mesh_axes={} for a pipeline of one rank."
+        "num_stages=2 or more, or mesh={} for a pipeline of one rank."
     )

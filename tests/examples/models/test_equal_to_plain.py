@@ -9,6 +9,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxpp_flax.layers import join_scanned, split_scanned
+from jaxpp_flax.trainers import MeshOptions
 from tests.examples.models.comparing import load, pipelined_step, tokens
 from tests.helpers import slow, tree_allclose
 
@@ -81,8 +82,7 @@ def test_scanned(stages: int, axes: dict[str, int] | None):
             batch,
             variables=split_scanned(variables, "layers", 4),
             num_stages=stages,
-            mesh_axes=axes,
-            sharding_rules=converted.AXIS_RULES,
+            mesh=MeshOptions(axes=axes, sharding_rules=converted.AXIS_RULES),
         )
     assert got == pytest.approx(float(loss), rel=1e-6)
     kernel = got_grads["layers"]["stage_0"]["mlp_in"]["kernel"]

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.trainers import BatchError, LossError
+from jaxpp_flax.trainers import BatchError, Checkpoints, Logging, LossError
 from jaxpp_flax.trainers.callbacks import OnMetrics
 from tests.trainers.models import Layers
 
@@ -31,7 +31,9 @@ def masked_loss(model, batch):
 
 
 def trainer(loss=mean_loss, progress=False, **more):
-    return PipelineTrainer(Layers(), optax.sgd(0.1), loss, num_stages=2, num_microbatches=4, progress=progress, **more)
+    return PipelineTrainer(
+        Layers(), optax.sgd(0.1), loss, num_stages=2, num_microbatches=4, logging=Logging(progress=progress), **more
+    )
 
 
 def batch(seed, size, mask=False):
@@ -106,7 +108,7 @@ def test_pad_is_the_step_on_the_examples_alone(size):
     padded = trainer(masked_loss)
     seen = {}
     padded.fit(data(8, size, mask=True), remainder="pad", callbacks=[OnMetrics(lambda s, m: seen.update({s: m}))])
-    plain = PipelineTrainer(Layers(), optax.sgd(0.1), masked_loss, num_stages=1, num_microbatches=1, progress=False)
+    plain = PipelineTrainer(Layers(), optax.sgd(0.1), masked_loss, num_stages=1, num_microbatches=1, logging=False)
     for step, one in enumerate(data(8, size, mask=True), start=1):
         metrics = plain.train_step(one)
         for name in ("loss", "worst", "weight"):
@@ -166,9 +168,9 @@ def test_a_resumed_run_goes_on_at_the_right_batch(tmp_path, how):
     whole.fit(passes, epochs=2, remainder=how)
     for steps in range(1, whole.step):
         directory = tmp_path / str(steps)
-        first = trainer(loss, checkpoint_dir=directory, save_every=1)
+        first = trainer(loss, checkpoints=Checkpoints(directory, every=1))
         first.fit(passes, steps=steps, remainder=how)
-        second = trainer(loss, checkpoint_dir=directory)
+        second = trainer(loss, checkpoints=directory)
         second.fit(passes, epochs=2, remainder=how, resume=True)
         assert second.step == whole.step
         assert_equal(second, whole)

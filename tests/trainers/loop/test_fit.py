@@ -14,7 +14,7 @@ from flax import nnx
 from rich.console import Console
 
 from jaxpp_flax import DictTracker, JsonlTracker, PipelineTrainer
-from jaxpp_flax.trainers import Callback, CompositeTracker
+from jaxpp_flax.trainers import Callback, CompositeTracker, Logging
 from jaxpp_flax.trainers.callbacks import EarlyStopping, OnMetrics, PrintLoss
 from jaxpp_flax.trainers.data.stream import batches
 from jaxpp_flax.trainers.errors import BatchError
@@ -23,8 +23,8 @@ from jaxpp_flax.trainers.trackers import TensorBoardTracker
 from tests.trainers import models as m
 
 
-def trainer(num_stages=1, **options):
-    options = {"progress": False, "log_every": 2, **options}
+def trainer(num_stages=1, tracker=None, every=2, progress=False, **options):
+    options["logging"] = Logging(tracker=tracker, every=every, progress=progress)
     tx = options.pop("tx", optax.sgd(0.1))
     loss_fn = options.pop("loss_fn", m.mean_loss)
     model = m.Model(2, rngs=nnx.Rngs(0))
@@ -182,7 +182,7 @@ def test_plain_progress(capsys):
     assert "ETA 0:00:0" in text
     assert "\nstep 4  loss 2." in text
     assert text.index("compiling") < text.index("block_0") < text.index("step 1/5")
-    assert "step 3/5" not in text  # log_every=2
+    assert "step 3/5" not in text  # every=2
 
 
 def test_bar_and_plain_meters_write_to_a_console():
@@ -210,7 +210,7 @@ def test_bar_and_plain_meters_write_to_a_console():
 def test_metrics_are_fetched_one_step_late_and_only_when_wanted(monkeypatch):
     from jaxpp_flax.trainers.loop import fit
 
-    t = trainer(log_every=4)
+    t = trainer(every=4)
     fetched = []
     original = fit.to_host
     monkeypatch.setattr(fit, "to_host", lambda metrics: fetched.append(t.step) or original(metrics))

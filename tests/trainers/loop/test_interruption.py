@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.trainers import Checkpoints
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.step.compilation import to_ordinary
 from tests.checkpoint import program
@@ -87,7 +88,7 @@ def test_without_a_directory_the_state_in_memory_goes_on(monkeypatch: Any, unint
 
 
 def test_a_second_one_ends_at_once(tmp_path: Path, monkeypatch: Any, uninterrupted: Any):
-    trainer = program.make_trainer(tmp_path / "run", save_every=1)
+    trainer = program.make_trainer(Checkpoints(tmp_path / "run", every=1))
     interrupted_within(trainer, 3, monkeypatch, times=2)
     assert "Step 3 was interrupted, and its state is lost: fit(resume=True) goes on" in notes_of(trainer)
     monkeypatch.undo()

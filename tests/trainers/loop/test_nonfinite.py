@@ -10,7 +10,7 @@ import pytest
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint.store import CheckpointStore
-from jaxpp_flax.trainers import NonFiniteLossError
+from jaxpp_flax.trainers import Checkpoints, Logging, NonFiniteLossError, Parameters, Precision
 from jaxpp_flax.trainers.loop import nonfinite
 from jaxpp_flax.trainers.loop.nonfinite import nonfinite_leaf
 from tests.trainers.models import Layers
@@ -23,7 +23,7 @@ def mean_loss(model, batch):
 def trainer(num_stages=2, tx=None, progress=False, **more):
     tx = tx or optax.sgd(0.1)
     return PipelineTrainer(
-        Layers(), tx, mean_loss, num_stages=num_stages, num_microbatches=2, progress=progress, **more
+        Layers(), tx, mean_loss, num_stages=num_stages, num_microbatches=2, logging=Logging(progress=progress), **more
     )
 
 
@@ -46,11 +46,11 @@ def weights(of):
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("bad", [4, 8])
 def test_the_last_good_checkpoint_stays(tmp_path, num_stages, bad):
-    it = trainer(num_stages, checkpoint_dir=tmp_path, save_every=1, keep=1)
+    it = trainer(num_stages, checkpoints=Checkpoints(tmp_path, every=1, keep=1))
     with pytest.raises(NonFiniteLossError, match=rf"loss of step {bad} is nan.*resume=True.*\"skip\""):
         it.fit(data(bad))
     assert CheckpointStore(tmp_path).steps() == (bad - 1,)
-    again = trainer(num_stages, checkpoint_dir=tmp_path)
+    again = trainer(num_stages, checkpoints=tmp_path)
     again.fit(data(), resume=True)
     plain = trainer(num_stages)
     plain.fit(data())
@@ -75,7 +75,7 @@ def test_a_loop_of_the_users_own_stops_too(last):
 def test_parameters_are_looked_at_before_a_save(tmp_path):
     """The loss of the step that spoils them is finite, and the next one comes after the save."""
     tx = optax.sgd(lambda count: jnp.where(count == 3, jnp.inf, 0.1))
-    it = trainer(tx=tx, checkpoint_dir=tmp_path / "run", save_every=2, keep=1)
+    it = trainer(tx=tx, checkpoints=Checkpoints(tmp_path / "run", every=2, keep=1))
     with pytest.raises(NonFiniteLossError, match=r"after step 4 the parameter layers/0/\w+ holds.*older ones stay"):
         it.fit(data())
     assert CheckpointStore(tmp_path / "run").steps() == (2,)
@@ -85,13 +85,18 @@ def test_parameters_are_looked_at_before_a_save(tmp_path):
 
 
 def test_skip_is_training_without_that_batch(tmp_path, capsys):
-    skipping = trainer(on_nonfinite="skip", progress=True, ema_decay=0.5, checkpoint_dir=tmp_path, save_every=1)
+    skipping = trainer(
+        precision=Precision(on_nonfinite="skip"),
+        progress=True,
+        parameters=Parameters(ema_decay=0.5),
+        checkpoints=Checkpoints(tmp_path, every=1),
+    )
     skipping.fit(data(3, 5))
     assert CheckpointStore(tmp_path).latest() == skipping.step == 8
     said = " ".join(capsys.readouterr().out.split())
     assert "step 3 is skipped: its loss or gradients are not finite (1 so far)" in said
     assert "step 5 is skipped: its loss or gradients are not finite (2 so far)" in said
-    plain = trainer(ema_decay=0.5)
+    plain = trainer(parameters=Parameters(ema_decay=0.5))
     plain.fit([one for step, one in enumerate(data(), start=1) if step not in (3, 5)])
     for mine, theirs in zip(
         jax.tree.leaves((skipping.state.params, skipping.state.ema)),
@@ -104,24 +109,24 @@ def test_skip_is_training_without_that_batch(tmp_path, capsys):
 
 def test_skipping_for_ever_ends(monkeypatch):
     monkeypatch.setattr(nonfinite, "_MAX_SKIPPED", 3)
-    it = trainer(on_nonfinite="skip")
+    it = trainer(precision=Precision(on_nonfinite="skip"))
     with pytest.raises(NonFiniteLossError, match="the last 3 steps, up to step 4, were all skipped"):
         it.fit(data(2, 3, 4, 5, 6, 7, 8) * 3)
-    trainer(on_nonfinite="skip").fit(data(2, 3, 5, 6))  # no three of them follow each other
+    trainer(precision=Precision(on_nonfinite="skip")).fit(data(2, 3, 5, 6))  # no three of them follow each other
 
 
 def test_ignore_goes_on(tmp_path):
-    it = trainer(on_nonfinite="ignore", checkpoint_dir=tmp_path, save_every=4)
+    it = trainer(precision=Precision(on_nonfinite="ignore"), checkpoints=Checkpoints(tmp_path, every=4))
     assert math.isnan(it.fit(data(1, 3))["loss"])
     assert CheckpointStore(tmp_path).steps() == (4, 8)
 
 
 def test_arguments_that_contradict_each_other():
     with pytest.raises(ValueError, match=r"on_nonfinite='wait': it must be"):
-        trainer(on_nonfinite="wait")
+        trainer(precision=Precision(on_nonfinite="wait"))
     with pytest.raises(ValueError, match=r"on_nonfinite='stop' and loss_scale='dynamic': .* is skipped"):
-        trainer(on_nonfinite="stop", loss_scale="dynamic")
-    trainer(on_nonfinite="skip", loss_scale="dynamic")
+        trainer(precision=Precision(on_nonfinite="stop", loss_scale="dynamic"))
+    trainer(precision=Precision(on_nonfinite="skip", loss_scale="dynamic"))
 
 
 def test_every_kind_of_leaf_is_looked_at():

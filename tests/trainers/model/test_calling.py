@@ -11,7 +11,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
-from jaxpp_flax.trainers import BatchStatisticsWarning, ModelError
+from jaxpp_flax.trainers import BatchStatisticsWarning, Inference, ModelError
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
 
@@ -22,7 +22,7 @@ PLAIN = {name: MASKED[name] for name in ("tokens", "targets")}
 
 
 def make_trainer(model=None, loss_fn=m.mean_loss, **options):
-    options = {"num_stages": 1, "num_microbatches": 2, "progress": False, **options}
+    options = {"num_stages": 1, "num_microbatches": 2, "logging": False, **options}
     if isinstance(model, nn.Module):
         options["variables"] = model.init(jax.random.key(0), MASKED["tokens"], training=False)
     model = model if model is not None else m.Model(2, rngs=nnx.Rngs(0))
@@ -76,7 +76,9 @@ def test_what_the_loss_uses_is_found_for_each_structure():
 
 def test_evaluation_traces_its_own_loss_alone():
     trainer = make_trainer(
-        Counting(), lambda model, b: counting_loss(model, {"mask": b["mask"], **b}), eval_loss_fn=m.mean_loss
+        Counting(),
+        lambda model, b: counting_loss(model, {"mask": b["mask"], **b}),
+        inference=Inference(eval_loss_fn=m.mean_loss),
     )
     model = m.Model(2, rngs=nnx.Rngs(0))
     np.testing.assert_allclose(trainer.evaluate([PLAIN])["loss"], m.mean_loss(model, PLAIN), rtol=1e-5)
@@ -168,7 +170,9 @@ def test_functions_for_evaluation_and_prediction_are_told_too():
         told.append(training)
         return m.mean_loss(model, batch)
 
-    trainer = make_trainer(loss_fn=loss, predict_fn=lambda model, x, training: told.append(training) or model(x))
+    trainer = make_trainer(
+        loss_fn=loss, inference=Inference(predict_fn=lambda model, x, training: told.append(training) or model(x))
+    )
     trainer.evaluate([PLAIN])
     trainer.predict(PLAIN["tokens"])
     assert set(told) == {False}

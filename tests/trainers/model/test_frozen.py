@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
-from jaxpp_flax.trainers import ModelError
+from jaxpp_flax.trainers import ModelError, Parameters
 from tests.helpers import slow, tree_allclose
 from tests.matrix.harness import count
 from tests.trainers import models as m
@@ -19,7 +19,7 @@ BATCH = m.make_batch(4)
 
 def nnx_trainer(model=None, loss_fn=m.mean_loss, tx=None, **options):
     model = model or m.Model(2, rngs=nnx.Rngs(0))
-    options = {"num_stages": 2, "num_microbatches": 2, "progress": False, **options}
+    options = {"num_stages": 2, "num_microbatches": 2, "logging": False, **options}
     return PipelineTrainer(model, tx or optax.adam(0.1), loss_fn, **options)
 
 
@@ -38,7 +38,7 @@ def accumulators(compiled):
 def test_frozen_parameters_have_no_gradient_and_no_accumulator(kind):
     frozen = {"nnx": ["embed", "blocks/0"], "linen": ["Embed_0", "LinenBlock_0/*"]}[kind]
     make = nnx_trainer if kind == "nnx" else lambda **options: linen_trainer(**options)[1]
-    made = make(frozen=frozen, ema_decay=0.75)
+    made = make(parameters=Parameters(frozen=frozen, ema_decay=0.75))
 
     def weights(model):
         if kind == "nnx":
@@ -69,7 +69,7 @@ def test_lora_trains_its_factors_alone():
     for block in model.blocks:
         block.widen = nnx.LoRA(m.WIDTH, 2, 2 * m.WIDTH, base_module=block.widen, rngs=nnx.Rngs(1))
     model.blocks = nnx.List([PipelineStage(block) for block in model.blocks])
-    made, plain = (nnx_trainer(model, wrt=nnx.LoRAParam, num_stages=stages) for stages in (2, 1))
+    made, plain = (nnx_trainer(model, parameters=Parameters(wrt=nnx.LoRAParam), num_stages=stages) for stages in (2, 1))
     assert sorted(accumulators(made.compile(BATCH))) == [(2, 16), (2, 16), (8, 2), (8, 2)]
     base = nnx.to_pure_dict(nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam))))
     for _ in range(3):
@@ -93,15 +93,15 @@ def test_a_parameter_that_no_stage_uses_is_refused_by_name():
     jitted = lambda model, batch: nnx.jit(without_head)(model, batch)  # noqa: E731
     with pytest.raises(ModelError, match="head/bias, head/kernel"):
         nnx_trainer(loss_fn=jitted).compile(BATCH)
-    nnx_trainer(loss_fn=without_head, frozen="head").step_function(BATCH)  # by choice
+    nnx_trainer(loss_fn=without_head, parameters=Parameters(frozen="head")).step_function(BATCH)  # by choice
 
 
 def test_refusals():
     with pytest.raises(ModelError, match=r"frozen: no parameter matches 'heads/\*'\. The parameters are blocks/0/"):
-        nnx_trainer(frozen=["embed", "heads/*"])
+        nnx_trainer(parameters=Parameters(frozen=["embed", "heads/*"]))
     with pytest.raises(TypeError, match=r"frozen=3: use paths such as"):
-        nnx_trainer(frozen=3)
+        nnx_trainer(parameters=Parameters(frozen=3))
     with pytest.raises(ModelError, match="has no parameters to train"):
-        nnx_trainer(frozen=lambda path: True)
+        nnx_trainer(parameters=Parameters(frozen=lambda path: True))
     with pytest.raises(ValueError, match=r"trainer\.ema_model needs an average .*ema_decay"):
         _ = nnx_trainer().ema_model

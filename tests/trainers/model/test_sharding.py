@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax import PipelineStage, PipelineTrainer, mark_stage_end
-from jaxpp_flax.trainers import MeshError
+from jaxpp_flax.trainers import MeshError, MeshOptions, Parameters
 from tests.helpers import slow_but, tree_allclose
 
 WIDTH, STAGES, MICROBATCHES = 8, 2, 2
@@ -63,7 +63,7 @@ def batch():
 
 
 def trainer(kind, names=("fsdp", None), stages=STAGES, **options):
-    options = {"num_stages": stages, "num_microbatches": MICROBATCHES, "progress": False, **options}
+    options = {"num_stages": stages, "num_microbatches": MICROBATCHES, "logging": False, **options}
     tx = optax.adamw(1e-2)
     if kind == "nnx":
         with nnx.use_eager_sharding(False):
@@ -77,11 +77,11 @@ RULES = [("batch", "data"), ("embed", None), ("mlp", "tensor")]
 CASES = {
     "tensor": ("nnx", {"data": 2, "tensor": 2}, {"names": (None, "tensor")}, P(None, "tensor"), 2),
     "fsdp": ("nnx", {"fsdp": 4}, {"names": ("fsdp", None)}, P("fsdp"), 4),
-    "rules": ("linen", {"data": 2, "tensor": 2}, {"sharding_rules": RULES}, P(None, "tensor"), 2),
+    "rules": ("linen", {"data": 2, "tensor": 2}, {"rules": RULES}, P(None, "tensor"), 2),
     "rules, nnx": (
         "nnx",
         {"data": 2, "tensor": 2},
-        {"names": ("embed", "mlp"), "sharding_rules": RULES},
+        {"names": ("embed", "mlp"), "rules": RULES},
         P(None, "tensor"),
         2,
     ),
@@ -91,9 +91,11 @@ CASES = {
 @pytest.mark.parametrize("case", slow_but(CASES, "fsdp", "rules"))
 def test_annotated_parameters_and_their_optimizer_state_are_sharded(case):
     kind, axes, options, spec, parts = CASES[case]
+    options = {"parameters": Parameters(ema_decay=0.9), **options}
+    rules = options.pop("rules", None)
     piped, plain = (
-        trainer(kind, mesh_axes=axes, ema_decay=0.9, **options),
-        trainer(kind, stages=1, ema_decay=0.9, **options),
+        trainer(kind, mesh=MeshOptions(axes=axes, sharding_rules=rules), **options),
+        trainer(kind, mesh=MeshOptions(sharding_rules=rules), stages=1, **options),
     )
     for _ in range(3):
         losses = [float(made.train_step(batch())["loss"]) for made in (piped, plain)]
@@ -151,7 +153,7 @@ def test_explicit_meshes(case):
         with nnx.use_eager_sharding(False):
             model = ExplicitModel(names, shape[0])
         options = {"num_stages": stages, "mesh": mesh if stages > 1 else None, "num_microbatches": MICROBATCHES}
-        made.append(PipelineTrainer(model, optax.adamw(1e-2), loss_fn, progress=False, **options))
+        made.append(PipelineTrainer(model, optax.adamw(1e-2), loss_fn, logging=False, **options))
     for _ in range(2):
         np.testing.assert_allclose(*[float(t.train_step(batch())["loss"]) for t in made], rtol=1e-5)
     tree_allclose(*(jax.tree.map(np.asarray, t.state.params) for t in made), rtol=1e-4)  # as above
@@ -171,7 +173,7 @@ def test_factored_statistics_lie_as_the_dimensions_that_they_keep(axis_type):
     for options in ({"num_stages": 2, "mesh": mesh}, {"num_stages": 1}):
         with nnx.use_eager_sharding(False):
             model = ExplicitModel((None, "tensor"), STAGES)
-        made.append(PipelineTrainer(model, tx, loss_fn, num_microbatches=MICROBATCHES, progress=False, **options))
+        made.append(PipelineTrainer(model, tx, loss_fn, num_microbatches=MICROBATCHES, logging=False, **options))
     piped = made[0]
     taken = jax.tree.leaves(piped.compile(batch()).in_shardings[0][0].opt_state)
     for _ in range(2):
@@ -186,7 +188,10 @@ def test_factored_statistics_lie_as_the_dimensions_that_they_keep(axis_type):
 
 @pytest.mark.slow
 def test_rules_of_the_batch_for_examples_that_cannot_be_shared():
-    made = [trainer("linen", mesh_axes={"data": 2, "tensor": 2}, sharding_rules=RULES), trainer("linen", stages=1)]
+    made = [
+        trainer("linen", mesh=MeshOptions(axes={"data": 2, "tensor": 2}, sharding_rules=RULES)),
+        trainer("linen", stages=1),
+    ]
     one = {name: leaf[:1] for name, leaf in batch().items()}
     np.testing.assert_allclose(*[t.evaluate([one])["loss"] for t in made], rtol=1e-5)
 
@@ -196,13 +201,13 @@ NO_AXIS = r"names without a rule that are no axis of a stage: these are {'data':
 
 def test_refusals():
     with pytest.raises(MeshError, match=NO_AXIS + r"'tensor' \(of blocks/0/down/kernel\)\. Say what each stands for"):
-        trainer("nnx", (None, "tensor"), mesh_axes={"data": 2})
+        trainer("nnx", (None, "tensor"), mesh={"data": 2})
     with pytest.raises(MeshError, match=r"of shape \(32, 8\) cannot be cut into 3 equal parts"):
-        trainer("nnx", (None, "fsdp"), mesh_axes={"fsdp": 3})
+        trainer("nnx", (None, "fsdp"), mesh={"fsdp": 3})
     with pytest.raises(TypeError, match=r"sharding_rules holds 'embed'"):
-        trainer("linen", mesh_axes={"data": 2}, sharding_rules=["embed"])
+        trainer("linen", mesh=MeshOptions(axes={"data": 2}, sharding_rules=["embed"]))
     with pytest.raises(MeshError, match=r"annotated with 'fsdp' in two dimensions"):
-        trainer("nnx", ("fsdp", "fsdp"), mesh_axes={"fsdp": 2})
+        trainer("nnx", ("fsdp", "fsdp"), mesh={"fsdp": 2})
 
 
 def test_all_names_without_a_meaning_are_listed_at_once():
@@ -210,15 +215,13 @@ def test_all_names_without_a_meaning_are_listed_at_once():
         r"'embed' \(of Dense_0/kernel\), 'mlp' \(of Dense_0/kernel\)\. Say .*rules=\[\('embed', None\), \('mlp', None"
     )
     with pytest.raises(MeshError, match=NO_AXIS + listed):
-        trainer("linen", mesh_axes={"data": 2})
-    lacking = (
-        r"rules lead names to axes that the mesh lacks: 'embed' to 'fsdp' .*, 'mlp' to 'tensor' .*mesh_axes={'fsdp'"
-    )
+        trainer("linen", mesh={"data": 2})
+    lacking = r"rules lead names to axes that the mesh lacks: 'embed' to 'fsdp' .*, 'mlp' to 'tensor' .*mesh={'fsdp'"
     with pytest.raises(MeshError, match=lacking):
-        trainer("linen", mesh_axes={"data": 2}, sharding_rules={"embed": "fsdp", "mlp": "tensor"})
+        trainer("linen", mesh=MeshOptions(axes={"data": 2}, sharding_rules={"embed": "fsdp", "mlp": "tensor"}))
     both = r"The names: 'embed' \(of .*Besides, rules lead names to axes that the mesh lacks: 'mlp' to 'tensor'"
     with pytest.raises(MeshError, match=both):
-        trainer("linen", mesh_axes={"data": 2}, sharding_rules={"mlp": "tensor"})
+        trainer("linen", mesh=MeshOptions(axes={"data": 2}, sharding_rules={"mlp": "tensor"}))
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
@@ -226,13 +229,13 @@ def test_the_active_rules_of_flax_are_inherited(kind):
     names = {"names": ("embed", "mlp")} if kind == "nnx" else {}
     axes = {"data": 2, "tensor": 2}
     with (nnx if kind == "nnx" else nn).logical_axis_rules(RULES):
-        made = trainer(kind, mesh_axes=axes, **names)
-    given = trainer(kind, mesh_axes=axes, sharding_rules=RULES, **names)
+        made = trainer(kind, mesh=axes, **names)
+    given = trainer(kind, mesh=MeshOptions(axes=axes, sharding_rules=RULES), **names)
     specs = made._backend.state_specs
     assert specs == given._backend.state_specs
     assert {P(None, "tensor"), P("tensor")} <= {*jax.tree.leaves(specs.params), *jax.tree.leaves(specs.opt_state)}
     with nn.logical_axis_rules(RULES):  # the trainer's own come first
-        made = trainer(kind, mesh_axes=axes, sharding_rules=[("mlp", None)], **names)
+        made = trainer(kind, mesh=MeshOptions(axes=axes, sharding_rules=[("mlp", None)]), **names)
     assert {*jax.tree.leaves(made._backend.state_specs.params)} == {P()}
 
 
@@ -246,7 +249,7 @@ def test_rules_of_a_leaf_of_its_own():
             return x
 
     variables = OwnRules().init(jax.random.key(0), batch()["x"])
-    options = {"num_stages": STAGES, "num_microbatches": MICROBATCHES, "progress": False, "mesh_axes": {"tensor": 2}}
+    options = {"num_stages": STAGES, "num_microbatches": MICROBATCHES, "logging": False, "mesh": {"tensor": 2}}
     made = PipelineTrainer(OwnRules(), optax.sgd(0.1), loss_fn, variables=variables, **options)
     assert {*jax.tree.leaves(made._backend.state_specs.params)} == {P(None, "tensor")}
 
@@ -256,6 +259,6 @@ def test_names_that_can_cut_nothing_are_passed_over(kind, axes):
     """One device in each stage: neither unknown names, nor the constraints in the model, matter."""
     with nn.logical_axis_rules([("batch", ("data", "fsdp")), ("embed", "fsdp")]):  # 'mlp' has no rule
         names = ("embed", "mlp")
-        piped, plain = trainer(kind, names, mesh_axes=axes), trainer(kind, names, stages=1)
+        piped, plain = trainer(kind, names, mesh=axes), trainer(kind, names, stages=1)
     losses = [float(made.train_step(batch())["loss"]) for made in (piped, plain)]
     np.testing.assert_allclose(*losses, rtol=1e-5)

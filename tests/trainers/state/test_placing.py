@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
+from jaxpp_flax.trainers import Parameters, Precision
 from jaxpp_flax.trainers.errors import NonFiniteLossError
 from jaxpp_flax.trainers.state import holder
 from jaxpp_flax.trainers.state.placing import is_abstract, make_on_ranks
@@ -39,7 +40,7 @@ BATCH = np.ones((4, WIDTH), np.float32)
 
 
 def make_trainer(tx=None, **options) -> PipelineTrainer:
-    options = {"num_stages": STAGES, "num_microbatches": 2, "progress": False, **options}
+    options = {"num_stages": STAGES, "num_microbatches": 2, "logging": False, **options}
     return PipelineTrainer(Deep(rngs=nnx.Rngs(0)), tx or optax.adam(1e-2), loss_fn, **options)
 
 
@@ -65,7 +66,7 @@ def large(monkeypatch) -> None:
 def test_the_default_device_holds_its_own_share_alone(large):
     device = jax.devices()[0]
     before = live_bytes(device)
-    trainer = make_trainer(ema_decay=0.9)
+    trainer = make_trainer(parameters=Parameters(ema_decay=0.9))
     parameters = live_bytes(device) - before
     assert STAGES * KERNEL <= parameters < STAGES * KERNEL + 1000, "the user's parameters; the optimizer's are shapes"
     trainer.compile(BATCH)
@@ -76,12 +77,12 @@ def test_the_default_device_holds_its_own_share_alone(large):
 
 
 def test_a_checkpoint_is_read_straight_onto_the_ranks(large, tmp_path: Path, monkeypatch):
-    first = make_trainer(checkpoint_dir=tmp_path / "run")
+    first = make_trainer(checkpoints=tmp_path / "run")
     first.fit([BATCH], steps=2)
     first.save()
     device = jax.devices()[0]
     before = live_bytes(device)
-    second = make_trainer(checkpoint_dir=tmp_path / "run")
+    second = make_trainer(checkpoints=tmp_path / "run")
     place, seen = second._place_state, []
     monkeypatch.setattr(second, "_place_state", lambda compiled: (place(compiled), seen.append(live_bytes(device))))
     second.fit([BATCH], steps=3, resume=True)
@@ -93,10 +94,10 @@ def test_a_checkpoint_is_read_straight_onto_the_ranks(large, tmp_path: Path, mon
 
 
 def test_a_resume_that_never_trains_still_gives_the_state(tmp_path: Path):
-    first = make_trainer(checkpoint_dir=tmp_path / "run")
+    first = make_trainer(checkpoints=tmp_path / "run")
     first.fit([BATCH], steps=2)
     first.save()
-    second = make_trainer(checkpoint_dir=tmp_path / "run")
+    second = make_trainer(checkpoints=tmp_path / "run")
     assert second.fit([BATCH], steps=2, resume=True) == {}
     assert second.step == 2
     np.testing.assert_array_equal(second.model(BATCH), first.model(BATCH))
@@ -112,7 +113,7 @@ def test_before_the_first_step_the_state_is_whole_for_whoever_asks():
 
 
 def test_evaluating_first_needs_no_optimizer():
-    trainer = make_trainer(ema_decay=0.5, loss_scale="dynamic")
+    trainer = make_trainer(parameters=Parameters(ema_decay=0.5), precision=Precision(loss_scale="dynamic"))
     assert trainer.evaluate([BATCH])["loss"] > 0
     trainer.predict(BATCH)
     assert is_abstract(trainer._state.opt_state)

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.trainers import Parameters
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
 
@@ -20,7 +21,7 @@ def plain_trainer(loss_fn=m.mean_loss, model=None, num_microbatches=4, **options
     model = model if model is not None else m.Model(2, rngs=nnx.Rngs(0))
     tx = options.pop("tx", optax.sgd(0.1, momentum=0.9))
     return PipelineTrainer(
-        model, tx, loss_fn, num_stages=1, num_microbatches=num_microbatches, progress=False, **options
+        model, tx, loss_fn, num_stages=1, num_microbatches=num_microbatches, logging=False, **options
     )
 
 
@@ -149,7 +150,7 @@ def test_the_users_model_is_left_alone():
 def test_only_the_variables_asked_for_are_trained():
     model = m.Model(2, rngs=nnx.Rngs(0))
     head = lambda path, value: isinstance(value, nnx.Param) and "head" in path  # noqa: E731
-    trainer = plain_trainer(model=model, wrt=head)
+    trainer = plain_trainer(model=model, parameters=Parameters(wrt=head))
     trainer.train_step(m.make_batch(8))
     after = trainer.model
     tree_allclose(np.asarray(after.embed.embedding), np.asarray(model.embed.embedding), rtol=0, atol=0)

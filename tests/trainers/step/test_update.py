@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.trainers import Precision
 from tests.helpers import slow_but, tree_allclose
 from tests.trainers.models import Layers
 
@@ -55,7 +56,7 @@ def test_equals_plain(name):
     if name == "muon" and not hasattr(optax.contrib, "muon"):
         pytest.skip("this Optax has no muon")
     make = lambda stages: PipelineTrainer(  # noqa: E731
-        Layers(), OPTIMIZERS[name](), loss_fn, num_stages=stages, num_microbatches=2, progress=False
+        Layers(), OPTIMIZERS[name](), loss_fn, num_stages=stages, num_microbatches=2, logging=False
     )
     piped, plain = make(2), make(1)
     start = jax.tree.map(np.asarray, plain.state.params)
@@ -96,7 +97,7 @@ def test_the_value_is_the_loss_of_the_whole_batch():
         value, grads = jax.value_and_grad(mean)(params)
         return value, jax.tree.map(lambda p, g: p - 0.1 * value * g, params, grads)
 
-    options = {"num_stages": 2, "num_microbatches": 2, "progress": False, "loss_scale": 8.0}
+    options = {"num_stages": 2, "num_microbatches": 2, "logging": False, "precision": Precision(loss_scale=8.0)}
     made = PipelineTrainer(Layers(), scaled_by_loss(), weighted_loss, **options)
     loss = made.train_step(data)["loss"]
     value, after = plain(params)
@@ -116,6 +117,6 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_optimizers_that_compute_the_loss_again_are_refused(name):
     make, text = REFUSED[name]
-    made = PipelineTrainer(Layers(), make(), loss_fn, num_stages=2, num_microbatches=2, progress=False)
+    made = PipelineTrainer(Layers(), make(), loss_fn, num_stages=2, num_microbatches=2, logging=False)
     with pytest.raises(TypeError, match=text):
         made.compile(batch(0))

@@ -14,7 +14,7 @@ from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.assignment import AssignmentError
 from jaxpp_flax.schedules import Costs, Schedule, ScheduleError, by_name, names, replay, simulate
 from jaxpp_flax.schedules.simulate import Event
-from jaxpp_flax.trainers import AutoSchedule
+from jaxpp_flax.trainers import AutoSchedule, Logging
 from jaxpp_flax.trainers.tuning.auto_schedule import ScheduleTuner
 from jaxpp_flax.trainers.tuning.profiling import StepProfile
 from tests.trainers import models as m
@@ -211,7 +211,7 @@ def test_several_processes_are_refused_though_each_has_a_part_of_every_rank(monk
     with pytest.raises(ValueError, match=r"several processes, which would measure, and choose, differently"):
         PipelineTrainer(
             m.Model(2, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, num_stages=2, num_microbatches=2,
-            schedule="auto", progress=False,
+            schedule="auto", logging=False,
         )  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def test_for_real(capsys):
     def train(schedule, progress):
         t = PipelineTrainer(
             m.Model(4, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, num_stages=2, num_microbatches=4,
-            schedule=schedule, progress=progress,
+            schedule=schedule, logging=Logging(progress=progress),
         )  # fmt: skip
         return t, [float(metrics["loss"]) for _, metrics in t.training_steps(batches)]
 
@@ -245,7 +245,7 @@ def test_for_real(capsys):
 def test_one_stage_has_nothing_to_choose():
     t = PipelineTrainer(
         m.Model(1, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, num_stages=1, num_microbatches=2, schedule="auto",
-        progress=False,
+        logging=False,
     )  # fmt: skip
     t.train_step(m.make_batch(4))
     assert t.schedule_report is None

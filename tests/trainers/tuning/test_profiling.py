@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("verified")
 
 def trainer(schedule: object, num_stages: int = 3, **options: object) -> PipelineTrainer:
     model = m.Model(4, rngs=nnx.Rngs(0))
-    options = {"num_microbatches": 4, "progress": False, **options}
+    options = {"num_microbatches": 4, "logging": False, **options}
     return PipelineTrainer(model, optax.adam(0.01), m.mean_loss, num_stages=num_stages, schedule=schedule, **options)
 
 
@@ -119,7 +119,7 @@ def test_memory_is_in_bytes(measured):
 
 def test_one_stage_without_a_mesh_has_no_tasks():
     t = trainer("1f1b", num_stages=1)
-    with pytest.raises(ValueError, match=r"profile_step needs a pipeline.*num_stages=1.*mesh_axes=\{\}"):
+    with pytest.raises(ValueError, match=r"profile_step needs a pipeline.*num_stages=1.*mesh=\{\}"):
         t.profile_step(m.make_batch(8))
     assert t.step == 0
     with pytest.raises(ValueError, match=r"use_schedule\('gpipe'\) needs a pipeline"):
