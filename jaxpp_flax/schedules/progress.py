@@ -1,8 +1,8 @@
 """Running a schedule's ranks against its data dependencies, in one pass.
 
-Everything that must follow a schedule task by task (validation, the order of dispatch, the
-simulator) drives the one function here, so they cannot disagree on what a schedule means. It is
-linear in the number of tasks, and holds only the results that somebody has yet to read.
+The validation, the order of dispatch and the simulator drive the one function here. It is linear in the
+number of tasks, and holds only the results that another task has yet to read. It has the table in
+:mod:`dependencies` written out; ``tests/schedules/test_dependencies.py`` ties the two together.
 """
 
 from __future__ import annotations
@@ -24,24 +24,6 @@ class Blocked:
     position: int
     task: AnyTask
     awaits: Task
-
-
-def needs(task: Task, num_stages: int) -> list[Task]:
-    """The tasks whose results ``task`` reads. A gradient's maker is named by its whole form.
-
-    >>> from jaxpp_flax.schedules.task import backward, backward_weight
-    >>> needs(backward(1, 5), num_stages=4)
-    [fwd_1__5, bwd_2__5]
-    >>> needs(backward_weight(1, 5), num_stages=4)
-    [bwd_i_1__5]
-    """
-    stage, m = task.stage, task.microbatch
-    if task.kind is _F:
-        return [Task(_F, stage - 1, m)] if stage else []
-    if task.kind is _W:
-        return [Task(_I, stage, m)]
-    own = [Task(_F, stage, m)]
-    return [*own, Task(_B, stage + 1, m)] if stage + 1 < num_stages else own
 
 
 class Times(Protocol):

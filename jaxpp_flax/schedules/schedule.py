@@ -2,13 +2,7 @@
 
 A schedule says which rank runs which task, and in what order. It says nothing of when: a task
 starts as soon as its rank is free and its inputs have arrived. So any order that is consistent with
-the data dependencies is right, and the difference between schedules is only idle time and memory.
-
-The dependencies of stage ``s`` and microbatch ``m``:
-
-- ``F(s, m)`` runs after ``F(s-1, m)``;
-- ``B(s, m)`` and ``I(s, m)`` run after ``F(s, m)``, and after ``B(s+1, m)`` or ``I(s+1, m)``;
-- ``W(s, m)`` runs after ``I(s, m)``.
+the data dependencies (:mod:`dependencies`) is right, and schedules differ only in idle time and memory.
 
 **Stage 0 of a schedule which splits the backward.** Nobody waits for the gradient of the first
 stage's input, so there is nothing to split: the named schedules with ``splits_backward`` emit the

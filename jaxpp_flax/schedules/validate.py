@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from jaxpp_flax.schedules.dependencies import results
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.progress import Blocked, advance
 from jaxpp_flax.schedules.schedule import Schedule, check_count
@@ -216,12 +217,9 @@ def _reason(lists: Lists, b: Blocked | None) -> str:
     if b is None:
         return "has run all its tasks"
     wanted = b.awaits
-    kinds = (wanted.kind,)
-    if wanted.kind is TaskKind.BACKWARD:
-        kinds = (TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT)
     for rank, tasks in enumerate(lists):
         for part in flatten(tasks):
-            if part.kind in kinds and (part.stage, part.microbatch) == (wanted.stage, wanted.microbatch):
+            if wanted in results(part):
                 where = "which this rank runs later" if rank == b.rank else f"on rank {rank}"
                 return f"waits for {part.cell}, {where}"
     return f"waits for {wanted.cell}, which nobody runs"

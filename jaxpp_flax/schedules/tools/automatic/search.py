@@ -19,6 +19,7 @@ from jaxpp_flax.schedules.tools.automatic.problem import (
     check_counts,
     check_limits,
     evaluate,
+    in_dependency_order,
     lower_bound,
     memory_limits,
 )
@@ -237,14 +238,8 @@ def _named(
 def _serial(problem: Problem) -> Words:
     """One microbatch after the other: it holds the least that can be held."""
     words: Words = [[] for _ in range(problem.num_ranks)]
-    down = sorted(
-        range(len(problem.passes)),
-        key=lambda n: (
-            problem.passes[n].kind.value != "F",
-            problem.passes[n].stage if problem.passes[n].kind.value == "F" else -problem.passes[n].stage,
-        ),
-    )
+    order = in_dependency_order(problem.passes)
     for _ in range(problem.num_microbatches):
-        for n in down:
+        for n in order:
             words[problem.passes[n].rank].append(n)
     return words
