@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from jaxpp_flax.assignment.plan import Plan
-from jaxpp_flax.assignment.policies import AssignmentError, CutPolicy, balanced, by_name, even, near_names, sizes
+from jaxpp_flax.assignment.policies import AssignmentError, CutPolicy, balanced, by_name, even, sizes
 from jaxpp_flax.engine.tracing.markers import Mark
+from jaxpp_flax.messages import near_names
 
 __all__ = ["resolve"]
 
