@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxpp_flax.assignment.fitting import fitting
 from jaxpp_flax.assignment.memory import MemoryModel
+from jaxpp_flax.assignment.memory_search import sizes_within_limits
 from jaxpp_flax.assignment.step_time import StepTime
 
 __all__ = ["Balance", "balance", "leanest"]
@@ -215,7 +215,7 @@ def _interleaved(
             found, tries = _climb(sizes, by_step, tries)
             climbed.append(found)
         best = _best(climbed, by_step)
-    if memory is not None and not exact and excess(best) > 0 and (lean := fitting(memory)) is not None:
+    if memory is not None and not exact and excess(best) > 0 and (lean := sizes_within_limits(memory)) is not None:
         best, _ = _climb(lean, by_step, _TRIES if step is None else step.tries)
     if excess(best) > 0:
         return None
