@@ -21,13 +21,13 @@ from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.task import AnyTask, FusedTask, TaskKind
 
 
-def check_count(what: str, value: object, minimum: int = 1) -> int:
-    """``value`` if it is a whole number of at least ``minimum``; else a :class:`ScheduleError`."""
+def check_count(what: str, value: object) -> int:
+    """``value`` if it is a whole number of at least 1; else a :class:`ScheduleError`."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ScheduleError(f"{what} must be a whole number, got {value!r}")
     count = value.__index__()  # type: ignore[union-attr]  # NumPy's integers come through here too
-    if count < minimum:
-        raise ScheduleError(f"{what} must be at least {minimum}, got {count}")
+    if count < 1:
+        raise ScheduleError(f"{what} must be at least 1, got {count}")
     return count
 
 
