@@ -1,4 +1,4 @@
-"""Steps as short as can be: contiguous blocks cut into stages, stages dealt to ranks, memory kept in bounds.
+"""The shortest step: contiguous blocks are cut into stages, stages lie on given ranks, memory keeps within limits.
 
 With one stage on each rank the slowest rank sets the pace: the linear partition problem, solved exactly by dynamic
 programming. With several (interleaved and V-shaped schedules) ranks also wait for each other where the stages of a rank

@@ -1,4 +1,4 @@
-"""Measure what each block of a loop body takes: its forward and its backward, each compiled alone and timed."""
+"""Measure the time of each block of a loop body: its forward and its backward are compiled alone and timed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _VALUE = 0.01  # every float is this: no infinities arise from it, nor numbers s
 
 @dataclass(frozen=True)
 class _Timed:
-    """A task's executable, and what it is called with."""
+    """A task's executable and its inputs."""
 
     run: Any
     inputs: tuple[tuple[Any, NamedSharding], ...]

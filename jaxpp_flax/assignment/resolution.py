@@ -1,4 +1,4 @@
-"""What `assignment=` stands for: one of the policies, whichever way it is written."""
+"""From the value of `assignment=` (a name, sizes, a mapping, a plan, a file, a callable) to a policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the simulator and the search are told: times, memory, and links."""
+"""The inputs of the simulator and of the search: times, memory and links."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Costs:
         backward: time of the whole ``B``; by default ``I + W``.
         activation: memory held for each microbatch from the start of ``F`` to the end of ``B``,
             or of ``I``, where the backward is split.
-        weight_activation: the part of it which is held on, from the end of ``I`` to that of ``W``;
-            by default all.
+        weight_activation: the part of the activation that is held from the end of ``I`` to the end of ``W``;
+            by default all of it.
         sent: bytes that a stage's forward sends to the next stage, and gets back as gradient.
 
     >>> costs = Costs(forward=[1.0, 1.0, 1.5], backward_input=[1.0, 1.0, 1.5])

@@ -18,7 +18,7 @@ _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, T
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A rank that cannot go on: its next task, where that stands, and what it waits for."""
+    """A rank that cannot go on: its next task, the position of that task, and the task that it waits for."""
 
     rank: int
     position: int
@@ -79,12 +79,12 @@ def advance(
     positions = [-1] * count
     free = [0.0] * count
     missing: list[Task | None] = [None] * count
-    # What has been made and not yet read. A key is microbatch * num_stages + stage.
+    # Results that have been made and not yet read. A key is microbatch * num_stages + stage.
     activations: dict[int, tuple[float, int]] = {}  # F's output, for the next stage
     gradients: dict[int, tuple[float, int]] = {}  # the input gradient, for the stage before
     forwarded: set[int] = set()  # F has run here, and its backward has not
     split: set[int] = set()  # I has run here, and W has not
-    # Who waits for what; by construction a result has one reader.
+    # The rank that waits for a result; by construction a result has one reader.
     wait_activation: dict[int, int] = {}
     wait_gradient: dict[int, int] = {}
     last = num_stages - 1

@@ -1,7 +1,7 @@
 """Discrete simulation of a schedule: when each task runs, what idles, what is held.
 
 A rank runs its tasks in order, each as soon as the rank is free and its inputs have arrived. That
-is exact for the model in :mod:`costs`; what the model leaves out is written there.
+is exact for the model in :mod:`costs`.
 """
 
 from __future__ import annotations

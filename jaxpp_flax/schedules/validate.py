@@ -1,4 +1,4 @@
-"""Checking that a schedule is one: each task once, on its stage's rank, with no deadlock."""
+"""Check that a schedule is legal: each task runs once, on its stage's rank, with no deadlock."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class _Census:
             yield task
 
     def rest(self, rank: int, tasks: Sequence[AnyTask]) -> None:
-        """Look at those of a blocked rank's tasks that it never came to."""
+        """Look at the tasks that a blocked rank never reached."""
         for position in range(self.watched[rank], len(tasks)):
             self._count(rank, position, tasks[position])
 
@@ -179,7 +179,7 @@ class _Census:
 
 
 def _is_pair(task: AnyTask) -> bool:
-    """Whether a fused task is what it must be."""
+    """Whether a fused task is the forward and the whole backward of one stage and microbatch."""
     if not isinstance(task, FusedTask):
         return False
     first, second = task.forward, task.backward
