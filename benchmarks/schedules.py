@@ -39,6 +39,7 @@ from jaxpp_flax.schedules import (
     summarize,
     validate,
 )
+from jaxpp_flax.schedules.tools.automatic.search import problems_of
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,8 @@ def cases() -> list[Case]:
 
 
 def run_search(milp_seconds: float, evaluations: int) -> int:
+    from optimum import prove  # it needs SciPy
+
     failures: list[str] = []
     better = comparable = beatable = 0
     proved = 0
@@ -166,14 +169,15 @@ def run_search(milp_seconds: float, evaluations: int) -> int:
             better += best is None or found.makespan < best.makespan * (1 - 1e-9)
             beatable += best is None or best.makespan > found.lower_bound * (1 + 1e-9)
         if case.exact and milp_seconds:
-            exact = search(
-                case.ranks, case.microbatches, case.per_rank, case.costs, case.transfer, case.limit,
-                split_backward=case.split, evaluations=evaluations, exact_seconds=milp_seconds,
+            problems = problems_of(
+                case.ranks, case.microbatches, case.per_rank, case.costs, Transfer.of(case.transfer), case.limit,
+                case.split,
             )  # fmt: skip
-            if exact.proved:
+            optimum = prove(problems, found.makespan, milp_seconds)
+            if optimum is not None:
                 proved += 1
-                gap = found.makespan / exact.makespan - 1
-                note = f" optimum {exact.makespan:.4g}, gap {100 * gap:.2f}%"
+                gap = found.makespan / optimum - 1
+                note = f" optimum {optimum:.4g}, gap {100 * gap:.2f}%"
                 if gap > 0.02:
                     failures.append(f"{case.name}: {100 * gap:.2f}% above the optimum")
             else:

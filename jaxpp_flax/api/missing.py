@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
+
+from jaxpp_flax.messages import near_names
 
 __all__ = ["REMEDIES", "explain"]
 
@@ -33,10 +34,8 @@ def explain(name: str, known: Sequence[str]) -> str:
       >>> explain("RemoteMpmdMesh", [])[:65]
       'jaxpp_flax.api has no RemoteMpmdMesh: it starts workers through R'
       >>> explain("treduced", ["treduce", "Add"])
-      "module 'jaxpp_flax.api' has no attribute 'treduced'; did you mean 'treduce'?"
+      "module 'jaxpp_flax.api' has no attribute 'treduced'. Did you mean 'treduce'?"
     """
     if name in REMEDIES:
         return f"jaxpp_flax.api has no {name}: {REMEDIES[name]}."
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"module 'jaxpp_flax.api' has no attribute {name!r}{hint}"
+    return f"module 'jaxpp_flax.api' has no attribute {name!r}.{near_names(name, known)}"

@@ -1,4 +1,4 @@
-"""Steps as short as can be: contiguous blocks cut into stages, stages dealt to ranks, memory kept in bounds.
+"""The shortest step: contiguous blocks are cut into stages, stages lie on given ranks, memory keeps within limits.
 
 With one stage on each rank the slowest rank sets the pace: the linear partition problem, solved exactly by dynamic
 programming. With several (interleaved and V-shaped schedules) ranks also wait for each other where the stages of a rank
@@ -13,8 +13,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxpp_flax.assignment.fitting import fitting
 from jaxpp_flax.assignment.memory import MemoryModel
+from jaxpp_flax.assignment.memory_search import sizes_within_limits
 from jaxpp_flax.assignment.step_time import StepTime
 
 __all__ = ["Balance", "balance", "leanest"]
@@ -215,7 +215,7 @@ def _interleaved(
             found, tries = _climb(sizes, by_step, tries)
             climbed.append(found)
         best = _best(climbed, by_step)
-    if memory is not None and not exact and excess(best) > 0 and (lean := fitting(memory)) is not None:
+    if memory is not None and not exact and excess(best) > 0 and (lean := sizes_within_limits(memory)) is not None:
         best, _ = _climb(lean, by_step, _TRIES if step is None else step.tries)
     if excess(best) > 0:
         return None

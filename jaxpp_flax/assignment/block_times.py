@@ -1,4 +1,4 @@
-"""Measure what each block of a loop body takes: its forward and its backward, each compiled alone and timed."""
+"""Measure the time of each block of a loop body: its forward and its backward are compiled alone and timed."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _VALUE = 0.01  # every float is this: no infinities arise from it, nor numbers s
 
 @dataclass(frozen=True)
 class _Timed:
-    """A task's executable, and what it is called with."""
+    """A task's executable and its inputs."""
 
     run: Any
     inputs: tuple[tuple[Any, NamedSharding], ...]
     turns: tuple[tuple[int, int], ...]  # (output, input): accumulators go round, in place
 
 
-def time_blocks(marks: Marks, mesh: MpmdMesh, rank: int = 0) -> tuple[Work, ...]:
-    """Seconds of each block for one microbatch, on the devices of one rank; the last one is what follows the last mark.
+def time_blocks(marks: Marks, mesh: MpmdMesh) -> tuple[Work, ...]:
+    """Seconds of each block for one microbatch, on the devices of rank 0; the last one is what follows the last mark.
 
     Forward and backward are compiled apart, and equal blocks once. Rounds go through all tasks, so that a noisy machine
     is noisy for all of them, and the median over the rounds is taken. Tasks run one at a time on constant values, with
@@ -50,12 +50,11 @@ def time_blocks(marks: Marks, mesh: MpmdMesh, rank: int = 0) -> tuple[Work, ...]
     Args:
       marks: of the loop body.
       mesh: where.
-      rank: whose devices.
 
     Raises:
       ValueError: if the body cannot be cut at some mark.
     """
-    timed = _compile(marks, mesh, rank)
+    timed = _compile(marks, mesh)
     readings: dict[int, list[float]] = {}
     for _ in range(_ROUNDS):
         for key, task in {id(task.run): task for tasks in timed.values() for task in tasks}.items():
@@ -67,9 +66,9 @@ def time_blocks(marks: Marks, mesh: MpmdMesh, rank: int = 0) -> tuple[Work, ...]
     return tuple(Work(seconds(block, TaskKind.FORWARD), seconds(block, *_BACKWARD)) for block in range(len(marks) + 1))
 
 
-def _compile(marks: Marks, mesh: MpmdMesh, rank: int) -> dict[tuple[int, TaskKind], list[_Timed]]:
+def _compile(marks: Marks, mesh: MpmdMesh) -> dict[tuple[int, TaskKind], list[_Timed]]:
     """Compile each task of the body cut at every mark, finding shardings on the way."""
-    body, part, submesh = marks.body, marks.body.partition, mesh.unstack[rank]
+    body, part, submesh = marks.body, marks.body.partition, mesh.unstack[0]
     compiler = TaskCompiler(mesh)
     specs: dict[Value, PartitionSpec] = dict(body.state_specs())
     states = {a.result: a.state for a in part.accumulators} | {c.result: c.state for c in part.carries}
@@ -87,7 +86,7 @@ def _compile(marks: Marks, mesh: MpmdMesh, rank: int) -> dict[tuple[int, TaskKin
         for output, position in turns:
             out_specs[output] = in_specs[position]
         donate = frozenset(position for _, position in turns)
-        alone = ProgramTask(task.name, rank, task.graph, task.stage, task.kind, donate=donate)
+        alone = ProgramTask(task.name, 0, task.graph, task.stage, task.kind, donate=donate)
         run = compiler.compile(alone, in_specs, out_specs)
         for atom, sharding in zip(task.graph.outputs, run.output_shardings, strict=True):
             if isinstance(atom, Value):

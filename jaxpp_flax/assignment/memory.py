@@ -1,6 +1,6 @@
-"""What a rank holds under an assignment: parameters and what belongs to them once, activations for each microbatch.
+"""The memory of a rank under an assignment: parameters and optimizer state once, activations for each microbatch.
 
-Something that several blocks of a stage need (a tied weight, an activation that two of them read) is held once.
+A stage holds a value once, even if several of its blocks need it (a tied weight, an activation that two blocks read).
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ class MemoryModel:
         return [stage for stage, of in enumerate(self.rank_of) if of == rank]
 
     def stage_bytes(self, stage: int, start: int, end: int) -> float:
-        """What blocks `start` to `end` (exclusive) hold as this stage, at its own fullest moment."""
+        """Bytes of blocks `start` to `end` (exclusive) as this stage, at the stage's own fullest moment."""
         return self._fixed(start, end) + self._most[stage] * self._active(start, end)
 
     def rank_bytes(self, sizes: Sequence[int]) -> list[float]:
-        """What each rank holds at its fullest moment."""
+        """Bytes of each rank at its fullest moment."""
         held = self.nothing
         start = 0
         for stage, size in enumerate(sizes):

@@ -15,8 +15,9 @@ from rich.table import Table
 
 from jaxpp_flax.assignment.balancing import rank_loads
 from jaxpp_flax.assignment.plan_table import plan_table
-from jaxpp_flax.assignment.policies import AssignmentError, by_name, near_names, segment_names
+from jaxpp_flax.assignment.policies import AssignmentError, by_name, segment_names
 from jaxpp_flax.engine.tracing.markers import Mark
+from jaxpp_flax.messages import listed, near_names
 
 __all__ = ["Plan", "PlannedBlock"]
 
@@ -105,13 +106,13 @@ class Plan:
             if block.name not in names:
                 raise AssignmentError(
                     f"the plan puts {block.name!r} on stage {block.stage}, but the model has no such block."
-                    f"{near_names(block.name, names)} The model's blocks: {_some(names)}."
+                    f"{near_names(block.name, names)} The model's blocks: {listed(names)}."
                 )
         for name in names[:-1]:
             if name not in planned:
                 raise AssignmentError(
                     f"the plan leaves out the model's block {name!r}.{near_names(name, planned)} Add it with its "
-                    f"stage. The plan's blocks: {_some(planned)}."
+                    f"stage. The plan's blocks: {listed(planned)}."
                 )
         return tuple(by_name({block.name: block.stage for block in self.blocks})(marks, num_stages))
 
@@ -232,15 +233,15 @@ def _read(found: Any) -> Plan:
 
 def _keys(found: Any, what: str, required: Sequence[str], optional: Sequence[str]) -> dict[str, Any]:
     if not isinstance(found, Mapping):
-        raise AssignmentError(f"{what} is a {type(found).__name__}; it must be an object with {_some(required)}.")
+        raise AssignmentError(f"{what} is a {type(found).__name__}; it must be an object with {listed(required)}.")
     allowed = [*required, *optional]
     for key in found:
         if key not in allowed:
             hint = near_names(key, allowed)
-            raise AssignmentError(f"{what} has the unknown key {key!r}.{hint} Keys: {_some(allowed)}.")
+            raise AssignmentError(f"{what} has the unknown key {key!r}.{hint} Keys: {listed(allowed)}.")
     for key in required:
         if key not in found:
-            raise AssignmentError(f"{what} has no {key!r}. Keys: {_some(allowed)}.")
+            raise AssignmentError(f"{what} has no {key!r}. Keys: {listed(allowed)}.")
     return dict(found)
 
 
@@ -249,7 +250,7 @@ def _check(plan: Plan) -> None:
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise AssignmentError(f"num_stages of the plan is {count!r}; it must be a whole number of at least 1.")
     if plan.unit not in _UNITS:
-        raise AssignmentError(f"unit of the plan is {plan.unit!r}; it must be one of {_some(list(_UNITS))}.")
+        raise AssignmentError(f"unit of the plan is {plan.unit!r}; it must be one of {listed(list(_UNITS))}.")
     seen: set[str] = set()
     for block in plan.blocks:
         if not isinstance(block.name, str):
@@ -286,8 +287,3 @@ def _imbalance(loads: Sequence[float] | None) -> float | None:
     if loads is None or not sum(loads):
         return None
     return max(loads) * len(loads) / sum(loads)
-
-
-def _some(items: Sequence[Any]) -> str:
-    shown = ", ".join(repr(item) for item in items[:12])
-    return shown + (f" and {len(items) - 12} more" if len(items) > 12 else "")

@@ -7,7 +7,9 @@ from typing import Any, Protocol
 
 from rich.table import Table
 
-__all__ = ["amount", "plan_table"]
+from jaxpp_flax.messages import amount
+
+__all__ = ["plan_table"]
 
 _MOST_ROWS = 40  # with more blocks, equal neighbours share a row
 _ALIKE = 0.05  # relative difference of costs
@@ -51,23 +53,6 @@ class _Plan(Protocol):
     def even_imbalance(self) -> float | None: ...
     @property
     def gain(self) -> float | None: ...
-
-
-def amount(value: float | None, unit: str) -> str:
-    """A number with three digits and a prefix.
-
-    Example:
-      >>> amount(0.00123, "s"), amount(2.5e9, "FLOP"), amount(4096, "B"), amount(None, "s")
-      ('1.23 ms', '2.5 GFLOP', '4.1 kB', '?')
-    """
-    if value is None:
-        return "?"
-    if value == 0:
-        return f"0 {unit}".strip()
-    for factor, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ")):
-        if abs(value) >= factor * (1 - 1e-9) and (unit or factor >= 1):
-            return f"{value / factor:.3g} {prefix}{unit}".strip()
-    return f"{value:.3g} {unit}".strip()
 
 
 def plan_table(plan: _Plan) -> Table:

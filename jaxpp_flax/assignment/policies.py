@@ -10,15 +10,14 @@ No policy demands divisibility, and each segment ends in exactly one stage.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from jaxpp_flax.assignment.balancing import balance
 from jaxpp_flax.engine.blocks import Marks
 from jaxpp_flax.engine.tracing.markers import Mark, block_names, segment_names
 from jaxpp_flax.globs import matches
+from jaxpp_flax.messages import listed, near_names
 
 __all__ = [
     "AssignmentError",
@@ -28,15 +27,12 @@ __all__ = [
     "by_name",
     "cuts_of",
     "even",
-    "near_names",
     "segment_names",
     "sizes",
 ]
 
 CutPolicy = Callable[[Sequence[Mark], int], tuple[int, ...]]
 """`policy(marks, num_stages)` gives the indices of the `num_stages - 1` marks that cut, in increasing order."""
-
-_MAX_LISTED = 12
 
 
 class AssignmentError(ValueError):
@@ -166,7 +162,7 @@ def by_name(stages: Mapping[str, int]) -> CutPolicy:
         missing = [name for name, stage in zip(names, assigned, strict=True) if stage is None]
         if missing:
             raise AssignmentError(
-                f"the assignment by name leaves out {_some(missing)}. Add these names, or a glob that matches them."
+                f"the assignment by name leaves out {listed(missing)}. Add these names, or a glob that matches them."
             )
         placed = [stage for stage in assigned if stage is not None]
         for i, (before, after) in enumerate(itertools.pairwise(placed)):
@@ -179,8 +175,8 @@ def by_name(stages: Mapping[str, int]) -> CutPolicy:
         empty = sorted(set(range(num_stages)) - set(placed) - ({num_stages - 1} if tail else set()))
         if empty:
             raise AssignmentError(
-                f"the assignment by name leaves stage {_some(empty)} of num_stages={num_stages} empty. "
-                f"Assign a block to it, or use fewer stages. The blocks: {_some(list(names))}."
+                f"the assignment by name leaves stage {listed(empty)} of num_stages={num_stages} empty. "
+                f"Assign a block to it, or use fewer stages. The blocks: {listed(list(names))}."
             )
         cuts = [i for i, (before, after) in enumerate(itertools.pairwise(placed)) if before != after]
         if tail:
@@ -225,7 +221,7 @@ def _check_keys(wanted: Mapping[str, int], names: Sequence[str], num_stages: int
         if not any(matches(name, key) for name in names):
             raise AssignmentError(
                 f"the assignment names {key!r}, which matches no block of the model.{near_names(key, names)} "
-                f"The blocks: {_some(list(names))}."
+                f"The blocks: {listed(list(names))}."
             )
         if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage < num_stages:
             raise AssignmentError(
@@ -234,29 +230,12 @@ def _check_keys(wanted: Mapping[str, int], names: Sequence[str], num_stages: int
             )
 
 
-def near_names(name: str, names: Sequence[str]) -> str:
-    """A hint for messages: names like `name`, with a space before it; empty where there are none.
-
-    Example:
-      >>> near_names("blok_1", ["block_1", "head"])
-      " Did you mean 'block_1'?"
-    """
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-
-
 def _stage_of(name: str, wanted: Mapping[str, int]) -> int | None:
     if name in wanted:
         return wanted[name]
     return next((stage for key, stage in wanted.items() if matches(name, key)), None)
 
 
-def _some(items: Sequence[Any]) -> str:
-    shown = ", ".join(repr(item) for item in items[:_MAX_LISTED])
-    return shown + (f" and {len(items) - _MAX_LISTED} more" if len(items) > _MAX_LISTED else "")
-
-
 def _listing(marks: Sequence[Mark]) -> str:
     pairs = [f"{name} ({mark.where})" for name, mark in zip(block_names(marks), marks, strict=True)]
-    shown = ", ".join(pairs[:_MAX_LISTED])
-    return shown + (f" and {len(pairs) - _MAX_LISTED} more" if len(pairs) > _MAX_LISTED else "")
+    return listed(pairs, text=str)

@@ -1,4 +1,4 @@
-"""What `assignment=` stands for: one of the policies, whichever way it is written."""
+"""From the value of `assignment=` (a name, sizes, a mapping, a plan, a file, a callable) to a policy."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias, cast
 
 from jaxpp_flax.assignment.plan import Plan
-from jaxpp_flax.assignment.policies import AssignmentError, CutPolicy, balanced, by_name, even, near_names, sizes
+from jaxpp_flax.assignment.policies import AssignmentError, CutPolicy, balanced, by_name, even, sizes
 from jaxpp_flax.engine.tracing.markers import Mark
+from jaxpp_flax.messages import near_names
 
 __all__ = ["AssignmentLike", "resolve"]
 

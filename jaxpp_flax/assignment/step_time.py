@@ -1,4 +1,4 @@
-"""How long a step takes under an assignment, simulated: with several stages on a rank, its load alone does not tell."""
+"""The simulated time of a step under an assignment: if ranks have several stages, their loads do not tell it."""
 
 from __future__ import annotations
 

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
+from jaxpp_flax.messages import known_names
 from jaxpp_flax.mpmd.options import PartitioningOptions, schedule_name
-from jaxpp_flax.mpmd.topology import Topology, near, topology_of
+from jaxpp_flax.mpmd.topology import Topology, topology_of
 from jaxpp_flax.schedules.schedule import Schedule
 
 __all__ = ["MpmdConfig", "make_config"]
@@ -109,7 +110,7 @@ def make_config(
             raise ValueError(f"the stage of {name!r} must be a number from 0, got {stage!r}.")
         if name not in name_to_mesh_assignment:
             raise ValueError(
-                f"{name!r} is assigned to stage {stage}, but to no mesh.{near(name, name_to_mesh_assignment)} "
+                f"{name!r} is assigned to stage {stage}, but to no mesh.{known_names(name, name_to_mesh_assignment)} "
                 "Add it to name_to_mesh_assignment."
             )
     for what, tree in (("input", input_mesh_assignment), ("output", output_mesh_assignment)):
@@ -155,4 +156,4 @@ def _check_mesh(mesh: Any, topology: Mapping[str, Mesh], what: str) -> None:
             f"{what} is assigned to {mesh!r}: memory kinds ({kind}) are not supported; arrays live in device memory. "
             f"Assign it to {plain!r}."
         )
-    raise ValueError(f"{what} is assigned to the mesh {mesh!r}, which the topology lacks.{near(mesh, topology)}")
+    raise ValueError(f"{what} is assigned to the mesh {mesh!r}, which the topology lacks.{known_names(mesh, topology)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpp_flax.mpmd.topology import near
+from jaxpp_flax.messages import known_names
 
 __all__ = ["PIPELINE_SCHEDULES", "PartitioningOptions", "make_partitioning_options", "schedule_name"]
 
@@ -53,7 +53,7 @@ class PartitioningOptions(dict[str, Any]):
             if key == _SCHEDULE:
                 schedule_name(value)
             elif key not in _SWITCHES:
-                raise ValueError(f"unknown partitioning option {key!r}.{near(key, (_SCHEDULE, *_SWITCHES))}")
+                raise ValueError(f"unknown partitioning option {key!r}.{known_names(key, (_SCHEDULE, *_SWITCHES))}")
             elif not isinstance(value, bool):
                 raise ValueError(f"partitioning option {key} must be True or False, got {value!r}.")
 
@@ -96,4 +96,4 @@ def schedule_name(name: str | None) -> str | None:
     for known, spelt in PIPELINE_SCHEDULES.items():
         if name == spelt:
             return known
-    raise ValueError(f"unknown schedule {name!r}.{near(str(name), PIPELINE_SCHEDULES)}")
+    raise ValueError(f"unknown schedule {name!r}.{known_names(str(name), PIPELINE_SCHEDULES)}")

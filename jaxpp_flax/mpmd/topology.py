@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh
 
-__all__ = ["Topology", "near", "topology_of"]
+__all__ = ["Topology", "topology_of"]
 
 # Suffixes and characters by which names of meshes carry more than a name, in programs written for Shardy.
 _MEMORY_KINDS = ("#pinned_host", "#device")
@@ -46,15 +45,6 @@ class Topology:
     def rank(self, name: str) -> int:
         """The position of a mesh."""
         return self.names.index(name)
-
-
-def near(name: str, known: Iterable[str]) -> str:
-    """What a message adds after an unknown name: the near ones, and what is known."""
-    known = list(known)
-    found = get_close_matches(name, known, n=3, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(map(repr, found))}?" if found else ""
-    listing = ", ".join(known[:20]) + (f" and {len(known) - 20} more" if len(known) > 20 else "")
-    return f"{hint} Known: {listing or 'none'}."
 
 
 def topology_of(meshes: Mapping[str, Mesh] | None) -> Topology:

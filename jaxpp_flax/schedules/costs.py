@@ -1,4 +1,4 @@
-"""What the simulator and the search are told: times, memory, and links."""
+"""The inputs of the simulator and of the search: times, memory and links."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.task import AnyTask, FusedTask, TaskKind
+from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind
 
 PerStage = float | Sequence[float]
 """One number for every stage, or one for each."""
@@ -28,8 +28,8 @@ class Costs:
         backward: time of the whole ``B``; by default ``I + W``.
         activation: memory held for each microbatch from the start of ``F`` to the end of ``B``,
             or of ``I``, where the backward is split.
-        weight_activation: the part of it which is held on, from the end of ``I`` to that of ``W``;
-            by default all.
+        weight_activation: the part of the activation that is held from the end of ``I`` to the end of ``W``;
+            by default all of it.
         sent: bytes that a stage's forward sends to the next stage, and gets back as gradient.
 
     >>> costs = Costs(forward=[1.0, 1.0, 1.5], backward_input=[1.0, 1.0, 1.5])
@@ -110,6 +110,21 @@ class CostTable:
         if kind is _B:
             return self.backward[stage]
         return self.backward_input[stage] if kind is _I else self.backward_weight[stage]
+
+    def memory_change(self, task: AnyTask) -> tuple[float, float]:
+        """How much the start of ``task`` adds to the activation memory, and its end (a negative number)."""
+        stage = task.stage
+        if isinstance(task, FusedTask):
+            return self.activation[stage], -self.activation[stage]
+        if task.kind is _F:
+            return self.activation[stage], 0.0
+        if task.kind is _I:
+            return 0.0, self.kept[stage] - self.activation[stage]
+        return 0.0, -(self.activation[stage] if task.kind is _B else self.kept[stage])
+
+    def sent_bytes(self, result: Task) -> float:
+        """The bytes of the result of ``result``: its stage's output, or the gradient of its stage's input."""
+        return self.sent[result.stage if result.kind is _F else result.stage - 1]
 
 
 @dataclass(frozen=True, slots=True)

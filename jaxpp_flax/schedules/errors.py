@@ -1,4 +1,4 @@
-"""What this package raises when a schedule cannot be built or is wrong."""
+"""The error for a schedule that cannot be built or is wrong."""
 
 
 class ScheduleError(ValueError):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from typing import Any
 
+from jaxpp_flax.messages import known_names
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.families.basic import Eager1F1B, GPipe, OneStagePerRank, Std1F1B
 from jaxpp_flax.schedules.families.circular import Circular, CircularReversed, GPipe1F1BLast, LatencyHiding1F1B
@@ -71,16 +71,13 @@ def by_name(name: str, num_stages: int, num_ranks: int | None = None, **options:
     Interleaved1F1B(num_stages=8, num_ranks=4)
     >>> by_name("1f1", 4)
     Traceback (most recent call last):
-    ValueError: unknown schedule '1f1': did you mean '1f1b' or 'eager_1f1b'? ...
+    ValueError: unknown schedule '1f1'. Did you mean '1f1b'? Known: gpipe, 1f1b, ...
     """
     known = {_plain(cls.__name__): (cls, extra) for cls, extra in reversed(_NAMED.values())}
     known |= {_plain(key): entry for key, entry in _NAMED.items()}
     entry = known.get(_plain(str(name)))
     if entry is None:
-        plain = {_plain(key): key for key in _NAMED}
-        near = [plain[n] for n in difflib.get_close_matches(_plain(str(name)), plain, n=3, cutoff=0.5)]
-        hint = f" did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise ValueError(f"unknown schedule {name!r}:{hint} Known: {', '.join(_NAMED)}")
+        raise ValueError(f"unknown schedule {name!r}.{known_names(str(name).lower(), _NAMED)}")
     cls, extra = entry
     unknown = set(options) - set(inspect.signature(cls.__init__).parameters)
     if unknown:

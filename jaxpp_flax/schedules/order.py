@@ -17,9 +17,9 @@ def count_stages(task_lists: Sequence[Sequence[AnyTask]]) -> int:
 def merge_order(task_lists: Sequence[Sequence[AnyTask]]) -> list[tuple[int, AnyTask]]:
     """All tasks with their ranks, in one order free of deadlock.
 
-    The order agrees with every rank's own and with the dependencies. It is that of the start times
-    in a simulation (a forward takes 1, a whole backward 2), ties by rank, so that a runtime which
-    dispatches in this order keeps no rank waiting for another's dispatch. It is deterministic.
+    The order agrees with every rank's own order and with the dependencies. Tasks are sorted by their start
+    times in a simulation (a forward takes 1, a whole backward 2), ties by rank. So a runtime that dispatches
+    in this order keeps no rank waiting for the dispatch of another rank. The order is deterministic.
 
     >>> from jaxpp_flax.schedules import Std1F1B
     >>> [task for rank, task in merge_order(Std1F1B(2).tasks(2))]

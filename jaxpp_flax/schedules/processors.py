@@ -9,10 +9,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Iterator
 
-from jaxpp_flax.schedules.progress import Blocked, needs
-from jaxpp_flax.schedules.task import AnyTask, Task, TaskKind, parts
-
-_I, _B = TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD
+from jaxpp_flax.schedules.dependencies import needs, results
+from jaxpp_flax.schedules.progress import Blocked
+from jaxpp_flax.schedules.task import AnyTask, Task
 
 
 def advance_on(
@@ -46,7 +45,7 @@ def advance_on(
         if task is None:
             return None
         time = free[rank]
-        for need in _needs(task, num_stages):
+        for need in needs(task, num_stages):
             if need not in made:
                 waiting.setdefault(need, set()).add(rank)
                 return need
@@ -70,12 +69,9 @@ def advance_on(
         heads[rank] = next(iterators[rank], None)
         positions[rank] += 1
         woken = {rank}
-        for part in parts(task):
-            # `needs` names a gradient's maker by its whole form.
-            names = [part, Task(_B, part.stage, part.microbatch)] if part.kind is _I else [part]
-            for name in names:
-                made[name] = (end, rank)
-                woken |= waiting.pop(name, set())
+        for result in results(task):
+            made[result] = (end, rank)
+            woken |= waiting.pop(result, set())
         for one in sorted(woken):
             admit(one)
     blocked: list[Blocked] = []
@@ -84,8 +80,3 @@ def advance_on(
         if task is not None and awaits is not None:
             blocked.append(Blocked(rank, positions[rank], task, awaits))
     return blocked
-
-
-def _needs(task: AnyTask, num_stages: int) -> list[Task]:
-    own = set(parts(task))
-    return [need for part in parts(task) for need in needs(part, num_stages) if need not in own]

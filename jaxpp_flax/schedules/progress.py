@@ -1,8 +1,8 @@
 """Running a schedule's ranks against its data dependencies, in one pass.
 
-Everything that must follow a schedule task by task (validation, the order of dispatch, the
-simulator) drives the one function here, so they cannot disagree on what a schedule means. It is
-linear in the number of tasks, and holds only the results that somebody has yet to read.
+The validation, the order of dispatch and the simulator drive the one function here. It is linear in the
+number of tasks, and holds only the results that another task has yet to read. It has the table in
+:mod:`dependencies` written out; ``tests/schedules/test_dependencies.py`` ties the two together.
 """
 
 from __future__ import annotations
@@ -18,30 +18,12 @@ _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, T
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A rank that cannot go on: its next task, where that stands, and what it waits for."""
+    """A rank that cannot go on: its next task, the position of that task, and the task that it waits for."""
 
     rank: int
     position: int
     task: AnyTask
     awaits: Task
-
-
-def needs(task: Task, num_stages: int) -> list[Task]:
-    """The tasks whose results ``task`` reads. A gradient's maker is named by its whole form.
-
-    >>> from jaxpp_flax.schedules.task import backward, backward_weight
-    >>> needs(backward(1, 5), num_stages=4)
-    [fwd_1__5, bwd_2__5]
-    >>> needs(backward_weight(1, 5), num_stages=4)
-    [bwd_i_1__5]
-    """
-    stage, m = task.stage, task.microbatch
-    if task.kind is _F:
-        return [Task(_F, stage - 1, m)] if stage else []
-    if task.kind is _W:
-        return [Task(_I, stage, m)]
-    own = [Task(_F, stage, m)]
-    return [*own, Task(_B, stage + 1, m)] if stage + 1 < num_stages else own
 
 
 class Times(Protocol):
@@ -97,12 +79,12 @@ def advance(
     positions = [-1] * count
     free = [0.0] * count
     missing: list[Task | None] = [None] * count
-    # What has been made and not yet read. A key is microbatch * num_stages + stage.
+    # Results that have been made and not yet read. A key is microbatch * num_stages + stage.
     activations: dict[int, tuple[float, int]] = {}  # F's output, for the next stage
     gradients: dict[int, tuple[float, int]] = {}  # the input gradient, for the stage before
     forwarded: set[int] = set()  # F has run here, and its backward has not
     split: set[int] = set()  # I has run here, and W has not
-    # Who waits for what; by construction a result has one reader.
+    # The rank that waits for a result; by construction a result has one reader.
     wait_activation: dict[int, int] = {}
     wait_gradient: dict[int, int] = {}
     last = num_stages - 1

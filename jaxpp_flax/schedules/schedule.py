@@ -2,13 +2,7 @@
 
 A schedule says which rank runs which task, and in what order. It says nothing of when: a task
 starts as soon as its rank is free and its inputs have arrived. So any order that is consistent with
-the data dependencies is right, and the difference between schedules is only idle time and memory.
-
-The dependencies of stage ``s`` and microbatch ``m``:
-
-- ``F(s, m)`` runs after ``F(s-1, m)``;
-- ``B(s, m)`` and ``I(s, m)`` run after ``F(s, m)``, and after ``B(s+1, m)`` or ``I(s+1, m)``;
-- ``W(s, m)`` runs after ``I(s, m)``.
+the data dependencies (:mod:`dependencies`) is right, and schedules differ only in idle time and memory.
 
 **Stage 0 of a schedule which splits the backward.** Nobody waits for the gradient of the first
 stage's input, so there is nothing to split: the named schedules with ``splits_backward`` emit the
@@ -27,13 +21,13 @@ from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.task import AnyTask, FusedTask, TaskKind
 
 
-def check_count(what: str, value: object, minimum: int = 1) -> int:
-    """``value`` if it is a whole number of at least ``minimum``; else a :class:`ScheduleError`."""
+def check_count(what: str, value: object) -> int:
+    """``value`` if it is a whole number of at least 1; else a :class:`ScheduleError`."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ScheduleError(f"{what} must be a whole number, got {value!r}")
     count = value.__index__()  # type: ignore[union-attr]  # NumPy's integers come through here too
-    if count < minimum:
-        raise ScheduleError(f"{what} must be at least {minimum}, got {count}")
+    if count < 1:
+        raise ScheduleError(f"{what} must be at least 1, got {count}")
     return count
 
 

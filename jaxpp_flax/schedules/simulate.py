@@ -1,7 +1,7 @@
 """Discrete simulation of a schedule: when each task runs, what idles, what is held.
 
 A rank runs its tasks in order, each as soon as the rank is free and its inputs have arrived. That
-is exact for the model in :mod:`costs`; what the model leaves out is written there.
+is exact for the model in :mod:`costs`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxpp_flax.schedules.costs import Costs, CostTable, Transfer
+from jaxpp_flax.schedules.dependencies import needs, results
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.processors import advance_on
-from jaxpp_flax.schedules.progress import advance, needs
+from jaxpp_flax.schedules.progress import advance
 from jaxpp_flax.schedules.schedule import Schedule
-from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind, parts
+from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind
 from jaxpp_flax.schedules.validate import deadlock_error
 
 _F, _I, _B = TaskKind.FORWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD
@@ -91,7 +92,7 @@ class Timeline(Summary):
         table = self.costs.table(self.num_stages)
         changes: list[tuple[float, int, float]] = []
         for event in self.events[rank]:
-            before, after = memory_change(event.task, table)
+            before, after = table.memory_change(event.task)
             # At one instant, what ends is freed before what starts is held.
             changes += [(event.start, 1, before), (event.end, 0, after)]
         changes.sort()
@@ -115,24 +116,21 @@ class Timeline(Summary):
         """
         table = self.costs.table(self.num_stages)
         made: dict[Task, Event] = {}
-        before: dict[Task, Event] = {}
+        before: dict[AnyTask, Event] = {}
         for events in self.events:
             for i, event in enumerate(events):
-                for part in parts(event.task):
-                    made[part] = event
-                    if part.kind is _I:  # needs() names a gradient's maker by its whole form
-                        made[Task(_B, part.stage, part.microbatch)] = event
+                made |= dict.fromkeys(results(event.task), event)
                 if i:
-                    before[parts(event.task)[0]] = events[i - 1]
+                    before[event.task] = events[i - 1]
         current = max((events[-1] for events in self.events if events), key=lambda e: e.end, default=None)
         path: list[Event] = []
         while current is not None:
             path.append(current)
             causes: list[tuple[float, Event]] = []
-            previous = before.get(parts(current.task)[0])
+            previous = before.get(current.task)
             if previous is not None:
                 causes.append((previous.end, previous))
-            for need in needs(parts(current.task)[0], self.num_stages):
+            for need in needs(current.task, self.num_stages):
                 maker = made.get(need)
                 if maker is not None:
                     causes.append((_arrival(maker, current.rank, need, table, self.transfer), maker))
@@ -143,24 +141,7 @@ class Timeline(Summary):
 def _arrival(maker: Event, rank: int, result: Task, table: CostTable, transfer: Transfer) -> float:
     if maker.rank == rank:
         return maker.end
-    return maker.end + transfer.time(maker.rank, rank, sent_bytes(result, table))
-
-
-def sent_bytes(result: Task, table: CostTable) -> float:
-    """What the result of ``result`` weighs: its stage's output, or the gradient of its input."""
-    return table.sent[result.stage if result.kind is _F else result.stage - 1]
-
-
-def memory_change(task: AnyTask, table: CostTable) -> tuple[float, float]:
-    """How much a task's start adds to the activation memory, and its end (a negative number)."""
-    stage = task.stage
-    if isinstance(task, FusedTask):
-        return table.activation[stage], -table.activation[stage]
-    if task.kind is _F:
-        return table.activation[stage], 0.0
-    if task.kind is _I:
-        return 0.0, table.kept[stage] - table.activation[stage]
-    return 0.0, -(table.activation[stage] if task.kind is _B else table.kept[stage])
+    return maker.end + transfer.time(maker.rank, rank, table.sent_bytes(result))
 
 
 Tasks = Schedule | Sequence[Sequence[AnyTask]]
@@ -192,7 +173,7 @@ class _Recorder:
         self.events: list[list[Event]] | None = [[] for _ in range(num_ranks)] if keep else None
 
     def __call__(self, rank: int, task: AnyTask, start: float, end: float) -> None:
-        # memory_change, written out: this is called for every task of schedules of any size.
+        # CostTable.memory_change, written out: this is called for every task of schedules of any size.
         self.count += 1
         self.busy[rank] += end - start
         if self.first[rank] is None:
@@ -239,7 +220,7 @@ def _run(
     recorder = _Recorder(len(ranks), table, keep)
 
     def delay(source: int, target: int, result: Task) -> float:
-        return transfer.time(source, target, sent_bytes(result, table))
+        return transfer.time(source, target, table.sent_bytes(result))
 
     instant = not transfer.links and transfer.default.time(1.0) == 0.0
     waits = None if instant else delay

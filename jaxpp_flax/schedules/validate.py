@@ -1,9 +1,10 @@
-"""Checking that a schedule is one: each task once, on its stage's rank, with no deadlock."""
+"""Check that a schedule is legal: each task runs once, on its stage's rank, with no deadlock."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from jaxpp_flax.schedules.dependencies import results
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.progress import Blocked, advance
 from jaxpp_flax.schedules.schedule import Schedule, check_count
@@ -19,6 +20,8 @@ _WHOLE, _SPLIT, _FUSED = 1 | 2, 1 | 4 | 8, 1 | 2 | 16
 # What must not be there yet, for each bit: the task itself, and the other form of the backward.
 _CLASH = {1: 1, 2: 2 | 4 | 8, 4: 4 | 2, 8: 8 | 2}
 
+_WINDOW = 5  # tasks shown before a blocked one
+
 Lists = Sequence[Sequence[AnyTask]]
 
 
@@ -27,7 +30,6 @@ def validate(
     num_microbatches: int,
     *,
     num_stages: int | None = None,
-    rank_of: Callable[[int], int] | None = None,
 ) -> None:
     """Raise :class:`ScheduleError` unless this is a legal schedule; the fault is drawn as a grid.
 
@@ -39,7 +41,6 @@ def validate(
         schedule: a :class:`Schedule`, or each rank's tasks.
         num_microbatches: how many microbatches there must be.
         num_stages: by default, for lists, the highest stage that appears and those below it.
-        rank_of: where each stage belongs; by default, for lists, where its first task stands.
 
     Linear in the number of tasks. A schedule that makes its tasks from a formula is not stored.
 
@@ -53,7 +54,8 @@ def validate(
     check_count("num_microbatches", num_microbatches)
     if isinstance(schedule, Schedule):
         schedule.check(num_microbatches)
-        num_stages, rank_of = schedule.num_stages, schedule.rank_of
+        num_stages = schedule.num_stages
+        home = [schedule.rank_of(stage) for stage in range(num_stages)]
         ranks: Iterable[Iterator[AnyTask]] = [
             schedule.rank_tasks(rank, num_microbatches) for rank in range(schedule.num_ranks)
         ]
@@ -61,10 +63,11 @@ def validate(
         _check_types(schedule)
         seen = 1 + max((t.stage for tasks in schedule for t in tasks), default=-1)
         num_stages = seen if num_stages is None else num_stages
+        home = [None] * num_stages  # where the first task of a stage stands
         ranks = [iter(tasks) for tasks in schedule]
     if not num_stages:
         raise ScheduleError("a schedule needs at least one task, got none")
-    census = _Census(num_stages, num_microbatches, rank_of)
+    census = _Census(num_stages, num_microbatches, home)
     blocked = advance([census.watch(rank, tasks) for rank, tasks in enumerate(ranks)], num_stages)
     if blocked:
         lists = schedule.tasks(num_microbatches) if isinstance(schedule, Schedule) else schedule
@@ -89,10 +92,10 @@ def _check_types(lists: Lists) -> None:
 class _Census:
     """Which tasks have been seen: one byte for each stage and microbatch."""
 
-    def __init__(self, num_stages: int, num_microbatches: int, rank_of: Callable[[int], int] | None) -> None:
+    def __init__(self, num_stages: int, num_microbatches: int, home: Sequence[int | None]) -> None:
         self.num_stages = num_stages
         self.num_microbatches = num_microbatches
-        self.home = [None if rank_of is None else rank_of(s) for s in range(num_stages)]
+        self.home = list(home)
         self.marks = [bytearray(num_microbatches) for _ in range(num_stages)]
         self.watched: list[int] = []
 
@@ -106,7 +109,7 @@ class _Census:
             yield task
 
     def rest(self, rank: int, tasks: Sequence[AnyTask]) -> None:
-        """Look at those of a blocked rank's tasks that it never came to."""
+        """Look at the tasks that a blocked rank never reached."""
         for position in range(self.watched[rank], len(tasks)):
             self._count(rank, position, tasks[position])
 
@@ -176,7 +179,7 @@ class _Census:
 
 
 def _is_pair(task: AnyTask) -> bool:
-    """Whether a fused task is what it must be."""
+    """Whether a fused task is the forward and the whole backward of one stage and microbatch."""
     if not isinstance(task, FusedTask):
         return False
     first, second = task.forward, task.backward
@@ -189,15 +192,15 @@ def deadlock_error(lists: Lists, blocked: Sequence[Blocked]) -> ScheduleError:
     return ScheduleError("deadlock: no rank can go on.\n" + blocked_grid(lists, blocked))
 
 
-def blocked_grid(lists: Lists, blocked: Sequence[Blocked], window: int = 5) -> str:
+def blocked_grid(lists: Lists, blocked: Sequence[Blocked]) -> str:
     """One row per rank, lined up at the blocked tasks (``>like this<``), each with its reason."""
     at = {b.rank: b for b in blocked}
     rows: list[tuple[str, str, str, str]] = []
     for rank, tasks in enumerate(lists):
         b = at.get(rank)
         position = len(tasks) if b is None else b.position
-        before = [task.cell for task in tasks[max(0, position - window) : position]]
-        if position > window:
+        before = [task.cell for task in tasks[max(0, position - _WINDOW) : position]]
+        if position > _WINDOW:
             before.insert(0, "..")
         after = [task.cell for task in tasks[position + 1 : position + 3]]
         if position + 3 < len(tasks):
@@ -216,12 +219,9 @@ def _reason(lists: Lists, b: Blocked | None) -> str:
     if b is None:
         return "has run all its tasks"
     wanted = b.awaits
-    kinds = (wanted.kind,)
-    if wanted.kind is TaskKind.BACKWARD:
-        kinds = (TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT)
     for rank, tasks in enumerate(lists):
         for part in flatten(tasks):
-            if part.kind in kinds and (part.stage, part.microbatch) == (wanted.stage, wanted.microbatch):
+            if wanted in results(part):
                 where = "which this rank runs later" if rank == b.rank else f"on rank {rank}"
                 return f"waits for {part.cell}, {where}"
     return f"waits for {wanted.cell}, which nobody runs"

@@ -14,13 +14,13 @@ from jaxpp_flax.assignment import AssignmentError, CutPolicy, Plan, even, resolv
 from jaxpp_flax.assignment.balancing import balance, leanest
 from jaxpp_flax.assignment.block_times import time_blocks
 from jaxpp_flax.assignment.memory import Held, MemoryModel, live_counts
-from jaxpp_flax.assignment.plan_table import amount
-from jaxpp_flax.assignment.policies import cuts_of, near_names
+from jaxpp_flax.assignment.policies import cuts_of
 from jaxpp_flax.assignment.step_time import StepTime
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, axes_in
 from jaxpp_flax.engine.blocks import Marks
 from jaxpp_flax.engine.costs import Work
 from jaxpp_flax.engine.tracing.markers import Mark
+from jaxpp_flax.messages import amount, near_names
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.state.train_state import TrainState
 
@@ -29,7 +29,6 @@ __all__ = ["Assigner", "Pipeline", "check_cost", "check_limit", "kept_bytes"]
 _SOURCES = ("estimated", "flops", "measured")
 # FLOPs in the time that it takes to move a byte, roughly: for the estimate, where nothing is measured.
 _FLOPS_PER_BYTE = {"cpu": 4.0, "gpu": 100.0, "cuda": 100.0, "rocm": 100.0, "tpu": 200.0}
-_LEAST_STAGES = 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,6 @@ __all__ = ["Checkpointed", "Resume", "check_resume"]
 
 Resume = bool | Literal["latest_valid"]
 
-_FORMAT = 1
 _DAMAGE = (CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError)
 
 
@@ -66,7 +65,7 @@ class Checkpointed(abc.ABC):
     - `state`: the `TrainState` (parameters, optimizer, other variables, keys of random numbers, step), by logical path;
     - `data`: where the run stands in its data;
     - `callbacks`: what those of `fit` keep, such as the patience of `EarlyStopping`;
-    - `about`: the names of model and format.
+    - `about`: the name of the model.
     """
 
     _state: TrainState
@@ -136,7 +135,7 @@ class Checkpointed(abc.ABC):
         self._trained_on.check(self._step)
         with process_group().waiting(f"the save of step {self._step}"):
             data = together(self._data_json())
-        beside = {"data": data, "about": {"format": _FORMAT, "model": self._model_name}}
+        beside = {"data": data, "about": {"model": self._model_name}}
         if states := {
             name: state for name, c in named(self._callbacks).items() if (state := c.get_state()) is not None
         }:

@@ -146,5 +146,5 @@ def test_a_name_we_have_not_got_says_what_to_use(name: str):
 
 
 def test_a_misspelt_name():
-    with pytest.raises(AttributeError, match="has no attribute 'treduc'; did you mean 'treduce'"):
+    with pytest.raises(AttributeError, match=r"has no attribute 'treduc'\. Did you mean 'treduce'"):
         _ = jaxpp.treduc

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from jaxpp_flax.schedules import Costs, Schedule, TaskKind, Transfer, by_name, names
-from jaxpp_flax.schedules.progress import needs
-from jaxpp_flax.schedules.simulate import sent_bytes
-from jaxpp_flax.schedules.task import Task, parts
+from jaxpp_flax.schedules import Costs, Schedule, Transfer, by_name, names
+from jaxpp_flax.schedules.dependencies import needs, results
+from jaxpp_flax.schedules.task import Task
 
 
 def shape_of(name: str, ranks: int, per_rank: int) -> tuple[int, int]:
@@ -37,22 +36,16 @@ def brute_force(lists, costs: Costs, transfer: Transfer) -> dict[Task, tuple[flo
     num_stages = 1 + max(task.stage for tasks in lists for task in tasks)
     table = costs.table(num_stages)
     times = {task: (0.0, table.duration(task)) for tasks in lists for task in tasks}
-    owner = {part: (task, r) for r, tasks in enumerate(lists) for task in tasks for part in parts(task)}
-    for part, made in list(owner.items()):
-        if part.kind is TaskKind.BACKWARD_INPUT:
-            owner[Task(TaskKind.BACKWARD, part.stage, part.microbatch)] = made
+    owner = {result: (task, r) for r, tasks in enumerate(lists) for task in tasks for result in results(task)}
     for _ in range(len(times) + 1):
         before = dict(times)
         for rank, tasks in enumerate(lists):
             for i, task in enumerate(tasks):
                 start = times[tasks[i - 1]][1] if i else 0.0
-                for part in parts(task):
-                    for need in needs(part, num_stages):
-                        maker, source = owner[need]
-                        if maker == task:
-                            continue
-                        wait = transfer.time(source, rank, sent_bytes(need, table))
-                        start = max(start, times[maker][1] + (wait if source != rank else 0.0))
+                for need in needs(task, num_stages):
+                    maker, source = owner[need]
+                    wait = transfer.time(source, rank, table.sent_bytes(need))
+                    start = max(start, times[maker][1] + (wait if source != rank else 0.0))
                 times[task] = (start, start + table.duration(task))
         if times == before:
             return times

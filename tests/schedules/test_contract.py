@@ -90,7 +90,7 @@ def test_jaxpp_argument_names():
         (lambda: Std1F1B(0), "num_stages must be at least 1, got 0"),
         (lambda: Std1F1B(2.5), "whole number, got 2.5"),
         (lambda: Std1F1B(2).tasks(0), "num_microbatches must be at least 1, got 0"),
-        (lambda: by_name("1f1", 4), "did you mean '1f1b'.*interleaved_1f1b"),
+        (lambda: by_name("1f1", 4), "Did you mean '1f1b'.*interleaved_1f1b"),
         (lambda: by_name("1f1b", 4, latency=1.0), "'1f1b' has no option 'latency'"),
         (lambda: by_name("1f1b", 8, 4), "one stage on each rank, got num_stages=8"),
     ],

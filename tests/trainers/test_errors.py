@@ -88,7 +88,7 @@ ARGUMENTS = {
     "schedule name": (
         {"schedule": "1f1"},
         ValueError,
-        r"unknown schedule '1f1': did you mean .*1f1b.*Known: ",
+        r"unknown schedule '1f1'\. Did you mean .*1f1b.*Known: ",
     ),
     "schedule type": ({"schedule": Std1F1B}, TypeError, r"schedule must be a name such as '1f1b' or a Schedule object"),
     "schedule stages": (

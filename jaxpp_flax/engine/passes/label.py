@@ -24,7 +24,7 @@ from jax.extend import core as jex_core
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, VerificationError
 from jaxpp_flax.engine.tracing.markers import FORWARD, Mark, marker_p
 
-__all__ = ["Cut", "Labels", "find_marks", "label"]
+__all__ = ["Labels", "find_marks", "label"]
 
 _UNANCHORED = -1
 
@@ -38,14 +38,6 @@ _COSTLY = frozenset(
     }
 )  # fmt: skip
 _TINY = 64  # elements: below this even a costly primitive costs less than a transfer
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The markers that cut, in program order: `forward[k]` and `backward[k]` separate stage k from stage k + 1."""
-
-    forward: tuple[Equation, ...]
-    backward: dict[Equation, int]
 
 
 @dataclass(frozen=True)

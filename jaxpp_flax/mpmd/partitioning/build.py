@@ -11,6 +11,7 @@ from jaxpp_flax.engine.passes.submesh_constraints import onto_mesh
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.tracing.effects import refuse_ordered_effects
 from jaxpp_flax.engine.tracing.ir import Graph
+from jaxpp_flax.messages import known_names
 from jaxpp_flax.mpmd.config import MpmdConfig
 from jaxpp_flax.mpmd.partitioning.fragments import Fragment, fragments_of
 from jaxpp_flax.mpmd.partitioning.infer import Placement, infer
@@ -18,7 +19,6 @@ from jaxpp_flax.mpmd.partitioning.nodes import Node, Step, nodes_of
 from jaxpp_flax.mpmd.partitioning.program import unroll
 from jaxpp_flax.mpmd.partitioning.split import split_backward
 from jaxpp_flax.mpmd.partitioning.stages import Order, Stages, order_of, stages_of
-from jaxpp_flax.mpmd.topology import near
 
 __all__ = ["Built", "build"]
 
@@ -96,7 +96,7 @@ def _fixed(nodes: Sequence[Node], config: MpmdConfig) -> dict[Node, int]:
         for name in sorted(node.names):
             if name not in assigned:
                 raise ValueError(
-                    f"{name!r} at {node.where} is assigned to no mesh.{near(name, assigned)} Add it to "
+                    f"{name!r} at {node.where} is assigned to no mesh.{known_names(name, assigned)} Add it to "
                     "name_to_mesh_assignment."
                 )
         if node.origin is not None:

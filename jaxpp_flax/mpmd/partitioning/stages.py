@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from jaxpp_flax.messages import listed
 from jaxpp_flax.mpmd.partitioning.nodes import Node
 from jaxpp_flax.schedules import (
     Circular,
@@ -46,8 +47,7 @@ class Stages:
     def describe(self, stage: int) -> str:
         """A stage with its mesh and names, for messages."""
         names = self.names[stage]
-        listing = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return f"stage {stage} ({listing}) on {self.meshes[self.ranks[stage]]!r}"
+        return f"stage {stage} ({listed(names, 3, str)}) on {self.meshes[self.ranks[stage]]!r}"
 
 
 def stages_of(

@@ -49,9 +49,6 @@ class GPipe(OneStagePerRank):
         yield from (forward(rank, m) for m in range(num_microbatches))
         yield from (backward(rank, m) for m in range(num_microbatches))
 
-    def max_live_microbatches(self, stage: int, num_microbatches: int) -> int:
-        return num_microbatches
-
 
 class WarmedUp1F1B(OneStagePerRank):
     """Some forwards to warm up, then one forward and one backward in turn, then what is left."""
@@ -72,9 +69,6 @@ class WarmedUp1F1B(OneStagePerRank):
             yield forward(rank, m + ahead)
             yield backward(rank, m)
         yield from (backward(rank, m) for m in range(num_microbatches - ahead, num_microbatches))
-
-    def max_live_microbatches(self, stage: int, num_microbatches: int) -> int:
-        return min(num_microbatches, self.warmup(stage) + 1)
 
 
 class Std1F1B(WarmedUp1F1B):

@@ -51,9 +51,6 @@ class Circular(StreamedSchedule):
         yield from (forward(stage, m) for stage, m in self._forwards(rank, num_microbatches))
         yield from (backward(stage, m) for stage, m in self._backwards(rank, num_microbatches))
 
-    def max_live_microbatches(self, stage: int, num_microbatches: int) -> int:
-        return num_microbatches
-
 
 class CircularReversed(Circular):
     """:class:`Circular` with the backwards in exactly the reverse order of the forwards.
@@ -106,9 +103,6 @@ class GPipe1F1BLast(GPipe):
         if rank < self.num_stages - 1:
             return super().rank_tasks(rank, num_microbatches)
         return (fused(rank, m) for m in range(num_microbatches))
-
-    def max_live_microbatches(self, stage: int, num_microbatches: int) -> int:
-        return 1 if stage == self.num_stages - 1 else num_microbatches
 
 
 class LatencyHiding1F1B(WarmedUp1F1B):

@@ -144,6 +144,3 @@ class InterleavedGPipe(StreamedSchedule):
             yield from (forward(stage, m) for m in range(num_microbatches))
         for stage in reversed(stages):
             yield from (backward(stage, m) for m in range(num_microbatches))
-
-    def max_live_microbatches(self, stage: int, num_microbatches: int) -> int:
-        return num_microbatches

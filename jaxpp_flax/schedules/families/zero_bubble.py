@@ -70,9 +70,6 @@ class ZeroBubble(_SplitOnePerRank):
     def lag(self, stage: int) -> int:
         return stage
 
-    def max_live_microbatches(self, stage: int, num_microbatches: int) -> int:
-        return min(num_microbatches, self.num_stages if stage else self.ahead(0))
-
 
 class ZeroBubbleH2(_SplitOnePerRank):
     """ZB-H2: twice the warm-up, and from its first task to its last a rank never idles.
@@ -119,9 +116,6 @@ class ZeroBubbleH2(_SplitOnePerRank):
 
     def lag(self, stage: int) -> int:
         return self.ahead(self.num_stages - 1 - stage) - 1
-
-    def max_live_microbatches(self, stage: int, num_microbatches: int) -> int:
-        return min(num_microbatches, self.ahead(stage) + (self.lag(stage) if stage else 0))
 
 
 def check_latency(latency: float) -> float:

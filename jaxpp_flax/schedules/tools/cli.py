@@ -68,9 +68,6 @@ def _parser() -> argparse.ArgumentParser:
     find.add_argument(
         "--evaluations", type=int, default=4000, help="schedules that the local search tries (default: 4000)"
     )
-    find.add_argument(
-        "--exact-seconds", type=float, default=0.0, help="also ask the exact solver for so long (small cases)"
-    )
     find.add_argument("--csv", help="write the schedule here")
     _pictures(find)
     find.set_defaults(run=_search)
@@ -208,7 +205,6 @@ def _search(options: argparse.Namespace) -> int:
         options.memory_limit,
         split_backward=not options.whole_backward,
         evaluations=options.evaluations,
-        exact_seconds=options.exact_seconds,
     )
     print(found.summary() + "\n")
     _draw(options, [("found", found.timeline)])

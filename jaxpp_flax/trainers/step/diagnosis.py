@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.tracing.inline import CALLS
 from jaxpp_flax.engine.tracing.ir import Constant, Graph, from_jaxpr
 from jaxpp_flax.processes.exchanges import everyones
 from jaxpp_flax.trainers.errors import NonFiniteLossError
@@ -20,7 +21,7 @@ from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.step.loss import read_loss
 
-__all__ = ["CALLS", "diagnose", "first_loss_error"]
+__all__ = ["diagnose", "first_loss_error"]
 
 
 def first_loss_error(
@@ -167,9 +168,8 @@ class _Watch:
 
         for equation in graph.equations:
             inputs = [read(atom) for atom in equation.inputs]
-            inner = next((equation.params[k] for k in ("jaxpr", "call_jaxpr") if k in equation.params), None)
-            if equation.name in CALLS and inner is not None:
-                body, consts = from_jaxpr(inner)
+            if equation.name in CALLS:
+                body, consts = from_jaxpr(equation.params[CALLS[equation.name]])
                 results = self.run(body, [*consts, *inputs])
             elif any(value is _UNKNOWN for value in inputs):
                 results = [_UNKNOWN] * len(equation.outputs)
@@ -185,12 +185,6 @@ class _Watch:
                     self.unknown_block = self.last_block
             environment.update(zip(equation.outputs, results, strict=True))
         return [read(atom) for atom in graph.outputs]
-
-
-CALLS = {"jit", "pjit", "remat", "remat2", "checkpoint", "closed_call", "core_call", "custom_jvp_call"} | {
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-}
 
 
 def _is_float(leaf: Any) -> bool:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp_flax.checkpoint.format.paths import shortened
+from jaxpp_flax.engine.tracing.inline import CALLS
 from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
 from jaxpp_flax.trainers.data.batch import shape_of
 from jaxpp_flax.trainers.errors import BatchStatisticsWarning, ModelError
@@ -18,7 +19,6 @@ from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.state.train_state import TrainState
-from jaxpp_flax.trainers.step.diagnosis import CALLS
 from jaxpp_flax.trainers.step.loss import read_loss
 
 __all__ = ["LossTrace", "check_used", "trace_loss", "used_inputs", "warn_of_batch_statistics"]
@@ -137,10 +137,9 @@ def used_inputs(graph: Graph, wanted: Sequence[bool]) -> list[bool]:
         results = [value in needed for value in equation.outputs]
         if not any(results):
             continue
-        inner = next((equation.params[k] for k in ("jaxpr", "call_jaxpr") if k in equation.params), None)
         used = [True] * len(equation.inputs)
-        if equation.name in CALLS and inner is not None:
-            body, consts = from_jaxpr(inner)
+        if equation.name in CALLS:
+            body, consts = from_jaxpr(equation.params[CALLS[equation.name]])
             used = used_inputs(body, results)[len(consts) :]
         needed.update(a for a, is_used in zip(equation.inputs, used, strict=True) if is_used and isinstance(a, Value))
     return [value in needed for value in graph.inputs]

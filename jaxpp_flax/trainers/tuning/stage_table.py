@@ -7,6 +7,8 @@ from typing import Any
 
 from rich.table import Table
 
+from jaxpp_flax.messages import amount
+
 __all__ = ["stage_table"]
 
 
@@ -32,10 +34,10 @@ def stage_table(stages: Sequence[Any], memory: Mapping[int, int], title: str = "
             str(stage.rank),
             _blocks(stage.blocks),
             f"{stage.parameter_count:,}",
-            _quantity(stage.parameter_bytes, "B"),
-            _quantity(stage.flops, ""),
-            _quantity(stage.sent_bytes, "B"),
-            _quantity(memory.get(stage.rank), "B"),
+            amount(stage.parameter_bytes, "B"),
+            amount(stage.flops, ""),
+            amount(stage.sent_bytes, "B"),
+            amount(memory.get(stage.rank), "B"),
             _devices(stage.devices),
         )
     return table
@@ -51,15 +53,3 @@ def _devices(devices: Any) -> str:
     if isinstance(devices, (tuple, list)):
         return ", ".join(str(getattr(device, "id", device)) for device in devices)
     return str(devices)
-
-
-def _quantity(value: Any, unit: str) -> str:
-    if value is None or value != value:
-        return "?"
-    number = float(value)
-    for prefix in ("", "k", "M", "G", "T"):
-        if abs(number) < 1000 or prefix == "T":
-            text = f"{number:.0f}" if number == int(number) and not prefix else f"{number:.3g}"
-            return f"{text} {prefix}{unit}".strip()
-        number /= 1000
-    return "?"

@@ -115,7 +115,7 @@ def test_command_line_errors_take_one_line_or_a_grid(tmp_path, capsys):
     assert ">1B0<" in capsys.readouterr().err
     for wrong, text in [
         (["check", str(tmp_path / "none.csv")], "none.csv"),
-        (["show", "1f1"], "did you mean"),
+        (["show", "1f1"], "Did you mean"),
         (["show", "1f1b", "--forward", "fast"], "--forward 'fast': give one number"),
         (["show", "1f1b", "--ranks", "4", "--forward", "1,2"], "2 numbers for 4 stages"),
     ]:

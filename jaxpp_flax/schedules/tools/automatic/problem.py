@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxpp_flax.schedules.costs import Costs, CostTable, Transfer
+from jaxpp_flax.schedules.dependencies import needs, results
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.schedule import check_count
 from jaxpp_flax.schedules.task import AnyTask, Task, TaskKind, flatten
@@ -74,33 +75,25 @@ class Problem:
     ) -> Problem:
         num_stages = len(placement)
         table = costs.table(num_stages)
-        numbers: dict[tuple[TaskKind, int], int] = {}
-        for stage in range(num_stages):
-            for kind in (_F, _I, _W) if splits and stage else (_F, _B):
-                numbers[kind, stage] = len(numbers)
-
-        def travel(source: int, target: int, boundary: int) -> float:
-            a, b = placement[source], placement[target]
-            return 0.0 if a == b else transfer.time(a, b, table.sent[boundary])
-
+        first = [  # each pass, for the first microbatch
+            Task(kind, stage, 0)
+            for stage in range(num_stages)
+            for kind in ((_F, _I, _W) if splits and stage else (_F, _B))
+        ]
+        maker = {result: n for n, task in enumerate(first) for result in results(task)}
         passes: list[Pass] = []
-        for kind, stage in numbers:
-            hold = release = wait = 0.0
-            remote = local = -1
-            if kind is _F:
-                hold = table.activation[stage]
-                if stage:
-                    remote, wait = numbers[_F, stage - 1], travel(stage - 1, stage, stage - 1)
-            elif kind is _W:
-                local, release = numbers[_I, stage], table.kept[stage]
-            else:
-                local = numbers[_F, stage]
-                release = table.activation[stage] - (table.kept[stage] if kind is _I else 0.0)
-                if stage + 1 < num_stages:
-                    above = numbers.get((_I, stage + 1), numbers.get((_B, stage + 1), -1))
-                    remote, wait = above, travel(stage + 1, stage, stage)
-            time = table.duration(Task(kind, stage, 0))
-            passes.append(Pass(kind, stage, placement[stage], time, hold, release, remote, wait, local))
+        for task in first:
+            rank = placement[task.stage]
+            remote, wait, local = -1, 0.0, -1
+            for need in needs(task, num_stages):
+                if need.stage == task.stage:
+                    local = maker[need]
+                    continue
+                remote, source = maker[need], placement[need.stage]
+                wait = 0.0 if source == rank else transfer.time(source, rank, table.sent_bytes(need))
+            added, removed = table.memory_change(task)
+            time = table.duration(task)
+            passes.append(Pass(task.kind, task.stage, rank, time, added, -removed, remote, wait, local))
         return cls(
             1 + max(placement),
             num_stages,
@@ -205,7 +198,7 @@ def lower_bound(problem: Problem) -> float:
     """
     passes = problem.passes
     heads = [0.0] * len(passes)
-    order = _topological(passes)
+    order = in_dependency_order(passes)
     for n in order:
         p = passes[n]
         for need, wait in ((p.local, 0.0), (p.remote, p.wait)):
@@ -225,12 +218,12 @@ def lower_bound(problem: Problem) -> float:
     return bound
 
 
-def _topological(passes: Sequence[Pass]) -> list[int]:
-    """Forwards by stage, then input gradients backwards, then weight gradients."""
+def in_dependency_order(passes: Sequence[Pass]) -> list[int]:
+    """The passes, each after the ones it needs: forwards from the first stage on, then backwards from the last."""
 
-    def key(n: int) -> tuple[int, int]:
+    def key(n: int) -> tuple[bool, int]:
         p = passes[n]
-        return (0, p.stage) if p.kind is _F else (2, 0) if p.kind is _W else (1, -p.stage)
+        return (False, p.stage) if p.kind is _F else (True, -p.stage)
 
     return sorted(range(len(passes)), key=key)
 

@@ -10,7 +10,6 @@ from jaxpp_flax.schedules.families.custom import CustomSchedule
 from jaxpp_flax.schedules.names import by_name, names
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulate import Timeline, simulate
-from jaxpp_flax.schedules.tools.automatic.exact import solve
 from jaxpp_flax.schedules.tools.automatic.greedy import construct, rules
 from jaxpp_flax.schedules.tools.automatic.local import improve
 from jaxpp_flax.schedules.tools.automatic.problem import (
@@ -19,6 +18,7 @@ from jaxpp_flax.schedules.tools.automatic.problem import (
     check_counts,
     check_limits,
     evaluate,
+    in_dependency_order,
     lower_bound,
     memory_limits,
 )
@@ -44,7 +44,6 @@ class Found:
         lower_bound: a makespan that no schedule on these ranks can beat.
         origin: what it was made by.
         named: the named schedules on the same case, fastest first.
-        proved: whether the exact solver proved it to be optimal.
     """
 
     schedule: CustomSchedule
@@ -52,7 +51,6 @@ class Found:
     lower_bound: float
     origin: str
     named: tuple[Named, ...]
-    proved: bool = False
 
     @property
     def makespan(self) -> float:
@@ -65,6 +63,11 @@ class Found:
     @property
     def peak_memory(self) -> tuple[float, ...]:
         return self.timeline.peak_memory
+
+    @property
+    def proved(self) -> bool:
+        """Whether the schedule is at the lower bound, and so optimal."""
+        return self.makespan <= self.lower_bound * (1 + 1e-9)
 
     @property
     def best_named(self) -> Named | None:
@@ -95,6 +98,27 @@ def placements(num_ranks: int, stages_per_rank: int) -> Iterator[tuple[int, ...]
         yield tuple(range(num_ranks)) + tuple(reversed(range(num_ranks)))
 
 
+def problems_of(
+    num_ranks: int,
+    num_microbatches: int,
+    stages_per_rank: int,
+    costs: Costs,
+    links: Transfer,
+    memory_limit: float | Sequence[float] | None,
+    split_backward: bool,
+) -> list[Problem]:
+    """What is searched over, for the arguments of :func:`search`: each placement of the stages, split and whole."""
+    check_counts(num_ranks, num_microbatches, stages_per_rank)
+    limits = memory_limits(memory_limit, num_ranks)
+    problems = [
+        Problem.make(placement, num_microbatches, splits=splits, costs=costs, transfer=links, limits=limits)
+        for placement in placements(num_ranks, stages_per_rank)
+        for splits in ((True, False) if split_backward else (False,))
+    ]
+    check_limits(problems[0])
+    return problems
+
+
 def search(
     num_ranks: int,
     num_microbatches: int,
@@ -105,7 +129,6 @@ def search(
     *,
     split_backward: bool = True,
     evaluations: int = 4000,
-    exact_seconds: float = 0.0,
     seed: int = 0,
 ) -> Found:
     """The best schedule found for a pipeline: never slower than a named one that fits.
@@ -123,23 +146,15 @@ def search(
             units of ``costs.activation``.
         split_backward: whether ``I`` and ``W`` may run apart.
         evaluations: how many schedules the annealing tries, in all.
-        exact_seconds: if not 0, also ask the exact solver, for so long. For small cases only.
         seed: of the random choices; equal arguments give equal schedules.
 
     >>> found = search(4, 8, costs=Costs(backward_input=1.2, backward_weight=0.8), memory_limit=5)
     >>> found.makespan, max(found.peak_memory), found.best_named.name, found.best_named.makespan
     (27.4, 5.0, 'zero_bubble', 28.2)
     """
-    check_counts(num_ranks, num_microbatches, stages_per_rank)
     costs = Costs() if costs is None else costs
     links = Transfer.of(transfer)
-    limits = memory_limits(memory_limit, num_ranks)
-    problems = [
-        Problem.make(placement, num_microbatches, splits=splits, costs=costs, transfer=links, limits=limits)
-        for placement in placements(num_ranks, stages_per_rank)
-        for splits in ((True, False) if split_backward else (False,))
-    ]
-    check_limits(problems[0])
+    problems = problems_of(num_ranks, num_microbatches, stages_per_rank, costs, links, memory_limit, split_backward)
     bound = min(lower_bound(problem) for problem in problems)
     tried = _named(problems, costs, links, split_backward)
     starts: list[tuple[float, str, Problem, Words]] = []
@@ -167,13 +182,10 @@ def search(
         if found:
             starts.append((found[0], "one microbatch at a time", problem, serial))
     best = _anneal(starts, evaluations, bound, seed)
-    proved = best[0] <= bound * (1 + 1e-9)
-    if exact_seconds and not proved:
-        best, proved, bound = _prove(problems, best, bound, exact_seconds)
     schedule = CustomSchedule(best[2].tasks(best[3]))
     ranking = tuple(sorted((named for _, named in tried), key=lambda named: named.makespan))
     timeline = simulate(schedule, costs, links, num_microbatches=num_microbatches)
-    return Found(schedule, timeline, bound, best[1], ranking, proved)
+    return Found(schedule, timeline, bound, best[1], ranking)
 
 
 Start = tuple[float, str, Problem, Words]
@@ -203,21 +215,6 @@ def _anneal(starts: list[Start], evaluations: int, goal: float, seed: int) -> St
     return best
 
 
-def _prove(problems: list[Problem], best: Start, bound: float, seconds: float) -> tuple[Start, bool, float]:
-    bounds: list[float] = []
-    for problem in problems:
-        exact = solve(problem, best[0], seconds / len(problems))
-        if exact is None:
-            bounds.append(bound)
-            continue
-        bounds.append(exact.bound)
-        found = evaluate(problem, exact.words) if exact.words else None
-        if found and found[0] < best[0] - 1e-9 and all(problem.fits(r, w) for r, w in enumerate(exact.words)):
-            best = (found[0], "the exact solver", problem, exact.words)
-    proved_bound = max(bound, min(bounds))
-    return best, best[0] <= proved_bound * (1 + 1e-6) + 1e-9, proved_bound
-
-
 def _named(
     problems: list[Problem], costs: Costs, links: Transfer, split_backward: bool
 ) -> list[tuple[Schedule, Named]]:
@@ -237,14 +234,8 @@ def _named(
 def _serial(problem: Problem) -> Words:
     """One microbatch after the other: it holds the least that can be held."""
     words: Words = [[] for _ in range(problem.num_ranks)]
-    down = sorted(
-        range(len(problem.passes)),
-        key=lambda n: (
-            problem.passes[n].kind.value != "F",
-            problem.passes[n].stage if problem.passes[n].kind.value == "F" else -problem.passes[n].stage,
-        ),
-    )
+    order = in_dependency_order(problem.passes)
     for _ in range(problem.num_microbatches):
-        for n in down:
+        for n in order:
             words[problem.passes[n].rank].append(n)
     return words

@@ -19,7 +19,7 @@ from jaxpp_flax.schedules.tools.drawing.scene import (
 )
 
 
-def png(panels: Panels, path: str | os.PathLike[str], memory: bool = False, dpi: int = 110) -> None:
+def png(panels: Panels, path: str | os.PathLike[str], memory: bool = False) -> None:
     """Write the panels to ``path``; with ``memory``, each rank's activation memory beneath."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg  # pyright: ignore[reportMissingImports]
@@ -35,7 +35,7 @@ def png(panels: Panels, path: str | os.PathLike[str], memory: bool = False, dpi:
     for _, timeline in panels:
         heights.append(0.3 * len(timeline.events) + 0.55)
         heights += [1.7] if memory else []
-    figure = Figure(figsize=(width + 0.9, sum(heights) + 0.6), dpi=dpi, layout="constrained")
+    figure = Figure(figsize=(width + 0.9, sum(heights) + 0.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes: Any = figure.subplots(len(heights), 1, squeeze=False, sharex=True, height_ratios=heights)
     rows = iter(axes[:, 0])

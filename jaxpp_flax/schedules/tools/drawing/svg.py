@@ -19,12 +19,11 @@ from jaxpp_flax.schedules.tools.drawing.scene import (
 _ROW, _GAP, _LEFT, _TOP = 22, 4, 62, 34
 
 
-def svg(panels: Panels, width: float | None = None) -> str:
-    """The panels as one SVG image; ``width`` in pixels, by default enough for the labels."""
+def svg(panels: Panels) -> str:
+    """The panels as one SVG image, wide enough for the labels."""
     longest = max((timeline.makespan for _, timeline in panels), default=0.0) or 1.0
-    if width is None:
-        needed = 13 * longest / min(shortest(timeline) for _, timeline in panels)
-        width = min(max(760.0, needed), 6000.0)
+    needed = 13 * longest / min(shortest(timeline) for _, timeline in panels)
+    width = min(max(760.0, needed), 6000.0)
     scale = width / longest
     out: list[str] = []
     y = 8.0

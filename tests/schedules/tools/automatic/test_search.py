@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpp_flax.schedules import Costs, ScheduleError, Transfer, search, simulate, validate
-from jaxpp_flax.schedules.tools.automatic.exact import solve
 from jaxpp_flax.schedules.tools.automatic.greedy import construct, rules
 from jaxpp_flax.schedules.tools.automatic.problem import Problem, evaluate, lower_bound
 from tests.schedules.helpers import brute_force, costs_for
@@ -61,38 +60,6 @@ def test_greedy_rules_keep_the_limit_and_evaluate_as_the_simulator(splits, limit
     assert made
 
 
-@pytest.mark.parametrize(
-    ("ranks", "microbatches", "limit", "split"),
-    [(2, 3, None, True), (2, 4, 2, True), (3, 3, 2, True), (3, 4, None, False), (2, 4, 1, True)],
-)
-def test_within_two_percent_of_the_optimum(ranks, microbatches, limit, split):
-    pytest.importorskip("scipy")
-    costs = Costs(
-        forward=[1.0, 1.3, 0.8][:ranks],
-        backward_input=[1.2, 1.4, 0.9][:ranks],
-        backward_weight=[0.7, 1.0, 0.8][:ranks],
-    )
-    quick = search(ranks, microbatches, 1, costs, 0.2, limit, split_backward=split)
-    exact = search(ranks, microbatches, 1, costs, 0.2, limit, split_backward=split, exact_seconds=60)
-    assert exact.proved
-    assert exact.makespan <= quick.makespan <= 1.02 * exact.makespan
-
-
-def test_the_exact_solver_finds_the_optimum_from_a_loose_bound():
-    pytest.importorskip("scipy")
-    problem = make(2, 3)
-    answer = solve(problem, upper=14.0, time_limit=60)
-    assert answer is not None
-    assert answer.proved
-    assert answer.makespan == pytest.approx(10.0)  # 3 (f + i + w) + f
-    found = evaluate(problem, answer.words)
-    assert found is not None
-    assert found[0] == pytest.approx(10.0)
-    nothing = solve(problem, upper=9.0, time_limit=60)
-    assert nothing is not None
-    assert not nothing.words
-
-
 def test_better_than_the_named_where_memory_is_short_or_stages_uneven():
     short = search(4, 8, memory_limit=5, costs=Costs(backward_input=1.2, backward_weight=0.8))
     uneven = search(4, 8, 2, Costs(forward=[1, 1.4, 0.7, 1.2, 0.8, 1.3, 0.9, 1.1]))
@@ -120,10 +87,3 @@ def test_equal_arguments_give_equal_schedules():
 def test_bad_arguments_are_refused(arguments, text):
     with pytest.raises(ScheduleError, match=text):
         search(**arguments)
-
-
-@pytest.mark.soak
-def test_every_case_of_the_benchmark():
-    from benchmarks.schedules import run_search
-
-    assert run_search(milp_seconds=60, evaluations=4000) == 0

@@ -1,8 +1,8 @@
-"""Stages that keep within the memory of ranks with several of them: a search for when memory is nearly full.
+"""A search for stages that keep within the memory of their ranks, where a rank has several stages and little room.
 
-A dynamic program over the stages carries, for each number of blocks dealt so far, the states of the ranks (bytes at
-their fullest moments) that no other state is as good as. It finds what single moves of blocks do not reach: where
-almost nothing fits, each move leads out of it.
+`balancing` calls it where the local search finds nothing: if almost no assignment fits, no chain of single moves that
+all fit leads from one that fits to the next. This is a dynamic program over the stages. For each number of blocks dealt
+so far it keeps the states of the ranks (bytes at their fullest moments) that no other state dominates.
 
 Source: label setting with dominance, as in multi-objective shortest paths (Martins, 1984).
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxpp_flax.assignment.memory import MemoryModel
 
-__all__ = ["fitting"]
+__all__ = ["sizes_within_limits"]
 
 _KEPT_LABELS = 256  # for each number of stages and blocks
 _MAX_LABELS = 400_000  # in all: a few seconds
@@ -24,14 +24,20 @@ _MAX_LABELS = 400_000  # in all: a few seconds
 
 @dataclass(frozen=True, slots=True)
 class _Label:
-    """A way to fill the first stages: what the ranks with stages to come hold, where it ends, and what came before."""
+    """One way to fill the first stages.
+
+    Attributes:
+      held: bytes of the ranks that have stages to come, at each of their fullest moments.
+      end: the number of blocks in these stages.
+      before: the label without the last of these stages; None for no stage.
+    """
 
     held: tuple[float, ...]
     end: int
     before: _Label | None
 
 
-def fitting(memory: MemoryModel) -> tuple[int, ...] | None:
+def sizes_within_limits(memory: MemoryModel) -> tuple[int, ...] | None:
     """Sizes of contiguous, non-empty stages within the limits; None if none is found.
 
     None is certain where the states stay few, as they do for some tens of blocks.
@@ -39,7 +45,8 @@ def fitting(memory: MemoryModel) -> tuple[int, ...] | None:
     Example:
       >>> from jaxpp_flax.assignment.memory import Held
       >>> held = [Held(kind="parameters", nbytes=4, blocks=(block,)) for block in range(4)]
-      >>> fitting(MemoryModel(held=held, num_blocks=4, rank_of=(0, 1), live=(((2,),), ((1,),)), limits=(4.0, 12.0)))
+      >>> memory = MemoryModel(held=held, num_blocks=4, rank_of=(0, 1), live=(((2,),), ((1,),)), limits=(4.0, 12.0))
+      >>> sizes_within_limits(memory)
       (1, 3)
     """
     count, num_stages, made = memory.num_blocks, len(memory.rank_of), 0
@@ -67,7 +74,7 @@ def fitting(memory: MemoryModel) -> tuple[int, ...] | None:
 
 
 def _undominated(labels: list[_Label]) -> list[_Label]:
-    """Labels than which no other one holds less everywhere."""
+    """The labels that no other label dominates: none holds as little, or less, on every rank at every moment."""
     # Those that leave most room on the fullest rank first, should they be too many to keep.
     labels.sort(key=lambda label: (max(label.held), sum(label.held)))
     rows = np.array([label.held for label in labels])

@@ -1,18 +1,21 @@
-"""The optimum of a small case, proved: the yardstick of the search.
+"""The optimum of a small case, proved: the yardstick of `jaxpp_flax.schedules.search`.
 
 A mixed-integer program with one start time for each task and one 0/1 variable for each pair of
-passes on a rank whose order is open, solved with HiGHS through SciPy (an optional import). It grows
-fast: 3 ranks and 4 microbatches take seconds.
+passes on a rank whose order is open, solved with HiGHS through SciPy. It grows fast: 3 ranks and
+4 microbatches take seconds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpp_flax.schedules.task import TaskKind
-from jaxpp_flax.schedules.tools.automatic.problem import Problem, Words
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
 
-_F = TaskKind.FORWARD
+from jaxpp_flax.schedules.tools.automatic.problem import Problem, Words, evaluate
+
 _INFEASIBLE = 2  # of scipy.optimize.milp's status codes
 
 
@@ -33,6 +36,26 @@ class Exact:
         return self.makespan <= self.bound * (1 + 1e-6) + 1e-9
 
 
+def prove(problems: Sequence[Problem], known: float, time_limit: float = 60.0) -> float | None:
+    """The least makespan of all `problems`, or None if the time ran out before it was proved.
+
+    Args:
+        problems: the same case in its forms: stages dealt out in turn or in a V, backward whole or split.
+        known: the makespan of a schedule of one of them.
+        time_limit: seconds, for all problems together.
+    """
+    best, bound = known, float("inf")
+    for problem in problems:
+        exact = solve(problem, best, time_limit / len(problems))
+        if exact is None:
+            return None
+        bound = min(bound, exact.bound)
+        found = evaluate(problem, exact.words) if exact.words else None
+        if found and all(problem.fits(rank, word) for rank, word in enumerate(exact.words)):
+            best = min(best, found[0])
+    return best if best <= bound * (1 + 1e-6) + 1e-9 else None
+
+
 def solve(problem: Problem, upper: float, time_limit: float = 60.0) -> Exact | None:
     """The best words for ``problem``, or None if the time ran out before any were found.
 
@@ -41,13 +64,6 @@ def solve(problem: Problem, upper: float, time_limit: float = 60.0) -> Exact | N
         upper: the makespan of a known schedule. It need not be met again: anything up to it counts.
         time_limit: seconds.
     """
-    try:
-        import numpy as np
-        from scipy.optimize import Bounds, LinearConstraint, milp
-        from scipy.sparse import csr_array
-    except ImportError as error:  # pragma: no cover - depends on what is installed
-        raise ImportError("the exact solver needs SciPy: pip install scipy") from error
-
     passes, count = problem.passes, problem.num_microbatches
     num_starts = len(passes) * count
     pairs: dict[tuple[int, int, int, int], int] = {}

@@ -1,0 +1,61 @@
+"""Parts of messages: names that are near an unknown one, lists cut short, numbers with a prefix."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+__all__ = ["amount", "known_names", "listed", "near_names"]
+
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"))
+
+
+def near_names(name: str, names: Iterable[str]) -> str:
+    """A hint for an unknown name, with a space before it; empty where no known name is near.
+
+    Example:
+      >>> near_names("blok_1", ["block_1", "head"]), near_names("tail", ["block_1"])
+      (" Did you mean 'block_1'?", '')
+    """
+    near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def known_names(name: str, known: Iterable[str]) -> str:
+    """The same hint, and then the names that are known.
+
+    Example:
+      >>> known_names("blok_1", ["block_1", "head"])
+      " Did you mean 'block_1'? Known: block_1, head."
+    """
+    known = list(known)
+    return f"{near_names(name, known)} Known: {listed(known, 20, str) or 'none'}."
+
+
+def listed(items: Sequence[Any], most: int = 12, text: Callable[[Any], str] = repr) -> str:
+    """The first items with commas between them, and how many more there are.
+
+    Example:
+      >>> listed(["a", "b", "c"], most=2)
+      "'a', 'b' and 1 more"
+    """
+    shown = ", ".join(map(text, items[:most]))
+    return shown + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+def amount(value: float | None, unit: str) -> str:
+    """A number with three digits and a prefix; "?" for one that is not known.
+
+    Example:
+      >>> amount(0.00123, "s"), amount(2.5e9, "FLOP"), amount(4096, "B"), amount(None, "s")
+      ('1.23 ms', '2.5 GFLOP', '4.1 kB', '?')
+    """
+    if value is None or value != value:
+        return "?"
+    if value == 0:
+        return f"0 {unit}".strip()
+    for factor, prefix in _PREFIXES:
+        if abs(value) >= factor * (1 - 1e-9) and (unit or factor >= 1):
+            return f"{value / factor:.3g} {prefix}{unit}".strip()
+    return f"{value:.3g} {unit}".strip()

@@ -1,0 +1,150 @@
+"""The table of dependencies, and the fast loops that have it written out."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpp_flax.assignment.memory import live_counts
+from jaxpp_flax.schedules import Costs, ScheduleError, Transfer, simulate
+from jaxpp_flax.schedules.dependencies import needs, results
+from jaxpp_flax.schedules.processors import advance_on
+from jaxpp_flax.schedules.progress import advance
+from jaxpp_flax.schedules.schedule import peak_live
+from jaxpp_flax.schedules.task import Task, TaskKind
+from jaxpp_flax.schedules.tools.automatic.greedy import construct, rules
+from jaxpp_flax.schedules.tools.automatic.problem import Problem, evaluate, in_dependency_order
+from tests.schedules.helpers import costs_for, schedules
+
+
+def test_the_table_in_full():
+    """Three stages, one microbatch: the first stage, one between, the last one."""
+    cells = {
+        f"{stage}{kind.value}": [f"{n.stage}{n.kind.value}" for n in needs(Task(kind, stage, 0), 3)]
+        for stage in range(3)
+        for kind in TaskKind
+    }
+    assert cells == {
+        "0F": [], "0B": ["0F", "1B"], "0I": ["0F", "1B"], "0W": ["0I"],
+        "1F": ["0F"], "1B": ["1F", "2B"], "1I": ["1F", "2B"], "1W": ["1I"],
+        "2F": ["1F"], "2B": ["2F"], "2I": ["2F"], "2W": ["2I"],
+    }  # fmt: skip
+
+
+def shuffled(data, lists, exchanges):
+    """The lists after some exchanges of tasks that stand close: often legal still, often a deadlock."""
+    generator = random.Random(data.draw(st.integers(0, 2**16)))
+    lists = [list(tasks) for tasks in lists]
+    for _ in range(exchanges):
+        tasks = generator.choice(lists)
+        at = generator.randrange(len(tasks))
+        other = min(at + generator.randrange(4), len(tasks) - 1)
+        tasks[at], tasks[other] = tasks[other], tasks[at]
+    return lists
+
+
+def run_by_table(lists, num_stages, table, delay):
+    """(start, end) of every task that can run, and where each stuck rank stands, from the table alone."""
+    made, times = {}, {}
+    position, free = [0] * len(lists), [0.0] * len(lists)
+    progress = True
+    while progress:
+        progress = False
+        for rank, tasks in enumerate(lists):
+            while position[rank] < len(tasks):
+                task = tasks[position[rank]]
+                wanted = needs(task, num_stages)
+                if not all(need in made for need in wanted):
+                    break
+                arrivals = [
+                    made[need][0] + (delay(made[need][1], rank, need) if made[need][1] != rank else 0.0)
+                    for need in wanted
+                ]
+                start = max([free[rank], *arrivals])
+                free[rank] = start + table.duration(task)
+                times[task] = start, free[rank]
+                made |= dict.fromkeys(results(task), (free[rank], rank))
+                position[rank] += 1
+                progress = True
+    stuck = {rank: position[rank] for rank, tasks in enumerate(lists) if position[rank] < len(tasks)}
+    return times, stuck, set(made)
+
+
+@given(st.data(), schedules(max_ranks=4, max_per_rank=2), st.integers(1, 5), st.integers(0, 12))
+def test_both_loops_of_the_simulator_keep_to_the_table(data, schedule, microbatches, exchanges):
+    num_stages = schedule.num_stages
+    table = data.draw(costs_for(num_stages)).table(num_stages)
+    lists = shuffled(data, schedule.tasks(microbatches), exchanges)
+
+    def delay(source, target, result):
+        return 0.5 + table.sent_bytes(result)
+
+    times, stuck, made = run_by_table(lists, num_stages, table, delay)
+    loops = {
+        "advance": lambda ranks, emit: advance(ranks, num_stages, emit, times=table, delay=delay),
+        "advance_on": lambda ranks, emit: advance_on(
+            len(lists), ranks, num_stages, emit, duration=table.duration, delay=delay
+        ),
+    }
+    for name, loop in loops.items():
+        got = {}
+        blocked = loop(
+            [iter(tasks) for tasks in lists], lambda rank, task, start, end, got=got: got.update({task: (start, end)})
+        )
+        assert got == times, name
+        assert {b.rank: b.position for b in blocked} == stuck, name
+        for b in blocked:
+            assert b.task == lists[b.rank][b.position]
+            assert b.awaits in needs(b.task, num_stages), name
+            assert b.awaits not in made, name
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 2), st.integers(1, 5), st.booleans(), st.integers(0, 12))
+def test_the_search_evaluates_words_as_the_table_says(data, ranks, per_rank, microbatches, splits, exchanges):
+    placement = tuple(stage % ranks for stage in range(ranks * per_rank))
+    costs = data.draw(costs_for(len(placement)))
+    transfer = Transfer.of(0.5)
+    problem = Problem.make(
+        placement, microbatches, splits=splits, costs=costs, transfer=transfer, limits=[float("inf")] * ranks
+    )
+    order = in_dependency_order(problem.passes)
+    place = {n: i for i, n in enumerate(order)}
+    assert all(max(place.get(p.local, -1), place.get(p.remote, -1)) < place[n] for n, p in enumerate(problem.passes))
+    starts = (construct(problem, rule) for rule in rules(problem))
+    words = next(found for found in starts if found is not None)
+    assert simulate(problem.tasks(words), costs, transfer).num_tasks == len(problem.passes) * microbatches
+    words = shuffled(data, words, exchanges)
+    found = evaluate(problem, words)
+    if found is None:
+        with pytest.raises(ScheduleError, match="deadlock"):
+            simulate(problem.tasks(words), costs, transfer)
+        return
+    step = simulate(problem.tasks(words), costs, transfer)
+    assert found[0] == step.makespan
+    got = [[(e.task.kind, e.task.stage, e.task.microbatch, e.end) for e in rank] for rank in step.events]
+    number = {(p.kind, p.stage): n for n, p in enumerate(problem.passes)}
+    assert all(found[1][number[kind, stage]][m] == end for rank in got for kind, stage, m, end in rank)
+    assert [problem.peak(rank, word) for rank, word in enumerate(words)] == pytest.approx(list(step.peak_memory))
+
+
+@given(st.data(), schedules(max_ranks=4), st.integers(1, 6))
+def test_every_count_of_held_activations_is_the_table_of_costs(data, schedule, microbatches):
+    costs = data.draw(costs_for(schedule.num_stages))
+    table = costs.table(schedule.num_stages)
+    step = simulate(schedule, costs, num_microbatches=microbatches)
+    counted = simulate(schedule, Costs(), num_microbatches=microbatches)
+    moments = live_counts(schedule, microbatches)
+    for rank, tasks in enumerate(schedule.tasks(microbatches)):
+        held = peak = 0.0
+        for task in tasks:
+            added, removed = table.memory_change(task)
+            peak = max(peak, held + added)
+            held += added + removed
+        assert step.peak_memory[rank] == peak
+        # One unit for each microbatch of each stage.
+        assert counted.peak_memory[rank] == max((sum(moment) for moment in moments[rank]), default=0)
+        for i, stage in enumerate(schedule.stages_of(rank)):
+            assert peak_live(iter(tasks), stage) == max((moment[i] for moment in moments[rank]), default=0)
