@@ -7,19 +7,14 @@ of its body's arguments tell it in all of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from jaxpp_flax.engine.tracing.inline import body_of
-from jaxpp_flax.engine.tracing.ir import (
-    Atom,
-    Equation,
-    Graph,
-    Value,
-    emit,
-)
+from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, struct_of, with_outputs
 
 __all__ = ["Scan", "open_scan", "scan_again"]
 
@@ -75,4 +70,13 @@ def scan_again(
         )  # fmt: skip
         return [*carry, *stacked]
 
-    return emit(run, inputs, outputs, like=equation)
+    with equation.context.manager if equation.context is not None else nullcontext():
+        jaxpr = jax.make_jaxpr(run)(*(struct_of(a.aval) for a in inputs))
+    captured = [Constant(c, jax.typeof(c)) for c in getattr(jaxpr, "consts", ())]
+    graph, _ = from_jaxpr(jaxpr, [*captured, *inputs])
+    values = [out or Value(atom.aval) for out, atom in zip(outputs, graph.outputs, strict=True)]
+    labelled = [
+        replace(e, source=equation.source, transposed=equation.transposed, late=equation.late)
+        for e in with_outputs(graph, values)
+    ]
+    return labelled, values

@@ -7,13 +7,14 @@ axis. Without it, each shard's part comes out: the partial sums that `defer` kee
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, emit
+from jaxpp_flax.engine.tracing.ir import Constant, Equation, Graph, Value, from_jaxpr, struct_of, with_outputs
 
 __all__ = ["shard_map_without_sums", "summed_in_shard_map"]
 
@@ -73,6 +74,15 @@ def shard_map_without_sums(
         shard, mesh=params["mesh"], in_specs=tuple(params["in_specs"]), out_specs=specs,
         axis_names=set(params["newly_manual_axes"]), check_vma=params["check_vma"],
     )  # fmt: skip
-    outputs = [None if k in sums else output for k, output in enumerate(equation.outputs)]
-    equations, results = emit(mapped, equation.inputs, outputs, like=equation)
-    return equations, {k: results[k] for k in sums}
+    with equation.context.manager if equation.context is not None else nullcontext():
+        jaxpr = jax.make_jaxpr(mapped)(*(struct_of(a.aval) for a in equation.inputs))
+    captured = [Constant(c, jax.typeof(c)) for c in getattr(jaxpr, "consts", ())]
+    graph, _ = from_jaxpr(jaxpr, [*captured, *equation.inputs])
+    values = [
+        Value(atom.aval) if k in sums else equation.outputs[k] for k, atom in enumerate(graph.outputs)
+    ]  # fmt: skip
+    labelled = [
+        replace(e, source=equation.source, transposed=equation.transposed, late=equation.late)
+        for e in with_outputs(graph, values)
+    ]
+    return labelled, {k: values[k] for k in sums}
