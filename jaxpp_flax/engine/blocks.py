@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.costs import Work, work_of_blocks
 from jaxpp_flax.engine.passes.label import label
 from jaxpp_flax.engine.passes.partition import LoopTask, Partition, partition
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, values
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.engine.tracing.treduce import Op
 from jaxpp_flax.schedules.task import TaskKind
@@ -137,7 +137,7 @@ class LoopBody:
         for task in part.tasks:
             for value in task.graph.inputs:
                 readers.setdefault(value, set()).add(task.stage)
-            results = {v for v in task.graph.outputs if isinstance(v, Value)}
+            results = set(values(task.graph.outputs))
             if task.kind is TaskKind.FORWARD:
                 made |= results
             elif task.kind is TaskKind.BACKWARD_INPUT:
@@ -194,10 +194,10 @@ def indexed_operands(part: Partition, tasks: Iterable[LoopTask]) -> set[Value]:
     for task in tasks:
         moving: set[Value] = {part.index}
         for equation in task.graph.equations:
-            values = [a for a in equation.inputs if isinstance(a, Value)]
-            if any(v in moving for v in values):
-                found.update(v for v in values if v in operands and equation.outputs and v.aval.ndim > 0)
-                if all(v in moving or v in operands for v in values):
+            read = values(equation.inputs)
+            if any(v in moving for v in read):
+                found.update(v for v in read if v in operands and equation.outputs and v.aval.ndim > 0)
+                if all(v in moving or v in operands for v in read):
                     moving.update(v for v in equation.outputs if v.aval.ndim == 0)
     return found
 

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.extend import core as jex_core
-
 from jaxpp_flax.engine.passes.label import label
-from jaxpp_flax.engine.tracing.ir import Equation, Graph
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, bodies
 
 __all__ = ["Work", "flops", "moved_bytes", "work_of_blocks"]
 
@@ -70,7 +68,7 @@ def moved_bytes(equation: Any) -> float:
 def _work(equation: Any, flops_per_byte: float) -> float:
     """FLOPs, or the FLOPs that could be done while the bytes are moved, whichever is more."""
     name, params = equation.primitive.name, equation.params
-    inner = [getattr(j, "jaxpr", j) for j in jex_core.jaxprs_in_params(dict(params))]
+    inner = bodies(params)
     if inner:
         turns = params.get("length", 1) if name == "scan" else 1
         costs = [sum(_work(e, flops_per_byte) for e in jaxpr.eqns) for jaxpr in inner]

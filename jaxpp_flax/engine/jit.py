@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,9 +20,9 @@ from jaxpp_flax.engine.passes.submesh_constraints import on_submesh
 from jaxpp_flax.engine.pipeline import CutPolicy, build, cut_at_every_mark
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.executables import TaskCompiler
-from jaxpp_flax.engine.signature import Leaf, Signature, not_an_array, type_of
+from jaxpp_flax.engine.signature import Call, Leaf, Parameters, Signature, not_an_array, type_of
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
-from jaxpp_flax.engine.tracing.static_arguments import StaticArgument, unhashable, unwrapping
+from jaxpp_flax.engine.tracing.static_arguments import unwrapping
 from jaxpp_flax.engine.tracing.treduce import Last, treduce_i
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
@@ -59,24 +58,21 @@ class MpmdFunction:
         self.mpmd_mesh: MpmdMesh = mpmd_mesh
         self._fun = fun
         self._in_specs, self._out_specs = in_specs, out_specs
-        self._donate_argnums, self._donate_argnames = _both_ways(fun, donate_argnums, donate_argnames)
-        self._static_argnums, self._static_argnames = _both_ways(fun, static_argnums, static_argnames)
+        self._parameters = Parameters.of(fun, static_argnums, static_argnames, donate_argnums, donate_argnames)
         self._policy = cut_policy
         self._everywhere = everywhere
         self._compiler = TaskCompiler(mpmd_mesh, compiler_options)
         fun = with_memories(fun, out_specs)
-        self._jitted = (
-            jax.jit(unwrapping(fun), static_argnums=self._static_argnums, static_argnames=self._static_argnames)
-            if self._static_argnums or self._static_argnames
-            else jax.jit(fun)
-        )
+        nums, names = self._parameters.static_argnums, self._parameters.static_argnames
+        static = bool(nums or names)
+        self._jitted = jax.jit(unwrapping(fun), static_argnums=nums, static_argnames=names) if static else jax.jit(fun)
         self._cache: dict[Hashable, Compiled] = {}
         self._latest: Compiled | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; compiles first where this signature is new. Returns `MpmdArray` leaves."""
-        leaves, tree, statics = self._flatten(args, kwargs)
-        return self._get(leaves, tree, statics, args, kwargs).run(leaves)
+        call = self._parameters.split(self._fun, args, kwargs)
+        return self._get(call).run(call.leaves)
 
     def compile(self, *args: Any, **kwargs: Any) -> Compiled:
         """Compile ahead of time for arguments like these: arrays, or `jax.ShapeDtypeStruct`s in their place.
@@ -85,8 +81,7 @@ class MpmdFunction:
           ValueError: whatever does not fit a pipeline; see `mpmd_jit_with_loop`.
           RuntimeError: under `jax.disable_jit`.
         """
-        leaves, tree, statics = self._flatten(args, kwargs)
-        return self._get(leaves, tree, statics, args, kwargs)
+        return self._get(self._parameters.split(self._fun, args, kwargs))
 
     def trace_and_place(self, *args: Any, **kwargs: Any) -> Compiled:
         """The same as `compile`, under the name by which JaxPP's users reach `in_shardings`."""
@@ -110,85 +105,51 @@ class MpmdFunction:
             raise RuntimeError("nothing is compiled yet: call `.compile(*args)`, or the function itself, first.")
         return self._latest
 
-    def _split(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Hashable]:
-        static = self._static_positions(args)
-        dynamic = tuple(a for i, a in enumerate(args) if i not in static)
-        named = {k: v for k, v in kwargs.items() if k not in self._static_argnames}
-        positional = tuple((i, StaticArgument.of(args[i])) for i in sorted(static))
-        by_name = tuple((k, StaticArgument.of(kwargs[k])) for k in sorted(kwargs) if k in self._static_argnames)
-        statics = (positional, by_name)
+    def _get(self, call: Call) -> Compiled:
         try:
-            hash(statics)
+            types = tuple(type_of(leaf) for leaf in call.leaves)
         except TypeError as error:
-            raise unhashable(self._fun, (*positional, *by_name)) from error
-        return dynamic, named, statics
-
-    def _flatten(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], Any, Hashable]:
-        dynamic, named, statics = self._split(args, kwargs)
-        leaves, tree = jax.tree_util.tree_flatten((dynamic, named))
-        return leaves, tree, statics
-
-    def _get(self, leaves: list[Any], tree: Any, statics: Hashable, args: Any, kwargs: Any) -> Compiled:
-        try:
-            types = tuple(type_of(leaf) for leaf in leaves)
-        except TypeError as error:
-            raise not_an_array(tree, leaves) from error
-        specs = tuple(layout_of(leaf, self.mpmd_mesh) for leaf in leaves)
+            raise not_an_array(call) from error
+        specs = tuple(layout_of(leaf, self.mpmd_mesh) for leaf in call.leaves)
         context = trace_settings()
-        key = (tree, types, specs, statics, context)
+        key = (call.tree, types, specs, call.statics, context)
         compiled = self._cache.get(key)
         if compiled is None:
-            dynamic, named, _ = self._split(args, kwargs)
-            paths = [keystr(path[1:]) for path, _ in jax.tree_util.tree_leaves_with_path((dynamic, named))]
             structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in types]
-            layouts = tuple(self._argument_layouts(tree, specs, structs))
+            layouts = tuple(self._argument_layouts(call.tree, specs, structs))
             # Where `in_specs` says how arguments are partitioned, how they arrive makes no difference.
-            asked = (tree, types, layouts, statics, context)
+            asked = (call.tree, types, layouts, call.statics, context)
             if asked not in self._cache:
                 with context_mesh(None):  # no mesh around the call may change what is compiled
-                    self._cache[asked] = self._compile(tree, types, structs, paths, layouts, args, kwargs)
+                    self._cache[asked] = self._compile(call, structs, layouts)
             compiled = self._cache[key] = self._cache[asked]
         self._latest = compiled
         return compiled
 
-    def _compile(
-        self,
-        tree: Any,
-        types: Any,
-        structs: Sequence[jax.ShapeDtypeStruct],
-        paths: Sequence[str],
-        layouts: tuple[Layout, ...],
-        args: Any,
-        kwargs: Any,
-    ) -> Compiled:
+    def _compile(self, call: Call, structs: Sequence[jax.ShapeDtypeStruct], layouts: tuple[Layout, ...]) -> Compiled:
         refuse_disabled_jit("a pipelined step")
-        named = self._split(args, kwargs)[1]
-        mesh = self.mpmd_mesh
+        mesh, paths = self.mpmd_mesh, call.paths()
         in_specs = [layout.spec or PartitionSpec() for layout in layouts]
         sizes = dict(mesh.unstack[0].shape)
         check_divides([f"argument{path}" for path in paths], structs, in_specs, sizes)
-        traced = self._trace(tree, structs, layouts, args, kwargs)
+        traced = self._trace(call, structs, layouts)
         graph, consts = from_jaxpr(traced.jaxpr)
         graph = on_submesh(graph, self.mpmd_mesh)
-        donated = [False] * len(consts) + self._donated(args, named)
+        donated = self._parameters.donated(call)
         specs = [PartitionSpec()] * len(consts) + list(in_specs)
         audience = Audience.of(mesh, _broadcast_flags(self._everywhere, traced.out_info))
         with context_mesh(mesh.abstract_submesh if mesh.is_explicit else None):
-            built = build(graph, mesh.mpmd_dim, self._policy, donated, specs, sizes, audience)
+            given_away = [False] * len(consts) + list(donated)
+            built = build(graph, mesh.mpmd_dim, self._policy, given_away, specs, sizes, audience)
         wanted = broadcast_layouts(self._out_specs, traced.out_info, "out_specs", self.mpmd_mesh)
         out_specs = [layout.spec for layout in wanted]
         results = jax.tree_util.tree_leaves_with_path(traced.out_info)
         check_divides([f"result{keystr(path)}" for path, _ in results], [r for _, r in results], out_specs, sizes)
-        signature = Signature(
-            tree=tree,
-            leaves=tuple(Leaf(p, *t, spec=s) for p, t, s in zip(paths, types, in_specs, strict=True)),
-            out_tree=jax.tree.structure(traced.out_info),
-            donated=tuple(donated[len(consts) :]),
-        )
+        leaves = tuple(Leaf.of(*found) for found in zip(paths, structs, in_specs, strict=True))
+        signature = Signature(call.tree, leaves, jax.tree.structure(traced.out_info), donated)
         return Compiled(built, signature, tuple(consts), out_specs, self._compiler)
 
-    def _trace(self, tree: Any, structs: Sequence[Any], layouts: Sequence[Layout], args: Any, kwargs: Any) -> Any:
-        static = self._static_positions(args)
+    def _trace(self, call: Call, structs: Sequence[Any], layouts: Sequence[Layout]) -> Any:
         mesh = self.mpmd_mesh
 
         def typed(struct: Any, layout: Layout, abstract: AbstractMesh) -> Any:
@@ -201,27 +162,10 @@ class MpmdFunction:
 
         def trace(abstract: AbstractMesh) -> Any:
             leaves = [typed(struct, layout, abstract) for struct, layout in zip(structs, layouts, strict=True)]
-            dynamic, named = jax.tree_util.tree_unflatten(tree, leaves)
-            remaining = iter(dynamic)
-            full = [StaticArgument.of(a) if i in static else next(remaining) for i, a in enumerate(args)]
-            by_name = {k: named[k] if k in named else StaticArgument.of(v) for k, v in kwargs.items()}
-            return self._jitted.trace(*full, **by_name)
+            args, kwargs = call.with_leaves(leaves)
+            return self._jitted.trace(*args, **kwargs)
 
         return trace_for_stages(trace, mesh)
-
-    def _static_positions(self, args: Sequence[Any]) -> set[int]:
-        return {n % len(args) for n in self._static_argnums if args and -len(args) <= n < len(args)}
-
-    def _donated(self, args: Sequence[Any], named: dict[str, Any]) -> list[bool]:
-        flags: list[bool] = []
-        static = self._static_positions(args)
-        donated = {n % len(args) for n in self._donate_argnums if args and -len(args) <= n < len(args)}
-        for position, argument in enumerate(args):
-            if position not in static:
-                flags += [position in donated] * len(jax.tree.leaves(argument))
-        for name in sorted(named):
-            flags += [name in self._donate_argnames] * len(jax.tree.leaves(named[name]))
-        return flags
 
     def _argument_layouts(self, tree: Any, found: Sequence[Layout], structs: Sequence[Any]) -> list[Layout]:
         if self._in_specs is None:
@@ -315,26 +259,6 @@ def mpmd_jit_with_loop(
         cut_policy=cut_policy,
         everywhere=everywhere,
     )
-
-
-def _both_ways(
-    fun: Callable[..., Any], argnums: int | Sequence[int] | None, argnames: str | Iterable[str] | None
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Positions and names of the same arguments: as in `jax.jit`, what is not given is read off the signature."""
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums or ())
-    names = (argnames,) if isinstance(argnames, str) else tuple(argnames or ())
-    try:
-        parameters = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):  # some callables have no signature
-        return numbers, names
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        numbers = tuple(n + len(positional) if n < 0 else n for n in numbers)
-    if numbers and not names:
-        names = tuple(positional[n] for n in numbers if 0 <= n < len(positional))
-    elif names and not numbers:
-        numbers = tuple(positional.index(name) for name in names if name in positional)
-    return numbers, names
 
 
 def _check_mesh(mesh: Any) -> None:

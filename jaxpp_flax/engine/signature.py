@@ -1,18 +1,119 @@
-"""A call of a compiled function: the types of its arguments, and whether a later call has the same."""
+"""A call of a compiled function, split once: its leaves, the types that they have, and its static arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.tracing.static_arguments import StaticArgument, unhashable
 
-__all__ = ["Leaf", "Signature", "not_an_array", "type_of"]
+__all__ = ["Call", "Leaf", "Parameters", "Signature", "not_an_array", "type_of"]
+
+Positions: TypeAlias = int | Sequence[int] | None
+Names: TypeAlias = str | Iterable[str] | None
+
+
+class Call(NamedTuple):
+    """The arguments of one call: leaves in the order of `tree`, and the static arguments by position and by name.
+
+    `tree` is that of `(args, kwargs)` without the static arguments.
+    """
+
+    leaves: list[Any]
+    tree: Any
+    positional: tuple[tuple[int, StaticArgument], ...] = ()
+    named: tuple[tuple[str, StaticArgument], ...] = ()
+
+    @property
+    def statics(self) -> Hashable:
+        """The part of a compilation's key that the static arguments are."""
+        return self.positional, self.named
+
+    def paths(self) -> tuple[str, ...]:
+        """The name of each leaf, as messages write it after "argument"."""
+        return _paths(self.tree, self.leaves)
+
+    def with_leaves(self, leaves: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """All arguments, static ones too, with other leaves."""
+        traced, kwargs = jax.tree_util.tree_unflatten(self.tree, leaves)
+        static, rest = dict(self.positional), iter(traced)
+        args = [static[i] if i in static else next(rest) for i in range(len(traced) + len(static))]
+        return args, {**kwargs, **dict(self.named)}
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Which of a function's parameters are static, and which are donated; each by position and by name."""
+
+    static_argnums: tuple[int, ...] = ()
+    static_argnames: tuple[str, ...] = ()
+    donate_argnums: tuple[int, ...] = ()
+    donate_argnames: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, fun: Callable[..., Any], static_argnums: Positions, static_argnames: Names,
+        donate_argnums: Positions, donate_argnames: Names,
+    ) -> Parameters:  # fmt: skip
+        """The parameters as `jax.jit` takes them: positions or names that are not given are read off the function."""
+        return cls(*_both_ways(fun, static_argnums, static_argnames), *_both_ways(fun, donate_argnums, donate_argnames))
+
+    def split(self, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """A call of `fun`, split into leaves and static arguments.
+
+        Raises:
+          TypeError: if a static argument cannot be hashed.
+        """
+        if not self.static_argnums and not self.static_argnames:
+            return Call(*jax.tree_util.tree_flatten((tuple(args), kwargs)))
+        static, names = _positions(self.static_argnums, len(args)), self.static_argnames
+        positional = tuple((i, StaticArgument.of(args[i])) for i in sorted(static))
+        named = tuple((name, StaticArgument.of(kwargs[name])) for name in sorted(kwargs) if name in names)
+        try:
+            hash((positional, named))
+        except TypeError as error:
+            raise unhashable(fun, (*positional, *named)) from error
+        traced = tuple(argument for i, argument in enumerate(args) if i not in static)
+        rest = {name: argument for name, argument in kwargs.items() if name not in names}
+        return Call(*jax.tree_util.tree_flatten((traced, rest)), positional, named)
+
+    def donated(self, call: Call) -> tuple[bool, ...]:
+        """For each leaf of a call, whether its argument is donated."""
+        args, kwargs = call.with_leaves(call.leaves)
+        donated = _positions(self.donate_argnums, len(args))
+        static = {position for position, _ in call.positional} | {name for name, _ in call.named}
+        given = [(i, argument, i in donated) for i, argument in enumerate(args)]
+        given += [(name, kwargs[name], name in self.donate_argnames) for name in sorted(kwargs)]
+        return tuple(flag for where, tree, flag in given if where not in static for _ in jax.tree.leaves(tree))
+
+
+def _positions(numbers: Iterable[int], count: int) -> set[int]:
+    return {n % count for n in numbers if count and -count <= n < count}
+
+
+def _both_ways(fun: Callable[..., Any], argnums: Positions, argnames: Names) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Positions and names of the same parameters: as in `jax.jit`, what is not given is read off the function."""
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums or ())
+    names = (argnames,) if isinstance(argnames, str) else tuple(argnames or ())
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):  # some callables have no signature
+        return numbers, names
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        numbers = tuple(n + len(positional) if n < 0 else n for n in numbers)
+    if numbers and not names:
+        names = tuple(positional[n] for n in numbers if 0 <= n < len(positional))
+    elif names and not numbers:
+        numbers = tuple(positional.index(name) for name in names if name in positional)
+    return numbers, names
 
 
 @dataclass(frozen=True)
@@ -25,20 +126,30 @@ class Leaf:
     weak_type: bool
     spec: PartitionSpec
 
+    @classmethod
+    def of(cls, path: str, struct: jax.ShapeDtypeStruct, spec: PartitionSpec) -> Leaf:
+        """The leaf of a type as tracing takes it."""
+        return cls(path, tuple(struct.shape), struct.dtype, struct.weak_type, spec)
+
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What a compiled step takes and returns."""
+    """What a compiled function takes and returns.
+
+    Messages name the function by `function`, where that is given, and say that it was `made` for its arguments.
+    """
 
     tree: Any
     leaves: tuple[Leaf, ...]
     out_tree: Any
     donated: tuple[bool, ...]
+    function: str = ""
+    made: Literal["compiled", "lowered"] = "compiled"
 
-    def check(self, leaves: Sequence[Any], tree: Any, args: Any, kwargs: Any) -> None:
+    def check(self, leaves: Sequence[Any], tree: Any) -> None:
         """Refuse a call with other arguments.
 
         Args:
@@ -48,25 +159,44 @@ class Signature:
           TypeError: naming what differs.
         """
         if tree != self.tree:
-            raise TypeError(
-                "a compiled step was called with arguments of another structure than it was compiled for: "
-                f"{_first_difference(self, args, kwargs)} Compile it again for these, or call the function itself."
-            )
+            raise self._refusal("of another structure", self._first_difference(_paths(tree, leaves)))
         wrong: list[str] = []
         for leaf, expected in zip(leaves, self.leaves, strict=True):
             try:
                 shape, dtype, _ = type_of(leaf)
             except TypeError:  # no array
-                wrong.append(f"argument{expected.path}: got a {type(leaf).__name__}, compiled for {expected}")
+                wrong.append(f"argument{expected.path}: got a {type(leaf).__name__}, {self.made} for {expected}")
                 continue
             if (shape, dtype) != (expected.shape, expected.dtype):
-                wrong.append(f"argument{expected.path}: got {dtype}{list(shape)}, compiled for {expected}")
+                wrong.append(f"argument{expected.path}: got {dtype}{list(shape)}, {self.made} for {expected}")
         if wrong:
-            shown = "; ".join(wrong[:10]) + (f"; and {len(wrong) - 10} more" if len(wrong) > 10 else "")
-            raise TypeError(
-                f"a compiled step was called with arguments of other types than it was compiled for: {shown}. "
-                "Compile it again for these, or call the function itself, which compiles once per signature."
-            )
+            more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
+            raise self._refusal("of other types", "; ".join(wrong[:10]) + more)
+
+    def _refusal(self, which: str, differs: str) -> TypeError:
+        again = {"compiled": "Compile", "lowered": "Lower"}[self.made]
+        return TypeError(
+            f"{self.function or 'a compiled step'} was called with arguments {which} than it was {self.made} for: "
+            f"{differs}. {again} it again for these, or call the function itself, which compiles once per signature."
+        )
+
+    def _first_difference(self, paths: Sequence[str]) -> str:
+        got, expected = set(paths), {leaf.path for leaf in self.leaves}
+        missing, extra = sorted(expected - got), sorted(got - expected)
+        parts = [f"missing argument{p}" for p in missing[:5]] + [f"unexpected argument{p}" for p in extra[:5]]
+        return ", ".join(parts) or "the containers differ"
+
+    def name_deleted(self, leaves: Sequence[Any], error: RuntimeError) -> RuntimeError:
+        """What to raise in place of `error`: where one of the arguments has been deleted, its name and the remedy."""
+        for leaf, expected in zip(leaves, self.leaves, strict=True):
+            if isinstance(leaf, (jax.Array, MpmdArray)) and leaf.is_deleted():
+                which = f"of {self.function}" if self.function else f"({expected})"
+                return RuntimeError(
+                    f"argument{expected.path} {which} has been deleted: an earlier call to which it was donated "
+                    "reuses its memory (`donate_argnums`, a train step's state), or `.delete()` was called. Pass what "
+                    "that call returned in its place, or hand a copy to it: `jax.tree.map(jnp.copy, state)`."
+                )
+        return error
 
 
 def type_of(leaf: Any) -> tuple[tuple[int, ...], Any, bool]:
@@ -85,22 +215,18 @@ def type_of(leaf: Any) -> tuple[tuple[int, ...], Any, bool]:
     return tuple(aval.shape), aval.dtype, bool(aval.weak_type)
 
 
-def not_an_array(tree: Any, leaves: Sequence[Any]) -> TypeError:
-    """What to raise when the type of some leaf of `(args, kwargs)` is unknown to JAX."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(jax.tree_util.tree_unflatten(tree, leaves)):
+def not_an_array(call: Call, remedy: str = "name the argument in `static_argnums`/`static_argnames`") -> TypeError:
+    """What to raise when the type of some leaf of a call is unknown to JAX."""
+    for path, leaf in zip(call.paths(), call.leaves, strict=True):
         try:
             type_of(leaf)
         except TypeError:
             return TypeError(
-                f"argument{jax.tree_util.keystr(path[1:])} is a {type(leaf).__name__}, which is no array. Pass "
-                "arrays or numbers, or name the argument in `static_argnums`/`static_argnames`."
+                f"argument{path} is a {type(leaf).__name__}, which is no array. Pass arrays or numbers, or {remedy}."
             )
     return TypeError("an argument is no array.")
 
 
-def _first_difference(wanted: Signature, args: Any, kwargs: Any) -> str:
-    got = {jax.tree_util.keystr(path[1:]) for path, _ in jax.tree_util.tree_leaves_with_path((args, kwargs))}
-    expected = {leaf.path for leaf in wanted.leaves}
-    missing, extra = sorted(expected - got), sorted(got - expected)
-    parts = [f"missing argument{p}" for p in missing[:5]] + [f"unexpected argument{p}" for p in extra[:5]]
-    return (", ".join(parts) or "the containers differ") + "."
+def _paths(tree: Any, leaves: Sequence[Any]) -> tuple[str, ...]:
+    whole = jax.tree_util.tree_unflatten(tree, leaves)
+    return tuple(jax.tree_util.keystr(path[1:]) for path, _ in jax.tree_util.tree_leaves_with_path(whole))

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec
-from jax.tree_util import keystr
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_settings
 from jaxpp_flax.engine.arrays.layouts import memory_wanted, with_memories
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.executables import TaskCompiler
+from jaxpp_flax.engine.signature import Call, Leaf, Parameters, Signature, not_an_array, type_of
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
 from jaxpp_flax.mpmd.config import MpmdConfig
-from jaxpp_flax.mpmd.lowered import MpmdCompiled, MpmdLowered, Signature
+from jaxpp_flax.mpmd.lowered import MpmdCompiled, MpmdLowered
 from jaxpp_flax.mpmd.options import PartitioningOptions
 from jaxpp_flax.mpmd.partitioning.build import build
 from jaxpp_flax.mpmd.shardings import memories_of, mesh_ranks, ranks_of_shardings, spec_of, specs_of
@@ -42,18 +42,20 @@ class MpmdWrapped:
         functools.update_wrapper(self, fun)
         self.mpmd_config, self._name = config, name
         self._in_shardings, self._out_shardings = in_shardings, out_shardings
-        self._donate = () if donate_argnums is None else donate_argnums
+        numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums or ())
+        self._fun, self._parameters = fun, Parameters(donate_argnums=numbers)
         self._jitted = jax.jit(with_memories(fun, out_shardings))
         self._compiler: TaskCompiler[Topology] = TaskCompiler(config.meshes)
         self._compiled: dict[Hashable, MpmdCompiled] = {}
 
     def __call__(self, *args: Any) -> Any:
         """Run the function, compiled first where its arguments' structure, types or specs or JAX's settings are new."""
-        leaves, tree = jax.tree_util.tree_flatten(args)
-        key = tree, tuple((_type_of(leaf, ""), spec_of(leaf)) for leaf in leaves), trace_settings()
-        if key not in self._compiled:
-            self._compiled[key] = self.lower(*args).compile()
-        return self._compiled[key](*args)
+        call = self._parameters.split(self._fun, args, {})
+        key = call.tree, tuple(zip(_structs(call), map(spec_of, call.leaves), strict=True)), trace_settings()
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = self.lower(*args).compile()
+        return compiled.run(call.leaves)
 
     def lower(self, *args: Any) -> MpmdLowered:
         """Partition the function for arguments like these: arrays, or `jax.ShapeDtypeStruct`s in their place.
@@ -65,20 +67,18 @@ class MpmdWrapped:
         """
         refuse_disabled_jit("a function under mpmd.jit")
         with context_mesh(None):  # no mesh around the call may change what is built
-            return self._lower(args)
+            return self._lower(self._parameters.split(self._fun, args, {}))
 
-    def _lower(self, args: Sequence[Any]) -> MpmdLowered:
+    def _lower(self, call: Call) -> MpmdLowered:
         config = self.mpmd_config
         _check_processes(config.meshes)
-        leaves, tree = jax.tree_util.tree_flatten(args)
-        paths = [keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)]
-        structs = [_type_of(leaf, path) for leaf, path in zip(leaves, paths, strict=True)]
-        memories = memories_of(self._in_shardings, jax.tree_util.tree_unflatten(tree, structs), "in_shardings")
+        structs = _structs(call, call.paths())
+        memories = memories_of(self._in_shardings, _arguments(call, structs), "in_shardings")
         structs = [_moved(struct, kind) for struct, kind in zip(structs, memories, strict=True)]
+        shapes = _arguments(call, structs)
         with context_mesh(config.sharding_mesh):
-            traced = self._jitted.trace(*jax.tree_util.tree_unflatten(tree, structs))
+            traced = self._jitted.trace(*shapes)
         graph, constants = from_jaxpr(traced.jaxpr)
-        shapes = jax.tree_util.tree_unflatten(tree, structs)
         asked = specs_of(self._in_shardings, shapes, config, "in_shardings")
         out_specs = specs_of(self._out_shardings, traced.out_info, config, "out_shardings")
         in_ranks = mesh_ranks(config.input_mesh_assignment, shapes, config.meshes, "input_mesh_assignment")
@@ -86,29 +86,22 @@ class MpmdWrapped:
         if config.read_input_output_mesh_from_shardings:
             in_ranks = ranks_of_shardings(self._in_shardings, shapes, config, "in_shardings")
             out_ranks = ranks_of_shardings(self._out_shardings, traced.out_info, config, "out_shardings")
-        donated = self._donated(args)
+        donated = self._parameters.donated(call)
         built = build(graph, len(constants), config, in_ranks, out_ranks, donated)
         homes = [config.meshes.unstack[ranks[0]] for ranks in built.placement.arguments[len(constants) :]]
         in_specs = [
             spec if spec is not None else _followed(spec_of(leaf), home.axis_names)
-            for spec, leaf, home in zip(asked, leaves, homes, strict=True)
+            for spec, leaf, home in zip(asked, call.leaves, homes, strict=True)
         ]
-        signature = Signature(
-            name=self._name,
-            in_tree=tree,
-            out_tree=jax.tree.structure(traced.out_info),
-            types=tuple((tuple(s.shape), s.dtype) for s in structs),
-            paths=tuple(paths),
-            in_specs=tuple(in_specs),
-            out_specs=tuple(out_specs),
-            donated=tuple(donated),
-        )
-        return MpmdLowered(built, signature, config.meshes, tuple(constants), self._compiler)
+        leaves = tuple(Leaf.of(*found) for found in zip(call.paths(), structs, in_specs, strict=True))
+        out_tree = jax.tree.structure(traced.out_info)
+        signature = Signature(call.tree, leaves, out_tree, donated, function=self._name, made="lowered")
+        return MpmdLowered(built, signature, config.meshes, out_specs, tuple(constants), self._compiler)
 
-    def _donated(self, args: Sequence[Any]) -> list[bool]:
-        numbers = (self._donate,) if isinstance(self._donate, int) else tuple(self._donate)
-        donated = {n % len(args) for n in numbers if args and -len(args) <= n < len(args)}
-        return [i in donated for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+
+def _arguments(call: Call, leaves: Sequence[Any]) -> tuple[Any, ...]:
+    args, _ = call.with_leaves(leaves)
+    return tuple(args)
 
 
 def _followed(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
@@ -129,20 +122,22 @@ def _check_processes(topology: Topology) -> None:
             )
 
 
-def _type_of(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
-    """The type of an argument: its memory, but not how it is partitioned."""
-    kind = memory_wanted(getattr(leaf, "sharding", None), f"argument{path}")
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return _moved(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type), kind)
-    if isinstance(leaf, (np.ndarray, np.generic)):
-        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+def _structs(call: Call, paths: Iterable[str] = repeat("")) -> list[jax.ShapeDtypeStruct]:
+    """The types of the arguments: their memory, but not how they are partitioned.
+
+    Raises:
+      TypeError: if an argument is no array.
+    """
     try:
-        aval = jax.typeof(leaf)
+        return [_struct_of(leaf, path) for leaf, path in zip(call.leaves, paths, strict=False)]
     except TypeError as error:
-        raise TypeError(
-            f"argument{path} is a {type(leaf).__name__}, which is no array. Pass arrays or numbers, or close over it."
-        ) from error
-    return _moved(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type), kind)
+        raise not_an_array(call, "close over it") from error
+
+
+def _struct_of(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
+    shape, dtype, weak_type = type_of(leaf)
+    struct = jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
+    return _moved(struct, memory_wanted(getattr(leaf, "sharding", None), f"argument{path}"))
 
 
 def _moved(struct: jax.ShapeDtypeStruct, kind: str | None) -> jax.ShapeDtypeStruct:

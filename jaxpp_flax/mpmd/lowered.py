@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import keystr
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
-from jaxpp_flax.engine.runtime.debug_switches import kinds_looked_for, looking_away
+from jaxpp_flax.engine.arrays.placing import place
+from jaxpp_flax.engine.binding import Binding
 from jaxpp_flax.engine.runtime.executables import Executables, TaskCompiler, compile_program
+from jaxpp_flax.engine.runtime.fetching import Wanted
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
+from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.tracing.ir import Constant, memory_kind_of
 from jaxpp_flax.mpmd.partitioning.build import Built
 from jaxpp_flax.mpmd.shardings import within
 from jaxpp_flax.mpmd.text import as_text
 from jaxpp_flax.mpmd.topology import Topology
 
-__all__ = ["FunctionMeshAssignment", "FunctionNamedShardings", "MpmdCompiled", "MpmdLowered", "Signature"]
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What a program takes and returns: the trees, and the types and specs of the leaves."""
-
-    name: str
-    in_tree: Any
-    out_tree: Any
-    types: tuple[tuple[tuple[int, ...], Any], ...]
-    paths: tuple[str, ...]
-    in_specs: tuple[PartitionSpec, ...]
-    out_specs: tuple[PartitionSpec | None, ...]
-    donated: tuple[bool, ...]
+__all__ = ["FunctionMeshAssignment", "FunctionNamedShardings", "MpmdCompiled", "MpmdLowered"]
 
 
 class FunctionNamedShardings:
@@ -74,25 +63,26 @@ class MpmdLowered:
         built: Built,
         signature: Signature,
         topology: Topology,
+        out_specs: Sequence[PartitionSpec | None],
         constants: tuple[Any, ...],
         compiler: TaskCompiler[Topology],
     ) -> None:
         self.built, self.topology, self._compiler = built, topology, compiler
-        self.signature, self._constants = signature, constants
-        count = len(constants)
-        self._homes = [topology.unstack[ranks[0]] for ranks in built.placement.arguments[count:]]
-        names = [topology.names[ranks[0]] for ranks in built.placement.arguments[count:]]
-        self._in_specs = [
-            within(spec, mesh, f"argument{path}", name)
-            for spec, mesh, path, name in zip(signature.in_specs, self._homes, signature.paths, names, strict=True)
+        self.signature, self._out_specs, self._constants = signature, out_specs, constants
+        placement, names = built.placement, topology.names
+        self._homes = [ranks[0] for ranks in placement.arguments[len(constants) :]]
+        specs = [
+            within(leaf.spec, topology.unstack[home], f"argument{leaf.path}", names[home])
+            for leaf, home in zip(signature.leaves, self._homes, strict=True)
         ]
-        for position, (spec, rank) in enumerate(zip(signature.out_specs, built.placement.results, strict=True)):
-            within(spec, topology.unstack[rank], f"result {position}", topology.names[rank])
+        for position, (spec, rank) in enumerate(zip(out_specs, placement.results, strict=True)):
+            within(spec, topology.unstack[rank], f"result {position}", names[rank])
+        self._specs = [*(PartitionSpec() for _ in constants), *specs]
 
     @property
     def name(self) -> str:
         """The function's name."""
-        return self.signature.name
+        return self.signature.function
 
     @property
     def function_named_shardings(self) -> FunctionNamedShardings:
@@ -102,32 +92,45 @@ class MpmdLowered:
     @property
     def function_mesh_assignment(self) -> FunctionMeshAssignment:
         """The names of the meshes where arguments and results live."""
-        names, placement = self.topology.names, self.built.placement
-        inputs = [names[ranks[0]] for ranks in placement.arguments[len(self._constants) :]]
+        names = self.topology.names
+        results = [names[rank] for rank in self.built.placement.results]
         return FunctionMeshAssignment(
-            jax.tree_util.tree_unflatten(self.signature.in_tree, inputs),
-            jax.tree_util.tree_unflatten(self.signature.out_tree, [names[rank] for rank in placement.results]),
+            self._like_arguments([names[home] for home in self._homes]),
+            jax.tree_util.tree_unflatten(self.signature.out_tree, results),
         )
+
+    def _like_arguments(self, leaves: Sequence[Any]) -> Any:
+        args, _ = jax.tree_util.tree_unflatten(self.signature.tree, leaves)
+        return args
 
     @property
     def input_shardings(self) -> Any:
         """See `function_named_shardings`."""
-        values = self.built.step.inputs[len(self._constants) :]
-        leaves = [
-            NamedSharding(mesh, spec, memory_kind=memory_kind_of(value.aval))
-            for mesh, spec, value in zip(self._homes, self._in_specs, values, strict=True)
+        places = zip(self._wanted[len(self._constants) :], self._homes, strict=True)
+        return self._like_arguments([wanted.on(home) for wanted, home in places])
+
+    @cached_property
+    def _wanted(self) -> list[Wanted]:
+        """Where the program reads its constants and arguments."""
+        inputs, placement = self.built.step.inputs, self.built.placement
+        names = [""] * len(self._constants) + [leaf.path for leaf in self.signature.leaves]
+        return [
+            Wanted(self.topology, tuple(ranks), spec, name, memory_kind_of(value.aval))
+            for ranks, spec, name, value in zip(placement.arguments, self._specs, names, inputs, strict=True)
         ]
-        return jax.tree_util.tree_unflatten(self.signature.in_tree, leaves)
 
     @property
     def output_shardings(self) -> Any:
         """See `function_named_shardings`."""
-        found = self._executables.out_specs
-        leaves = [
+        return jax.tree_util.tree_unflatten(self.signature.out_tree, self._result_shardings)
+
+    @property
+    def _result_shardings(self) -> list[NamedSharding]:
+        placed = zip(self.built.placement.results, self._executables.out_specs, self.built.step.outputs, strict=True)
+        return [
             NamedSharding(self.topology.unstack[rank], spec or PartitionSpec(), memory_kind=memory_kind_of(atom.aval))
-            for rank, spec, atom in zip(self.built.placement.results, found, self.built.step.outputs, strict=True)
+            for rank, spec, atom in placed
         ]
-        return jax.tree_util.tree_unflatten(self.signature.out_tree, leaves)
 
     @property
     def transferred_bytes(self) -> int:
@@ -136,7 +139,18 @@ class MpmdLowered:
 
     def compile(self) -> MpmdCompiled:
         """Compile each distinct fragment once for each mesh that runs it."""
-        return MpmdCompiled(self, self._executables, self._constants)
+        return MpmdCompiled(self, self._executables, self._bind())
+
+    def _bind(self) -> Binding:
+        program = self._executables.program
+        # A constant that is returned has no sharding of its own: it comes as it is asked for.
+        specs = [spec or PartitionSpec() for spec in self._out_specs]
+        meshes = [self.topology.unstack[rank] for rank in self.built.placement.results]
+        results = [
+            _result(result, NamedSharding(mesh, spec))
+            for result, mesh, spec in zip(program.results, meshes, specs, strict=True)
+        ]
+        return Binding(program, self.signature, self._constants, self._wanted, results, place=_place)
 
     @cached_property
     def _executables(self) -> Executables:
@@ -145,8 +159,8 @@ class MpmdLowered:
             return compile_program(
                 self.built.program,
                 self._compiler,
-                [*(PartitionSpec() for _ in self._constants), *self._in_specs],
-                self.signature.out_specs,
+                self._specs,
+                self._out_specs,
                 [value.aval for value in inputs],
                 self.topology.local_ranks,
             )
@@ -158,8 +172,7 @@ class MpmdLowered:
           ValueError: for another dialect.
         """
         if dialect == "mpmd":
-            specs = [*(PartitionSpec() for _ in self._constants), *self._in_specs]
-            return as_text(self.built, self.topology.names, self.signature.name, specs)
+            return as_text(self.built, self.topology.names, self.signature.function, self._specs)
         if dialect == "program":
             return self._executables.program.as_text()
         raise ValueError(f"as_text knows no dialect {dialect!r}; use 'mpmd' or 'program'.")
@@ -168,21 +181,9 @@ class MpmdLowered:
 class MpmdCompiled:
     """A compiled program; call it with arguments of the structure and types it was lowered for."""
 
-    def __init__(self, lowered: MpmdLowered, executables: Executables, constants: Sequence[Any]) -> None:
-        self._lowered, self._signature = lowered, lowered.signature
-        program = self._program = executables.program
-        meshes = lowered.topology.unstack
-        self._runtime = Runtime(program, executables, lowered.topology)
-        self._constants = [
-            (slot, jax.device_put(value, NamedSharding(meshes[rank], PartitionSpec(), memory_kind=_memory(value))))
-            for value, ranks in zip(constants, program.arguments, strict=False)
-            for rank, slot in ranks.items()
-        ]
-        shardings = jax.tree.leaves(lowered.input_shardings)
-        self._targets = [
-            (next(iter(ranks.values())), sharding)
-            for ranks, sharding in zip(program.arguments[len(constants) :], shardings, strict=True)
-        ]
+    def __init__(self, lowered: MpmdLowered, executables: Executables, binding: Binding) -> None:
+        self._lowered, self._binding = lowered, binding
+        self._runtime = Runtime(executables.program, executables, lowered.topology)
 
     @property
     def input_shardings(self) -> Any:
@@ -205,66 +206,28 @@ class MpmdCompiled:
           TypeError: if the arguments differ from those it was lowered for.
           RuntimeError: if an argument was donated to an earlier call.
         """
-        leaves, tree = jax.tree_util.tree_flatten(args)
-        self._check(leaves, tree, args)
-        environment: list[Any] = [None] * self._program.num_slots
-        for slot, constant in self._constants:
-            environment[slot] = constant
-        keep = bool(kinds_looked_for())  # then `jax.jit` donates nothing
-        with looking_away():
-            for leaf, (slot, sharding), donated in zip(leaves, self._targets, self._signature.donated, strict=True):
-                environment[slot] = _placed(leaf, sharding, donated and not keep)
+        leaves, tree = jax.tree_util.tree_flatten((args, {}))
+        self._lowered.signature.check(leaves, tree)
+        return self.run(leaves)
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """Run on flat arguments whose types are known to fit."""
+        environment = self._binding.environment(leaves)
         self._runtime.run(environment)
-        results = [
-            environment[next(iter(result.values()))] if isinstance(result, dict) else self._constant(position, result)
-            for position, result in enumerate(self._program.results)
-        ]
-        return jax.tree_util.tree_unflatten(self._signature.out_tree, results)
-
-    def _constant(self, position: int, constant: Constant) -> jax.Array:
-        rank = self._lowered.built.placement.results[position]
-        value = jax.numpy.asarray(constant.value, constant.aval.dtype)
-        spec = self._signature.out_specs[position] or PartitionSpec()
-        return jax.device_put(value, NamedSharding(self._lowered.topology.unstack[rank], spec))
-
-    def _check(self, leaves: Sequence[Any], tree: Any, args: Any) -> None:
-        signature = self._signature
-        if tree != signature.in_tree:
-            got = {keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(args)}
-            wanted = set(signature.paths)
-            parts = [f"missing argument{p}" for p in sorted(wanted - got)[:5]]
-            parts += [f"unexpected argument{p}" for p in sorted(got - wanted)[:5]]
-            raise TypeError(
-                f"{signature.name} was called with arguments of another structure than it was lowered for: "
-                f"{', '.join(parts) or 'the containers differ'}. Lower it again for these."
-            )
-        wrong: list[str] = []
-        for leaf, (shape, dtype), path in zip(leaves, signature.types, signature.paths, strict=True):
-            aval = jax.typeof(leaf)
-            if (aval.shape, aval.dtype) != (shape, dtype):
-                wrong.append(f"argument{path}: got {aval.dtype}{list(aval.shape)}, lowered for {dtype}{list(shape)}")
-            elif isinstance(leaf, jax.Array) and leaf.is_deleted():
-                raise RuntimeError(
-                    f"argument{path} of {signature.name} has been deleted: it was donated to an earlier call. Pass "
-                    "what that call returned in its place."
-                )
-        if wrong:
-            more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
-            raise TypeError(
-                f"{signature.name} was called with arguments of other types than it was lowered for: "
-                f"{'; '.join(wrong[:10])}{more}. Lower it again for these."
-            )
+        return self._binding.collect(environment)
 
 
-def _memory(value: Any) -> str | None:
-    return memory_kind_of(jax.typeof(value))
+def _result(result: Mapping[int, int] | Constant, sharding: NamedSharding) -> Callable[[list[Any]], jax.Array]:
+    """How a result is made of the slots after a run; `sharding` is for one that is known before."""
+    if isinstance(result, Constant):
+        return lambda _: jax.device_put(jax.numpy.asarray(result.value, result.aval.dtype), sharding)
+    return operator.itemgetter(next(iter(result.values())))
 
 
-def _placed(leaf: Any, sharding: NamedSharding, donated: bool) -> Any:
-    if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
-        return leaf
-    placed = jax.device_put(leaf, sharding)
-    # As under jax.jit, a donated argument is gone after the call. A copy on its own devices may share its memory.
-    if donated and isinstance(leaf, jax.Array) and leaf.devices().isdisjoint(sharding.device_set):
-        leaf.delete()
-    return placed
+def _place(value: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array:
+    """As the engine's `place`; an array of the caller that lies there already is read as it is."""
+    if isinstance(value, jax.Array) and value.sharding == sharding and may_alias is not False:
+        if value.is_deleted():
+            raise RuntimeError("an argument has been deleted")  # the binding names it
+        return value
+    return place(value, sharding, may_alias=may_alias)

@@ -230,6 +230,11 @@ def test_arguments_of_a_compiled_program():
     assert all(w.is_deleted() for w in ws)
     with pytest.raises(RuntimeError, match=r"argument\[0\]\[0\] of accumulate has been deleted"):
         compiled(ws, xs)
+    elsewhere = jax.device_put(weights(4), jax.devices()[7])  # no mesh's: copied, then deleted
+    xs[1].delete()
+    with pytest.raises(RuntimeError, match=r"argument\[1\]\[1\] of accumulate has been deleted"):
+        compiled(elsewhere, xs)
+    assert not any(w.is_deleted() for w in elsewhere)  # nothing is donated beside an argument that is refused
     with pytest.raises(TypeError, match=r"argument\[0\] is a str, which is no array"):
         lower(config(topology(2, 2), {}), lambda x: x, ("text",))
     with pytest.raises(ValueError, match="as_text knows no dialect 'ifrt'"):

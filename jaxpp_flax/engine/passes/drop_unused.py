@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, prune
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, prune, values
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 
 __all__ = ["drop_unused_results"]
@@ -15,7 +15,7 @@ __all__ = ["drop_unused_results"]
 
 def drop_unused_results(graph: Graph) -> Graph:
     """The same function; each of its loops returns its carry and what is needed of its results."""
-    needed = {a for a in graph.outputs if isinstance(a, Value)}
+    needed = set(values(graph.outputs))
     kept: list[Equation] = []
     for equation in reversed(graph.equations):
         if not equation.effects and needed.isdisjoint(equation.outputs):
@@ -23,7 +23,7 @@ def drop_unused_results(graph: Graph) -> Graph:
         if equation.primitive is treduce_p:
             equation = _narrow(equation, needed)
         kept.append(equation)
-        needed.update(a for a in equation.inputs if isinstance(a, Value))
+        needed.update(values(equation.inputs))
     return replace(graph, equations=tuple(reversed(kept)))
 
 

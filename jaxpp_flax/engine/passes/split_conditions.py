@@ -22,11 +22,12 @@ from jaxpp_flax.engine.tracing.ir import (
     Equation,
     Graph,
     Value,
-    from_jaxpr,
+    applied,
+    emit,
     in_memory,
     memory_kind_of,
     prune,
-    with_outputs,
+    values,
 )
 
 __all__ = ["is_condition", "select_between_branches", "split_condition", "split_conditions"]
@@ -52,9 +53,8 @@ def split_condition(equation: Equation) -> list[Equation]:
     parts: list[Equation] = []
     for group in groups:
         graphs = [prune(replace(b, outputs=tuple(b.outputs[k] for k in group))) for b in branches]
-        read = {a for g in graphs for e in g.equations for a in e.inputs if isinstance(a, Value)}
-        read.update(a for g in graphs for a in g.outputs if isinstance(a, Value))
-        operands = [v for v in dict.fromkeys(equation.inputs[1:]) if isinstance(v, Value) and v in read]
+        read = {a for g in graphs for atoms in (g.outputs, *(e.inputs for e in g.equations)) for a in values(atoms)}
+        operands = [v for v in dict.fromkeys(values(equation.inputs[1:])) if v in read]
         parts.extend(_condition(equation, operands, graphs, [equation.outputs[k] for k in group]))
     return parts
 
@@ -68,8 +68,7 @@ def select_between_branches(equation: Equation) -> list[Equation]:
     index = equation.inputs[0]
     for position, output in enumerate(equation.outputs):
         cases = [b.outputs[position] for b in branches]
-        graph, _ = from_jaxpr(jax.make_jaxpr(jax.lax.select_n)(*(_struct(a) for a in (index, *cases))), [index, *cases])
-        (select,) = graph.equations
+        (select,), _ = emit(jax.lax.select_n, [index, *cases], struct=_struct)
         equations.append(replace(select, outputs=(output,), source=equation.source))
     return equations
 
@@ -78,9 +77,7 @@ def _branches(equation: Equation) -> list[Graph]:
     """The branches as graphs over the condition's own operands."""
     graphs: list[Graph] = []
     for branch in equation.params["branches"]:
-        variables = getattr(branch, "jaxpr", branch).constvars
-        consts = [Constant(x, v.aval) for x, v in zip(getattr(branch, "consts", ()), variables, strict=True)]
-        graph, _ = from_jaxpr(branch, [*consts, *equation.inputs[1:]])
+        graph = applied(branch, equation.inputs[1:])
         outputs = tuple(_typed(a) for a in graph.outputs)
         graphs.append(replace(graph, inputs=tuple(dict.fromkeys(graph.inputs)), outputs=outputs))
     return graphs
@@ -132,7 +129,7 @@ def _is_shared(value: Value, producer: dict[Value, Equation]) -> bool:
         made = producer.get(current)
         if current.aval.size > 1 and (made is None or made.inputs):
             return False
-        stack.extend(a for a in (made.inputs if made is not None else ()) if isinstance(a, Value))
+        stack.extend(values(made.inputs if made is not None else ()))
     return True
 
 
@@ -147,15 +144,11 @@ def _condition(
     def run(index: Any, *xs: Any) -> Any:
         return jax.lax.switch(index, [branch(g) for g in graphs], *xs)
 
-    index = equation.inputs[0]
-    jaxpr = jax.make_jaxpr(run)(*(_struct(a) for a in (index, *operands)))
-    captured = [Constant(c, jax.typeof(c)) for c in getattr(jaxpr, "consts", ())]
-    graph, _ = from_jaxpr(jaxpr, [*captured, index, *operands])
-    return [replace(e, source=equation.source) for e in with_outputs(graph, outputs)]
+    equations, _ = emit(run, [equation.inputs[0], *operands], outputs, struct=_struct)
+    return [replace(e, source=equation.source) for e in equations]
 
 
-def _struct(atom: Atom) -> jax.ShapeDtypeStruct:
-    kind = memory_kind_of(atom.aval)
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    kind = memory_kind_of(aval)
     sharding = None if kind is None else in_memory(None, kind)
-    weak = getattr(atom.aval, "weak_type", False)
-    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, sharding=sharding, weak_type=weak)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))

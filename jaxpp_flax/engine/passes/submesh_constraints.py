@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxpp_flax._compat import context_on_mesh
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, plain_literal
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, bodies, opened, plain_literal
 
 __all__ = ["on_submesh", "onto_mesh"]
 
@@ -104,7 +104,7 @@ class _Rewriter:
             return self.mesh(value)
         if isinstance(value, Graph):
             return self._once(value, self.graph)
-        if hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns"):
+        if hasattr(opened(value), "eqns"):
             return self._once(value, self._jaxpr)
         if type(value) in (tuple, list):
             parts = [self._value(v) for v in value]
@@ -117,7 +117,7 @@ class _Rewriter:
         return self.memo[id(value)][1]
 
     def _jaxpr(self, jaxpr: Any) -> Any:
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        inner = opened(jaxpr)
         renamed: dict[Any, Any] = {}  # variables are typed by the mesh, too: a loop's results have its body's types
 
         def atom(old: Any) -> Any:
@@ -208,6 +208,6 @@ def _uses_axis(jaxpr: Any, axis: str) -> bool:
     """Whether an equation at any depth communicates over a mesh axis, or asks for the place on it."""
     return any(
         axis in _names(equation.params.get("axes", ())) | _names(equation.params.get("axis_name", ()))
-        or any(_uses_axis(inner, axis) for inner in jex_core.jaxprs_in_params(equation.params))
-        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns
+        or any(_uses_axis(inner, axis) for inner in bodies(equation.params))
+        for equation in opened(jaxpr).eqns
     )

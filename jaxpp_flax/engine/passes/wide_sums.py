@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpp_flax.engine.analyses.linearity import holds, parts_add_up
-from jaxpp_flax.engine.tracing.ir import Equation, Graph
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, opened
 
 __all__ = ["with_wide_sums"]
 
@@ -114,7 +114,7 @@ def _params(params: Mapping[str, Any], memo: _Memo) -> Mapping[str, Any]:
 
 
 def _value(value: Any, memo: _Memo) -> Any:
-    if hasattr(value, "eqns") or hasattr(getattr(value, "jaxpr", None), "eqns"):
+    if hasattr(opened(value), "eqns"):
         if id(value) not in memo:
             memo[id(value)] = (value, _jaxpr(value, memo))
         return memo[id(value)][1]
@@ -127,7 +127,7 @@ def _value(value: Any, memo: _Memo) -> Any:
 
 
 def _jaxpr(jaxpr: Any, memo: _Memo) -> Any:
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    inner = opened(jaxpr)
     equations = _equations(inner.eqns, memo)
     if equations is inner.eqns:
         return jaxpr

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.tracing.equation_parameters import telling
-from jaxpp_flax.engine.tracing.ir import Atom, Constant, Graph, Value, memory_kind_of
+from jaxpp_flax.engine.tracing.ir import Atom, Constant, Graph, Value, memory_kind_of, opened
 from jaxpp_flax.processes.agreement import hash_of
 
 __all__ = ["describe_graph", "describe_program"]
@@ -77,7 +77,7 @@ def _params(primitive: Any, params: Mapping[str, Any]) -> str:
 def _text(value: Any) -> str:
     """What a parameter says, the same in every process."""
     if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-        inner = getattr(value, "jaxpr", value)
+        inner = opened(value)
         # Before JAX 0.12 the jaxpr around it holds the arrays that a call closes over, later it does so itself.
         return "{" + "; ".join([*map(_text, getattr(value, "consts", ())), *_inner_lines(inner)]) + "}"
     if isinstance(value, (tuple, list)):

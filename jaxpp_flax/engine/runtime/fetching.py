@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh, named_memory
+from jaxpp_flax.engine.arrays.mesh import RankMeshes, named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.runtime.instruction_loop import Across
 from jaxpp_flax.engine.runtime.transport.process_transfer import Crossing
@@ -20,7 +20,7 @@ __all__ = ["Wanted", "bring", "check_parts"]
 class Wanted:
     """Where a step reads an argument: on which ranks of its mesh, how it is partitioned there, and in which memory."""
 
-    mesh: MpmdMesh
+    mesh: RankMeshes
     ranks: tuple[int, ...]
     spec: PartitionSpec
     name: str
@@ -70,7 +70,7 @@ def bring(leaf: MpmdArray, wanted: Wanted, across: Across, call: int, argument: 
                 raise RuntimeError(leaf._deleted_message(source))  # pyright: ignore[reportPrivateUsage]
             tag = across.tag(0, call, f"/argument-{argument}-to-{rank}")
             (part,) = Crossing(across.link, route, [True])([part], tag)
-        if part is not None and wanted.mesh.is_local(rank):
+        if part is not None and rank in wanted.mesh.local_ranks:
             found[rank] = part
     return found
 

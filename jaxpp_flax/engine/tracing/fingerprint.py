@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from jaxpp_flax.engine.tracing.equation_parameters import telling
-from jaxpp_flax.engine.tracing.ir import Constant, Graph, Value, memory_kind_of
+from jaxpp_flax.engine.tracing.ir import Constant, Graph, Value, memory_kind_of, opened
 from jaxpp_flax.engine.tracing.static_arguments import types_within
 
 __all__ = ["Fingerprinter"]
@@ -107,7 +107,7 @@ class Fingerprinter:
         known = self._jaxprs.get(id(jaxpr))
         if known is not None:
             return ("jaxpr", known[1])
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        inner = opened(jaxpr)
         numbers: dict[Any, int] = {}
 
         def number(v: Any) -> int:

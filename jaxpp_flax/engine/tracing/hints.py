@@ -13,7 +13,7 @@ import jax
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, from_jaxpr, struct_of
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit
 
 __all__ = ["MIXING_SCOPE", "as_copy", "is_mixing_by_design", "place_with", "place_with_p", "without_hints"]
 
@@ -88,9 +88,8 @@ def without_hints(graph: Graph) -> Graph:
 
 def as_copy(hint: Equation) -> Equation:
     """A `place_with` that has been heeded, as a copy of its value alone."""
-    graph, _ = from_jaxpr(jax.make_jaxpr(jax.lax.copy_p.bind)(struct_of(hint.inputs[0].aval)))
-    (copy,) = graph.equations
-    return replace(copy, inputs=hint.inputs[:1], outputs=hint.outputs, source=hint.source)
+    (copy,), _ = emit(jax.lax.copy_p.bind, hint.inputs[:1], hint.outputs)
+    return replace(copy, source=hint.source)
 
 
 def is_mixing_by_design(equation: Equation) -> bool:

@@ -12,9 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax.extend import core as jex_core
-
-from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, prune
+from jaxpp_flax.engine.tracing.ir import (
+    Atom,
+    Equation,
+    Graph,
+    Value,
+    applied,
+    bodies,
+    opened,
+    prune,
+)
 from jaxpp_flax.engine.tracing.markers import FORWARD, TANGENT, marker_p
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 
@@ -65,17 +72,13 @@ def _is_recomputed(equation: Equation) -> bool:
     return equation.late or _RECOMPUTED in str(getattr(equation.source, "name_stack", ""))
 
 
-def _subjaxprs(params: Any) -> list[Any]:
-    return [getattr(j, "jaxpr", j) for j in jex_core.jaxprs_in_params(dict(params))]
-
-
 def _contains_marker(jaxpr: Any, memo: dict[int, bool]) -> bool:
     known = memo.get(id(jaxpr))
     if known is None:
         known = memo[id(jaxpr)] = any(
             eqn.primitive is marker_p
             or eqn.primitive is treduce_p
-            or any(_contains_marker(sub, memo) for sub in _subjaxprs(eqn.params))
+            or any(_contains_marker(sub, memo) for sub in bodies(eqn.params))
             for eqn in jaxpr.eqns
         )
     return known
@@ -87,7 +90,7 @@ def _names_of_markers(jaxpr: Any) -> list[str]:
     for eqn in jaxpr.eqns:
         if eqn.primitive is marker_p:
             found += [eqn.params["name"]] if eqn.params["name"] else []
-        for sub in _subjaxprs(eqn.params):
+        for sub in bodies(eqn.params):
             found += _names_of_markers(sub)
     return found
 
@@ -99,7 +102,7 @@ def _count_forward_markers(jaxpr: Any, counts: Counter[int]) -> None:
             if eqn.params["direction"] == FORWARD:
                 counts[eqn.params["identifier"]] += 1
         elif not (eqn.primitive.name in _REMATS and eqn.params.get("differentiated")):
-            for sub in _subjaxprs(eqn.params):
+            for sub in bodies(eqn.params):
                 _count_forward_markers(sub, counts)
 
 
@@ -167,7 +170,7 @@ class _Inliner:
             equation = replace(equation, inputs=inputs)
             if equation.primitive is marker_p:
                 self._marker(equation, scope, recomputed)
-            elif any(_contains_marker(sub, self.memo) for sub in _subjaxprs(equation.params)) or (
+            elif any(_contains_marker(sub, self.memo) for sub in bodies(equation.params)) or (
                 equation.name in self.always
             ):
                 self._call(equation, scope, recomputed, named)
@@ -203,22 +206,19 @@ class _Inliner:
     ) -> None:
         parameter = CALLS.get(equation.name)
         if parameter is None:
-            names = [name for sub in _subjaxprs(equation.params) for name in _names_of_markers(sub)]
+            names = [name for sub in bodies(equation.params) for name in _names_of_markers(sub)]
             which = f"the stage marker {names[0]!r}" if names else "a stage marker (or a treduce)"
             raise MarkerPlacementError(
                 f"{which} stands inside `{equation.name}` at {equation.where}, where a pipeline "
                 "cannot be cut. " + _REMEDIES.get(equation.name, "Move the mark out of it.")
             )
         body = equation.params[parameter]
-        variables = getattr(body, "jaxpr", body).constvars
-        consts = [Constant(x, v.aval) for x, v in zip(getattr(body, "consts", ()), variables, strict=True)]
         recomputation = is_recomputation(equation)
-        graph, _ = from_jaxpr(
-            body, [*consts, *equation.inputs], transposed=equation.transposed and not recomputation, late=equation.late
-        )
+        transposed = equation.transposed and not recomputation
+        graph = applied(body, equation.inputs, transposed=transposed, late=equation.late)
         if recomputation:
             counts: Counter[int] = Counter()
-            _count_forward_markers(getattr(body, "jaxpr", body), counts)
+            _count_forward_markers(opened(body), counts)
             named = any(map(_is_recomputed, graph.equations))
             self.walk(graph.equations, _Scope(), scope.claim(counts, equation.where), named)
         else:
@@ -248,8 +248,5 @@ def inline(graph: Graph, *, flatten: bool = False, remat: bool = False) -> Graph
 def body_of(equation: Equation, *, remat: bool = False) -> Graph:
     """The body of a `shard_map` or `scan` equation, calls inlined; its inputs are the equation's."""
     jaxpr = equation.params["jaxpr"]
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    captured = [Constant(c, v.aval) for c, v in zip(getattr(jaxpr, "consts", ()), inner.constvars, strict=True)]
-    inputs = tuple(Value(v.aval) for v in inner.invars)
-    body, _ = from_jaxpr(jaxpr, [*captured, *inputs])
-    return inline(replace(body, inputs=inputs), flatten=True, remat=remat)
+    inputs = tuple(Value(v.aval) for v in opened(jaxpr).invars)
+    return inline(replace(applied(jaxpr, inputs), inputs=inputs), flatten=True, remat=remat)

@@ -6,7 +6,8 @@ classes differ between JAX versions. A `Graph` runs anywhere through `Graph.run`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,8 +18,9 @@ from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 __all__ = [
-    "Atom", "Constant", "Equation", "Graph", "Value", "VerificationError", "everywhere", "from_jaxpr", "in_memory",
-    "memory_kind_of", "plain_literal", "prune", "struct_of", "with_outputs",
+    "Atom", "Constant", "Equation", "Graph", "Value", "VerificationError", "applied", "bodies", "emit", "everywhere",
+    "from_jaxpr", "in_memory", "memory_kind_of", "opened", "plain_literal", "prune", "struct_of", "values",
+    "with_outputs",
 ]  # fmt: skip
 
 
@@ -52,6 +54,11 @@ class Constant:
 
 
 Atom = Value | Constant
+
+
+def values(atoms: Iterable[Atom]) -> list[Value]:
+    """Those of some atoms that are no literals, in order."""
+    return [atom for atom in atoms if isinstance(atom, Value)]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -180,7 +187,7 @@ def from_jaxpr(
     `transposed` and `late` label every equation, in addition to what the equations' own name stacks say.
     """
     consts = list(getattr(jaxpr, "consts", ()))
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    inner = opened(jaxpr)
     variables = [*inner.constvars, *inner.invars]
     inputs = tuple(operands) if operands is not None else tuple(Value(v.aval) for v in variables)
     environment: dict[Any, Atom] = dict(zip(variables, inputs, strict=True))
@@ -207,8 +214,53 @@ def from_jaxpr(
             )
         )
         environment.update(zip(eqn.outvars, outputs, strict=True))
-    values = tuple(v for v in inputs if isinstance(v, Value))
-    return Graph(values, tuple(map(read, inner.outvars)), tuple(equations)), consts
+    return Graph(tuple(values(inputs)), tuple(map(read, inner.outvars)), tuple(equations)), consts
+
+
+def applied(jaxpr: Any, operands: Sequence[Atom], *, transposed: bool = False, late: bool = False) -> Graph:
+    """A (closed) jaxpr applied to atoms; the arrays that it captures become literals. Labels are as in `from_jaxpr`."""
+    captured = zip(getattr(jaxpr, "consts", ()), opened(jaxpr).constvars, strict=True)
+    literals = [Constant(value, variable.aval) for value, variable in captured]
+    return from_jaxpr(jaxpr, [*literals, *operands], transposed=transposed, late=late)[0]
+
+
+def emit(
+    function: Callable[..., Any],
+    inputs: Sequence[Atom],
+    outputs: Sequence[Value | None] | None = None,
+    *,
+    like: Equation | None = None,
+    struct: Callable[[Any], Any] | None = None,
+) -> tuple[list[Equation], list[Atom]]:
+    """Make equations: those of a function of arrays applied to `inputs`, and the atoms of its results.
+
+    Args:
+      function: of as many arrays as there are inputs.
+      inputs: its operands.
+      outputs: the values that the results are to have, None for a new one; by default all are new ones.
+      like: an equation in whose context the function is traced, and whose source and labels the new ones get.
+      struct: the types with which the function is traced; by default `struct_of`.
+    """
+    with like.context.manager if like is not None and like.context is not None else nullcontext():
+        jaxpr = jax.make_jaxpr(function)(*((struct or struct_of)(atom.aval) for atom in inputs))
+    graph = applied(jaxpr, inputs)
+    equations, results = list(graph.equations), list(graph.outputs)
+    if outputs is not None:
+        named = [output or Value(atom.aval) for output, atom in zip(outputs, results, strict=True)]
+        equations, results = with_outputs(graph, named), list[Atom](named)
+    if like is not None:
+        equations = [replace(e, source=like.source, transposed=like.transposed, late=like.late) for e in equations]
+    return equations, results
+
+
+def opened(jaxpr: Any) -> Any:
+    """A jaxpr without the arrays that it captures: the versions of JAX differ in how they keep these."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def bodies(params: Mapping[str, Any]) -> list[Any]:
+    """The jaxprs in an equation's parameters, each `opened`."""
+    return [opened(jaxpr) for jaxpr in jex_core.jaxprs_in_params(dict(params))]
 
 
 def everywhere(graph: Graph) -> Iterator[Any]:
@@ -219,20 +271,20 @@ def everywhere(graph: Graph) -> Iterator[Any]:
 
 
 def _inside(params: Mapping[str, Any]) -> Iterator[Any]:
-    for jaxpr in jex_core.jaxprs_in_params(dict(params)):
-        for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+    for jaxpr in bodies(params):
+        for equation in jaxpr.eqns:
             yield equation
             yield from _inside(equation.params)
 
 
 def prune(graph: Graph) -> Graph:
     """Drop equations without effect on the outputs; equations with side effects (debug prints) stay."""
-    needed: set[Value] = {atom for atom in graph.outputs if isinstance(atom, Value)}
+    needed = set(values(graph.outputs))
     kept: list[Equation] = []
     for equation in reversed(graph.equations):
         if equation.effects or not needed.isdisjoint(equation.outputs):
             kept.append(equation)
-            needed.update(atom for atom in equation.inputs if isinstance(atom, Value))
+            needed.update(values(equation.inputs))
     return replace(graph, equations=tuple(reversed(kept)))
 
 
@@ -267,8 +319,8 @@ def with_outputs(graph: Graph, outputs: Sequence[Value]) -> list[Equation]:
         if atom in made and atom not in renamed:
             renamed[atom] = output
             continue
-        copy, _ = from_jaxpr(jax.make_jaxpr(jax.lax.copy_p.bind)(struct_of(atom.aval)), [renamed.get(atom, atom)])
-        copies.append(replace(copy.equations[0], outputs=(output,)))
+        (copy,), _ = emit(jax.lax.copy_p.bind, [renamed.get(atom, atom)])
+        copies.append(replace(copy, outputs=(output,)))
     equations = [
         replace(
             e, inputs=tuple(renamed.get(a, a) for a in e.inputs), outputs=tuple(renamed.get(v, v) for v in e.outputs)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jaxpp_flax.engine.tracing.ir import Value
+from jaxpp_flax.engine.tracing.ir import Value, values
 from jaxpp_flax.mpmd.partitioning.nodes import Node, Step
 
 __all__ = ["Placement", "infer"]
@@ -289,7 +289,7 @@ def _finish(
     for atom, rank in zip(step.outputs, result_ranks, strict=True):
         if isinstance(atom, Value) and rank is not None:
             need.setdefault(atom, set()).add(rank)
-    results = {atom for atom in step.outputs if isinstance(atom, Value)}
+    results = set(values(step.outputs))
     nodes: dict[Node, tuple[int, ...]] = {}
     for node in reversed(step.nodes):
         if node in copied:

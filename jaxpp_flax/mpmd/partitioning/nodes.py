@@ -11,10 +11,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-from jax.extend import core as jex_core
 
 from jaxpp_flax.engine.tracing.inline import CALLS, is_recomputation
-from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, prune, struct_of
+from jaxpp_flax.engine.tracing.ir import (
+    Atom,
+    Equation,
+    Graph,
+    Value,
+    applied,
+    bodies,
+    emit,
+    prune,
+    values,
+)
 from jaxpp_flax.mpmd.labels import calls_in, computations_in, transposes_in
 from jaxpp_flax.mpmd.ops import named_tensor_p
 
@@ -56,7 +65,7 @@ class Node:
     def __post_init__(self) -> None:
         self.outputs = tuple(v for e in self.equations for v in e.outputs)
         inside = set(self.outputs)
-        reads = (a for e in self.equations for a in e.inputs if isinstance(a, Value) and a not in inside)
+        reads = (a for e in self.equations for a in values(e.inputs) if a not in inside)
         self.inputs = tuple(dict.fromkeys(reads))
 
     @property
@@ -125,8 +134,8 @@ class _Flattener:
 
     def _names_inside(self, equation: Equation) -> set[str]:
         found: set[str] = set()
-        for sub in jex_core.jaxprs_in_params(dict(equation.params)):
-            found |= self._names_in(getattr(sub, "jaxpr", sub))
+        for body in bodies(equation.params):
+            found |= self._names_in(body)
         return found
 
     def _names_in(self, jaxpr: Any) -> set[str]:
@@ -137,8 +146,8 @@ class _Flattener:
                 known.update(name for name, _ in computations_in(str(eqn.source_info.name_stack)))
                 if eqn.primitive is named_tensor_p:
                     known.add(eqn.params["name"])
-                for sub in jex_core.jaxprs_in_params(eqn.params):
-                    known |= self._names_in(getattr(sub, "jaxpr", sub))
+                for body in bodies(eqn.params):
+                    known |= self._names_in(body)
         return known
 
     def _named(self, equation: Equation, around: _Around, names: list[tuple[str, int]]) -> None:
@@ -185,12 +194,10 @@ class _Flattener:
 
     def _call(self, equation: Equation, around: _Around) -> None:
         body = equation.params[CALLS[equation.name]]
-        variables = getattr(body, "jaxpr", body).constvars
-        consts = [Constant(x, v.aval) for x, v in zip(getattr(body, "consts", ()), variables, strict=True)]
         operands = list(equation.inputs)
         if self.atom is None and calls_in(str(getattr(equation.source, "name_stack", ""))):
             operands = [self._materialised(atom, around) for atom in operands]
-        graph, _ = from_jaxpr(body, [*consts, *operands])
+        graph = applied(body, operands)
         if is_recomputation(equation) and not any(_RECOMPUTED in _stack(e) for e in graph.equations):
             # Nothing says what is recomputed: all of the region counts as backward work of the names in it.
             around = replace(around, backward=True)
@@ -202,10 +209,9 @@ class _Flattener:
         """A microbatch's literal operand (its index) as a value, so that all microbatches run one program."""
         if isinstance(atom, Value):
             return atom
-        graph, _ = from_jaxpr(jax.make_jaxpr(jax.lax.copy_p.bind)(struct_of(atom.aval)))
-        (copy,) = graph.equations
-        self.nodes.append(Node((replace(copy, inputs=(atom,)),)))
-        return copy.outputs[0]
+        (copy,), (value,) = emit(jax.lax.copy_p.bind, [atom])
+        self.nodes.append(Node((copy,)))
+        return value
 
 
 def _stack(equation: Equation) -> str:
@@ -227,7 +233,7 @@ def nodes_of(graph: Graph) -> Step:
 
 def _pruned(nodes: Sequence[Node], outputs: Sequence[Atom]) -> tuple[Node, ...]:
     """Without what has no effect on the outputs, inside of named computations too."""
-    needed = {atom for atom in outputs if isinstance(atom, Value)}
+    needed = set(values(outputs))
     kept: list[Node] = []
     for node in reversed(nodes):
         wanted = tuple(v for v in node.outputs if v in needed)

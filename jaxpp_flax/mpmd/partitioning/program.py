@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from jaxpp_flax.engine.program.program import Instruction, Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
-from jaxpp_flax.engine.tracing.ir import Graph, Value
+from jaxpp_flax.engine.tracing.ir import Graph, Value, values
 from jaxpp_flax.mpmd.partitioning.fragments import Fragment
 from jaxpp_flax.mpmd.partitioning.infer import Placement
 from jaxpp_flax.mpmd.partitioning.nodes import Node, Step
@@ -85,16 +85,16 @@ def unroll(
         graph = rewrite[rank](whole)  # its values may be new ones, typed by the rank's mesh, in the same positions
         unroller.fetch(whole.inputs, rank)
         inputs = tuple(unroller.slots[v, rank] for v in whole.inputs)
-        outputs = tuple(unroller.new(v, rank) for v in whole.outputs if isinstance(v, Value))
+        outputs = tuple(unroller.new(v, rank) for v in values(whole.outputs))
         key = rank, fragment.label, fingerprints.graph(graph)
         if key not in unroller.known:
             unroller.known[key] = len(unroller.tasks)
-            unroller.tasks.append(_task(fragment, graph, [like.get(v) for v in whole.outputs if isinstance(v, Value)]))
+            unroller.tasks.append(_task(fragment, graph, [like.get(v) for v in values(whole.outputs)]))
         call = -1 if fragment.key.call is None else fragment.key.call
         run = Run(unroller.known[key], call, rank, inputs, outputs)
         unroller.instructions.append(run)
         unroller.runs.setdefault(run.task, []).append(run)
-        made = [v for v in whole.outputs if isinstance(v, Value) and min(unroller.native[v]) == rank]
+        made = [v for v in values(whole.outputs) if min(unroller.native[v]) == rank]
         for target in sorted({r for v in made for r, _ in readers[v]}):
             if target != rank:
                 wanted = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from jaxpp_flax.engine.tracing.ir import Equation, Value
+from jaxpp_flax.engine.tracing.ir import Equation, Value, values
 from jaxpp_flax.mpmd.partitioning.nodes import Node
 
 __all__ = ["split_backward"]
@@ -69,6 +69,6 @@ def _slice(node: Node, wanted: set[Value]) -> tuple[tuple[Equation, ...], tuple[
     for equation in reversed(node.equations):
         if not needed.isdisjoint(equation.outputs):
             first.append(equation)
-            needed.update(a for a in equation.inputs if isinstance(a, Value))
+            needed.update(values(equation.inputs))
     chosen = set(first)
     return tuple(reversed(first)), tuple(e for e in node.equations if e not in chosen)

@@ -12,7 +12,7 @@ from jaxpp_flax.checkpoint.format.leaves import Wanted
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.checkpoint.reading import RestorePlan
 from jaxpp_flax.engine.tracing.inline import inline
-from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
+from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr, values
 from jaxpp_flax.trainers.state.placing import NOT_TRACEABLE
 from jaxpp_flax.trainers.state.train_state import TrainState
 
@@ -61,7 +61,7 @@ def _sources(graph: Graph, names: dict[Value, str]) -> dict[Value, str | None]:
     """For each value that depends on an input: the input that it is a copy of, or None."""
     source: dict[Value, str | None] = dict(names)
     for equation in graph.equations:
-        read = [atom for atom in equation.inputs if isinstance(atom, Value) and atom in source]
+        read = [atom for atom in values(equation.inputs) if atom in source]
         if not read:
             continue
         copies = equation.name in _COPIES and len(equation.inputs) == len(equation.outputs)

@@ -1,0 +1,197 @@
+"""From the leaves of a call to the slots of a program, and from its slots to the results.
+
+Each argument goes to the ranks that read it, with the sharding that their tasks were compiled for; most arrive so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import NamedSharding, Sharding
+
+from jaxpp_flax.engine.arrays.mesh import lies_alike
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.arrays.placing import place
+from jaxpp_flax.engine.program.program import Program
+from jaxpp_flax.engine.runtime.debug_switches import kinds_looked_for, looking_away
+from jaxpp_flax.engine.runtime.fetching import Wanted, bring, check_parts
+from jaxpp_flax.engine.runtime.instruction_loop import Across
+from jaxpp_flax.engine.signature import Signature
+
+__all__ = ["Binding"]
+
+
+class Place(Protocol):
+    """Puts a value where a rank reads it; see `engine.arrays.placing.place`."""
+
+    def __call__(self, value: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array: ...
+
+
+@dataclass(frozen=True)
+class _Target:
+    """One of this process's ranks that reads an argument.
+
+    `own_memory`: an earlier target has a device of it, and one of the two may give its buffer away.
+    """
+
+    slot: int
+    rank: int
+    sharding: NamedSharding
+    own_memory: bool
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """Where an argument goes: its targets in this process, and all its ranks."""
+
+    position: int
+    targets: tuple[_Target, ...]
+    wanted: Wanted
+    donated: bool
+
+    @cached_property
+    def has_own_memory(self) -> bool:
+        """Whether a target needs memory that no other one shares."""
+        return any(target.own_memory for target in self.targets)
+
+
+class Binding:
+    """The arguments and results of a compiled program.
+
+    Args:
+      program: the program, with slots allocated.
+      signature: what a call takes and returns.
+      constants: the arrays that the function closes over: the program's first arguments.
+      wanted: where the program reads each of its arguments.
+      results: for each result, how it is made of the slots after a run.
+      across: the link to the other processes, or None.
+      place: puts an array of the caller, or a host value, where a rank reads it.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        signature: Signature,
+        constants: Sequence[Any],
+        wanted: Sequence[Wanted],
+        results: Sequence[Callable[[list[Any]], Any]],
+        across: Across | None = None,
+        place: Place = place,
+    ) -> None:
+        self._signature, self._num_slots, self._across = signature, program.num_slots, across
+        self._results, self._place = tuple(results), place
+        self.calls = 0
+        count = len(constants)
+        # A later step may be given what this one returns, and give it away.
+        returned = {slot for result in program.results if isinstance(result, dict) for slot in result.values()}
+        donated = (False,) * count + signature.donated
+        arguments = [
+            _Argument(
+                position - count,
+                _targets(where, ranks, separate=given_away or not returned.isdisjoint(ranks.values())),
+                where,
+                given_away,
+            )
+            for position, (ranks, where, given_away) in enumerate(zip(program.arguments, wanted, donated, strict=True))
+        ]
+        self.arguments = tuple(arguments[count:])
+        self._constants = [
+            (target.slot, place(value, target.sharding, may_alias=False if target.own_memory else None))
+            for value, argument in zip(constants, arguments[:count], strict=True)
+            for target in argument.targets
+        ]
+
+    def environment(self, leaves: Sequence[Any]) -> list[Any]:
+        """The slots before a run: constants and arguments are in place, and what is donated is given away.
+
+        Raises:
+          RuntimeError: if an argument has been deleted.
+          TypeError: if an argument that is read here is a shape without a value.
+        """
+        environment: list[Any] = [None] * self._num_slots
+        for slot, constant in self._constants:
+            environment[slot] = constant
+        self.calls += 1
+        given_away: list[jax.Array] = []
+        try:
+            with looking_away():
+                for leaf, argument in zip(leaves, self.arguments, strict=True):
+                    if type(leaf) is MpmdArray:
+                        self._place_parts(leaf, argument, environment)
+                    else:
+                        self._place_value(leaf, argument, environment, given_away)
+        except RuntimeError as error:
+            raise self._signature.name_deleted(leaves, error) from error
+        if not kinds_looked_for():  # then `jax.jit` donates nothing
+            for leaf in given_away:  # only now: where another argument is refused, the donated ones are as they were
+                leaf.delete()
+        return environment
+
+    def collect(self, environment: list[Any]) -> Any:
+        """The results after a run, in their containers."""
+        return jax.tree_util.tree_unflatten(self._signature.out_tree, [make(environment) for make in self._results])
+
+    def _place_value(self, leaf: Any, argument: _Argument, environment: list[Any], given_away: list[jax.Array]) -> None:
+        if self._across is not None and isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            check_parts(leaf, argument.wanted)
+        if argument.targets and isinstance(leaf, jax.ShapeDtypeStruct):
+            raise _no_value(leaf, argument)
+        for target in argument.targets:
+            may_alias = False if target.own_memory else None
+            environment[target.slot] = self._place(leaf, target.sharding, may_alias=may_alias)
+        if not argument.donated or not isinstance(leaf, jax.Array):
+            return
+        # As under jax.jit, a donated argument is gone after the call. A copy on one of its own devices may share its
+        # memory; the task to which the copy is donated then deletes both.
+        if all(leaf.devices().isdisjoint(target.sharding.device_set) for target in argument.targets):
+            given_away.append(leaf)
+
+    def _place_parts(self, leaf: MpmdArray, argument: _Argument, environment: list[Any]) -> None:
+        parts = leaf._partially_addressable_arrays  # pyright: ignore[reportPrivateUsage]
+        if self._across is not None and not argument.wanted.is_met_by(leaf):
+            parts = bring(leaf, argument.wanted, self._across, self.calls, argument.position)
+        may_alias = False if argument.has_own_memory else None
+        for target in argument.targets:
+            rank, sharding = target.rank, target.sharding
+            part = parts.get(rank)
+            if part is None or (part.sharding is not sharding and not lies_alike(part.sharding, sharding)):
+                part = leaf._value if part is None else part  # pyright: ignore[reportPrivateUsage]
+                part = place(part, sharding, may_alias=may_alias)
+            elif part.is_deleted():
+                raise RuntimeError(leaf._deleted_message(rank))  # pyright: ignore[reportPrivateUsage]
+            environment[target.slot] = part
+
+    def in_several_processes(self, leaves: Iterable[Any]) -> dict[str, Any]:
+        """By name, the arguments that each process has by itself, and that ranks of several processes read."""
+        found: dict[str, Any] = {}
+        for leaf, argument in zip(leaves, self.arguments, strict=True):
+            wanted = argument.wanted
+            processes = {d.process_index for rank in wanted.ranks for d in wanted.mesh.unstack[rank].devices.flat}
+            if type(leaf) is not MpmdArray and len(processes) > 1:
+                found[f"argument{wanted.name}"] = leaf
+        return found
+
+
+def _no_value(leaf: jax.ShapeDtypeStruct, argument: _Argument) -> TypeError:
+    ranks = [target.rank for target in argument.targets]
+    return TypeError(
+        f"argument{argument.wanted.name} is a shape without a value ({leaf}), but the ranks {ranks} of this "
+        "process read it. Pass its value; `compiled.read_here` tells which arguments a process may leave out."
+    )
+
+
+def _targets(wanted: Wanted, slots: Mapping[int, int], *, separate: bool) -> tuple[_Target, ...]:
+    """This process's ranks among those that read an argument; with `separate`, no two of them share memory."""
+    found: list[_Target] = []
+    taken: set[Any] = set()
+    for rank, slot in slots.items():
+        if rank in wanted.mesh.local_ranks:
+            devices = wanted.mesh.rank_devices(rank)
+            shared = not taken.isdisjoint(devices)
+            found.append(_Target(slot, rank, wanted.on(rank), own_memory=separate and shared))
+            taken.update(devices)
+    return tuple(found)

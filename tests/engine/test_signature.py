@@ -1,0 +1,57 @@
+"""A call is split once: into leaves and static arguments, from which all later steps are fed."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpp_flax.engine.signature import Leaf, Parameters, Signature
+
+
+def function(params: Any, batch: Any, power: Any = 1, *, scale: Any = 1.0) -> Any:
+    return params, batch, power, scale
+
+
+PARAMS, BATCH = {"b": jnp.ones(2), "a": jnp.ones(3)}, (jnp.ones(4), None)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "paths"),
+    [({}, ["[0]['a']", "[0]['b']", "[1][0]", "[2]"]), ({"scale": 2}, ["[0]['a']", "[0]['b']", "[1][0]", "[2]"])],
+    ids=["positions", "keywords"],
+)
+def test_a_call_is_put_together_as_it_was(kwargs: dict[str, Any], paths: list[str]):
+    parameters = Parameters.of(function, None, "scale", None, "batch")
+    call = parameters.split(function, (PARAMS, BATCH, 3), kwargs)
+    assert list(call.paths()) == paths
+    assert parameters.donated(call) == (False, False, True, False)
+    args, named = call.with_leaves(call.leaves)
+    assert (args[2], [n.value for n in named.values()]) == (3, list(kwargs.values()))
+    assert jax.tree.structure(args[:2]) == jax.tree.structure([PARAMS, BATCH])
+
+
+def test_static_arguments_are_no_leaves():
+    parameters = Parameters.of(function, -1, None, 0, None)  # `power`: a keyword-only parameter has no position
+    call = parameters.split(function, (PARAMS, BATCH, 3), {"scale": 2.0})
+    assert call.paths() == ("[0]['a']", "[0]['b']", "[1][0]", "['scale']")
+    assert parameters.donated(call) == (True, True, False, False)
+    args, named = call.with_leaves(call.leaves)
+    assert (args[2].value, named) == (3, {"scale": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ({}, r"a compiled step was called .* compiled for: argument\[0\]: got float32\[3\], .* Compile it again"),
+        ({"function": "f", "made": "lowered"}, r"f was called .* lowered for float32\[2\]\. Lower it again"),
+    ],
+    ids=["compiled", "lowered"],
+)
+def test_messages_name_the_front(words: dict[str, Any], text: str):
+    call = Parameters().split(function, (jnp.ones(2),), {})
+    leaf = Leaf.of(call.paths()[0], jax.ShapeDtypeStruct((2,), jnp.float32), jax.sharding.PartitionSpec())
+    signature = Signature(call.tree, (leaf,), call.tree, (False,), **words)
+    signature.check(call.leaves, call.tree)
+    with pytest.raises(TypeError, match=text):
+        signature.check([jnp.ones(3)], call.tree)
