@@ -83,7 +83,7 @@ def test_text_of_every_stage(step: MpmdFunction):
     assert "loop over 3 microbatches: Std1F1B" in compiled.as_text("placed")
     assert compiled.as_text("partition") == compiled.as_text("tasks")
     assert compiled.as_text("place") == compiled.as_text("placed")
-    with pytest.raises(ValueError, match="no pass is called 'assembly'.*'inline', .*'label', .*'program'"):
+    with pytest.raises(ValueError, match=r"no pass is called 'assembly'.*'inline', .*'label', .*'program'"):
         compiled.as_text("assembly")
 
 
