@@ -75,7 +75,7 @@ class Source:
     def now(cls, graph: Graph, settings: Settings) -> Source:
         """With JAX's settings as they are."""
         mesh = jax.sharding.get_abstract_mesh()
-        return cls(graph, settings, None if mesh.empty else mesh, bool(jax.config.jax_enable_x64))
+        return cls(graph, settings, None if mesh.empty else mesh, bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue]
 
     def text_after(self, name: str, built: Built) -> str:
         """The structure after a pass, made again with the cuts of the first time."""
