@@ -234,7 +234,7 @@ def surroundings(environment: Mapping[str, str]) -> list[Finding]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < 1024:
         findings.append(Finding("open files", f"at most {files}", "ulimit -n 4096"))
-    for name in ("JAXPP_FLAX_PUBLIC_API_ONLY", "JAXPP_FLAX_VERIFY"):
+    for name in ("JAXPP_FLAX_PUBLIC_API_ONLY", "JAXPP_FLAX_VERIFY", "JAXPP_FLAX_DUMP"):
         if environment.get(name):
             findings.append(Finding(name, "is set: slower than need be"))
     return findings or [Finding("surroundings", "no proxy in the way; files enough")]

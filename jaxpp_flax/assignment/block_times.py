@@ -68,15 +68,15 @@ def time_blocks(marks: Marks, mesh: MpmdMesh) -> tuple[Work, ...]:
 
 def _compile(marks: Marks, mesh: MpmdMesh) -> dict[tuple[int, TaskKind], list[_Timed]]:
     """Compile each task of the body cut at every mark, finding shardings on the way."""
-    body, part, submesh = marks.body, marks.body.partition, mesh.unstack[0]
+    blocks, part, submesh = marks.blocks, marks.blocks.partition, mesh.unstack[0]
     compiler = TaskCompiler(mesh)
-    specs: dict[Value, PartitionSpec] = dict(body.state_specs())
+    specs: dict[Value, PartitionSpec] = dict(blocks.state_specs())
     states = {a.result: a.state for a in part.accumulators} | {c.result: c.state for c in part.carries}
     found: dict[tuple[int, TaskKind], list[_Timed]] = {}
     for task in part.tasks:
         values = task.graph.inputs
         place = {value: i for i, value in enumerate(values)}
-        in_specs = [specs[v] if v in specs else body.spec_of(v) for v in values]
+        in_specs = [specs[v] if v in specs else blocks.spec_of(v) for v in values]
         turns = tuple(
             (i, place[states[v]])
             for i, v in enumerate(task.graph.outputs)

@@ -16,13 +16,14 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.costs import Work, work_of_blocks
 from jaxpp_flax.engine.passes.label import label
-from jaxpp_flax.engine.passes.partition import LoopTask, Partition, partition
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, values
+from jaxpp_flax.engine.passes.loop_tasks import LoopTask, Partition
+from jaxpp_flax.engine.passes.partition import partition
+from jaxpp_flax.engine.tracing.ir import Atom, Value, values
+from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import Mark
-from jaxpp_flax.engine.tracing.treduce import Op
 from jaxpp_flax.schedules.task import TaskKind
 
-__all__ = ["Holding", "LoopBody", "Marks", "indexed_operands"]
+__all__ = ["Blocks", "Holding", "Marks", "indexed_operands"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,36 +48,24 @@ class Holding:
 
 
 @dataclass(frozen=True, eq=False)
-class LoopBody:
-    """An inlined loop body, and what of the step around it is known before it is cut.
+class Blocks:
+    """A loop body divided at every mark, and what of the step around it is known before it is cut.
 
     Args:
-      graph: the body; inputs are the constants, the microbatch index, the carry.
-      num_consts: number of constants among the inputs.
-      num_carry: number of carry leaves.
-      operations: of the results.
-      length: number of microbatches.
+      body: inlined.
       split_backward: whether the schedule runs input and weight gradients apart.
-      markers: the forward markers in program order.
       arguments: for each constant and carry leaf that is an argument of the step: which, from the end, and its spec.
       data_axes: for each result, the mesh axes over which it is still to be summed after the loop, or None.
       shards_of: number of shards over an entry of a PartitionSpec.
       batch_shards: into how many parts the examples of a microbatch are cut.
-      carry_names: for messages.
     """
 
-    graph: Graph
-    num_consts: int
-    num_carry: int
-    operations: Sequence[Op]
-    length: int
+    body: LoopBody
     split_backward: bool
-    markers: Sequence[Equation]
     arguments: Mapping[Atom, tuple[int, PartitionSpec]] = field(default_factory=dict)
     data_axes: Sequence[Any] = ()
     shards_of: Callable[[Any], int] = lambda entry: 1
     batch_shards: int = 1
-    carry_names: Sequence[str] = ()
 
     @cached_property
     def partition(self) -> Partition:
@@ -85,17 +74,8 @@ class LoopBody:
         Raises:
           ValueError: if it cannot be cut at some mark.
         """
-        labels = label(self.graph, self.num_consts, self.num_carry, self.markers, range(len(self.markers)))
-        return partition(
-            labels,
-            self.num_consts,
-            self.num_carry,
-            self.operations,
-            self.length,
-            fuse_last=False,
-            split_backward=self.split_backward,
-            carry_names=self.carry_names,
-        )
+        labels = label(self.body, range(len(self.body.marks)))
+        return partition(labels, fuse_last=False, split_backward=self.split_backward)
 
     def spec_of(self, value: Value) -> PartitionSpec:
         """How a constant or carry leaf is partitioned inside a rank."""
@@ -205,8 +185,8 @@ def indexed_operands(part: Partition, tasks: Iterable[LoopTask]) -> set[Value]:
 class Marks(Sequence[Mark]):
     """The marks of a loop body in program order; for an assignment that wants them, also what the blocks cost."""
 
-    def __init__(self, marks: Sequence[Mark], body: LoopBody) -> None:
-        self._marks, self.body = tuple(marks), body
+    def __init__(self, blocks: Blocks) -> None:
+        self._marks, self.blocks = blocks.body.marks, blocks
 
     @overload
     def __getitem__(self, index: int) -> Mark: ...
@@ -220,10 +200,9 @@ class Marks(Sequence[Mark]):
 
     def work(self, flops_per_byte: float = 0.0) -> tuple[Work, ...]:
         """The estimated work of each block, one more than there are marks; see `work_of_blocks`."""
-        body = self.body
-        return work_of_blocks(body.graph, body.num_consts, body.num_carry, body.markers, flops_per_byte)
+        return work_of_blocks(self.blocks.body, flops_per_byte)
 
     @property
     def sent(self) -> tuple[float, ...]:
         """Bytes of what each mark marks: what a cut there sends forward for each microbatch."""
-        return tuple(float(sum(a.nbytes for a in marker.inputs)) for marker in self.body.markers)
+        return tuple(float(sum(a.nbytes for a in marker.inputs)) for marker in self.blocks.body.markers)

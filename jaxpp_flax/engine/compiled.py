@@ -160,18 +160,14 @@ class Compiled:
         return jax.tree_util.tree_unflatten(self._signature.out_tree, shardings)
 
     def as_text(self, stage: str = "program") -> str:
-        """The step as text: `"tasks"` (each task's equations), `"placed"` (the step on ranks) or `"program"`.
+        """The step as text: `"program"` as it runs, or the structure after the pass named (see `engine/passes`).
+
+        `"tasks"` (each task's equations) and `"placed"` (the step on ranks) are short for `"partition"` and `"place"`.
 
         Raises:
-          ValueError: for another `stage`.
+          ValueError: for another name.
         """
-        if stage == "program":
-            return self.program.as_text()
-        if stage == "tasks":
-            return "\n".join(loop.partition.as_text() for loop in self._built.loops)
-        if stage == "placed":
-            return self._built.placed.as_text()
-        raise ValueError(f"as_text knows no stage {stage!r}; use 'tasks', 'placed' or 'program'.")
+        return self.program.as_text() if stage == "program" else self._built.as_text(stage)
 
     @property
     def closed_jaxpr(self) -> ProgramListing:

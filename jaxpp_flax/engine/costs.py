@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxpp_flax.engine.passes.label import label
-from jaxpp_flax.engine.tracing.ir import Equation, Graph, bodies
+from jaxpp_flax.engine.tracing.ir import Equation, bodies
+from jaxpp_flax.engine.tracing.loop_body import LoopBody
 
 __all__ = ["Work", "flops", "moved_bytes", "work_of_blocks"]
 
@@ -100,20 +100,15 @@ def _nbytes(aval: Any) -> int:
     return _size(aval) * int(getattr(getattr(aval, "dtype", None), "itemsize", 0))
 
 
-def work_of_blocks(
-    body: Graph, num_consts: int, num_carry: int, markers: Sequence[Equation], flops_per_byte: float = 0.0
-) -> tuple[Work, ...]:
+def work_of_blocks(body: LoopBody, flops_per_byte: float = 0.0) -> tuple[Work, ...]:
     """The work of each block that the marks delimit; the last one is what follows the last mark.
 
     Args:
-      body: an inlined loop body; inputs are the constants, the microbatch index, the carry.
-      num_consts: number of constants among the inputs.
-      num_carry: number of carry leaves.
-      markers: the forward markers in program order.
+      body: an inlined loop body.
       flops_per_byte: FLOPs in the time that it takes to move a byte; 0 counts operations alone.
     """
-    labels = label(body, num_consts, num_carry, markers, range(len(markers)))
-    blocks = len(markers) + 1
+    labels = label(body, range(len(body.marks)))
+    blocks = len(body.marks) + 1
     forward, backward = [0.0] * blocks, [0.0] * blocks
     for equation, phase in labels.phase.items():
         if phase < blocks:

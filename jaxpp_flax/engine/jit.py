@@ -16,8 +16,9 @@ from jaxpp_flax.engine.arrays.divisibility import check_divides
 from jaxpp_flax.engine.arrays.layouts import Layout, broadcast_layouts, layout_of, with_memories
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.compiled import Compiled
+from jaxpp_flax.engine.cut_at_every_mark import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.passes.submesh_constraints import on_submesh
-from jaxpp_flax.engine.pipeline import CutPolicy, build, cut_at_every_mark
+from jaxpp_flax.engine.pipeline import build
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.executables import TaskCompiler
 from jaxpp_flax.engine.signature import Call, Leaf, Parameters, Signature, not_an_array, type_of

@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import indexed_operands
-from jaxpp_flax.engine.passes.partition import Partition
-from jaxpp_flax.engine.passes.place import Loop
+from jaxpp_flax.engine.passes.loop_tasks import Partition
+from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.pipeline import Built
 from jaxpp_flax.engine.program.program import Free, Program, Run, Transfer
 from jaxpp_flax.engine.runtime.executables import Executables
@@ -66,8 +66,8 @@ def summarise_stages(
     built: Built, program: Program, executables: Executables, mesh: MpmdMesh
 ) -> tuple[StageSummary, ...]:
     """A row for each stage of the first loop."""
-    loop, marks, cuts = built.loops[0], built.marks[0], built.cuts[0]
-    part = loop.partition
+    loop = built.loops[0]
+    part, marks, cuts = loop.partition, loop.marks, loop.cuts
     edges = [*cuts, len(marks) - 1]
     names = segment_names(marks)
     by_task = {task.graph: n for n, task in enumerate(program.tasks)}

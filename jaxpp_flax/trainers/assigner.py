@@ -187,7 +187,7 @@ class Assigner:
         if not isinstance(marks, Marks):
             raise TypeError(f"memory_limit needs the engine's marks, got a {type(marks).__name__}.")
         kept = pipeline.kept()
-        found = _at_every_mark(lambda: marks.body.holdings, "memory_limit=", "no memory_limit")
+        found = _at_every_mark(lambda: marks.blocks.holdings, "memory_limit=", "no memory_limit")
         held: list[Held] = []
         for item in found:
             held.append(Held(kind=item.kind, nbytes=item.nbytes, blocks=item.blocks))

@@ -81,7 +81,9 @@ def test_text_of_every_stage(step: MpmdFunction):
     assert "fwd_0__2" in compiled.as_text("program") == compiled.as_text() == step.as_text()
     assert "task bwd_0 (stage 0)" in compiled.as_text("tasks")
     assert "loop over 3 microbatches: Std1F1B" in compiled.as_text("placed")
-    with pytest.raises(ValueError, match="'tasks', 'placed' or 'program'"):
+    assert compiled.as_text("partition") == compiled.as_text("tasks")
+    assert compiled.as_text("place") == compiled.as_text("placed")
+    with pytest.raises(ValueError, match=r"no pass is called 'assembly'.*'inline', .*'label', .*'program'"):
         compiled.as_text("assembly")
 
 

@@ -11,15 +11,18 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.cut_at_every_mark import cut_at_every_mark
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.passes.label import Labels, find_marks, label
-from jaxpp_flax.engine.passes.partition import Partition, partition
-from jaxpp_flax.engine.pipeline import Built, build, cut_at_every_mark
+from jaxpp_flax.engine.passes.label import Labels, label
+from jaxpp_flax.engine.passes.loop_tasks import Partition
+from jaxpp_flax.engine.passes.partition import partition
+from jaxpp_flax.engine.pipeline import Built, build
 from jaxpp_flax.engine.program.program import Program, ProgramTask
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
+from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
-from jaxpp_flax.engine.tracing.treduce import treduce, treduce_p
+from jaxpp_flax.engine.tracing.treduce import Op, treduce, treduce_p
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.schedules.task import TaskKind
 from tests.helpers import DIM, tree_allclose
@@ -76,26 +79,28 @@ def loop_of(step: Callable[..., Any], *args: Any) -> tuple[Graph, dict[str, Any]
     return loop.params["body"], dict(loop.params)
 
 
+def opened(
+    graph: Graph, num_consts: int, num_carry: int = 0, operations: Sequence[Op] = (), length: int = 4
+) -> LoopBody:
+    """A loop body whose inputs are constants, the microbatch's index and a carry."""
+    return LoopBody.of(graph, num_consts=num_consts, num_carry=num_carry, operations=operations, length=length)
+
+
+def indexless(graph: Graph, operations: Sequence[Op]) -> LoopBody:
+    """The same of a function that reads no index."""
+    index = Value(jax.core.ShapedArray((), np.dtype("int32")))
+    return opened(Graph((*graph.inputs, index), graph.outputs, graph.equations), len(graph.inputs), 0, operations)
+
+
 def labelled(body: Graph, params: dict[str, Any], cuts: Sequence[int] | None = None) -> Labels:
     """Inline and label a loop's body; by default every mark cuts."""
-    body = inline(body)
-    markers, marks = find_marks(body)
-    return label(body, params["num_consts"], params["num_carry"], markers, range(len(marks)) if cuts is None else cuts)
+    loop = LoopBody.of(inline(body), **params)
+    return label(loop, range(len(loop.marks)) if cuts is None else cuts)
 
 
-def parted(
-    labels: Labels, params: dict[str, Any], *, fuse_last: bool = False, split_backward: bool = False
-) -> Partition:
+def parted(labels: Labels, *, fuse_last: bool = False, split_backward: bool = False) -> Partition:
     """Cut a labelled body into tasks."""
-    return partition(
-        labels,
-        params["num_consts"],
-        params["num_carry"],
-        params["operations"],
-        params["length"],
-        fuse_last=fuse_last,
-        split_backward=split_backward,
-    )
+    return partition(labels, fuse_last=fuse_last, split_backward=split_backward)
 
 
 def partition_of(step: Callable[..., Any], *args: Any, **options: Any) -> Partition:
@@ -103,7 +108,7 @@ def partition_of(step: Callable[..., Any], *args: Any, **options: Any) -> Partit
     body, params = loop_of(step, *args)
     labels = labelled(body, params)
     labels.verify()
-    part = parted(labels, params, **options)
+    part = parted(labels, **options)
     part.verify()
     return part
 

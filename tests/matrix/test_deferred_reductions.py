@@ -28,6 +28,7 @@ from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, treduce
 from jaxpp_flax.schedules import Schedule, Std1F1B
 from jaxpp_flax.trainers.step.forward_only import ForwardOnly
+from tests.engine.toys import indexless
 from tests.helpers import tree_allclose
 from tests.matrix.operations import (
     DTYPES,
@@ -172,7 +173,7 @@ def test_what_is_deferred_past():
     graph, consts = from_jaxpr(jax.make_jaxpr(lambda b: list(results_of(rows, fixed, b).values()))(example))
     graph = inline(graph, flatten=True)
     known = dict.fromkeys(graph.inputs[len(consts) :], (0, "data"))
-    deferred = defer_reductions(graph, 0, [Add] * len(rows), known, lambda axes: SHARDS)
+    deferred = defer_reductions(indexless(graph, [Add] * len(rows)), known, lambda axes: SHARDS)
     assert {name for (name, _), axes in zip(rows, deferred.axes, strict=True) if axes is not None} == DEFERRED
 
 

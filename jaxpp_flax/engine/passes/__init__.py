@@ -1,0 +1,114 @@
+"""The passes of the compiler in order, from the graph of a traced step to its program.
+
+Each is a pure function from one frozen structure to the next, in the file of its name (`inline` is in `tracing/`).
+`runner.py` walks the tuple.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jaxpp_flax.engine.passes.choose_cuts import choose_cuts
+from jaxpp_flax.engine.passes.defer_reductions import defer_in_loops
+from jaxpp_flax.engine.passes.drop_unused import drop_unused_results
+from jaxpp_flax.engine.passes.label import label_loop
+from jaxpp_flax.engine.passes.liveness import allocate
+from jaxpp_flax.engine.passes.lower_loops import lower_loops
+from jaxpp_flax.engine.passes.open_loops import open_loops
+from jaxpp_flax.engine.passes.partition import partition_loop
+from jaxpp_flax.engine.passes.place import place
+from jaxpp_flax.engine.passes.refuse import refuse
+from jaxpp_flax.engine.passes.runner import Pass
+from jaxpp_flax.engine.passes.schedule import unroll
+from jaxpp_flax.engine.passes.split_conditions import split_conditions
+from jaxpp_flax.engine.passes.updated_arguments import find_relatives
+from jaxpp_flax.engine.tracing.inline import inline
+
+__all__ = ["PASSES"]
+
+PASSES: tuple[Pass, ...] = (
+    Pass(
+        "inline",
+        lambda graph, _: inline(graph, flatten=True),
+        requires="a traced step, on the submesh of one rank",
+        ensures="every loop stands at the top; plain calls are gone",
+    ),
+    Pass(
+        "drop_unused",
+        lambda graph, _: drop_unused_results(graph),
+        requires="loops at the top",
+        ensures="every result of a loop is read; work for others is gone",
+    ),
+    Pass(
+        "split_conditions",
+        lambda graph, _: split_conditions(graph),
+        requires="conditions at the top",
+        ensures="no condition holds arrays that it could leave to another one",
+    ),
+    Pass(
+        "refuse",
+        lambda graph, _: refuse(graph),
+        requires="calls inlined",
+        ensures="no partial sums among the types, no ordered side effects",
+    ),
+    Pass(
+        "open_loops",
+        lambda graph, settings: open_loops(graph, settings.num_ranks),
+        requires="loops at the top",
+        ensures="each loop has a schedule for the mesh, and a body with every mark at the top",
+    ),
+    Pass(
+        "defer_reductions",
+        lambda step, settings: defer_in_loops(step, settings.specs, settings.shards),
+        requires="opened loops",
+        ensures="sums over sharded examples are partial sums, where they may wait for the end of the loop",
+    ),
+    Pass(
+        "choose_cuts",
+        lambda step, settings: step.each(lambda loop: choose_cuts(loop, settings.choose_cuts)),
+        requires="bodies in their last form",
+        ensures="one cutting mark fewer than the schedule has stages",
+    ),
+    Pass(
+        "label",
+        lambda step, _: step.each(label_loop),
+        requires="chosen cuts",
+        ensures="every equation has a phase no earlier than its operands: S forward, S backward; or every task has it",
+    ),
+    Pass(
+        "partition",
+        lambda step, _: step.each(partition_loop),
+        requires="labels",
+        ensures="tasks, accumulators and carries; each labelled equation stands in one task",
+    ),
+    Pass(
+        "lower_loops",
+        lambda step, _: lower_loops(step),
+        requires="loops cut into tasks",
+        ensures="loops stand among the step's equations, sums of their partial results behind them",
+    ),
+    Pass(
+        "updated_arguments",
+        lambda step, _: replace(step, nodes=tuple(find_relatives(step.nodes, step.inputs))),
+        requires="lowered loops",
+        ensures="each accumulator knows the argument that it updates, and so its sharding",
+    ),
+    Pass(
+        "place",
+        lambda step, settings: place(step, settings.audience),
+        requires="lowered loops",
+        ensures="every equation runs on the ranks that read its results; moves bring the rest",
+    ),
+    Pass(
+        "schedule",
+        lambda placed, settings: unroll(placed, settings.num_ranks),
+        requires="a step on ranks",
+        ensures="instructions in the schedule's order; each slot is written once",
+    ),
+    Pass(
+        "liveness",
+        lambda program, settings: allocate(program, settings.donated, keep_received=settings.audience is not None),
+        requires="each slot written once",
+        ensures="values are donated or freed at their last use, and slots are used again",
+    ),
+)

@@ -16,15 +16,19 @@ never what it computes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from jax.extend import core as jex_core
 
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, VerificationError
-from jaxpp_flax.engine.tracing.markers import FORWARD, Mark, marker_p
+from jaxpp_flax.engine.passes.open_loops import OpenLoop
+from jaxpp_flax.engine.tracing.dataflow import use_counts
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, VerificationError
+from jaxpp_flax.engine.tracing.loop_body import LoopBody
+from jaxpp_flax.engine.tracing.markers import FORWARD, marker_p
 
-__all__ = ["Labels", "find_marks", "label"]
+__all__ = ["LabelledLoop", "Labels", "label", "label_loop"]
 
 _UNANCHORED = -1
 
@@ -40,12 +44,12 @@ _COSTLY = frozenset(
 _TINY = 64  # elements: below this even a costly primitive costs less than a transfer
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Labels:
     """The result of labelling: a phase for each equation; free equations and markers have none."""
 
     num_stages: int
-    body: Graph
+    body: LoopBody
     phase: dict[Equation, int]
     free: frozenset[Equation]
     alias: dict[Value, Atom]
@@ -56,6 +60,12 @@ class Labels:
         while isinstance(atom, Value) and atom in self.alias:
             atom = self.alias[atom]
         return atom
+
+    @cached_property
+    def users(self) -> dict[Value, int]:
+        """How often each value is read behind the markers, as an output too."""
+        equations = [e for e in self.body.equations if e.primitive is not marker_p]
+        return use_counts(equations, self.body.outputs, self.resolve)
 
     def verify(self) -> None:
         """Check that no equation runs in an earlier phase than what it reads."""
@@ -71,17 +81,37 @@ class Labels:
                 if isinstance(atom, Value) and made.get(atom, 0) > self.phase.get(equation, 2 * self.num_stages):
                     raise VerificationError(f"{equation.name} at {equation.where} runs before its operand is made")
 
+    def as_text(self) -> str:
+        """The body, each equation with its phase; `free` ones run in every task that needs them."""
+        marks = {e: "mark" for e in self.body.equations if e.primitive is marker_p}
+        return self.body.graph.as_text({**dict.fromkeys(self.free, "free"), **self.phase, **marks})
 
-def find_marks(body: Graph) -> tuple[list[Equation], list[Mark]]:
-    """The forward markers of an inlined body in program order, and what an assignment sees of them."""
-    markers = [e for e in body.equations if e.primitive is marker_p and e.params["direction"] == FORWARD]
-    return markers, [Mark(e.params["name"], e.params["closes_block"], e.where) for e in markers]
+
+@dataclass(frozen=True, eq=False)
+class LabelledLoop:
+    """A loop of the step with the labels of its body."""
+
+    loop: OpenLoop
+    labels: Labels
+
+    def verify(self) -> None:
+        """See `Labels.verify`."""
+        self.labels.verify()
+
+    def as_text(self) -> str:
+        """See `Labels.as_text`."""
+        return self.labels.as_text()
 
 
-def _match_backward(body: Graph, markers: Sequence[Equation], cutting: Sequence[int]) -> dict[Equation, int]:
+def label_loop(loop: OpenLoop) -> LabelledLoop:
+    """Label the body of a loop whose cuts are chosen."""
+    return LabelledLoop(loop, label(loop.body, loop.cuts))
+
+
+def _match_backward(body: LoopBody, cutting: Sequence[int]) -> dict[Equation, int]:
     """Which cut each backward marker belongs to: by identifier, and by order where a cached jit repeats one."""
     remaining: dict[int, list[int]] = {}
-    for index, marker in enumerate(markers):
+    for index, marker in enumerate(body.markers):
         remaining.setdefault(marker.params["identifier"], []).append(index)
     position = {index: k for k, index in enumerate(cutting)}
     matched: dict[Equation, int] = {}
@@ -119,113 +149,136 @@ def _cheap_jaxpr(jaxpr: Any, memo: dict[int, bool], tiny: bool = False) -> bool:
     return memo[key]
 
 
-def _find_free(body: Graph, num_consts: int, num_carry: int) -> tuple[frozenset[Equation], frozenset[int]]:
+def _find_free(body: LoopBody) -> tuple[frozenset[Equation], frozenset[int]]:
     """Equations that each task may compute for itself, and the carry leaves that are mere counters.
 
     A counter is a leaf of the carry whose next value is free: every stage keeps its own copy and none is transferred.
     """
     memo: dict[int, bool] = {}
     cheap = {e for e in body.equations if e.primitive is not marker_p and _is_cheap(e, memo)}
-    carry_in = body.inputs[num_consts + 1 :]
-    counters = set(range(num_carry))
+    counters = set(range(len(body.carry)))
     while True:
-        available: set[Value] = set(body.inputs[: num_consts + 1]) | {carry_in[j] for j in counters}
+        available: set[Value] = {*body.constants, body.index, *(body.carry[j] for j in counters)}
         free: set[Equation] = set()
         for equation in body.equations:
             if equation in cheap and all(a in available for a in equation.inputs if isinstance(a, Value)):
                 free.add(equation)
                 available.update(equation.outputs)
-        kept = {j for j in counters if not isinstance(body.outputs[j], Value) or body.outputs[j] in available}
+        kept = {j for j in counters if not isinstance(body.next_carry[j], Value) or body.next_carry[j] in available}
         if kept == counters:
             return frozenset(free), frozenset(counters)
         counters = kept
 
 
-def label(body: Graph, num_consts: int, num_carry: int, markers: Sequence[Equation], cutting: Sequence[int]) -> Labels:
+def label(body: LoopBody, cutting: Sequence[int]) -> Labels:
     """Assign a phase to every equation of an inlined body.
 
     Args:
-      body: the loop's body; inputs are the constants, the microbatch index, the carry.
-      num_consts: number of constants among the inputs.
-      num_carry: number of carry leaves; the first outputs are their next values.
-      markers: the forward markers in program order.
-      cutting: the indices of those that cut; one fewer than there are stages.
+      body: the loop's body.
+      cutting: the indices of the marks that cut; one fewer than there are stages.
     """
-    stages = len(cutting) + 1
-    cut_of = {markers[index]: k for k, index in enumerate(cutting)}
-    backward = _match_backward(body, markers, cutting)
-    producer = {v: e for e in body.equations for v in e.outputs}
-    free, counters = _find_free(body, num_consts, num_carry)
-
-    phase: dict[Equation, int] = {}
+    cut_of = {body.markers[index]: k for k, index in enumerate(cutting)}
+    free, counters = _find_free(body)
     alias: dict[Value, Atom] = {}
     for equation in body.equations:
         if equation.primitive is marker_p:
             alias.update(zip(equation.outputs, equation.inputs, strict=True))
+    labeller = _Labeller(body, cut_of, _match_backward(body, cutting), free)
+    labeller.own_by_marker()
+    labeller.follow_operands()
+    labeller.run_late()
+    return Labels(len(cutting) + 1, body, labeller.phase, free, alias, counters)
 
-    # 1. The first cutting marker that needs an equation owns it.
-    for k, index in enumerate(cutting):
-        stack: list[Atom] = list(markers[index].inputs)
-        seen: set[Equation] = set()
-        while stack:
-            atom = stack.pop()
-            equation = producer.get(atom) if isinstance(atom, Value) else None
-            if equation is None or equation in phase or equation in free or equation in seen:
+
+@dataclass(frozen=True, eq=False)
+class _Labeller:
+    """The three sweeps over a body; `cut_of` and `backward` give the cut of each forward and backward marker."""
+
+    body: LoopBody
+    cut_of: dict[Equation, int]
+    backward: dict[Equation, int]
+    free: frozenset[Equation]
+    phase: dict[Equation, int] = field(default_factory=dict)
+
+    @property
+    def stages(self) -> int:
+        return len(self.cut_of) + 1
+
+    def own_by_marker(self) -> None:
+        """The first cutting marker that needs an equation owns it."""
+        producer, phase = self.body.producer, self.phase
+        for marker, k in self.cut_of.items():
+            stack: list[Atom] = list(marker.inputs)
+            seen: set[Equation] = set()
+            while stack:
+                atom = stack.pop()
+                equation = producer.get(atom) if isinstance(atom, Value) else None
+                if equation is None or equation in phase or equation in self.free or equation in seen:
+                    continue
+                seen.add(equation)
+                if equation in self.cut_of:
+                    continue  # an earlier cut: what lies before it is labelled already
+                if equation.primitive is not marker_p:
+                    phase[equation] = k
+                stack.extend(equation.inputs)
+
+    def follow_operands(self) -> None:
+        """The rest follows its operands, in program order."""
+        stages, phase = self.stages, self.phase
+        at: dict[Value, int] = {}
+        for equation in self.body.equations:
+            phases = [at.get(a, _UNANCHORED) for a in equation.inputs if isinstance(a, Value)]
+            base = max(phases, default=_UNANCHORED)
+            if equation.primitive is marker_p:
+                if equation in self.cut_of:
+                    base = max(base, self.cut_of[equation] + 1)
+                elif equation in self.backward:
+                    base = max(base, 2 * stages - 1 - self.backward[equation])
+            elif equation in phase:
+                base = phase[equation]
+            elif equation in self.free:
+                base = _UNANCHORED
+            else:
+                if equation.transposed and base != _UNANCHORED:
+                    base = _backward_phase(equation, at, base, stages)
+                phase[equation] = base
+            at.update(dict.fromkeys(equation.outputs, base))
+
+    def run_late(self) -> None:
+        """Recomputed and unanchored equations run where they are first needed, in reverse program order."""
+        phase, needed = self.phase, self._needed_as_results()
+        for equation in reversed(self.body.equations):
+            users = [needed[v] for v in equation.outputs if v in needed]
+            if equation.primitive is marker_p:
+                self._bound_marked(equation, needed)
                 continue
-            seen.add(equation)
-            if equation in cut_of:
-                continue  # an earlier cut: what lies before it is labelled already
-            if equation.primitive is not marker_p:
-                phase[equation] = k
-            stack.extend(equation.inputs)
+            if equation in self.free:
+                continue
+            if equation.late or phase[equation] == _UNANCHORED:
+                phase[equation] = max(phase[equation], min(users, default=max(phase[equation], 0)))
+            for atom in equation.inputs:
+                if isinstance(atom, Value):
+                    needed[atom] = min(needed.get(atom, phase[equation]), phase[equation])
 
-    # 2. The rest follows its operands, in program order.
-    at: dict[Value, int] = {}
-    for equation in body.equations:
-        phases = [at.get(a, _UNANCHORED) for a in equation.inputs if isinstance(a, Value)]
-        base = max(phases, default=_UNANCHORED)
-        if equation.primitive is marker_p:
-            if equation in cut_of:
-                base = max(base, cut_of[equation] + 1)
-            elif equation in backward:
-                base = max(base, 2 * stages - 1 - backward[equation])
-        elif equation in phase:
-            base = phase[equation]
-        elif equation in free:
-            base = _UNANCHORED
-        else:
-            if equation.transposed and base != _UNANCHORED:
-                base = _backward_phase(equation, at, base, stages)
-            phase[equation] = base
-        at.update(dict.fromkeys(equation.outputs, base))
+    def _needed_as_results(self) -> dict[Value, int]:
+        """The phase in which each result of a microbatch is needed, at the latest."""
+        needed: dict[Value, int] = {}
+        for atom in self.body.results:
+            if isinstance(atom, Value) and atom in self.body.producer:
+                last = self.stages if self.body.producer[atom].transposed else self.stages - 1
+                needed[atom] = min(needed.get(atom, last), last)
+        return needed
 
-    # 3. Recomputed and unanchored equations run where they are first needed, in reverse program order.
-    needed: dict[Value, int] = {}
-    for position, atom in enumerate(body.outputs):
-        if isinstance(atom, Value) and atom in producer and position >= num_carry:
-            last = stages if producer[atom].transposed else stages - 1
-            needed[atom] = min(needed.get(atom, last), last)
-    for equation in reversed(body.equations):
-        users = [needed[v] for v in equation.outputs if v in needed]
-        if equation.primitive is marker_p:
-            # A marker's users lie behind it; what it marks is needed one phase before, at the latest.
-            for out, operand in zip(equation.outputs, equation.inputs, strict=True):
-                bound = needed.get(out, 2 * stages - 1)
-                if equation in backward:
-                    bound = min(bound, 2 * stages - 2 - backward[equation])
-                elif equation in cut_of:
-                    bound = min(bound, cut_of[equation])
-                if isinstance(operand, Value):
-                    needed[operand] = min(needed.get(operand, bound), bound)
-            continue
-        if equation in free:
-            continue
-        if equation.late or phase[equation] == _UNANCHORED:
-            phase[equation] = max(phase[equation], min(users, default=max(phase[equation], 0)))
-        for atom in equation.inputs:
-            if isinstance(atom, Value):
-                needed[atom] = min(needed.get(atom, phase[equation]), phase[equation])
-    return Labels(stages, body, phase, free, alias, counters)
+    def _bound_marked(self, marker: Equation, needed: dict[Value, int]) -> None:
+        """A marker's users lie behind it; what it marks is needed one phase before, at the latest."""
+        for out, operand in zip(marker.outputs, marker.inputs, strict=True):
+            bound = needed.get(out, 2 * self.stages - 1)
+            if marker in self.backward:
+                bound = min(bound, 2 * self.stages - 2 - self.backward[marker])
+            elif marker in self.cut_of:
+                bound = min(bound, self.cut_of[marker])
+            if isinstance(operand, Value):
+                needed[operand] = min(needed.get(operand, bound), bound)
 
 
 def _backward_phase(equation: Equation, at: dict[Value, int], base: int, stages: int) -> int:

@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 import jax.numpy as jnp
 
 from jaxpp_flax.engine.analyses.result_ranks import Audience
-from jaxpp_flax.engine.passes.partition import Partition
+from jaxpp_flax.engine.passes.lower_loops import Lowered
+from jaxpp_flax.engine.passes.placed import Loop, Move, Placed, Segment
 from jaxpp_flax.engine.passes.split_conditions import is_condition, select_between_branches
 from jaxpp_flax.engine.tracing.hints import as_copy, is_mixing_by_design, place_with_p
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, VerificationError
-from jaxpp_flax.schedules.schedule import Schedule
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value
 
-__all__ = ["Loop", "Move", "Placed", "PlacementWarning", "Segment", "place"]
+__all__ = ["PlacementWarning", "place"]
 
 _SMALL_BYTES = 1024  # what is cheaper to copy to every rank than to worry about
 _SEARCH_DEPTH = 12  # equations between a parameter and its updated value, at most
@@ -35,135 +34,15 @@ class PlacementWarning(UserWarning):
     """Work outside the loop mixes large values of several ranks."""
 
 
-@dataclass(frozen=True, eq=False)
-class Loop:
-    """A pipelined loop among the outer equations: outer atoms in, outer values out.
-
-    `leading` gives the mesh axes over which the first dimension of an accumulator is sharded (see `defer`), or None;
-    `like` the position of the step's argument that an accumulator updates, or None.
-    """
-
-    partition: Partition
-    schedule: Schedule
-    length: int
-    operands: tuple[Atom, ...]
-    carry_init: tuple[Atom, ...]
-    carry_results: tuple[Value, ...]
-    accumulator_results: tuple[Value, ...]
-    leading: tuple[Any, ...]
-    like: tuple[int | None, ...] = ()
-
-    def rank_of_task(self, task: int) -> int:
-        """The rank that runs a task."""
-        return self.schedule.rank_of(self.partition.tasks[task].stage)
-
-    def inputs(self) -> Iterable[tuple[Atom, set[int]]]:
-        """Each outer operand with the ranks that read it."""
-        readers: dict[Value, set[int]] = {}
-        for index, task in enumerate(self.partition.tasks):
-            for value in task.graph.inputs:
-                readers.setdefault(value, set()).add(self.rank_of_task(index))
-        for atom, value in zip(self.operands, self.partition.operands, strict=True):
-            yield atom, readers.get(value, set())
-        for leaf, atom in enumerate(self.carry_init):
-            owners = {self.rank_of_task(c.task) for c in self.partition.carries if c.leaf == leaf}
-            states = {c.state for c in self.partition.carries if c.leaf == leaf}
-            yield atom, owners.union(*(readers.get(s, set()) for s in states))
-
-    def homes(self) -> dict[Value, frozenset[int]]:
-        """The ranks on which each outer result is made."""
-        homes = {
-            value: frozenset({self.rank_of_task(a.task)})
-            for value, a in zip(self.accumulator_results, self.partition.accumulators, strict=True)
-        }
-        for leaf, value in enumerate(self.carry_results):
-            homes[value] = frozenset(self.rank_of_task(c.task) for c in self.partition.carries if c.leaf == leaf)
-        return homes
-
-
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """Outer equations that one rank runs without waiting for another."""
-
-    rank: int
-    graph: Graph
-
-
-@dataclass(frozen=True, eq=False)
-class Move:
-    """A value copied from one rank to another."""
-
-    value: Value
-    source: int
-    target: int
-
-
-@dataclass(frozen=True)
-class Placed:
-    """The step in order; `arguments` and `results` give the ranks of each input and output.
-
-    `for_all` marks the results that every process gets.
-    """
-
-    steps: tuple[Segment | Move | Loop, ...]
-    inputs: tuple[Value, ...]
-    outputs: tuple[Atom, ...]
-    arguments: tuple[frozenset[int], ...]
-    results: tuple[frozenset[int], ...]
-    for_all: tuple[bool, ...] = ()
-
-    def verify(self) -> None:
-        """Check that every rank has what it reads, when it reads it."""
-        have = {(v, r) for v, ranks in zip(self.inputs, self.arguments, strict=True) for r in ranks}
-        for step in self.steps:
-            if isinstance(step, Move):
-                if (step.value, step.source) not in have:
-                    raise VerificationError(f"a move takes a value that rank {step.source} does not have")
-                have.add((step.value, step.target))
-            elif isinstance(step, Segment):
-                step.graph.verify()
-                if any((v, step.rank) not in have for v in step.graph.inputs):
-                    raise VerificationError(f"a segment of rank {step.rank} reads what the rank does not have")
-                have.update((v, step.rank) for v in step.graph.outputs if isinstance(v, Value))
-            else:
-                for atom, ranks in step.inputs():
-                    if isinstance(atom, Value) and any((atom, r) not in have for r in ranks):
-                        raise VerificationError("a loop reads an operand that a rank does not have")
-                have.update((v, r) for v, ranks in step.homes().items() for r in ranks)
-        for atom, ranks in zip(self.outputs, self.results, strict=True):
-            if isinstance(atom, Value) and any((atom, r) not in have for r in ranks):
-                raise VerificationError("a result is missing on a rank")
-
-    def as_text(self) -> str:
-        """The steps in order."""
-        lines: list[str] = []
-        for step in self.steps:
-            if isinstance(step, Move):
-                lines.append(f"move {step.value.aval.str_short()} from rank {step.source} to rank {step.target}")
-            elif isinstance(step, Segment):
-                lines.append(f"rank {step.rank}:\n{step.graph.as_text()}")
-            else:
-                lines.append(f"loop over {step.length} microbatches: {type(step.schedule).__name__}")
-        return "\n".join(lines)
-
-
-def place(
-    nodes: Sequence[Equation | Loop],
-    inputs: tuple[Value, ...],
-    outputs: tuple[Atom, ...],
-    sums: frozenset[Equation],
-    audience: Audience | None = None,
-) -> Placed:
+def place(step: Lowered, audience: Audience | None = None) -> Placed:
     """Decide where each outer equation runs.
 
     Args:
-      nodes: the step's equations and loops, in program order.
-      inputs: the step's arguments.
-      outputs: the step's results.
-      sums: the equations that add up the stages' partial sums; these mix ranks by design.
+      step: the step's equations and loops.
       audience: with several processes: which of them own each rank, and which results all of them get.
     """
-    placer = _Placer(nodes, inputs, outputs, sums)
+    outputs = step.outputs
+    placer = _Placer(step)
     placer.locate()
     # Where a result updates an argument that several ranks hold, all of them get the new value.
     placer.demand([frozenset()] * len(outputs))
@@ -178,22 +57,12 @@ def place(
     return replace(placer.emit(), for_all=tuple(for_all))
 
 
-def _outputs(node: Equation | Loop) -> list[Value]:
-    return list(node.outputs) if isinstance(node, Equation) else [*node.carry_results, *node.accumulator_results]
-
-
 class _Placer:
-    def __init__(
-        self,
-        nodes: Sequence[Equation | Loop],
-        inputs: tuple[Value, ...],
-        outputs: tuple[Atom, ...],
-        sums: frozenset[Equation],
-    ) -> None:
-        self.nodes, self.inputs, self.outputs, self.sums = nodes, inputs, outputs, sums
-        self.results = {a for a in outputs if isinstance(a, Value)}
-        self.producer = {v: node for node in nodes for v in _outputs(node)}
-        self.loops = [node for node in nodes if isinstance(node, Loop)]
+    def __init__(self, step: Lowered) -> None:
+        self.nodes, self.inputs, self.outputs, self.sums = step.nodes, step.inputs, step.outputs, step.sums
+        self.results = {a for a in self.outputs if isinstance(a, Value)}
+        self.producer = {v: node for node in self.nodes for v in node.outputs}
+        self.loops = [node for node in self.nodes if isinstance(node, Loop)]
         # Ranks where a value can be had without a transfer; None: anywhere (computed where it is read).
         self.location: dict[Value, frozenset[int] | None] = {}
         self.need: dict[Value, set[int]] = {}
@@ -221,7 +90,7 @@ class _Placer:
             self.location.update(dict.fromkeys(node.outputs, location))
             located.append(as_copy(node) if node.primitive is place_with_p else node)
         self.nodes = located
-        self.producer = {v: node for node in located for v in _outputs(node)}
+        self.producer = {v: node for node in located for v in node.outputs}
         self._warn()
 
     def _wanted_by_loops(self) -> dict[Value, set[int]]:
@@ -229,7 +98,7 @@ class _Placer:
         after_loop: set[Value] = set()
         for node in self.nodes:
             if isinstance(node, Loop) or any(a in after_loop for a in node.inputs):
-                after_loop.update(_outputs(node))
+                after_loop.update(node.outputs)
         wanted: dict[Value, set[int]] = {}
         for node in reversed(self.nodes):
             if isinstance(node, Loop):

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jaxpp_flax.engine.passes.place import Loop
+from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.tracing.ir import Equation, Value
 
 __all__ = ["find_relatives"]

@@ -141,8 +141,11 @@ class Graph:
             if isinstance(atom, Value) and atom not in defined:
                 raise VerificationError(f"output {position} of the graph is undefined")
 
-    def as_text(self) -> str:
-        """A readable listing, one line for each equation, with values numbered in order of definition."""
+    def as_text(self, notes: Mapping[Equation, Any] | None = None) -> str:
+        """A listing with one line for each equation, values numbered in order of definition.
+
+        `notes` may put a word in front of an equation.
+        """
         names: dict[Value, str] = {}
 
         def name(atom: Atom) -> str:
@@ -155,7 +158,8 @@ class Graph:
             operands = ", ".join(map(name, equation.inputs))
             results = ", ".join(f"{name(v)}:{v.aval.str_short()}" for v in equation.outputs)
             label = f" [{equation.params['name']}]" if isinstance(equation.params.get("name"), str) else ""
-            lines.append(f"  {results} = {equation.name}{label}({operands})")
+            note = f"{notes[equation]!s:>4}" if notes is not None else ""
+            lines.append(f"{note}  {results} = {equation.name}{label}({operands})")
         lines.append("outputs " + ", ".join(map(name, self.outputs)))
         return "\n".join(lines)
 

@@ -14,6 +14,7 @@ from jaxpp_flax.engine.analyses.scans import open_scan, scan_again
 from jaxpp_flax.engine.passes.defer_reductions import defer_reductions
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, from_jaxpr
 from jaxpp_flax.engine.tracing.treduce import AddOp
+from tests.engine.toys import indexless
 
 ROWS, DIM, LENGTH = 6, 3, 4
 RNG = np.random.default_rng(0)
@@ -97,10 +98,10 @@ def test_gradients_of_a_scan_wait_apart(uses: str):
 
     graph = graph_of(jax.grad(loss), (STACK, SHARED), X)
     known = {graph.inputs[2]: (0, "data")}
-    deferred = defer_reductions(graph, 0, [AddOp(), AddOp()], known, lambda axes: 2)
-    deferred.body.verify()
+    deferred = defer_reductions(indexless(graph, [AddOp(), AddOp()]), known, lambda axes: 2)
+    deferred.body.graph.verify()
     assert deferred.axes == ("data", "data")
-    parts = deferred.body.run(STACK, SHARED, X)
+    parts = deferred.body.graph.run(STACK, SHARED, X, 0)
     assert [p.shape for p in parts] == [(2, *STACK.shape), (2, *SHARED.shape)]
     for shard, half in enumerate((X[: ROWS // 2], X[ROWS // 2 :])):
         for part, wanted in zip(parts, jax.grad(loss)((STACK, SHARED), half), strict=True):
@@ -114,6 +115,7 @@ def test_a_gradient_that_is_used_in_the_scan_does_not_wait():
         return jax.lax.scan(lambda total, _: (total + x.T @ (x * total.sum()), None), jnp.zeros((DIM, DIM)), None, 3)[0]
 
     graph = graph_of(fun, X)
-    deferred = defer_reductions(graph, 0, [AddOp()], {graph.inputs[0]: (0, "data")}, lambda axes: 2)
+    body = indexless(graph, [AddOp()])
+    deferred = defer_reductions(body, {graph.inputs[0]: (0, "data")}, lambda axes: 2)
     assert deferred.axes == (None,)
-    assert deferred.body is graph
+    assert deferred.body is body

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp_flax.engine.passes.label import Labels, find_marks, label
+from jaxpp_flax.engine.passes.label import Labels, label
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import VerificationError, from_jaxpr
 from jaxpp_flax.engine.tracing.markers import Mark, mark_stage_end
+from tests.engine.toys import opened
 from tests.helpers import DIM, ROWS
 
 X = np.ones((ROWS, DIM), np.float32)
@@ -25,9 +26,8 @@ def labels_of(fun: Callable[..., Any], *operands: Any, carry: Sequence[Any] = ()
     """Label `fun(*operands, index, *carry)`."""
     graph, consts = from_jaxpr(jax.make_jaxpr(fun)(*operands, np.int32(0), *carry))
     assert not consts
-    body = inline(graph)
-    markers, marks = find_marks(body)
-    labels = label(body, len(operands), len(carry), markers, range(len(marks)) if cuts is None else cuts)
+    body = opened(inline(graph), len(operands), len(carry))
+    labels = label(body, range(len(body.marks)) if cuts is None else cuts)
     labels.verify()
     return labels
 
@@ -60,10 +60,10 @@ def test_marks_that_do_not_cut_are_looked_through():
 
 def test_find_marks():
     graph, _ = from_jaxpr(jax.make_jaxpr(lambda x: mark_stage_end(mark_stage_end(x, "a") + 1, closes_block=True))(X))
-    markers, marks = find_marks(inline(graph))
-    assert [(m.name, m.closes_block) for m in marks] == [("a", False), (None, True)]
-    assert all(isinstance(m, Mark) and "test_label.py" in m.where for m in marks)
-    assert [m.params["name"] for m in markers] == ["a", None]
+    body = opened(inline(graph), 0)
+    assert [(m.name, m.closes_block) for m in body.marks] == [("a", False), (None, True)]
+    assert all(isinstance(m, Mark) and "test_label.py" in m.where for m in body.marks)
+    assert [m.params["name"] for m in body.markers] == ["a", None]
 
 
 def test_work_on_inputs_alone_is_free():

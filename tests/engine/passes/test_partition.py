@@ -14,14 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpp_flax.engine.passes.label import Labels, find_marks, label
-from jaxpp_flax.engine.passes.partition import CarryError, Partial, Partition, partition, verify_effects
+from jaxpp_flax.engine.passes.carries import CarryError
+from jaxpp_flax.engine.passes.label import Labels, label
+from jaxpp_flax.engine.passes.loop_tasks import Partial, Partition
+from jaxpp_flax.engine.passes.partition import partition, verify_effects
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, VerificationError, from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end, marker_p
 from jaxpp_flax.engine.tracing.treduce import Add, Last, treduce
 from jaxpp_flax.schedules.task import TaskKind
-from tests.engine.toys import chain, chain_loss, count, gradients, kinds, partition_of
+from tests.engine.toys import chain, chain_loss, count, gradients, kinds, opened, partition_of
 from tests.helpers import DIM, ROWS, batch_of
 
 F, B, I, W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT  # noqa: E741
@@ -316,17 +318,13 @@ def test_any_model(model: list[Layer], form: str, data: st.DataObject):
     frozen = data.draw(st.integers(0, len(model) - 1), "frozen")
     body, operands = body_of(model, frozen, data.draw(st.booleans(), "remat of the whole loss"))
     expected = body.run(*operands)
-    flat = inline(body)
-    markers, marks = find_marks(flat)
-    cuts = sorted(data.draw(st.sets(st.integers(0, len(marks) - 1)), "cuts")) if marks else []
-    labels = label(flat, len(operands) - 1, 0, markers, cuts)
+    flat = opened(inline(body), len(operands) - 1, operations=(Add,) * len(expected))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(flat.marks) - 1)), "cuts")) if flat.marks else []
+    labels = label(flat, cuts)
     labels.verify()
-    part = partition(
-        labels, len(operands) - 1, 0, (Add,) * len(expected), 4,
-        fuse_last=form == "fused", split_backward=form == "split",
-    )  # fmt: skip
+    part = partition(labels, fuse_last=form == "fused", split_backward=form == "split")
     part.verify()
-    verify_effects(flat, part, labels)
+    verify_effects(labels, part)
     check_each_equation_once(labels, part)
     assert part.num_stages == len(cuts) + 1
 

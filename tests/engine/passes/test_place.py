@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp_flax.engine.passes.place import Loop, Move, Placed, PlacementWarning, Segment
+from jaxpp_flax.engine.passes.place import PlacementWarning
+from jaxpp_flax.engine.passes.placed import Loop, Move, Placed, Segment
 from jaxpp_flax.engine.tracing.ir import Value, VerificationError
 from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import built, chain, chain_loss, gradients, sgd_step

@@ -1,0 +1,23 @@
+"""Which inputs of a loop body are data: sliced by the microbatch's index. The others are parameters."""
+
+from __future__ import annotations
+
+from jaxpp_flax.engine.tracing.ir import Value
+from jaxpp_flax.engine.tracing.loop_body import LoopBody
+
+__all__ = ["sliced_by_index"]
+
+
+def sliced_by_index(body: LoopBody) -> set[Value]:
+    """The inputs that a body slices by the microbatch's index."""
+    moving: set[Value] = {body.index}
+    found: set[Value] = set()
+    for equation in body.equations:
+        values = [a for a in equation.inputs if isinstance(a, Value)]
+        if moving.isdisjoint(values):
+            continue
+        if equation.name in ("dynamic_slice", "gather"):
+            found.update(v for v in values if v not in moving)
+        elif all(v.aval.ndim == 0 for v in values):
+            moving.update(equation.outputs)
+    return found

@@ -1,0 +1,233 @@
+"""Find gradients that are sums over the examples of a batch: linear in contractions over the batch dimension.
+
+What is linear, in which dtypes, stands in `linearity`. Scans over layers are looked into: the gradients that a scan
+stacks or adds up qualify by what its body does. So are shard_maps: a gradient that the body sums over the data axis
+last of all qualifies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, inside_scan
+from jaxpp_flax.engine.analyses.linearity import LINEAR, Operands, accumulates, summed_in
+from jaxpp_flax.engine.analyses.scans import Scan, open_scan
+from jaxpp_flax.engine.analyses.shard_maps import summed_in_shard_map
+from jaxpp_flax.engine.tracing.dataflow import producers, use_counts
+from jaxpp_flax.engine.tracing.inline import body_of
+from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value
+from jaxpp_flax.engine.tracing.markers import marker_p
+
+__all__ = ["Chain", "ChainFinder"]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The equations from the contractions over the batch to one gradient, in order.
+
+    `scanned` holds the results of scans and shard_maps that are partial sums themselves.
+    """
+
+    value: Value
+    equations: tuple[Equation, ...]
+    axes: Any
+    split: frozenset[Value]
+    scanned: frozenset[Value]
+
+
+@dataclass
+class _Found:
+    """What a search for a chain has collected."""
+
+    equations: list[Equation] = field(default_factory=list)
+    axes: set[Any] = field(default_factory=set)
+    split: set[Value] = field(default_factory=set)
+    scanned: set[Value] = field(default_factory=set)
+
+
+@dataclass
+class _OpenScan:
+    """A scan with what its body shows; `chains` are those that make up its results, by position."""
+
+    scan: Scan
+    finder: ChainFinder
+    chains: dict[int, tuple[Chain, ...] | None] = field(default_factory=dict)
+
+
+class ChainFinder:
+    """Finds chains in a graph, and looks into its scans and shard_maps on the way.
+
+    Args:
+      body: plain calls inlined.
+      dims: the batch dimensions of its values, see `propagate`.
+      size: number of shards over given mesh axes.
+    """
+
+    def __init__(self, body: Graph, dims: Mapping[Value, BatchDim], size: Callable[[Any], int]) -> None:
+        self.body, self.dims, self.size = body, dims, size
+        self.scans: dict[Equation, _OpenScan] = {}
+        self.mapped: dict[Equation, Graph] = {}  # bodies of shard_maps
+        self.producer = producers(body.equations)
+        self.order = {e: i for i, e in enumerate(body.equations)}
+        self.users = use_counts(body.equations, body.outputs)
+
+    def chain(self, value: Value) -> Chain | None:
+        """How a value is made of contractions over the batch, or None if it is not linear in such."""
+        found = _Found()
+        if self._visit(value, found) is None or len(found.axes) != 1:
+            return None
+        ordered = sorted(dict.fromkeys(found.equations), key=self.order.__getitem__)
+        return Chain(value, tuple(ordered), found.axes.pop(), frozenset(found.split), frozenset(found.scanned))
+
+    def _visit(self, value: Atom, found: _Found) -> Any:
+        """The dtype that holds the shards' parts of a sum over the batch; None if `value` is not the sum of parts.
+
+        Collects what lies between the contractions over the batch and the value.
+        """
+        equation = self.producer.get(value) if isinstance(value, Value) else None
+        if not isinstance(value, Value) or equation is None or self.users.get(value, 0) != 1 or value in self.dims:
+            return None
+        if equation.name == "shard_map":
+            axes = self.summed_by_shard_map(equation, equation.outputs.index(value))
+            found.axes.add(axes)
+            found.scanned.add(value)
+            return value.aval.dtype if axes is not None and accumulates(value.aval.dtype) else None
+        if equation.name == "scan":
+            chains = self.scan_chains(equation, equation.outputs.index(value))
+            found.axes.update(chain.axes for chain in chains or ())
+            found.scanned.add(value)
+            return value.aval.dtype if chains is not None else None
+        tagged = [a for a in equation.inputs if isinstance(a, Value) and a in self.dims]
+        if not tagged:
+            kept = self._passed_on(equation, found)
+        else:
+            kept = summed_in(equation)
+            if kept is None or not self._contracts_batch(equation, tagged):
+                return None
+            found.split.update(tagged)
+            found.axes.update(self.dims[a][1] for a in tagged)
+        found.equations.append(equation)
+        return kept
+
+    def _passed_on(self, equation: Equation, found: _Found) -> Any:
+        """The dtype that holds the parts behind an operation on sums over the batch, by the table of linear ones."""
+        rule = LINEAR.get(equation.primitive)
+        if rule is None:
+            return None
+        summands, others = equation.inputs[:1], equation.inputs[1:]
+        if rule.operands is Operands.EVERY:
+            summands, others = equation.inputs, ()
+        elif rule.operands is Operands.EITHER and self._depends(others[0]):
+            summands, others = others, summands
+        if any(self._depends(a) for a in others):
+            return None
+        if rule.operands is Operands.PADDED and not all(self._is_zero(a) for a in others):
+            return None
+        kept = [self._visit(a, found) for a in summands]
+        if any(dtype is None for dtype in kept):
+            return None
+        return rule.keeps(equation, kept[0])
+
+    def scan_chains(self, equation: Equation, position: int) -> tuple[Chain, ...] | None:
+        """How a scan's result is a sum over the batch: stacked by the scan, or added up from zero in its carry."""
+        if equation.effects:
+            return None
+        opened = self.scans.get(equation)
+        if opened is None:
+            scan = open_scan(equation)
+            at = {i: self.dims[a] for i, a in enumerate(equation.inputs) if isinstance(a, Value) and a in self.dims}
+            finder = ChainFinder(scan.body, inside_scan(scan, at, self.size), self.size)
+            opened = self.scans[equation] = _OpenScan(scan, finder)
+        if position not in opened.chains:
+            summands: list[Atom] = [opened.scan.body.outputs[position]]
+            if position < opened.scan.num_carry:
+                start = equation.inputs[opened.scan.num_consts + position]
+                summands = opened.finder.added_to(opened.scan.carry_in[position], summands[0])
+                summands = summands if self._is_zero(start) and accumulates(start.aval.dtype) else []
+            chains = [opened.finder.chain(s) if isinstance(s, Value) else None for s in summands]
+            found = tuple(chain for chain in chains if chain is not None)
+            opened.chains[position] = found if found and len(found) == len(chains) else None
+        return opened.chains[position]
+
+    def summed_by_shard_map(self, equation: Equation, position: int) -> Any:
+        """The axes of the batch over which a shard_map itself sums up one of its results, or None."""
+        axes = {self.dims[a][1] for a in equation.inputs if isinstance(a, Value) and a in self.dims}
+        if equation.effects or len(axes) != 1:
+            return None
+        if equation not in self.mapped:
+            self.mapped[equation] = body_of(equation)
+        (over,) = axes
+        return over if summed_in_shard_map(equation, self.mapped[equation], position, over) else None
+
+    def added_to(self, before: Value, after: Atom) -> list[Atom]:
+        """What the body adds to a carry in each step, if that is all that it does with it; or else nothing."""
+        summands: list[Atom] = []
+        while after is not before:
+            made = self.producer.get(after) if isinstance(after, Value) else None
+            if made is None or made.name not in ("add", "add_any") or self.users.get(after) != 1:  # type: ignore[arg-type]
+                return []
+            first, second = made.inputs
+            if not self._descends(first, before):
+                first, second = second, first
+            summands.append(second)
+            after = first
+        return summands if self.users.get(before) == 1 else []
+
+    def _descends(self, atom: Atom, from_value: Value) -> bool:
+        """Whether a sum has a value among its summands."""
+        while atom is not from_value:
+            made = self.producer.get(atom) if isinstance(atom, Value) else None
+            if made is None or made.name not in ("add", "add_any"):
+                return False
+            if self._descends(made.inputs[1], from_value):
+                return True
+            atom = made.inputs[0]
+        return True
+
+    def _depends(self, atom: Atom) -> bool:
+        """Whether an operand comes, through untagged values, from a contraction over the batch."""
+        stack, seen = [atom], set[Atom]()
+        while stack:
+            current = stack.pop()
+            if not isinstance(current, Value) or current in seen:
+                continue
+            seen.add(current)
+            if current in self.dims:
+                return True
+            equation = self.producer.get(current)
+            if equation is not None and equation.primitive is not marker_p:
+                stack.extend(equation.inputs)
+        return False
+
+    def _contracts_batch(self, equation: Equation, tagged: Sequence[Value]) -> bool:
+        if equation.name == "dot_general":
+            (lc, rc), _ = equation.params["dimension_numbers"]
+            left, right = equation.inputs
+            if left not in self.dims or right not in self.dims:
+                return False
+            a, b = self.dims[left][0], self.dims[right][0]  # type: ignore[index]
+            return a in lc and b in rc and tuple(lc).index(a) == tuple(rc).index(b)
+        if equation.name == "reduce_sum":
+            return self.dims[tagged[0]][0] in equation.params["axes"]
+        if equation.name in ("scatter-add", "scatter_add"):
+            operand, indices, updates = equation.inputs
+            numbers = equation.params["dimension_numbers"]
+            if operand in self.dims or indices not in self.dims or updates not in self.dims:
+                return False
+            if numbers.operand_batching_dims or numbers.scatter_indices_batching_dims or not self._is_zero(operand):
+                return False
+            at = self.dims[indices][0]  # type: ignore[index]
+            free = [d for d in range(updates.aval.ndim) if d not in numbers.update_window_dims]
+            return at < len(free) and free[at] == self.dims[updates][0]  # type: ignore[index]
+        return False
+
+    def _is_zero(self, atom: Atom) -> bool:
+        """Whether an operand is a broadcast literal zero: copies of it may be added without a trace."""
+        if isinstance(atom, Constant):
+            return not np.any(np.asarray(atom.value))
+        equation = self.producer.get(atom)
+        return equation is not None and equation.name == "broadcast_in_dim" and self._is_zero(equation.inputs[0])

@@ -1,0 +1,71 @@
+"""Accumulators: each task updates those of the results it makes, and a sum over stages is one partial sum for each."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp_flax.engine.passes.label import Labels
+from jaxpp_flax.engine.passes.task_drafts import Key, TaskDrafts
+from jaxpp_flax.engine.tracing.ir import Atom, Constant, Graph, Value, from_jaxpr, struct_of
+from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, MaxOp, Op
+
+__all__ = ["DraftAccumulator", "accumulate", "split_sums"]
+
+
+class DraftAccumulator(NamedTuple):
+    """An `Accumulator` whose task has no number yet."""
+
+    key: Key
+    state: Value
+    result: Value
+    init: Graph
+    ordered: bool
+
+
+def split_sums(labels: Labels, value: Value) -> Any:
+    """Take apart a sum over several stages: a nested pair of addends, or the value itself."""
+    equation = labels.body.producer.get(value)
+    if equation is None or equation.name not in ("add_any", "add") or equation not in labels.phase:
+        return value
+    operands = [labels.resolve(a) for a in equation.inputs]
+    alike = all(isinstance(a, Value) and a.aval.shape == value.aval.shape for a in operands)
+    if labels.users.get(value, 0) > 1 or not alike:
+        return value
+    phases = [_phase_of(labels, a) for a in operands]
+    if None in phases or phases[0] == phases[1]:
+        return value
+    return tuple(split_sums(labels, a) for a in operands if isinstance(a, Value))
+
+
+def _phase_of(labels: Labels, atom: Atom) -> int | None:
+    equation = labels.body.producer.get(atom) if isinstance(atom, Value) else None
+    return labels.phase.get(equation) if equation is not None else None
+
+
+def accumulate(drafts: TaskDrafts, atom: Atom, op: Op) -> DraftAccumulator:
+    """Append `op`'s update of an accumulator to the task that makes `atom`."""
+    key = drafts.home(atom)
+    aval = struct_of(atom.aval)
+    initial = jax.make_jaxpr(lambda: op.state(drafts.body.length, aval))()
+    init, consts = from_jaxpr(initial)
+    if consts:  # arrays captured by a user's operation become part of the program
+        init, _ = from_jaxpr(initial, [Constant(c, jax.typeof(c)) for c in consts])
+    state = Value(init.outputs[0].aval)
+    drafts.states.append(state)
+    update = jax.make_jaxpr(op.update)(struct_of(state.aval), aval, jax.ShapeDtypeStruct((), jnp.int32))
+    captured = [Constant(c, jax.typeof(c)) for c in getattr(update, "consts", ())]
+    graph, _ = from_jaxpr(update, [*captured, state, atom, drafts.body.index])
+    result = graph.outputs[0]
+    extra = drafts.extra.setdefault(key, [])
+    extra.extend(graph.equations)
+    if not isinstance(result, Value) or result not in {v for e in graph.equations for v in e.outputs}:
+        result = drafts.copy(key, result)  # the operation returns its operand as it is: give it a name of its own
+    drafts.returns.setdefault(key, []).append(result)
+    wanted = drafts.wanted.setdefault(key, [])
+    wanted.extend(a for e in graph.equations for a in e.inputs if isinstance(a, Value))
+    # A subclass may mean something else: it is an operation of the user's own.
+    ordered = type(op) not in (AddOp, MaxOp, Concat)
+    return DraftAccumulator(key, state, result, init, ordered)

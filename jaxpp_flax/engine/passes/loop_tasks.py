@@ -1,0 +1,99 @@
+"""A loop cut into tasks: what `partition` makes and the later passes read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxpp_flax.engine.tracing.ir import Graph, Value, VerificationError
+from jaxpp_flax.schedules.task import TaskKind
+
+__all__ = ["Accumulator", "Carry", "LoopTask", "Partial", "Partition"]
+
+
+@dataclass(frozen=True, eq=False)
+class LoopTask:
+    """The work of one stage and kind for one microbatch.
+
+    `fused` marks a last stage whose forward and backward run as one task (its kind is FORWARD).
+    """
+
+    stage: int
+    kind: TaskKind
+    graph: Graph
+    fused: bool = False
+
+    @property
+    def name(self) -> str:
+        """As in schedules: `fwd_2`, `bwd_2`, ..."""
+        prefix = {
+            TaskKind.FORWARD: "fwd",
+            TaskKind.BACKWARD: "bwd",
+            TaskKind.BACKWARD_INPUT: "bwd_i",
+            TaskKind.BACKWARD_WEIGHT: "bwd_w",
+        }[self.kind]
+        return f"{'fwd_bwd' if self.fused else prefix}_{self.stage}"
+
+
+@dataclass(frozen=True, eq=False)
+class Accumulator:
+    """One reduced result, or one stage's partial sum of it: `task` reads `state` and defines `result`.
+
+    `ordered` tells that the microbatches must come in order, as a reduction of the user's own may need it.
+    """
+
+    task: int
+    state: Value
+    result: Value
+    init: Graph
+    ordered: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Carry:
+    """One copy of a carry leaf, kept by the stage of `task`, which reads `state` and defines `result`."""
+
+    leaf: int
+    task: int
+    state: Value
+    result: Value
+
+
+@dataclass(frozen=True)
+class Partial:
+    """A sum of two results of the loop, taken after it: leaves are indices of accumulators."""
+
+    left: Partial | int
+    right: Partial | int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A loop cut into tasks; `results` names, for each output of the loop after the carry, where it comes from."""
+
+    num_stages: int
+    operands: tuple[Value, ...]
+    index: Value
+    tasks: tuple[LoopTask, ...]
+    accumulators: tuple[Accumulator, ...]
+    carries: tuple[Carry, ...]
+    results: tuple[Partial | int, ...]
+
+    def verify(self) -> None:
+        """Check each task, and that each edge is defined by one task, earlier in the order of phases."""
+        known = {*self.operands, self.index}
+        known.update(a.state for a in self.accumulators)
+        known.update(c.state for c in self.carries)
+        made: set[Value] = set()
+        for task in self.tasks:
+            task.graph.verify()
+            for value in task.graph.inputs:
+                if value not in known and value not in made:
+                    raise VerificationError(f"task {task.name} reads a value that no earlier task makes")
+            for atom in task.graph.outputs:
+                if not isinstance(atom, Value):
+                    raise VerificationError(f"task {task.name} returns a constant")
+                made.add(atom)
+
+    def as_text(self) -> str:
+        """The listing of every task."""
+        return "\n".join(f"task {t.name} (stage {t.stage})\n{t.graph.as_text()}" for t in self.tasks)

@@ -1,0 +1,157 @@
+"""Put each loop, cut into tasks, in the place of its equation, with the sums of its partial results behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from jaxpp_flax.engine.passes.loop_tasks import Partial, Partition
+from jaxpp_flax.engine.passes.open_loops import Opened, OpenLoop
+from jaxpp_flax.engine.passes.partition import PartedLoop
+from jaxpp_flax.engine.passes.placed import Loop
+from jaxpp_flax.engine.tracing.ir import (
+    Atom,
+    Constant,
+    Equation,
+    Graph,
+    Value,
+    VerificationError,
+    from_jaxpr,
+    struct_of,
+)
+
+__all__ = ["Lowered", "lower_loops"]
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """A step of equations and loops in program order; `sums` add up partial results and mix ranks by design."""
+
+    nodes: tuple[Equation | Loop, ...]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Atom, ...]
+    sums: frozenset[Equation]
+
+    def verify(self) -> None:
+        """Check that every value is defined once, before its first use."""
+        defined: set[Value] = set(self.inputs)
+        for number, node in enumerate(self.nodes):
+            reads = node.inputs if isinstance(node, Equation) else [atom for atom, _ in node.inputs()]
+            if any(isinstance(atom, Value) and atom not in defined for atom in reads):
+                raise VerificationError(f"node {number} of the step reads what no earlier one makes")
+            if not defined.isdisjoint(node.outputs):
+                raise VerificationError(f"node {number} of the step defines a value again")
+            defined.update(node.outputs)
+        if any(isinstance(atom, Value) and atom not in defined for atom in self.outputs):
+            raise VerificationError("an output of the step is undefined")
+
+    def as_text(self) -> str:
+        """The equations between the loops as graphs of their own, and a line for each loop and its accumulators."""
+        texts: list[str] = []
+        run: list[Equation] = []
+        for node in (*self.nodes, None):
+            if isinstance(node, Equation):
+                run.append(node)
+                continue
+            if run:
+                texts.append(_listing(run, node is None, self.outputs))
+                run = []
+            if node is not None:
+                like = [f"argument {at}" if at is not None else "nothing" for at in node.like]
+                texts.append(node.as_text() + (f"; its accumulators update {', '.join(like)}" if like else ""))
+        return "\n".join(texts)
+
+
+def _listing(equations: Sequence[Equation], last: bool, results: Sequence[Atom]) -> str:
+    made = [v for e in equations for v in e.outputs]
+    read = dict.fromkeys(a for e in equations for a in e.inputs if isinstance(a, Value) and a not in {*made})
+    return Graph(tuple(read), tuple(results if last else made), tuple(equations)).as_text()
+
+
+def lower_loops(step: Opened[PartedLoop]) -> Lowered:
+    """Replace each `treduce` by its loop."""
+    lowerings = {parted.loop.equation: _Lowering(parted.loop, parted.partition) for parted in step.loops}
+    nodes: list[Equation | Loop] = []
+    sums: set[Equation] = set()
+    for equation in step.graph.equations:
+        if equation not in lowerings:
+            nodes.append(equation)
+            continue
+        lowering = lowerings[equation]
+        loop = lowering.loop()
+        nodes += [*lowering.before, loop, *lowering.after]
+        sums.update(lowering.after)
+    return Lowered(tuple(nodes), step.graph.inputs, step.graph.outputs, frozenset(sums))
+
+
+@dataclass(frozen=True, eq=False)
+class _Lowering:
+    """What stands around one loop: `results` and `leading` are by the number of the accumulator."""
+
+    opened: OpenLoop
+    part: Partition
+    before: list[Equation] = field(default_factory=list)
+    after: list[Equation] = field(default_factory=list)
+    results: dict[int, Value] = field(default_factory=dict)
+    leading: dict[int, Any] = field(default_factory=dict)
+
+    def loop(self) -> Loop:
+        """The loop as a node; fills `before` and `after`."""
+        opened, part = self.opened, self.part
+        operands, carry_init = self._materialise(opened.constants), self._materialise(opened.carry_init)
+        for tree, axes, target in zip(part.results, opened.data_axes, opened.results, strict=True):
+            self._resolve(tree, axes, target)
+        numbers = range(len(part.accumulators))
+        return Loop(
+            partition=part,
+            schedule=opened.schedule,
+            length=opened.body.length,
+            operands=operands,
+            carry_init=carry_init,
+            carry_results=opened.carry_results,
+            accumulator_results=tuple(self.results[k] for k in numbers),
+            leading=tuple(self.leading.get(k) for k in numbers),
+            marks=opened.body.marks,
+            cuts=opened.cuts,
+        )
+
+    def _materialise(self, atoms: Sequence[Atom]) -> tuple[Value, ...]:
+        """Literal operands as values: tasks take arrays."""
+        found: list[Value] = []
+        for atom in atoms:
+            if not isinstance(atom, Value):
+                graph, _ = from_jaxpr(jax.make_jaxpr(jax.lax.copy_p.bind)(struct_of(atom.aval)))
+                (copy,) = graph.equations
+                self.before.append(replace(copy, inputs=(Constant(atom.value, atom.aval),)))
+                atom = copy.outputs[0]
+            found.append(atom)
+        return tuple(found)
+
+    def _resolve(self, tree: Partial | int, axes: Any, target: Value | None) -> Value:
+        """The value of a result, which is `target` where that is given."""
+        if isinstance(tree, int):
+            state = self.part.accumulators[tree].result
+            if axes is None:
+                self.results[tree] = target if target is not None else Value(state.aval)
+                return self.results[tree]
+            self.results[tree], self.leading[tree] = Value(state.aval), axes
+            self.after.append(_sum_shards(self.results[tree], target, self.opened.equation))
+            return self.after[-1].outputs[0]
+        left, right = self._resolve(tree.left, axes, None), self._resolve(tree.right, axes, None)
+        aval = struct_of(left.aval)
+        graph, _ = from_jaxpr(jax.make_jaxpr(jax.lax.add)(aval, aval), [left, right])
+        (add,) = graph.equations
+        outputs = (target or Value(add.outputs[0].aval),)
+        self.after.append(replace(add, outputs=outputs, source=self.opened.equation.source))
+        return outputs[0]
+
+
+def _sum_shards(partials: Value, target: Value | None, loop: Equation) -> Equation:
+    """The one reduction over the data axis: the sum of the shards' partial gradients."""
+    aval = struct_of(partials.aval)
+    graph, _ = from_jaxpr(jax.make_jaxpr(lambda x: jax.lax.reduce_sum(x, (0,)))(aval), [partials])
+    (total,) = graph.equations
+    return replace(total, outputs=(target or Value(total.outputs[0].aval),), source=loop.source)

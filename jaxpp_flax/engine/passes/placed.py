@@ -1,0 +1,138 @@
+"""A step on ranks: loops, segments of outer equations and moves, in order. What `place` makes and `schedule` reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpp_flax.engine.passes.loop_tasks import Partition
+from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, VerificationError
+from jaxpp_flax.engine.tracing.markers import Mark
+from jaxpp_flax.schedules.schedule import Schedule
+
+__all__ = ["Loop", "Move", "Placed", "Segment"]
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """A pipelined loop among the outer equations: outer atoms in, outer values out.
+
+    `leading` gives the mesh axes over which the first dimension of an accumulator is sharded (see `defer_reductions`),
+    or None; `like` the position of the step's argument that an accumulator updates, or None. `marks` are those of the
+    body, and `cuts` the indices of those that cut.
+    """
+
+    partition: Partition
+    schedule: Schedule
+    length: int
+    operands: tuple[Atom, ...]
+    carry_init: tuple[Atom, ...]
+    carry_results: tuple[Value, ...]
+    accumulator_results: tuple[Value, ...]
+    leading: tuple[Any, ...]
+    like: tuple[int | None, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    cuts: tuple[int, ...] = ()
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:
+        """Each outer result."""
+        return (*self.carry_results, *self.accumulator_results)
+
+    def rank_of_task(self, task: int) -> int:
+        """The rank that runs a task."""
+        return self.schedule.rank_of(self.partition.tasks[task].stage)
+
+    def inputs(self) -> Iterable[tuple[Atom, set[int]]]:
+        """Each outer operand with the ranks that read it."""
+        readers: dict[Value, set[int]] = {}
+        for index, task in enumerate(self.partition.tasks):
+            for value in task.graph.inputs:
+                readers.setdefault(value, set()).add(self.rank_of_task(index))
+        for atom, value in zip(self.operands, self.partition.operands, strict=True):
+            yield atom, readers.get(value, set())
+        for leaf, atom in enumerate(self.carry_init):
+            owners = {self.rank_of_task(c.task) for c in self.partition.carries if c.leaf == leaf}
+            states = {c.state for c in self.partition.carries if c.leaf == leaf}
+            yield atom, owners.union(*(readers.get(s, set()) for s in states))
+
+    def homes(self) -> dict[Value, frozenset[int]]:
+        """The ranks on which each outer result is made."""
+        homes = {
+            value: frozenset({self.rank_of_task(a.task)})
+            for value, a in zip(self.accumulator_results, self.partition.accumulators, strict=True)
+        }
+        for leaf, value in enumerate(self.carry_results):
+            homes[value] = frozenset(self.rank_of_task(c.task) for c in self.partition.carries if c.leaf == leaf)
+        return homes
+
+    def as_text(self) -> str:
+        """One line."""
+        return f"loop over {self.length} microbatches: {type(self.schedule).__name__}"
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Outer equations that one rank runs without waiting for another."""
+
+    rank: int
+    graph: Graph
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """A value copied from one rank to another."""
+
+    value: Value
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The step in order; `arguments` and `results` give the ranks of each input and output.
+
+    `for_all` marks the results that every process gets.
+    """
+
+    steps: tuple[Segment | Move | Loop, ...]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Atom, ...]
+    arguments: tuple[frozenset[int], ...]
+    results: tuple[frozenset[int], ...]
+    for_all: tuple[bool, ...] = ()
+
+    def verify(self) -> None:
+        """Check that every rank has what it reads, when it reads it."""
+        have = {(v, r) for v, ranks in zip(self.inputs, self.arguments, strict=True) for r in ranks}
+        for step in self.steps:
+            if isinstance(step, Move):
+                if (step.value, step.source) not in have:
+                    raise VerificationError(f"a move takes a value that rank {step.source} does not have")
+                have.add((step.value, step.target))
+            elif isinstance(step, Segment):
+                step.graph.verify()
+                if any((v, step.rank) not in have for v in step.graph.inputs):
+                    raise VerificationError(f"a segment of rank {step.rank} reads what the rank does not have")
+                have.update((v, step.rank) for v in step.graph.outputs if isinstance(v, Value))
+            else:
+                for atom, ranks in step.inputs():
+                    if isinstance(atom, Value) and any((atom, r) not in have for r in ranks):
+                        raise VerificationError("a loop reads an operand that a rank does not have")
+                have.update((v, r) for v, ranks in step.homes().items() for r in ranks)
+        for atom, ranks in zip(self.outputs, self.results, strict=True):
+            if isinstance(atom, Value) and any((atom, r) not in have for r in ranks):
+                raise VerificationError("a result is missing on a rank")
+
+    def as_text(self) -> str:
+        """The steps in order."""
+        lines: list[str] = []
+        for step in self.steps:
+            if isinstance(step, Move):
+                lines.append(f"move {step.value.aval.str_short()} from rank {step.source} to rank {step.target}")
+            elif isinstance(step, Segment):
+                lines.append(f"rank {step.rank}:\n{step.graph.as_text()}")
+            else:
+                lines.append(step.as_text())
+        return "\n".join(lines)

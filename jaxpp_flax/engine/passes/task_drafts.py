@@ -1,0 +1,86 @@
+"""The tasks of a loop while they are cut: which equations each holds, what it returns, what it computes beside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax
+
+from jaxpp_flax.engine.passes.label import Labels
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, from_jaxpr, struct_of
+from jaxpp_flax.engine.tracing.loop_body import LoopBody
+
+__all__ = ["Key", "TaskDrafts"]
+
+# A task before it has a number: its phase, and 1 for the weight gradient of a split backward, else 0.
+Key = tuple[int, int]
+
+
+@dataclass(frozen=True, eq=False)
+class TaskDrafts:
+    """What is known of each task so far; `partition` and its helpers fill the dicts.
+
+    Attributes:
+      labels: of the loop's body.
+      key_of: the task of each labelled equation.
+      equations: the labelled equations of each task, in program order.
+      extra: what a task computes beside these: updates of accumulators, copies.
+      returns: what a task returns beside the values that other tasks read.
+      wanted: the values that a task reads.
+      states: the accumulators as tasks read them.
+    """
+
+    labels: Labels
+    key_of: dict[Equation, Key]
+    equations: dict[Key, list[Equation]] = field(default_factory=dict)
+    extra: dict[Key, list[Equation]] = field(default_factory=dict)
+    returns: dict[Key, list[Value]] = field(default_factory=dict)
+    wanted: dict[Key, list[Value]] = field(default_factory=dict)
+    states: list[Value] = field(default_factory=list)
+
+    @property
+    def body(self) -> LoopBody:
+        """The loop's body."""
+        return self.labels.body
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return self.labels.num_stages
+
+    def stage_of(self, key: Key) -> int:
+        """The stage that runs a task."""
+        return key[0] if key[0] < self.stages else 2 * self.stages - 1 - key[0]
+
+    def home(self, atom: Atom) -> Key:
+        """The task that holds a result: its maker, or the last stage's forward for what anyone can compute."""
+        equation = self.body.producer.get(atom) if isinstance(atom, Value) else None
+        return self.key_of.get(equation, (self.stages - 1, 0)) if equation is not None else (self.stages - 1, 0)
+
+    def copy(self, key: Key, atom: Atom) -> Value:
+        jaxpr = jax.make_jaxpr(lambda x: jax.lax.copy_p.bind(x))(struct_of(atom.aval))
+        graph, _ = from_jaxpr(jaxpr, [atom])
+        self.extra.setdefault(key, []).extend(graph.equations)
+        if isinstance(atom, Value):
+            self.wanted.setdefault(key, []).append(atom)
+        return graph.outputs[0]  # type: ignore[return-value]
+
+    def free_closure(self, values: Sequence[Value]) -> tuple[set[Equation], set[Value]]:
+        """The free equations that compute `values`, and everything that they and the task read beside."""
+        equations: set[Equation] = set()
+        read: set[Value] = set()
+        stack = list(values)
+        while stack:
+            value = stack.pop()
+            resolved = self.labels.resolve(value)
+            if not isinstance(resolved, Value):
+                continue
+            made = self.body.producer.get(resolved)
+            if made is not None and made in self.labels.free:
+                if made not in equations:
+                    equations.add(made)
+                    stack.extend(a for a in made.inputs if isinstance(a, Value))
+            else:
+                read.add(resolved)
+        return equations, read

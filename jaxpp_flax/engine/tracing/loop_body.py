@@ -1,0 +1,109 @@
+"""The body of a loop over microbatches, opened: its inputs and outputs by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from jaxpp_flax.engine.tracing.dataflow import producers, use_counts
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value
+from jaxpp_flax.engine.tracing.markers import FORWARD, Mark, marker_p
+from jaxpp_flax.engine.tracing.treduce import Op
+
+__all__ = ["LoopBody"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LoopBody:
+    """What one microbatch does: `(constants, index, carry) -> (next_carry, results)`.
+
+    Attributes:
+      constants: the operands that every microbatch reads.
+      index: which microbatch it is, an int32 scalar.
+      carry: the leaves that go from microbatch to microbatch, as this one reads them.
+      equations: in executable order.
+      next_carry: the leaves as the next microbatch reads them.
+      results: of this microbatch.
+      operations: how the results of all microbatches are reduced, one for each result.
+      length: number of microbatches.
+      carry_names: the path of each carry leaf, for messages.
+    """
+
+    constants: tuple[Value, ...]
+    index: Value
+    carry: tuple[Value, ...]
+    equations: tuple[Equation, ...]
+    next_carry: tuple[Atom, ...]
+    results: tuple[Atom, ...]
+    operations: tuple[Op, ...]
+    length: int
+    carry_names: tuple[str, ...]
+
+    @classmethod
+    def of(
+        cls,
+        graph: Graph,
+        *,
+        num_consts: int,
+        num_carry: int,
+        operations: Sequence[Op],
+        length: int,
+        carry_names: Sequence[str] = (),
+        **_: Any,
+    ) -> LoopBody:
+        """The body of a `treduce` equation, given as a graph, with the equation's parameters."""
+        return cls(
+            constants=graph.inputs[:num_consts],
+            index=graph.inputs[num_consts],
+            carry=graph.inputs[num_consts + 1 :],
+            equations=graph.equations,
+            next_carry=graph.outputs[:num_carry],
+            results=graph.outputs[num_carry:],
+            operations=tuple(operations),
+            length=length,
+            carry_names=tuple(carry_names) or tuple(f"[leaf {j}]" for j in range(num_carry)),
+        )
+
+    @property
+    def inputs(self) -> tuple[Value, ...]:
+        """All that a microbatch reads."""
+        return (*self.constants, self.index, *self.carry)
+
+    @property
+    def outputs(self) -> tuple[Atom, ...]:
+        """All that a microbatch makes."""
+        return (*self.next_carry, *self.results)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The body as a function."""
+        return Graph(self.inputs, self.outputs, self.equations)
+
+    @cached_property
+    def producer(self) -> dict[Value, Equation]:
+        """The equation that makes each value."""
+        return producers(self.equations)
+
+    @cached_property
+    def users(self) -> dict[Value, int]:
+        """How often each value is read, as an output too."""
+        return use_counts(self.equations, self.outputs)
+
+    @cached_property
+    def markers(self) -> tuple[Equation, ...]:
+        """The forward markers in program order."""
+        return tuple(e for e in self.equations if e.primitive is marker_p and e.params["direction"] == FORWARD)
+
+    @cached_property
+    def marks(self) -> tuple[Mark, ...]:
+        """The forward markers as an assignment sees them."""
+        return tuple(Mark(e.params["name"], e.params["closes_block"], e.where) for e in self.markers)
+
+    def rewritten(self, graph: Graph) -> LoopBody:
+        """The same loop with another body over the same inputs."""
+        carries = len(self.next_carry)
+        return replace(
+            self, equations=graph.equations, next_carry=graph.outputs[:carries], results=graph.outputs[carries:]
+        )

@@ -1,0 +1,148 @@
+"""The passes as data: their order, what the runner does between two of them, and each structure as text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.passes import PASSES
+from jaxpp_flax.engine.passes.placed import Placed
+from jaxpp_flax.engine.passes.runner import observers, run_passes
+from jaxpp_flax.engine.pipeline import Built, build
+from jaxpp_flax.engine.tracing.ir import Graph, VerificationError, from_jaxpr
+from jaxpp_flax.schedules import GPipe
+from tests.engine.toys import built, chain, sgd_step
+from tests.helpers import batch_of
+
+ROOT = Path(__file__).resolve().parents[3]
+NAMES = [each.name for each in PASSES]
+STEP = sgd_step(GPipe(2))
+
+# What the structure after each pass shows of `STEP`; that of the others is the step with its `treduce`.
+SHOWS = {
+    "open_loops": r"loop over 2 microbatches: GPipe; marks: layer_0\n",
+    "defer_reductions": r"loop over 2 microbatches: GPipe; marks: layer_0\n",
+    "choose_cuts": r"marks: layer_0 \(cuts\)\n",
+    "label": r"(?m)^   3  .* = dot_general",
+    "partition": r"task bwd_0 \(stage 0\)",
+    "lower_loops": r"(?m)^loop over 2 microbatches: GPipe$",
+    "updated_arguments": r"its accumulators update .*argument 0.*argument 3",
+    "place": r"(?m)^rank 1:$",
+    "schedule": r"rank 0 -> rank 1: send s\d+ receive s\d+",
+    "liveness": r"rank 1: free s\d+",
+}
+
+
+@pytest.fixture(scope="module")
+def made() -> Built:
+    return built(STEP, 2, chain(2), batch_of(2))
+
+
+def traced(*args: Any) -> tuple[Graph, list[PartitionSpec]]:
+    graph, _ = from_jaxpr(jax.jit(STEP).trace(*args).jaxpr)
+    return graph, [PartitionSpec()] * len(graph.inputs)
+
+
+def rows_of_the_page(heading: str, row: str) -> list[tuple[str, ...]]:
+    page = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    return re.findall(row, page.partition(f"## {heading}\n")[2].partition("\n## ")[0])
+
+
+def test_names_are_those_of_files():
+    assert len(set(NAMES)) == len(NAMES)
+    folder = ROOT / "jaxpp_flax" / "engine" / "passes"
+    assert [name for name in NAMES if not (folder / f"{name}.py").exists()] == ["inline"]
+
+
+def test_the_table_in_the_docs_lists_the_passes_in_order():
+    rows = rows_of_the_page("The passes", r"(?m)^\| `(\w+)` \| (.*) \| (.*) \|$")
+    assert rows == [(each.name, each.requires, each.ensures) for each in PASSES]
+
+
+def test_the_glossary_is_short_and_its_files_exist():
+    rows = rows_of_the_page("Words", r"(?m)^\| \*\*(.+)\*\* \| (.+) \| `(.+)` \|$")
+    assert 15 <= len(rows) <= 25
+    for term, meaning, file in rows:
+        assert (ROOT / "jaxpp_flax" / file).is_file(), f"{term}: there is no {file}"
+        assert ". " not in meaning, f"{term}: one sentence"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_after_every_pass(made: Built, name: str):
+    text = made.as_text(name)
+    assert re.search(SHOWS.get(name, r"= treduce\("), text), text
+    assert made.as_text(name) == text, "made again, it is the same"
+
+
+def test_an_unknown_pass_is_refused_with_the_names(made: Built):
+    with pytest.raises(ValueError, match="no pass is called 'assembly'") as caught:
+        made.as_text("assembly")
+    assert all(repr(name) in str(caught.value) for name in NAMES)
+
+
+def test_text_keeps_the_cuts_of_the_first_time():
+    """A policy may measure, and answer otherwise the next time: what was compiled is what is shown."""
+    graph, specs = traced(chain(4), batch_of(2))
+    answers = iter([[1]])
+    made = build(graph, 2, lambda marks, num_stages: next(answers), [False] * len(specs), specs, {})
+    assert "marks: layer_0, layer_1 (cuts), layer_2" in made.as_text("choose_cuts")
+
+
+def test_text_on_an_explicit_mesh_in_64_bits():
+    """Passes that run again do so under the settings of the compilation, whatever they are by then."""
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh = MpmdMesh(jax.sharding.Mesh(devices, ("stage", "data"), axis_types=(AxisType.Explicit,) * 2), "stage")
+    step = mpmd_jit_with_loop(STEP, mesh, in_specs=(PartitionSpec(), PartitionSpec(None, "data")))
+    with jax.enable_x64(True):
+        arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "float64"), (chain(2), batch_of(2)))
+        compiled = step.compile(*arguments)
+    texts = {name: compiled.as_text(name) for name in NAMES}
+    assert all(texts.values())
+    # The gradient of a weight waits for the end of the loop as one part for each shard.
+    assert "float64[2@data,8,8]" in texts["defer_reductions"]
+    assert "float64[2@data,8,8]" not in texts["open_loops"]
+
+
+def test_each_structure_is_verified_before_the_next_pass(monkeypatch: pytest.MonkeyPatch):
+    """A placed step without its moves is a defect that `schedule` would trip over first."""
+    at = NAMES.index("place")
+    place = PASSES[at]
+
+    def without_moves(step: Any, settings: Any) -> Placed:
+        placed = place.run(step, settings)
+        return replace(placed, arguments=tuple(frozenset[int]() for _ in placed.arguments))
+
+    broken = (*PASSES[:at], replace(place, run=without_moves), *PASSES[at + 1 :])
+    graph, specs = traced(chain(2), batch_of(2))
+    settings = build(graph, 2, lambda marks, n: [0], [False] * len(specs), specs, {}).source.settings
+    ran: list[str] = []
+    monkeypatch.setenv("JAXPP_FLAX_VERIFY", "1")
+    with pytest.raises(VerificationError, match="a rank does not have"):
+        ran.extend(each.name for each, _ in run_passes(broken, graph, settings, observers()))
+    assert ran == NAMES[:at]
+    monkeypatch.setenv("JAXPP_FLAX_VERIFY", "0")
+    with pytest.raises(KeyError):
+        list(run_passes(broken, graph, settings, observers()))
+
+
+def test_dump_writes_every_structure_of_every_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "dumped" / "here"
+    monkeypatch.setenv("JAXPP_FLAX_DUMP", str(folder))
+    first = built(STEP, 2, chain(2), batch_of(2))
+    built(STEP, 2, chain(2), batch_of(3))
+    files = [f"{number:02}_{name}.txt" for number, name in enumerate(NAMES, 1)]
+    for step in ("step_0", "step_1"):
+        assert sorted(file.name for file in (folder / step).iterdir()) == files
+    for file, name in zip(files, NAMES, strict=True):
+        assert (folder / "step_0" / file).read_text() == first.as_text(name) + "\n"
+    assert "over 3 microbatches" in (folder / "step_1" / files[NAMES.index("place")]).read_text()
+    assert sorted(path.name for path in folder.iterdir()) == ["step_0", "step_1"], "text on demand writes no files"
