@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxpp_flax.processes.group import ProcessFailedError, process_group
+from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.processes.store import ProcessFailedError
 
 __all__ = ["background_barrier", "name_checkpoint", "poll", "report_alone", "shared_work"]
 
@@ -92,7 +93,7 @@ def background_barrier(
         try:
             # The key's end is the step: a name for each would stay in the coordination service.
             name = f"checkpoint: {key.partition('.')[0]}"
-            group.barrier(name, timeout_ms / 1000, what=f"{what()} ({purpose})")
+            group.barrier(name, timeout_ms / 1000, title=f"{what()} ({purpose})")
         except ProcessFailedError:
             if threading.current_thread() is threading.main_thread() or not group.is_watched:
                 raise

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from typing import Protocol
 
-from jaxpp_flax.processes.waits import say
+from jaxpp_flax.processes.waits import print_notice
 
 __all__ = ["ABANDONED_STATUS", "EXIT_SECONDS", "finish_at_exit"]
 
@@ -60,13 +60,17 @@ def _finish(writer: Writer | None) -> None:
         waited = time.monotonic() - begin
         if waited > _SECONDS_IN_SILENCE and not told:
             told = True
-            say(f"the program ends, and waits at most {EXIT_SECONDS:.0f} s for a checkpoint that is being written")
+            print_notice(
+                f"the program ends, and waits at most {EXIT_SECONDS:.0f} s for a checkpoint that is being written"
+            )
         if waited > EXIT_SECONDS:
-            say(f"after {EXIT_SECONDS:.0f} s a checkpoint is still being written: it is abandoned, and is incomplete")
+            print_notice(
+                f"after {EXIT_SECONDS:.0f} s a checkpoint is still being written: it is abandoned, and is incomplete"
+            )
             sys.stdout.flush()
             os._exit(ABANDONED_STATUS)  # Python would wait for the threads that write, however long they take
         time.sleep(0.01)
     try:
         writer.wait()
     except Exception as error:
-        say(f"a checkpoint that was being written when the program ended is lost: {error}")
+        print_notice(f"a checkpoint that was being written when the program ended is lost: {error}")

@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 from jaxpp_flax.checkpoint.errors import CheckpointSaveError
-from jaxpp_flax.processes.exchanges import everyones
-from jaxpp_flax.processes.group import name_processes, process_group
+from jaxpp_flax.processes.comparison import exchange_values
+from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.processes.waits import name_processes
 
 __all__ = ["check_shared"]
 
@@ -42,10 +43,12 @@ def check_shared(directory: Path) -> None:
         except OSError:
             mine = None
     try:
-        name = everyones("a file that all are to see", None if mine is None else mine.name)[0]
+        name = exchange_values(group, "a file that all processes must see", None if mine is None else mine.name)[0]
         if name is None:
             return
-        seen = everyones("who sees that file", str(directory) if not _appears(directory / name) else None)
+        seen = exchange_values(
+            group, "which processes see that file", str(directory) if not _appears(directory / name) else None
+        )
     finally:
         if mine is not None:
             mine.unlink(missing_ok=True)

@@ -28,9 +28,9 @@ from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.checkpoint.owner import Ownership
 from jaxpp_flax.checkpoint.shared_directory import check_shared
 from jaxpp_flax.checkpoint.writing import complete, save_failed, to_tree, write_and_check
-from jaxpp_flax.processes.exchanges import done_by_one, everyones
+from jaxpp_flax.processes.comparison import do_in_process_0, exchange_values
 from jaxpp_flax.processes.group import process_group
-from jaxpp_flax.processes.waits import say
+from jaxpp_flax.processes.waits import print_notice
 
 __all__ = ["CheckpointStore", "read_json", "save_step"]
 
@@ -91,12 +91,14 @@ class CheckpointStore:
     def _claim(self, place: Path) -> None:
         if not self._claims:
             take = functools.partial(self._take, place)
-            done_by_one("who owns its directory", take, DirectoryInUseError, CheckpointSaveError)
+            do_in_process_0(
+                process_group(), "the claim of the checkpoint directory", take, DirectoryInUseError, CheckpointSaveError
+            )
         self._claims += 1
 
     def _take(self, place: Path) -> None:
         try:
-            self._ownership.take(say)
+            self._ownership.take(print_notice)
         except DirectoryInUseError:
             raise
         except OSError as error:
@@ -191,7 +193,7 @@ class CheckpointStore:
             manager = self._open()
             # What somebody has deleted since would be counted among those to keep.
             gone = sorted({*manager.all_steps()} - {*self._list()})
-            if everyones("which steps were deleted", gone)[0]:
+            if exchange_values(process_group(), "which steps were deleted", gone)[0]:
                 manager.reload()
         with shared_work(self._what(), lambda error: self._failed(step, error)):
             self._writing = (step, frozenset(flatten(content)[0]))
@@ -259,8 +261,13 @@ class CheckpointStore:
         while path.exists():
             path, number = self.directory / f"{step}.damaged_{number}", number + 1
         # Process 0's choice, made before any name is taken.
-        path = self.directory / everyones("the name of a damaged checkpoint", path.name)[0]
-        done_by_one("setting a damaged checkpoint aside", lambda: (self.directory / str(step)).rename(path), OSError)
+        path = self.directory / exchange_values(process_group(), "the name of a damaged checkpoint", path.name)[0]
+        do_in_process_0(
+            process_group(),
+            "setting a damaged checkpoint aside",
+            lambda: (self.directory / str(step)).rename(path),
+            OSError,
+        )
         return path
 
     def close(self) -> None:
@@ -275,7 +282,9 @@ class CheckpointStore:
 
     def _claim_for_save(self, step: int) -> None:
         if self._claims:
-            done_by_one("looking whose it is", self._ownership.check, DirectoryInUseError)
+            do_in_process_0(
+                process_group(), "the check of the directory's owner", self._ownership.check, DirectoryInUseError
+            )
         self._claim(self.directory / str(step))
         self._has_claim = True
 
@@ -293,7 +302,7 @@ class CheckpointStore:
 
     def _open(self) -> ocp.CheckpointManager:
         if self._manager is None:
-            done_by_one("making its directory", self._make_directory, OSError)
+            do_in_process_0(process_group(), "making the checkpoint directory", self._make_directory, OSError)
             check_shared(self.directory)
             every, keep = self._save_every, self._keep
             if every is None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from jaxpp_flax.launch.process.connection import join
 from jaxpp_flax.launch.process.process_end import ProgramExitError
-from jaxpp_flax.processes.group import PREEMPTED_STATUS
+from jaxpp_flax.processes.failures import PREEMPTED_STATUS
 
 __all__ = ["main", "run_program"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxpp_flax.launch import child
 from jaxpp_flax.launch.local import LOOPBACK, LocalJob, run
 from jaxpp_flax.launch.settings import LaunchError
-from jaxpp_flax.processes.watch import DEFAULT_FAILURE_TIMEOUT
+from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT
 
 __all__ = ["main"]
 

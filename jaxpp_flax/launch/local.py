@@ -32,8 +32,7 @@ from jaxpp_flax.launch.supervised_process import (
     kill_group,
     signal_name,
 )
-from jaxpp_flax.processes.group import PEER_FAILED_STATUS, PREEMPTED_STATUS
-from jaxpp_flax.processes.watch import DEFAULT_FAILURE_TIMEOUT
+from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT, PEER_FAILED_STATUS, PREEMPTED_STATUS
 
 __all__ = ["LOOPBACK", "LocalJob", "child_environment", "run"]
 

@@ -35,9 +35,9 @@ from jaxpp_flax.launch.coordinator import heartbeat_timeout
 from jaxpp_flax.launch.process.connection import connect
 from jaxpp_flax.launch.process.process_end import ProgramExitError
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
-from jaxpp_flax.processes.group import PREEMPTED_STATUS, Failure, process_group
-from jaxpp_flax.processes.waits import quietly
-from jaxpp_flax.processes.watch import DEFAULT_FAILURE_TIMEOUT
+from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT, PREEMPTED_STATUS, Failure
+from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.processes.waits import call_with_limit
 
 __all__ = ["Report", "run"]
 
@@ -271,7 +271,7 @@ class _Worker:
             """Tell the driver that this process ends because of `failure`."""
             told = _Told(settings.process_id, failed=failure.process, why=process_group().describe(failure))
             # Not for long: it may be the driver's host that is gone.
-            quietly(lambda: queue.put(told), _TELL_SECONDS)
+            call_with_limit(lambda: queue.put(told), _TELL_SECONDS)
 
         raising = threading.Event()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxpp_flax.processes.watch import DEFAULT_FAILURE_TIMEOUT
+from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT
 
 __all__ = ["LaunchError", "LaunchSettings"]
 

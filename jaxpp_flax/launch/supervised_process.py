@@ -10,7 +10,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxpp_flax.processes.group import PREEMPTED_STATUS
+from jaxpp_flax.processes.failures import PREEMPTED_STATUS
 
 __all__ = ["Followed", "describe_end", "exit_status", "is_stopped", "kill_group", "signal_name"]
 

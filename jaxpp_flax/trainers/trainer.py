@@ -13,7 +13,7 @@ from flax import nnx
 from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.layers.remat import check_remat
-from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.processes import process_group
 from jaxpp_flax.trainers.assigner import Assigner
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.checkpoints import Checkpointed, Resume, check_resume

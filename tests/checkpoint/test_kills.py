@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpp_flax.processes.group import ProcessGroup
+from jaxpp_flax.processes import ProcessGroup
 from jaxpp_flax.trainers import KILLED_STATUS, PREEMPTED_STATUS
 from jaxpp_flax.trainers.loop import preemption as module
 from jaxpp_flax.trainers.loop.preemption import Preemption

@@ -15,8 +15,7 @@ from jaxpp_flax.engine.runtime.instruction_loop import Across
 from jaxpp_flax.engine.runtime.shared_specs import SharedSpecs
 from jaxpp_flax.engine.runtime.transport.base import Parcel
 from jaxpp_flax.engine.runtime.transport.connection import process_link
-from jaxpp_flax.processes.agreement import agree, agree_on, text_of
-from jaxpp_flax.processes.environment import describe_environment
+from jaxpp_flax.processes.comparison import compare_hashes, compare_lines, describe_environment, value_text
 
 __all__ = ["compare_values", "meet", "start"]
 
@@ -53,7 +52,7 @@ def meet(
     timeout = link.settings.start_timeout
     # Settings first: where they differ the program mostly does too, and says less.
     lines = [*describe_environment(), *describe_program(program, argument_specs, result_specs)]
-    digest = agree(link.group, title, lines, timeout)
+    digest = compare_lines(link.group, title, lines, timeout)
     name = f"{title.replace(' ', '-')}-{digest}"
     return Across(link, title, name), SharedSpecs(link.group, mesh, name, timeout)
 
@@ -89,5 +88,5 @@ def compare_values(across: Across, what: str, values: Mapping[str, Any]) -> None
       ValuesMismatchError: naming the first value that differs, and the processes.
     """
     # Without values as well: where arrays have been laid out already, another process may still have some to compare.
-    hashes = {name: text_of(value) for name, value in values.items()}
-    agree_on(across.link.group, f"{what} of {across.title}", hashes, _REMEDY)
+    hashes = {name: value_text(value) for name, value in values.items()}
+    compare_hashes(across.link.group, f"{what} of {across.title}", hashes, _REMEDY)

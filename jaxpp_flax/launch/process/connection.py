@@ -19,8 +19,9 @@ from jaxpp_flax import _compat
 from jaxpp_flax.launch import coordinator
 from jaxpp_flax.launch.process.process_end import Ending, end_at_once, listen_to_launcher
 from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
-from jaxpp_flax.processes.addresses import own_address
-from jaxpp_flax.processes.group import PEER_FAILED_STATUS, CoordinationError, Failure, ProcessGroup, process_group
+from jaxpp_flax.processes.failures import PEER_FAILED_STATUS, Failure
+from jaxpp_flax.processes.group import ProcessGroup, process_group
+from jaxpp_flax.processes.store import CoordinationError, own_address
 
 __all__ = ["connect", "initialize", "join"]
 

@@ -19,8 +19,9 @@ from types import TracebackType
 from typing import NoReturn
 
 from jaxpp_flax.launch.process.interpreter_exit import Leaving
-from jaxpp_flax.processes.group import Failure, ProcessFailedError, ProcessGroup
-from jaxpp_flax.processes.peer_errors import may_be_a_peers
+from jaxpp_flax.processes.failures import Failure, may_come_from_a_peer
+from jaxpp_flax.processes.group import ProcessGroup
+from jaxpp_flax.processes.store import ProcessFailedError
 
 __all__ = ["INTERRUPTED_STATUS", "Ending", "ProgramExitError", "end_at_once", "listen_to_launcher"]
 
@@ -140,7 +141,7 @@ class Ending:
             return is_of_jax
         if not is_of_jax:
             return failure is not None
-        patience = 0.7 * self._timeout if may_be_a_peers(error) else 0.5
+        patience = 0.7 * self._timeout if may_come_from_a_peer(error) else 0.5
         return self.group.failed.wait(patience)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

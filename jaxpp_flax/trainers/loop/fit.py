@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpp_flax.processes.group import ProcessGroup, process_group
+from jaxpp_flax.processes import ProcessGroup, process_group
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.data.batch import count_units
 from jaxpp_flax.trainers.loop.interruption import Interruption

@@ -9,8 +9,13 @@ import jax
 import numpy as np
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.processes.agreement import agree, agree_on, hash_of, text_of
-from jaxpp_flax.processes.environment import describe_environment
+from jaxpp_flax.processes.comparison import (
+    compare_hashes,
+    compare_lines,
+    describe_environment,
+    value_hash,
+    value_text,
+)
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.data.batch import describe_batch, leaf_name
@@ -51,13 +56,13 @@ def agree_on_state(mesh: MpmdMesh, state: TrainState, init: Callable[[Any], Any]
       ValuesMismatchError: naming the first leaf that differs, and the processes.
     """
     if mesh.jax_mesh.is_multi_process:
-        leaves = {jax.tree_util.keystr(path): text_of(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
+        leaves = {jax.tree_util.keystr(path): value_text(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
         begins_with = {f".opt_state{name}": text for name, text in numbers_of_init(init, state.params).items()}
         hashes = leaves | {name: text for name, text in begins_with.items() if leaves.get(name) is None}
         hashes["what the optimizer begins with (its hyperparameters and keys of random numbers)"] = hash_of_init(
             init, state.params
         )
-        agree_on(process_group(), "the initial state", hashes, _STATE_REMEDY)
+        compare_hashes(process_group(), "the initial state", hashes, _STATE_REMEDY)
 
 
 class BatchesAlike:
@@ -90,10 +95,10 @@ class BatchesAlike:
             return
         self._count += 1
         for name, leaf in leaves.items():
-            known, new = self._hashes.get(name, ""), hash_of(leaf, _SAMPLED)
+            known, new = self._hashes.get(name, ""), value_hash(leaf, _SAMPLED)
             # Once a process has left a leaf out, it cannot say any more what the others' hashes should be.
             both = None if known is None or new is None else np.frombuffer((known + new).encode(), np.uint8)
-            self._hashes[name] = None if both is None else hash_of(both)
+            self._hashes[name] = None if both is None else value_hash(both)
         if self._count == 1:
             self._compare()
 
@@ -119,7 +124,7 @@ class BatchesAlike:
         name = f"the batches for {self._what}"
         last, unit = (self._count, "batches") if step is None else (step, "steps")
         among = f"{unit} {last - max(self._count - self._compared, 1) + 1} to {last}"
-        agree_on(process_group(), name, {**number, **self._hashes}, _BATCHES_REMEDY, ended, among)
+        compare_hashes(process_group(), name, {**number, **self._hashes}, _BATCHES_REMEDY, ended, among)
         self._compared = self._count
 
 
@@ -135,7 +140,7 @@ def call_together(mesh: MpmdMesh | None, state: Any, call: str, detail: str = ""
     if mesh is not None and mesh.jax_mesh.is_multi_process:
         jax.block_until_ready(jax.tree.leaves(state))
         why = f"it waits in {call}{detail}, which every process must call after the same step"
-        process_group().meet_idle(call, b"", why)
+        process_group().barrier(call, idle_reason=why)
 
 
 def compile_together(mesh: MpmdMesh | None, state: Any, kind: str, schedule: Schedule | None, batch: Any) -> None:
@@ -155,7 +160,7 @@ def compile_together(mesh: MpmdMesh | None, state: Any, kind: str, schedule: Sch
     step = f"step to {kind} for {describe_batch(batch)}"
     call_together(mesh, state, "the compilation of a step", f" (a {step})")
     ran = f"{type(schedule).__name__}, {schedule.num_stages} stages on {schedule.num_ranks} ranks"
-    agree(process_group(), "what to compile", [*describe_environment(), step, ran], None)
+    compare_lines(process_group(), "what to compile", [*describe_environment(), step, ran], None)
 
 
 def end_together(mesh: MpmdMesh | None, state: Any, step: int, trained_on: BatchesAlike) -> None:
@@ -171,7 +176,7 @@ def end_together(mesh: MpmdMesh | None, state: Any, step: int, trained_on: Batch
     jax.block_until_ready(jax.tree.leaves(state))
     group = process_group()
     why = f"its data ended, or it was stopped, after step {step}. Give every process batches for the same steps"
-    steps = [int(text) for text in group.meet_idle("the end of fit", str(step).encode(), why)]
+    steps = [int(text) for text in group.exchange("the end of fit", str(step).encode(), idle_reason=why)]
     if len(set(steps)) > 1:
         listing = ", ".join(f"process {index}: {count}" for index, count in enumerate(steps))
         raise BatchError(

@@ -6,6 +6,7 @@ import json
 from dataclasses import astuple, dataclass
 from typing import Literal
 
+from jaxpp_flax.processes.comparison import exchange_values
 from jaxpp_flax.processes.group import ProcessGroup
 
 __all__ = ["StopReason", "StopTogether"]
@@ -45,7 +46,7 @@ class StopTogether:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._name = group.numbered("the last step")
+        self._name = group.values.numbered_name("the last step")
         self._last: tuple[int, StopReason] | None = None
 
     def after(self, step: int, requested: StopReason | None) -> StopReason | None:
@@ -60,8 +61,8 @@ class StopTogether:
         if self._last is None:
             if requested is not None:
                 announcement = [step + _STEPS_AHEAD, *astuple(requested)]
-                self._group.announce(self._name, json.dumps(announcement).encode())
-            announced = self._group.announced(self._name)
+                self._group.values.announce(self._name, json.dumps(announcement).encode())
+            announced = self._group.values.announcement(self._name)
             if announced is not None:
                 last, kind, text = json.loads(announced)
                 self._last = (last, StopReason(kind, text))
@@ -74,8 +75,8 @@ class StopTogether:
         """
         if self._group.process_count == 1:
             return requested
-        mine = json.dumps(None if requested is None else astuple(requested)).encode()
-        answers = [json.loads(answer) for answer in self._group.exchange("whether to stop", mine)]
+        mine = None if requested is None else astuple(requested)
+        answers = exchange_values(self._group, "whether to stop", mine, timeout_s=None)
         reasons = [StopReason(*answer) for answer in answers if answer is not None]
         order = ("preempted", "interrupted", "stopped")
         return min(reasons, key=lambda reason: order.index(reason.kind), default=None)

@@ -6,7 +6,8 @@ import jax
 import pytest
 
 from jaxpp_flax.launch.process.process_end import Ending
-from jaxpp_flax.processes.group import Failure, ProcessGroup
+from jaxpp_flax.processes import ProcessGroup
+from jaxpp_flax.processes.failures import Failure
 from tests.engine.stores import MemoryStore
 
 

@@ -13,7 +13,7 @@ from jaxpp_flax.trainers.loop.process_synchronization import BatchesAlike
 def compared(monkeypatch):
     """The ranges of every comparison."""
     found = []
-    monkeypatch.setattr(process_synchronization, "agree_on", lambda *arguments: found.append(arguments[-1]))
+    monkeypatch.setattr(process_synchronization, "compare_hashes", lambda *arguments: found.append(arguments[-1]))
     return found
 
 
