@@ -16,7 +16,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start what the arguments say; returns the exit status. Errors of the user's go to stderr in one line.
+    """Start the processes that the arguments describe; returns the exit status. A user's error is one line on stderr.
 
     >>> main(["-n", "0", __file__])
     2

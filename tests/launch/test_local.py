@@ -353,7 +353,7 @@ def test_a_thread_that_keeps_a_process_from_its_end_is_named_and_ends_all(tmp_pa
         + """
 import threading
 from jaxpp_flax.launch.process import interpreter_exit
-interpreter_exit._SECONDS_IN_SILENCE, interpreter_exit.LEAVING_SECONDS = 1.0, 2.0
+interpreter_exit._SECONDS_IN_SILENCE, interpreter_exit.EXIT_SECONDS = 1.0, 2.0
 if index == 1:
     threading.Thread(target=time.sleep, args=(1000,), name="uploader").start()
 """
