@@ -35,7 +35,7 @@ from jaxpp_flax.trainers.data.stream import Batches
 from jaxpp_flax.trainers.errors import NonFiniteLossError
 from jaxpp_flax.trainers.loop.nonfinite import OnNonFinite, StepsUnderWay, check_parameters
 from jaxpp_flax.trainers.loop.preemption import PREEMPTED_STATUS
-from jaxpp_flax.trainers.loop.process_synchronization import BatchesAlike
+from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.loop.progress import Meter
 from jaxpp_flax.trainers.state.parameter_copies import with_copies
 from jaxpp_flax.trainers.state.train_state import TrainState
@@ -76,7 +76,7 @@ class Checkpointed(abc.ABC):
     _meter: Meter
     _under_way: StepsUnderWay
     _on_nonfinite: OnNonFinite
-    _trained_on: BatchesAlike
+    _trained_on: BatchComparison
     _model_name: str
     _resumed_callbacks: dict[str, Any] | None
 
