@@ -36,7 +36,7 @@ class Writer(Protocol):
 
 
 def finish_at_exit(writer: Writer) -> None:
-    """At the end of the program, wait for what `writer` still writes."""
+    """At the end of the program, wait until `writer` has written its checkpoints."""
     reference = weakref.ref(writer)
     # `atexit` comes too late: by then Python takes no new work for threads, which Orbax's background threads need.
     register = getattr(threading, "_register_atexit", None)

@@ -1,4 +1,4 @@
-"""Whether all processes see one directory: on disks of their own, each would wait for the others' files for ever."""
+"""The check that all processes see one directory: on separate disks, each would wait for the others' files for ever."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from jaxpp_flax.processes.waits import name_processes
 
 __all__ = ["check_shared"]
 
-# Seconds. A network's file system may show a new file late.
+# Seconds. A network file system may show a new file late.
 _PATIENCE = 60.0
 
 
 def check_shared(directory: Path) -> None:
-    """Make sure that every process sees what process 0 writes to a directory; all of them call this.
+    """Make sure that every process sees the files that process 0 writes to a directory; all processes call this.
 
-    Nothing is checked in a single process, or where process 0 cannot write: the save tells why.
+    Nothing is checked in a single process, or if process 0 cannot write: the save then raises the error.
 
     Args:
-      directory: made if need be.
+      directory: created if it does not exist.
 
     Raises:
-      CheckpointSaveError: naming the processes that do not see it, in every process.
+      CheckpointSaveError: in every process, naming the processes that do not see the directory.
 
     Example:
       >>> check_shared(Path("anywhere"))  # a single process

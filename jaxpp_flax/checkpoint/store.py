@@ -45,7 +45,7 @@ class CheckpointStore:
       directory: made by the first save.
       save_every: an interval in steps, an Orbax save decision policy, or None for explicit saves alone.
       keep: how many of the latest to keep, an Orbax preservation policy, or None for all.
-      asynchronous: write in the background; what remains is the copy to the host.
+      asynchronous: write in the background; `save` itself then only copies to the host.
 
     Example:
       >>> import tempfile, jax.numpy as jnp
@@ -75,7 +75,7 @@ class CheckpointStore:
 
     @contextmanager
     def owned(self) -> Generator[None]:
-        """Keep other jobs from writing here, from before the first look at what is there; all processes call this.
+        """Keep other jobs from writing here, before the directory is read for the first time; all processes call this.
 
         Raises:
           DirectoryInUseError: naming the job that is running, and writes here.
@@ -110,7 +110,7 @@ class CheckpointStore:
             self._ownership.release()
 
     def describe(self) -> str:
-        """When it saves and what it keeps, in words that are the same in every process.
+        """The steps that it saves and keeps, in words that are equal in every process.
 
         Example:
           >>> CheckpointStore("anywhere", save_every=2, keep=3).describe()
@@ -121,7 +121,7 @@ class CheckpointStore:
         return ", ".join(f"{name}={of}" for name, of in plain.items())
 
     def steps(self) -> tuple[int, ...]:
-        """The steps whose checkpoints are complete, ascending. What cut-off saves left is not among them.
+        """The steps whose checkpoints are complete, ascending; saves that were cut off are left out.
 
         Raises:
           CheckpointNotFoundError: if the directory cannot be read.
@@ -205,7 +205,7 @@ class CheckpointStore:
             self._finishes_at_exit = True
 
     def check(self) -> None:
-        """Raise what went wrong in the background since the last call; never waits.
+        """Raise the error of the background's work since the last call, if any; never waits.
 
         Raises:
           CheckpointSaveError: naming the step.
@@ -295,7 +295,7 @@ class CheckpointStore:
             self._give_up_claim()
 
     def _failed(self, step: int, error: BaseException) -> CheckpointSaveError:
-        # The next save opens the directory anew, which removes what this one left.
+        # The next save opens the directory anew, which removes the remains of this one.
         self._manager = None
         self._written()
         return save_failed(self.directory / str(step), error)

@@ -77,7 +77,7 @@ def save(path: str | os.PathLike[str], tree: Any) -> Path:
 
 
 def write_and_check(path: Path, handler: Any, arguments: Any, leaves: Any) -> None:
-    """Save at once, and check what was written; with several processes, all of them call this.
+    """Save at once, and check the written files; with several processes, all of them call this.
 
     Args:
       path: of the new checkpoint, which does not exist.

@@ -2,7 +2,7 @@
 
 The files, from the lowest up: `waits` (the waits of a process, in words), `store` (the key-value store), `meetings`
 (barriers, exchanges and shared values in the store), `failures` (heartbeats, and errors that another process's failure
-causes), `group` (`ProcessGroup` puts these together), `comparison` (what must be equal in all processes).
+causes), `group` (`ProcessGroup`, which puts these together), `comparison` (programs and values that must be equal).
 
 The names exported here suffice for code that computes. Transports, checkpoints, the training loop and the launcher
 import the files.

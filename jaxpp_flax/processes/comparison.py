@@ -1,4 +1,4 @@
-"""Comparison of what must be equal in all processes of a run: lines of text, and values by their hashes.
+"""The comparison of the processes of a run: lines of text, and values by their hashes, must be equal in all of them.
 
 Every process traces, plans, makes the weights and reads the data by itself. If a seed depends on the process or on the
 time, the copies of a shared weight differ. Each copy trains, and nothing but the loss would ever show it.

@@ -46,7 +46,7 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> str:
 
 
 def check_files(directory: Path) -> None:
-    """Compare the files with what was written down; without digests (stock Orbax writes none) nothing is checked.
+    """Compare the files with their recorded digests; without digests (stock Orbax writes none) nothing is checked.
 
     Several processes divide the files among themselves, and each of them hears of all faults.
 
