@@ -42,6 +42,9 @@ FORBIDDEN_LIBRARIES = {
 }
 # Imported when it is first used, so that the rest of its part needs no Flax.
 MAY_IMPORT_FLAX = {"mpmd/flax.py"}
+# Folders that compute know nothing of other processes, or only the names in `processes/__init__.py`.
+WITHOUT_PROCESSES = ("engine/tracing", "engine/analyses", "engine/passes", "trainers/model")
+WITH_THE_FACE_OF_PROCESSES = ("engine/arrays", "engine/program", "trainers/data", "trainers/state", "trainers/step")
 UNPICKLING = ("pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing")
 PRIVATE_JAX = ("jax._src", "jaxlib")
 ONLY_FILE_WITH_PRIVATE_JAX = "_compat.py"
@@ -182,6 +185,25 @@ def test_the_engine_knows_no_particular_schedule():
         if source.part == "engine"
         for name, line in source.imports
         if (module := module_of(name)) is not None and module not in ENGINE_MAY_USE_OF_SCHEDULES
+    )
+
+
+def test_code_that_computes_knows_processes_by_a_narrow_face():
+    """The face is `processes/__init__.py`; transports, checkpoints, the loop and the launcher import the files."""
+    whole = f"{PACKAGE.name}.processes"
+    (init,) = [source for source in SOURCES if source.name == "processes/__init__.py"]
+    face = {f"{whole}.{name.rpartition('.')[2]}" for name, _ in init.imports}
+    assert len(face) <= 10, f"the face of processes is no longer narrow: {sorted(face)}"
+    for folder in (*WITHOUT_PROCESSES, *WITH_THE_FACE_OF_PROCESSES):
+        assert (PACKAGE / folder).is_dir(), f"{folder} has moved: name its new place here"
+    refuse(
+        f"{source.path}:{line}: {folder} may import {sorted(allowed) or 'nothing'} of processes, not {name}"
+        for source in SOURCES
+        for folder in ["/".join(source.name.split("/")[:2])]
+        if folder in WITHOUT_PROCESSES or folder in WITH_THE_FACE_OF_PROCESSES
+        for allowed in [face if folder in WITH_THE_FACE_OF_PROCESSES else set[str]()]
+        for name, line in source.imports
+        if matches(name, whole) and name not in allowed
     )
 
 
