@@ -51,6 +51,15 @@ RULES: list[tuple[Callable[..., Iterator[str]], Mapping[str, str], list[str]]] =
         ["engine/jit.py:1: the engine may use", "engine/jit.py:2: the engine may use"],
     ),
     (
+        imports.code_that_computes_knows_processes_by_a_narrow_face,
+        {
+            "processes/__init__.py": "from jaxpp_flax.processes.group import barrier",
+            "engine/passes/place.py": "from jaxpp_flax.processes import barrier",
+            "engine/arrays/mesh.py": "from jaxpp_flax.processes import barrier, store",
+        },
+        ["engine/passes/place.py:1: engine/passes may import nothing", "engine/arrays/mesh.py:1: engine/arrays may"],
+    ),
+    (
         imports.a_part_knows_no_forbidden_library,
         {
             "schedules/task.py": "import jax.numpy as jnp",

@@ -13,7 +13,7 @@ import pytest
 
 from jaxpp_flax import doctor
 from jaxpp_flax.doctor import Finding, Measurement
-from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.processes import process_group
 from tests.launch.running import started
 
 pytestmark = pytest.mark.processes

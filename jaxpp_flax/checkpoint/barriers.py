@@ -1,7 +1,7 @@
-"""How processes wait for each other while they save or restore: in words, and no longer than until one of them fails.
+"""The waits of processes for each other in a save or restore: with a name, and ended by a failure of one process.
 
-Most of these waits are Orbax's, inside of JAX's coordination service, where no news of a failure comes through: an
-error that one process alone has would leave the others there for minutes. So it is told to them, and ends the run.
+Most of these waits are Orbax's, inside JAX's coordination service, which does not pass failures on. An error in one
+process alone would leave the others there for minutes. So the process reports its error, and the run ends.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxpp_flax.processes.group import ProcessFailedError, process_group
+from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.processes.store import ProcessFailedError
 
 __all__ = ["background_barrier", "name_checkpoint", "poll", "report_alone", "shared_work"]
 
-# What Orbax's threads meet for, by a part of the name that it gives to the barrier; the others are its bookkeeping.
+# The purposes of Orbax's barriers, by a part of the barrier's name; all other barriers are its bookkeeping.
 _PURPOSES = {"async_write_complete": "every process's part of it", "async_commit_complete": "commit"}
 
 
 def name_checkpoint(path: Path) -> str:
-    """A checkpoint in a few words, for what is waited for.
+    """A checkpoint in a few words, for messages.
 
     Example:
       >>> name_checkpoint(Path("/runs/gpt/40/state")), name_checkpoint(Path("/weights/base"))
@@ -33,12 +34,12 @@ def name_checkpoint(path: Path) -> str:
 
 @contextmanager
 def shared_work(what: str, described: Callable[[Exception], Exception], *, everywhere: bool = False) -> Generator[None]:
-    """Do a part of a save or restore in which processes wait for each other.
+    """Run a part of a save or restore in which processes wait for each other.
 
     Args:
-      what: such as "the save of step 40", for the errors of those who wait in it.
-      described: makes the error to raise from the one that came.
-      everywhere: whether every process raises whatever one of them does; otherwise the others are told, and all end.
+      what: the work in words, such as "the save of step 40", for the errors of the processes that wait in it.
+      described: makes the error to raise from the error that the work has raised.
+      everywhere: whether an error is raised in every process. Otherwise this process reports it, and all end.
 
     Example:
       >>> with shared_work("the save of step 40", lambda error: OSError(f"cannot save: {error}")):
@@ -62,7 +63,7 @@ def shared_work(what: str, described: Callable[[Exception], Exception], *, every
 
 
 def report_alone(what: str, error: BaseException) -> None:
-    """Tell all processes of an error of this one, for which they would wait in vain."""
+    """Report an error of this process to the others, which would wait for it in vain."""
     group = process_group()
     if group.process_count > 1:
         group.report_failure(f"{what} failed in this process, and others wait for it: {error}")
@@ -71,18 +72,18 @@ def report_alone(what: str, error: BaseException) -> None:
 def background_barrier(
     what: Callable[[], str], described: Callable[[BaseException], BaseException]
 ) -> Callable[..., None] | None:
-    """How Orbax's background threads meet: by barriers that know of failures. None for a single process.
+    """The barrier for Orbax's background threads, which a failure of a process ends. None for a single process.
 
     Args:
-      what: the save under way, such as "the save of step 40".
-      described: the error to tell, from the one that came.
+      what: gives the save under way, such as "the save of step 40".
+      described: makes the error to report from the error that a thread has raised.
     """
     group = process_group()
     if group.process_count == 1:
         return None
 
     def barrier(*, key: str, timeout_ms: int) -> None:
-        # Orbax ends a save by meeting the others also where it has failed: then the error is on its way through here.
+        # Orbax meets the others at the end of a save also if the save has failed: that error is being handled here.
         error = sys.exception()
         if error is not None:
             if not isinstance(error, ProcessFailedError):
@@ -90,9 +91,9 @@ def background_barrier(
             return
         purpose = next((purpose for part, purpose in _PURPOSES.items() if part in key), "its bookkeeping")
         try:
-            # The key's end is the step: a name for each would stay in the coordination service.
+            # Without the key's end, the step: the coordination service keeps each name for as long as the run.
             name = f"checkpoint: {key.partition('.')[0]}"
-            group.barrier(name, timeout_ms / 1000, what=f"{what()} ({purpose})")
+            group.barrier(name, timeout_ms / 1000, title=f"{what()} ({purpose})")
         except ProcessFailedError:
             if threading.current_thread() is threading.main_thread() or not group.is_watched:
                 raise
@@ -104,7 +105,7 @@ def background_barrier(
 
 
 def poll(busy: Callable[[], Any]) -> None:
-    """Wait for the end of something that threads of this process do, or for a failure.
+    """Wait while `busy()`, the work of threads of this process; end early if a process fails.
 
     Raises:
       ProcessFailedError: if another process has failed.
@@ -112,6 +113,6 @@ def poll(busy: Callable[[], Any]) -> None:
     group = process_group()
     while group.process_count > 1 and busy():
         if group.failure is not None and group.failure.process == group.process_index:
-            return  # told by those threads, which end
+            return  # those threads have reported it, and end
         group.check()
         group.failed.wait(0.01)

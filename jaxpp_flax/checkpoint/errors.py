@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints: each error names the checkpoint, what is wrong in it, and what to do."""
+"""The errors of checkpoints: each names the checkpoint, the fault in it, and the remedy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 
 class UnfinishedCheckpointError(CheckpointError, FileNotFoundError):
-    """The path holds what is left of a save that never ended."""
+    """The path holds the remains of a save that never ended."""
 
 
 class CorruptCheckpointError(CheckpointError, OSError):
@@ -43,7 +43,7 @@ class CheckpointMismatchError(CheckpointError, ValueError):
     """The checkpoint's leaves are not those that were asked for.
 
     Args:
-      message: what was compared.
+      message: the comparison in words.
       faults: one line for each wrong leaf, all of them.
 
     Example:

@@ -105,7 +105,7 @@ def load_nnx(
       `module`.
 
     Raises:
-      CheckpointMismatchError: listing what does not fit.
+      CheckpointMismatchError: listing the leaves that do not fit.
 
     Example:
       >>> import tempfile, jax
@@ -134,12 +134,12 @@ def load_linen(
     """The variables of a Linen model from a trainer's checkpoint, as `module.apply` takes them.
 
     Args:
-      variables: what `module.init` returns, or `jax.eval_shape` of it.
+      variables: the result of `module.init`, or its shapes by `jax.eval_shape`.
       path: a checkpoint that a trainer wrote.
       rename: prefixes of paths, from `variables` to the checkpoint.
 
     Raises:
-      CheckpointMismatchError: listing what does not fit.
+      CheckpointMismatchError: listing the leaves that do not fit.
 
     Example:
       >>> import tempfile, jax.numpy as jnp

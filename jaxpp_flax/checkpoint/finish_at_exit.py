@@ -10,7 +10,7 @@ import warnings
 import weakref
 from typing import Protocol
 
-from jaxpp_flax.processes.waits import say
+from jaxpp_flax.processes.waits import print_notice
 
 __all__ = ["ABANDONED_STATUS", "EXIT_SECONDS", "finish_at_exit"]
 
@@ -36,7 +36,7 @@ class Writer(Protocol):
 
 
 def finish_at_exit(writer: Writer) -> None:
-    """At the end of the program, wait for what `writer` still writes."""
+    """At the end of the program, wait until `writer` has written its checkpoints."""
     reference = weakref.ref(writer)
     # `atexit` comes too late: by then Python takes no new work for threads, which Orbax's background threads need.
     register = getattr(threading, "_register_atexit", None)
@@ -60,13 +60,17 @@ def _finish(writer: Writer | None) -> None:
         waited = time.monotonic() - begin
         if waited > _SECONDS_IN_SILENCE and not told:
             told = True
-            say(f"the program ends, and waits at most {EXIT_SECONDS:.0f} s for a checkpoint that is being written")
+            print_notice(
+                f"the program ends, and waits at most {EXIT_SECONDS:.0f} s for a checkpoint that is being written"
+            )
         if waited > EXIT_SECONDS:
-            say(f"after {EXIT_SECONDS:.0f} s a checkpoint is still being written: it is abandoned, and is incomplete")
+            print_notice(
+                f"after {EXIT_SECONDS:.0f} s a checkpoint is still being written: it is abandoned, and is incomplete"
+            )
             sys.stdout.flush()
             os._exit(ABANDONED_STATUS)  # Python would wait for the threads that write, however long they take
         time.sleep(0.01)
     try:
         writer.wait()
     except Exception as error:
-        say(f"a checkpoint that was being written when the program ended is lost: {error}")
+        print_notice(f"a checkpoint that was being written when the program ended is lost: {error}")

@@ -36,7 +36,7 @@ class Owner:
 
     Args:
       host: its name.
-      place: what tells apart processes with one number: the boot of the machine, and the container.
+      place: the boot of the machine and the container, in which a process number is unique.
       process: its number there.
       started: when it was started, in the clock of its kernel; "" where that is not known.
       since: since when it has owned the directory, as its own clock says.
@@ -102,7 +102,7 @@ class Ownership:
         """Become the owner; a dead one's place is taken.
 
         Args:
-          tell: is told when that takes a while, and whose place it was.
+          tell: called with a message if the wait takes long, and with the name of the earlier owner.
 
         Raises:
           DirectoryInUseError: naming the owner, if it lives.

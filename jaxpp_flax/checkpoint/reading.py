@@ -1,4 +1,4 @@
-"""Restoring: compare what is on disk with what is wanted, all of it, then read leaf by leaf onto the devices."""
+"""Restoring: compare all leaves on disk with the wanted ones, then read leaf by leaf onto the devices."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class RestorePlan:
       leaves: the target's, by path.
       structure: the target's.
       chosen: paths of the target to paths on disk.
-      wants: what each chosen leaf asks for.
+      wants: the wanted shape, dtype and sharding of each chosen leaf.
     """
 
     directory: Path

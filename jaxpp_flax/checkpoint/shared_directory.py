@@ -1,4 +1,4 @@
-"""Whether all processes see one directory: on disks of their own, each would wait for the others' files for ever."""
+"""The check that all processes see one directory: on separate disks, each would wait for the others' files for ever."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ import time
 from pathlib import Path
 
 from jaxpp_flax.checkpoint.errors import CheckpointSaveError
-from jaxpp_flax.processes.exchanges import everyones
-from jaxpp_flax.processes.group import name_processes, process_group
+from jaxpp_flax.processes.comparison import exchange_values
+from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.processes.waits import name_processes
 
 __all__ = ["check_shared"]
 
-# Seconds. A network's file system may show a new file late.
+# Seconds. A network file system may show a new file late.
 _PATIENCE = 60.0
 
 
 def check_shared(directory: Path) -> None:
-    """Make sure that every process sees what process 0 writes to a directory; all of them call this.
+    """Make sure that every process sees the files that process 0 writes to a directory; all processes call this.
 
-    Nothing is checked in a single process, or where process 0 cannot write: the save tells why.
+    Nothing is checked in a single process, or if process 0 cannot write: the save then raises the error.
 
     Args:
-      directory: made if need be.
+      directory: created if it does not exist.
 
     Raises:
-      CheckpointSaveError: naming the processes that do not see it, in every process.
+      CheckpointSaveError: in every process, naming the processes that do not see the directory.
 
     Example:
       >>> check_shared(Path("anywhere"))  # a single process
@@ -42,10 +43,12 @@ def check_shared(directory: Path) -> None:
         except OSError:
             mine = None
     try:
-        name = everyones("a file that all are to see", None if mine is None else mine.name)[0]
+        name = exchange_values(group, "a file that all processes must see", None if mine is None else mine.name)[0]
         if name is None:
             return
-        seen = everyones("who sees that file", str(directory) if not _appears(directory / name) else None)
+        seen = exchange_values(
+            group, "which processes see that file", str(directory) if not _appears(directory / name) else None
+        )
     finally:
         if mine is not None:
             mine.unlink(missing_ok=True)

@@ -28,9 +28,9 @@ from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.checkpoint.owner import Ownership
 from jaxpp_flax.checkpoint.shared_directory import check_shared
 from jaxpp_flax.checkpoint.writing import complete, save_failed, to_tree, write_and_check
-from jaxpp_flax.processes.exchanges import done_by_one, everyones
+from jaxpp_flax.processes.comparison import do_in_process_0, exchange_values
 from jaxpp_flax.processes.group import process_group
-from jaxpp_flax.processes.waits import say
+from jaxpp_flax.processes.waits import print_notice
 
 __all__ = ["CheckpointStore", "SavePolicy", "KeepPolicy", "check_interval", "read_json", "save_step"]
 
@@ -61,7 +61,7 @@ class CheckpointStore:
       directory: made by the first save.
       every: an interval in steps, an Orbax save decision policy, or None for explicit saves alone.
       keep: how many of the latest to keep, an Orbax preservation policy, or None for all.
-      asynchronous: write in the background; what remains is the copy to the host.
+      asynchronous: write in the background; `save` itself then only copies to the host.
 
     Example:
       >>> import tempfile, jax.numpy as jnp
@@ -95,7 +95,7 @@ class CheckpointStore:
 
     @contextmanager
     def owned(self) -> Generator[None]:
-        """Keep other jobs from writing here, from before the first look at what is there; all processes call this.
+        """Keep other jobs from writing here, before the directory is read for the first time; all processes call this.
 
         Raises:
           DirectoryInUseError: naming the job that is running, and writes here.
@@ -111,12 +111,14 @@ class CheckpointStore:
     def _claim(self, place: Path) -> None:
         if not self._claims:
             take = functools.partial(self._take, place)
-            done_by_one("who owns its directory", take, DirectoryInUseError, CheckpointSaveError)
+            do_in_process_0(
+                process_group(), "the claim of the checkpoint directory", take, DirectoryInUseError, CheckpointSaveError
+            )
         self._claims += 1
 
     def _take(self, place: Path) -> None:
         try:
-            self._ownership.take(say)
+            self._ownership.take(print_notice)
         except DirectoryInUseError:
             raise
         except OSError as error:
@@ -128,7 +130,7 @@ class CheckpointStore:
             self._ownership.release()
 
     def describe(self) -> str:
-        """When it saves and what it keeps, in words that are the same in every process.
+        """The steps that it saves and keeps, in words that are equal in every process.
 
         Example:
           >>> CheckpointStore("anywhere", every=2, keep=3).describe()
@@ -139,7 +141,7 @@ class CheckpointStore:
         return ", ".join(f"{name}={of}" for name, of in plain.items())
 
     def steps(self) -> tuple[int, ...]:
-        """The steps whose checkpoints are complete, ascending. What cut-off saves left is not among them.
+        """The steps whose checkpoints are complete, ascending; saves that were cut off are left out.
 
         Raises:
           CheckpointNotFoundError: if the directory cannot be read.
@@ -211,7 +213,7 @@ class CheckpointStore:
             manager = self._open()
             # What somebody has deleted since would be counted among those to keep.
             gone = sorted({*manager.all_steps()} - {*self._list()})
-            if everyones("which steps were deleted", gone)[0]:
+            if exchange_values(process_group(), "which steps were deleted", gone)[0]:
                 manager.reload()
         with shared_work(self._what(), lambda error: self._failed(step, error)):
             self._writing = (step, frozenset(flatten(content)[0]))
@@ -223,7 +225,7 @@ class CheckpointStore:
             self._finishes_at_exit = True
 
     def check(self) -> None:
-        """Raise what went wrong in the background since the last call; never waits.
+        """Raise the error of the background's work since the last call, if any; never waits.
 
         Raises:
           CheckpointSaveError: naming the step.
@@ -279,8 +281,13 @@ class CheckpointStore:
         while path.exists():
             path, number = self.directory / f"{step}.damaged_{number}", number + 1
         # Process 0's choice, made before any name is taken.
-        path = self.directory / everyones("the name of a damaged checkpoint", path.name)[0]
-        done_by_one("setting a damaged checkpoint aside", lambda: (self.directory / str(step)).rename(path), OSError)
+        path = self.directory / exchange_values(process_group(), "the name of a damaged checkpoint", path.name)[0]
+        do_in_process_0(
+            process_group(),
+            "setting a damaged checkpoint aside",
+            lambda: (self.directory / str(step)).rename(path),
+            OSError,
+        )
         return path
 
     def close(self) -> None:
@@ -295,7 +302,9 @@ class CheckpointStore:
 
     def _claim_for_save(self, step: int) -> None:
         if self._claims:
-            done_by_one("looking whose it is", self._ownership.check, DirectoryInUseError)
+            do_in_process_0(
+                process_group(), "the check of the directory's owner", self._ownership.check, DirectoryInUseError
+            )
         self._claim(self.directory / str(step))
         self._has_claim = True
 
@@ -306,14 +315,14 @@ class CheckpointStore:
             self._give_up_claim()
 
     def _failed(self, step: int, error: BaseException) -> CheckpointSaveError:
-        # The next save opens the directory anew, which removes what this one left.
+        # The next save opens the directory anew, which removes the remains of this one.
         self._manager = None
         self._written()
         return save_failed(self.directory / str(step), error)
 
     def _open(self) -> ocp.CheckpointManager:
         if self._manager is None:
-            done_by_one("making its directory", self._make_directory, OSError)
+            do_in_process_0(process_group(), "making the checkpoint directory", self._make_directory, OSError)
             check_shared(self.directory)
             every, keep = self._every, self._keep
             if every is None:

@@ -24,7 +24,8 @@ from jaxpp_flax.checkpoint.format.orbax_io import (
 from jaxpp_flax.checkpoint.format.paths import flatten, listing, nest
 from jaxpp_flax.checkpoint.reading import stored_leaves
 from jaxpp_flax.checkpoint.shared_directory import check_shared
-from jaxpp_flax.processes.exchanges import done_by_one
+from jaxpp_flax.processes.comparison import do_in_process_0
+from jaxpp_flax.processes.group import process_group
 
 __all__ = ["complete", "save", "save_failed", "to_tree", "write_and_check"]
 
@@ -76,7 +77,7 @@ def save(path: str | os.PathLike[str], tree: Any) -> Path:
 
 
 def write_and_check(path: Path, handler: Any, arguments: Any, leaves: Any) -> None:
-    """Save at once, and check what was written; with several processes, all of them call this.
+    """Save at once, and check the written files; with several processes, all of them call this.
 
     Args:
       path: of the new checkpoint, which does not exist.
@@ -95,7 +96,12 @@ def write_and_check(path: Path, handler: Any, arguments: Any, leaves: Any) -> No
             checkpointer.save(path, args=arguments)
         with shared_work(what, lambda error: save_failed(path, error), everywhere=True):
             try:
-                done_by_one("checking what was written", lambda: complete(path, leaves), CorruptCheckpointError)
+                do_in_process_0(
+                    process_group(),
+                    "the check of the written checkpoint",
+                    lambda: complete(path, leaves),
+                    CorruptCheckpointError,
+                )
             except Exception:
                 if is_primary():
                     shutil.rmtree(path, ignore_errors=True)

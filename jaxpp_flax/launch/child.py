@@ -8,9 +8,9 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from jaxpp_flax.launch.process.connection import join
+from jaxpp_flax.launch.process.connection import ConnectionOptions, connect_program
 from jaxpp_flax.launch.process.process_end import ProgramExitError
-from jaxpp_flax.processes.group import PREEMPTED_STATUS
+from jaxpp_flax.processes.failures import PREEMPTED_STATUS
 
 __all__ = ["main", "run_program"]
 
@@ -24,30 +24,30 @@ def main(
     """Connect to the other processes, and run the program: a file, or ``-m`` and a module, with its arguments.
 
     Args:
-      arguments: the program; None: what the command line says.
+      arguments: the program; None: the command line's.
       bind_address, failure_timeout_s: as in `initialize`.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # lines in time, and whole beside those of other processes
-    ending = join(bind_address=bind_address, failure_timeout_s=failure_timeout_s)
+        sys.stdout.reconfigure(line_buffering=True)  # lines come in time, and whole between other processes' lines
+    end = connect_program(ConnectionOptions(bind_address=bind_address, failure_timeout_s=failure_timeout_s))
     try:
         run_program(sys.argv[1:] if arguments is None else list(arguments))
     except SystemExit as error:
-        # After SIGTERM every process saves and leaves: a good end, with a status of its own.
-        if ending is None or error.code in (None, 0, PREEMPTED_STATUS):
-            if ending is not None:
-                ending.program_is_over(error.code if isinstance(error.code, int) else 0)
+        # After SIGTERM every process saves and exits: a good end, with a status of its own.
+        if end is None or error.code in (None, 0, PREEMPTED_STATUS):
+            if end is not None:
+                end.program_is_over(error.code if isinstance(error.code, int) else 0)
             raise
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
-        # The other processes are to hear of it, which the end of the interpreter would not tell them.
+        # An uncaught error tells the other processes; a SystemExit would not.
         raise ProgramExitError(error.code) from None
-    if ending is not None:
-        ending.program_is_over()
+    if end is not None:
+        end.program_is_over()
 
 
 def run_program(program: Sequence[str]) -> None:
-    """Run a program as Python itself would: `sys.argv`, `sys.path` and `__name__` are what it expects.
+    """Run a program as Python itself would, with the usual `sys.argv`, `sys.path` and `__name__`.
 
     Args:
       program: a file's path, or "-m" and a module's name; then the program's own arguments.

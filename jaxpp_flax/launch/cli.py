@@ -10,13 +10,13 @@ from pathlib import Path
 from jaxpp_flax.launch import child
 from jaxpp_flax.launch.local import LOOPBACK, LocalJob, run
 from jaxpp_flax.launch.settings import LaunchError
-from jaxpp_flax.processes.watch import DEFAULT_FAILURE_TIMEOUT
+from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start what the arguments say; returns the exit status. Errors of the user's go to stderr in one line.
+    """Start the processes that the arguments describe; returns the exit status. A user's error is one line on stderr.
 
     >>> main(["-n", "0", __file__])
     2

@@ -1,10 +1,10 @@
 """The coordination service of a run, in a process of its own: ``python -m jaxpp_flax.launch.coordinator``.
 
-JAX would serve it inside of process 0. Were that one killed, JAX would abort all the others at once, before they could
-say which process died and what they awaited. Here, process 0 is like the others.
+JAX would serve it inside process 0. If process 0 were killed, JAX would abort all the others at once, before they could
+print which process died and what they waited for. Here, process 0 is like the others.
 
-It lives as long as its standard input is open, and then for as long as the processes of the run need to end: a client
-that loses the service is aborted. When none is connected any more it ends, since the next run may have the same port.
+The service lives as long as its standard input is open, and then until the processes of the run have ended: JAX aborts
+a client that loses its service. Once no process is connected the service ends, since the next run may use its port.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxpp_flax import _compat
 from jaxpp_flax.launch.settings import LaunchError
 
-__all__ = ["heartbeat_timeout", "is_connected", "is_taken", "main", "start"]
+__all__ = ["heartbeat_timeout", "is_connected", "is_taken", "main", "say_goodbye", "serve", "start"]
 
 _GOODBYE = b"end\n"
 _AFTER_GOODBYE_SECONDS = 5.0
@@ -31,8 +31,8 @@ _ESTABLISHED, _LISTENING = "01", "0A"  # as Linux writes a connection's state
 def heartbeat_timeout(failure_timeout: float) -> int:
     """Seconds of silence until JAX's own service and clients give each other up, the same in all of them.
 
-    A client whose service does not answer (its host's network is gone, say) is aborted, without a word on why, after
-    half of it at the earliest: this package, which says why, is done by then.
+    JAX aborts a client whose service does not answer (because its host's network is gone, say) after half of this time
+    at the earliest, without a reason. By then this package has ended the process, with the reason.
 
     >>> heartbeat_timeout(30.0)
     60
@@ -41,12 +41,12 @@ def heartbeat_timeout(failure_timeout: float) -> int:
 
 
 def is_connected(port: int) -> bool:
-    """Whether somebody is connected to this TCP port of this host, or it is unknown."""
+    """Whether a process is connected to this TCP port of this host; True too if that is unknown."""
     return _has_socket(port, _ESTABLISHED) is not False
 
 
 def is_taken(port: int) -> bool:
-    """Whether something on this host is known to listen on this TCP port."""
+    """Whether a process of this host is known to listen on this TCP port."""
     return _has_socket(port, _LISTENING) is True
 
 
@@ -63,21 +63,33 @@ def _has_socket(port: int, state: str) -> bool | None:
     return found if lines else None
 
 
+def serve(address: str, num_processes: int, failure_timeout: float) -> Callable[[], None] | None:
+    """Serve in this process.
+
+    Args:
+      address, num_processes, failure_timeout: as in `start`.
+
+    Returns:
+      The function that ends the service; None if this version of JAX hides its service: then process 0 must serve.
+    """
+    return _compat.start_coordination_service(address, num_processes, heartbeat_timeout(failure_timeout))
+
+
 def start(address: str, num_processes: int, failure_timeout: float, linger: float) -> subprocess.Popen[bytes]:
     """Start the service's process.
 
     Args:
-      address: host and port that it listens on.
+      address: the host and port that the service listens on.
       num_processes: how many processes will connect.
       failure_timeout: seconds within which a failure has ended every process.
-      linger: seconds that it stays after the process that started it has died.
+      linger: seconds that the service stays after the process that started it has died.
     """
     command = [sys.executable, "-m", "jaxpp_flax.launch.coordinator", address, str(num_processes)]
     return subprocess.Popen(
         [*command, str(failure_timeout), str(linger)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        # Errors that matter reach the processes of the run; what else it says would only alarm.
+        # Errors that matter reach the processes of the run; its other output would only alarm.
         stderr=subprocess.DEVNULL,
         process_group=0,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
@@ -85,7 +97,7 @@ def start(address: str, num_processes: int, failure_timeout: float, linger: floa
 
 
 def say_goodbye(service: subprocess.Popen[bytes]) -> None:
-    """Let the service end soon: every process of the run has said that it is leaving."""
+    """Let the service end soon: every process of the run has ended its program."""
     if service.stdin is not None and service.poll() is None:
         try:
             service.stdin.write(_GOODBYE)
@@ -102,8 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("failure_timeout", type=float)
     parser.add_argument("linger", type=float)
     options = parser.parse_args(arguments)
-    timeout = heartbeat_timeout(options.failure_timeout)
-    stop = _compat.start_coordination_service(options.address, options.num_processes, timeout)
+    stop = serve(options.address, options.num_processes, options.failure_timeout)
     if stop is None:
         raise LaunchError("this version of JAX hides its coordination service; process 0 must serve it.")
     said = sys.stdin.buffer.read()

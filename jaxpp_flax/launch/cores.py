@@ -1,7 +1,7 @@
 """A share of this machine's cores for each process that it runs.
 
-XLA's CPU client starts as many threads as it may use cores. Where every process may use all of them, they take each
-other's: measured on two cores, two processes lost an eighth of their speed by that alone.
+XLA's CPU client starts as many threads as it may use cores. If every process may use all cores, the threads of several
+processes compete: measured on two cores, two processes lost an eighth of their speed by that alone.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def share_of_cores(cores: Sequence[int], process: int, num_processes: int) -> tu
 
 @contextlib.contextmanager
 def running_on(cores: Sequence[int]) -> Generator[None]:
-    """Bind this thread, and the processes that it starts meanwhile, to some cores; to none in particular if empty."""
+    """Bind this thread, and the processes that it starts inside, to some cores; if `cores` is empty, do nothing."""
     if not cores:
         yield
         return

@@ -1,7 +1,7 @@
-"""Kills what a launcher leaves behind if it dies without cleaning up. Run as a file: imports nothing of ours.
+"""Kills the processes that a launcher leaves behind when it is killed. Run as a file: imports nothing of this package.
 
-Lines on the standard input, "+ID" and "-ID", say which process groups there are. At its end the launcher is gone, and
-so are, then, all groups that are left.
+Lines on the standard input add a process group, "+ID", or remove it, "-ID". At the end of the input the launcher has
+died, and the guard kills the groups that are left.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 
 def surviving_groups(lines: Iterable[str]) -> set[int]:
-    """The process groups that were begun and not ended.
+    """The process groups that were added and not removed.
 
     >>> surviving_groups(["+12", "+15", "-12"])
     {15}
@@ -30,7 +30,7 @@ def surviving_groups(lines: Iterable[str]) -> set[int]:
 
 
 def main() -> None:
-    """Wait for the end of the launcher, and kill what it left."""
+    """Wait for the end of the launcher, and kill the groups that it left."""
     for group in surviving_groups(sys.stdin):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)

@@ -1,10 +1,9 @@
-"""Several processes of one program on this machine: started, followed and ended together."""
+"""Several processes of one program on this machine: started, supervised and ended together."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -22,18 +21,23 @@ from jaxpp_flax.launch import coordinator, guard
 from jaxpp_flax.launch.cores import running_on, share_of_cores, usable_cores
 from jaxpp_flax.launch.logs import Logs
 from jaxpp_flax.launch.process.process_end import INTERRUPTED_STATUS
-from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
+from jaxpp_flax.launch.settings import (
+    LaunchError,
+    LaunchSettings,
+    describe_preemption,
+    device_environment,
+    join_host_and_port,
+)
 from jaxpp_flax.launch.signals import Signals, handled_signals
 from jaxpp_flax.launch.supervised_process import (
-    Followed,
+    SupervisedProcess,
     describe_end,
     exit_status,
     is_stopped,
     kill_group,
     signal_name,
 )
-from jaxpp_flax.processes.group import PEER_FAILED_STATUS, PREEMPTED_STATUS
-from jaxpp_flax.processes.watch import DEFAULT_FAILURE_TIMEOUT
+from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT, PEER_FAILED_STATUS, PREEMPTED_STATUS
 
 __all__ = ["LOOPBACK", "LocalJob", "child_environment", "run"]
 
@@ -87,8 +91,8 @@ class LocalJob:
             raise LaunchError(f"--failure-timeout {self.failure_timeout}: it must be a number of seconds above 0.")
 
 
-# How a process ends because of another one, or by its launcher.
-_OF_OTHERS = (PEER_FAILED_STATUS, -signal.SIGTERM, -signal.SIGKILL)
+# The exit statuses of a process that ends because of another one, or by its launcher.
+_CAUSED_STATUSES = (PEER_FAILED_STATUS, -signal.SIGTERM, -signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -101,10 +105,10 @@ class _Cause:
 
 
 def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = None) -> int:
-    """Start the processes, print what they write, and end with them.
+    """Start the processes, print their output, and end with them.
 
     Args:
-      job: what to start.
+      job: the program and its processes.
       out: where their standard output goes; None: this process's.
       console: where their errors go; None: this process's.
 
@@ -131,13 +135,13 @@ def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = 
 
 
 class _Job:
-    """The processes, from their start to the moment when nothing is left of them."""
+    """The processes, from their start until none of them is left."""
 
     def __init__(self, job: LocalJob, logs: Logs, say: Callable[[str], None]) -> None:
         self._job, self._logs, self._say = job, logs, say
-        self._processes: list[Followed] = []
+        self._processes: list[SupervisedProcess] = []
         self._service: subprocess.Popen[bytes] | None = None
-        # The port stays this launcher's until the service has taken it, and after: nobody else gets it meanwhile.
+        # The launcher holds the port, also after the service has taken it: no other program gets it.
         self._reserved = _reserve_port(job.address)
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__], stdin=subprocess.PIPE, text=True, start_new_session=True
@@ -154,9 +158,8 @@ class _Job:
     def _start(self) -> None:
         job = self._job
         port = self._reserved.getsockname()[1]
-        host = f"[{job.address}]" if ":" in job.address else job.address
         settings = LaunchSettings(
-            coordinator_address=f"{host}:{port}",
+            coordinator_address=join_host_and_port(job.address, port),
             num_processes=job.num_processes,
             process_id=0,
             bind_address=job.address,
@@ -167,10 +170,10 @@ class _Job:
                 settings.coordinator_address, job.num_processes, job.failure_timeout, linger=job.failure_timeout
             )
             self._tell_guard("+", self._service.pid)
-        for index in range(job.num_processes):
-            self._processes.append(self._start_process(replace(settings, process_id=index)))
+        for each in settings.for_every_process():
+            self._processes.append(self._start_process(each))
 
-    def _start_process(self, settings: LaunchSettings) -> Followed:
+    def _start_process(self, settings: LaunchSettings) -> SupervisedProcess:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         settings = replace(settings, control_fd=theirs.fileno())
@@ -189,14 +192,14 @@ class _Job:
             )
         theirs.close()
         self._tell_guard("+", popen.pid)
-        process = Followed(settings.process_id, popen, ours)
+        process = SupervisedProcess(settings.process_id, popen, ours)
         for stream, errors in ((popen.stdout, False), (popen.stderr, True)):
             if stream is not None:
                 self._logs.follow(process.index, stream, errors=errors)
         return process
 
     def follow(self, signals: Signals) -> _Cause | None:
-        """Wait for all processes to end, or make them; says why, if not all ended well."""
+        """Wait until all processes have ended, or end them; returns the cause, if not all ended well."""
         stopping: _Cause | None = None
         deadlines: list[tuple[float, int]] = []  # when to send which signal to those that still live
         while True:
@@ -205,7 +208,7 @@ class _Job:
             now = time.monotonic()
             if signals.received:
                 number = signals.received.pop(0)
-                # The first one asks; one that comes while they are ending insists.
+                # The first signal asks the processes to end; a second one kills them.
                 patient = stopping is None
                 stopping = stopping or _Cause(None, f"ended by {signal_name(number)}.", 128 + number)
                 self._signal(alive, number if patient else signal.SIGKILL)
@@ -213,8 +216,8 @@ class _Job:
             elif failed is not None and stopping is None:
                 stopping = failed
                 self._tell_others(failed, alive)
-                # They end by themselves, with what they waited for, within 10 % of the failure timeout. If it was
-                # they who noticed, by a silence that took 60 %, that time is nearly over.
+                # They end by themselves within 10 % of the failure timeout, and print their waits. If they noticed
+                # the failure themselves, by a silence that took 60 %, that time is nearly over.
                 timeout = self._job.failure_timeout
                 patience = (0.13 if failed.status == PEER_FAILED_STATUS else 0.3) * timeout
                 deadlines = [(now + patience, signal.SIGTERM), (now + patience + 0.05 * timeout, signal.SIGKILL)]
@@ -238,7 +241,7 @@ class _Job:
             if not process.ended_well and (found is None or found.status == PEER_FAILED_STATUS):
                 found = self._cause(process)
         unfinished = any(process.status is None for process in self._processes)
-        # Without its service JAX aborts a process, which may be noticed first.
+        # JAX aborts a process that loses the service, and the launcher may notice that end first.
         suspected = unfinished if found is None else found.status == exit_status(-signal.SIGABRT)
         if suspected and self._service is not None and self._service.poll() is not None:
             status = self._service.returncode
@@ -246,7 +249,7 @@ class _Job:
             found = _Cause(None, text, exit_status(status) or 1)
         return found
 
-    def _cause(self, process: Followed) -> _Cause:
+    def _cause(self, process: SupervisedProcess) -> _Cause:
         status = process.status or 0
         text = f"process {process.index} of {self._job.num_processes} failed first: it {describe_end(status)}."
         if status == PEER_FAILED_STATUS:
@@ -256,32 +259,29 @@ class _Job:
         return _Cause(process.index, text, exit_status(status))
 
     def _better(self, cause: _Cause | None) -> _Cause | None:
-        """The true cause, if what was seen first is only a process that ended because of another."""
+        """The true cause, if the first process that ended did so because of another one."""
         if cause is None or cause.status != PEER_FAILED_STATUS:
             return cause
         for process in self._processes:
-            if not process.ended_well and process.status not in _OF_OTHERS:
+            if not process.ended_well and process.status not in _CAUSED_STATUSES:
                 return self._cause(process)
         return cause
 
     def _preempted(self, cause: _Cause | None) -> _Cause | None:
-        """Where processes were asked to end and have saved, that is no failure; None if they were not, or have not."""
-        count = self._job.num_processes
+        """The cause if all processes have saved after SIGTERM, which is no failure; None if they have not."""
         if not any(process.status == PREEMPTED_STATUS for process in self._processes):
             return None
         if cause is not None and cause.status != 128 + signal.SIGTERM:
             return None
         for process in self._processes:
-            if not process.ended_well and process.status not in _OF_OTHERS:
+            if not process.ended_well and process.status not in _CAUSED_STATUSES:
                 return self._cause(process)
         if not all(process.ended_well for process in self._processes):
             return None
-        who = "the process has" if count == 1 else f"all {count} processes have"
-        text = f"preempted: {who} saved after SIGTERM. Start the run again: fit(resume=True) goes on from there."
-        return _Cause(None, text, PREEMPTED_STATUS)
+        return _Cause(None, describe_preemption(self._job.num_processes), PREEMPTED_STATUS)
 
-    def _blame_stopped(self, cause: _Cause | None, alive: Sequence[Followed]) -> _Cause | None:
-        """A process that stands still cannot say so itself, and the others have ended because of it."""
+    def _blame_stopped(self, cause: _Cause | None, alive: Sequence[SupervisedProcess]) -> _Cause | None:
+        """A stopped process is the cause, if there is one: it cannot report itself, and the others end by it."""
         if cause is not None and cause.status != PEER_FAILED_STATUS:
             return cause
         for process in alive:
@@ -290,21 +290,21 @@ class _Job:
                 return _Cause(process.index, text, 128 + signal.SIGSTOP)
         return cause
 
-    def _tell_others(self, cause: _Cause, alive: Sequence[Followed]) -> None:
+    def _tell_others(self, cause: _Cause, alive: Sequence[SupervisedProcess]) -> None:
         if cause.status == PEER_FAILED_STATUS:
-            return  # it was told by the others
+            return  # the other processes have told it
         subject = "-" if cause.index is None else str(cause.index)
         how = cause.message.partition("failed first: ")[2].rstrip(".") or cause.message
         for process in alive:
             process.tell(f"{subject} {how}")
 
-    def _signal(self, processes: Sequence[Followed], number: int) -> None:
+    def _signal(self, processes: Sequence[SupervisedProcess], number: int) -> None:
         for process in processes:
             process.signal(number)
 
-    def _end_overdue(self, alive: Sequence[Followed], now: float) -> None:
-        """Wait no longer than `grace` for a process that has nothing more to do: no other one needs it any more."""
-        # All of them leave together: where one has ended well, the programs of all are over.
+    def _end_overdue(self, alive: Sequence[SupervisedProcess], now: float) -> None:
+        """Wait no longer than `grace` for a process whose program is over: no other process needs it."""
+        # All programs end together: once one process has ended well, the programs of all are over.
         over = any(process.ended_well for process in self._processes)
         for process in alive:
             process.hear(now)
@@ -344,7 +344,7 @@ class _Job:
             if self._service.stdin is not None:
                 self._service.stdin.close()
         if self._guard.stdin is not None:
-            # All groups are gone; their numbers may belong to others from now on.
+            # All groups have ended; the system may give their numbers to other processes from now on.
             self._guard.kill()
             self._guard.stdin.close()
             self._guard.wait()
@@ -368,7 +368,6 @@ def child_environment(
       ('2', '2,3', '')
     """
     first = settings.process_id * devices_per_process
-    flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", environment.get("XLA_FLAGS", "")).strip()
     proxies: dict[str, str] = {}
     if any(name.lower().endswith("_proxy") for name in environment):
         # gRPC would look for this machine behind the proxy.
@@ -377,9 +376,8 @@ def child_environment(
     return {
         **environment,
         **settings.to_environment(),
-        "JAX_NUM_CPU_DEVICES": str(devices_per_process),
+        **device_environment(environment, devices_per_process),
         "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(first, first + devices_per_process))),
-        "XLA_FLAGS": flags,
         **proxies,
     }
 

@@ -17,10 +17,10 @@ _KEPT_LINES = 60
 
 
 class Logs:
-    """Prints what processes write, line by line as it comes, and remembers the end of each one's errors.
+    """Prints the output of processes line by line, and remembers the last lines of each process's errors.
 
     Args:
-      num_processes: how many there are.
+      num_processes: how many processes there are.
       console: where errors go; colours are used if it is a terminal.
       out: where standard output goes.
       directory: each process's whole output is written here too, to `process_0.log` and so on; None: nowhere.
@@ -47,7 +47,7 @@ class Logs:
         return capture.get()
 
     def follow(self, index: int, stream: IO[str], *, errors: bool) -> None:
-        """Print what comes from `stream`, in a background thread, until it ends."""
+        """Print the lines of `stream` in a background thread, until it ends."""
         reader = threading.Thread(target=self._read, args=(index, stream, errors), daemon=True)
         self._readers.append(reader)
         reader.start()
@@ -63,7 +63,7 @@ class Logs:
                 self._errors[index].append(line)
             if index in self._files:
                 self._log(index, line)
-            # Whoever reads our output may have gone; a process whose output nobody takes would stand still.
+            # The reader of our output may have gone; a process whose output is not read would stand still.
             with contextlib.suppress(OSError):
                 _write(self._console.file if errors else self._out, f"{self._prefixes[index]}{line}\n")
 
@@ -73,7 +73,7 @@ class Logs:
         except OSError as error:
             file = self._files.pop(index)
             with contextlib.suppress(OSError):
-                file.close()  # once more it tries to write what is left
+                file.close()  # which tries to write the rest once more
             with contextlib.suppress(OSError):
                 _write(
                     self._console.file, f"jaxpp_flax.launch: the log of process {index} is not written on: {error}\n"
@@ -89,7 +89,7 @@ class Logs:
                     self._files.popitem()[1].close()
 
     def last_error(self, index: int) -> list[str]:
-        """The end of what a process wrote to its standard error: its last traceback, if there is one.
+        """The last lines of a process's standard error: its last traceback, if there is one.
 
         Returns:
           Lines, each with its process's number.
@@ -102,7 +102,7 @@ class Logs:
 
 
 def _write(file: IO[str], text: str) -> None:
-    """Write at once, also what the file's encoding cannot express."""
+    """Write at once; characters that the file's encoding lacks are escaped."""
     try:
         file.write(text)
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""A run on a Ray cluster: one actor for each host, and a driver that hears of the loss (extra ``ray``).
+"""A run on a Ray cluster: one actor for each host, and a driver that receives their reports (extra ``ray``).
 
 Example:
-  On a machine of the cluster, with a function that trains and tells:
+  On a machine of the cluster, with a function that trains and reports:
 
     def train(report, steps):
         trainer = PipelineTrainer(...)
@@ -12,14 +12,13 @@ Example:
 
     losses = run(train, 1000, num_processes=4, gpus=8, on_report=print)
 
-Ray sends functions and values by pickle: its ports, like those of JAX, belong inside of a trusted network.
+Ray sends functions and values by pickle: keep its ports, like those of JAX, inside a trusted network.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
-import re
 import socket
 import sys
 import threading
@@ -30,20 +29,25 @@ from typing import Any
 
 import jax
 
-from jaxpp_flax import _compat
-from jaxpp_flax.launch.coordinator import heartbeat_timeout
+from jaxpp_flax.launch import coordinator
 from jaxpp_flax.launch.process.connection import connect
 from jaxpp_flax.launch.process.process_end import ProgramExitError
-from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
-from jaxpp_flax.processes.group import PREEMPTED_STATUS, Failure, process_group
-from jaxpp_flax.processes.waits import quietly
-from jaxpp_flax.processes.watch import DEFAULT_FAILURE_TIMEOUT
+from jaxpp_flax.launch.settings import (
+    LaunchError,
+    LaunchSettings,
+    describe_preemption,
+    device_environment,
+    join_host_and_port,
+)
+from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT, PREEMPTED_STATUS, Failure
+from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.processes.waits import call_with_limit
 
 __all__ = ["Report", "run"]
 
 Report = Callable[[Any], None]
-"""What a program tells the driver with. Process 0's reports arrive, in order; those of the others are dropped. Arrays
-arrive as NumPy's, and must be whole in process 0."""
+"""The function by which a program sends a value to the driver. Process 0's reports arrive in order; the reports of the
+other processes are dropped. Arrays arrive as NumPy's; process 0 must have the whole array."""
 
 _POLL_SECONDS = 0.2
 _TELL_SECONDS = 2.0
@@ -51,7 +55,7 @@ _TELL_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class _Told:
-    """What a process puts into the queue: a report, or why it ends although nothing is wrong with itself."""
+    """A message from a process to the driver: a report, or the failure of another process that ends this one."""
 
     process: int
     report: Any = None
@@ -61,16 +65,16 @@ class _Told:
 
 @dataclass(frozen=True)
 class _Preempted:
-    """What a process returns that was asked to end, and has saved."""
+    """The result of a process that has saved after SIGTERM."""
 
 
 @dataclass
 class _News:
-    """What the driver has heard."""
+    """The messages and errors that the driver has received."""
 
     on_report: Callable[[Any], None] | None
     errors: dict[int, Exception] = field(default_factory=dict)
-    told: dict[int, _Told] = field(default_factory=dict)  # by the processes that end because of another one
+    told: dict[int, _Told] = field(default_factory=dict)  # from the processes that end because of another one
 
 
 def run(
@@ -86,7 +90,7 @@ def run(
     failure_timeout_s: float = DEFAULT_FAILURE_TIMEOUT,
     initialization_timeout_s: float = 300.0,
 ) -> list[Any]:
-    """Run a function as one process on each of several hosts of a Ray cluster, connected as by `initialize`.
+    """Run a function as one process on each of several hosts of a Ray cluster, connected as `initialize` does.
 
     Call `ray.init` before, or this machine becomes a cluster of its own.
 
@@ -104,10 +108,10 @@ def run(
       initialization_timeout_s: seconds for Ray to find the resources, and for all processes to connect.
 
     Returns:
-      What the function returned, by process; arrays as NumPy's.
+      The results of the function, by process; arrays as NumPy's.
 
     Raises:
-      LaunchError: if Ray is missing or has not the resources, or if a process fails: that error is its cause.
+      LaunchError: if Ray is missing or lacks the resources, or if a process fails: its `__cause__` is that error.
       SystemExit: with status 75, if the processes were asked to end by SIGTERM, and have saved.
     """
     if num_processes < 1:
@@ -128,7 +132,7 @@ def run(
             )
         queue = importlib.import_module("ray.util.queue").Queue(actor_options={"num_cpus": 0})
         strategy = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
-        variables = {**_device_variables(devices_per_process), **(environment or {})}
+        variables = {**device_environment(os.environ, devices_per_process), **(environment or {})}
 
         def start(kind: type[Any], place: int, cpus: float, gpus: float, variables: Mapping[str, str]) -> Any:
             actor = ray.remote(kind).options(
@@ -147,18 +151,15 @@ def run(
         address, served = ray.get(
             service.serve.remote(num_processes, failure_timeout_s), timeout=initialization_timeout_s
         )
-        settings = [
-            LaunchSettings(
-                coordinator_address=address,
-                num_processes=num_processes,
-                process_id=index,
-                failure_timeout=failure_timeout_s,
-            )
-            for index in range(num_processes)
-        ]
+        settings = LaunchSettings(
+            coordinator_address=address,
+            num_processes=num_processes,
+            process_id=0,
+            failure_timeout=failure_timeout_s,
+        )
         calls = [
             worker.execute.remote(place, initialization_timeout_s, served, queue, function, arguments)
-            for worker, place in zip(workers, settings, strict=True)
+            for worker, place in zip(workers, settings.for_every_process(), strict=True)
         ]
         return _follow(ray, calls, queue, _News(on_report), failure_timeout_s)
     finally:
@@ -178,11 +179,6 @@ def _import_ray() -> Any:
     return ray
 
 
-def _device_variables(devices_per_process: int) -> dict[str, str]:
-    flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", os.environ.get("XLA_FLAGS", "")).strip()
-    return {"JAX_NUM_CPU_DEVICES": str(devices_per_process), "XLA_FLAGS": flags}
-
-
 def _follow(ray: Any, calls: list[Any], queue: Any, news: _News, failure_timeout_s: float) -> list[Any]:
     """Pass reports on until all processes have ended, or one has failed."""
     waiting = list(calls)
@@ -196,14 +192,13 @@ def _follow(ray: Any, calls: list[Any], queue: Any, news: _News, failure_timeout
             raise _first_failure(ray, news)
     results = ray.get(calls)
     if any(isinstance(result, _Preempted) for result in results):
-        text = f"preempted: all {len(results)} processes have saved after SIGTERM"
-        print(f"jaxpp_flax.launch: {text}. Run it again: fit(resume=True) goes on from there.", file=sys.stderr)
+        print(f"jaxpp_flax.launch: {describe_preemption(len(results))}", file=sys.stderr)
         raise SystemExit(PREEMPTED_STATUS)
     return results
 
 
 def _hear(ray: Any, calls: list[Any], done: list[Any], queue: Any, news: _News) -> None:
-    """Take in how calls have ended, and what their processes told before."""
+    """Record the errors of calls that have ended, and the messages that their processes sent before."""
     for call in done:
         try:
             ray.get(call)
@@ -217,7 +212,7 @@ def _hear(ray: Any, calls: list[Any], done: list[Any], queue: Any, news: _News) 
 
 
 def _first_failure(ray: Any, news: _News) -> LaunchError:
-    """What a process says of itself, before what became of it, before what others say of it."""
+    """The error of the process that failed first: its own exception, else its end, else the others' reports of it."""
     own = {index: error for index, error in news.errors.items() if index not in news.told}
     raised = {index: error for index, error in own.items() if isinstance(error, ray.exceptions.RayTaskError)}
     if own:
@@ -235,17 +230,20 @@ class _Service:
     """The coordination service of the run, on the host of process 0; an actor."""
 
     def serve(self, num_processes: int, failure_timeout_s: float) -> tuple[str, bool]:
-        """An address of this host, and whether it is served here; if not, process 0 is to do so."""
+        """Choose an address of this host and serve there.
+
+        Returns:
+          The address, and whether the service runs here; if not, process 0 must serve.
+        """
         host = importlib.import_module("ray").util.get_node_ip_address()
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((host, 0))
             port = probe.getsockname()[1]
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = join_host_and_port(host, port)
         if num_processes == 1:
             return address, False
-        # It lives as long as what ends it.
-        timeout = heartbeat_timeout(failure_timeout_s)
-        self._stop = _compat.start_coordination_service(address, num_processes, timeout)
+        # The service lives as long as this function that ends it.
+        self._stop = coordinator.serve(address, num_processes, failure_timeout_s)
         return address, self._stop is not None
 
 
@@ -270,30 +268,30 @@ class _Worker:
         def tell(failure: Failure) -> None:
             """Tell the driver that this process ends because of `failure`."""
             told = _Told(settings.process_id, failed=failure.process, why=process_group().describe(failure))
-            # Not for long: it may be the driver's host that is gone.
-            quietly(lambda: queue.put(told), _TELL_SECONDS)
+            # With a limit of time: the driver's host may be the one that is gone.
+            call_with_limit(lambda: queue.put(told), _TELL_SECONDS)
 
         raising = threading.Event()
 
         def end(failure: Failure) -> None:
             if raising.is_set():
-                return  # what it raises is on its way to the driver, which then ends this actor
+                return  # its own error is on its way to the driver, which then ends this actor
             tell(failure)
             process_group().end_process(failure)
 
         if settings.num_processes == 1:
             return _call(function, report, arguments)
-        ending = connect(settings, None, timeout_s, served_elsewhere=served, on_failure=end)
+        process_end = connect(settings, None, timeout_s, served_elsewhere=served, on_failure=end)
         try:
             result = _call(function, report, arguments)
         except BaseException as error:
-            if ending.is_a_consequence(error) and (failure := ending.group.failure) is not None:
+            if process_end.is_a_consequence(error) and (failure := process_end.group.failure) is not None:
                 tell(failure)
             else:
                 raising.set()
-                ending.group.report_failure(traceback.format_exc().rstrip())
+                process_end.group.report_failure(traceback.format_exc().rstrip())
             raise
-        ending.finish()
+        process_end.finish()
         return result
 
 
@@ -305,5 +303,5 @@ def _call(function: Callable[..., Any], report: Report, arguments: tuple[Any, ..
             return None
         if error.code == PREEMPTED_STATUS:
             return _Preempted()
-        # Ray would take it for the wish to end the actor.
+        # Ray would end the actor by a SystemExit, as if the user had wished it.
         raise ProgramExitError(error.code) from None

@@ -1,19 +1,20 @@
-"""What whoever starts processes tells each of them, through environment variables."""
+"""The settings of a run that its launcher gives to each process, through environment variables."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from jaxpp_flax.processes.watch import DEFAULT_FAILURE_TIMEOUT
+from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT
 
-__all__ = ["LaunchError", "LaunchSettings"]
+__all__ = ["LaunchError", "LaunchSettings", "describe_preemption", "device_environment", "join_host_and_port"]
 
 _PREFIX = "JAXPP_FLAX_LAUNCH_"
 
 
 class LaunchError(RuntimeError):
-    """Processes cannot be started as was asked, or do not find each other."""
+    """The processes cannot be started as requested, or do not find each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +22,9 @@ class LaunchSettings:
     """One process's place in a run.
 
     Args:
-      coordinator_address: host and port of the coordination service, which whoever starts the processes serves.
+      coordinator_address: host and port of the coordination service, which the launcher serves.
       num_processes: how many processes there are.
-      process_id: which of them this one is, from 0.
+      process_id: the index of this process, from 0.
       bind_address: the address that this process's own sockets listen on.
       failure_timeout: seconds within which a failure anywhere has ended every process.
       control_fd: descriptor of a connection to the launcher: a line from there is a failure of another process, its
@@ -59,8 +60,18 @@ class LaunchSettings:
         if ":" not in self.coordinator_address:
             raise LaunchError(f"coordinator_address={self.coordinator_address!r}: it must be 'host:port'.")
 
+    def for_every_process(self) -> list[LaunchSettings]:
+        """These settings for each process of the run, in order.
+
+        Example:
+          >>> first = LaunchSettings(coordinator_address="127.0.0.1:4000", num_processes=2, process_id=0)
+          >>> [settings.process_id for settings in first.for_every_process()]
+          [0, 1]
+        """
+        return [replace(self, process_id=index) for index in range(self.num_processes)]
+
     def to_environment(self) -> dict[str, str]:
-        """The environment variables that say this."""
+        """These settings as environment variables."""
         values = {
             "COORDINATOR_ADDRESS": self.coordinator_address,
             "NUM_PROCESSES": str(self.num_processes),
@@ -73,10 +84,10 @@ class LaunchSettings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> LaunchSettings | None:
-        """What the environment variables say, or None if a launcher set none.
+        """The settings in the environment variables, or None if no launcher has set any.
 
         Raises:
-          LaunchError: if only some are set, or one has no meaning.
+          LaunchError: if only some are set, or one has an invalid value.
         """
         if not any(name.startswith(_PREFIX) for name in environment):
             return None
@@ -95,3 +106,37 @@ class LaunchSettings:
                 f"the environment variables {_PREFIX}* are incomplete or wrong ({error}). They are set by "
                 "the launcher; unset them all to run without one."
             ) from error
+
+
+def join_host_and_port(host: str, port: int | str) -> str:
+    """An address in one text; an IP address of version 6 stands in brackets.
+
+    >>> join_host_and_port("127.0.0.1", 4000), join_host_and_port("::1", 4000)
+    ('127.0.0.1:4000', '[::1]:4000')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def device_environment(environment: Mapping[str, str], devices_per_process: int) -> dict[str, str]:
+    """The environment variables that give a process its number of virtual devices on CPU.
+
+    Args:
+      environment: the launcher's own; a number of devices in its `XLA_FLAGS` would count for each process.
+      devices_per_process: the number of devices.
+
+    Example:
+      >>> device_environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, 2)
+      {'JAX_NUM_CPU_DEVICES': '2', 'XLA_FLAGS': ''}
+    """
+    flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", environment.get("XLA_FLAGS", "")).strip()
+    return {"JAX_NUM_CPU_DEVICES": str(devices_per_process), "XLA_FLAGS": flags}
+
+
+def describe_preemption(num_processes: int) -> str:
+    """The message after SIGTERM, once all processes have saved.
+
+    >>> describe_preemption(1)
+    'preempted: the process has saved after SIGTERM. Start the run again: fit(resume=True) goes on from there.'
+    """
+    processes = "the process has" if num_processes == 1 else f"all {num_processes} processes have"
+    return f"preempted: {processes} saved after SIGTERM. Start the run again: fit(resume=True) goes on from there."

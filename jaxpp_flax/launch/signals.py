@@ -14,7 +14,7 @@ __all__ = ["Signals", "handled_signals"]
 
 @dataclass
 class Signals:
-    """Those that this process got, in order."""
+    """The signals that this process has received, in order."""
 
     received: list[int] = field(default_factory=list)
 
@@ -24,7 +24,7 @@ class Signals:
 
 @contextlib.contextmanager
 def handled_signals() -> Generator[Signals]:
-    """Ctrl-C, SIGTERM and a hangup are noted inside, and do nothing else."""
+    """Inside, Ctrl-C, SIGTERM and a hangup are recorded, and do nothing else."""
     signals = Signals()
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under `nohup` the run outlives its terminal

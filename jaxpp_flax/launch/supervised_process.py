@@ -1,4 +1,4 @@
-"""A process of a run as its launcher sees it: what it says, how it ended, and how it is made to."""
+"""A process of a run as its launcher sees it: its messages, its end, and the signals that end it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxpp_flax.processes.group import PREEMPTED_STATUS
+from jaxpp_flax.processes.failures import PREEMPTED_STATUS
 
-__all__ = ["Followed", "describe_end", "exit_status", "is_stopped", "kill_group", "signal_name"]
+__all__ = ["SupervisedProcess", "describe_end", "exit_status", "is_stopped", "kill_group", "signal_name"]
 
 
 @dataclass
-class Followed:
-    """One process.
+class SupervisedProcess:
+    """One process of the run.
 
     Attributes:
-      index: its place in the run.
-      popen: the process.
+      index: its index in the run.
+      popen: the process of the operating system.
       control: the launcher's end of the connection to it.
       status: as `Popen.returncode`, once it has ended.
-      over_since: when its program was known to be over, and with it what the other processes may need of it.
-      over_status: the status that it was about to end with then.
-      is_told: whether the user knows that it is waited for.
+      over_since: the time when its program was over: from then on the other processes need nothing of it.
+      over_status: the exit status that its program announced then.
+      is_told: whether the user was told that the launcher waits for it.
       is_overdue: whether it was killed because it did not end after its program.
     """
 
@@ -45,14 +45,14 @@ class Followed:
         return self.status in (0, PREEMPTED_STATUS)
 
     def hear(self, now: float) -> None:
-        """Take in whether it has said that its program is over."""
+        """Read its messages: one says that its program is over."""
         with contextlib.suppress(OSError):  # nothing has come, or it has ended
             for line in self.control.recv(4096).decode(errors="replace").splitlines():
                 if line.startswith("over "):
                     self.over_since, self.over_status = now, int(line.removeprefix("over "))
 
     def tell(self, line: str) -> None:
-        """Tell it one line."""
+        """Send one line to it."""
         with contextlib.suppress(OSError):
             self.control.send(f"{line}\n".encode())
 
@@ -61,13 +61,13 @@ class Followed:
         if self.status is not None or self.popen.poll() is None:
             return False
         self.status = self.over_status if self.is_overdue else self.popen.returncode
-        # What it has started and not ended itself is ended with it, and before its number is used again.
+        # End the processes that it has started too, before the system uses its number again.
         kill_group(self.popen.pid)
         self.control.close()
         return True
 
     def signal(self, number: int) -> None:
-        """Send a signal to it and to those that it has started."""
+        """Send a signal to it and to the processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, number)
 
@@ -79,7 +79,7 @@ def kill_group(group: int) -> None:
 
 
 def is_stopped(process: int) -> bool:
-    """Whether a process stands still by a signal; False where the system does not tell."""
+    """Whether a signal has stopped a process; False where the system does not tell."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,16 +1,27 @@
-"""The key-value store of JAX's coordination service, through which the processes of a run talk."""
+"""The key-value store through which the processes of a run talk, and the address by which they reach each other."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import socket
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
-from jaxpp_flax.processes.watch import ROOT, KeyValueStore
+__all__ = [
+    "ROOT",
+    "BarrierTimeoutError",
+    "CoordinationError",
+    "JaxKeyValueStore",
+    "KeyValueStore",
+    "ProcessFailedError",
+    "claim_index",
+    "own_address",
+]
 
-__all__ = ["BarrierTimeoutError", "CoordinationError", "JaxKeyValueStore", "ProcessFailedError", "claim_index"]
+ROOT = "jaxpp_flax"
+"""The folder in the store that belongs to this package."""
 
 
 class CoordinationError(RuntimeError):
@@ -25,11 +36,35 @@ class ProcessFailedError(CoordinationError):
     """Another process of the run was killed, was stopped, or has failed; the message names it."""
 
 
+class KeyValueStore(Protocol):
+    """The operations that this package needs of a store shared by all processes. Keys are paths with slashes."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Write an entry, replacing the one that is there."""
+        ...
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        """Wait for an entry; None if it does not come in time."""
+        ...
+
+    def list(self, folder: str) -> Mapping[str, bytes]:
+        """The entries whose keys begin with `folder` and a slash, by the rest of the key."""
+        ...
+
+    def add(self, key: str) -> int:
+        """Add one to a counter that begins at zero; returns the sum."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Delete an entry, and all entries below it."""
+        ...
+
+
 class JaxKeyValueStore:
     """The store of JAX's coordination service, which process 0 (or the launcher) serves.
 
     Args:
-      client: the client in what `_compat.coordination_client` gives.
+      client: the client of the service, as `_compat.coordination_client` gives it.
     """
 
     def __init__(self, client: Any) -> None:
@@ -62,17 +97,29 @@ class JaxKeyValueStore:
             self._client.key_value_delete(key)
 
 
+@contextmanager
+def _store_errors() -> Generator[None]:
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        raise CoordinationError(
+            f"the coordination service of this run does not answer: {str(error).splitlines()[0]}. It runs in the "
+            "launcher, or beside process 0: see whether that has ended and why, and whether its port can be reached "
+            "from this host. Then start the run again, from its last checkpoint."
+        ) from error
+
+
 def claim_index(store: KeyValueStore, index: int, count: int, identity: str) -> None:
-    """Be the one process of this index: the store takes two for one, and so would all that rests on it.
+    """Make sure that no other process has the index of this one: the store could not tell two of them apart.
 
     Args:
       store: of the run.
       index: of this process.
-      count: of the processes.
-      identity: names this process, and no other.
+      count: the number of processes.
+      identity: a text that names this process, and no other.
 
     Raises:
-      CoordinationError: naming both, if another process has the index.
+      CoordinationError: naming both processes, if another one has the index.
     """
     key = f"{ROOT}/claims/{index}"
     if store.add(f"{key}/count") == 1:
@@ -86,13 +133,22 @@ def claim_index(store: KeyValueStore, index: int, count: int, identity: str) -> 
         )
 
 
-@contextmanager
-def _store_errors() -> Generator[None]:
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        raise CoordinationError(
-            f"the coordination service of this run does not answer: {str(error).splitlines()[0]}. It runs in the "
-            "launcher, or beside process 0: see whether that has ended and why, and whether its port can be reached "
-            "from this host. Then start the run again, from its last checkpoint."
-        ) from error
+def own_address(coordinator_address: str) -> str:
+    """The address by which this host reaches the coordinator. Other processes can reach it, and it is no wildcard.
+
+    Args:
+      coordinator_address: the coordinator's host name or IP address (version 6 in brackets), and its port.
+
+    Raises:
+      OSError: if the coordinator's name cannot be resolved, or no route leads to it.
+
+    Example:
+      >>> own_address("127.0.0.1:4321")
+      '127.0.0.1'
+    """
+    host, _, port = coordinator_address.rpartition(":")
+    family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        # Nothing is sent: a datagram socket only chooses its route.
+        probe.connect(target)
+        return probe.getsockname()[0]

@@ -1,22 +1,46 @@
-"""What the threads of a process wait for, and since when; said aloud where it takes long."""
+"""The waits of a process: which threads wait for which value, since when, and where the main thread is.
+
+A long wait is reported on stderr. The message of a failure names the waits; if there are none, the main thread's line.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+import sysconfig
 import threading
 import time
-from collections.abc import Callable, Generator
+import traceback
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
 
-from jaxpp_flax.processes.watch import name_processes, reporting_thread
-
-__all__ = ["REPORT_SECONDS", "Reporter", "Wait", "Waits", "quietly", "say"]
+__all__ = [
+    "REPORT_SECONDS",
+    "Wait",
+    "WaitReporter",
+    "Waits",
+    "call_with_limit",
+    "frame_location",
+    "main_thread_location",
+    "name_processes",
+    "print_notice",
+    "reporting_thread",
+    "seconds_from_environment",
+]
 
 REPORT_SECONDS = 60.0
-"""After so long a wait is reported, and again each time that it has doubled."""
+"""A wait is reported after so many seconds, and again each time that its length has doubled."""
 
 _POLL_SECONDS = 1.0
+
+_PATHS = [sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_LIBRARIES = tuple(f"{path}{os.sep}" for path in [str(Path(__file__).resolve().parents[1]), *_PATHS])
+
+
+# -- waits
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,10 +48,10 @@ class Wait:
     """One wait of one thread.
 
     Attributes:
-      what: is waited for, in words.
-      on: the processes that are waited for, where they are known.
-      run: the number of the program's run that what is awaited belongs to, as `ProcessGroup.runs` counts them.
-      since: when it began.
+      what: gives the awaited thing in words.
+      on: the processes that the thread waits for, where they are known.
+      run: the number of the program's run that the awaited value comes from, as `ProcessGroup.runs` counts runs.
+      since: when the wait began.
     """
 
     what: Callable[[], str]
@@ -40,7 +64,7 @@ class Wait:
 
 
 class Waits:
-    """Those of the threads of a process; any thread may read while others begin and end.
+    """The waits of the threads of a process; any thread may read them while others begin and end.
 
     Example:
       >>> waits = Waits()
@@ -50,86 +74,145 @@ class Waits:
     """
 
     def __init__(self) -> None:
-        self._of_threads: dict[int, Wait] = {}
+        self._by_thread: dict[int, Wait] = {}
 
     @contextmanager
     def waiting(self, what: str | Callable[[], str], on: int | None = None, run: int | None = None) -> Generator[None]:
-        """Say what this thread waits for inside the block; see `ProcessGroup.waiting`."""
+        """Record what this thread waits for inside the block; see `ProcessGroup.waiting`."""
         thread = threading.get_ident()
-        before = self._of_threads.get(thread)
-        say = what if callable(what) else lambda: what
-        said = say if before is None else lambda: f"{before.what()}: {say()}"
-        self._of_threads[thread] = Wait(said, () if on is None else (on,), run, time.monotonic())
+        outer = self._by_thread.get(thread)
+        own = what if callable(what) else lambda: what
+        text = own if outer is None else lambda: f"{outer.what()}: {own()}"
+        self._by_thread[thread] = Wait(text, () if on is None else (on,), run, time.monotonic())
         try:
             yield
         finally:
-            if before is None:
-                del self._of_threads[thread]
+            if outer is None:
+                del self._by_thread[thread]
             else:
-                self._of_threads[thread] = before
+                self._by_thread[thread] = outer
 
-    def on(self, processes: list[int]) -> None:
-        """Say for which processes this thread waits, where it does not wait for one that it knows from the start."""
+    def set_awaited(self, processes: list[int]) -> None:
+        """Replace the processes that this thread waits for, where they change during the wait."""
         thread = threading.get_ident()
-        self._of_threads[thread] = replace(self._of_threads[thread], on=tuple(processes))
+        self._by_thread[thread] = replace(self._by_thread[thread], on=tuple(processes))
 
     def now(self) -> list[Wait]:
-        """All of them at the moment: a copy, in one go."""
-        return list(self._of_threads.copy().values())
+        """All waits at the moment: a copy, made in one operation."""
+        return list(self._by_thread.copy().values())
 
     def texts(self) -> list[str]:
-        """All of them in words; two threads may wait for the same."""
+        """All waits in words; equal texts of several threads stand there once."""
         return list(dict.fromkeys(map(str, self.now())))
 
 
-class Reporter:
-    """Says on stderr what is waited for, when that takes long; in a background thread, which may stand still there.
+class WaitReporter:
+    """Prints long waits on stderr, from a background thread, since the waiting threads cannot.
 
     Args:
       waits: of this process.
-      who: it is, such as "process 3".
-      after_s: seconds.
+      process: this process in words, such as "process 3".
+      after_s: seconds after which a wait is reported first.
     """
 
-    def __init__(self, waits: Waits, who: str, after_s: float = REPORT_SECONDS) -> None:
-        self._waits, self._who, self._after = waits, who, after_s
-        self._due: dict[float, float] = {}  # for the beginning of a wait, the length at which it is told next
+    def __init__(self, waits: Waits, process: str, after_s: float = REPORT_SECONDS) -> None:
+        self._waits, self._process, self._after = waits, process, after_s
+        self._due: dict[float, float] = {}  # by the time when a wait began: the length at which it is reported next
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Begin to look."""
-        reporting_thread("jaxpp_flax reporter", self._run, say).start()
+        """Start the background thread."""
+        reporting_thread("jaxpp_flax reporter", self._run, print_notice).start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Let the background thread end."""
         self._ended.set()
 
     def _run(self) -> None:
         while not self._ended.wait(min(_POLL_SECONDS, self._after / 10)):
             for line in self.lines(time.monotonic()):
-                say(line)
+                print_notice(line)
 
     def lines(self, now: float) -> list[str]:
-        """What is to be said at a time: of each wait, when it has lasted `after_s`, twice that, four times, ..."""
+        """The reports due at a time: one for each wait that has lasted `after_s`, twice that, four times that, ..."""
         waits = self._waits.now()
         self._due = {wait.since: self._due.get(wait.since, self._after) for wait in waits}
         late = {str(wait): wait for wait in waits if now - wait.since >= self._due[wait.since]}
         for wait in late.values():
             while self._due[wait.since] <= now - wait.since:
                 self._due[wait.since] *= 2
-        return [f"{self._who} has been waiting for {now - wait.since:.0f} s for {text}" for text, wait in late.items()]
+        return [
+            f"{self._process} has been waiting for {now - wait.since:.0f} s for {text}" for text, wait in late.items()
+        ]
 
 
-def say(line: str) -> None:
-    """A line to the user, where there is nobody else to print it."""
-    print(f"jaxpp_flax: {line}", file=sys.stderr, flush=True)
+# -- the place of the main thread, where no wait is known
 
 
-def quietly(function: Callable[[], None], timeout_s: float) -> None:
-    """Call, but neither fail by it nor be held up for longer: what is called may be the very thing that failed.
+def main_thread_location() -> str:
+    """The innermost line of the user's code that the main thread is at, and the function that this line calls."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
+    return "an unknown place" if frame is None else frame_location(frame)
+
+
+def frame_location(frame: FrameType) -> str:
+    """The innermost line of the user's code, and the function that this line calls.
+
+    >>> def step():
+    ...     return frame_location(sys._getframe())
+    >>> step().startswith("step (<doctest")
+    True
+    """
+    called: FrameType | None = None
+    user: FrameType | None = frame
+    while user is not None and not _is_users(user):
+        called, user = user, user.f_back
+    if user is None:
+        return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
+    inside = "" if called is None else f", inside {called.f_code.co_qualname}"
+    return f"{user.f_code.co_qualname} ({user.f_code.co_filename}:{user.f_lineno}){inside}"
+
+
+def _is_users(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    if file.startswith("<frozen"):
+        return False
+    return not file.startswith(_LIBRARIES) and "site-packages" not in file and "dist-packages" not in file
+
+
+# -- threads and limits of time
+
+
+def reporting_thread(name: str, target: Callable[[], None], report: Callable[[str], None]) -> threading.Thread:
+    """A thread that reports its own error. Otherwise the thread would end unseen, and its work would stay undone.
+
+    Args:
+      name: of the thread.
+      target: the function that the thread runs.
+      report: called once with the error's text.
+
+    >>> thread = reporting_thread("watch", lambda: 1 / 0, lambda failure: print(failure.splitlines()[0]))
+    >>> thread.start(), thread.join()
+    its thread 'watch' failed: ZeroDivisionError: division by zero
+    (None, None)
+    """
+
+    def run() -> None:
+        try:
+            target()
+        except Exception as error:
+            report(f"its thread {name!r} failed: {type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}")
+
+    return threading.Thread(target=run, name=name, daemon=True)
+
+
+def call_with_limit(function: Callable[[], None], timeout_s: float) -> None:
+    """Call a function, ignore its error, and wait no longer than `timeout_s` seconds for its end.
+
+    For calls to a service that may be the very thing that failed.
 
     Example:
-      >>> quietly(lambda: time.sleep(60.0), timeout_s=0.01)
+      >>> call_with_limit(lambda: time.sleep(60.0), timeout_s=0.01)
     """
 
     def call() -> None:
@@ -141,3 +224,38 @@ def quietly(function: Callable[[], None], timeout_s: float) -> None:
     caller = threading.Thread(target=call, daemon=True)
     caller.start()
     caller.join(timeout_s)
+
+
+def seconds_from_environment(environment: Mapping[str, str], name: str, default: float) -> float:
+    """The number of seconds in an environment variable, or the default if the variable is not set.
+
+    Raises:
+      ValueError: if the variable holds no positive number.
+
+    Example:
+      >>> seconds_from_environment({"JAXPP_FLAX_START_TIMEOUT": "5"}, "JAXPP_FLAX_START_TIMEOUT", 1800.0)
+      5.0
+    """
+    text = environment.get(name)
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise ValueError(f"{name}={text!r}: it must be a number of seconds above 0.")
+    return value
+
+
+# -- words
+
+
+def print_notice(line: str) -> None:
+    """Print a line to the user on stderr, after the package's name."""
+    print(f"jaxpp_flax: {line}", file=sys.stderr, flush=True)
+
+
+def name_processes(indices: list[int]) -> str:
+    """The processes in words: "process 1", "processes 1, 3"."""
+    return f"process{'es' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"

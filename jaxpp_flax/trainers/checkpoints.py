@@ -25,9 +25,9 @@ from jaxpp_flax.checkpoint.reading import RestorePlan, plan_restore
 from jaxpp_flax.checkpoint.shared_directory import check_shared
 from jaxpp_flax.checkpoint.store import CheckpointStore, read_json, save_step
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.processes.agreement import agree
-from jaxpp_flax.processes.exchanges import everyones, of_whoever_knows
-from jaxpp_flax.processes.group import ProcessFailedError, process_group
+from jaxpp_flax.processes.comparison import compare_lines, exchange_values, from_process_that_has_it
+from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.processes.store import ProcessFailedError
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.callbacks.base import named
 from jaxpp_flax.trainers.data.position import DataPosition, Drawn, own_position, together
@@ -35,7 +35,7 @@ from jaxpp_flax.trainers.data.stream import Batches
 from jaxpp_flax.trainers.errors import NonFiniteLossError
 from jaxpp_flax.trainers.loop.nonfinite import OnNonFinite, StepsUnderWay, check_parameters
 from jaxpp_flax.trainers.loop.preemption import PREEMPTED_STATUS
-from jaxpp_flax.trainers.loop.process_synchronization import BatchesAlike
+from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.loop.progress import Meter
 from jaxpp_flax.trainers.options import Checkpoints
 from jaxpp_flax.trainers.state.parameter_copies import with_copies
@@ -76,7 +76,7 @@ class Checkpointed(abc.ABC):
     _meter: Meter
     _under_way: StepsUnderWay
     _on_nonfinite: OnNonFinite
-    _trained_on: BatchesAlike
+    _trained_on: BatchComparison
     _model_name: str
     _resumed_callbacks: dict[str, Any] | None
 
@@ -194,7 +194,7 @@ class Checkpointed(abc.ABC):
         if self._is_across:
             lines = [describe_checkpoint(path), f"rename={rename}", f"missing={missing}", f"low_memory={low_memory}"]
             lines.append(f"only={'a function' if callable(only) else only}")
-            agree(process_group(), "what to restore", lines, None)
+            compare_lines(process_group(), "what to restore", lines, None)
         plan = self._plan(path, only, rename, missing)
         if only is not None or missing == "keep":
             plan, following = with_copies(plan, self._state, self._update.tx.init)
@@ -214,7 +214,10 @@ class Checkpointed(abc.ABC):
         self._forget_first()
         step: Any = self._state.step
         known = None if isinstance(step, MpmdArray) and not step.is_partially_addressable else int(step)
-        self._take_position(of_whoever_knows("its step", known), None if only is not None else position)
+        self._take_position(
+            from_process_that_has_it(process_group(), "the step of the checkpoint", known),
+            None if only is not None else position,
+        )
 
     def _plan(
         self, path: Path, only: PathFilter | None, rename: Mapping[str, str] | None, missing: Literal["error", "keep"]
@@ -326,7 +329,7 @@ class Checkpointed(abc.ABC):
             f"{'no' if eval_data is None else 'with'} eval_data",
             "no checkpoints" if self._store is None else f"checkpoints, {self._store.describe()}",
         ]
-        agree(process_group(), "the arguments of fit", lines, None)
+        compare_lines(process_group(), "the arguments of fit", lines, None)
         if self._store is not None:
             check_shared(self._store.directory)
 
@@ -427,7 +430,9 @@ class Checkpointed(abc.ABC):
 
     def _is_saved(self) -> bool:
         """Whether the step in memory is, as process 0 sees it: another one may not see the last save yet."""
-        return everyones("whether the last step is saved", self._step in self._need_store("fit").steps())[0]
+        return exchange_values(
+            process_group(), "whether the last step is saved", self._step in self._need_store("fit").steps()
+        )[0]
 
     def _data_json(self) -> Any:
         position = self._data_position()
@@ -451,4 +456,4 @@ class Checkpointed(abc.ABC):
 
 def _latest(store: CheckpointStore) -> int | None:
     """The latest step as process 0 sees it: on a shared disk another process may not see it yet."""
-    return everyones("the latest step", store.latest())[0]
+    return exchange_values(process_group(), "the latest step", store.latest())[0]

@@ -18,7 +18,7 @@ from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.layers.remat import check_remat
-from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.processes import process_group
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.assigner import Assigner
 from jaxpp_flax.trainers.callbacks import Callback
@@ -31,7 +31,7 @@ from jaxpp_flax.trainers.data.stream import batches
 from jaxpp_flax.trainers.loop.evaluation import Inferring
 from jaxpp_flax.trainers.loop.fit import run_fit
 from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay, choose_on_nonfinite
-from jaxpp_flax.trainers.loop.process_synchronization import BatchesAlike, call_together, compile_together
+from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison, await_same_call, compare_compilations
 from jaxpp_flax.trainers.loop.progress import choose_meter
 from jaxpp_flax.trainers.mesh import num_batch_shards
 from jaxpp_flax.trainers.model.adapter import parameter_count
@@ -187,7 +187,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         self._executables: dict[Any, Any] = {}
         self._under_way = StepsUnderWay(self._on_nonfinite, tells=loss_scale is None)
         self._step = 0
-        self._trained_on = BatchesAlike(self.mesh, "training")
+        self._trained_on = BatchComparison(self.mesh, "training")
         self._shards = num_batch_shards(self.mesh)
         self._meter = choose_meter(progress)
         self._progress = progress
@@ -430,7 +430,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
                 self._leave(source)
 
     def _call_together(self, call: str) -> None:
-        call_together(self.mesh, self._state, call)
+        await_same_call(self.mesh, self._state, call)
 
     def stop(self, reason: str) -> None:
         """End `fit` after the current step; callbacks call it."""
@@ -471,7 +471,7 @@ class PipelineTrainer(HeldState, Scheduled, Inferring, Weights, Checkpointed):
         if key not in self._executables:
             if self.mesh is not None:  # else `jax.jit` decides
                 refuse_disabled_jit("a pipelined step")
-            compile_together(self.mesh, self._state, kind, self.schedule, microbatches)
+            compare_compilations(self.mesh, self._state, kind, self.schedule, microbatches)
             policy = self._cut_policy(kind, microbatches)
             state = self._state if donate else self._state_for_inference()
             self._executables[key] = self._backend.compile(build(), state, microbatches, policy, donate=donate)

@@ -38,6 +38,10 @@ FORBIDDEN_LIBRARIES = {
 }
 # Imported when it is first used, so that the rest of its part needs no Flax.
 MAY_IMPORT_FLAX = {"mpmd/flax.py"}
+# Folders that compute know nothing of other processes, or only the names in `processes/__init__.py`.
+WITHOUT_PROCESSES = ("engine/tracing", "engine/analyses", "engine/passes", "trainers/model")
+WITH_THE_FACE_OF_PROCESSES = ("engine/arrays", "engine/program", "trainers/data", "trainers/state", "trainers/step")
+LARGEST_FACE = 10
 UNPICKLING = ("pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing")
 PRIVATE_JAX = ("jax._src", "jaxlib")
 ONLY_FILE_WITH_PRIVATE_JAX = "_compat.py"
@@ -107,6 +111,23 @@ def the_engine_knows_no_particular_schedule(sources: Sequence[Source]) -> Iterat
             if (module := module_of(name)) is not None and module not in ENGINE_MAY_USE_OF_SCHEDULES:
                 allowed = sorted(ENGINE_MAY_USE_OF_SCHEDULES)
                 yield f"{source.at(line)}: the engine may use {allowed} of schedules, not {name}"
+
+
+def code_that_computes_knows_processes_by_a_narrow_face(sources: Sequence[Source]) -> Iterator[str]:
+    """The face is `processes/__init__.py`; transports, checkpoints, the loop and the launcher import the files."""
+    whole = f"{NAME}.processes"
+    (init,) = [source for source in sources if source.name == "processes/__init__.py"]
+    face = {f"{whole}.{name.rpartition('.')[2]}" for name, _ in init.imports if matches(name, whole)}
+    if len(face) > LARGEST_FACE:
+        yield f"the face of processes has {len(face)} names (at most {LARGEST_FACE}): {sorted(face)}"
+    for source in sources:
+        folder = "/".join(source.name.split("/")[:2])
+        if folder not in WITHOUT_PROCESSES + WITH_THE_FACE_OF_PROCESSES:
+            continue
+        allowed = face if folder in WITH_THE_FACE_OF_PROCESSES else set[str]()
+        for name, line in source.imports:
+            if matches(name, whole) and name not in allowed:
+                yield f"{source.at(line)}: {folder} may import {sorted(allowed) or 'nothing'} of processes, not {name}"
 
 
 def _defining_modules(sources: Sequence[Source]) -> dict[str, str]:

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpp_flax.processes.group import ProcessGroup
+from jaxpp_flax.processes import ProcessGroup
 from jaxpp_flax.trainers import KILLED_STATUS, PREEMPTED_STATUS, Checkpoints
 from jaxpp_flax.trainers.loop import preemption as module
 from jaxpp_flax.trainers.loop.preemption import Preemption
-from jaxpp_flax.trainers.loop.stopping import StopReason, StopTogether
+from jaxpp_flax.trainers.loop.stopping import CommonStop, StopReason
 from jaxpp_flax.trainers.step.compilation import to_ordinary
 from tests.checkpoint.program import batches, make_trainer
 from tests.engine.stores import MemoryStore
@@ -202,7 +202,7 @@ def test_all_processes_stop_after_the_same_step(seed: int, processes: int, asked
     """Processes up to three steps apart, some of them asked to stop, at moments of their own."""
     rng = random.Random(seed)
     store = MemoryStore()
-    stops = [StopTogether(ProcessGroup(store, index, processes)) for index in range(processes)]
+    stops = [CommonStop(ProcessGroup(store, index, processes)) for index in range(processes)]
     signals = {rng.randrange(processes): rng.randrange(6) for _ in range(asked)}  # process -> step
     steps, ended = [0] * processes, [False] * processes
     while not all(ended):

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxpp_flax.checkpoint import CheckpointSaveError, shared_directory
-from jaxpp_flax.processes import exchanges
-from jaxpp_flax.processes.group import ProcessGroup
+from jaxpp_flax.processes import ProcessGroup
 from tests.engine.stores import MemoryStore, in_parallel
 
 
@@ -17,8 +16,7 @@ from tests.engine.stores import MemoryStore, in_parallel
 def two_processes(monkeypatch):
     """What `check_shared` raises in each of two processes, or None, given the directory of each."""
     played, store = threading.local(), MemoryStore()
-    for module in (exchanges, shared_directory):
-        monkeypatch.setattr(module, "process_group", lambda: played.group)
+    monkeypatch.setattr(shared_directory, "process_group", lambda: played.group)
     monkeypatch.setattr(shared_directory, "_PATIENCE", 0.1)
 
     def one(index: int, directory: Path) -> CheckpointSaveError | None:

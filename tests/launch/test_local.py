@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 # What every script here begins with: process_group() needs no devices, so a script without collectives starts fast.
 BEGIN = """
 import os, signal, sys, time
-from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.processes import process_group
 group = process_group()
 index = group.process_index
 print("pid", os.getpid(), flush=True)
@@ -283,9 +283,9 @@ def test_a_preemption_is_no_failure(tmp_path: Path, signalled: str):
     source = (
         ASKED
         + """
-while not group.announced("the last step"):
+while not group.values.announcement("the last step"):
     if asked:
-        group.announce("the last step", b"7")
+        group.values.announce("the last step", b"7")
     time.sleep(0.05)
 group.barrier("the save")
 time.sleep(2.0 * index)
@@ -353,7 +353,7 @@ def test_a_thread_that_keeps_a_process_from_its_end_is_named_and_ends_all(tmp_pa
         + """
 import threading
 from jaxpp_flax.launch.process import interpreter_exit
-interpreter_exit._SECONDS_IN_SILENCE, interpreter_exit.LEAVING_SECONDS = 1.0, 2.0
+interpreter_exit._SECONDS_IN_SILENCE, interpreter_exit.EXIT_SECONDS = 1.0, 2.0
 if index == 1:
     threading.Thread(target=time.sleep, args=(1000,), name="uploader").start()
 """

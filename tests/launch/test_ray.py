@@ -123,7 +123,7 @@ print("checkpoint", np.load("weight.npy").tolist())
 def test_an_exception_in_one_process_reaches_the_driver(tmp_path: Path):
     program = """
 def train(report):
-    from jaxpp_flax.processes.group import process_group
+    from jaxpp_flax.processes import process_group
     if process_group().process_index == 1:
         raise KeyError("bad luck")
     process_group().barrier("the moon")  # raises as soon as process 1 has failed, before the driver may know of that
@@ -140,7 +140,7 @@ except LaunchError as error:
 def test_a_killed_actor_ends_the_run(tmp_path: Path):
     program = """
 def train(report):
-    from jaxpp_flax.processes.group import process_group
+    from jaxpp_flax.processes import process_group
     if process_group().process_index == 1:
         os.kill(os.getpid(), number)
     process_group().barrier("the moon")

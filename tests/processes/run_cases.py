@@ -26,7 +26,7 @@ import numpy as np  # noqa: E402
 
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray  # noqa: E402
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop  # noqa: E402
-from jaxpp_flax.processes.group import process_group  # noqa: E402
+from jaxpp_flax.processes import process_group  # noqa: E402
 from tests.helpers import tree_allclose  # noqa: E402
 from tests.processes.cases import GROUPS, NAMES, STEPS, Case  # noqa: E402
 

@@ -20,7 +20,7 @@ from flax import nnx  # noqa: E402
 
 from jaxpp_flax import PipelineTrainer  # noqa: E402
 from jaxpp_flax.api import MpmdMesh, Std1F1B, mark_stage_end, mpmd_jit_with_loop, treduce  # noqa: E402
-from jaxpp_flax.processes.agreement import ValuesMismatchError  # noqa: E402
+from jaxpp_flax.processes.comparison import ValuesMismatchError  # noqa: E402
 from tests.trainers.models import Layers  # noqa: E402
 
 ME = jax.process_index()

@@ -13,7 +13,7 @@ import numpy as np  # noqa: E402
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop  # noqa: E402
 from jaxpp_flax.engine.tracing.markers import mark_stage_end  # noqa: E402
 from jaxpp_flax.engine.tracing.treduce import treduce  # noqa: E402
-from jaxpp_flax.processes.agreement import ProgramMismatchError  # noqa: E402
+from jaxpp_flax.processes.comparison import ProgramMismatchError  # noqa: E402
 from jaxpp_flax.schedules import GPipe  # noqa: E402
 from tests.processes.cases import mesh_of  # noqa: E402
 

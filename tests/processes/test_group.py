@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from jaxpp_flax.processes.group import (
+from jaxpp_flax.processes import (
     BarrierTimeoutError,
     CoordinationError,
-    Failure,
     ProcessFailedError,
     ProcessGroup,
     process_group,
 )
+from jaxpp_flax.processes.failures import Failure
 from tests.engine.stores import MemoryStore, in_parallel
 
 pytestmark = pytest.mark.processes  # for their deadlines: silences of a fifth of a second
@@ -212,7 +212,7 @@ def test_a_store_that_hangs_is_a_failure_too():
 def test_a_thread_of_the_watch_that_fails_ends_the_process_and_is_told(monkeypatch: pytest.MonkeyPatch):
     store = MemoryStore()
     members = groups(2, store)
-    monkeypatch.setattr(members[0], "awaited", lambda: 1 / 0)
+    monkeypatch.setattr(members[0], "awaited_processes", lambda: 1 / 0)
     ended: list[Failure] = []
     for member in members:
         member.watch(4.0, ended.append)
@@ -268,9 +268,9 @@ def meet_as_main(group: ProcessGroup, name: str, messages: list[str], *, idle: s
     """A thread that plays a process's main thread, and comes to a meeting; it notes the error."""
 
     def meet() -> None:
-        group._main_thread = threading.current_thread()
+        group._meetings._main_thread = threading.current_thread()
         with pytest.raises(ProcessFailedError) as caught:
-            group.exchange(name, b"") if idle is None else group.meet_idle(name, b"", idle)
+            group.exchange(name, b"", idle_reason=idle)
         messages.append(str(caught.value))
 
     thread = threading.Thread(target=meet)
@@ -327,9 +327,10 @@ def test_a_meeting_of_a_background_thread_is_no_sign_of_a_deadlock():
     saving = threading.Thread(target=lambda: members[0].exchange("written", b""))
     saving.start()
     ended = [
-        threading.Thread(target=lambda m=m: m.meet_idle("the end of fit", b"", "done"), daemon=True) for m in members
+        threading.Thread(target=lambda m=m: m.barrier("the end of fit", idle_reason="done"), daemon=True)
+        for m in members
     ]
-    members[1]._main_thread = ended[1]
+    members[1]._meetings._main_thread = ended[1]
     ended[1].start()
     time.sleep(2.0)  # process 1's own thread is to come, however long it writes
     assert members[0].failure is None
@@ -348,7 +349,7 @@ def test_waits_nest_and_end():
     with group.waiting("a"):
         with group.waiting(lambda: "b", on=3):
             assert group.waits() == ["a: b (from process 3)"]
-            assert group.awaited() == [(3, None)]
+            assert group.awaited_processes() == [(3, None)]
         assert group.waits() == ["a"]
     assert group.waits() == []
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 
 import pytest
 
-from jaxpp_flax.processes import activity
-from jaxpp_flax.processes.group import Failure, ProcessGroup
-from jaxpp_flax.processes.waits import Reporter, Waits
+from jaxpp_flax.processes import ProcessGroup
+from jaxpp_flax.processes import waits as waits_module
+from jaxpp_flax.processes.failures import Failure
+from jaxpp_flax.processes.waits import WaitReporter, Waits, frame_location
 
 
 def test_a_long_wait_is_said_again_each_time_that_it_has_doubled():
     waits = Waits()
-    reporter = Reporter(waits, "process 1", after_s=60.0)
+    reporter = WaitReporter(waits, "process 1", after_s=60.0)
     with waits.waiting("the next batch of the data"):
         now = time.monotonic()
         said = {seconds: reporter.lines(now + seconds) for seconds in range(0, 400, 5)}
@@ -29,7 +31,7 @@ def test_a_long_wait_is_said_again_each_time_that_it_has_doubled():
 
 def test_waits_of_several_threads_for_the_same_are_said_once_and_each_new_wait_begins_anew():
     waits, held = Waits(), threading.Event()
-    reporter = Reporter(waits, "process 1", after_s=10.0)
+    reporter = WaitReporter(waits, "process 1", after_s=10.0)
 
     def hold() -> None:
         with waits.waiting("x", on=0):
@@ -77,15 +79,15 @@ def in_a_file(name: str, source: str, **names: object) -> FrameType:
 
 
 def test_where_a_program_is_names_the_user_s_line_and_what_it_calls():
-    inside = activity.__file__.replace("whereabouts", "jit")
+    inside = str(Path(waits_module.__file__).with_name("jit.py"))
     namespace: dict[str, object] = {}
     exec(compile("def fit(do):\n    do()\n", inside, "exec"), namespace)
     source = "def main():\n    fit(here)\n\nmain()\n"
     frame = in_a_file("/home/me/train.py", source, fit=namespace["fit"])
-    assert activity.place_of(frame) == "main (/home/me/train.py:2), inside fit"
+    assert frame_location(frame) == "main (/home/me/train.py:2), inside fit"
     inner = in_a_file(inside, "def wait():\n    here()\nwait()\n")
     # However deep in the package, the line of the user is named: here this test's.
-    assert activity.place_of(inner).startswith(f"in_a_file ({__file__}:")
+    assert frame_location(inner).startswith(f"in_a_file ({__file__}:")
 
 
 def test_a_failure_tells_the_user_s_line_and_no_line_of_the_package():

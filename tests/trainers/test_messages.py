@@ -12,8 +12,7 @@ import optax
 import pytest
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.processes.agreement import hash_of, text_of
-from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.processes import process_group, value_hash, value_text
 from jaxpp_flax.trainers.data.stream import awaited, batches
 from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.mesh import build_mesh
@@ -61,6 +60,6 @@ def test_numbers_that_differ_are_shown_as_such():
     numbers = numbers_of_init(tx.init, {"w": jnp.zeros((3, 3))})
     assert numbers[".hyperparams['learning_rate']"] == "0.25"
     assert numbers[".hyperparams['b1']"] == "0.5"
-    assert text_of(jnp.zeros(2)) == hash_of(jnp.zeros(2))
-    assert text_of(jax.random.key(0)) == hash_of(jax.random.key(0))
-    assert text_of(np.float32(0.1)) != text_of(np.nextafter(np.float32(0.1), np.float32(1)))
+    assert value_text(jnp.zeros(2)) == value_hash(jnp.zeros(2))
+    assert value_text(jax.random.key(0)) == value_hash(jax.random.key(0))
+    assert value_text(np.float32(0.1)) != value_text(np.nextafter(np.float32(0.1), np.float32(1)))

@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 
 from jaxpp_flax.checkpoint.errors import CorruptCheckpointError
-from jaxpp_flax.processes.exchanges import all_faults
+from jaxpp_flax.processes.comparison import collect_faults
 from jaxpp_flax.processes.group import process_group
 
 __all__ = ["DIGESTS", "check_files", "describe_checkpoint", "write_digests"]
@@ -46,7 +46,7 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> str:
 
 
 def check_files(directory: Path) -> None:
-    """Compare the files with what was written down; without digests (stock Orbax writes none) nothing is checked.
+    """Compare the files with their recorded digests; without digests (stock Orbax writes none) nothing is checked.
 
     Several processes divide the files among themselves, and each of them hears of all faults.
 
@@ -77,7 +77,7 @@ def check_files(directory: Path) -> None:
             faults.append(f"{name}: {path.stat().st_size} bytes, {size} were written")
         elif _crc(path) != crc:
             faults.append(f"{name}: other bytes than were written")
-    faults = sorted(all_faults("comparing files with their digests", faults))
+    faults = sorted(collect_faults(process_group(), "the comparison of files with their digests", faults))
     if faults:
         raise CorruptCheckpointError(
             "\n  ".join([f"checkpoint {directory} is damaged; restore another one (an earlier step). Files:", *faults])

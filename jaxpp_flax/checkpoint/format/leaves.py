@@ -1,4 +1,4 @@
-"""One leaf on its way to disk and back: what Orbax is given for it, and what is made of what Orbax returns."""
+"""One leaf on its way to disk and back: the array that Orbax gets for it, and the leaf made of Orbax's result."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def multiprocessing_options(prefix: str | None = None) -> ocp.options.MultiprocessingOptions:
-    """Process 0 writes what is written once; all meet by JAX's coordination service.
+    """Process 0 writes the files that are written once; all meet by JAX's coordination service.
 
     Without the list of processes Orbax would meet by a computation on all devices, which waits for whatever they run.
     """
@@ -78,7 +78,7 @@ def multiprocessing_options(prefix: str | None = None) -> ocp.options.Multiproce
 
 
 def is_primary() -> bool:
-    """Whether this process does what is done once."""
+    """Whether this process does the work that is done once."""
     return jax.process_index() == 0
 
 
@@ -105,7 +105,7 @@ def pytree_handler(largest_leaf: int | None = None) -> ocp.PyTreeCheckpointHandl
 
 
 def under_way(path: Path) -> Path:
-    """Where Orbax writes what will be at `path`."""
+    """The path where Orbax writes the checkpoint that it then moves to `path`."""
     return next(iter(path.parent.glob(f"{path.name}{_TMP_MARK}*")), path)
 
 

@@ -17,7 +17,7 @@ from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 
 __all__ = ["ShardsOf", "has_local_devices", "shards_of"]
 
-# Of the shard that stands for those of other processes: Orbax writes the first replicas, so never this one.
+# The replica of the shard that stands for other processes' shards. Orbax writes only the first replicas.
 _NEVER_WRITTEN = 1 << 30
 
 

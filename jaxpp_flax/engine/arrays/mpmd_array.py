@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax import _compat
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding, named_memory
-from jaxpp_flax.processes.peer_errors import naming_the_peer
+from jaxpp_flax.processes import errors_naming_failed_process
 
 __all__ = ["MpmdArray", "MpmdSharding"]
 
@@ -294,7 +294,7 @@ class MpmdArray:
 
     def block_until_ready(self) -> MpmdArray:
         """Wait until the local replicas are computed."""
-        with naming_the_peer():
+        with errors_naming_failed_process():
             for part in self._parts.values():
                 part.block_until_ready()
         return self
@@ -308,7 +308,7 @@ class MpmdArray:
     # As NumPy, JAX and Python see it.
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
-        with naming_the_peer():
+        with errors_naming_failed_process():
             value = np.asarray(self._value)
         # The host copy is cached and read-only, as that of a jax.Array is, so a writable one is a copy of it.
         if copy:
@@ -335,18 +335,18 @@ class MpmdArray:
         return iter(self._operand)
 
     def __bool__(self) -> bool:
-        with naming_the_peer():
+        with errors_naming_failed_process():
             return bool(self._value)
 
     def __int__(self) -> int:
-        with naming_the_peer():
+        with errors_naming_failed_process():
             return int(self._value)
 
     def __index__(self) -> int:
         return operator.index(self._value)
 
     def __float__(self) -> float:
-        with naming_the_peer():
+        with errors_naming_failed_process():
             return float(self._value)
 
     def __complex__(self) -> complex:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.tracing.equation_parameters import telling
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Graph, Value, memory_kind_of, opened
-from jaxpp_flax.processes.agreement import hash_of
+from jaxpp_flax.processes import value_hash
 
 __all__ = ["describe_graph", "describe_program"]
 
@@ -88,7 +88,7 @@ def _text(value: Any) -> str:
         return "{" + ", ".join(sorted(map(_text, value))) + "}"
     if isinstance(value, (np.ndarray, jax.Array)):
         # No hash where this process has only a part of it.
-        return f"{value.dtype}{list(value.shape)}#{hash_of(value)}"
+        return f"{value.dtype}{list(value.shape)}#{value_hash(value)}"
     if value is None or isinstance(value, (bool, int, float, complex, str, np.generic, np.dtype)):
         return str(value)
     if callable(value) and hasattr(value, "__qualname__"):

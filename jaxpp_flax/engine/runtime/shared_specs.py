@@ -41,7 +41,7 @@ class SharedSpecs:
         """Tell the others, if this process speaks for the task's rank."""
         rank = program.tasks[task].rank
         if self.mesh.unstack[rank].size > 1 and self._speaker(rank) == self.group.process_index:
-            self.group.publish(f"{self.name}/specs/{task}", encode_specs(specs))
+            self.group.values.publish(f"{self.name}/specs/{task}", encode_specs(specs))
 
     def of(self, program: Program, task: int) -> tuple[PartitionSpec, ...]:
         """The specs of the results of a task that another process compiles; waits until it has."""
@@ -53,7 +53,9 @@ class SharedSpecs:
             else:
                 what = f"how XLA partitioned the results of task {described.name}"
                 speaker = self._speaker(described.rank)
-                found = decode_specs(self.group.fetch(f"{self.name}/specs/{task}", what, speaker, self.timeout_s))
+                found = decode_specs(
+                    self.group.values.fetch(f"{self.name}/specs/{task}", what, speaker, self.timeout_s)
+                )
             self._known[task] = found
         return found
 

@@ -1,4 +1,4 @@
-"""Before the first step of a program of several processes: they agree on it, connect, and wait for one another."""
+"""The start of a program in several processes: they compare it, connect, and wait for one another."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from jaxpp_flax.engine.runtime.instruction_loop import Across
 from jaxpp_flax.engine.runtime.shared_specs import SharedSpecs
 from jaxpp_flax.engine.runtime.transport.base import Parcel
 from jaxpp_flax.engine.runtime.transport.connection import process_link
-from jaxpp_flax.processes.agreement import agree, agree_on, text_of
-from jaxpp_flax.processes.environment import describe_environment
+from jaxpp_flax.processes.comparison import compare_hashes, compare_lines, describe_environment, value_text
 
 __all__ = ["compare_values", "meet", "start"]
 
@@ -32,11 +31,11 @@ def meet(
     argument_specs: Sequence[PartitionSpec],
     result_specs: Sequence[PartitionSpec | None],
 ) -> tuple[Across, SharedSpecs] | tuple[None, None]:
-    """Agree on a program with the other processes, before anything is compiled; nothing where there are none.
+    """Compare the program with those of the other processes, before anything is compiled; nothing in a single process.
 
     Raises:
       ValueError: if the mesh has no device of this process.
-      ProgramMismatchError: if theirs differ, or the settings that they are compiled by; it shows the first difference.
+      ProgramMismatchError: if the programs differ, or the settings of their compilation; it shows the first difference.
       BarrierTimeoutError, ProcessFailedError: if a process does not come.
     """
     process = jax.process_index()
@@ -53,18 +52,18 @@ def meet(
     timeout = link.settings.start_timeout
     # Settings first: where they differ the program mostly does too, and says less.
     lines = [*describe_environment(), *describe_program(program, argument_specs, result_specs)]
-    digest = agree(link.group, title, lines, timeout)
+    digest = compare_lines(link.group, title, lines, timeout)
     name = f"{title.replace(' ', '-')}-{digest}"
     return Across(link, title, name), SharedSpecs(link.group, mesh, name, timeout)
 
 
 def start(across: Across, parcels: Sequence[Parcel], constants: Mapping[str, Any]) -> None:
-    """Connect, wait until every process has compiled its tasks and has done so too, and compare the constants.
+    """Connect, wait until every process has compiled its tasks and has connected, and compare the constants.
 
     Args:
       across: the program.
-      parcels: those that this process sends or receives.
-      constants: by name, the arrays that the step closes over: each process has its own.
+      parcels: the parcels that this process sends or receives.
+      constants: by name, the arrays that the step closes over: each process has made its own.
 
     Raises:
       ValuesMismatchError: naming the first constant that differs.
@@ -73,21 +72,21 @@ def start(across: Across, parcels: Sequence[Parcel], constants: Mapping[str, Any
     """
     across.link.connect(parcels)
     across.link.group.barrier(f"the start of {across.title}", across.link.settings.start_timeout)
-    # After the barrier: who waits here has no deadline.
+    # After the barrier, since this comparison has no deadline.
     compare_values(across, "the constants", constants)
 
 
 def compare_values(across: Across, what: str, values: Mapping[str, Any]) -> None:
-    """Make sure that what several processes read, and each has by itself, is the same in all of them.
+    """Make sure that values which several processes read, and which each has made by itself, are equal in all of them.
 
     Args:
       across: the program.
       what: the values together, such as "the arguments".
-      values: by name; what is no whole value of this process is left out.
+      values: by name; a value that this process has only in part is left out.
 
     Raises:
       ValuesMismatchError: naming the first value that differs, and the processes.
     """
-    # Without values as well: where arrays have been laid out already, another process may still have some to compare.
-    hashes = {name: text_of(value) for name, value in values.items()}
-    agree_on(across.link.group, f"{what} of {across.title}", hashes, _REMEDY)
+    # Also without values: if this process has placed its arrays already, another one may still have some to compare.
+    hashes = {name: value_text(value) for name, value in values.items()}
+    compare_hashes(across.link.group, f"{what} of {across.title}", hashes, _REMEDY)

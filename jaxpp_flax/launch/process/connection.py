@@ -1,4 +1,4 @@
-"""`initialize`: connect this process to the others of its run, and make sure that they end together."""
+"""`initialize`: connect this process to the others of its run, and make sure that all of them end together."""
 
 from __future__ import annotations
 
@@ -11,23 +11,37 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 
 from jaxpp_flax import _compat
 from jaxpp_flax.launch import coordinator
-from jaxpp_flax.launch.process.process_end import Ending, end_at_once, listen_to_launcher
-from jaxpp_flax.launch.settings import LaunchError, LaunchSettings
-from jaxpp_flax.processes.addresses import own_address
-from jaxpp_flax.processes.group import PEER_FAILED_STATUS, CoordinationError, Failure, ProcessGroup, process_group
+from jaxpp_flax.launch.process.process_end import ProcessEnd, end_at_once, listen_to_launcher
+from jaxpp_flax.launch.settings import LaunchError, LaunchSettings, join_host_and_port
+from jaxpp_flax.processes.failures import PEER_FAILED_STATUS, Failure
+from jaxpp_flax.processes.group import ProcessGroup, process_group
+from jaxpp_flax.processes.store import CoordinationError, own_address
 
-__all__ = ["connect", "initialize", "join"]
+__all__ = ["ConnectionOptions", "connect", "connect_program", "initialize"]
 
-# JAX aborts a process whose connection it gives up, without a word on why; our own deadline comes before that.
+# JAX aborts a process whose connection it gives up, without a reason; our own deadline, with a reason, comes first.
 _AFTER_OUR_DEADLINE = 60
-# A run before this one that ended well leaves its service for up to 5 s.
+# The service of an earlier run that ended well stays for up to 5 s.
 _WAIT_FOR_PORT_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionOptions:
+    """The arguments of `initialize`. None: the value of the launcher or of the cluster, or a default."""
+
+    coordinator_address: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    local_device_ids: Sequence[int] | None = None
+    bind_address: str | None = None
+    failure_timeout_s: float | None = None
+    initialization_timeout_s: float = 300.0
 
 
 def initialize(
@@ -40,7 +54,7 @@ def initialize(
     failure_timeout_s: float | None = None,
     initialization_timeout_s: float = 300.0,
 ) -> ProcessGroup:
-    """Connect this process to the others of its run. To be called once, before the first use of a device.
+    """Connect this process to the others of its run. Call it once, before the first use of a device.
 
     Needs no arguments under `python -m jaxpp_flax.launch` (which calls it before the script), and on SLURM, Open MPI,
     Kubernetes and TPU pods, which JAX detects. From then on, an uncaught exception ends every process, with its
@@ -50,11 +64,11 @@ def initialize(
     Args:
       coordinator_address: host and port of process 0, the same in every process.
       num_processes: how many processes there are.
-      process_id: which of them this one is, from 0.
-      local_device_ids: the accelerators of this host that are this process's; None: all, or as the cluster says.
-      bind_address: the address that this process's own sockets listen on; None: the one by which it reaches the
+      process_id: the index of this process, from 0.
+      local_device_ids: the accelerators of this host that this process uses; None: all, or the cluster's choice.
+      bind_address: the address that this process's own sockets listen on; None: the address by which it reaches the
         coordinator. With "0.0.0.0", the coordination service (in process 0) listens on all addresses, and the other
-        sockets, whose address the peers are told, on that one.
+        sockets listen as with None: the peers need one address.
       failure_timeout_s: seconds within which a failure anywhere has ended every process; None: 30.
       initialization_timeout_s: seconds to wait for all processes.
 
@@ -62,93 +76,85 @@ def initialize(
       The processes of the run.
 
     Raises:
-      LaunchError: if the processes' places are neither given nor found.
+      LaunchError: if the address, the number and the index are neither given nor found.
 
     Example:
       >>> initialize(coordinator_address="127.0.0.1:4321", num_processes=1, process_id=0).process_count
       1
     """
-    ending = join(
-        coordinator_address=coordinator_address,
-        num_processes=num_processes,
-        process_id=process_id,
-        local_device_ids=local_device_ids,
-        bind_address=bind_address,
-        failure_timeout_s=failure_timeout_s,
-        initialization_timeout_s=initialization_timeout_s,
+    end = connect_program(
+        ConnectionOptions(
+            coordinator_address=coordinator_address,
+            num_processes=num_processes,
+            process_id=process_id,
+            local_device_ids=local_device_ids,
+            bind_address=bind_address,
+            failure_timeout_s=failure_timeout_s,
+            initialization_timeout_s=initialization_timeout_s,
+        )
     )
-    return process_group() if ending is None else ending.group
+    return process_group() if end is None else end.group
 
 
-def join(
-    *,
-    coordinator_address: str | None = None,
-    num_processes: int | None = None,
-    process_id: int | None = None,
-    local_device_ids: Sequence[int] | None = None,
-    bind_address: str | None = None,
-    failure_timeout_s: float | None = None,
-    initialization_timeout_s: float = 300.0,
-) -> Ending | None:
-    """`initialize`, for what runs a user's program: how this process ends; None for a single one, or one connected."""
+def connect_program(options: ConnectionOptions) -> ProcessEnd | None:
+    """`initialize` for code that runs a user's program.
+
+    Returns:
+      The end of this process, installed; None for a single process, or one that is connected already.
+    """
     if jax.distributed.is_initialized():
-        group = process_group()
-        group.watch() if failure_timeout_s is None else group.watch(failure_timeout_s)
+        group, timeout_s = process_group(), options.failure_timeout_s
+        group.watch() if timeout_s is None else group.watch(timeout_s)
         return None
     settings = LaunchSettings.from_environment(os.environ)
-    served_elsewhere = settings is not None
+    served_elsewhere, local_device_ids = settings is not None, options.local_device_ids
     if settings is None:
-        settings, local_device_ids = _find_place(
-            coordinator_address, num_processes, process_id, local_device_ids, round(initialization_timeout_s)
-        )
+        settings, local_device_ids = _find_place(options)
     if settings.num_processes == 1:
         return None
     if (why := _compat.why_one_process()) is not None:
         raise LaunchError(why)
     for name in settings.to_environment():
-        os.environ.pop(name, None)  # programs that this one starts are no processes of the run
+        os.environ.pop(name, None)  # programs that this process starts do not belong to the run
     settings = replace(
         settings,
-        bind_address=bind_address or settings.bind_address,
-        failure_timeout=failure_timeout_s or settings.failure_timeout,
+        bind_address=options.bind_address or settings.bind_address,
+        failure_timeout=options.failure_timeout_s or settings.failure_timeout,
     )
-    ending = connect(settings, local_device_ids, initialization_timeout_s, served_elsewhere=served_elsewhere)
-    ending.install()
-    return ending
+    end = connect(settings, local_device_ids, options.initialization_timeout_s, served_elsewhere=served_elsewhere)
+    end.install()
+    return end
 
 
-def _find_place(
-    coordinator_address: str | None,
-    num_processes: int | None,
-    process_id: int | None,
-    local_device_ids: Sequence[int] | None,
-    timeout_s: int,
-) -> tuple[LaunchSettings, Sequence[int] | None]:
-    if coordinator_address is None or num_processes is None or process_id is None:
-        try:
-            place = _compat.detect_cluster(timeout_s)
-        except Exception as error:
-            raise LaunchError(
-                "JAX could not find this process's place among those that the cluster started: "
-                f"{type(error).__name__}: {error}. Mend that, or give coordinator_address, num_processes and "
-                "process_id."
-            ) from error
-        if place is None:
-            missing = {"coordinator_address": coordinator_address, "num_processes": num_processes,
-                       "process_id": process_id}  # fmt: skip
-            raise LaunchError(
-                "initialize() found no cluster (SLURM, Open MPI, Kubernetes, TPU pod) around this process, and was not "
-                f"given {', '.join(name for name, value in missing.items() if value is None)}. Give all three, or "
-                "start the program by `python -m jaxpp_flax.launch -n 4 script.py`."
-            )
-        coordinator_address = coordinator_address or place.coordinator_address
-        num_processes = place.process_count if num_processes is None else num_processes
-        process_id = place.process_index if process_id is None else process_id
-        local_device_ids = place.local_device_ids if local_device_ids is None else local_device_ids
-    settings = LaunchSettings(
-        coordinator_address=coordinator_address, num_processes=num_processes, process_id=process_id
-    )
-    return settings, local_device_ids
+def _find_place(options: ConnectionOptions) -> tuple[LaunchSettings, Sequence[int] | None]:
+    """The place of this process by the options, else by the cluster; and its devices."""
+    address, count, index = options.coordinator_address, options.num_processes, options.process_id
+    local_device_ids = options.local_device_ids
+    if address is None or count is None or index is None:
+        found = _ask_cluster(options)
+        address = address or found.coordinator_address
+        count = found.process_count if count is None else count
+        index = found.process_index if index is None else index
+        local_device_ids = found.local_device_ids if local_device_ids is None else local_device_ids
+    return LaunchSettings(coordinator_address=address, num_processes=count, process_id=index), local_device_ids
+
+
+def _ask_cluster(options: ConnectionOptions) -> _compat.ClusterPlace:
+    try:
+        place = _compat.detect_cluster(round(options.initialization_timeout_s))
+    except Exception as error:
+        raise LaunchError(
+            "JAX could not find this process's place among those that the cluster started: "
+            f"{type(error).__name__}: {error}. Mend that, or give coordinator_address, num_processes and process_id."
+        ) from error
+    if place is None:
+        names = ("coordinator_address", "num_processes", "process_id")
+        missing = ", ".join(name for name in names if getattr(options, name) is None)
+        raise LaunchError(
+            "initialize() found no cluster (SLURM, Open MPI, Kubernetes, TPU pod) around this process, and was not "
+            f"given {missing}. Give all three, or start the program by `python -m jaxpp_flax.launch -n 4 script.py`."
+        )
+    return place
 
 
 def _own_address(coordinator_address: str) -> str:
@@ -167,18 +173,18 @@ def connect(
     *,
     served_elsewhere: bool,
     on_failure: Callable[[Failure], None] | None = None,
-) -> Ending:
+) -> ProcessEnd:
     """Connect this process to the others.
 
     Args:
-      settings: its place.
-      local_device_ids: the accelerators of this host that are this process's; None: all.
+      settings: the place of this process, and the times of the run.
+      local_device_ids: the accelerators of this host that this process uses; None: all.
       timeout_s: seconds to wait for all processes.
       served_elsewhere: whether something other than process 0 serves the coordination.
       on_failure: as in `ProcessGroup.watch`.
 
     Returns:
-      How this process ends: to be installed, or called.
+      The end of this process, for the caller to install or to call.
     """
     bind_address, listen_at = _listening_addresses(settings)
     _check_own(bind_address)
@@ -201,8 +207,8 @@ def connect(
             settings.failure_timeout,
             linger=settings.failure_timeout + 5.0,
         )
-    # With a service elsewhere, JAX's own one in process 0 serves nobody, on a free port of loopback.
-    alone = served_elsewhere or service is not None
+    # If another service serves the run, JAX's own one in process 0 is unused: it gets a free port of loopback.
+    unused = served_elsewhere or service is not None
     jax.distributed.initialize(
         settings.coordinator_address,
         settings.num_processes,
@@ -211,27 +217,27 @@ def connect(
         cluster_detection_method="deactivate",
         initialization_timeout=round(timeout_s) + _AFTER_OUR_DEADLINE,
         heartbeat_timeout_seconds=coordinator.heartbeat_timeout(settings.failure_timeout),
-        coordinator_bind_address="127.0.0.1:0" if alone else listen_at,
+        coordinator_bind_address="127.0.0.1:0" if unused else listen_at,
     )
     late.cancel()
     _take_sigterm_back()
     _compat.bind_cpu_collectives(bind_address)
     os.environ.setdefault("JAXPP_FLAX_BIND_ADDRESS", bind_address)  # for the engine's transports
     group = process_group()
-    ending = Ending(group, settings.failure_timeout, lambda: _leave(service, place), settings.control_fd)
+    end = ProcessEnd(group, settings.failure_timeout, lambda: _leave(service, place), settings.control_fd)
     try:
         group.watch(settings.failure_timeout, on_failure)
     except CoordinationError as error:
-        # The end of Python would disconnect the other process with this one's index.
+        # A normal exit of Python would disconnect the other process that has this index.
         print(f"jaxpp_flax: {error}", file=sys.stderr)
         end_at_once(1)
     watching.set()
     group.barrier("the start of all processes", timeout_s)
-    return ending
+    return end
 
 
 def _take_sigterm_back() -> None:
-    """JAX's preemption service has taken SIGTERM: without a `fit` that saves, a process would not end by it."""
+    """Install Python's handler of SIGTERM again: with that of JAX's preemption service a process would not end."""
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
@@ -241,8 +247,7 @@ def _listening_addresses(settings: LaunchSettings) -> tuple[str, str]:
     """Where this process's own sockets listen, and where the coordination service would."""
     if settings.bind_address in ("0.0.0.0", "::"):
         port = settings.coordinator_address.rpartition(":")[2]
-        host = f"[{settings.bind_address}]" if ":" in settings.bind_address else settings.bind_address
-        return _own_address(settings.coordinator_address), f"{host}:{port}"
+        return _own_address(settings.coordinator_address), join_host_and_port(settings.bind_address, port)
     return settings.bind_address or _own_address(settings.coordinator_address), settings.coordinator_address
 
 
@@ -259,19 +264,19 @@ def _check_own(bind_address: str) -> None:
 
 
 def _take_place(settings: LaunchSettings, listen_at: str | None) -> socket.socket:
-    """Be the one process of this host with this index in the run.
+    """Make sure that no other process of this host has this index in the run.
 
-    JAX takes two for one, or aborts either of them; and its services would share a port, and mix two runs.
+    JAX could not tell two of them apart, or would abort one; and two services on one port would mix two runs.
 
     Args:
       settings: of this process.
-      listen_at: where it serves the coordination, if it does.
+      listen_at: the address where this process serves the coordination; None: it does not serve.
 
     Returns:
-      What keeps the place for as long as it is open.
+      A socket that holds the index while it is open.
 
     Raises:
-      LaunchError: if another process has it, or the port.
+      LaunchError: if another process has the index, or the port.
     """
     place = socket.socket(socket.AF_UNIX)
     name = f"jaxpp_flax process {settings.process_id} of {settings.coordinator_address}"
@@ -300,7 +305,7 @@ def _take_place(settings: LaunchSettings, listen_at: str | None) -> socket.socke
 
 def _binds(place: socket.socket, name: str) -> bool:
     if not sys.platform.startswith("linux"):
-        return True  # only there are names that go with their process
+        return True  # only Linux has names of sockets that vanish with their process
     try:
         place.bind(f"\0{name}")
     except OSError as error:
@@ -309,7 +314,7 @@ def _binds(place: socket.socket, name: str) -> bool:
 
 
 def _on_launcher_news(failure: Failure, watching: threading.Event) -> None:
-    """The launcher is told by the operating system that a process has ended: sooner than heartbeats can tell."""
+    """Record the end of a process. The operating system tells the launcher, sooner than heartbeats could."""
     if not watching.is_set():
         print(f"jaxpp_flax: the run has ended: {failure}\n(Processes were still connecting.)", file=sys.stderr)
         end_at_once(PEER_FAILED_STATUS)
@@ -317,7 +322,7 @@ def _on_launcher_news(failure: Failure, watching: threading.Event) -> None:
 
 
 def _end_with_the_launcher() -> None:
-    """The launcher was killed: so are this process and those that it started."""
+    """The launcher was killed: kill this process and those that it started."""
     os.killpg(0, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Between the end of a program and that of its process, Python waits for threads and exit handlers: in bounded time."""
+"""The exit of the interpreter after a program is over: it waits for threads and exit handlers, in bounded time."""
 
 from __future__ import annotations
 
@@ -7,51 +7,51 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["LEAVING_SECONDS", "Leaving"]
+__all__ = ["EXIT_SECONDS", "InterpreterExit"]
 
-LEAVING_SECONDS = 600.0
-"""How long the end of a program waits for its threads and exit handlers: twice what a save may take there."""
+EXIT_SECONDS = 600.0
+"""The limit of the exit, for threads and exit handlers: twice the time that a save may take there."""
 
 _SECONDS_IN_SILENCE = 10.0
 
 
-class Leaving:
-    """Looks whether a process whose program is over comes to its end.
+class InterpreterExit:
+    """Watches the exit of the interpreter, and ends the process if the exit takes too long.
 
-    A thread that is no daemon keeps Python from ending, and all other processes wait for this one then.
+    A thread that is no daemon keeps Python from exiting, and then all other processes wait for this one.
 
     Args:
-      process: its index.
-      end: called with the reason, in a background thread, where the process takes too long.
+      process: the index of this process.
+      end: called with the reason, in a background thread, if the exit takes too long.
     """
 
     def __init__(self, process: int, end: Callable[[str], None]) -> None:
         self._process, self._end = process, end
-        self._left = threading.Event()
+        self._finished = threading.Event()
 
     def begin(self) -> None:
-        """The program is over."""
-        threading.Thread(target=self._watch, name="jaxpp_flax leaving", daemon=True).start()
+        """Start to watch: the program is over."""
+        threading.Thread(target=self._watch, name="jaxpp_flax exit", daemon=True).start()
 
     def finish(self) -> None:
-        """The process has come to its end."""
-        self._left.set()
+        """Stop to watch: the interpreter has come to the last exit handler."""
+        self._finished.set()
 
     def _watch(self) -> None:
         begun = time.monotonic()
-        if self._left.wait(_SECONDS_IN_SILENCE):
+        if self._finished.wait(_SECONDS_IN_SILENCE):
             return
-        text = f"the program of process {self._process} is over, but {_what_holds_it()}"
+        text = f"the program of process {self._process} is over, but {_describe_cause()}"
         print(
-            f"jaxpp_flax: {text}. The other processes wait for it; after {LEAVING_SECONDS:g} s it ends.",
+            f"jaxpp_flax: {text}. The other processes wait for it; after {EXIT_SECONDS:g} s it ends.",
             file=sys.stderr,
             flush=True,
         )
-        if not self._left.wait(LEAVING_SECONDS - (time.monotonic() - begun)):
-            self._end(f"{text}, for {LEAVING_SECONDS:g} s")
+        if not self._finished.wait(EXIT_SECONDS - (time.monotonic() - begun)):
+            self._end(f"{text}, for {EXIT_SECONDS:g} s")
 
 
-def _what_holds_it() -> str:
+def _describe_cause() -> str:
     names = [thread.name for thread in threading.enumerate() if not thread.daemon]
     others = [name for name in names if name != threading.main_thread().name]
     if not others:

@@ -1,7 +1,7 @@
-"""How a process of a run ends: by itself, by its own error, or because of another process.
+"""The end of a process of a run: a good one, one by its own error, or one because of another process.
 
-A Python program that raises would wait for the others at JAX's shutdown while they wait for its arrays. So it says what
-happened, tells the others, and leaves at once.
+At JAX's shutdown, a Python program with an uncaught error would wait for the others while they wait for its arrays. So
+the process prints the error, tells the others, and ends at once.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-from jaxpp_flax.launch.process.interpreter_exit import Leaving
-from jaxpp_flax.processes.group import Failure, ProcessFailedError, ProcessGroup
-from jaxpp_flax.processes.peer_errors import may_be_a_peers
+from jaxpp_flax.launch.process.interpreter_exit import InterpreterExit
+from jaxpp_flax.processes.failures import Failure, may_come_from_a_peer
+from jaxpp_flax.processes.group import ProcessGroup
+from jaxpp_flax.processes.store import ProcessFailedError
 
-__all__ = ["INTERRUPTED_STATUS", "Ending", "ProgramExitError", "end_at_once", "listen_to_launcher"]
+__all__ = ["INTERRUPTED_STATUS", "ProcessEnd", "ProgramExitError", "end_at_once", "listen_to_launcher"]
 
 INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 
 def end_at_once(status: int) -> NoReturn:
-    """Flush what was written, and end the process without waiting for anything."""
+    """Flush the output, and end the process without waiting for anything."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -39,10 +40,10 @@ def end_at_once(status: int) -> NoReturn:
 
 
 class ProgramExitError(Exception):
-    """The user's program called `sys.exit` with something else than success.
+    """The user's program called `sys.exit` with an error.
 
     Args:
-      code: what it gave to `sys.exit`.
+      code: the argument of `sys.exit`.
     """
 
     def __init__(self, code: object) -> None:
@@ -50,27 +51,27 @@ class ProgramExitError(Exception):
         self.status = (code & 0xFF or 1) if isinstance(code, int) else 1
 
 
-class Ending:
-    """What happens at the end of this process; to be installed once.
+class ProcessEnd:
+    """The end of this process; to be installed once.
 
     Args:
       group: all processes of the run.
       failure_timeout: seconds within which a failure has ended every process.
       leave: disconnects this process after a good end.
-      control_fd: the connection to the launcher, which is told of a good end; None if there is none.
+      control_fd: the connection to the launcher, which hears of a good end; None if there is no launcher.
     """
 
     def __init__(
         self, group: ProcessGroup, failure_timeout: float, leave: Callable[[], None], control_fd: int | None = None
     ) -> None:
         self.group, self._timeout, self._leave, self._control = group, failure_timeout, leave, control_fd
-        self._leaving = Leaving(group.process_index, self._leave_too_late)
+        self._exit = InterpreterExit(group.process_index, self._end_overdue)
         self._status = 0
         self._before = sys.excepthook
         self._done = False
 
     def install(self) -> None:
-        """Take over uncaught exceptions, and the end of the program."""
+        """Handle uncaught exceptions, and the end of the program."""
         sys.excepthook = self._uncaught
         # Runs before JAX's own handler, which was registered earlier.
         atexit.register(self.finish)
@@ -79,22 +80,22 @@ class Ending:
         """The program has come to a good end, and Python waits for its threads and exit handlers.
 
         Args:
-          status: with which the process will end.
+          status: the exit status of the process.
         """
         self._status = status
-        self._leaving.begin()
+        self._exit.begin()
 
-    def _leave_too_late(self, why: str) -> None:
+    def _end_overdue(self, why: str) -> None:
         self.group.report_failure(why)
         print(f"jaxpp_flax: {why}: it ends.", file=sys.stderr)
         end_at_once(1)
 
     def finish(self) -> None:
-        """A good end: wait for the other processes, whose errors are this one's too, and disconnect."""
+        """A good end: wait for the other processes, and disconnect. If one of them fails, this one fails too."""
         if self._done:
             return
         self._done = True
-        self._leaving.finish()
+        self._exit.finish()
         try:
             self.group.close()
         except BaseException as error:
@@ -105,7 +106,7 @@ class Ending:
         self._leave()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Say what happened, tell the other processes, and end."""
+        """Print the error, tell the other processes, and end."""
         if isinstance(error, KeyboardInterrupt):
             self.group.report_failure("it was interrupted from the keyboard")
             print("\n".join(["interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
@@ -115,7 +116,7 @@ class Ending:
             end_at_once(error.status)
         if self.is_a_consequence(error):
             self._because_of_a_peer(error)
-        error.with_traceback(_users_part(error.__traceback__))
+        error.with_traceback(_user_frames(error.__traceback__))
         self._before(type(error), error, error.__traceback__)
         sys.stderr.flush()
         self.group.report_failure("".join(traceback.format_exception(error)).rstrip())
@@ -129,26 +130,26 @@ class Ending:
         self.group.end_process(self.group.failure or last)
 
     def is_a_consequence(self, error: BaseException) -> bool:
-        """Whether this error, raised here, is due to a failure that is known, maybe in words of a transport."""
+        """Whether a failure of another process has caused this error, maybe through a transport."""
         if isinstance(error, ProcessFailedError):
             return True
         failure = self.group.failure
         text = f"{type(error).__name__}: {error}".lower()
         is_of_jax = "jaxruntimeerror" in text or "xlaruntimeerror" in text
         if failure is not None and failure.process == self.group.process_index:
-            # Told by another thread, such as a save's: what was to come from others has been given up since.
+            # Another thread, such as that of a save, reported it: the transports have given up since.
             return is_of_jax
         if not is_of_jax:
             return failure is not None
-        patience = 0.7 * self._timeout if may_be_a_peers(error) else 0.5
+        patience = 0.7 * self._timeout if may_come_from_a_peer(error) else 0.5
         return self.group.failed.wait(patience)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.fail(error.with_traceback(trace))
 
 
-def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames of what ran the user's program."""
+def _user_frames(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of the code that ran the user's program."""
     rest = trace
     while rest is not None and (
         rest.tb_frame.f_code.co_filename.startswith("<frozen runpy")
@@ -162,10 +163,10 @@ def _users_part(trace: TracebackType | None) -> TracebackType | None:
 
 
 def listen_to_launcher(control_fd: int, on_failure: Callable[[Failure], None], on_end: Callable[[], None]) -> None:
-    """Hear, in a background thread, of other processes' failures from the launcher, and of its end.
+    """Read other processes' failures from the launcher, and notice its end, in a background thread.
 
     Args:
-      control_fd: the connection; a line is a process's index, a space, and what happened to it.
+      control_fd: the connection; a line is a process's index, a space, and its failure.
       on_failure: called with each failure.
       on_end: called when the launcher has gone.
     """

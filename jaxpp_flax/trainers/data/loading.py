@@ -30,7 +30,7 @@ from jaxpp_flax.trainers.data.batch import (
     split_for_inference,
 )
 from jaxpp_flax.trainers.errors import BatchError
-from jaxpp_flax.trainers.loop.process_synchronization import BatchesAlike, end_together, leaves_read
+from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison, await_same_end, leaves_read
 from jaxpp_flax.trainers.setup import check_count
 
 __all__ = ["InferenceKind", "Loading", "own_rows", "rows_alike"]
@@ -47,7 +47,7 @@ class Loading(abc.ABC):
     _shards: int
     _state: Any
     _step: int
-    _trained_on: BatchesAlike
+    _trained_on: BatchComparison
 
     def leaves_read(self, batch: Any) -> Any:
         """For each leaf of such a batch, whether this process reads it in training."""
@@ -159,7 +159,7 @@ class Loading(abc.ABC):
         return jax.tree_util.tree_map_with_path(whole, batch)
 
     def _end_together(self) -> None:
-        end_together(self.mesh, self._state, self._step, self._trained_on)
+        await_same_end(self.mesh, self._state, self._step, self._trained_on)
 
 
 def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
@@ -214,7 +214,7 @@ def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lay_out, batch, microbatches, shardings, read)
 
 
-def rows_alike(compiled: Any, batch: Any, microbatches: Any, alike: BatchesAlike) -> Any:
+def rows_alike(compiled: Any, batch: Any, microbatches: Any, alike: BatchComparison) -> Any:
     """`own_rows`, compared with those of the processes that read the same."""
     taken = own_rows(compiled, batch, microbatches)
     alike.before_these(_named_rows(compiled, batch, microbatches))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxpp_flax.processes.exchanges import everyones
+from jaxpp_flax.processes import exchange_values, process_group
 from jaxpp_flax.trainers.errors import DataPositionError
 from jaxpp_flax.trainers.loop.progress import Meter
 
@@ -70,7 +70,7 @@ class DataPosition:
 
 def together(mine: Any) -> Any:
     """The positions of all processes as JSON: one, where all stand alike, and else a list."""
-    all_of_them = everyones("where the data stands", mine)
+    all_of_them = exchange_values(process_group(), "where the data stands", mine)
     return mine if all(position == mine for position in all_of_them) else {"processes": all_of_them}
 
 

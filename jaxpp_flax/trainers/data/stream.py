@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, overload
 
-from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.processes import process_group
 from jaxpp_flax.trainers.data.position import (
     DataPosition,
     Drawn,

@@ -12,7 +12,7 @@ from jaxpp_flax.trainers.data.loading import InferenceKind, Loading, rows_alike
 from jaxpp_flax.trainers.data.stream import awaited
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loop.averages import Average
-from jaxpp_flax.trainers.loop.process_synchronization import BatchesAlike
+from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.model.calling import call_model
 from jaxpp_flax.trainers.step.builder import Loop
 from jaxpp_flax.trainers.step.builders import StepBuilders
@@ -49,7 +49,7 @@ class Inferring(Loading):
           ValueError: if there is no batch.
         """
         self._call_together("trainer.evaluate")
-        average, pending, alike = Average(), None, BatchesAlike(self.mesh, "evaluation")
+        average, pending, alike = Average(), None, BatchComparison(self.mesh, "evaluation")
         for batch in [data] if isinstance(data, Mapping) else awaited(data, "the next batch to evaluate"):
             whole = self._whole(batch, global_batch_size)
             own = batch if whole is not batch else None
@@ -89,13 +89,13 @@ class Inferring(Loading):
         own = batch if whole is not batch else None
         parts = self._inference_parts(whole, rows_only=own is not None)
         self._call_together("trainer.predict")
-        alike, outputs = BatchesAlike(self.mesh, "prediction"), []
+        alike, outputs = BatchComparison(self.mesh, "prediction"), []
         for part in parts:
             compiled, taken = self._ready("predict", part, own, alike)
             outputs.append(compiled(self._state_for_inference(), taken))
         return join_parts(outputs)
 
-    def _ready(self, kind: InferenceKind, part: InferencePart, own: Any, alike: BatchesAlike) -> tuple[Any, Any]:
+    def _ready(self, kind: InferenceKind, part: InferencePart, own: Any, alike: BatchComparison) -> tuple[Any, Any]:
         """The compiled step, and the microbatches as it takes them, compared; `own` is a batch of rows, or None."""
         if own is None:
             alike.before(part.microbatches)

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxpp_flax.processes.group import ProcessGroup, process_group
+from jaxpp_flax.processes import ProcessGroup, process_group
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.data.batch import count_units
 from jaxpp_flax.trainers.loop.interruption import Interruption
 from jaxpp_flax.trainers.loop.preemption import Preemption
 from jaxpp_flax.trainers.loop.progress import Meter, Rate
-from jaxpp_flax.trainers.loop.stopping import StopReason, StopTogether
+from jaxpp_flax.trainers.loop.stopping import CommonStop, StopReason
 
 __all__ = ["run_fit", "to_host"]
 
@@ -77,7 +77,7 @@ class _FitLoop:
         # One process of several may train a model of its own, without the others.
         alone = not trainer._is_across and trainer._store is None
         self.group = ProcessGroup(None, 0, 1) if alone else process_group()
-        self.together = StopTogether(self.group)
+        self.common_stop = CommonStop(self.group)
         self.interruption = Interruption(raises=self.group.process_count == 1)
         self.preemption = Preemption(trainer._preemption_deadline)
 
@@ -92,7 +92,7 @@ class _FitLoop:
                     self.trainer._save_interrupted(error, whole=not self.interruption.within_step, together=alone)
                 raise
             # The data may have ended before the step that was agreed on.
-            asked = self.together.agree(self.requested() if self.ending is None else self.ending)
+            asked = self.common_stop.decide(self.requested() if self.ending is None else self.ending)
             if asked is not None and asked.kind == "interrupted":
                 interrupted = KeyboardInterrupt()
                 self.trainer._save_interrupted(interrupted, whole=True, together=True)
@@ -112,7 +112,7 @@ class _FitLoop:
 
     def decide_together(self) -> None:
         """Where all processes come at the same time, what one of them has decided holds for all, at once."""
-        self.ending = self.together.agree(self.requested())
+        self.ending = self.common_stop.decide(self.requested())
 
     def _run(self, source: Iterable[Any]) -> dict[str, Any]:
         trainer, started = self.trainer, False
@@ -134,7 +134,7 @@ class _FitLoop:
                     self.step(batch)
                     trainer._after_step()
                     if self.ending is None:
-                        self.ending = self.together.after(trainer.step, self.requested())
+                        self.ending = self.common_stop.after(trainer.step, self.requested())
                 if self.ending is not None:
                     break
             self.deliver(None)

@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
 
-from jaxpp_flax.processes.waits import say
+from jaxpp_flax.processes.waits import print_notice
 
 __all__ = ["Interruption"]
 
@@ -70,4 +70,4 @@ class Interruption:
         if self.requested or (self._raises and not self.within_step):
             signal.default_int_handler(number, frame)
         self.requested = True
-        say("Ctrl-C ends the run after this step; a second one ends it at once")
+        print_notice("Ctrl-C ends the run after this step; a second one ends it at once")

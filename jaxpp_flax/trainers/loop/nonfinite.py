@@ -14,7 +14,7 @@ import numpy as np
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.processes.exchanges import everyones
+from jaxpp_flax.processes import exchange_values, process_group
 from jaxpp_flax.trainers.errors import NonFiniteLossError
 from jaxpp_flax.trainers.loop.progress import Meter
 
@@ -169,7 +169,7 @@ def check_parameters(step: int, params: Any) -> None:
     Raises:
       NonFiniteLossError: naming one of them.
     """
-    paths = everyones("whether its parameters are finite", nonfinite_leaf(params))
+    paths = exchange_values(process_group(), "whether the parameters are finite", nonfinite_leaf(params))
     path = next((path for path in paths if path is not None), None)
     if path is not None:
         raise NonFiniteLossError(

@@ -10,7 +10,7 @@ import time
 from types import FrameType
 from typing import Any
 
-from jaxpp_flax.processes.group import PREEMPTED_STATUS
+from jaxpp_flax.processes.failures import PREEMPTED_STATUS
 
 __all__ = ["KILLED_STATUS", "PREEMPTED_STATUS", "Preemption"]
 

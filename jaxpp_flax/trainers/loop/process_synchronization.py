@@ -1,4 +1,4 @@
-"""What several processes do together: each loads what it reads, and their training loops end at the same step."""
+"""The synchronization of the processes of a run: equal states, batches, calls and compilations, and a common end."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ import jax
 import numpy as np
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.processes.agreement import agree, agree_on, hash_of, text_of
-from jaxpp_flax.processes.environment import describe_environment
+from jaxpp_flax.processes.comparison import (
+    compare_hashes,
+    compare_lines,
+    describe_environment,
+    value_hash,
+    value_text,
+)
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.data.batch import describe_batch, leaf_name
@@ -18,7 +23,14 @@ from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.state.placing import hash_of_init, numbers_of_init
 from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["BatchesAlike", "agree_on_state", "call_together", "compile_together", "end_together", "leaves_read"]
+__all__ = [
+    "BatchComparison",
+    "compare_initial_states",
+    "await_same_call",
+    "compare_compilations",
+    "await_same_end",
+    "leaves_read",
+]
 
 _STATE_REMEDY = (
     "Every process makes model and optimizer by itself, so all must make the same ones: give each the same seed and "
@@ -33,42 +45,42 @@ _BATCHES_REMEDY = (
     "(`trainer.rows_read`)."
 )
 
-# Of a larger leaf of a batch, so many elements are looked at, which takes well below a millisecond.
+# The number of elements that are hashed of a larger leaf: that takes well below a millisecond.
 _SAMPLED = 1 << 16
-# So many batches at most between two comparisons, each of which waits for the devices.
+# The most batches between two comparisons; each comparison waits for the devices.
 _MOST_BETWEEN = 64
 
 
-def agree_on_state(mesh: MpmdMesh, state: TrainState, init: Callable[[Any], Any]) -> None:
-    """Before the first step, make sure that every process made the same parameters and other state.
+def compare_initial_states(mesh: MpmdMesh, state: TrainState, init: Callable[[Any], Any]) -> None:
+    """Before the first step, make sure that every process has made the same parameters and other state.
 
     Args:
       mesh: of all ranks.
-      state: of which the optimizer's may be shapes alone.
-      init: what makes that.
+      state: the initial state; its optimizer state may hold shapes alone.
+      init: the function that makes the optimizer state.
 
     Raises:
       ValuesMismatchError: naming the first leaf that differs, and the processes.
     """
     if mesh.jax_mesh.is_multi_process:
-        leaves = {jax.tree_util.keystr(path): text_of(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
+        leaves = {jax.tree_util.keystr(path): value_text(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
         begins_with = {f".opt_state{name}": text for name, text in numbers_of_init(init, state.params).items()}
         hashes = leaves | {name: text for name, text in begins_with.items() if leaves.get(name) is None}
         hashes["what the optimizer begins with (its hyperparameters and keys of random numbers)"] = hash_of_init(
             init, state.params
         )
-        agree_on(process_group(), "the initial state", hashes, _STATE_REMEDY)
+        compare_hashes(process_group(), "the initial state", hashes, _STATE_REMEDY)
 
 
-class BatchesAlike:
-    """Compares the batches that processes read: a step whose inputs and targets are of different batches looks well.
+class BatchComparison:
+    """Compares the batches that processes read: inputs of one batch with targets of another would train.
 
     Leaves that a process does not read are left out. The first batch is compared before it is used; then the batches
     since the last time: after 2, 4, 8, ... of them and at least every 64, before each save, and at the end.
 
     Args:
-      mesh: of all ranks; where it is of one process there is nothing to do.
-      what: is done with the batches, for errors.
+      mesh: of all ranks; in a single process nothing is compared.
+      what: the use of the batches, such as "training", for errors.
 
     Raises:
       ValuesMismatchError: from every method, naming the first leaf that differs, and the processes.
@@ -80,37 +92,37 @@ class BatchesAlike:
         self._hashes: dict[str, str | None] = {}
 
     def before(self, batch: Any) -> None:
-        """To be called with each batch before it is used."""
-        if self._several:  # a single process is to pay nothing for it
+        """Call this with each batch before it is used."""
+        if self._several:  # a single process pays nothing
             self.before_these({leaf_name(path): leaf for path, leaf in jax.tree.leaves_with_path(batch)})
 
     def before_these(self, leaves: Mapping[str, Any]) -> None:
-        """The same for what this process has of a batch, by names; others may have other parts."""
+        """`before` for the leaves of a batch that this process has, by name; others may have other leaves."""
         if not self._several:
             return
         self._count += 1
         for name, leaf in leaves.items():
-            known, new = self._hashes.get(name, ""), hash_of(leaf, _SAMPLED)
+            known, new = self._hashes.get(name, ""), value_hash(leaf, _SAMPLED)
             # Once a process has left a leaf out, it cannot say any more what the others' hashes should be.
             both = None if known is None or new is None else np.frombuffer((known + new).encode(), np.uint8)
-            self._hashes[name] = None if both is None else hash_of(both)
+            self._hashes[name] = None if both is None else value_hash(both)
         if self._count == 1:
             self._compare()
 
     def after(self, result: Any, step: int) -> None:
-        """To be called when a step is under way; `result` comes once every process has come so far."""
+        """Call this when a step is under way; its `result` is ready once every process has begun the step."""
         if self._several and self._count >= self._due:
             self._due += min(self._due, _MOST_BETWEEN)
             jax.block_until_ready(result)
             self._compare(step=step)
 
     def check(self, step: int) -> None:
-        """To be called by all processes before they keep what `step` and those before have made of the batches."""
+        """Compare now; all processes call this before they save the results of the steps up to `step`."""
         if self._several:
             self._compare(step=step)
 
     def end(self, step: int | None = None) -> None:
-        """To be called after the last batch."""
+        """Call this after the last batch."""
         if self._several:
             self._compare(f"its data for {self._what} ended after {self._count} batches, theirs did not", step)
 
@@ -119,32 +131,32 @@ class BatchesAlike:
         name = f"the batches for {self._what}"
         last, unit = (self._count, "batches") if step is None else (step, "steps")
         among = f"{unit} {last - max(self._count - self._compared, 1) + 1} to {last}"
-        agree_on(process_group(), name, {**number, **self._hashes}, _BATCHES_REMEDY, ended, among)
+        compare_hashes(process_group(), name, {**number, **self._hashes}, _BATCHES_REMEDY, ended, among)
         self._compared = self._count
 
 
-def call_together(mesh: MpmdMesh | None, state: Any, call: str, detail: str = "") -> None:
-    """Wait until every process has made the same call; one that does something else instead is told, not waited for.
+def await_same_call(mesh: MpmdMesh | None, state: Any, call: str, detail: str = "") -> None:
+    """Wait until every process has made the same call; if one does something else instead, the run fails.
 
     Args:
       mesh: of all ranks.
-      state: arrays that are to be ready first: then whoever still waits for this process does so in vain.
-      call: such as "trainer.save", for errors.
-      detail: more of it, which may differ.
+      state: arrays that must be ready first: then no other process waits for a value of this one.
+      call: the name of the call, such as "trainer.save", for errors.
+      detail: more about the call; it may differ between processes.
     """
     if mesh is not None and mesh.jax_mesh.is_multi_process:
         jax.block_until_ready(jax.tree.leaves(state))
         why = f"it waits in {call}{detail}, which every process must call after the same step"
-        process_group().meet_idle(call, b"", why)
+        process_group().barrier(call, idle_reason=why)
 
 
-def compile_together(mesh: MpmdMesh | None, state: Any, kind: str, schedule: Schedule | None, batch: Any) -> None:
-    """`call_together` for the compilation of a step, and see to it that all processes compile the same.
+def compare_compilations(mesh: MpmdMesh | None, state: Any, kind: str, schedule: Schedule | None, batch: Any) -> None:
+    """`await_same_call` for the compilation of a step; then make sure that all processes compile the same step.
 
     Args:
-      mesh, state: as there.
-      kind: of step, such as "train".
-      schedule: whose; None without a pipeline.
+      mesh, state: as in `await_same_call`.
+      kind: the kind of step, such as "train".
+      schedule: the schedule of the step; None without a pipeline.
       batch: the microbatches.
 
     Raises:
@@ -153,12 +165,12 @@ def compile_together(mesh: MpmdMesh | None, state: Any, kind: str, schedule: Sch
     if mesh is None or schedule is None or not mesh.jax_mesh.is_multi_process:
         return
     step = f"step to {kind} for {describe_batch(batch)}"
-    call_together(mesh, state, "the compilation of a step", f" (a {step})")
+    await_same_call(mesh, state, "the compilation of a step", f" (a {step})")
     ran = f"{type(schedule).__name__}, {schedule.num_stages} stages on {schedule.num_ranks} ranks"
-    agree(process_group(), "what to compile", [*describe_environment(), step, ran], None)
+    compare_lines(process_group(), "what to compile", [*describe_environment(), step, ran], None)
 
 
-def end_together(mesh: MpmdMesh | None, state: Any, step: int, trained_on: BatchesAlike) -> None:
+def await_same_end(mesh: MpmdMesh | None, state: Any, step: int, trained_on: BatchComparison) -> None:
     """At the end of a training loop, wait until every process has trained as many steps, on the same batches.
 
     Raises:
@@ -167,11 +179,11 @@ def end_together(mesh: MpmdMesh | None, state: Any, step: int, trained_on: Batch
     """
     if mesh is None or not mesh.jax_mesh.is_multi_process:
         return
-    # What others need of this process's last step is sent by then.
+    # By then this process has sent all values of its last step.
     jax.block_until_ready(jax.tree.leaves(state))
     group = process_group()
     why = f"its data ended, or it was stopped, after step {step}. Give every process batches for the same steps"
-    steps = [int(text) for text in group.meet_idle("the end of fit", str(step).encode(), why)]
+    steps = [int(text) for text in group.exchange("the end of fit", str(step).encode(), idle_reason=why)]
     if len(set(steps)) > 1:
         listing = ", ".join(f"process {index}: {count}" for index, count in enumerate(steps))
         raise BatchError(
@@ -184,8 +196,8 @@ def end_together(mesh: MpmdMesh | None, state: Any, step: int, trained_on: Batch
 def leaves_read(compiled: Any, batch: Any) -> Any:
     """For each leaf of a batch, whether a stage of this process reads it.
 
-    A process need not load the others: a `jax.ShapeDtypeStruct` of the whole batch's shape and dtype stands in for one.
-    The first stage reads inputs and the last one targets, so each of the two loads half; all others load nothing.
+    A process may pass a `jax.ShapeDtypeStruct` of the whole batch's shape and dtype for any other leaf. The first stage
+    reads inputs and the last one targets, so each of the two loads half; all others load nothing.
 
     Args:
       compiled: the step, compiled for such a batch.

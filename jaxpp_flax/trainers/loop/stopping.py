@@ -1,4 +1,4 @@
-"""Why `fit` ends before its data does, and after which step: the same in all processes of a run."""
+"""The early end of `fit`: its reason and its last step, the same in all processes of a run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 from dataclasses import astuple, dataclass
 from typing import Literal
 
+from jaxpp_flax.processes.comparison import exchange_values
 from jaxpp_flax.processes.group import ProcessGroup
 
-__all__ = ["StopReason", "StopTogether"]
+__all__ = ["StopReason", "CommonStop"]
 
 _STEPS_AHEAD = 4
-"""More than any process is ahead of another one, since each waits for the loss of two steps ago."""
+"""A process is fewer steps than this ahead of another one, since each waits for the loss of two steps ago."""
 
 
 @dataclass(frozen=True)
@@ -27,55 +28,56 @@ class StopReason:
     text: str = ""
 
 
-class StopTogether:
-    """After which step all processes of a run stop, once one of them has been asked to.
+class CommonStop:
+    """The last step of all processes of a run, once one of them has been asked to stop.
 
-    A pipeline cannot go on without one of its stages, and all must save the same step. The first process that is asked
-    announces a step that none has reached, and why; each looks for that after every step.
+    A pipeline cannot go on without one of its stages, and all processes must save the same step. The first process that
+    is asked to stop announces a step that no process has reached, with the reason. Each process reads the announcement
+    after every step.
 
     Args:
-      group: the processes; each makes as many of these, in the same order.
+      group: the processes; all of them make these objects in the same order.
 
     Example:
       >>> from jaxpp_flax.processes.group import ProcessGroup
-      >>> stop = StopTogether(ProcessGroup(None, 0, 1))
+      >>> stop = CommonStop(ProcessGroup(None, 0, 1))
       >>> stop.after(3, None), stop.after(4, StopReason("stopped", "enough"))
       (None, StopReason(kind='stopped', text='enough'))
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
-        self._name = group.numbered("the last step")
+        self._name = group.values.numbered_name("the last step")
         self._last: tuple[int, StopReason] | None = None
 
     def after(self, step: int, requested: StopReason | None) -> StopReason | None:
-        """Why no step comes after `step`; None if one does.
+        """The reason why `step` is the last one; None if another step follows.
 
         Args:
           step: the last one that this process has begun.
-          requested: why this process has been asked to stop, if it has.
+          requested: the reason why this process has been asked to stop; None if it has not.
         """
         if self._group.process_count == 1:
             return requested
         if self._last is None:
             if requested is not None:
                 announcement = [step + _STEPS_AHEAD, *astuple(requested)]
-                self._group.announce(self._name, json.dumps(announcement).encode())
-            announced = self._group.announced(self._name)
+                self._group.values.announce(self._name, json.dumps(announcement).encode())
+            announced = self._group.values.announcement(self._name)
             if announced is not None:
                 last, kind, text = json.loads(announced)
                 self._last = (last, StopReason(kind, text))
         return self._last[1] if self._last is not None and step >= self._last[0] else None
 
-    def agree(self, requested: StopReason | None) -> StopReason | None:
-        """Where all processes come at the same time: what the first of them was asked that was asked anything.
+    def decide(self, requested: StopReason | None) -> StopReason | None:
+        """The common reason to stop, at a point where all processes meet; None if none has been asked to stop.
 
-        SIGTERM counts before Ctrl-C, and that before a decision of the program's own.
+        SIGTERM counts before Ctrl-C, and Ctrl-C before the program's own decision.
         """
         if self._group.process_count == 1:
             return requested
-        mine = json.dumps(None if requested is None else astuple(requested)).encode()
-        answers = [json.loads(answer) for answer in self._group.exchange("whether to stop", mine)]
+        mine = None if requested is None else astuple(requested)
+        answers = exchange_values(self._group, "whether to stop", mine, timeout_s=None)
         reasons = [StopReason(*answer) for answer in answers if answer is not None]
         order = ("preempted", "interrupted", "stopped")
         return min(reasons, key=lambda reason: order.index(reason.kind), default=None)

@@ -10,7 +10,7 @@ import jax
 
 from jaxpp_flax.checkpoint import abstract_state
 from jaxpp_flax.checkpoint.reading import plan_restore
-from jaxpp_flax.trainers.loop.process_synchronization import agree_on_state
+from jaxpp_flax.trainers.loop.process_synchronization import compare_initial_states
 from jaxpp_flax.trainers.state.placing import is_abstract, place_state
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.compilation import Backend, copied
@@ -82,7 +82,7 @@ class HeldState:
             self._state = plan_restore(self._unread, target, check=False).read()
             self._forget_first()
         else:
-            agree_on_state(mesh, state, self._update.tx.init)
+            compare_initial_states(mesh, state, self._update.tx.init)
             self._state = place_state(mesh, state, compiled.in_shardings[0][0], self._update.tx.init)
         self._placed = True
         if sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self._initial)) > _KEPT_FOR_DIAGNOSIS:

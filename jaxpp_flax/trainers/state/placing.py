@@ -17,7 +17,7 @@ from jaxpp_flax.engine.arrays.placing import place_on_ranks
 from jaxpp_flax.engine.arrays.reshard import spmd_to_mpmd_reshard
 from jaxpp_flax.engine.program.description import describe_graph
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
-from jaxpp_flax.processes.agreement import hash_of, text_of
+from jaxpp_flax.processes import value_hash, value_text
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.loss_trace import used_inputs
 
@@ -52,8 +52,8 @@ def hash_of_init(init: Callable[[Any], Any], params: Any) -> str | None:
         graph, consts = from_jaxpr(jax.make_jaxpr(init)(params))
     except NOT_TRACEABLE:
         return None
-    text = "\n".join([*describe_graph(graph), *(str(hash_of(const)) for const in consts)])
-    return hash_of(np.frombuffer(text.encode(), np.uint8))
+    text = "\n".join([*describe_graph(graph), *(str(value_hash(const)) for const in consts)])
+    return value_hash(np.frombuffer(text.encode(), np.uint8))
 
 
 def numbers_of_init(init: Callable[[Any], Any], params: Any) -> dict[str, str | None]:
@@ -78,7 +78,7 @@ def numbers_of_init(init: Callable[[Any], Any], params: Any) -> dict[str, str | 
     }
     # What else it makes, such as moments of the parameters' size, is never computed.
     values = jax.jit(lambda params: [jax.tree.leaves(init(params))[i] for i in single.values()])(params)
-    return dict(zip(single, map(text_of, values), strict=True))
+    return dict(zip(single, map(value_text, values), strict=True))
 
 
 def is_abstract(tree: Any) -> bool:

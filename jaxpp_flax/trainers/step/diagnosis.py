@@ -15,7 +15,7 @@ import numpy as np
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.tracing.inline import CALLS
 from jaxpp_flax.engine.tracing.ir import Constant, Graph, from_jaxpr
-from jaxpp_flax.processes.exchanges import everyones
+from jaxpp_flax.processes import exchange_values, process_group
 from jaxpp_flax.trainers.errors import NonFiniteLossError
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
@@ -86,7 +86,7 @@ def diagnose(
     """
     findings = [_find(loss_of, params, batch, num_microbatches)]
     if mesh is not None and mesh.jax_mesh.is_multi_process:
-        findings = everyones("where the loss is not finite", findings[0])
+        findings = exchange_values(process_group(), "where the loss is not finite", findings[0])
     process = min(range(len(findings)), key=lambda index: (findings[index][0], index))
     text = findings[process][1]
     return f"Process {process} finds: {text[0].lower()}{text[1:]}" if len(findings) > 1 else text

@@ -17,8 +17,8 @@ from jaxpp_flax.engine.program.description import describe_graph, describe_progr
 from jaxpp_flax.engine.runtime.instruction_loop import Across
 from jaxpp_flax.engine.runtime.startup import start
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
-from jaxpp_flax.processes.agreement import ProgramMismatchError, ValuesMismatchError, agree
-from jaxpp_flax.processes.group import BarrierTimeoutError, ProcessGroup
+from jaxpp_flax.processes import BarrierTimeoutError, ProcessGroup
+from jaxpp_flax.processes.comparison import ProgramMismatchError, ValuesMismatchError, compare_lines
 from jaxpp_flax.schedules import GPipe, Std1F1B
 from tests.engine.stores import MemoryStore, in_parallel
 from tests.engine.toys import built, chain, chain_loss, sgd_step
@@ -117,7 +117,7 @@ def together(*programs: list[str]) -> list[Any]:
 
     def one(index: int) -> Any:
         try:
-            return agree(ProcessGroup(store, index, len(programs)), "program 1", programs[index], 10.0)
+            return compare_lines(ProcessGroup(store, index, len(programs)), "program 1", programs[index], 10.0)
         except ProgramMismatchError as error:
             return error
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 import pytest
 
-from jaxpp_flax.launch.process.process_end import Ending
-from jaxpp_flax.processes.group import Failure, ProcessGroup
+from jaxpp_flax.launch.process.process_end import ProcessEnd
+from jaxpp_flax.processes import ProcessGroup
+from jaxpp_flax.processes.failures import Failure
 from tests.engine.stores import MemoryStore
 
 
@@ -23,4 +24,4 @@ from tests.engine.stores import MemoryStore
 def test_errors_after_a_known_failure(failed: int, error: Exception, is_a_consequence: bool):
     group = ProcessGroup(MemoryStore(), 0, 2)
     group.observe(Failure(failed, "the save of step 6 failed"))
-    assert Ending(group, 0.1, lambda: None).is_a_consequence(error) == is_a_consequence
+    assert ProcessEnd(group, 0.1, lambda: None).is_a_consequence(error) == is_a_consequence

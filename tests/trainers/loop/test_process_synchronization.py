@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 
 from jaxpp_flax.trainers.loop import process_synchronization
-from jaxpp_flax.trainers.loop.process_synchronization import BatchesAlike
+from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 
 
 @pytest.fixture
 def compared(monkeypatch):
     """The ranges of every comparison."""
     found = []
-    monkeypatch.setattr(process_synchronization, "agree_on", lambda *arguments: found.append(arguments[-1]))
+    monkeypatch.setattr(process_synchronization, "compare_hashes", lambda *arguments: found.append(arguments[-1]))
     return found
 
 
 def several():
-    alike = BatchesAlike(None, "training")
+    alike = BatchComparison(None, "training")
     alike._several = True  # a process of several, whose answers the fixture gives
     return alike
 
@@ -45,7 +45,7 @@ def test_what_is_about_to_be_saved_is_compared_first(compared):
 
 
 def test_one_process_compares_nothing(compared):
-    alike = BatchesAlike(None, "training")
+    alike = BatchComparison(None, "training")
     alike.before({"x": np.zeros(2)})
     alike.after(np.zeros(()), 1)
     alike.check(1)

@@ -19,9 +19,9 @@ from jaxpp_flax.engine.runtime.transport.flow_control import Window
 from jaxpp_flax.engine.runtime.transport.nccl import NcclTransport
 from jaxpp_flax.engine.runtime.transport.transfer_server import TransferServer
 from jaxpp_flax.engine.runtime.transport.watchdog import Watchdog
-from jaxpp_flax.processes.addresses import own_address
-from jaxpp_flax.processes.environment import seconds_of
-from jaxpp_flax.processes.group import CoordinationError, ProcessGroup, process_group
+from jaxpp_flax.processes.group import ProcessGroup, process_group
+from jaxpp_flax.processes.store import CoordinationError, own_address
+from jaxpp_flax.processes.waits import seconds_from_environment
 
 __all__ = ["Link", "Settings", "process_link"]
 
@@ -62,11 +62,11 @@ class Settings:
         transport = environment.get("JAXPP_FLAX_TRANSPORT") or None
         if transport is not None and transport not in _NAMES:
             raise ValueError(f"JAXPP_FLAX_TRANSPORT={transport!r}: it must be one of {', '.join(_NAMES)}.")
-        receive = seconds_of(environment, "JAXPP_FLAX_RECEIVE_TIMEOUT", math.inf)
+        receive = seconds_from_environment(environment, "JAXPP_FLAX_RECEIVE_TIMEOUT", math.inf)
         return cls(
             transport=transport,
             bind_address=environment.get("JAXPP_FLAX_BIND_ADDRESS") or None,
-            start_timeout=seconds_of(environment, "JAXPP_FLAX_START_TIMEOUT", cls.start_timeout),
+            start_timeout=seconds_from_environment(environment, "JAXPP_FLAX_START_TIMEOUT", cls.start_timeout),
             receive_timeout=None if receive == math.inf else receive,
         )
 

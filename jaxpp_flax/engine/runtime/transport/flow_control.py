@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag
+from jaxpp_flax.processes.failures import observe_broken_connection
 from jaxpp_flax.processes.group import ProcessGroup
-from jaxpp_flax.processes.peer_errors import observe_broken
 
 __all__ = ["Window"]
 
@@ -64,5 +64,5 @@ class Window:
                 array.block_until_ready()
         except jax.errors.JaxRuntimeError as error:
             with self._group.waiting(what, on=parcel.source):
-                observe_broken(self._group, parcel.source, what, error)
+                observe_broken_connection(self._group, parcel.source, what, error)
                 self._group.check(error)

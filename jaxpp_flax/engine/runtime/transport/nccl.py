@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, TransportError, describe_type
 from jaxpp_flax.engine.runtime.transport.cupy_nccl import Cupy
 from jaxpp_flax.processes.group import ProcessGroup, process_group
-from jaxpp_flax.processes.waits import quietly
+from jaxpp_flax.processes.waits import call_with_limit
 
 __all__ = ["Buffer", "Communicator", "Library", "NcclTransport", "from_bytes"]
 
@@ -138,9 +138,9 @@ class NcclTransport:
             key = f"nccl/{pair[0]}-{pair[1]}"
             if sending:
                 name = self._library.unique_id()
-                self._group.publish(key, name)
+                self._group.values.publish(key, name)
             else:
-                name = self._group.fetch(key, f"the name of NCCL communicator {pair}", parcel.source, timeout_s)
+                name = self._group.values.fetch(key, f"the name of NCCL communicator {pair}", parcel.source, timeout_s)
             peer = parcel.target if sending else parcel.source
             communicator = self._join(name, pair, peer, timeout_s, sending=sending, device=device)
             self._pairs[pair] = _Pair(communicator, peer)
@@ -261,7 +261,7 @@ class NcclTransport:
         for pair in self._pairs.values():
             pair.worker.shutdown(wait=not failed, cancel_futures=failed)
             # Both talk to NCCL, which may hang.
-            quietly(pair.communicator.abort if failed else pair.communicator.close, _CLOSE_SECONDS)
+            call_with_limit(pair.communicator.abort if failed else pair.communicator.close, _CLOSE_SECONDS)
         self._pairs.clear()
 
 

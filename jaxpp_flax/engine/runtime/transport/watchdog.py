@@ -15,9 +15,9 @@ from typing import Any
 import jax
 
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, Transport
-from jaxpp_flax.processes.group import Failure, ProcessGroup
-from jaxpp_flax.processes.peer_errors import observe_broken
-from jaxpp_flax.processes.watch import reporting_thread
+from jaxpp_flax.processes.failures import Failure, observe_broken_connection
+from jaxpp_flax.processes.group import ProcessGroup
+from jaxpp_flax.processes.waits import reporting_thread
 
 __all__ = ["Watchdog"]
 
@@ -96,7 +96,7 @@ class Watchdog:
             # A wait of this thread is what the failure is described with.
             what = f"{parcel.what}, in step {tag.step}"
             with self._group.waiting(what, on=parcel.source):
-                observe_broken(self._group, parcel.source, what, error)
+                observe_broken_connection(self._group, parcel.source, what, error)
 
     def _abandon_all(self) -> None:
         # Taken out one by one: the main thread adds more meanwhile, and what comes later is abandoned as well.

@@ -18,7 +18,8 @@ from jaxpp_flax import doctor
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, TransportError
 from jaxpp_flax.engine.runtime.transport.cupy_nccl import Cupy, decode_name, encode_name
 from jaxpp_flax.engine.runtime.transport.nccl import NcclTransport
-from jaxpp_flax.processes.group import Failure, ProcessFailedError, ProcessGroup
+from jaxpp_flax.processes import ProcessFailedError, ProcessGroup
+from jaxpp_flax.processes.failures import Failure
 from tests.engine.runtime.transport.fake_cupy import SIGNATURES, FakeCupy
 from tests.engine.runtime.transport.test_nccl import MemoryStore, on, parcel
 
@@ -63,7 +64,7 @@ def test_a_name_travels_unchanged(name: bytes | tuple[int, ...]):
 def test_two_releases_of_cupy_in_one_run_are_named(sent: Parcel, monkeypatch: pytest.MonkeyPatch):
     store = MemoryStore()
     FakeCupy(13).install(monkeypatch)
-    ProcessGroup(store, 0, 2).publish("nccl/0-1", Cupy().unique_id())
+    ProcessGroup(store, 0, 2).values.publish("nccl/0-1", Cupy().unique_id())
     FakeCupy(14).install(monkeypatch)
     receiver = NcclTransport(group=ProcessGroup(store, 1, 2))
     with pytest.raises(TransportError, match=r"CuPy 14\.0\.0 cannot read.*got tuple.*same version of CuPy in all"):

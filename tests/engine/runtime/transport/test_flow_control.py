@@ -10,7 +10,7 @@ import pytest
 from jaxpp_flax.engine.runtime.instruction_loop import Across
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag
 from jaxpp_flax.engine.runtime.transport.flow_control import Window
-from jaxpp_flax.processes.group import ProcessFailedError, ProcessGroup
+from jaxpp_flax.processes import ProcessFailedError, ProcessGroup
 
 
 class Awaited:

@@ -19,7 +19,8 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, TransportError
 from jaxpp_flax.engine.runtime.transport.nccl import NcclTransport, from_bytes
-from jaxpp_flax.processes.group import Failure, ProcessGroup
+from jaxpp_flax.processes import ProcessGroup
+from jaxpp_flax.processes.failures import Failure
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.bool_, jnp.int8, jnp.uint8, jnp.int32, jnp.uint32, jnp.complex64]
 
@@ -208,7 +209,7 @@ def test_a_failed_peer_ends_a_receive_and_the_error_names_what_was_awaited():
     sent = parcel([jnp.ones(4)], [(0, 1)])
     nccl = FakeNccl()
     group = ProcessGroup(MemoryStore(), 1, 2)
-    group.publish("nccl/0-1", b"name")
+    group.values.publish("nccl/0-1", b"name")
     receiver = NcclTransport(nccl, group)
     receiver.connect([sent], 1.0)
     group.observe(Failure(0, "it was killed"))

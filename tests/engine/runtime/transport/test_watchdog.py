@@ -13,8 +13,8 @@ import pytest
 
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag
 from jaxpp_flax.engine.runtime.transport.watchdog import Watchdog
-from jaxpp_flax.processes.group import Failure, ProcessFailedError, ProcessGroup
-from jaxpp_flax.processes.peer_errors import naming_the_peer
+from jaxpp_flax.processes import ProcessFailedError, ProcessGroup, errors_naming_failed_process
+from jaxpp_flax.processes.failures import Failure
 from tests.engine.stores import MemoryStore
 
 TAG = Tag("p", 4, 1)
@@ -122,8 +122,8 @@ def test_an_error_that_its_sender_was_sent_itself_waits_for_the_sender_s_report(
 
 @pytest.mark.parametrize("lives", [True, False])
 def test_a_sender_that_nobody_reports_is_named_in_the_end(lives: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jaxpp_flax.processes.peer_errors._LIVES_SECONDS", 0.4 if lives else 600.0)
-    monkeypatch.setattr("jaxpp_flax.processes.peer_errors._REPORT_SECONDS", 600.0 if lives else 0.4)
+    monkeypatch.setattr("jaxpp_flax.processes.failures._LIVES_SECONDS", 0.4 if lives else 600.0)
+    monkeypatch.setattr("jaxpp_flax.processes.failures._REPORT_SECONDS", 600.0 if lives else 0.4)
     store = MemoryStore()
     sender, group = ProcessGroup(store, 1, 2), ProcessGroup(store, 0, 2)
     group.watch(100.0, lambda failure: None)
@@ -143,10 +143,10 @@ def test_a_sender_that_nobody_reports_is_named_in_the_end(lives: bool, monkeypat
 
 def test_an_error_of_a_peer_s_where_a_value_is_fetched_names_the_peer(monkeypatch: pytest.MonkeyPatch):
     group = ProcessGroup(MemoryStore(), 0, 2)
-    monkeypatch.setattr("jaxpp_flax.processes.peer_errors.process_group", lambda: group)
+    monkeypatch.setattr("jaxpp_flax.processes.group.process_group", lambda: group)
     threading.Timer(0.2, lambda: group.observe(Failure(1, "it was killed"))).start()
-    with pytest.raises(ProcessFailedError, match="process 1: it was killed") as caught, naming_the_peer():
+    with pytest.raises(ProcessFailedError, match="process 1: it was killed") as caught, errors_naming_failed_process():
         raise jax.errors.JaxRuntimeError("INTERNAL: SocketServer: Connection closed")
     assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="memory"), naming_the_peer():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="memory"), errors_naming_failed_process():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")

@@ -1,14 +1,12 @@
-"""What one process does for all: where it fails, the others raise the same kind of error."""
+"""The work of one process for all: if it fails there, the others raise the same kind of error."""
 
 from __future__ import annotations
-
-import threading
 
 import pytest
 
 from jaxpp_flax.checkpoint import CheckpointSaveError, DirectoryInUseError
-from jaxpp_flax.processes import exchanges
-from jaxpp_flax.processes.group import ProcessGroup
+from jaxpp_flax.processes import ProcessGroup
+from jaxpp_flax.processes.comparison import do_in_process_0
 from tests.engine.stores import MemoryStore, in_parallel
 
 
@@ -20,17 +18,15 @@ from tests.engine.stores import MemoryStore, in_parallel
         (ValueError("none of these"), CheckpointSaveError),
     ],
 )
-def test_the_others_raise_what_process_0_did(raised: Exception, wanted: type[Exception], monkeypatch):
-    played, store = threading.local(), MemoryStore()
-    monkeypatch.setattr(exchanges, "process_group", lambda: played.group)
+def test_the_others_raise_what_process_0_did(raised: Exception, wanted: type[Exception]):
+    store = MemoryStore()
 
     def fails() -> None:
         raise raised
 
     def one(index: int) -> Exception | None:
-        played.group = ProcessGroup(store, index, 2)
         try:
-            exchanges.done_by_one("a claim", fails, DirectoryInUseError, CheckpointSaveError)
+            do_in_process_0(ProcessGroup(store, index, 2), "a claim", fails, DirectoryInUseError, CheckpointSaveError)
         except Exception as error:
             return error
         return None

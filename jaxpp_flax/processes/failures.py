@@ -1,39 +1,47 @@
-"""The watch over the processes of a run: heartbeats through a key-value store that all of them share.
+"""How a process learns that another one has failed: by heartbeats, by reports in the store, by a broken connection.
 
-One thread talks to the store, and may hang with it; the other judges, and never waits for anyone.
+A process that fails takes others with it: their connections break, and the values that they send on are errors too.
+Each process repeats the first report of a run. So a process that was only hit waits for the report of the one that
+failed, before it names a process itself.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from jaxpp_flax.processes.store import ROOT, KeyValueStore
+from jaxpp_flax.processes.waits import name_processes, reporting_thread
+
 __all__ = [
     "DEFAULT_FAILURE_TIMEOUT",
-    "ROOT",
+    "PEER_FAILED_STATUS",
+    "PREEMPTED_STATUS",
     "Failure",
-    "KeyValueStore",
     "Watch",
-    "Watched",
-    "name_processes",
-    "reporting_thread",
+    "WatchedGroup",
+    "await_report",
+    "may_come_from_a_peer",
+    "observe_broken_connection",
 ]
 
 DEFAULT_FAILURE_TIMEOUT = 30.0
 """Seconds within which every process has ended after one of them was killed, stopped, or failed."""
 
-ROOT = "jaxpp_flax"
-"""The folder in the store that belongs to this package."""
+PEER_FAILED_STATUS = 69
+"""Exit status of a process that ends because another one failed."""
 
-# Of the time that a failure may take until every process has ended: silence until a process counts as lost, and then
-# the time that the main thread has to end by itself.
+PREEMPTED_STATUS = 75
+"""Exit status after SIGTERM, once the checkpoint is complete: start the program again and it goes on from there."""
+
+# Shares of the failure timeout: the silence after which a process counts as lost, and then the time that the main
+# thread has to end by itself.
 _SILENCE_SHARE = 0.6
 _GRACE_SHARE = 0.1
-# So many heartbeats in which a process has told the same.
+# A state counts as news once a process has told it in so many heartbeats.
 _HEARTBEATS = 2
 
 
@@ -42,8 +50,8 @@ class Failure:
     """Why the run cannot go on.
 
     Attributes:
-      process: index of the process that failed, or None where that is unknown.
-      message: what happened to it, such as an exception's traceback.
+      process: index of the process that failed, or None if it is unknown.
+      message: the process's end in words, such as an exception's traceback.
     """
 
     process: int | None
@@ -53,57 +61,49 @@ class Failure:
         return self.message if self.process is None else f"process {self.process}: {self.message}"
 
 
-class KeyValueStore(Protocol):
-    """The part of a key-value store, shared by all processes, that is needed here. Keys are paths with slashes."""
-
-    def set(self, key: str, value: bytes) -> None:
-        """Write an entry, replacing the one that is there."""
-        ...
-
-    def get(self, key: str, timeout_s: float) -> bytes | None:
-        """Wait for an entry; None if it does not come in time."""
-        ...
-
-    def list(self, folder: str) -> Mapping[str, bytes]:
-        """The entries whose keys begin with `folder` and a slash, by the rest of the key."""
-        ...
-
-    def add(self, key: str) -> int:
-        """Add one to a counter that begins at zero; returns the sum."""
-        ...
-
-    def delete(self, key: str) -> None:
-        """Delete an entry, and all entries below it."""
-        ...
-
-
-class Watched(Protocol):
-    """What the watch asks of its `ProcessGroup`."""
+class WatchedGroup(Protocol):
+    """The parts of a `ProcessGroup` that this file uses."""
 
     process_index: int
     process_count: int
     failed: threading.Event
-    idle: str | None
-    meeting: str | None
     service: str
     runs: int
 
     @property
     def failure(self) -> Failure | None: ...
 
+    @property
+    def idle_reason(self) -> str | None: ...
+
+    @property
+    def meeting(self) -> str | None: ...
+
     def observe(self, failure: Failure, *, tell: bool = False) -> None: ...
 
-    def awaited(self) -> list[tuple[int, int | None]]: ...
+    def awaited_processes(self) -> list[tuple[int, int | None]]: ...
 
     def waits(self) -> list[str]: ...
 
+    def was_heard(self, process: int, within_s: float) -> bool: ...
+
+
+# -- heartbeats
+
 
 class Watch:
-    """The two threads: one talks to the store, and may hang with it; the other judges, and never waits for anyone."""
+    """Two threads: one exchanges heartbeats through the store, and may hang with it; the other judges, and never waits.
+
+    Args:
+      group: the processes.
+      store: the store that all of them share.
+      timeout_s: seconds within which a failure anywhere has ended every process.
+      on_failure: called with a failure that this process has not ended by in time.
+    """
 
     def __init__(
         self,
-        group: Watched,
+        group: WatchedGroup,
         store: KeyValueStore,
         timeout_s: float,
         on_failure: Callable[[Failure], None],
@@ -118,11 +118,11 @@ class Watch:
         self._ended = threading.Event()
         now = time.monotonic()
         self._answered = now  # when the store last answered
-        # Each process's last heartbeat, and when it came. Never changed but replaced: others read it meanwhile.
+        # Each process's last heartbeat, and when it came. Other threads read the mapping: replace it, never change it.
         self._beats: Mapping[int, tuple[bytes, float]] = {}
         self._beats_change = threading.Lock()
-        # For what is awaited in vain: since when, and at which heartbeat of the process.
-        self._lost_since: dict[tuple[int, bytes, str | None], tuple[float, int]] = {}
+        # For each process awaited in vain, its state and our meeting: since when, and at which of its heartbeats.
+        self._vain_since: dict[tuple[int, bytes, str | None], tuple[float, int]] = {}
         self._peers = [index for index in range(group.process_count) if index != group.process_index]
         self._threads = [
             reporting_thread(f"jaxpp_flax {name}", target, self._report)
@@ -132,7 +132,7 @@ class Watch:
             thread.start()
 
     def _report(self, failure: str) -> None:
-        """A thread of these has failed; without it nobody would hear of the end of this process, or of others'."""
+        """Report that a thread of the watch has failed: without it no process would hear of another one's end."""
         self._group.observe(Failure(self._group.process_index, failure), tell=True)
         if threading.current_thread() is self._threads[1] and not self._ended.wait(self._grace):
             self._on_failure(self._group.failure or Failure(self._group.process_index, failure))
@@ -143,9 +143,10 @@ class Watch:
         return beat is not None and time.monotonic() - beat[1] <= within_s
 
     def stop(self) -> None:
+        """End both threads."""
         self._ended.set()
         for thread in self._threads:
-            # Not for long: the store may have gone already, and the threads end with the process.
+            # A short wait: a thread may hang in a call to a store that is gone, and ends with the process.
             thread.join(timeout=1.0)
 
     def _beat(self) -> None:
@@ -156,7 +157,7 @@ class Watch:
                 self._store.set(f"{ROOT}/beats/{self._group.process_index}", f"{number} {self._state()}".encode())
                 beats, failures = self._store.list(f"{ROOT}/beats"), self._store.list(f"{ROOT}/failures")
             except Exception:
-                # Either the service is gone, which `_judge` finds out by the silence, or a call failed once.
+                # Either the service is gone, and `_judge` notices its silence; or one call failed.
                 self._ended.wait(self._interval)
                 continue
             now = time.monotonic()
@@ -175,7 +176,7 @@ class Watch:
         while not self._ended.is_set():
             now = time.monotonic()
             if now - looked > self._silence / 3:
-                # It was this process that stood still: what it has not heard meanwhile says nothing of the others.
+                # This process itself stood still, so the missing heartbeats say nothing about the others.
                 self._answered = now
                 with self._beats_change:
                     self._beats = {index: (beat, now) for index, (beat, _) in self._beats.items()}
@@ -197,10 +198,10 @@ class Watch:
                 f"{self._group.service} has not answered process {self._group.process_index} for "
                 f"{now - self._answered:.0f} s: its host or the network is down, or it was killed or stopped",
             )
-        # Who has not begun to write heartbeats is still starting; the barrier after the start has its own deadline.
+        # A process without any heartbeat is still starting; the barrier after the start has its own deadline.
         beats = self._beats
         silent = [index for index, (_, heard) in sorted(beats.items()) if now - heard > self._silence]
-        # Old news says nothing: while the service itself is silent, so is everyone.
+        # While the service itself is silent, no heartbeat can come.
         if silent and now - self._answered < self._silence / 2:
             return Failure(
                 silent[0],
@@ -210,52 +211,52 @@ class Watch:
         return self._ended_too_early(now)
 
     def _state(self) -> str:
-        """What this process tells of itself beside that it lives."""
+        """The state of this process, as its heartbeats tell it."""
         if self.finished:
             return "finished"
-        if self._group.idle is not None:
-            return f"idle {self._group.runs}: {self._group.idle}"
+        if self._group.idle_reason is not None:
+            return f"idle {self._group.runs}: {self._group.idle_reason}"
         return "running" if self._group.meeting is None else f"meeting: {self._group.meeting}"
 
     def _ended_too_early(self, now: float) -> Failure | None:
-        """A process that another waits for has ended its program, or goes no further: it never will."""
-        mine, before = self._group.meeting, self._lost_since
-        self._lost_since = {}
-        for on, run in self._group.awaited():
+        """The failure of a process that this one waits for in vain: it has ended its program, or goes no further."""
+        mine, before = self._group.meeting, self._vain_since
+        self._vain_since = {}
+        for on, run in self._group.awaited_processes():
             number, _, state = self._beats.get(on, (b"0", 0.0))[0].partition(b" ")
             why, patience = self._why_in_vain(state, mine, run)
             if why is None:
                 continue
             key = (on, state, mine)
-            since, beat = self._lost_since[key] = before.get(key, (now, int(number)))
-            # What the process said of itself must be news, however slow this machine or the store is.
+            since, beat = self._vain_since[key] = before.get(key, (now, int(number)))
+            # The process must have told this state repeatedly, however slow this machine or the store is.
             if now - since > patience and int(number) >= beat + _HEARTBEATS:
-                # Told here, since the process that failed does not know it, and may be the one that is heard.
+                # The waits go into the message: the process that failed prints it too, and does not know them.
                 waits = "; and for ".join(self._group.waits())
                 return Failure(on, f"{why} Process {self._group.process_index} waits for {waits}.")
         return None
 
     def _why_in_vain(self, state: bytes, mine: str | None, run: int | None) -> tuple[str | None, float]:
-        """Why a process in this state is waited for in vain, and after how many seconds; None if it may come.
+        """Why it is vain to wait for a process in this state (None: it is not), and the seconds until that is certain.
 
         Args:
-          state: what its last heartbeat told.
+          state: the state in its last heartbeat.
           mine: the meeting that this process is at.
-          run: what is awaited belongs to.
+          run: the number of the run that the awaited value comes from.
         """
         kind, _, text = state.decode(errors="replace").partition(": ")
         kind, _, last_run = kind.partition(" ")
-        soon = 2 * self._interval + 1.0  # what it sent last may still be on its way
+        soon = 2 * self._interval + 1.0  # the value that it sent last may still be on its way
         if kind == "finished":
             why = (
                 "it ended its program while others wait for it; did its data end earlier, or does it take another "
                 "branch than they do?"
             )
             return why, soon
-        if self.finished:  # it is this process that has ended too early, and the other one that says so
+        if self.finished:  # this process ended too early; the other one is the first to say so
             soon = self._silence
         if kind == "idle":
-            # Of a run that it has taken part in, something large may be on its way for long.
+            # A large value of a run that it took part in may be on its way for long.
             never = mine is not None or (run is not None and last_run.isdigit() and run > int(last_run))
             return f"it goes no further while others wait for it: {text}.", soon if never else self._silence
         if kind == "meeting" and mine not in (None, text):
@@ -267,31 +268,8 @@ class Watch:
         return None, 0.0
 
 
-def reporting_thread(name: str, target: Callable[[], None], report: Callable[[str], None]) -> threading.Thread:
-    """A thread whose own error is told; alone, it would end unseen, and what it watches over would wait for ever.
-
-    Args:
-      name: of the thread.
-      target: what it runs.
-      report: is told its error, once.
-
-    >>> thread = reporting_thread("watch", lambda: 1 / 0, lambda failure: print(failure.splitlines()[0]))
-    >>> thread.start(), thread.join()
-    its thread 'watch' failed: ZeroDivisionError: division by zero
-    (None, None)
-    """
-
-    def run() -> None:
-        try:
-            target()
-        except Exception as error:
-            report(f"its thread {name!r} failed: {type(error).__name__}: {error}\n{traceback.format_exc().rstrip()}")
-
-    return threading.Thread(target=run, name=name, daemon=True)
-
-
 def _first_failure(failures: Mapping[str, bytes]) -> Failure:
-    """The failure to tell of: one that a process reports of itself, before what others say of it."""
+    """The failure to repeat: one that a process reports of itself comes before those that others report of it."""
     parsed: list[tuple[bool, str, Failure]] = []
     for reporter, value in failures.items():
         process, _, message = value.decode(errors="replace").partition("\n")
@@ -299,6 +277,67 @@ def _first_failure(failures: Mapping[str, bytes]) -> Failure:
     return min(parsed, key=lambda entry: entry[:2])[2]
 
 
-def name_processes(indices: list[int]) -> str:
-    """The processes in words: "process 1", "processes 1, 3"."""
-    return f"process{'es' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
+# -- errors of JAX that another process's failure has caused
+
+# Words in errors of JAX that another process's death may cause: wait for the news of it.
+_WORDS = (
+    "unavailable", "connect", "socket", "peer", "gloo", "poison", "aborted", "cancelled", "transferring", "recv",
+    "broken pipe",
+)  # fmt: skip
+
+# A process that fails by itself reports it before its connections break; the others read reports each second.
+_REPORT_SECONDS = 2.0
+# A process that still lives was hit itself, and waits for a report before it makes one.
+_LIVES_SECONDS = 10.0
+# Heartbeats come each second. A process whose last one is older than this counts as dead here.
+_SILENT_SECONDS = 2.5
+_POLL_SECONDS = 0.05
+
+
+def may_come_from_a_peer(error: BaseException) -> bool:
+    """Whether another process's death may have caused an error of JAX.
+
+    >>> may_come_from_a_peer(RuntimeError("INTERNAL: SocketServer: Connection closed"))
+    True
+    >>> may_come_from_a_peer(RuntimeError("recv() failed errno: 107 err: Transport endpoint is not connected"))
+    True
+    >>> may_come_from_a_peer(ValueError("shape"))
+    False
+    """
+    text = str(error).lower()
+    return any(word in text for word in _WORDS)
+
+
+def await_report(group: WatchedGroup, process: int | None) -> None:
+    """Wait until a report says which process failed; at most ten seconds.
+
+    Args:
+      group: the processes.
+      process: the sender of the value that has become an error; None if it is unknown.
+    """
+    begun = time.monotonic()
+    while group.process_count > 1 and not group.failed.wait(_POLL_SECONDS):
+        lives = process is None or group.was_heard(process, _SILENT_SECONDS)
+        if time.monotonic() - begun > (_LIVES_SECONDS if lives else _REPORT_SECONDS):
+            return
+
+
+def observe_broken_connection(group: WatchedGroup, process: int, what: str, error: BaseException) -> None:
+    """Record that the connection to process `process` broke, unless a report names the process that failed first.
+
+    Args:
+      group: the processes.
+      process: the sender of the value that has become an error.
+      what: the value in words.
+      error: the error of JAX.
+    """
+    await_report(group, process)
+    group.observe(
+        Failure(
+            process,
+            f"its connection broke while process {group.process_index} waited for {what}: it was killed, or ended its "
+            f"program early ({str(error).splitlines()[0]}). Look for the reason at the end of the output of process "
+            f"{process}, then start the run again, from its last checkpoint.",
+        ),
+        tell=True,
+    )

@@ -1,0 +1,307 @@
+"""The comparison of the processes of a run: lines of text, and values by their hashes, must be equal in all of them.
+
+Every process traces, plans, makes the weights and reads the data by itself. If a seed depends on the process or on the
+time, the copies of a shared weight differ. Each copy trains, and nothing but the loss would ever show it.
+
+Small values that processes exchange by JSON, and work that one process does for all, stand here too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxpp_flax.processes.group import ProcessGroup
+from jaxpp_flax.processes.store import CoordinationError
+from jaxpp_flax.processes.waits import name_processes
+
+__all__ = [
+    "ProgramMismatchError",
+    "ValuesMismatchError",
+    "collect_faults",
+    "compare_hashes",
+    "compare_lines",
+    "describe_environment",
+    "do_in_process_0",
+    "exchange_values",
+    "from_process_that_has_it",
+    "value_hash",
+    "value_text",
+]
+
+# Seconds. Long, since a process may have to read a large checkpoint's files; a failure ends the wait sooner.
+_EXCHANGE_TIMEOUT = 3600.0
+
+# Settings that XLA compiles by, or that are applied when a program is lowered: a jaxpr does not show them.
+_SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_use_shardy_partitioner",
+    "jax_allow_f16_reductions",
+    "jax_disable_jit",
+    "jax_cpu_collectives_implementation",
+)
+_VARIABLES = ("LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
+# Flags of XLA that may differ between processes: the number of devices, and the files of dumps.
+_OWN_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump", "--xla_gpu_dump")
+
+
+class ValuesMismatchError(CoordinationError):
+    """Processes of one run hold different values that must be equal; the message names the first one that differs."""
+
+
+class ProgramMismatchError(CoordinationError):
+    """Processes of one run have planned different programs; the message shows the first difference."""
+
+
+def compare_lines(group: ProcessGroup, name: str, lines: Sequence[str], timeout_s: float | None) -> str:
+    """Make sure that lines of text are equal in all processes.
+
+    Args:
+      group: the processes; each calls this at the same point of its program.
+      name: the lines in words, such as "program 1", for errors.
+      lines: the lines of this process.
+      timeout_s: seconds to wait for the slowest process; None: until a process fails.
+
+    Returns:
+      The hash of the lines, the same in every process.
+
+    Raises:
+      ProgramMismatchError: naming the first line that differs, and in which processes.
+      BarrierTimeoutError, ProcessFailedError: if a process does not come.
+    """
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8)
+    digests = group.exchange(f"the hash of {name}", digest.digest(), timeout_s)
+    if len(set(digests)) > 1:
+        line_hashes = b"".join(hashlib.blake2b(line.encode(), digest_size=8).digest() for line in lines)
+        known = group.exchange(f"the lines of {name}", line_hashes, timeout_s)
+        first = _first_difference(known)
+        mine = lines[first] if first < len(lines) else "(its program ends before)"
+        texts = [text.decode() for text in group.exchange(f"the difference in {name}", mine.encode(), timeout_s)]
+        raise ProgramMismatchError(_describe_difference(name, texts))
+    return digest.hexdigest()
+
+
+def _first_difference(programs: Sequence[bytes]) -> int:
+    position = 0
+    while len({program[8 * position : 8 * position + 8] for program in programs}) == 1:
+        position += 1
+    return position
+
+
+def _describe_difference(name: str, texts: Sequence[str]) -> str:
+    versions: dict[str, list[int]] = {}
+    for process, text in enumerate(texts):
+        versions.setdefault(text, []).append(process)
+    shown = "\n".join(f"  {name_processes(processes)}: {text}" for text, processes in versions.items())
+    return (
+        f"the processes of this run do not agree on {name}. The first difference:\n{shown}\n"
+        "Every process must run the same script with the same model, batch shapes, schedule and versions; look for "
+        "what depends on the process: its index, its data, its environment, an order of sets or files."
+    )
+
+
+def compare_hashes(
+    group: ProcessGroup,
+    name: str,
+    hashes: Mapping[str, str | None],
+    remedy: str,
+    idle_reason: str | None = None,
+    among: str = "",
+) -> None:
+    """Make sure that each value is equal in all processes that have it.
+
+    Args:
+      group: the processes; each calls this at the same point of its program.
+      name: the values together, such as "the initial state", for errors.
+      hashes: by the values' names, their hashes or texts (`value_text`); None for a value that this process lacks.
+      remedy: the advice that ends the error.
+      idle_reason: as in `ProcessGroup.barrier`.
+      among: the part of the values that is compared this time, such as "steps 3 to 4", for errors.
+
+    Raises:
+      ValuesMismatchError: naming the values that differ, and in which processes.
+      ProcessFailedError: if a process does not come.
+    """
+    everyones = exchange_values(group, f"the hashes of {name}", dict(hashes), timeout_s=None, idle_reason=idle_reason)
+    wrong = find_differences(everyones)
+    if not wrong:
+        return
+    path, versions = next(iter(wrong.items()))
+    shown = "\n".join(f"  {name_processes(processes)}: {text}" for text, processes in versions.items())
+    more = "" if len(wrong) == 1 else f" It is one of {len(wrong)} that differ."
+    raise ValuesMismatchError(
+        f"the processes of this run have different values of {name}{among and f', {among}'}, where all are to have the "
+        f"same: {path}.{more}\n"
+        f"{shown}\n{remedy}"
+    )
+
+
+def find_differences(known: Sequence[Mapping[str, str | None]]) -> dict[str, dict[str, list[int]]]:
+    """The names of values whose hashes differ, each with the hashes and the processes that have them.
+
+    Args:
+      known: for each process, hashes by name; None, or no entry, for a value that the process lacks.
+
+    >>> find_differences([{"x": "a", "y": "b"}, {"x": "c", "y": None}, {"x": "a"}])
+    {'x': {'a': [0, 2], 'c': [1]}}
+    """
+    found: dict[str, dict[str, list[int]]] = {}
+    for process, hashes in enumerate(known):
+        for path, text in hashes.items():
+            if text is not None:
+                found.setdefault(path, {}).setdefault(text, []).append(process)
+    return {path: texts for path, texts in found.items() if len(texts) > 1}
+
+
+# -- texts for the comparison
+
+
+def value_hash(value: Any, max_elements: int | None = None) -> str | None:
+    """Sixteen digits for a value's bits; None if this process has only a part of the value, or only its shape.
+
+    Args:
+      value: an array of any dtype, PRNG keys included, or a number.
+      max_elements: hash about so many evenly spread elements of a larger array. None: all elements.
+
+    >>> value_hash(np.arange(3)) == value_hash(jnp.arange(3)), value_hash(np.arange(3)) == value_hash(np.arange(1, 4))
+    (False, False)
+    >>> value_hash(np.float32([1, 2])) == value_hash(jnp.array([1.0, 2.0]))
+    True
+    >>> value_hash(jax.ShapeDtypeStruct((2,), jnp.float32)) is None
+    True
+    """
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return None
+    if isinstance(value, jax.Array):
+        if not value.is_fully_addressable:
+            return None
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            value = jax.random.key_data(value)
+    array = np.asarray(value).reshape(-1)
+    if max_elements is not None and array.size > max_elements:
+        # An odd step reaches every column of rows whose length is a power of two.
+        array = array[:: array.size // max_elements | 1]
+    return hashlib.blake2b(np.ascontiguousarray(array).view(np.uint8).data, digest_size=8).hexdigest()
+
+
+def value_text(value: Any) -> str | None:
+    """The text for a value in a message: a single number as such, other values by `value_hash`.
+
+    >>> value_text(jnp.float32(0.25)), value_text(np.array([7])), value_text(jnp.arange(3)) == value_hash(jnp.arange(3))
+    ('0.25', '7', True)
+    """
+    whole = not isinstance(value, jax.Array) or value.is_fully_addressable
+    number = whole and np.size(value) == 1 and not isinstance(value, jax.ShapeDtypeStruct)
+    if not number or (isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)):
+        return value_hash(value)
+    return str(np.asarray(value).reshape(())[()])  # NumPy writes as many digits as tell its dtype's numbers apart
+
+
+def describe_environment() -> list[str]:
+    """Versions, settings and flags that change numbers and that no program shows, in lines for `compare_lines`.
+
+    The settings are read at the moment of the call: scripts change them after the start.
+
+    Example:
+      >>> [line for line in describe_environment() if "enable_x64" in line]
+      ['the setting jax_enable_x64 is False']
+    """
+    # A setting may come or go with JAX's version, which the first lines compare.
+    lines = [f"the version of {name} is {version(name)}" for name in ("jax", "jaxlib")]
+    lines += [f"the setting {name} is {getattr(jax.config, name)}" for name in _SETTINGS if hasattr(jax.config, name)]
+    lines += [f"the environment variable {name} is {os.environ.get(name)!r}" for name in _VARIABLES]
+    flags = sorted(flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_OWN_FLAGS))
+    return [*lines, f"the environment variable XLA_FLAGS has {' '.join(flags) or 'nothing'}"]
+
+
+# -- small values that processes exchange
+
+
+def exchange_values(
+    group: ProcessGroup,
+    name: str,
+    value: Any,
+    *,
+    timeout_s: float | None = _EXCHANGE_TIMEOUT,
+    idle_reason: str | None = None,
+) -> list[Any]:
+    """Give every process's value to every process, as JSON.
+
+    Args:
+      group: the processes; each calls this at the same point of its program.
+      name: the values in words, for errors.
+      value: a value that JSON can write.
+      timeout_s, idle_reason: as in `ProcessGroup.barrier`.
+
+    Returns:
+      The values in the order of the processes, as JSON reads them.
+
+    Raises:
+      BarrierTimeoutError, ProcessFailedError: if a process does not come.
+
+    Example:
+      >>> exchange_values(ProcessGroup(None, 0, 1), "the position", {"batches": 3})
+      [{'batches': 3}]
+    """
+    answers = group.exchange(name, json.dumps(value).encode(), timeout_s, idle_reason=idle_reason)
+    return [json.loads(answer) for answer in answers]
+
+
+def collect_faults(group: ProcessGroup, name: str, faults: Sequence[str]) -> list[str]:
+    """The faults that all processes have found, in every process.
+
+    Example:
+      >>> collect_faults(ProcessGroup(None, 0, 1), "the check of files", ["a: missing"])
+      ['a: missing']
+    """
+    return [fault for found in exchange_values(group, name, list(faults)) for fault in found]
+
+
+def from_process_that_has_it(group: ProcessGroup, name: str, value: Any) -> Any:
+    """The value of the first process that has one; None stands for no value.
+
+    Example:
+      >>> from_process_that_has_it(ProcessGroup(None, 0, 1), "the checkpoint's step", 4)
+      4
+    """
+    return next(answer for answer in exchange_values(group, name, value) if answer is not None)
+
+
+def do_in_process_0(group: ProcessGroup, name: str, function: Callable[[], Any], *errors: type[Exception]) -> None:
+    """Call `function` in process 0, while the others wait; an error there is raised in all processes.
+
+    Args:
+      group: the processes; each calls this at the same point of its program.
+      name: the work in words, for the errors of the processes that wait.
+      function: its result is dropped.
+      errors: the types that the other processes may raise: the first of them that fits process 0's error, else the
+        last one. The message is that of process 0's error.
+
+    Example:
+      >>> do_in_process_0(ProcessGroup(None, 0, 1), "the greeting", lambda: print("done"), OSError)
+      done
+    """
+    failure: Exception | None = None
+    if group.process_index == 0:
+        try:
+            function()
+        except Exception as caught:
+            failure = caught
+    kind = next((i for i, error in enumerate(errors) if isinstance(failure, error)), len(errors) - 1)
+    answer = exchange_values(group, name, None if failure is None else [kind, str(failure)])[0]
+    if failure is not None:
+        raise failure
+    if answer is not None:
+        number, text = answer
+        raise errors[number](f"in process 0: {text}")

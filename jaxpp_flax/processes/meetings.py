@@ -1,0 +1,212 @@
+"""The meeting points of the processes of a run, and the small values that they share, all kept in the store."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+
+from jaxpp_flax.processes.store import ROOT, BarrierTimeoutError, CoordinationError, KeyValueStore
+from jaxpp_flax.processes.waits import Waits, name_processes
+
+__all__ = ["Meetings", "SharedValues"]
+
+# How often a wait looks for failures; short against every deadline, long against a call to the store (0.2 ms).
+_POLL_SECONDS = 0.2
+
+
+class Meetings:
+    """The barriers and exchanges of one process: each waits until all processes have come.
+
+    Args:
+      store: the store that all processes share, or None for a single process.
+      process_index: this process's index.
+      process_count: how many processes there are.
+      waits: of this process.
+      check: raises if a process of the run has failed.
+
+    Attributes:
+      current: the meeting that the main thread is at; None if it is at none.
+      idle_reason: why this process sends nothing until all have come to the meeting; None if it goes on.
+    """
+
+    def __init__(
+        self,
+        store: KeyValueStore | None,
+        process_index: int,
+        process_count: int,
+        waits: Waits,
+        check: Callable[[], None],
+    ) -> None:
+        self.current: str | None = None
+        self.idle_reason: str | None = None
+        self._store, self._index, self._count = store, process_index, process_count
+        self._waits, self._check = waits, check
+        self._uses: Counter[str] = Counter()
+        self._main_thread = threading.main_thread()
+
+    def meet(
+        self,
+        name: str,
+        value: bytes | None,
+        timeout_s: float | None = None,
+        *,
+        title: str | None = None,
+        idle_reason: str | None = None,
+    ) -> list[bytes]:
+        """Wait until every process has come to this meeting; returns the processes' values.
+
+        Args:
+          name: of the meeting; the store keeps each name for as long as the run.
+          value: this process's value; None in all processes: no values are exchanged.
+          timeout_s: seconds to wait, or None to wait until a process fails.
+          title: the text for errors, where it differs from use to use; None: the name.
+          idle_reason: why this process sends nothing until all have come.
+        """
+        if self._store is None:
+            return [b"" if value is None else value]
+        self._uses[name] += 1
+        use, title = self._uses[name], title or name
+        here = f"{ROOT}/meet/{name}/{use}"
+        with self._at(f"{title} ({use})", idle_reason):
+            values = self._come_and_wait(self._store, here, value, timeout_s, title)
+        # All processes have come to this use, so all of them have left the one before.
+        if use > 1 and self._index == 0:
+            self._store.delete(f"{ROOT}/meet/{name}/{use - 1}")
+        return [values[str(index)] for index in range(self._count)] if value is not None else []
+
+    def _come_and_wait(
+        self, store: KeyValueStore, here: str, value: bytes | None, timeout_s: float | None, title: str
+    ) -> Mapping[str, bytes]:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        named = list[int]()
+        with self._waits.waiting(lambda: title if named else f"{title} (every process)"):
+            self._check()
+            if value is not None:
+                store.set(f"{here}/values/{self._index}", value)
+            # Apart from the values, which may be large: waiting processes list these entries again and again.
+            store.set(f"{here}/came/{self._index}", b"")
+            if store.add(f"{here}/count") == self._count:
+                store.set(f"{here}/complete", b"")
+            while store.get(f"{here}/complete", _POLL_SECONDS) is None:
+                self._check()
+                came = store.list(f"{here}/came")
+                missing = [index for index in range(self._count) if str(index) not in came]
+                if self._is_main():
+                    named = missing
+                    self._waits.set_awaited(missing)
+                if deadline is not None and time.monotonic() > deadline:
+                    raise self._timeout_error(title, timeout_s, missing)
+            return store.list(f"{here}/values") if value is not None else {}
+
+    def _is_main(self) -> bool:
+        # If another thread waits here, the main threads of the missing processes may stand while those threads come.
+        return threading.current_thread() is self._main_thread
+
+    @contextmanager
+    def _at(self, meeting: str, idle_reason: str | None) -> Generator[None]:
+        if idle_reason is not None:
+            self.idle_reason = idle_reason
+        if self._is_main():
+            self.current = meeting
+        try:
+            yield
+        finally:
+            if self._is_main():
+                self.current = None
+            if idle_reason is not None:
+                self.idle_reason = None
+
+    def _timeout_error(self, title: str, timeout_s: float | None, missing: list[int]) -> BarrierTimeoutError:
+        return BarrierTimeoutError(
+            f"{name_processes(missing)} of {self._count} did not come to {title!r} within {timeout_s:g} s; "
+            f"process {self._index} waited. Look at the missing processes' logs: they are slower than that, "
+            "stand still, or run another program. Raise the timeout if they only need longer."
+        )
+
+
+class SharedValues:
+    """Values that one process gives and others read, without a meeting of all.
+
+    Args:
+      store, process_index, waits, check: as in `Meetings`.
+
+    Example:
+      >>> values = SharedValues(None, 0, Waits(), lambda: None)
+      >>> values.announce("stop", b"7"), values.announce("stop", b"9"), values.announcement("stop")
+      (None, None, b'7')
+    """
+
+    def __init__(
+        self, store: KeyValueStore | None, process_index: int, waits: Waits, check: Callable[[], None]
+    ) -> None:
+        self._store, self._index, self._waits, self._check = store, process_index, waits, check
+        self._numbers: Counter[str] = Counter()
+        self._announced: dict[str, bytes] = {}
+
+    def publish(self, key: str, value: bytes) -> None:
+        """Leave a value for the processes that call `fetch`; the value stays for as long as the run.
+
+        Args:
+          key: a path with slashes, used once.
+          value: small: a hash, an address, a description.
+        """
+        if self._store is not None:
+            self._store.set(f"{ROOT}/published/{key}", value)
+
+    def fetch(self, key: str, what: str, on: int, timeout_s: float | None = None) -> bytes:
+        """Wait for a value that process `on` publishes.
+
+        Args:
+          key: the key that it is published under.
+          what: the value in words, for the error.
+          on: the process that publishes it.
+          timeout_s: seconds to wait, or None to wait until a process fails.
+
+        Raises:
+          BarrierTimeoutError: if the value does not come in time.
+          ProcessFailedError: if a process has failed.
+        """
+        if self._store is None:
+            raise CoordinationError(f"{what} is awaited from process {on}, but there is one process alone.")
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        with self._waits.waiting(what, on=on):
+            while (value := self._store.get(f"{ROOT}/published/{key}", _POLL_SECONDS)) is None:
+                self._check()
+                if deadline is not None and time.monotonic() > deadline:
+                    raise BarrierTimeoutError(
+                        f"process {on} did not give {what} within {timeout_s:g} s; process {self._index} "
+                        "waited. Look at its log: it is slower than that, stands still, or runs another program."
+                    )
+        return value
+
+    def announce(self, name: str, value: bytes) -> None:
+        """Tell every process a value without waiting; only the first announcement of a name counts.
+
+        Args:
+          name: of the announcement.
+          value: the result of `announcement` in every process, from now on.
+        """
+        if self._store is None:
+            self._announced.setdefault(name, value)
+        elif self._store.add(f"{ROOT}/announcements/{name}/count") == 1:
+            self._store.set(f"{ROOT}/announcements/{name}/value/0", value)
+
+    def announcement(self, name: str) -> bytes | None:
+        """The value announced under this name; None if there is none yet. The call takes about 0.2 ms."""
+        if self._store is None:
+            return self._announced.get(name)
+        return self._store.list(f"{ROOT}/announcements/{name}/value").get("0")
+
+    def numbered_name(self, name: str) -> str:
+        """`name` and how often it was numbered: equal in all processes that make these calls in the same order.
+
+        Example:
+          >>> values = SharedValues(None, 0, Waits(), lambda: None)
+          >>> values.numbered_name("the last step"), values.numbered_name("the last step")
+          ('the last step 1', 'the last step 2')
+        """
+        self._numbers[name] += 1
+        return f"{name} {self._numbers[name]}"
