@@ -15,7 +15,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-__all__ = ["BarMeter", "Meter", "NoMeter", "PlainMeter", "Rate", "choose_meter"]
+__all__ = ["BarMeter", "Display", "Meter", "NoMeter", "PlainMeter", "Rate", "choose_meter"]
 
 
 class Rate:
@@ -189,6 +189,26 @@ def choose_meter(progress: Any) -> Meter:
     if progress is False:
         return NoMeter()
     raise TypeError(f"progress={progress!r} ({type(progress).__name__}): it must be True, False or a Meter.")
+
+
+class Display:
+    """Where a trainer's messages go: to the meter of its latest `fit`, since a bar runs once.
+
+    Args:
+      progress: see `choose_meter`.
+    """
+
+    def __init__(self, progress: Any) -> None:
+        self._progress = progress
+        self.meter = choose_meter(progress)
+
+    def renew(self) -> None:
+        """Before a `fit`."""
+        self.meter = choose_meter(self._progress)
+
+    def message(self, text: Any) -> None:
+        """Print a line, or anything that rich can draw, without disturbing a bar."""
+        self.meter.message(text)
 
 
 def _fields(metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> list[str]:
