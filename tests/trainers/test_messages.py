@@ -11,19 +11,24 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.processes import process_group, value_hash, value_text
 from jaxpp_flax.trainers.data.stream import awaited, batches
 from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.mesh import build_mesh
 from jaxpp_flax.trainers.state.placing import numbers_of_init
+from jaxpp_flax.trainers.step.executables import Executables
+from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 
 
 @pytest.mark.parametrize(("kind", "step"), [("train", 13), ("evaluate", 12)])
 def test_the_step_in_messages_is_the_trainer_s(kind: str, step: int):
-    compiled = object()
-    after_step_12: Any = SimpleNamespace(_step=12, _key=lambda kind, microbatches: kind, _executables={kind: compiled})
-    assert PipelineTrainer._executable(after_step_12, kind, None, lambda: None, donate=True) is compiled
+    compiled: Any = SimpleNamespace()
+    unused: Any = None
+    scheduling = Scheduling(2, "1f1b", num_stages=1)
+    after_step_12: Any = SimpleNamespace(step=12, memory=None, weights=lambda: SimpleNamespace(for_inference=dict))
+    backend: Any = SimpleNamespace(state_specs=None, compile=lambda *arguments, donate: compiled)
+    executables = Executables(scheduling, unused, backend, unused, after_step_12)
+    assert executables.get(kind, {}, lambda: None, donate=kind == "train") is compiled
     assert process_group().step == step
 
 

@@ -151,7 +151,7 @@ class Scripts(RuleBasedStateMachine):
         if not hasattr(self, "trainer"):
             return
         assert self.trainer.step == self.run.state.step
-        if self.trainer._placed:
+        if self.trainer._held.is_placed:
             self._look()
         if not self.writing:
             steps = sorted(int(path.name) for path in self.directory.glob("*") if path.name.isdigit())
@@ -227,19 +227,20 @@ class Scripts(RuleBasedStateMachine):
 
     def _interrupt_within(self, event: Event | None) -> None:
         """Ctrl-C once a step has taken the state's memory, and before anything has its results."""
-        trainer, waits = self.trainer, event is not None and event.hook == "in_step"
+        trainer, stepping = self.trainer, self.trainer._stepping
+        waits = event is not None and event.hook == "in_step"
 
         def finish(*arguments: Any) -> Any:
             nonlocal waits
             if waits and event is not None and trainer.step + 1 >= event.step:
                 waits = False
                 happen("ctrl_c")
-            return type(trainer)._finish_step(trainer, *arguments)
+            return type(stepping).finish(stepping, *arguments)
 
-        trainer._finish_step = finish  # type: ignore[method-assign]
+        stepping.finish = finish  # type: ignore[method-assign]
 
     def _wait(self) -> None:
-        self.trainer._store.wait()  # type: ignore[union-attr]
+        self.trainer._checkpoints.store.wait()  # type: ignore[union-attr]
         self.writing = False
 
     def _model(self, call: Callable[[], None]) -> Outcome:

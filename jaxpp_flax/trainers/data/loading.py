@@ -7,8 +7,8 @@ one of them reads is not one range of the batch, but one range in each microbatc
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -26,111 +26,84 @@ from jaxpp_flax.trainers.data.batch import (
     first_examples,
     leaf_name,
     repeated,
-    shape_of,
+    split_batch,
     split_for_inference,
 )
 from jaxpp_flax.trainers.errors import BatchError
-from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison, await_same_end, leaves_read
+from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.setup import check_count
 
-__all__ = ["InferenceKind", "Loading", "own_rows", "rows_alike"]
+__all__ = ["InferenceKind", "Rows", "own_rows", "rows_alike"]
 
 InferenceKind = Literal["evaluate", "predict"]
 """The calls that change no state."""
 
 
-class Loading(abc.ABC):
-    """What `PipelineTrainer` does so that no process loads more than it reads."""
+@dataclass(frozen=True)
+class Rows:
+    """Which examples of a batch this process loads.
+
+    Args:
+      mesh: of all ranks; None without a pipeline.
+      num_microbatches: of a training step.
+      batch_shards: so many devices of a stage share the examples of a microbatch.
+    """
 
     mesh: MpmdMesh | None
     num_microbatches: int
-    _shards: int
-    _state: Any
-    _step: int
-    _trained_on: BatchComparison
+    batch_shards: int
 
-    def leaves_read(self, batch: Any) -> Any:
-        """For each leaf of such a batch, whether this process reads it in training."""
-        return leaves_read(self.compile(batch), batch)
+    @property
+    def is_across(self) -> bool:
+        """Whether the ranks belong to several processes."""
+        return self.mesh is not None and self.mesh.jax_mesh.is_multi_process
 
-    def rows_read(self, batch: Any, call: Literal["train"] | InferenceKind = "train") -> Any:
-        """Which examples of such a batch this process reads: the rows to load of each leaf.
-
-        With `fit(..., global_batch_size=)` or `train_step(..., global_batch_size=)`, these are all that it passes, in
-        this order, as an array of shape (rows, ...). They are the same as the index of the devices' shards in
-        `jax.make_array_from_process_local_data`, in one microbatch after another. Processes that divide a dataset among
-        themselves by other means (such as grain's `ShardOptions`) may pass any examples in their places: each process
-        adds its own to every microbatch.
-
-        Args:
-          batch: a whole batch, or its shapes: leaves with `shape` (B, ...) and `dtype`.
-          call: what the batch is for. Rows for "evaluate" are those for "train" if the batch can be cut into
-            `num_microbatches` parts, but for leaves that only one of the two losses reads.
-
-        Returns:
-          A tree like `batch`, of int64 arrays of shape (rows,): indices along the first axis, ascending; empty for a
-          leaf that this process does not read. `...` for a scalar, which has no rows: pass it as it is.
+    def split(self, whole: Any) -> Any:
+        """A batch as a training step takes it: leaves of shape (num_microbatches, microbatch, ...).
 
         Raises:
-          ValueError, TypeError: as `compile`; and for another `call`.
-
-        Example:
-          >>> import optax
-          >>> from flax import nnx
-          >>> from jaxpp_flax import PipelineStage, PipelineTrainer
-          >>> model = nnx.Sequential(*[PipelineStage(nnx.Linear(4, 4, rngs=nnx.Rngs(0))) for _ in range(2)])
-          >>> trainer = PipelineTrainer(model, optax.sgd(0.1), lambda model, x: (model(x) ** 2).mean(),
-          ...                           num_stages=2, num_microbatches=2, logging=False)
-          >>> trainer.rows_read(jax.ShapeDtypeStruct((6, 4), np.float32))  # one process reads all of them
-          array([0, 1, 2, 3, 4, 5])
+          BatchError: if it cannot be cut.
         """
-        if call not in ("train", "evaluate", "predict"):
-            raise ValueError(f"rows_read knows no call {call!r}; use 'train', 'evaluate' or 'predict'.")
-        if call == "train":
-            compiled, count = self.compile(batch), self.num_microbatches
-        else:
-            parts = self._inference_parts(jax.tree.map(shape_of, batch), rows_only=True)
-            count, compiled = parts[0].num_microbatches, self._for_inference(call, parts[0])
-        if not self._is_across:
+        return split_batch(whole, self.num_microbatches, self.batch_shards)
+
+    def read(self, compiled: Any, batch: Any, num_microbatches: int) -> Any:
+        """The indices of the examples that this process reads of each leaf; `...` for a scalar.
+
+        Args:
+          compiled: the step, compiled for such a batch.
+          batch: a whole batch, or its shapes.
+          num_microbatches: of that step.
+        """
+        if not self.is_across:
             return jax.tree.map(lambda leaf: np.arange(leaf.shape[0]) if np.shape(leaf) else ..., batch)
 
         def rows(leaf: Any, sharding: MpmdSharding, *, read: bool) -> Any:
             if not np.shape(leaf):
                 return ...
-            shape = (count, leaf.shape[0] // count, *leaf.shape[1:])
+            shape = (num_microbatches, leaf.shape[0] // num_microbatches, *leaf.shape[1:])
             starts = np.arange(shape[0]) * shape[1]
             return (starts[:, None] + _places(sharding, shape, read=read)).ravel()
 
         shardings, read = compiled.in_shardings[0][1], compiled.read_here[0][1]
         return jax.tree.map(lambda leaf, sharding, here: rows(leaf, sharding, read=here), batch, shardings, read)
 
-    @abc.abstractmethod
-    def compile(self, batch: Any) -> Any: ...
-
-    @abc.abstractmethod
-    def _for_inference(self, kind: InferenceKind, part: InferencePart) -> Any: ...
-
-    def _inference_parts(self, whole: Any, *, rows_only: bool) -> list[InferencePart]:
+    def inference_parts(self, whole: Any, *, rows_only: bool) -> list[InferencePart]:
         """A batch as inference computes it; with `rows_only`, the processes that share it pass their rows alone.
 
         Raises:
           BatchError: if it is empty, or the rows of these processes cannot be equally many.
         """
-        parts = split_for_inference(whole, self.num_microbatches, self._shards)
-        if rows_only and self._is_across and not all(part.is_shared for part in parts):
+        parts = split_for_inference(whole, self.num_microbatches, self.batch_shards)
+        if rows_only and self.is_across and not all(part.is_shared for part in parts):
             size = batch_size(whole)
             raise BatchError(
-                f"the {size} examples of a batch cannot be shared evenly by the {self._shards} data-parallel devices "
-                f"of a stage, so no process can pass its own rows alone. Use a multiple of {self._shards} examples; or "
-                "pass whole batches, without global_batch_size."
+                f"the {size} examples of a batch cannot be shared evenly by the {self.batch_shards} data-parallel "
+                "devices of a stage, so no process can pass its own rows alone. Use a multiple of "
+                f"{self.batch_shards} examples; or pass whole batches, without global_batch_size."
             )
         return parts
 
-    @property
-    def _is_across(self) -> bool:
-        return self.mesh is not None and self.mesh.jax_mesh.is_multi_process
-
-    def _whole(self, batch: Any, global_batch_size: int | None) -> Any:
+    def whole(self, batch: Any, global_batch_size: int | None) -> Any:
         """The batch; of one that has this process's rows alone, the shapes of the whole.
 
         Raises:
@@ -139,7 +112,7 @@ class Loading(abc.ABC):
         if global_batch_size is None:
             return batch
         check_count("global_batch_size", global_batch_size)
-        if not self._is_across:
+        if not self.is_across:
             size = batch_size(batch)
             if size != global_batch_size:
                 path, leaf = first_examples(batch)
@@ -157,9 +130,6 @@ class Loading(abc.ABC):
             return jax.ShapeDtypeStruct((global_batch_size, *shape[1:]) if shape else (), dtype_of(leaf))
 
         return jax.tree_util.tree_map_with_path(whole, batch)
-
-    def _end_together(self) -> None:
-        await_same_end(self.mesh, self._state, self._step, self._trained_on)
 
 
 def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:

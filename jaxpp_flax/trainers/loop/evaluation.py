@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.data.batch import InferencePart, join_parts
-from jaxpp_flax.trainers.data.loading import InferenceKind, Loading, rows_alike
+from jaxpp_flax.trainers.data.loading import InferenceKind, Rows, rows_alike
 from jaxpp_flax.trainers.data.stream import awaited
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loop.averages import Average
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.model.calling import call_model
+from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.step.builder import Loop
 from jaxpp_flax.trainers.step.builders import StepBuilders
+from jaxpp_flax.trainers.step.executables import Executables
 from jaxpp_flax.trainers.step.forward_only import ForwardOnly
+from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 
-__all__ = ["Inferring"]
+__all__ = ["Evaluation"]
 
 
-class Inferring(Loading):
-    """What `PipelineTrainer` does without changing its state; batches are loaded as in training."""
+class Evaluation:
+    """What a trainer does without changing its state; batches are loaded as in training.
 
-    schedule: Schedule | None
-    _eval_loss_fn: Callable[..., Any]
-    _predict_fn: Callable[..., Any]
-    _builders: StepBuilders
+    Args:
+      scheduling: the schedule of training, whose forward tasks run.
+      rows: the examples that this process loads.
+      builders: of the steps.
+      executables: the compiled steps.
+      held: the state.
+      eval_loss_fn: of `evaluate`.
+      predict_fn: of `predict`.
+      meet: is called with the name of a call that every process must make after the same step.
+    """
+
+    def __init__(
+        self,
+        scheduling: Scheduling,
+        rows: Rows,
+        builders: StepBuilders,
+        executables: Executables,
+        held: StateHolder,
+        *,
+        eval_loss_fn: Callable[..., Any],
+        predict_fn: Callable[..., Any],
+        meet: Callable[[str], None],
+    ) -> None:
+        self._scheduling, self._rows, self._builders = scheduling, rows, builders
+        self._executables, self._held, self._meet = executables, held, meet
+        self._eval_loss_fn, self._predict_fn = eval_loss_fn, predict_fn
 
     def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None = None) -> dict[str, Any]:
         """The mean loss and metrics over all examples of `data`, pipelined; the state is not changed.
@@ -48,14 +71,14 @@ class Inferring(Loading):
           BatchError: if a batch cannot be cut, or has not the rows that this process reads.
           ValueError: if there is no batch.
         """
-        self._call_together("trainer.evaluate")
-        average, pending, alike = Average(), None, BatchComparison(self.mesh, "evaluation")
+        self._meet("trainer.evaluate")
+        average, pending, alike = Average(), None, BatchComparison(self._scheduling.mesh, "evaluation")
         for batch in [data] if isinstance(data, Mapping) else awaited(data, "the next batch to evaluate"):
-            whole = self._whole(batch, global_batch_size)
+            whole = self._rows.whole(batch, global_batch_size)
             own = batch if whole is not batch else None
-            for part in self._inference_parts(whole, rows_only=own is not None):
+            for part in self._rows.inference_parts(whole, rows_only=own is not None):
                 compiled, taken = self._ready("evaluate", part, own, alike)
-                terms = compiled(self._state_for_inference(), taken)
+                terms = compiled(self._held.weights().for_inference(), taken)
                 if pending is not None:
                     average.add(*pending)
                 pending = (terms, part.num_microbatches, part.num_examples)
@@ -85,27 +108,33 @@ class Inferring(Loading):
                 "Pass the model's input, or give the trainer a predict_fn: "
                 "inference=Inference(predict_fn=lambda model, batch: model(batch['x']))."
             )
-        whole = self._whole(batch, global_batch_size)
+        whole = self._rows.whole(batch, global_batch_size)
         own = batch if whole is not batch else None
-        parts = self._inference_parts(whole, rows_only=own is not None)
-        self._call_together("trainer.predict")
-        alike, outputs = BatchComparison(self.mesh, "prediction"), []
+        parts = self._rows.inference_parts(whole, rows_only=own is not None)
+        self._meet("trainer.predict")
+        alike, outputs = BatchComparison(self._scheduling.mesh, "prediction"), []
         for part in parts:
             compiled, taken = self._ready("predict", part, own, alike)
-            outputs.append(compiled(self._state_for_inference(), taken))
+            outputs.append(compiled(self._held.weights().for_inference(), taken))
         return join_parts(outputs)
 
     def _ready(self, kind: InferenceKind, part: InferencePart, own: Any, alike: BatchComparison) -> tuple[Any, Any]:
         """The compiled step, and the microbatches as it takes them, compared; `own` is a batch of rows, or None."""
         if own is None:
             alike.before(part.microbatches)
-            return self._for_inference(kind, part), part.microbatches
-        compiled = self._for_inference(kind, part)
+            return self.compiled(kind, part), part.microbatches
+        compiled = self.compiled(kind, part)
         return compiled, rows_alike(compiled, own, part.microbatches, alike)
 
-    def _for_inference(self, kind: InferenceKind, part: InferencePart) -> Any:
-        schedule = ForwardOnly(self.schedule) if self.schedule is not None else None
-        loop = Loop(num_microbatches=part.num_microbatches, schedule=schedule)
+    def compiled(self, kind: InferenceKind, part: InferencePart) -> Any:
+        """The step of this kind for a part of a batch.
+
+        Raises:
+          BatchError: if each data-parallel device is to compute all examples, but the model cuts them itself.
+        """
+        schedule = self._scheduling.schedule
+        forward = ForwardOnly(schedule) if schedule is not None else None
+        loop = Loop(num_microbatches=part.num_microbatches, schedule=forward)
 
         def build() -> Any:  # for a new signature alone, not for each batch
             if kind == "evaluate":
@@ -113,21 +142,13 @@ class Inferring(Loading):
             return self._builders.for_inference().predict(loop, self._predict_fn)
 
         try:
-            return self._executable(kind, part.microbatches, build, donate=False)
+            return self._executables.get(kind, part.microbatches, build, donate=False)
         except ValueError as error:
             if part.is_shared or "divisible" not in str(error):
                 raise
+            shards = self._rows.batch_shards
             raise BatchError(
-                f"{part.num_examples} examples of the batch are left over by the {self._shards} data-parallel devices "
+                f"{part.num_examples} examples of the batch are left over by the {shards} data-parallel devices "
                 "of a stage, and each of these is to compute all of them; but the model cuts the examples itself "
-                f"({error}). Use a batch of a multiple of {self._shards} examples."
+                f"({error}). Use a batch of a multiple of {shards} examples."
             ) from error
-
-    @abc.abstractmethod
-    def _executable(self, kind: str, microbatches: Any, build: Callable[[], Any], *, donate: bool) -> Any: ...
-
-    @abc.abstractmethod
-    def _state_for_inference(self) -> Any: ...
-
-    @abc.abstractmethod
-    def _call_together(self, call: str) -> None: ...

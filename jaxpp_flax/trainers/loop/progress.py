@@ -15,7 +15,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-__all__ = ["BarMeter", "Meter", "NoMeter", "PlainMeter", "Rate", "check_progress", "choose_meter"]
+__all__ = ["BarMeter", "Display", "Meter", "NoMeter", "PlainMeter", "Rate", "check_progress", "choose_meter"]
 
 
 class Rate:
@@ -198,6 +198,26 @@ def choose_meter(progress: bool | Meter) -> Meter:
     if progress is True:
         return BarMeter() if Console().is_terminal else PlainMeter()
     return NoMeter()
+
+
+class Display:
+    """Where a trainer's messages go: to the meter of its latest `fit`, since a bar runs once.
+
+    Args:
+      progress: see `choose_meter`.
+    """
+
+    def __init__(self, progress: bool | Meter) -> None:
+        self._progress = progress
+        self.meter = choose_meter(progress)
+
+    def renew(self) -> None:
+        """Before a `fit`."""
+        self.meter = choose_meter(self._progress)
+
+    def message(self, text: Any) -> None:
+        """Print a line, or anything that rich can draw, without disturbing a bar."""
+        self.meter.message(text)
 
 
 def _fields(metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> list[str]:

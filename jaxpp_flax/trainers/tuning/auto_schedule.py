@@ -122,8 +122,8 @@ class ScheduleReport:
 class Tunable(Protocol):
     """What the tuner asks of a trainer."""
 
-    num_microbatches: int
-
+    @property
+    def num_microbatches(self) -> int: ...
     @property
     def schedule(self) -> Schedule | None: ...
     def use_schedule(self, schedule: Any, num_stages: int | None = None) -> None: ...

@@ -208,12 +208,12 @@ def test_bar_and_plain_meters_write_to_a_console():
 
 
 def test_metrics_are_fetched_one_step_late_and_only_when_wanted(monkeypatch):
-    from jaxpp_flax.trainers.loop import fit
+    from jaxpp_flax.trainers.loop import hooks
 
     t = trainer(every=4)
     fetched = []
-    original = fit.to_host
-    monkeypatch.setattr(fit, "to_host", lambda metrics: fetched.append(t.step) or original(metrics))
+    original = hooks.to_host
+    monkeypatch.setattr(hooks, "to_host", lambda metrics: fetched.append(t.step) or original(metrics))
     t.fit(DATA, steps=9)
     assert fetched == [2, 5, 9, 9]  # of the steps 1, 4, 8 and 9
 

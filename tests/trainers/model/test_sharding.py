@@ -108,7 +108,7 @@ def test_annotated_parameters_and_their_optimizer_state_are_sharded(case):
         assert kernel.spec == spec
         local = kernel.to_mpmd_local_array
         assert {shard.data.size * parts for shard in local.addressable_shards} == {WIDTH * 4 * WIDTH}
-    assert len(piped._executables) == 1
+    assert len(piped._executables.compiled) == 1
 
 
 class ExplicitBlock(nnx.Module):

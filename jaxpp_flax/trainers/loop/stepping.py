@@ -1,0 +1,138 @@
+"""One optimizer step: from a batch to the next state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxpp_flax.trainers.assigner import Assigner
+from jaxpp_flax.trainers.data.loading import Rows, rows_alike
+from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay
+from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison, await_same_end
+from jaxpp_flax.trainers.loop.progress import Display
+from jaxpp_flax.trainers.model.adapter import parameter_count
+from jaxpp_flax.trainers.state.holder import StateHolder
+from jaxpp_flax.trainers.step.executables import Executables
+from jaxpp_flax.trainers.tuning.profiling import StepProfile, profile_of
+from jaxpp_flax.trainers.tuning.scheduling import Scheduling, no_pipeline
+from jaxpp_flax.trainers.tuning.stage_table import stage_table
+
+__all__ = ["Stepping"]
+
+
+class Stepping:
+    """Compiles and runs training steps.
+
+    Args:
+      scheduling: the schedule and the ranks.
+      assigner: tells of new plans.
+      rows: the examples that this process loads.
+      executables: the compiled steps.
+      held: the state, which a step takes and replaces.
+      under_way: the steps that devices may still work at.
+      trained_on: the batches, compared between processes.
+      display: shows the compilation.
+      check_saves: is called before each step.
+      diagnose: the error for a first loss that is not finite: of the loss, the parameters and the rest of the model's
+        state before that step, and the microbatches. None where such a loss is no error.
+    """
+
+    def __init__(
+        self,
+        scheduling: Scheduling,
+        assigner: Assigner,
+        rows: Rows,
+        executables: Executables,
+        held: StateHolder,
+        *,
+        under_way: StepsUnderWay,
+        trained_on: BatchComparison,
+        display: Display,
+        check_saves: Callable[[], None],
+        diagnose: Callable[[float, tuple[Any, Any] | None, Any], Exception] | None,
+    ) -> None:
+        self._scheduling, self._assigner, self._rows = scheduling, assigner, rows
+        self._executables, self._held = executables, held
+        self._under_way, self._trained_on, self._display = under_way, trained_on, display
+        self._check_saves, self._diagnose = check_saves, diagnose
+
+    def compile(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
+        """Compile the training step for batches like this one, and print the table of stages; nothing is run.
+
+        Args:
+          batch: arrays, or their shapes (`jax.ShapeDtypeStruct`).
+          global_batch_size: as in `fit`.
+
+        Returns:
+          What the step compiles to: see `jaxpp_flax.engine` (or JAX, for one stage without a mesh).
+
+        Raises:
+          ValueError, TypeError: whatever of model, loss, batch, stages, schedule and devices does not fit.
+        """
+        microbatches = self._rows.split(self._rows.whole(batch, global_batch_size))
+        if self._executables.has_training(microbatches):
+            return self._executables.for_training(microbatches)
+        scheduling, display = self._scheduling, self._display
+        count = parameter_count(self._held.memory.params)
+        with display.meter.phase(f"compiling {scheduling.num_stages} stages, {count:,} parameters"):
+            compiled = self._executables.for_training(microbatches)
+        if scheduling.mesh is not None:
+            title = f"{scheduling.num_stages} stages on {scheduling.mesh.mpmd_dim} ranks, {scheduling.schedule!r}"
+            memory = {of.rank: of.argument_bytes + of.peak_bytes for of in compiled.memory_analysis()}
+            display.message(stage_table(compiled.stages, memory, title))
+            for plan in self._assigner.news():
+                display.message(plan.table())
+        return compiled
+
+    def step(self, batch: Any, whole: Any) -> dict[str, Any]:
+        """One optimizer step on `batch`: a whole one, or this process's rows of one with the shapes of `whole`."""
+        microbatches = self._rows.split(whole)
+        compiled = self._executables.for_training(microbatches)
+        self._check_saves()
+        if whole is batch:
+            self._trained_on.before(microbatches)
+        else:
+            microbatches = rows_alike(compiled, batch, microbatches, self._trained_on)
+        return self.finish(compiled(self._held.memory, microbatches), microbatches)
+
+    def finish(self, results: Any, microbatches: Any) -> dict[str, Any]:
+        """Take over what a step returns: its state is held, its metrics are watched."""
+        state, metrics = results
+        self._held.advance(state)
+        if self._diagnose is not None and (beginning := self._held.take_beginning()) is not None:
+            loss = float(metrics["loss"])  # waits for the first step
+            if not math.isfinite(loss):
+                raise self._diagnose(loss, beginning.values, microbatches)
+        self._trained_on.after(metrics["loss"], self._held.step)
+        self._under_way.add(self._held.step, metrics, self._display.meter)
+        return metrics
+
+    def profile_step(self, batch: Any) -> StepProfile:
+        """One real optimizer step, each task of which is measured; it trains, exactly as `train_step` does.
+
+        The state goes forward by one step, and state and metrics are those that `train_step` would have given. Each
+        rank runs in a thread of its own and waits for each task, so this step is slower than others; the first run of
+        a task is slower still, so measure a later step than the first.
+
+        Returns:
+          The metrics, the measured step and its simulation: `trainer.profile_step(batch).draw("step.svg")`.
+
+        Raises:
+          ValueError: without a pipeline; or whatever `train_step` raises.
+        """
+        scheduling = self._scheduling
+        microbatches = self._rows.split(batch)
+        compiled = self._executables.for_training(microbatches)
+        if scheduling.mesh is None or scheduling.schedule is None:
+            raise ValueError(no_pipeline("profile_step"))
+        jax.block_until_ready(jax.tree.leaves(self._held.memory))  # steps under way would be measured with it
+        results, timings = compiled.profile(self._held.memory, microbatches)
+        metrics = self.finish(results, microbatches)
+        return profile_of(metrics, timings, compiled.stages, scheduling.schedule, scheduling.num_microbatches)
+
+    def end(self) -> None:
+        """After the last step of a loop, wait until every process has trained as many, on the same batches."""
+        await_same_end(self._scheduling.mesh, self._held.memory, self._held.step, self._trained_on)

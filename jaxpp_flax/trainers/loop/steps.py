@@ -1,0 +1,76 @@
+"""The steps of a training loop: one record for each batch, whoever's loop consumes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jaxpp_flax.trainers.data.batch import count_units
+from jaxpp_flax.trainers.data.loading import Rows
+from jaxpp_flax.trainers.trackers import Tracker
+
+__all__ = ["StepHook", "StepRecord", "Trains", "steps_of"]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A step that was dispatched.
+
+    Args:
+      step: its number, from 1.
+      metrics: values that nothing has waited for.
+      units: of its batch: tokens, or examples.
+      unit: which of the two.
+    """
+
+    step: int
+    metrics: Mapping[str, Any]
+    units: int
+    unit: str
+
+
+StepHook = Callable[[StepRecord], None]
+"""Is called after each step, before the next batch is drawn."""
+
+
+class Trains(Protocol):
+    """What a loop, and the callbacks in it, use of the trainer."""
+
+    tracker: Tracker
+    stopping: str | None
+
+    @property
+    def step(self) -> int: ...
+    def compile(self, batch: Any, *, global_batch_size: int | None = None) -> Any: ...
+    def train_step(self, batch: Any, *, global_batch_size: int | None = None) -> dict[str, Any]: ...
+    def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None = None) -> dict[str, Any]: ...
+
+
+def steps_of(
+    trainer: Trains,
+    source: Iterable[Any],
+    rows: Rows,
+    global_batch_size: int | None,
+    *,
+    begin: Callable[[Any], bool],
+    within: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Iterator[StepRecord]:
+    """Train on every batch of `source`, each when the consumer asks for its record.
+
+    Args:
+      trainer: takes the steps.
+      source: batches.
+      rows: the examples that this process loads.
+      global_batch_size: as in `fit`.
+      begin: is called with the first batch, before its step; False ends the loop without one.
+      within: is entered around each step.
+    """
+    for number, batch in enumerate(source):
+        if not number and not begin(batch):
+            return
+        with within():
+            metrics = trainer.train_step(batch, global_batch_size=global_batch_size)
+        units, unit = count_units(rows.whole(batch, global_batch_size))
+        yield StepRecord(trainer.step, metrics, units, unit)

@@ -1,0 +1,61 @@
+"""The generator of steps that `fit` and `training_steps` consume, with a trainer that only counts."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from jaxpp_flax.trainers.data.loading import Rows
+from jaxpp_flax.trainers.loop.steps import StepRecord, steps_of
+
+BATCHES = [np.zeros((4, 2)), np.zeros((2, 2)), np.zeros((4, 2))]
+
+
+class Counts:
+    """Takes steps, and says so in `events`."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.step = 0
+
+    def train_step(self, batch: Any, *, global_batch_size: int | None = None) -> dict[str, Any]:
+        self.step += 1
+        self.events.append(f"step {self.step}")
+        return {"loss": self.step / 10}
+
+    @contextmanager
+    def within(self) -> Generator[None]:
+        self.events.append("enter")
+        yield
+        self.events.append("exit")
+
+    def begin(self, batch: Any) -> bool:
+        self.events.append("begin")
+        return True
+
+
+def records(trainer: Any, begin: Any) -> Any:
+    return steps_of(trainer, iter(BATCHES), Rows(None, 2, 1), None, begin=begin, within=trainer.within)
+
+
+def test_each_batch_is_a_record():
+    trainer = Counts()
+    found = list(records(trainer, trainer.begin))
+    assert found == [StepRecord(n, {"loss": n / 10}, len(batch), "examples") for n, batch in enumerate(BATCHES, 1)]
+    assert trainer.events == ["begin", *(of for n in (1, 2, 3) for of in ("enter", f"step {n}", "exit"))]
+
+
+def test_a_step_is_taken_when_its_record_is_asked_for():
+    trainer = Counts()
+    following = records(trainer, trainer.begin)
+    next(following)
+    assert trainer.step == 1
+
+
+def test_the_beginning_may_end_it():
+    trainer = Counts()
+    assert list(records(trainer, lambda batch: False)) == []
+    assert trainer.events == []

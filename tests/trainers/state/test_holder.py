@@ -1,0 +1,55 @@
+"""The state's three cases, without a trainer: made, on disk, placed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxpp_flax.checkpoint.store import save_step
+from jaxpp_flax.trainers.state.holder import Beginning, StateHolder
+from jaxpp_flax.trainers.state.placing import is_abstract
+from jaxpp_flax.trainers.step.update import Update
+
+
+def held(value: float) -> StateHolder:
+    update = Update.of(optax.sgd(0.1, momentum=0.9), None, None, None, skips_nonfinite=False)
+    return StateHolder(update.first_state({"w": jnp.full(2, value)}, {}), update.tx.init)
+
+
+def test_a_made_state_is_whole_for_a_caller_and_copied_to_its_place():
+    made = held(1.0)
+    users = made.memory.params["w"]
+    assert is_abstract(made.weights().opt_state)
+    made.place(None, lambda: made.memory)
+    assert made.is_placed
+    assert not is_abstract(made.memory.opt_state)
+    assert made.memory.params["w"] is not users
+
+
+def test_a_state_on_disk_is_read_when_it_is_placed_or_asked_for(tmp_path: Path):
+    path = save_step(tmp_path / "saved", held(2.0).whole(), {})
+    for ask in (StateHolder.whole, StateHolder.weights, lambda other: other.place(None, lambda: other.memory)):
+        other = held(1.0)
+        other.is_on_disk(path)
+        assert float(other.memory.params["w"][0]) == 1.0  # right in shapes alone
+        ask(other)
+        np.testing.assert_array_equal(other.memory.params["w"], [2.0, 2.0])
+        assert other.take_beginning() is None  # no first step's
+
+
+def test_what_is_restored_lies_where_the_state_did():
+    made, placed = held(1.0), held(1.0)
+    placed.place(None, lambda: placed.memory)
+    for each, is_placed in ((made, False), (placed, True)):
+        each.restored(held(3.0).whole())
+        assert each.is_placed == is_placed
+        assert float(each.weights().params["w"][0]) == 3.0
+
+
+def test_the_beginning_is_given_once():
+    made = held(1.0)
+    assert isinstance(made.take_beginning(), Beginning)
+    assert made.take_beginning() is None
