@@ -15,9 +15,9 @@ from typing import Any, overload
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.costs import Work, work_of_blocks
-from jaxpp_flax.engine.passes.label import label
-from jaxpp_flax.engine.passes.loop_tasks import LoopTask, Partition
-from jaxpp_flax.engine.passes.partition import partition
+from jaxpp_flax.engine.passes.loop.label import label
+from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask, Partition
+from jaxpp_flax.engine.passes.loop.partition import partition
 from jaxpp_flax.engine.tracing.ir import Atom, Value, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import Mark

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpp_flax.engine.passes.label import label
+from jaxpp_flax.engine.passes.loop.label import label
 from jaxpp_flax.engine.tracing.ir import Equation, bodies
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 

@@ -15,7 +15,7 @@ from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.blocks import Blocks, Marks
 from jaxpp_flax.engine.cut_at_every_mark import CutPolicy
 from jaxpp_flax.engine.passes import PASSES
-from jaxpp_flax.engine.passes.open_loops import OpenLoop
+from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
 from jaxpp_flax.engine.passes.placed import Loop, Placed
 from jaxpp_flax.engine.passes.runner import Settings, observers, run_passes
 from jaxpp_flax.engine.program.program import Program

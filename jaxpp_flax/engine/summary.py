@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import indexed_operands
-from jaxpp_flax.engine.passes.loop_tasks import Partition
+from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.pipeline import Built
 from jaxpp_flax.engine.program.program import Free, Program, Run, Transfer

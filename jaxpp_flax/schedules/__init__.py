@@ -12,7 +12,6 @@ is a rank's second stage, and dots are idle time.
 [fwd_0__0, fwd_0__1, bwd_0__0, bwd_0__1]
 """
 
-from jaxpp_flax.schedules.costs import Costs, Link, Transfer
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.families.basic import Eager1F1B, GPipe, Std1F1B
 from jaxpp_flax.schedules.families.circular import Circular, CircularReversed, GPipe1F1BLast, LatencyHiding1F1B
@@ -23,7 +22,8 @@ from jaxpp_flax.schedules.families.zero_bubble import ZeroBubble, ZeroBubbleH2
 from jaxpp_flax.schedules.names import by_name, names
 from jaxpp_flax.schedules.order import merge_order
 from jaxpp_flax.schedules.schedule import Schedule
-from jaxpp_flax.schedules.simulate import Event, Summary, Timeline, replay, simulate, summarize
+from jaxpp_flax.schedules.simulation.costs import Costs, Link, Transfer
+from jaxpp_flax.schedules.simulation.simulate import Event, Summary, Timeline, replay, simulate, summarize
 from jaxpp_flax.schedules.table import read_csv, write_csv
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 from jaxpp_flax.schedules.tools.automatic import Found, search

@@ -5,6 +5,7 @@ from pathlib import Path
 from jax.extend import source_info_util
 
 from jaxpp_flax.trainers.callbacks import Callback
+from jaxpp_flax.trainers.ending.preemption import KILLED_STATUS, PREEMPTED_STATUS
 from jaxpp_flax.trainers.errors import (
     BatchError,
     BatchStatisticsWarning,
@@ -14,7 +15,6 @@ from jaxpp_flax.trainers.errors import (
     ModelError,
     NonFiniteLossError,
 )
-from jaxpp_flax.trainers.loop.preemption import KILLED_STATUS, PREEMPTED_STATUS
 from jaxpp_flax.trainers.options import (
     Assignment,
     Balanced,

@@ -72,68 +72,66 @@ __all__ = ["PipelineTrainer"]
 class PipelineTrainer:
     """Trains a Flax model, NNX or Linen, as a pipeline of stages.
 
-        The model is an ordinary one whose layers are marked (`PipelineStage`, `@pipeline_stage`); it is copied, and stays
-        as it is. A batch is a pytree of arrays of shape (batch, ...), cut into `num_microbatches` equal parts; each part
-        gets the scalars in it unchanged.
+    The model is an ordinary one whose layers are marked (`PipelineStage`, `@pipeline_stage`); it is copied, and stays
+    as it is. A batch is a pytree of arrays of shape (batch, ...), cut into `num_microbatches` equal parts; each part
+    gets the scalars in it unchanged.
 
-        `loss_fn(model, microbatch)` returns the mean loss; or `(loss_sum, weight)`; or either with a dict of metrics:
-        `(loss, metrics)`. The step's loss and gradients are those of the whole batch (see `jaxpp_flax.trainers.step.loss`).
-        For NNX, `model` is the module. For Linen, `model(x, ...)` is `module.apply` with the current variables and the
-        keys of this microbatch, and `model.params`, `model.variables`, `model.rngs`, `model.training` are at hand.
+    `loss_fn(model, microbatch)` returns the mean loss; or `(loss_sum, weight)`; or either with a dict of metrics:
+    `(loss, metrics)`. The step's loss and gradients are those of the whole batch (see `jaxpp_flax.trainers.step.loss`).
+    For NNX, `model` is the module. For Linen, `model(x, ...)` is `module.apply` with the current variables and the
+    keys of this microbatch, and `model.params`, `model.variables`, `model.rngs`, `model.training` are at hand.
 
-        A function with a parameter `training` is told by it whether it trains, and one with a parameter `rngs` gets the
-        random numbers of its step and microbatch: an `nnx.Rngs` for NNX, a dict of keys for Linen. Both hold for `loss_fn`,
-        `eval_loss_fn` and `predict_fn`.
+    A function with a parameter `training` is told by it whether it trains, and one with a parameter `rngs` gets the
+    random numbers of its step and microbatch: an `nnx.Rngs` for NNX, a dict of keys for Linen. Both hold for `loss_fn`,
+    `eval_loss_fn` and `predict_fn`.
 
-        Args:
-          model: an `nnx.Module`, or a Linen module, then with `variables=model.init(...)`.
-          tx: an Optax optimizer; one whose update asks for `value` gets the loss of the whole batch.
-          loss_fn: as above; traced, never run eagerly.
-          num_stages: stages to cut the model into. One stage without a mesh runs under plain `jax.jit`.
-          num_microbatches: parts of a batch.
-          schedule: a name (`jaxpp_flax.schedules.names()`) or a `Schedule`; "auto" (or an `AutoSchedule`) measures the
-            first steps and goes on with the best schedule that a search finds.
-          mesh: a `jax.sharding.Mesh` with an axis "stage", or an `MpmdMesh`. None: one over `jax.devices()`; a mapping such
-            as `{"data": 2}`: that one with other axes too. `MeshOptions` has the rest: groups of devices, sharding rules.
-          assignment: which blocks form a stage: "even", "balanced", sizes such as `[3, 2, 3]`, a mapping of names (globs)
-            to stages, a `Plan` or its JSON file, or a policy. `Assignment` and `Balanced` add costs and a memory limit.
-          variables: of a Linen model: all collections that `init` returned.
-          parameters: `Parameters(wrt=, frozen=, ema_decay=)`: which are trained, and whether an average of them is kept.
-          remat: "full" recomputes in backward what lies between two marks; a `jax.checkpoint` policy says what is kept.
-            Single blocks have their own, `PipelineStage(remat=)`.
-          precision: `Precision(gradient_dtype=, loss_scale=, on_nonfinite=)`: number types, and losses that are not finite.
-          inference: `Inference(eval_loss_fn=, predict_fn=)`, for `evaluate` and `predict`.
-          seed: of the random numbers of a Linen model, and of `rngs` (the streams of an NNX model have their own).
-            `RandomStreams` names a Linen model's streams too.
-          logging: `Logging(tracker=, every=, progress=)`: where metrics go, and what is shown; False shows nothing.
-          checkpoints: a directory, or `Checkpoints(directory, every=, keep=, ...)`; see `docs/checkpointing.md`.
+    Args:
+      model: an `nnx.Module`, or a Linen module, then with `variables=model.init(...)`.
+      tx: an Optax optimizer; one whose update asks for `value` gets the loss of the whole batch.
+      loss_fn: as above; traced, never run eagerly.
+      num_stages: stages to cut the model into. One stage without a mesh runs under plain `jax.jit`.
+      num_microbatches: parts of a batch.
+      schedule: a name (`jaxpp_flax.schedules.names()`) or a `Schedule`; "auto" (or an `AutoSchedule`) measures the
+        first steps and goes on with the best schedule that a search finds.
+      mesh: a `jax.sharding.Mesh` with an axis "stage", or an `MpmdMesh`. None: one over `jax.devices()`; a mapping such
+        as `{"data": 2}`: that one with other axes too. `MeshOptions` has the rest: groups of devices, sharding rules.
+      assignment: which blocks form a stage: "even", "balanced", sizes such as `[3, 2, 3]`, a mapping of names (globs)
+        to stages, a `Plan` or its JSON file, or a policy. `Assignment` and `Balanced` add costs and a memory limit.
+      variables: of a Linen model: all collections that `init` returned.
+      parameters: `Parameters(wrt=, frozen=, ema_decay=)`: which are trained, and whether an average of them is kept.
+      remat: "full" recomputes in backward what lies between two marks; a `jax.checkpoint` policy says what is kept.
+        Single blocks have their own, `PipelineStage(remat=)`.
+      precision: `Precision(gradient_dtype=, loss_scale=, on_nonfinite=)`: number types, and losses that are not finite.
+      inference: `Inference(eval_loss_fn=, predict_fn=)`, for `evaluate` and `predict`.
+      seed: of the random numbers of a Linen model, and of `rngs` (the streams of an NNX model have their own).
+        `RandomStreams` names a Linen model's streams too.
+      logging: `Logging(tracker=, every=, progress=)`: where metrics go, and what is shown; False shows nothing.
+      checkpoints: a directory, or `Checkpoints(directory, every=, keep=, ...)`; see `docs/checkpointing.md`.
 
-        Raises:
-          ModelError, MeshError, AssignmentError, ScheduleError, ValueError, TypeError: for arguments that do not fit.
+    Raises:
+      ModelError, MeshError, AssignmentError, ScheduleError, ValueError, TypeError: for arguments that do not fit.
 
-        Example:
-          >>> import jax, jax.numpy as jnp, optax
-          >>> from flax import linen as nn
-    from flax import nnx
-    from jax.sharding import Mesh
-          >>> from jaxpp_flax import PipelineStage, PipelineTrainer
-          >>> class MLP(nnx.Module):
-          ...     def __init__(self, rngs):
-          ...         self.layers = nnx.List([PipelineStage(nnx.Linear(4, 4, rngs=rngs)) for _ in range(2)])
-          ...     def __call__(self, x):
-          ...         for layer in self.layers:
-          ...             x = jnp.tanh(layer(x))
-          ...         return x
-          >>> def loss_fn(model, batch):
-          ...     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-          >>> trainer = PipelineTrainer(MLP(nnx.Rngs(0)), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=4,
-          ...                           logging=False)
-          >>> batch = {"x": jnp.ones((8, 4)), "y": jnp.zeros((8, 4))}
-          >>> before = float(trainer.train_step(batch)["loss"])
-          >>> trainer.fit([batch], steps=3)["loss"] < before
-          True
-          >>> trainer.model(batch["x"]).shape  # an ordinary module with the current weights
-          (8, 4)
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from flax import nnx
+      >>> from jaxpp_flax import PipelineStage, PipelineTrainer
+      >>> class MLP(nnx.Module):
+      ...     def __init__(self, rngs):
+      ...         self.layers = nnx.List([PipelineStage(nnx.Linear(4, 4, rngs=rngs)) for _ in range(2)])
+      ...     def __call__(self, x):
+      ...         for layer in self.layers:
+      ...             x = jnp.tanh(layer(x))
+      ...         return x
+      >>> def loss_fn(model, batch):
+      ...     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+      >>> trainer = PipelineTrainer(MLP(nnx.Rngs(0)), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=4,
+      ...                           logging=False)
+      >>> batch = {"x": jnp.ones((8, 4)), "y": jnp.zeros((8, 4))}
+      >>> before = float(trainer.train_step(batch)["loss"])
+      >>> trainer.fit([batch], steps=3)["loss"] < before
+      True
+      >>> trainer.model(batch["x"]).shape  # an ordinary module with the current weights
+      (8, 4)
     """
 
     @refuse_renamed
@@ -201,7 +199,7 @@ class PipelineTrainer:
         logging: Logging,
         checkpoints: Checkpoints | None,
     ) -> None:
-        """The parts that run steps. They know one another, but not the trainer: its memory is free once nobody holds it."""
+        """The parts that run steps. They know one another, but not the trainer: its memory is freed with it."""
         held, builders, mesh, rows = self._held, self._builders, self.mesh, self._rows
 
         def meet(call: str) -> None:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from jaxpp_flax.processes import ProcessGroup
 from jaxpp_flax.trainers import KILLED_STATUS, PREEMPTED_STATUS, Checkpoints
-from jaxpp_flax.trainers.loop import preemption as module
-from jaxpp_flax.trainers.loop.preemption import Preemption
-from jaxpp_flax.trainers.loop.stopping import CommonStop, StopReason
+from jaxpp_flax.trainers.ending import preemption as module
+from jaxpp_flax.trainers.ending.preemption import Preemption
+from jaxpp_flax.trainers.ending.stopping import CommonStop, StopReason
 from jaxpp_flax.trainers.step.compilation import to_ordinary
 from tests.checkpoint.program import batches, make_trainer
 from tests.engine.stores import MemoryStore

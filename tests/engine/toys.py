@@ -13,9 +13,9 @@ from jax.extend import core as jex_core
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.cut_at_every_mark import cut_at_every_mark
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.passes.label import Labels, label
-from jaxpp_flax.engine.passes.loop_tasks import Partition
-from jaxpp_flax.engine.passes.partition import partition
+from jaxpp_flax.engine.passes.loop.label import Labels, label
+from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
+from jaxpp_flax.engine.passes.loop.partition import partition
 from jaxpp_flax.engine.pipeline import Built, build
 from jaxpp_flax.engine.program.program import Program, ProgramTask
 from jaxpp_flax.engine.tracing.inline import inline

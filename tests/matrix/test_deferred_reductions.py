@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpp_flax.engine.analyses.linearity import LINEAR
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.passes.defer_reductions import defer_reductions
+from jaxpp_flax.engine.passes.loop.defer_reductions import defer_reductions
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxpp_flax.engine.passes.choose_cuts import choose_cuts
-from jaxpp_flax.engine.passes.defer_reductions import defer_in_loops
 from jaxpp_flax.engine.passes.drop_unused import drop_unused_results
-from jaxpp_flax.engine.passes.label import label_loop
 from jaxpp_flax.engine.passes.liveness import allocate
-from jaxpp_flax.engine.passes.lower_loops import lower_loops
-from jaxpp_flax.engine.passes.open_loops import open_loops
-from jaxpp_flax.engine.passes.partition import partition_loop
+from jaxpp_flax.engine.passes.loop.choose_cuts import choose_cuts
+from jaxpp_flax.engine.passes.loop.defer_reductions import defer_in_loops
+from jaxpp_flax.engine.passes.loop.label import label_loop
+from jaxpp_flax.engine.passes.loop.lower_loops import lower_loops
+from jaxpp_flax.engine.passes.loop.open_loops import open_loops
+from jaxpp_flax.engine.passes.loop.partition import partition_loop
 from jaxpp_flax.engine.passes.place import place
 from jaxpp_flax.engine.passes.refuse import refuse
 from jaxpp_flax.engine.passes.runner import Pass

@@ -16,7 +16,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from jaxpp_flax.engine.analyses.result_ranks import Audience
-from jaxpp_flax.engine.passes.lower_loops import Lowered
+from jaxpp_flax.engine.passes.loop.lower_loops import Lowered
 from jaxpp_flax.engine.passes.placed import Loop, Move, Placed, Segment
 from jaxpp_flax.engine.passes.split_conditions import is_condition, select_between_branches
 from jaxpp_flax.engine.tracing.hints import as_copy, is_mixing_by_design, place_with_p

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpp_flax.engine.passes.loop_tasks import Partition
+from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, VerificationError
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.schedules.schedule import Schedule

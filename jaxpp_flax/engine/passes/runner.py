@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.analyses.result_ranks import Audience
 from jaxpp_flax.engine.analyses.shards import ShardCounts
-from jaxpp_flax.engine.passes.open_loops import OpenLoop
+from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
 
 __all__ = ["Observer", "Pass", "Settings", "observers", "run_passes"]
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from jaxpp_flax.engine.passes.loop_tasks import LoopTask
+from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask
 from jaxpp_flax.engine.passes.placed import Loop, Move, Placed, Segment
 from jaxpp_flax.engine.program.program import Instruction, Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Graph, Value

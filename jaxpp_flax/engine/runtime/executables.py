@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxpp_flax._compat import needs_devices, trace_context
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical, carried_over, spec_on
-from jaxpp_flax.engine.passes.wide_sums import with_wide_sums
+from jaxpp_flax.engine.passes.loop.wide_sums import with_wide_sums
 from jaxpp_flax.engine.program.accumulators import initial_spec
 from jaxpp_flax.engine.program.donation import usable_donations
 from jaxpp_flax.engine.program.program import Program, ProgramTask, Run, Transfer

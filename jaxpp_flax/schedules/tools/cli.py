@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxpp_flax.schedules.costs import Costs, Link, Transfer
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.names import by_name, names
 from jaxpp_flax.schedules.schedule import Schedule
-from jaxpp_flax.schedules.simulate import simulate
+from jaxpp_flax.schedules.simulation.costs import Costs, Link, Transfer
+from jaxpp_flax.schedules.simulation.simulate import simulate
 from jaxpp_flax.schedules.table import read_csv, write_csv
 from jaxpp_flax.schedules.tools.automatic import search
 from jaxpp_flax.schedules.tools.drawing import draw

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from jaxpp_flax.schedules.costs import Costs, PerStage
 from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.simulate import Event, Timeline
+from jaxpp_flax.schedules.simulation.costs import Costs, PerStage
+from jaxpp_flax.schedules.simulation.simulate import Event, Timeline
 from jaxpp_flax.schedules.task import FusedTask, TaskKind
 
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT

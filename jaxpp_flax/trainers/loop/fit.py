@@ -12,10 +12,10 @@ from jaxpp_flax.trainers.checkpoints import Resume, check_resume
 from jaxpp_flax.trainers.data.loading import Rows
 from jaxpp_flax.trainers.data.position import ResumeData
 from jaxpp_flax.trainers.data.remainder import Remainder
-from jaxpp_flax.trainers.loop.ending import Ending
+from jaxpp_flax.trainers.ending.end_of_fit import Ending
+from jaxpp_flax.trainers.ending.interruption import Interruption
+from jaxpp_flax.trainers.ending.preemption import Preemption
 from jaxpp_flax.trainers.loop.hooks import EvaluationHook, MetricsHook
-from jaxpp_flax.trainers.loop.interruption import Interruption
-from jaxpp_flax.trainers.loop.preemption import Preemption
 from jaxpp_flax.trainers.loop.progress import Meter
 from jaxpp_flax.trainers.loop.saving import Saving
 from jaxpp_flax.trainers.loop.steps import StepHook, StepRecord, Trains, steps_of

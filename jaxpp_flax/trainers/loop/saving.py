@@ -12,9 +12,9 @@ from jaxpp_flax.processes.comparison import compare_lines
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.processes.store import ProcessFailedError
 from jaxpp_flax.trainers.checkpoints import Checkpointing
+from jaxpp_flax.trainers.ending.preemption import PREEMPTED_STATUS
 from jaxpp_flax.trainers.errors import NonFiniteLossError
 from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay
-from jaxpp_flax.trainers.loop.preemption import PREEMPTED_STATUS
 from jaxpp_flax.trainers.loop.progress import Display
 from jaxpp_flax.trainers.loop.steps import StepRecord
 from jaxpp_flax.trainers.state.holder import StateHolder

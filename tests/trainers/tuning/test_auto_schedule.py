@@ -13,7 +13,7 @@ from flax import nnx
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.assignment import AssignmentError
 from jaxpp_flax.schedules import Costs, Schedule, ScheduleError, by_name, names, replay, simulate
-from jaxpp_flax.schedules.simulate import Event
+from jaxpp_flax.schedules.simulation.simulate import Event
 from jaxpp_flax.trainers import AutoSchedule, Logging
 from jaxpp_flax.trainers.tuning.auto_schedule import ScheduleTuner
 from jaxpp_flax.trainers.tuning.profiling import StepProfile

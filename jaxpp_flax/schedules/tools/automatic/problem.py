@@ -12,10 +12,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpp_flax.schedules.costs import Costs, CostTable, Transfer
 from jaxpp_flax.schedules.dependencies import needs, results
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.schedule import check_count
+from jaxpp_flax.schedules.simulation.costs import Costs, CostTable, Transfer
 from jaxpp_flax.schedules.task import AnyTask, Task, TaskKind, flatten
 
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxpp_flax.schedules.costs import Costs, Transfer
 from jaxpp_flax.schedules.families.custom import CustomSchedule
 from jaxpp_flax.schedules.names import by_name, names
 from jaxpp_flax.schedules.schedule import Schedule
-from jaxpp_flax.schedules.simulate import Timeline, simulate
+from jaxpp_flax.schedules.simulation.costs import Costs, Transfer
+from jaxpp_flax.schedules.simulation.simulate import Timeline, simulate
 from jaxpp_flax.schedules.tools.automatic.greedy import construct, rules
 from jaxpp_flax.schedules.tools.automatic.local import improve
 from jaxpp_flax.schedules.tools.automatic.problem import (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.simulate import Timeline
+from jaxpp_flax.schedules.simulation.simulate import Timeline
 from jaxpp_flax.schedules.tools.drawing.grid import grid, sketch
 from jaxpp_flax.schedules.tools.drawing.png import png
 from jaxpp_flax.schedules.tools.drawing.scene import Panels

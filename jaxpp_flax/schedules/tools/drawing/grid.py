@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from jaxpp_flax.schedules.schedule import Schedule
-from jaxpp_flax.schedules.simulate import Timeline, simulate
+from jaxpp_flax.schedules.simulation.simulate import Timeline, simulate
 from jaxpp_flax.schedules.task import TaskKind
 from jaxpp_flax.schedules.tools.drawing.scene import KINDS, Bar, Panels, bars, caption, kinds_of, shortest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from jaxpp_flax.schedules.simulate import Timeline
+from jaxpp_flax.schedules.simulation.simulate import Timeline
 from jaxpp_flax.schedules.tools.drawing.scene import (
     DARKER,
     KINDS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpp_flax.schedules.simulate import Event, Timeline
+from jaxpp_flax.schedules.simulation.simulate import Event, Timeline
 from jaxpp_flax.schedules.task import FusedTask, TaskKind
 
 Panels = Sequence[tuple[str, Timeline]]

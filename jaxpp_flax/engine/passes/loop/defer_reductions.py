@@ -27,7 +27,7 @@ from jaxpp_flax.engine.analyses.shard_maps import shard_map_without_sums
 from jaxpp_flax.engine.analyses.shards import ShardCounts
 from jaxpp_flax.engine.analyses.sums_over_batch import Chain, ChainFinder
 from jaxpp_flax.engine.arrays.mesh import axes_in
-from jaxpp_flax.engine.passes.open_loops import Opened, OpenLoop
+from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
 from jaxpp_flax.engine.tracing.hints import without_hints
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, prune, struct_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxpp_flax.engine.passes.task_drafts import Key, TaskDrafts
+from jaxpp_flax.engine.passes.loop.task_drafts import Key, TaskDrafts
 from jaxpp_flax.engine.tracing.ir import Value
 
 __all__ = ["CarryError", "DraftCarry", "write_carries"]

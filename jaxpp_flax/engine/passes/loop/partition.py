@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 
-from jaxpp_flax.engine.passes.accumulators import DraftAccumulator, accumulate, split_sums
-from jaxpp_flax.engine.passes.carries import DraftCarry, write_carries
-from jaxpp_flax.engine.passes.label import LabelledLoop, Labels
-from jaxpp_flax.engine.passes.loop_tasks import Accumulator, Carry, LoopTask, Partial, Partition
-from jaxpp_flax.engine.passes.open_loops import OpenLoop
-from jaxpp_flax.engine.passes.task_drafts import Key, TaskDrafts
+from jaxpp_flax.engine.passes.loop.accumulators import DraftAccumulator, accumulate, split_sums
+from jaxpp_flax.engine.passes.loop.carries import DraftCarry, write_carries
+from jaxpp_flax.engine.passes.loop.label import LabelledLoop, Labels
+from jaxpp_flax.engine.passes.loop.loop_tasks import Accumulator, Carry, LoopTask, Partial, Partition
+from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
+from jaxpp_flax.engine.passes.loop.task_drafts import Key, TaskDrafts
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, VerificationError, from_jaxpr, struct_of
 from jaxpp_flax.engine.tracing.markers import marker_p
 from jaxpp_flax.engine.tracing.treduce import AddOp, Op

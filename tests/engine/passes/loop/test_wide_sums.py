@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.passes.wide_sums import with_wide_sums
+from jaxpp_flax.engine.passes.loop.wide_sums import with_wide_sums
 from jaxpp_flax.engine.tracing.ir import everywhere, from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import jax
 
-from jaxpp_flax.engine.passes.label import Labels
+from jaxpp_flax.engine.passes.loop.label import Labels
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, from_jaxpr, struct_of
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 

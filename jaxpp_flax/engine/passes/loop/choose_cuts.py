@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jaxpp_flax.engine.passes.open_loops import OpenLoop
+from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
 
 __all__ = ["choose_cuts"]
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.passes.label import Labels
-from jaxpp_flax.engine.passes.task_drafts import Key, TaskDrafts
+from jaxpp_flax.engine.passes.loop.label import Labels
+from jaxpp_flax.engine.passes.loop.task_drafts import Key, TaskDrafts
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Graph, Value, from_jaxpr, struct_of
 from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, MaxOp, Op
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp_flax.engine.passes.label import Labels, label
+from jaxpp_flax.engine.passes.loop.label import Labels, label
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import VerificationError, from_jaxpr
 from jaxpp_flax.engine.tracing.markers import Mark, mark_stage_end

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxpp_flax.schedules.costs import Costs, CostTable, Transfer
 from jaxpp_flax.schedules.dependencies import needs, results
 from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.processors import advance_on
 from jaxpp_flax.schedules.progress import advance
 from jaxpp_flax.schedules.schedule import Schedule
+from jaxpp_flax.schedules.simulation.costs import Costs, CostTable, Transfer
+from jaxpp_flax.schedules.simulation.processors import advance_on
 from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind
 from jaxpp_flax.schedules.validate import deadlock_error
 

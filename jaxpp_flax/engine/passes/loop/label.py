@@ -22,7 +22,7 @@ from typing import Any
 
 from jax.extend import core as jex_core
 
-from jaxpp_flax.engine.passes.open_loops import OpenLoop
+from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
 from jaxpp_flax.engine.tracing.dataflow import use_counts
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, VerificationError
 from jaxpp_flax.engine.tracing.loop_body import LoopBody

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
-from jaxpp_flax.engine.passes.loop_tasks import Partial, Partition
-from jaxpp_flax.engine.passes.open_loops import Opened, OpenLoop
-from jaxpp_flax.engine.passes.partition import PartedLoop
+from jaxpp_flax.engine.passes.loop.loop_tasks import Partial, Partition
+from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
+from jaxpp_flax.engine.passes.loop.partition import PartedLoop
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.tracing.ir import (
     Atom,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jaxpp_flax.processes.group import ProcessGroup
-from jaxpp_flax.trainers.loop.interruption import Interruption
-from jaxpp_flax.trainers.loop.preemption import Preemption
+from jaxpp_flax.trainers.ending.interruption import Interruption
+from jaxpp_flax.trainers.ending.preemption import Preemption
+from jaxpp_flax.trainers.ending.stopping import CommonStop, StopReason
 from jaxpp_flax.trainers.loop.steps import StepRecord, Trains
-from jaxpp_flax.trainers.loop.stopping import CommonStop, StopReason
 
 __all__ = ["Ending"]
 

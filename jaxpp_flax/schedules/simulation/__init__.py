@@ -1,0 +1,1 @@
+"""Discrete simulation of a schedule: costs in, a timeline out."""
