@@ -32,3 +32,11 @@ def test_the_page_about_assignments_runs(capsys: pytest.CaptureFixture[str]):
     assert "assignment of 9 blocks to 4 stages, operations and bytes estimated" in out
     assert "no assignment of 9 blocks to 4 stages keeps within memory_limit" in out
     assert '{"name": "after_block_7", "stage": 3' in out
+
+
+@pytest.mark.parametrize("page", ["docs/engine.md", "CONTRIBUTING.md"])
+def test_every_file_that_a_page_names_exists(page: str):
+    named = set(re.findall(r"`([\w/]+/\w+\.py)", (DOCS.parent / page).read_text(encoding="utf-8")))
+    assert named
+    tops = (DOCS.parent, DOCS.parent / "jaxpp_flax")
+    assert [name for name in named if not any((top / name).exists() for top in tops)] == []
