@@ -35,7 +35,8 @@ class AutoSchedule:
       split_backward: whether input and weight gradients may run apart.
       minimum_gain: keep the first schedule unless the predicted step is shorter by this share.
       memory_limit: bytes of activations that a rank may hold (one number, or one for each rank).
-      transfer: the links between ranks, in seconds and bytes, as `jaxpp_flax.schedules.simulate` takes them; free if None.
+      transfer: the links between ranks, in seconds and bytes, as `jaxpp_flax.schedules.simulate` takes them; free
+        if None.
       evaluations: schedules that the search tries.
       seed: of the search; equal measurements give equal schedules.
     """
