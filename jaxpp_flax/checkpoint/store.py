@@ -8,7 +8,7 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
@@ -26,32 +26,17 @@ from jaxpp_flax.checkpoint.format.orbax_io import (
 )
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.checkpoint.owner import Ownership
+from jaxpp_flax.checkpoint.policies import KeepPolicy, SavePolicy, check_interval
 from jaxpp_flax.checkpoint.shared_directory import check_shared
 from jaxpp_flax.checkpoint.writing import complete, save_failed, to_tree, write_and_check
 from jaxpp_flax.processes.comparison import do_in_process_0, exchange_values
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.processes.waits import print_notice
 
-__all__ = ["CheckpointStore", "SavePolicy", "KeepPolicy", "check_interval", "read_json", "save_step"]
+__all__ = ["CheckpointStore", "read_json", "save_step"]
 
 # Seconds that a process which fails waits for the others' parts of a save.
 _PATIENCE = 60.0
-
-
-SavePolicy: TypeAlias = int | policies.SaveDecisionPolicy
-"""An interval in steps, or an Orbax save decision policy."""
-KeepPolicy: TypeAlias = int | policies.PreservationPolicy
-"""How many of the latest checkpoints to keep, or an Orbax preservation policy."""
-
-
-def check_interval(name: str, value: object) -> None:
-    """Refuse a number that is no count.
-
-    Raises:
-      ValueError: naming the argument.
-    """
-    if isinstance(value, (bool, float)) or (isinstance(value, int) and value < 1):
-        raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1, a policy, or None.")
 
 
 class CheckpointStore:

@@ -32,7 +32,6 @@ NONE = Exceptions({}, {}, {}, {})
 EXCEPTIONS = Exceptions(
     files={
         "_compat.py": 489,
-        "checkpoint/store.py": 409,
         "engine/arrays/mesh.py": 401,
         "engine/arrays/mpmd_array.py": 467,
         "trainers/trainer.py": 476,
