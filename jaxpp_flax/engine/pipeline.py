@@ -84,7 +84,7 @@ class Source:
         names = [each.name for each in PASSES]
         # Work outside the loops is placed once: that may warn.
         placed = names.index(name) > names.index("place")
-        passes, start = (PASSES[names.index("schedule") :], built.placed) if placed else (PASSES, self.graph)
+        passes, start = (PASSES[names.index("unroll") :], built.placed) if placed else (PASSES, self.graph)
         with jax.enable_x64(self.x64), context_mesh(self.mesh):
             found = run_passes(passes, start, settings)
             return next(each.as_text(structure) for each, structure in found if each.name == name)

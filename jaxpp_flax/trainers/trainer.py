@@ -56,7 +56,7 @@ from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.state.weights import Weights
 from jaxpp_flax.trainers.step.builder import StepBuilder
-from jaxpp_flax.trainers.step.builders import StepBuilders
+from jaxpp_flax.trainers.step.builder_cache import StepBuilderCache
 from jaxpp_flax.trainers.step.compilation import Backend
 from jaxpp_flax.trainers.step.diagnosis import first_loss_error
 from jaxpp_flax.trainers.step.executables import Executables
@@ -177,7 +177,7 @@ class PipelineTrainer:
         rules = AxisRules.of(devices.sharding_rules)
         specs = state_specs(self._held.memory, notes, self.mesh, rules)
         self._backend = Backend(mesh=self.mesh, state_specs=specs, rules=rules)
-        self._builders = StepBuilders(
+        self._builders = StepBuilderCache(
             StepBuilder(model=adapter, update=update, loss_fn=loss_fn, remat=remat), num_microbatches
         )
         self._executables = Executables(self._scheduling, self._assigner, self._backend, self._builders, self._held)

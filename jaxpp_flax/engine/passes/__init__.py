@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from jaxpp_flax.engine.passes.check_supported import check_supported
 from jaxpp_flax.engine.passes.drop_unused import drop_unused_results
 from jaxpp_flax.engine.passes.liveness import allocate
 from jaxpp_flax.engine.passes.loop.choose_cuts import choose_cuts
@@ -17,10 +18,9 @@ from jaxpp_flax.engine.passes.loop.lower_loops import lower_loops
 from jaxpp_flax.engine.passes.loop.open_loops import open_loops
 from jaxpp_flax.engine.passes.loop.partition import partition_loop
 from jaxpp_flax.engine.passes.place import place
-from jaxpp_flax.engine.passes.refuse import refuse
 from jaxpp_flax.engine.passes.runner import Pass
-from jaxpp_flax.engine.passes.schedule import unroll
 from jaxpp_flax.engine.passes.split_conditions import split_conditions
+from jaxpp_flax.engine.passes.unroll import unroll
 from jaxpp_flax.engine.passes.updated_arguments import find_relatives
 from jaxpp_flax.engine.tracing.inline import inline
 
@@ -46,8 +46,8 @@ PASSES: tuple[Pass, ...] = (
         ensures="no condition holds arrays that it could leave to another one",
     ),
     Pass(
-        "refuse",
-        lambda graph, _: refuse(graph),
+        "check_supported",
+        lambda graph, _: check_supported(graph),
         requires="calls inlined",
         ensures="no partial sums among the types, no ordered side effects",
     ),
@@ -100,7 +100,7 @@ PASSES: tuple[Pass, ...] = (
         ensures="every equation runs on the ranks that read its results; moves bring the rest",
     ),
     Pass(
-        "schedule",
+        "unroll",
         lambda placed, settings: unroll(placed, settings.num_ranks),
         requires="a step on ranks",
         ensures="instructions in the schedule's order; each slot is written once",

@@ -6,7 +6,7 @@ from jaxpp_flax.processes.group import ProcessGroup
 from jaxpp_flax.trainers.ending.interruption import Interruption
 from jaxpp_flax.trainers.ending.preemption import Preemption
 from jaxpp_flax.trainers.ending.stopping import CommonStop, StopReason
-from jaxpp_flax.trainers.loop.steps import StepRecord, Trains
+from jaxpp_flax.trainers.loop.steps import StepRecord, TrainerProtocol
 
 __all__ = ["Ending"]
 
@@ -21,7 +21,7 @@ class Ending:
     """
 
     def __init__(
-        self, trainer: Trains, group: ProcessGroup, interruption: Interruption, preemption: Preemption
+        self, trainer: TrainerProtocol, group: ProcessGroup, interruption: Interruption, preemption: Preemption
     ) -> None:
         self._trainer, self._interruption, self._preemption = trainer, interruption, preemption
         self._common_stop = CommonStop(group)

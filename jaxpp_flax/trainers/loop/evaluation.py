@@ -14,7 +14,7 @@ from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.model.calling import call_model
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.step.builder import Loop
-from jaxpp_flax.trainers.step.builders import StepBuilders
+from jaxpp_flax.trainers.step.builder_cache import StepBuilderCache
 from jaxpp_flax.trainers.step.executables import Executables
 from jaxpp_flax.trainers.step.forward_only import ForwardOnly
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling
@@ -40,7 +40,7 @@ class Evaluation:
         self,
         scheduling: Scheduling,
         rows: Rows,
-        builders: StepBuilders,
+        builders: StepBuilderCache,
         executables: Executables,
         held: StateHolder,
         *,

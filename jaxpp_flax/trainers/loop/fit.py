@@ -18,7 +18,7 @@ from jaxpp_flax.trainers.ending.preemption import Preemption
 from jaxpp_flax.trainers.loop.hooks import EvaluationHook, MetricsHook
 from jaxpp_flax.trainers.loop.progress import Meter
 from jaxpp_flax.trainers.loop.saving import Saving
-from jaxpp_flax.trainers.loop.steps import StepHook, StepRecord, Trains, steps_of
+from jaxpp_flax.trainers.loop.steps import StepHook, StepRecord, TrainerProtocol, steps_of
 from jaxpp_flax.trainers.setup import check_count
 
 __all__ = ["FitArguments", "FitLoop"]
@@ -78,7 +78,7 @@ class FitLoop:
 
     def __init__(
         self,
-        trainer: Trains,
+        trainer: TrainerProtocol,
         rows: Rows,
         saving: Saving,
         arguments: FitArguments,

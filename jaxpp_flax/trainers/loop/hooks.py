@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.loop.progress import Meter, Rate
-from jaxpp_flax.trainers.loop.steps import StepRecord, Trains
+from jaxpp_flax.trainers.loop.steps import StepRecord, TrainerProtocol
 
 __all__ = ["EvaluationHook", "MetricsHook", "to_host"]
 
@@ -36,7 +36,7 @@ class MetricsHook:
     """
 
     def __init__(
-        self, trainer: Trains, callbacks: Sequence[Callback], meter: Meter, log_every: int, total: int | None
+        self, trainer: TrainerProtocol, callbacks: Sequence[Callback], meter: Meter, log_every: int, total: int | None
     ) -> None:
         self._trainer, self._callbacks, self._meter, self._log_every = trainer, callbacks, meter, log_every
         self._begin, self._total, self._rate = trainer.step, total, Rate(total)
@@ -97,7 +97,7 @@ class EvaluationHook:
 
     def __init__(
         self,
-        trainer: Trains,
+        trainer: TrainerProtocol,
         data: Iterable[Any] | None,
         every: int | None,
         global_batch_size: int | None,

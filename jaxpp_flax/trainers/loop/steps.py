@@ -11,7 +11,7 @@ from jaxpp_flax.trainers.data.batch import count_units
 from jaxpp_flax.trainers.data.loading import Rows
 from jaxpp_flax.trainers.trackers import Tracker
 
-__all__ = ["StepHook", "StepRecord", "Trains", "steps_of"]
+__all__ = ["StepHook", "StepRecord", "TrainerProtocol", "steps_of"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ StepHook = Callable[[StepRecord], None]
 """Is called after each step, before the next batch is drawn."""
 
 
-class Trains(Protocol):
+class TrainerProtocol(Protocol):
     """What a loop, and the callbacks in it, use of the trainer."""
 
     tracker: Tracker
@@ -49,7 +49,7 @@ class Trains(Protocol):
 
 
 def steps_of(
-    trainer: Trains,
+    trainer: TrainerProtocol,
     source: Iterable[Any],
     rows: Rows,
     global_batch_size: int | None,

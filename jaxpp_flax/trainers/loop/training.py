@@ -15,7 +15,7 @@ from jaxpp_flax.trainers.data.tracking import DataTracking
 from jaxpp_flax.trainers.loop.fit import FitArguments, FitLoop
 from jaxpp_flax.trainers.loop.progress import Display
 from jaxpp_flax.trainers.loop.saving import Saving
-from jaxpp_flax.trainers.loop.steps import Trains, steps_of
+from jaxpp_flax.trainers.loop.steps import TrainerProtocol, steps_of
 from jaxpp_flax.trainers.step.loss_trace import LossTrace
 
 __all__ = ["Training"]
@@ -57,7 +57,7 @@ class Training:
 
     def steps(
         self,
-        trainer: Trains,
+        trainer: TrainerProtocol,
         data: Iterable[Any],
         *,
         steps: int | None,
@@ -97,7 +97,7 @@ class Training:
             finally:
                 self._tracking.leave(source)
 
-    def fit(self, trainer: Trains, data: Iterable[Any], arguments: FitArguments) -> dict[str, Any]:
+    def fit(self, trainer: TrainerProtocol, data: Iterable[Any], arguments: FitArguments) -> dict[str, Any]:
         """Train on `data`, see `PipelineTrainer.fit`."""
         self._display.renew()
         self._saving.agree_on_fit(
@@ -125,7 +125,7 @@ class Training:
 
     def _fit(
         self,
-        trainer: Trains,
+        trainer: TrainerProtocol,
         data: Iterable[Any],
         arguments: FitArguments,
         steps: int | None,

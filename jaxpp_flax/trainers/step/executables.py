@@ -14,7 +14,7 @@ from jaxpp_flax.trainers.data.batch import signature
 from jaxpp_flax.trainers.loop.process_synchronization import compare_compilations
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.step.builder import Loop
-from jaxpp_flax.trainers.step.builders import StepBuilders
+from jaxpp_flax.trainers.step.builder_cache import StepBuilderCache
 from jaxpp_flax.trainers.step.compilation import Backend
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 
@@ -37,7 +37,7 @@ class Executables:
         scheduling: Scheduling,
         assigner: Assigner,
         backend: Backend,
-        builders: StepBuilders,
+        builders: StepBuilderCache,
         held: StateHolder,
     ) -> None:
         self._scheduling, self._assigner, self._backend = scheduling, assigner, backend

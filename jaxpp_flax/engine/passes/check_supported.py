@@ -6,10 +6,10 @@ from jaxpp_flax.engine.analyses.partial_sums import refuse_partial_sums
 from jaxpp_flax.engine.tracing.effects import refuse_ordered_effects
 from jaxpp_flax.engine.tracing.ir import Graph
 
-__all__ = ["refuse"]
+__all__ = ["check_supported"]
 
 
-def refuse(graph: Graph) -> Graph:
+def check_supported(graph: Graph) -> Graph:
     """The same graph.
 
     Raises:

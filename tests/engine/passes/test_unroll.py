@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp_flax.engine.passes.schedule import unroll
+from jaxpp_flax.engine.passes.unroll import unroll
 from jaxpp_flax.engine.program.program import Program, Run, Transfer
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.schedules import GPipe, Interleaved1F1B, Schedule, Std1F1B, ZeroBubble

@@ -13,10 +13,10 @@ from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.builder import StepBuilder
 from jaxpp_flax.trainers.step.loss_trace import LossTrace, trace_loss, warn_of_batch_statistics
 
-__all__ = ["StepBuilders"]
+__all__ = ["StepBuilderCache"]
 
 
-class StepBuilders:
+class StepBuilderCache:
     """Gives the builder for a batch. What a loss writes, and what it leaves unused, depends on the batch it gets.
 
     Args:
