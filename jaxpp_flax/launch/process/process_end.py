@@ -116,6 +116,8 @@ class ProcessEnd:
             end_at_once(error.status)
         if self.is_a_consequence(error):
             self._because_of_a_peer(error)
+        # Another thread that fails too (a save of Orbax) would print behind this error, which says what to do.
+        threading.excepthook = lambda _: None
         error.with_traceback(_user_frames(error.__traceback__))
         self._before(type(error), error, error.__traceback__)
         sys.stderr.flush()
