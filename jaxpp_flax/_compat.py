@@ -1,7 +1,7 @@
 """The one file that touches private names of JAX, each with its reason and with a fallback in public API.
 
-Set the environment variable ``JAXPP_FLAX_PUBLIC_API_ONLY=1`` to use the fallbacks alone; they are also what runs if a
-future JAX moves or renames what is used here.
+Set the environment variable ``JAXPP_FLAX_PUBLIC_API_ONLY=1`` to use only the fallbacks. They also run if a future JAX
+moves or renames these private names.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _reuse: Any = None
 _array_type: Any = None
 if not PUBLIC_API_ONLY:
     try:
-        # The copy takes this concrete class alone; PRNG key arrays, which are jax.Arrays too, are refused.
+        # The copy takes only this concrete class. It refuses PRNG key arrays, which are jax.Arrays too.
         from jax._src.array import ArrayImpl
 
         # `jax.device_put` spends most of its time in Python before it reaches this batched copy.
@@ -60,27 +60,27 @@ _aval_mappings: Any = None
 _canonicalize_handlers: Any = None
 if not PUBLIC_API_ONLY:
     try:
-        # How `jax.typeof` learns of a type: without it `jax.jit` refuses objects that only have `__jax_array__`.
+        # `jax.typeof` finds types here: without an entry, `jax.jit` refuses objects that only have `__jax_array__`.
         from jax._src.core import pytype_aval_mappings as _aval_mappings
 
-        # How `jax.jit` turns an argument of a registered type into a jax.Array before the call.
+        # By these functions `jax.jit` turns an argument of a registered type into a jax.Array before the call.
         from jax._src.dtypes import canonicalize_value_handlers as _canonicalize_handlers
     except (ImportError, AttributeError):
         _aval_mappings = _canonicalize_handlers = None
 
-# Those whose lowering asks for devices: all that have a public name; cuDNN's, on GPUs, have none.
+# The primitives whose lowering asks for devices, as far as they have a public name; those of cuDNN, on GPUs, have none.
 _NEED_DEVICES = frozenset({"pure_callback", "io_callback", "custom_partitioning", "inspect_sharding"})
 _device_primitives: Any = frozenset[Any]()
 if not PUBLIC_API_ONLY:
     try:
-        # JAX's own list of primitives that cannot be lowered for a mesh without devices; libraries add theirs to it.
+        # JAX's own list of primitives that cannot be lowered for a mesh without devices; libraries add to this list.
         from jax._src.dispatch import prim_requires_devices_during_lowering as _device_primitives
     except (ImportError, AttributeError):
         _device_primitives = frozenset()
 _trace_context: Any = None
 if not PUBLIC_API_ONLY:
     try:
-        # All settings by which `jax.jit` traces again; some of them have no public name, and versions add to them.
+        # All settings that make `jax.jit` trace again. Some have no public name, and new versions add settings.
         from jax._src.config import trace_context as _trace_context
     except (ImportError, AttributeError):
         _trace_context = None
@@ -88,7 +88,8 @@ if not PUBLIC_API_ONLY:
 _distributed_state: Any = None
 if not PUBLIC_API_ONLY:
     try:
-        # The key-value store of `jax.distributed`, which has no public name: who is alive, and why a run ended.
+        # The key-value store of `jax.distributed` has no public name. It tells which processes live, and why a run
+        # ended.
         from jax._src.distributed import global_state as _distributed_state
     except (ImportError, AttributeError):
         _distributed_state = None
@@ -98,21 +99,21 @@ _xla_bridge: Any = None
 _ClusterEnv: Any = None
 if not PUBLIC_API_ONLY:
     try:
-        # How gloo's collectives on CPU can be told which address to listen on.
+        # Sets the address on which gloo's collectives on CPU listen.
         from jax._src import xla_bridge as _xla_bridge
 
-        # The place in a run that SLURM, Open MPI or Kubernetes give this process, before anything is connected.
+        # The place in a run that SLURM, Open MPI or Kubernetes give this process, before any connection.
         from jax._src.clusters.cluster import ClusterEnv as _ClusterEnv
 
-        # `jax.distributed` can only run its coordination service inside of process 0, whose death then takes down all
-        # the others before they can say why. This lets it run in a process of its own.
+        # `jax.distributed` can only run its coordination service inside process 0. If process 0 dies, all others end
+        # before they can say why. With this name the service runs in a process of its own.
         from jax._src.lib import _jax as _runtime  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     except (ImportError, AttributeError):
         _runtime = _xla_bridge = _ClusterEnv = None
 
 
 def private_names_in_use() -> dict[str, bool]:
-    """Which private features of JAX this process uses; False means that the public fallback runs.
+    """Return the private features of JAX that this process uses; False means that the public fallback runs.
 
     Example:
       >>> sorted(private_names_in_use())
@@ -128,7 +129,7 @@ def private_names_in_use() -> dict[str, bool]:
     }
 
 
-# What `trace_context` reads where the private name is missing: the settings that change numbers, dtypes or errors.
+# Without the private name, `trace_context` reads these settings: they change numbers, dtypes or errors.
 _TRACE_SETTINGS = (
     "jax_allow_f16_reductions", "jax_auto_pcast", "jax_check_static_indices", "jax_custom_jvp3", "jax_custom_vjp3",
     "jax_debug_key_reuse", "jax_default_device", "jax_default_matmul_precision", "jax_disable_jit",
@@ -143,11 +144,11 @@ _TRACE_SETTINGS = (
 
 
 def trace_context() -> Hashable:
-    """JAX's settings and contexts that a trace depends on, as a part of a key: what `jax.jit` keys its traces by.
+    """Return JAX's settings and contexts that a trace depends on, as a part of a key; `jax.jit` uses the same key.
 
-    Without JAX's own function the settings are read one by one. Then some contexts around a call stay unseen, for they
-    have no public name: `jax.experimental.compute_on`, XLA metadata, layout modes and the axes of an outer `jax.vmap`.
-    A step that was traced before is not traced again for these; inside a step they work.
+    Without JAX's own function the settings are read one by one. Then some contexts around a call stay unseen because
+    they have no public name: `jax.experimental.compute_on`, XLA metadata, layout modes and the axes of an outer
+    `jax.vmap`. If only these change, a traced step is not traced again; inside a step they work.
 
     Example:
       >>> import jax
@@ -160,13 +161,13 @@ def trace_context() -> Hashable:
     """
     if _trace_context is not None:
         return _trace_context()
-    # A name that this version lacks is no setting that can change.
+    # A setting that this version lacks cannot change.
     settings = tuple(getattr(jax.config, name, None) for name in _TRACE_SETTINGS)
     return (*settings, jax.sharding.get_abstract_mesh())
 
 
 def why_one_process() -> str | None:
-    """Why several processes cannot run here, and what to change; None where they can."""
+    """Return why several processes cannot run here, and what to change; None if they can."""
     if _distributed_state is not None:
         return None
     needs = "they find each other by the key-value store of jax.distributed, which has no public name"
@@ -191,9 +192,9 @@ class CoordinationClient:
 
 
 def coordination_client() -> CoordinationClient | None:
-    """JAX's coordination service, or None in a single process or where this JAX hides it.
+    """Return the client of JAX's coordination service; None in a single process, or if this JAX hides the service.
 
-    `jax.process_index` would know the place too, but it starts the backend, which waits for every process.
+    `jax.process_index` also gives this process's place, but it starts the backend, which waits for every process.
 
     Example:
       >>> coordination_client() is None
@@ -207,7 +208,7 @@ def coordination_client() -> CoordinationClient | None:
 
 
 def coordinator_address() -> str | None:
-    """Host and port of JAX's coordination service, or None in a single process or where this JAX hides it.
+    """Return host and port of JAX's coordination service; None in a single process, or if this JAX hides the service.
 
     Example:
       >>> coordinator_address() is None
@@ -217,9 +218,9 @@ def coordinator_address() -> str | None:
 
 
 def poison(connection: Any) -> bool:
-    """Make errors of the arrays that are to come through a connection of `jax.experimental.transfer`.
+    """Turn the arrays that a connection of `jax.experimental.transfer` still awaits into errors.
 
-    Nothing public ends a wait for a peer that stands still; without this, only the end of the process does.
+    No public function ends a wait for a peer that hangs; without this one, only the end of the process does.
 
     Returns:
       Whether it took effect.
@@ -237,10 +238,10 @@ def start_coordination_service(address: str, process_count: int, heartbeat_timeo
     Args:
       address: host and port to listen on.
       process_count: how many processes will connect.
-      heartbeat_timeout_s: seconds of silence until a process counts as lost; that ends nobody else.
+      heartbeat_timeout_s: seconds of silence until a process counts as lost; this ends no other process.
 
     Returns:
-      What ends the service; None where this JAX hides it: process 0 serves it then.
+      A function that ends the service; None if this JAX hides the service: then process 0 serves it.
     """
     try:
         service = _runtime.get_distributed_runtime_service(
@@ -253,7 +254,7 @@ def start_coordination_service(address: str, process_count: int, heartbeat_timeo
 
 @dataclass(frozen=True)
 class ClusterPlace:
-    """What a cluster says of this process."""
+    """The place of this process in a cluster."""
 
     coordinator_address: str
     process_count: int
@@ -262,10 +263,10 @@ class ClusterPlace:
 
 
 def detect_cluster(timeout_s: int) -> ClusterPlace | None:
-    """This process's place among those that SLURM, Open MPI, Kubernetes or a TPU pod started.
+    """Find this process's place among the processes that SLURM, Open MPI, Kubernetes or a TPU pod started.
 
     Returns:
-      None outside of a cluster, and where this JAX hides its detection: `jax.distributed.initialize` does it then.
+      None outside of a cluster, or if this JAX hides its detection: then `jax.distributed.initialize` detects it.
 
     Example:
       >>> detect_cluster(1) is None
@@ -279,7 +280,7 @@ def detect_cluster(timeout_s: int) -> ClusterPlace | None:
         inspect.signature(detect).bind(*arguments)  # pyright: ignore[reportArgumentType]
     except TypeError:
         return None
-    # What it raises itself says what is wrong with the cluster.
+    # Errors of `detect` pass through: they say what is wrong with the cluster.
     address, count, index, devices = detect(*arguments)  # pyright: ignore[reportOptionalCall]
     if address is None or count is None or index is None:
         return None
@@ -287,9 +288,9 @@ def detect_cluster(timeout_s: int) -> ClusterPlace | None:
 
 
 def bind_cpu_collectives(host: str) -> bool:
-    """Let gloo's collectives listen on `host`. By default it takes what the host's name resolves to.
+    """Let gloo's collectives listen on `host`. By default gloo listens on the address of the host's name.
 
-    To be called after `jax.distributed.initialize` and before the first use of a device.
+    Call this after `jax.distributed.initialize` and before the first use of a device.
 
     Returns:
       Whether it took effect.
@@ -318,8 +319,8 @@ def register_array_type(cls: type[Any], abstract: Callable[[Any], Any], convert:
 
     Args:
       cls: the type.
-      abstract: gives an instance's type as JAX sees it: what `jax.typeof(convert(instance))` gives.
-      convert: gives the array that stands for an instance.
+      abstract: returns an instance's type for JAX: the same as `jax.typeof(convert(instance))`.
+      convert: returns the array that stands for an instance.
 
     Returns:
       Whether it took effect. If not, users convert by `jnp.asarray(x)`, and operators work as before.
@@ -335,18 +336,18 @@ def register_array_type(cls: type[Any], abstract: Callable[[Any], Any], convert:
 
 
 def needs_devices(primitive: Any) -> bool:
-    """Whether JAX lowers this primitive only where the devices are known.
+    """Return whether JAX lowers this primitive only for known devices.
 
-    Without JAX's own list the primitives with public names are known by these.
+    Without JAX's own list, only the primitives with public names are found.
     """
     return primitive in _device_primitives or primitive.name in _NEED_DEVICES
 
 
 def context_on_mesh(context: Any, mesh: Any) -> Any:
-    """An equation's context (`eqn.ctx`) with the abstract mesh `mesh` in place of its own.
+    """Return an equation's context (`eqn.ctx`) with the abstract mesh `mesh` in place of its own.
 
-    The context's class is private. If it cannot be copied by its slots, a fresh context stands in for it, which lacks
-    the settings of `jax.experimental.compute_on` and of XLA metadata.
+    The context's class is private. If a context cannot be copied by its slots, a fresh context replaces it. The fresh
+    context lacks the settings of `jax.experimental.compute_on` and of XLA metadata.
     """
     try:
         if PUBLIC_API_ONLY:
@@ -364,16 +365,16 @@ def context_on_mesh(context: Any, mesh: Any) -> Any:
 
 @lru_cache(maxsize=65536)
 def _device_list_for(source: Sharding, target: Sharding, shape: tuple[int, ...]) -> Any:
-    """The private device list of `target` if shard i of `source` is shard i of `target`, else None."""
+    """Return the private device list of `target` if shard i of `source` is shard i of `target`, else None."""
     if not (source.is_fully_addressable and target.is_fully_addressable):
         return None
-    if (source.memory_kind or "device") != (target.memory_kind or "device"):  # the devices' own has two names
+    if (source.memory_kind or "device") != (target.memory_kind or "device"):  # device memory has two names
         return None
     before = tuple(source.devices_indices_map(shape).values())
     after = tuple(target.devices_indices_map(shape).values())
     if before != after:
         return None
-    # The copy's own argument type; only the sharding can make it, once per pair of shardings.
+    # The copy needs this private type; only the sharding can make it, once per pair of shardings.
     return getattr(target, "_internal_device_list", None)
 
 
@@ -382,16 +383,17 @@ def copy_arrays(
 ) -> list[jax.Array]:
     """Copy each array to the devices of its sharding, without waiting for any of them.
 
-    The results are independent of the sources, which may be donated or deleted as soon as this returns, even where
-    source and target are the same devices. An array partitioned otherwise than its target is resharded.
+    The results are independent of the sources: as soon as this function returns, the sources may be donated or
+    deleted, even if source and target are the same devices. If array and target differ in partition, the array is
+    resharded.
 
     Measured on 2 busy CPU cores with arrays of 4 KiB, JAX 0.10.2 and 0.12.0.1 alike: 5 to 20 microseconds for 1
-    array, 80 for 4 and 300 for 16, of which the checks here are 0.5 for each array; `copy_arrays_public` takes 130,
+    array, 80 for 4 and 300 for 16; the checks here take 0.5 of this for each array. `copy_arrays_public` takes 130,
     320 and 1,100.
 
     Args:
       arrays: arrays of any shapes and dtypes.
-      shardings: the target of each.
+      shardings: the target of each array.
       may_alias: an array that is already on its target's devices may be returned in place of a copy. Then the source
         must be neither donated nor deleted while the result is in use.
 
@@ -417,7 +419,7 @@ def copy_arrays(
     others: list[int] = []
     for index, array in enumerate(arrays):
         devices = None
-        # A deleted array goes the public way too, for its error; the batched copy would crash on it.
+        # A deleted array also takes the public way, which raises an error; the batched copy would crash.
         if type(array) is _array_type and not array.is_deleted():
             devices = _device_list_for(array.sharding, shardings[index], array.shape)
         if devices is None:
@@ -438,7 +440,7 @@ def _copy_mixed(
     *,
     may_alias: bool,
 ) -> list[jax.Array]:
-    """Both ways in one batch: those at `others` through public API, the rest through the batched copy."""
+    """Copy one batch in both ways: the arrays at `others` through public API, the rest through the batched copy."""
     slow = copy_arrays_public([arrays[i] for i in others], [shardings[i] for i in others], may_alias=may_alias)
     rest = [i for i, devices in enumerate(device_lists) if devices is not None]
     fast = _batched_copy(
@@ -454,7 +456,7 @@ def _copy_mixed(
 def copy_arrays_public(
     arrays: Sequence[jax.Array], shardings: Sequence[Sharding], *, may_alias: bool = False
 ) -> list[jax.Array]:
-    """`copy_arrays` through `jax.device_put` alone: the same results, three to twenty times slower to dispatch.
+    """Do `copy_arrays` through `jax.device_put` alone: the same results, three to twenty times slower to dispatch.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -468,7 +470,7 @@ def copy_arrays_public(
     results = jax.device_put(list(arrays), list(shardings), may_alias=None if may_alias else False)
     if may_alias:
         return results
-    # Where it has to reshard, `device_put` takes shards that are already in place as they are, even so.
+    # If `device_put` has to reshard, it reuses shards that are already in place, even with `may_alias=False`.
     shared = [i for i, array in enumerate(arrays) if _reshards_in_place(array, shardings[i])]
     if shared:
         own = jax.device_put([results[i] for i in shared], [shardings[i] for i in shared], may_alias=False)
@@ -478,7 +480,7 @@ def copy_arrays_public(
 
 
 def _reshards_in_place(array: jax.Array, target: Sharding) -> bool:
-    """Whether the target has another partition than the array, on some of the same devices."""
+    """Return whether array and target differ in partition and share some devices."""
     source = getattr(array, "sharding", None)  # NumPy arrays have none
     if source is None or source.device_set.isdisjoint(target.device_set):
         return False

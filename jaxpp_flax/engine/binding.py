@@ -1,6 +1,6 @@
-"""From the leaves of a call to the slots of a program, and from its slots to the results.
+"""Puts the leaves of a call into the slots of a program, and makes the results from its slots.
 
-Each argument goes to the ranks that read it, with the sharding that their tasks were compiled for; most arrive so.
+Each argument goes to the ranks that read it, with the sharding of their compiled tasks; most arguments have it already.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Binding"]
 
 
 class Place(Protocol):
-    """Puts a value where a rank reads it; see `engine.arrays.placing.place`."""
+    """Puts a value on a rank that reads it; see `engine.arrays.placing.place`."""
 
     def __call__(self, value: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array: ...
 
@@ -35,7 +35,7 @@ class Place(Protocol):
 class _Target:
     """One of this process's ranks that reads an argument.
 
-    `own_memory`: an earlier target has a device of it, and one of the two may give its buffer away.
+    `own_memory`: an earlier target shares a device with this one, and one of the two may give its buffer away.
     """
 
     slot: int
@@ -46,7 +46,7 @@ class _Target:
 
 @dataclass(frozen=True)
 class _Argument:
-    """Where an argument goes: its targets in this process, and all its ranks."""
+    """The places of an argument: its targets in this process, and all its ranks."""
 
     position: int
     targets: tuple[_Target, ...]
@@ -55,7 +55,7 @@ class _Argument:
 
     @cached_property
     def has_own_memory(self) -> bool:
-        """Whether a target needs memory that no other one shares."""
+        """True if a target needs memory that no other target shares."""
         return any(target.own_memory for target in self.targets)
 
 
@@ -64,12 +64,12 @@ class Binding:
 
     Args:
       program: the program, with slots allocated.
-      signature: what a call takes and returns.
+      signature: the argument and result types of a call.
       constants: the arrays that the function closes over: the program's first arguments.
-      wanted: where the program reads each of its arguments.
-      results: for each result, how it is made of the slots after a run.
+      wanted: the ranks and the sharding with which the program reads each of its arguments.
+      results: for each result, a function that makes it from the slots after a run.
       across: the link to the other processes, or None.
-      place: puts an array of the caller, or a host value, where a rank reads it.
+      place: puts an array of the caller, or a host value, on a rank that reads it.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Binding:
         self._results, self._place = tuple(results), place
         self.calls = 0
         count = len(constants)
-        # A later step may be given what this one returns, and give it away.
+        # A later step may take a result of this one as an argument, and donate it.
         returned = {slot for result in program.results if isinstance(result, dict) for slot in result.values()}
         donated = (False,) * count + signature.donated
         arguments = [
@@ -106,11 +106,11 @@ class Binding:
         ]
 
     def environment(self, leaves: Sequence[Any]) -> list[Any]:
-        """The slots before a run: constants and arguments are in place, and what is donated is given away.
+        """Return the slots before a run, with constants and arguments in place; donated arguments are given away.
 
         Raises:
           RuntimeError: if an argument has been deleted.
-          TypeError: if an argument that is read here is a shape without a value.
+          TypeError: if a shape without a value is passed for an argument that this process reads.
         """
         environment: list[Any] = [None] * self._num_slots
         for slot, constant in self._constants:
@@ -127,12 +127,12 @@ class Binding:
         except RuntimeError as error:
             raise self._signature.name_deleted(leaves, error) from error
         if not kinds_looked_for():  # then `jax.jit` donates nothing
-            for leaf in given_away:  # only now: where another argument is refused, the donated ones are as they were
+            for leaf in given_away:  # only now: if another argument is refused, the donated ones stay alive
                 leaf.delete()
         return environment
 
     def collect(self, environment: list[Any]) -> Any:
-        """The results after a run, in their containers."""
+        """Return the results after a run, in their containers."""
         return jax.tree_util.tree_unflatten(self._signature.out_tree, [make(environment) for make in self._results])
 
     def _place_value(self, leaf: Any, argument: _Argument, environment: list[Any], given_away: list[jax.Array]) -> None:
@@ -145,8 +145,8 @@ class Binding:
             environment[target.slot] = self._place(leaf, target.sharding, may_alias=may_alias)
         if not argument.donated or not isinstance(leaf, jax.Array):
             return
-        # As under jax.jit, a donated argument is gone after the call. A copy on one of its own devices may share its
-        # memory; the task to which the copy is donated then deletes both.
+        # As under jax.jit, a donated argument is deleted after the call. A copy on one of its devices may share its
+        # memory; then the task that takes the copy as a donation deletes both.
         if all(leaf.devices().isdisjoint(target.sharding.device_set) for target in argument.targets):
             given_away.append(leaf)
 
@@ -166,7 +166,7 @@ class Binding:
             environment[target.slot] = part
 
     def in_several_processes(self, leaves: Iterable[Any]) -> dict[str, Any]:
-        """By name, the arguments that each process has by itself, and that ranks of several processes read."""
+        """Return, by name, the arguments that every process passes itself and that several processes read."""
         found: dict[str, Any] = {}
         for leaf, argument in zip(leaves, self.arguments, strict=True):
             wanted = argument.wanted
@@ -185,7 +185,7 @@ def _no_value(leaf: jax.ShapeDtypeStruct, argument: _Argument) -> TypeError:
 
 
 def _targets(wanted: Wanted, slots: Mapping[int, int], *, separate: bool) -> tuple[_Target, ...]:
-    """This process's ranks among those that read an argument; with `separate`, no two of them share memory."""
+    """Return this process's ranks that read an argument; with `separate`, no two of them share memory."""
     found: list[_Target] = []
     taken: set[Any] = set()
     for rank, slot in slots.items():

@@ -1,7 +1,7 @@
-"""What an assignment of stages may ask of a loop body: its marks, and what lies between them.
+"""The marks and blocks of a loop body, for an assignment of stages.
 
-The marks divide the body into blocks, and what follows the last mark is one more. Nothing is worked out before it is
-asked for: an even assignment needs names alone.
+The marks divide the body into blocks; the work after the last mark is one more block. Costs are computed only on
+demand: an even assignment needs only the names.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = ["Blocks", "Holding", "Marks", "indexed_operands"]
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """Something that blocks need in memory; a rank holds it once, however many of its blocks need it.
+    """A value that blocks need in memory; a rank holds it once, even if several of its blocks need it.
 
     Attributes:
-      kind: "parameters" (with whatever else goes into the loop whole), "data" (indexed by the microbatch, held for all
-        of them), "gradients" (accumulators), or "activations" (made by a forward and read by a backward, or made by an
-        input gradient and read by the weight gradient: held for each microbatch in flight).
-      nbytes: on each device of a rank.
-      blocks: the blocks that need it, in increasing order.
-      argument: which of the step's flat arguments it is, counted from the end (-1 is the last); or None.
-      shards: over how many devices of a rank it is divided.
+      kind: "parameters" (and all other operands that the loop reads whole), "data" (indexed by the microbatch, held for
+        all microbatches), "gradients" (accumulators), or "activations" (made by a forward and read by a backward, or
+        made by an input gradient and read by the weight gradient: held for each microbatch in flight).
+      nbytes: bytes on each device of a rank.
+      blocks: the blocks that need the value, in increasing order.
+      argument: its position among the step's flat arguments, counted from the end (-1 is the last); or None.
+      shards: the number of devices of a rank that share the value.
     """
 
     kind: str
@@ -49,15 +49,16 @@ class Holding:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """A loop body divided at every mark, and what of the step around it is known before it is cut.
+    """A loop body divided at every mark, with the facts about the step that are known before the cut.
 
     Args:
-      body: inlined.
+      body: an inlined body.
       split_backward: whether the schedule runs input and weight gradients apart.
-      arguments: for each constant and carry leaf that is an argument of the step: which, from the end, and its spec.
-      data_axes: for each result, the mesh axes over which it is still to be summed after the loop, or None.
-      shards_of: number of shards over an entry of a PartitionSpec.
-      batch_shards: into how many parts the examples of a microbatch are cut.
+      arguments: for each constant and carry leaf that is an argument of the step: its position from the end, and its
+        spec.
+      data_axes: for each result, the mesh axes over which it must still be summed after the loop, or None.
+      shards_of: returns the number of shards over an entry of a PartitionSpec.
+      batch_shards: the number of parts into which the examples of a microbatch are cut.
     """
 
     body: LoopBody
@@ -69,21 +70,21 @@ class Blocks:
 
     @cached_property
     def partition(self) -> Partition:
-        """The body cut at every mark, forward and backward apart: block k is stage k.
+        """The body cut at every mark, with forward and backward apart: block k is stage k.
 
         Raises:
-          ValueError: if it cannot be cut at some mark.
+          ValueError: if the body cannot be cut at some mark.
         """
         labels = label(self.body, range(len(self.body.marks)))
         return partition(labels, fuse_last=False, split_backward=self.split_backward)
 
     def spec_of(self, value: Value) -> PartitionSpec:
-        """How a constant or carry leaf is partitioned inside a rank."""
+        """Return the partition of a constant or carry leaf inside a rank."""
         known = self.arguments.get(value)
         return PartitionSpec() if known is None else known[1]
 
     def state_specs(self) -> dict[Value, PartitionSpec]:
-        """How each accumulator lies: over the data axes, or like the parameter of its shape in the same task."""
+        """Return each accumulator's spec: over the data axes, or as for a parameter of its shape in the same task."""
         part, found = self.partition, {}
         axes = dict(enumerate(self.data_axes)) if len(self.data_axes) == len(part.results) else {}
         for number, result in enumerate(part.results):
@@ -103,7 +104,7 @@ class Blocks:
 
     @cached_property
     def holdings(self) -> tuple[Holding, ...]:
-        """What each block needs in memory.
+        """The values that each block needs in memory.
 
         Raises:
           ValueError: see `partition`.
@@ -148,7 +149,7 @@ class Blocks:
         kept: dict[Value, set[int]] = {}
         for task in part.tasks:
             if task.kind is not TaskKind.FORWARD:
-                # A weight gradient also reads what its own input gradient leaves behind.
+                # A weight gradient also reads results of its own input gradient.
                 left = from_inputs.get(task.stage, set()) if task.kind is TaskKind.BACKWARD_WEIGHT else set[Value]()
                 for value in task.graph.inputs:
                     if value in made or value in left:
@@ -168,7 +169,7 @@ class Blocks:
 
 
 def indexed_operands(part: Partition, tasks: Iterable[LoopTask]) -> set[Value]:
-    """The loop's operands that some of these tasks index by the microbatch: data, not parameters."""
+    """Return the loop's operands that some of these tasks index by the microbatch: data, not parameters."""
     operands = set(part.operands)
     found: set[Value] = set()
     for task in tasks:
@@ -183,7 +184,7 @@ def indexed_operands(part: Partition, tasks: Iterable[LoopTask]) -> set[Value]:
 
 
 class Marks(Sequence[Mark]):
-    """The marks of a loop body in program order; for an assignment that wants them, also what the blocks cost."""
+    """The marks of a loop body in program order; an assignment can also ask for the costs of the blocks."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._marks, self.blocks = blocks.body.marks, blocks
@@ -199,10 +200,10 @@ class Marks(Sequence[Mark]):
         return len(self._marks)
 
     def work(self, flops_per_byte: float = 0.0) -> tuple[Work, ...]:
-        """The estimated work of each block, one more than there are marks; see `work_of_blocks`."""
+        """Estimate the work of each block; there is one block more than marks. See `work_of_blocks`."""
         return work_of_blocks(self.blocks.body, flops_per_byte)
 
     @property
     def sent(self) -> tuple[float, ...]:
-        """Bytes of what each mark marks: what a cut there sends forward for each microbatch."""
+        """Bytes of each mark's values: a cut at the mark sends them forward for each microbatch."""
         return tuple(float(sum(a.nbytes for a in marker.inputs)) for marker in self.blocks.body.markers)

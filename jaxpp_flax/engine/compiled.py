@@ -29,7 +29,7 @@ __all__ = ["Compiled"]
 
 
 class Compiled:
-    """A step compiled for one signature; call it with arguments of exactly that structure and type."""
+    """A step compiled for one signature; it takes arguments of exactly that structure and type."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Compiled:
         mesh = self.mpmd_mesh = compiler.mesh
         program = built.program
         specs = [PartitionSpec()] * len(consts) + [leaf.spec for leaf in signature.leaves]
-        # Every process reads what all of them get: it is whole on each device.
+        # A result for all processes is whole on each device, because every process reads it.
         out_specs = [
             spec if spec is not None or not for_all else PartitionSpec()
             for spec, for_all in zip(out_specs, built.placed.for_all, strict=True)
@@ -68,14 +68,14 @@ class Compiled:
         """Run the step.
 
         Raises:
-          TypeError: if the arguments differ from those compiled for, leaf by leaf.
+          TypeError: if an argument differs from the signature in structure, shape or dtype.
         """
         leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
         self._signature.check(leaves, tree)
         return self.run(leaves)
 
     def run(self, leaves: Sequence[Any]) -> Any:
-        """Run on flat arguments whose types are known to fit."""
+        """Run on flat arguments whose types fit the signature; the types are not checked."""
         binding = self._binding
         if self._across is not None and not binding.calls:
             compare_values(self._across, "the arguments", binding.in_several_processes(leaves))
@@ -84,14 +84,14 @@ class Compiled:
         return binding.collect(environment)
 
     def profile(self, *args: Any, **kwargs: Any) -> tuple[Any, list[TaskTiming]]:
-        """Run one real step and measure it: the results, and when each task of the loop ran on its rank.
+        """Run one real step and measure it: return the results, and the times of each task of the loop on its rank.
 
         Ranks run in threads of their own and wait for each task, so this step is slower than others.
 
         Raises:
           ValueError: with several processes; nothing has been donated then.
-          FloatingPointError: if a result holds what `jax.debug_nans` or `jax.debug_infs` look for; a call of the step
-            also names the task.
+          FloatingPointError: if a result holds a value that `jax.debug_nans` or `jax.debug_infs` look for; a call of
+            the step also names the task.
         """
         if self._across is not None:
             raise ValueError(
@@ -105,7 +105,7 @@ class Compiled:
         return self._binding.collect(environment), timings
 
     def _result(self, position: int) -> Callable[[list[Any]], MpmdArray]:
-        """How a result is made of the slots after a run."""
+        """Return a function that makes a result from the slots after a run."""
         result = self.program.results[position]
         if not isinstance(result, dict):
             return lambda environment: self._constant_result(position, result)
@@ -121,7 +121,7 @@ class Compiled:
         return bind
 
     def _constant_result(self, position: int, constant: Constant) -> MpmdArray:
-        # It costs no transfer, so every process has it.
+        # A constant costs no transfer, so every process gets it.
         ranks = {0} if self._across is None else set(range(self.mpmd_mesh.mpmd_dim))
         sharding = MpmdSharding(self.mpmd_mesh, ranks, self._executables.out_specs[position] or PartitionSpec())
         value = np.asarray(constant.value, constant.aval.dtype)
@@ -140,9 +140,9 @@ class Compiled:
 
     @property
     def read_here(self) -> Any:
-        """For each argument, whether a rank of this process reads it: a tree like that of `in_shardings`.
+        """For each argument, whether a rank of this process reads it: a tree like `in_shardings`.
 
-        Where it is False, a `jax.ShapeDtypeStruct` may stand in for the argument's value.
+        If it is False, a `jax.ShapeDtypeStruct` may replace the argument's value.
         """
         return jax.tree_util.tree_unflatten(self._signature.tree, [bool(a.targets) for a in self._binding.arguments])
 
@@ -160,12 +160,12 @@ class Compiled:
         return jax.tree_util.tree_unflatten(self._signature.out_tree, shardings)
 
     def as_text(self, stage: str = "program") -> str:
-        """The step as text: `"program"` as it runs, or the structure after the pass named (see `engine/passes`).
+        """Return the step as text: `"program"` as it runs, or the structure after a named pass (see `engine/passes`).
 
         `"tasks"` (each task's equations) and `"placed"` (the step on ranks) are short for `"partition"` and `"place"`.
 
         Raises:
-          ValueError: for another name.
+          ValueError: for any other name.
         """
         return self.program.as_text() if stage == "program" else self._built.as_text(stage)
 
@@ -176,19 +176,19 @@ class Compiled:
 
     @cached_property
     def stages(self) -> tuple[StageSummary, ...]:
-        """What each stage of the first loop holds and does."""
+        """A summary of each stage of the first loop."""
         return summarise_stages(self._built, self.program, self._executables, self.mpmd_mesh)
 
     def memory_analysis(self) -> tuple[MemoryAnalysis, ...]:
-        """Bytes that each rank holds: arguments, and the peak of what one step adds."""
+        """Return the bytes that each rank holds: its arguments, and the peak above them in one step."""
         return analyse_memory(self._built, self.program, self._executables, self.mpmd_mesh)
 
     @property
     def num_lowerings(self) -> int:
-        """Tasks lowered so far by the function this belongs to: one for each distinct task."""
+        """The number of tasks that this step's function has lowered so far: one for each distinct task."""
         return self._compiler.lowerings
 
     @property
     def num_executables(self) -> int:
-        """Executables compiled so far by the function this belongs to."""
+        """The number of executables that this step's function has compiled so far."""
         return self._compiler.compilations

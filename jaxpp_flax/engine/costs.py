@@ -1,4 +1,4 @@
-"""Estimate what each block of a loop body costs, before it is cut: operations and bytes moved, from shapes alone."""
+"""Estimate the cost of each block of a loop body before it is cut: operations and moved bytes, from shapes alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxpp_flax.engine.tracing.loop_body import LoopBody
 
 __all__ = ["Work", "flops", "moved_bytes", "work_of_blocks"]
 
-# Views, or computed on the way by whoever reads them.
+# Views, or operations that their readers compute on the way.
 _FREE = frozenset(
     {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota", "copy", "copy_p", "stop_gradient", "name",
      "stage_marker", "optimization_barrier", "slice"}
@@ -24,30 +24,30 @@ _READS_ITS_OPERANDS = frozenset(
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one microbatch in a block, forward and backward, in FLOPs (or what takes as long as so many)."""
+    """The work of one microbatch in a block, forward and backward, in FLOPs (or in FLOPs that take the same time)."""
 
     forward: float
     backward: float
 
     @property
     def total(self) -> float:
-        """Both."""
+        """Forward and backward work together."""
         return self.forward + self.backward
 
 
 def flops(equation: Any) -> float:
-    """Floating-point operations of one equation (of a graph or of a jaxpr), inner jaxprs included.
+    """Count the floating-point operations of one equation (of a graph or of a jaxpr), inner jaxprs included.
 
-    Contractions count two for each multiply-add; anything else counts one for each element of its results. A `while`
-    counts one turn, since its length is unknown.
+    Contractions count two for each multiply-add; other equations count one for each element of their results. A `while`
+    counts one turn, because its length is unknown.
     """
     return _work(equation, 0.0)
 
 
 def moved_bytes(equation: Any) -> float:
-    """Bytes that one equation without inner jaxprs reads and writes, as far as no fusion saves them.
+    """Count the bytes that one equation without inner jaxprs reads and writes, if no fusion saves them.
 
-    Contractions, sorts and scatters count operands and results, anything else its results; views count nothing.
+    Contractions, sorts and scatters count operands and results, other equations their results; views count nothing.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -66,7 +66,7 @@ def moved_bytes(equation: Any) -> float:
 
 
 def _work(equation: Any, flops_per_byte: float) -> float:
-    """FLOPs, or the FLOPs that could be done while the bytes are moved, whichever is more."""
+    """Return the FLOPs, or the FLOPs that could be done while the bytes are moved, if that is more."""
     name, params = equation.primitive.name, equation.params
     inner = bodies(params)
     if inner:
@@ -101,7 +101,7 @@ def _nbytes(aval: Any) -> int:
 
 
 def work_of_blocks(body: LoopBody, flops_per_byte: float = 0.0) -> tuple[Work, ...]:
-    """The work of each block that the marks delimit; the last one is what follows the last mark.
+    """Estimate the work of each block between the marks; the last block is the work after the last mark.
 
     Args:
       body: an inlined loop body.

@@ -32,11 +32,11 @@ __all__ = ["MpmdFunction", "mpmd_jit", "mpmd_jit_with_loop"]
 
 
 class MpmdFunction:
-    """A function that runs as a pipeline; what `mpmd_jit_with_loop` and `mpmd_jit` return.
+    """A function that runs as a pipeline; `mpmd_jit_with_loop` and `mpmd_jit` return it.
 
     Like a function under `jax.jit`, it is traced and compiled once for each structure, shape and dtype of its
-    arguments, each value and type of its static ones, and each of JAX's settings that a trace depends on
-    (`jax.enable_x64`, `jax.default_matmul_precision`, ...). `compile(*args)` does that ahead of time.
+    arguments, each value and type of its static arguments, and each of JAX's settings that a trace depends on
+    (`jax.enable_x64`, `jax.default_matmul_precision`, ...). `compile(*args)` compiles ahead of time.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class MpmdFunction:
         self._latest: Compiled | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step; compiles first where this signature is new. Returns `MpmdArray` leaves."""
+        """Run one step, compiled first if the signature is new; return `MpmdArray` leaves."""
         call = self._parameters.split(self._fun, args, kwargs)
         return self._get(call).run(call.leaves)
 
@@ -79,17 +79,17 @@ class MpmdFunction:
         """Compile ahead of time for arguments like these: arrays, or `jax.ShapeDtypeStruct`s in their place.
 
         Raises:
-          ValueError: whatever does not fit a pipeline; see `mpmd_jit_with_loop`.
+          ValueError: if the step does not fit a pipeline; see `mpmd_jit_with_loop`.
           RuntimeError: under `jax.disable_jit`.
         """
         return self._get(self._parameters.split(self._fun, args, kwargs))
 
     def trace_and_place(self, *args: Any, **kwargs: Any) -> Compiled:
-        """The same as `compile`, under the name by which JaxPP's users reach `in_shardings`."""
+        """Do the same as `compile`; JaxPP's users know this name, and read `in_shardings` from its result."""
         return self.compile(*args, **kwargs)
 
     def as_text(self, stage: str = "program") -> str:
-        """The latest compilation as text; see `Compiled.as_text`."""
+        """Return the latest compilation as text; see `Compiled.as_text`."""
         return self._compiled().as_text(stage)
 
     @property
@@ -98,7 +98,7 @@ class MpmdFunction:
         return self._compiled().in_shardings
 
     def memory_analysis(self) -> Any:
-        """The memory of the latest compilation; see `Compiled.memory_analysis`."""
+        """Return the memory of the latest compilation; see `Compiled.memory_analysis`."""
         return self._compiled().memory_analysis()
 
     def _compiled(self) -> Compiled:
@@ -118,7 +118,7 @@ class MpmdFunction:
         if compiled is None:
             structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in types]
             layouts = tuple(self._argument_layouts(call.tree, specs, structs))
-            # Where `in_specs` says how arguments are partitioned, how they arrive makes no difference.
+            # If `in_specs` gives an argument's partition, the partition of the passed array makes no difference.
             asked = (call.tree, types, layouts, call.statics, context)
             if asked not in self._cache:
                 with context_mesh(None):  # no mesh around the call may change what is compiled
@@ -154,7 +154,7 @@ class MpmdFunction:
         mesh = self.mpmd_mesh
 
         def typed(struct: Any, layout: Layout, abstract: AbstractMesh) -> Any:
-            """On Explicit meshes the type says how an argument is partitioned, and everywhere its memory."""
+            """Add an argument's memory to its type; on an Explicit mesh, add its partition too."""
             spec = layout.spec or PartitionSpec()
             sharding = NamedSharding(abstract, spec) if mesh.is_explicit else None
             if layout.memory_kind not in (None, "device"):
@@ -179,7 +179,7 @@ class MpmdFunction:
 
 
 def _broadcast_flags(prefix: Any, tree: Any) -> list[bool]:
-    """One flag for each leaf of `tree`."""
+    """Return one flag for each leaf of `tree`."""
     try:
         flags: list[bool] = jax.tree.leaves(jax.tree.broadcast(prefix, tree))
     except ValueError as error:
@@ -211,22 +211,22 @@ def mpmd_jit_with_loop(
     Args:
       fun: the step: any JAX function that holds at least one `treduce`, whose body is marked into stages.
       mpmd_mesh: the ranks, and the submesh of each.
-      in_specs, out_specs: prefix trees of `PartitionSpec`s over the submesh's axes; `None` keeps what an argument
-        brings along, and what XLA finds for results.
+      in_specs, out_specs: prefix trees of `PartitionSpec`s over the submesh's axes; `None` keeps an argument's own
+        partition, and leaves a result's partition to XLA.
       in_shardings, out_shardings: the same as shardings (`MpmdSharding`, `NamedSharding`), whose kind of memory is
-        kept: the devices' own, or `pinned_host`.
+        kept: device memory, or `pinned_host`.
       donate_argnums, donate_argnames: arguments whose memory the step may reuse.
       static_argnums, static_argnames, compiler_options: as in `jax.jit`.
-      cut_policy: which marks cut; by default all of them.
-      everywhere: with several processes, which results all of them get: a prefix tree of bools. Scalars, and what is
-        small and no new value of an argument, they get anyway.
+      cut_policy: chooses the marks that cut; by default all of them.
+      everywhere: with several processes, the results that all of them get: a prefix tree of bools. All processes
+        always get scalars, and small results that are not the new value of an argument.
 
     Returns:
       A callable that takes arrays, NumPy arrays and `MpmdArray`s, and returns `MpmdArray`s.
 
     Raises (when it is compiled, before anything runs):
-      ValueError: no `treduce`; too few or too many marks; a schedule that does not fit; a marker where none can cut.
-      TypeError: an argument that is no array.
+      ValueError: no `treduce`; too few or too many marks; a schedule that does not fit; a marker that cannot cut.
+      TypeError: an argument that is not an array.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np
@@ -277,7 +277,7 @@ def _one_of(specs: Any, shardings: Any, which: str) -> Any:
 
 
 class _OnePass(Schedule):
-    """Each rank's stages forward, in order, then backward: all that a function without a loop needs."""
+    """Runs each rank's stages forward, in order, then backward: enough for a function without a loop."""
 
     def tasks(self, num_microbatches: int) -> list[list[Task | FusedTask]]:
         def of(rank: int) -> list[Task | FusedTask]:
@@ -305,12 +305,12 @@ def mpmd_jit(
     cut_policy: CutPolicy = cut_at_every_mark,
     everywhere: Any = False,
 ) -> MpmdFunction:
-    """The same as `mpmd_jit_with_loop` for a marked function without a loop: inference, or one gradient.
+    """Compile a marked function without a loop, as `mpmd_jit_with_loop` does: inference, or one gradient.
 
     Args:
-      num_stages: stages to cut into; by default as many as the mesh has ranks.
+      num_stages: number of stages; by default the number of the mesh's ranks.
 
-    The other arguments are those of `mpmd_jit_with_loop`.
+    For the other arguments, see `mpmd_jit_with_loop`.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np

@@ -1,4 +1,4 @@
-"""From the graph of a step to its program: build what the passes share, and run them."""
+"""Turn the graph of a step into its program: build the shared settings of the passes, and run the passes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STRUCTURES = {"tasks": "partition", "placed": "place"}
 
 @dataclass(frozen=True)
 class Built:
-    """The program, and what it was made from."""
+    """The program, the placed step, and their source."""
 
     program: Program
     placed: Placed
@@ -41,7 +41,7 @@ class Built:
         return tuple(step for step in self.placed.steps if isinstance(step, Loop))
 
     def as_text(self, name: str) -> str:
-        """The structure after a pass; one that is gone is made again.
+        """Return the structure after a pass as text; a structure that was not kept is made again.
 
         Raises:
           ValueError: if no pass has this name.
@@ -64,7 +64,7 @@ class Built:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What the passes begin with, and JAX's settings while they ran: enough to run them again."""
+    """The input of the passes, and JAX's settings while they ran: enough to run them again."""
 
     graph: Graph
     settings: Settings
@@ -73,16 +73,16 @@ class Source:
 
     @classmethod
     def now(cls, graph: Graph, settings: Settings) -> Source:
-        """With JAX's settings as they are."""
+        """Make a source with JAX's present settings."""
         mesh = jax.sharding.get_abstract_mesh()
         return cls(graph, settings, None if mesh.empty else mesh, bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue]
 
     def text_after(self, name: str, built: Built) -> str:
-        """The structure after a pass, made again with the cuts of the first time."""
+        """Return the structure after a pass as text, made again with the same cuts."""
         chosen = iter([loop.cuts for loop in built.loops])
         settings = replace(self.settings, choose_cuts=lambda loop: next(chosen))
         names = [each.name for each in PASSES]
-        # Work outside the loops is placed once: that may warn.
+        # Work outside the loops is placed only once: `place` may warn.
         placed = names.index(name) > names.index("place")
         passes, start = (PASSES[names.index("unroll") :], built.placed) if placed else (PASSES, self.graph)
         with jax.enable_x64(self.x64), context_mesh(self.mesh):
@@ -102,13 +102,13 @@ def build(
     """Run all passes on a traced step.
 
     Args:
-      graph: the step; may hold several loops.
-      num_ranks: ranks of the mesh.
-      policy: which marks cut.
+      graph: the step; it may hold several loops.
+      num_ranks: the number of the mesh's ranks.
+      policy: chooses the marks that cut.
       donated: for each input, whether its buffers may be reused.
-      specs: how each input is partitioned inside a submesh.
-      axis_sizes: of the submesh's axes.
-      audience: with several processes, which results all of them get.
+      specs: the partition of each input inside a submesh.
+      axis_sizes: the sizes of the submesh's axes.
+      audience: with several processes, the results that all of them get.
 
     Raises:
       ValueError: if the step holds no loop, a loop's schedule or marks do not fit, or a marker cannot cut.
@@ -137,7 +137,7 @@ def build(
 
 
 def _blocks(loop: OpenLoop, arguments: Mapping[Value, tuple[int, PartitionSpec]], shards: ShardCounts) -> Blocks:
-    """What a policy may ask of a loop; `arguments` gives the place of each argument of the step and its spec."""
+    """Make a loop's blocks for a policy; `arguments` gives the place of each argument of the step and its spec."""
     outer: dict[Value, Atom] = dict(zip(loop.body.constants, loop.constants, strict=True))
     outer.update(zip(loop.body.carry, loop.carry_init, strict=True))
     return Blocks(

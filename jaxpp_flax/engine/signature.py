@@ -1,4 +1,4 @@
-"""A call of a compiled function, split once: its leaves, the types that they have, and its static arguments."""
+"""A call of a compiled function, split once: its leaves, their types, and its static arguments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Names: TypeAlias = str | Iterable[str] | None
 class Call(NamedTuple):
     """The arguments of one call: leaves in the order of `tree`, and the static arguments by position and by name.
 
-    `tree` is that of `(args, kwargs)` without the static arguments.
+    `tree` is the structure of `(args, kwargs)` without the static arguments.
     """
 
     leaves: list[Any]
@@ -33,15 +33,15 @@ class Call(NamedTuple):
 
     @property
     def statics(self) -> Hashable:
-        """The part of a compilation's key that the static arguments are."""
+        """The static arguments, as a part of a compilation's key."""
         return self.positional, self.named
 
     def paths(self) -> tuple[str, ...]:
-        """The name of each leaf, as messages write it after "argument"."""
+        """Return the name of each leaf, as messages write it after "argument"."""
         return _paths(self.tree, self.leaves)
 
     def with_leaves(self, leaves: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """All arguments, static ones too, with other leaves."""
+        """Return all arguments, static ones too, with other leaves."""
         traced, kwargs = jax.tree_util.tree_unflatten(self.tree, leaves)
         static, rest = dict(self.positional), iter(traced)
         args = [static[i] if i in static else next(rest) for i in range(len(traced) + len(static))]
@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Parameters:
-    """Which of a function's parameters are static, and which are donated; each by position and by name."""
+    """The static and the donated parameters of a function, each by position and by name."""
 
     static_argnums: tuple[int, ...] = ()
     static_argnames: tuple[str, ...] = ()
@@ -62,11 +62,11 @@ class Parameters:
         cls, fun: Callable[..., Any], static_argnums: Positions, static_argnames: Names,
         donate_argnums: Positions, donate_argnames: Names,
     ) -> Parameters:  # fmt: skip
-        """The parameters as `jax.jit` takes them: positions or names that are not given are read off the function."""
+        """Read the parameters as `jax.jit` does: the function's signature gives missing positions or names."""
         return cls(*_both_ways(fun, static_argnums, static_argnames), *_both_ways(fun, donate_argnums, donate_argnames))
 
     def split(self, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        """A call of `fun`, split into leaves and static arguments.
+        """Split a call of `fun` into leaves and static arguments.
 
         Raises:
           TypeError: if a static argument cannot be hashed.
@@ -85,7 +85,7 @@ class Parameters:
         return Call(*jax.tree_util.tree_flatten((traced, rest)), positional, named)
 
     def donated(self, call: Call) -> tuple[bool, ...]:
-        """For each leaf of a call, whether its argument is donated."""
+        """Return, for each leaf of a call, whether its argument is donated."""
         args, kwargs = call.with_leaves(call.leaves)
         donated = _positions(self.donate_argnums, len(args))
         static = {position for position, _ in call.positional} | {name for name, _ in call.named}
@@ -99,7 +99,7 @@ def _positions(numbers: Iterable[int], count: int) -> set[int]:
 
 
 def _both_ways(fun: Callable[..., Any], argnums: Positions, argnames: Names) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Positions and names of the same parameters: as in `jax.jit`, what is not given is read off the function."""
+    """Return positions and names of the same parameters; as in `jax.jit`, the signature gives the missing ones."""
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums or ())
     names = (argnames,) if isinstance(argnames, str) else tuple(argnames or ())
     try:
@@ -128,7 +128,7 @@ class Leaf:
 
     @classmethod
     def of(cls, path: str, struct: jax.ShapeDtypeStruct, spec: PartitionSpec) -> Leaf:
-        """The leaf of a type as tracing takes it."""
+        """Make a leaf from a type that tracing takes."""
         return cls(path, tuple(struct.shape), struct.dtype, struct.weak_type, spec)
 
     def __str__(self) -> str:
@@ -137,9 +137,9 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Signature:
-    """What a compiled function takes and returns.
+    """The argument and result types of a compiled function.
 
-    Messages name the function by `function`, where that is given, and say that it was `made` for its arguments.
+    Messages name the function by `function`, if given, and say that the function was `made` for its arguments.
     """
 
     tree: Any
@@ -153,10 +153,10 @@ class Signature:
         """Refuse a call with other arguments.
 
         Args:
-          leaves, tree: of `(args, kwargs)`.
+          leaves, tree: the leaves and the structure of `(args, kwargs)`.
 
         Raises:
-          TypeError: naming what differs.
+          TypeError: naming the difference.
         """
         if tree != self.tree:
             raise self._refusal("of another structure", self._first_difference(_paths(tree, leaves)))
@@ -187,7 +187,7 @@ class Signature:
         return ", ".join(parts) or "the containers differ"
 
     def name_deleted(self, leaves: Sequence[Any], error: RuntimeError) -> RuntimeError:
-        """What to raise in place of `error`: where one of the arguments has been deleted, its name and the remedy."""
+        """Return an error that names a deleted argument and the remedy; `error` itself if none is deleted."""
         for leaf, expected in zip(leaves, self.leaves, strict=True):
             if isinstance(leaf, (jax.Array, MpmdArray)) and leaf.is_deleted():
                 which = f"of {self.function}" if self.function else f"({expected})"
@@ -200,7 +200,7 @@ class Signature:
 
 
 def type_of(leaf: Any) -> tuple[tuple[int, ...], Any, bool]:
-    """Shape, dtype and whether the type is weak; of other values those that JAX gives them.
+    """Return shape, dtype, and whether the type is weak; for other values, JAX gives them.
 
     Raises:
       TypeError: if `leaf` is no array.
@@ -216,7 +216,7 @@ def type_of(leaf: Any) -> tuple[tuple[int, ...], Any, bool]:
 
 
 def not_an_array(call: Call, remedy: str = "name the argument in `static_argnums`/`static_argnames`") -> TypeError:
-    """What to raise when the type of some leaf of a call is unknown to JAX."""
+    """Return the error for a call with a leaf whose type is unknown to JAX."""
     for path, leaf in zip(call.paths(), call.leaves, strict=True):
         try:
             type_of(leaf)

@@ -1,4 +1,4 @@
-"""What a compiled step looks like from outside: a row for each stage, and the memory of each rank."""
+"""Summaries of a compiled step: a row for each stage, and the memory of each rank."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, T
 class StageSummary:
     """One stage of a loop.
 
-    `flops` counts one microbatch, forward and backward, over the rank's devices (None where XLA does not tell);
-    `sent_bytes` are the activations that leave the stage forward, for one microbatch. `activation_bytes` are what its
-    backward reads of the forward's results (none where the two are one task), and `weight_bytes` what of these, and
-    of the input gradient's, its weight gradient reads: also for one microbatch, over the rank's devices.
+    `flops` counts one microbatch, forward and backward, over the rank's devices (None if XLA does not tell).
+    `sent_bytes` counts the activations that the stage sends forward, for one microbatch. `activation_bytes` counts the
+    forward's results that the backward reads (none if the two are one task). `weight_bytes` counts the results of the
+    forward and of the input gradient that the weight gradient reads. Both also count one microbatch, over the rank's
+    devices.
     """
 
     stage: int
@@ -50,9 +51,9 @@ class StageSummary:
 class MemoryAnalysis:
     """Bytes on each device of one rank, found by walking the program.
 
-    `peak_bytes` is the most that one step holds above the arguments; `live_microbatches` maps each stage of the rank
-    to the largest number of microbatches whose activations it holds at one time. Workspace inside an executable is
-    not counted (`temp_bytes` gives the largest).
+    `peak_bytes` is the most that one step holds above the arguments. `live_microbatches` maps each stage of the rank
+    to the largest number of microbatches whose activations the stage holds at one time. Workspace inside an executable
+    is not counted (`temp_bytes` gives the largest).
     """
 
     rank: int
@@ -65,7 +66,7 @@ class MemoryAnalysis:
 def summarise_stages(
     built: Built, program: Program, executables: Executables, mesh: MpmdMesh
 ) -> tuple[StageSummary, ...]:
-    """A row for each stage of the first loop."""
+    """Return a row for each stage of the first loop."""
     loop = built.loops[0]
     part, marks, cuts = loop.partition, loop.marks, loop.cuts
     edges = [*cuts, len(marks) - 1]
@@ -74,7 +75,7 @@ def summarise_stages(
     rows: list[StageSummary] = []
     for stage in range(part.num_stages):
         first = cuts[stage - 1] + 1 if stage else 0
-        here = names[first : edges[stage] + 1] or names[-1:]  # the latter where the last mark cuts
+        here = names[first : edges[stage] + 1] or names[-1:]  # the last name if the last mark cuts
         parameters = _parameters(part, stage)
         tasks = [t for t in part.tasks if t.stage == stage]
         costs = [_flops(executables.tasks[by_task[t.graph]]) for t in tasks]
@@ -97,7 +98,7 @@ def summarise_stages(
 
 
 def _parameters(part: Partition, stage: int) -> list[Value]:
-    """Loop operands that a stage reads whole: whatever is indexed by the microbatch is data."""
+    """Return the loop operands that a stage reads whole; operands indexed by the microbatch are data."""
     operands = set(part.operands)
     tasks = [task for task in part.tasks if task.stage == stage]
     read = dict.fromkeys(v for task in tasks for v in task.graph.inputs if v in operands)
@@ -110,7 +111,7 @@ def _flops(executable: Any) -> float | None:
         return None
     try:
         costs = executable.cost_analysis()
-    except Exception:  # backends differ in what they tell, and in how they refuse
+    except Exception:  # backends differ in their results and in their errors
         return None
     if isinstance(costs, list):
         costs = costs[0] if costs else {}
@@ -131,7 +132,7 @@ def _sent_bytes(loop: Loop, stage: int) -> int:
 
 
 def _held_bytes(part: Partition, stage: int, makers: Sequence[TaskKind], readers: Sequence[TaskKind]) -> int:
-    """What a stage's tasks of some kinds read of the results of others, of this stage or another one."""
+    """Count the bytes of results of `makers`, of any stage, that the `readers` of a stage read."""
     made = {v for t in part.tasks if t.kind in makers for v in t.graph.outputs}
     made -= {a.result for a in part.accumulators} | {c.result for c in part.carries}
     readings = [t.graph.inputs for t in part.tasks if t.stage == stage and t.kind in readers]
@@ -143,7 +144,7 @@ def analyse_memory(
 ) -> tuple[MemoryAnalysis, ...]:
     """Walk the program and count what is live on each rank."""
     argument = [0] * program.num_ranks
-    held: dict[int, tuple[int, int]] = {}  # arguments too: a donated one makes room when it is gone
+    held: dict[int, tuple[int, int]] = {}  # arguments too: a donated argument frees memory
     for ranks, spec, value in zip(program.arguments, executables.in_specs, built.placed.inputs, strict=True):
         for rank, slot in ranks.items():
             shape = NamedSharding(mesh.unstack[rank], spec).shard_shape(tuple(value.aval.shape))
@@ -164,7 +165,7 @@ def analyse_memory(
                 activations.pop(slot, None)
             continue
         rank = instruction.target if isinstance(instruction, Transfer) else instruction.rank
-        if isinstance(instruction, Run):  # its outputs take the place of what it is given
+        if isinstance(instruction, Run):  # its outputs take the memory of its donated inputs
             for position in program.tasks[instruction.task].donate:
                 slot = instruction.inputs[position]
                 owner, size = held.pop(slot, (rank, 0))

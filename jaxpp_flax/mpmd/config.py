@@ -1,4 +1,4 @@
-"""`make_config`: which name runs on which mesh, in which stage, by which schedule."""
+"""`make_config`: the mesh and the stage of each name, and the schedule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["MpmdConfig", "make_config"]
 
 @dataclass(frozen=True)
 class MpmdConfig:
-    """What `make_config` returns; see there."""
+    """The result of `make_config`; see its arguments."""
 
     topology: dict[str, Mesh]
     name_to_mesh_assignment: dict[str, str]
@@ -33,7 +33,7 @@ class MpmdConfig:
 
     @property
     def sharding_mesh(self) -> AbstractMesh:
-        """The first mesh without its devices: for shardings that mean the mesh on which an array ends up."""
+        """The first mesh without its devices: in a sharding, it stands for the mesh of each array."""
         return next(iter(self.topology.values())).abstract_mesh
 
     @cached_property
@@ -52,7 +52,7 @@ class MpmdConfig:
 
     @property
     def schedule(self) -> str | Schedule | None:
-        """The schedule: that of `pipeline_schedule`, or else the one that the options name."""
+        """The schedule: `pipeline_schedule`, or else the one that the options name."""
         return self.partitioning_options.schedule if self.pipeline_schedule is None else self.pipeline_schedule
 
 
@@ -67,24 +67,24 @@ def make_config(
     read_input_output_mesh_from_shardings: bool = False,
     pipeline_schedule: str | Schedule | None = None,
 ) -> MpmdConfig:
-    """Say on which mesh each named computation or array lives.
+    """Assign each named computation or array to a mesh.
 
     Args:
       topology: named meshes, of equal or different shapes, with Auto axes; a device may belong to several.
       name_to_mesh_assignment: for each name in the program (`named_computation`, `named_tensor`) the name of a mesh.
         Work without a name is placed where the fewest bytes are transferred.
-      name_to_stage_assignment: stages of computations, numbers from 0. Neighbours of one mesh form one stage by
-        themselves; with numbers, those of one mesh and one number do.
-      input_mesh_assignment, output_mesh_assignment: prefix trees of arguments and results with names of meshes, or
-        None: to be inferred.
-      partitioning_options: see `make_partitioning_options`; here is the name of the schedule.
-      read_input_output_mesh_from_shardings: the meshes of `in_shardings` and `out_shardings` are such assignments.
-      pipeline_schedule: a schedule's name, or a schedule of `jaxpp_flax.schedules`, before that of the options.
+      name_to_stage_assignment: stages of computations, numbers from 0. Without numbers, neighbours of one mesh form one
+        stage; with numbers, computations of one mesh and one number do.
+      input_mesh_assignment, output_mesh_assignment: prefix trees of arguments and results with names of meshes; None:
+        the mesh is inferred.
+      partitioning_options: see `make_partitioning_options`; they can name the schedule.
+      read_input_output_mesh_from_shardings: use the meshes of `in_shardings` and `out_shardings` as these assignments.
+      pipeline_schedule: a schedule's name, or a schedule of `jaxpp_flax.schedules`; it replaces the options' schedule.
 
     Raises:
-      TypeError: if a name, mesh or stage is of another type.
+      TypeError: if a name, mesh or stage has a wrong type.
       ValueError: if the topology is empty, a name is assigned to an unknown mesh, a stage is negative, or an option
-        is unknown; with the near names.
+        is unknown; the message suggests similar names.
 
     Example:
       >>> import jax, numpy as np

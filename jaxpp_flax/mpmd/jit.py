@@ -1,4 +1,4 @@
-"""`mpmd.jit`: a function partitioned over named meshes by the names in it."""
+"""`mpmd.jit`: partition a function over named meshes, by the names in it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["MpmdWrapped", "jit"]
 
 
 class MpmdWrapped:
-    """What `jit` returns: `lower(*args)` partitions it, and a call compiles it once for each signature."""
+    """The result of `jit`: `lower(*args)` partitions the function; a call compiles it once for each signature."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class MpmdWrapped:
         self._compiled: dict[Hashable, MpmdCompiled] = {}
 
     def __call__(self, *args: Any) -> Any:
-        """Run the function, compiled first where its arguments' structure, types or specs or JAX's settings are new."""
+        """Run the function; compile it first if the arguments' structure, types or specs, or JAX's settings are new."""
         call = self._parameters.split(self._fun, args, {})
         key = call.tree, tuple(zip(_structs(call), map(spec_of, call.leaves), strict=True)), trace_settings()
         compiled = self._compiled.get(key)
@@ -61,8 +61,8 @@ class MpmdWrapped:
         """Partition the function for arguments like these: arrays, or `jax.ShapeDtypeStruct`s in their place.
 
         Raises:
-          TypeError: if an argument is no array.
-          ValueError: whatever does not fit the topology, the assignment or the schedule; see `jit`.
+          TypeError: if an argument is not an array.
+          ValueError: if the function does not fit the topology, the assignment or the schedule; see `jit`.
           RuntimeError: under `jax.disable_jit`.
         """
         refuse_disabled_jit("a function under mpmd.jit")
@@ -105,7 +105,7 @@ def _arguments(call: Call, leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _followed(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
-    """How an argument arrives, as far as the mesh where it lives has the axes."""
+    """Return an argument's spec without the axes that its home mesh lacks."""
     entries = [tuple(a for a in (e if isinstance(e, tuple) else (e,)) if a in axes) or None for e in spec]
     while entries and entries[-1] is None:
         entries.pop()
@@ -123,10 +123,10 @@ def _check_processes(topology: Topology) -> None:
 
 
 def _structs(call: Call, paths: Iterable[str] = repeat("")) -> list[jax.ShapeDtypeStruct]:
-    """The types of the arguments: their memory, but not how they are partitioned.
+    """Return the types of the arguments: with their memory, but without their partition.
 
     Raises:
-      TypeError: if an argument is no array.
+      TypeError: if an argument is not an array.
     """
     try:
         return [_struct_of(leaf, path) for leaf, path in zip(call.leaves, paths, strict=False)]
@@ -141,7 +141,7 @@ def _struct_of(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
 
 
 def _moved(struct: jax.ShapeDtypeStruct, kind: str | None) -> jax.ShapeDtypeStruct:
-    """The type in the memory that is asked for; None: as it is."""
+    """Return the type in another kind of memory; None keeps the type."""
     if kind is None:
         return struct
     return struct.update(sharding=None if kind == "device" else in_memory(None, kind))
@@ -164,18 +164,18 @@ def jit(
         arguments. Differentiate inside of it.
       mpmd_config: from `make_config`.
       in_shardings, out_shardings: prefix trees of `NamedSharding`s, of `PartitionSpec`s or of None, as in `jax.jit`.
-        Their specs are followed on the mesh where an array ends up; write `config.sharding_mesh` for "that mesh".
+        Their specs apply on the mesh of each array; in a `NamedSharding`, write `config.sharding_mesh` for that mesh.
       donate_argnums: as in `jax.jit`.
-      partitioning_options: in place of those of the config.
+      partitioning_options: replaces the options of the config.
       override_func_name: the program's name in text and messages.
 
     Returns:
-      A function; `.lower(*args)` gives its partition, `.lower(*args).compile()` what runs. It returns `jax.Array`s,
-      each on its mesh.
+      A function; `.lower(*args)` gives its partition, `.lower(*args).compile()` the compiled program. It returns
+      `jax.Array`s, each on its mesh.
 
     Raises (when it is lowered):
-      TypeError: if an argument is no array.
-      ValueError: if a name in the program is not assigned; names within each other are assigned apart; a loop holds
+      TypeError: if an argument is not an array.
+      ValueError: if a name in the program is not assigned; nested names are assigned to different meshes; a loop holds
         names of several meshes; shardings do not fit.
       ScheduleError: if the stages do not fit the schedule, or the program cannot run by it.
 

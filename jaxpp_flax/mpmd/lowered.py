@@ -1,4 +1,4 @@
-"""A program that is partitioned, and one that is compiled."""
+"""A partitioned program, and a compiled program."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ __all__ = ["FunctionMeshAssignment", "FunctionNamedShardings", "MpmdCompiled", "
 
 
 class FunctionNamedShardings:
-    """`input_specs` and `output_specs`: a tree of `NamedSharding`s, each over the mesh where the leaf lives.
+    """`input_specs` and `output_specs`: trees of `NamedSharding`s, each over the mesh of its leaf.
 
-    Where XLA chooses how results are partitioned, reading `output_specs` compiles the program.
+    If XLA chooses the partition of results, reading `output_specs` compiles the program.
     """
 
     def __init__(self, lowered: MpmdLowered) -> None:
@@ -38,12 +38,12 @@ class FunctionNamedShardings:
 
     @property
     def input_specs(self) -> Any:
-        """Of the arguments, as a tuple."""
+        """The shardings of the arguments, as a tuple."""
         return self._lowered.input_shardings
 
     @property
     def output_specs(self) -> Any:
-        """Of the results."""
+        """The shardings of the results."""
         return self._lowered.output_shardings
 
 
@@ -86,12 +86,12 @@ class MpmdLowered:
 
     @property
     def function_named_shardings(self) -> FunctionNamedShardings:
-        """The shardings of arguments and results, on the meshes where they live: what `jax.device_put` takes."""
+        """The shardings of arguments and results on their meshes, for `jax.device_put`."""
         return FunctionNamedShardings(self)
 
     @property
     def function_mesh_assignment(self) -> FunctionMeshAssignment:
-        """The names of the meshes where arguments and results live."""
+        """The names of the meshes of arguments and results."""
         names = self.topology.names
         results = [names[rank] for rank in self.built.placement.results]
         return FunctionMeshAssignment(
@@ -111,7 +111,7 @@ class MpmdLowered:
 
     @cached_property
     def _wanted(self) -> list[Wanted]:
-        """Where the program reads its constants and arguments."""
+        """The ranks and the shardings with which the program reads its constants and arguments."""
         inputs, placement = self.built.step.inputs, self.built.placement
         names = [""] * len(self._constants) + [leaf.path for leaf in self.signature.leaves]
         return [
@@ -134,7 +134,7 @@ class MpmdLowered:
 
     @property
     def transferred_bytes(self) -> int:
-        """Bytes that one call sends between meshes."""
+        """The bytes that one call sends between meshes."""
         return self.built.placement.transferred
 
     def compile(self) -> MpmdCompiled:
@@ -143,7 +143,7 @@ class MpmdLowered:
 
     def _bind(self) -> Binding:
         program = self._executables.program
-        # A constant that is returned has no sharding of its own: it comes as it is asked for.
+        # A returned constant has no sharding of its own: it gets the requested one.
         specs = [spec or PartitionSpec() for spec in self._out_specs]
         meshes = [self.topology.unstack[rank] for rank in self.built.placement.results]
         results = [
@@ -166,10 +166,10 @@ class MpmdLowered:
             )
 
     def as_text(self, dialect: str = "mpmd") -> str:
-        """The program as text: `"mpmd"` (fragments, transfers, each fragment's equations) or `"program"` (slots).
+        """Return the program as text: `"mpmd"` (fragments, transfers, each fragment's equations) or `"program"` (slots).
 
         Raises:
-          ValueError: for another dialect.
+          ValueError: for any other dialect.
         """
         if dialect == "mpmd":
             return as_text(self.built, self.topology.names, self.signature.function, self._specs)
@@ -179,7 +179,7 @@ class MpmdLowered:
 
 
 class MpmdCompiled:
-    """A compiled program; call it with arguments of the structure and types it was lowered for."""
+    """A compiled program; it takes arguments of the structure and types for which it was lowered."""
 
     def __init__(self, lowered: MpmdLowered, executables: Executables, binding: Binding) -> None:
         self._lowered, self._binding = lowered, binding
@@ -200,10 +200,10 @@ class MpmdCompiled:
         return self._lowered.as_text(dialect)
 
     def __call__(self, *args: Any) -> Any:
-        """Run the program. Arguments that are not where it wants them are copied there first.
+        """Run the program; arguments on other devices are copied first.
 
         Raises:
-          TypeError: if the arguments differ from those it was lowered for.
+          TypeError: if an argument differs in structure or type from the lowered program.
           RuntimeError: if an argument was donated to an earlier call.
         """
         leaves, tree = jax.tree_util.tree_flatten((args, {}))
@@ -211,21 +211,21 @@ class MpmdCompiled:
         return self.run(leaves)
 
     def run(self, leaves: Sequence[Any]) -> Any:
-        """Run on flat arguments whose types are known to fit."""
+        """Run on flat arguments whose types fit the program; the types are not checked."""
         environment = self._binding.environment(leaves)
         self._runtime.run(environment)
         return self._binding.collect(environment)
 
 
 def _result(result: Mapping[int, int] | Constant, sharding: NamedSharding) -> Callable[[list[Any]], jax.Array]:
-    """How a result is made of the slots after a run; `sharding` is for one that is known before."""
+    """Return a function that makes a result from the slots after a run; `sharding` is for a constant result."""
     if isinstance(result, Constant):
         return lambda _: jax.device_put(jax.numpy.asarray(result.value, result.aval.dtype), sharding)
     return operator.itemgetter(next(iter(result.values())))
 
 
 def _place(value: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array:
-    """As the engine's `place`; an array of the caller that lies there already is read as it is."""
+    """Place a value like the engine's `place`; an array that already has the sharding is used without a copy."""
     if isinstance(value, jax.Array) and value.sharding == sharding and may_alias is not False:
         if value.is_deleted():
             raise RuntimeError("an argument has been deleted")  # the binding names it

@@ -1,6 +1,6 @@
-"""What a program is annotated with: names of computations and arrays, calls for microbatches, loops over them.
+"""Annotations of a program: names of computations and arrays, calls for microbatches, loops over microbatches.
 
-Under plain `jax.jit`, and outside any `jit`, all of these compute what they would compute without the annotation.
+Under plain `jax.jit`, and outside any `jit`, an annotation changes no result.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ RESERVED_PREFIX = "partir."
 
 
 def check_name(name: Any) -> str:
-    """A name that may be assigned to a mesh.
+    """Check that a name may be assigned to a mesh, and return it.
 
     Raises:
-      TypeError: if it is no string.
-      ValueError: if it is empty or reserved.
+      TypeError: if the name is not a string.
+      ValueError: if the name is empty or reserved.
     """
     if not isinstance(name, str):
         raise TypeError(f"a computation's name must be a string, got {name!r} ({type(name).__name__}).")
@@ -60,21 +60,21 @@ def named_computation(
     transpose_count: int = 0,
     static_argnames: str | Sequence[str] | None = None,
 ) -> Any:
-    """Give a function a name, by which `make_config` assigns it, and its backward pass, to a mesh.
+    """Give a function a name; `make_config` assigns the function and its backward pass to a mesh by this name.
 
     Args:
       fun: any JAX function; it may close over arrays. Without it, a decorator is returned.
-      name: what assignments and messages call it. Several computations may share a name; then they share a mesh.
+      name: the name in assignments and messages. Several computations may share a name; then they share a mesh.
       transpose_count: for a backward pass written by hand: 1 for the transpose of the forward computation of this
-        name, 2 for the transpose of that. What JAX transposes is counted by itself.
-      static_argnames: arguments that are no arrays, as in `jax.jit`.
+        name, 2 for the transpose of the transpose. Transposes made by JAX are counted automatically.
+      static_argnames: arguments that are not arrays, as in `jax.jit`.
 
     Returns:
       A function that computes the same.
 
     Raises:
-      TypeError: if `name` is no string.
-      ValueError: if it is empty or reserved (`main`, `partir....`), or `transpose_count` is negative.
+      TypeError: if `name` is not a string.
+      ValueError: if `name` is empty or reserved (`main`, `partir....`), or `transpose_count` is negative.
 
     Example:
       >>> import jax.numpy as jnp
@@ -172,7 +172,7 @@ mlir.register_lowering(named_tensor_p, lambda ctx, x, **_: [x])
 
 
 def named_tensor(tensor: jax.typing.ArrayLike, name: str) -> jax.Array:
-    """Give an array a name, by which `make_config` assigns it, and its gradient, to a mesh.
+    """Give an array a name; `make_config` assigns the array and its gradient to a mesh by this name.
 
     Args:
       tensor: an array of any shape and dtype.
@@ -190,10 +190,10 @@ def named_tensor(tensor: jax.typing.ArrayLike, name: str) -> jax.Array:
 
 
 def reduce(arr: T) -> T:
-    """Say that `arr` may be reduced over meshes: a sum, product, maximum... of arrays that live on several.
+    """Say that `arr` may be reduced over meshes: a sum, product, maximum... of arrays that live on several meshes.
 
-    Nothing needs to be said here: every unnamed computation is placed where the fewest bytes are transferred, sums
-    over meshes among them. The function stands for programs that say it; it returns its argument.
+    This package does not need the annotation: every unnamed computation, also a sum over meshes, is placed so that
+    few bytes are transferred. The function exists for programs that call it; it returns its argument.
 
     Example:
       >>> import jax.numpy as jnp
@@ -206,8 +206,8 @@ def reduce(arr: T) -> T:
 def broadcast(arr: T) -> T:
     """Say that `arr` may be read on several meshes.
 
-    Nothing needs to be said here: what is computed from constants is computed on every mesh that reads it, and an
-    array is sent to each mesh once. The function stands for programs that say it; it returns its argument.
+    This package does not need the annotation: a value computed from constants is computed on every mesh that reads
+    it, and an array is sent to each mesh once. The function exists for programs that call it; it returns its argument.
 
     Example:
       >>> import jax.numpy as jnp
@@ -218,13 +218,13 @@ def broadcast(arr: T) -> T:
 
 
 def fori_loop(num_iterations: int, body_fun: Callable[[Any, T], T], init_val: T) -> T:
-    """`jax.lax.fori_loop` from 0 whose iterations are microbatches: each is a `call` with its own counter.
+    """Run `jax.lax.fori_loop` from 0 with microbatches as iterations: each is a `call` with its own counter.
 
     The loop is unrolled, and its body traced once.
 
     Args:
-      num_iterations: how often `body_fun` runs.
-      body_fun: from the index (a `uint32` scalar) and the value to the next value.
+      num_iterations: the number of times that `body_fun` runs.
+      body_fun: takes the index (a `uint32` scalar) and the value, and returns the next value.
       init_val: the first value: any tree of arrays. Its structure, shapes and dtypes must stay.
 
     Raises:
@@ -268,16 +268,16 @@ def _is_array(x: Any) -> bool:
 
 
 def enumerated_for(body_fun: Callable[[T, Any, Any], T], initial_carry: T, inputs: Any, *, unroll: bool = False) -> T:
-    """`for i, x in enumerate(inputs): carry = body_fun(carry, i, x)`, where each iteration is a microbatch.
+    """Run `for i, x in enumerate(inputs): carry = body_fun(carry, i, x)`; each iteration is a microbatch.
 
     Args:
-      body_fun: from the carry, the index and the i-th inputs to the next carry.
+      body_fun: takes the carry, the index and the i-th inputs, and returns the next carry.
       initial_carry: the first carry: any tree of arrays.
       inputs: a tree whose leaves are lists or tuples of arrays, all of one length.
       unroll: the loop is unrolled in any case; its body is traced once.
 
     Raises:
-      ValueError: if a leaf of `inputs` is no sequence of arrays, or the lengths differ.
+      ValueError: if a leaf of `inputs` is not a sequence of arrays, or the lengths differ.
 
     Example:
       >>> import jax.numpy as jnp

@@ -1,12 +1,13 @@
-"""What keeps a sum over the batch a sum of its shards' parts: the one table of operations that a sum is deferred past.
+"""The linear operations: a sum over the batch stays a sum of its shards' parts. A sum is deferred past these only.
 
-An operation `f` is in the table only where `f(a) + f(b)` is `f(a + b)` for every `a` and `b` of the dtypes at hand, but
-for the rounding that a float sum has in any order. What is not in the table is not deferred past. By dtype:
+An operation `f` is in the table only if `f(a) + f(b)` is `f(a + b)` for every `a` and `b` of the dtypes at hand, apart
+from the rounding that a float sum has in any order. A sum is never deferred past other operations. By dtype:
 
-- integers add up modulo a power of two. Parts that wrap around give the total that wraps around, as long as the dtype
-  stays: another integer dtype or a float tells one from the other. Integer division rounds each part.
+- integers add up modulo a power of two. Parts that wrap around give the total that wraps around, if the dtype stays
+  the same: another integer dtype or a float shows the difference. Integer division rounds each part.
 - floats widen without loss. A narrower dtype rounds each part, and an integer or bool dtype cuts it off.
-- float16 ends at 65504, which parts pass whose total does not: its sums are moved and widened, and nothing else.
+- float16 ends at 65504. Parts may pass this limit although their total does not. So float16 sums may only be moved
+  and widened.
 - bool, the 4-bit and the 8-bit float dtypes are never summed in parts: they do not add up at all, or saturate.
 """
 
@@ -25,7 +26,7 @@ from jaxpp_flax.engine.tracing.ir import Equation
 
 __all__ = ["LINEAR", "Linear", "Operands", "accumulates", "holds", "parts_add_up", "summed_in"]
 
-# A dtype of JAX's: NumPy's, an ml_dtypes one, or an extended one such as that of PRNG keys.
+# A dtype of JAX: one of NumPy, one of ml_dtypes, or an extended dtype such as the dtype of PRNG keys.
 DType = Any
 
 _WHOLE = frozenset(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
@@ -34,21 +35,21 @@ _SUMMED = _ACCUMULATED | {"float16"}
 
 
 class Operands(enum.Enum):
-    """Where an operation reads the sum; every other operand must be the same on all shards."""
+    """The operands in which an operation reads the sum; every other operand must be the same on all shards."""
 
     FIRST = enum.auto()
     EITHER = enum.auto()
     EVERY = enum.auto()
-    PADDED = enum.auto()  # the first; the second, which stands where the first has nothing, must be zero
+    PADDED = enum.auto()  # the first; the second fills the gaps of the first, and must be zero
 
 
 @dataclass(frozen=True)
 class Linear:
     """A row of the table.
 
-    `keeps(equation, kept)` gives the dtype that holds the parts of the result without loss, or None if these do not
-    add up to the result; `kept` is that dtype of the operands' parts. It is narrower than the result's own dtype where
-    the parts were widened, and they may be narrowed to it again.
+    `keeps(equation, kept)` gives the dtype that holds the parts of the result without loss, or None if the parts do
+    not add up to the result. `kept` is the dtype that holds the operands' parts without loss. If the parts were
+    widened, this dtype is narrower than the result's own dtype, and the parts may be narrowed to it again.
     """
 
     operands: Operands
@@ -56,12 +57,12 @@ class Linear:
 
 
 def accumulates(dtype: DType) -> bool:
-    """Whether sums of this dtype may be taken in any order and in parts."""
+    """Return whether sums of this dtype may be taken in any order and in parts."""
     return dtype.name in _ACCUMULATED
 
 
 def summed_in(equation: Equation) -> DType | None:
-    """The dtype that holds the parts of an equation's sum over the batch; None if these do not add up to the sum."""
+    """Return the dtype that holds the parts of an equation's sum over the batch; None if they do not add up to it."""
     positions = _SUMS.get(equation.primitive, ())
     dtype = equation.outputs[0].aval.dtype
     exact = all(holds(equation.inputs[i].aval.dtype, dtype) for i in positions)
@@ -69,9 +70,9 @@ def summed_in(equation: Equation) -> DType | None:
 
 
 def parts_add_up(operands: Sequence[DType], result: DType) -> bool:
-    """Whether a product may sum each shard's part in the dtype of its result, and these parts in it too.
+    """Return whether a product may sum each shard's part, and then these parts, in the dtype of its result.
 
-    Sums in the operands' own dtype stay as they are, float16's too: what they round and hold is what was asked for.
+    Sums in the operands' own dtype stay as they are, float16 too: the user asked for this rounding and range.
     """
     return all(_adds_up(dtype, result) for dtype in operands)
 
@@ -79,7 +80,7 @@ def parts_add_up(operands: Sequence[DType], result: DType) -> bool:
 def _adds_up(operand: DType, result: DType) -> bool:
     if holds(operand, result):
         return True
-    if not jnp.issubdtype(operand, jnp.inexact):  # integers wrap around alike everywhere, or are rounded as floats are
+    if not jnp.issubdtype(operand, jnp.inexact):  # integers wrap around alike everywhere, or are rounded like floats
         return jnp.issubdtype(result, jnp.integer) or accumulates(result)
     if jnp.issubdtype(operand, jnp.complexfloating) and jnp.issubdtype(result, jnp.floating):
         return holds(jnp.finfo(operand).dtype, result)  # the real part of a sum is the sum of the real parts
@@ -87,7 +88,7 @@ def _adds_up(operand: DType, result: DType) -> bool:
 
 
 def holds(narrow: DType, wide: DType) -> bool:
-    """Whether every value of one dtype is a value of the other, of the same kind."""
+    """Return whether `wide` can represent every value of `narrow`, and is of the same kind."""
     if narrow == wide:
         return True
     if jnp.issubdtype(narrow, jnp.integer) and jnp.issubdtype(wide, jnp.integer):
@@ -101,7 +102,7 @@ def holds(narrow: DType, wide: DType) -> bool:
 
 
 def _moves(equation: Equation, kept: DType) -> DType | None:
-    """Entries are moved, repeated, dropped or negated: exact in every dtype."""
+    """Keep the dtype: entries are moved, repeated, dropped or negated, which is exact in every dtype."""
     return kept
 
 
@@ -112,7 +113,7 @@ def _converts(equation: Equation, kept: DType) -> DType | None:
 
 
 def _computes(equation: Equation, kept: DType) -> DType | None:
-    """Parts are added up or multiplied, in the dtype of the result."""
+    """Return the result's dtype, in which parts are added up or multiplied; None if it cannot hold them."""
     dtype = equation.outputs[0].aval.dtype
     return dtype if _converts(equation, kept) is not None and accumulates(dtype) else None
 
@@ -122,7 +123,7 @@ def _divides(equation: Equation, kept: DType) -> DType | None:
 
 
 def _contracts(equation: Equation, kept: DType) -> DType | None:
-    """A product; an algorithm that is asked for by name may round its operands to a narrow dtype first."""
+    """Treat a product; an algorithm that the user names may round its operands to a narrow dtype first."""
     precision = equation.params["precision"]
     return _computes(equation, kept) if precision is None or isinstance(precision, tuple) else None
 
@@ -148,7 +149,7 @@ LINEAR: Mapping[Any, Linear] = {
     primitives.transpose_p: Linear(Operands.FIRST, _moves),
 }
 
-# Which operands a sum over the batch adds up; a scatter has its indices between.
+# The operands that a sum over the batch adds up; a scatter has its indices between them.
 _SUMS: Mapping[Any, tuple[int, ...]] = {
     primitives.dot_general_p: (0, 1),
     primitives.reduce_sum_p: (0,),

@@ -1,4 +1,4 @@
-"""Who gets which result when ranks belong to several processes: losses and metrics go to all of them."""
+"""The results that every process gets when ranks belong to several processes, such as losses and metrics."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jaxpp_flax.engine.tracing.ir import Atom, Value
 
 __all__ = ["Audience"]
 
-_SMALL_BYTES = 1024  # a vector of losses; larger results are sent to all only where that is asked for
+_SMALL_BYTES = 1024  # a vector of losses; larger results are sent to all processes only on request
 
 
 @dataclass(frozen=True)
 class Audience:
-    """Which processes own devices of each rank, and for each result whether every process must get it.
+    """The processes that own devices of each rank, and for each result whether every process must get it.
 
-    A result that is not asked for goes to all processes if it is a scalar, or if it is small and no new value of an
+    Without a request, a result goes to all processes if it is a scalar, or if it is small and not the new value of an
     argument: a loss for each microbatch, but not the bias of a layer.
 
     Example:
@@ -31,21 +31,21 @@ class Audience:
 
     @classmethod
     def of(cls, mesh: MpmdMesh, everywhere: Sequence[bool]) -> Audience | None:
-        """That of a mesh; None where one process owns all of it."""
+        """Make the audience of a mesh; None if one process owns the whole mesh."""
         owners = tuple(
             frozenset(device.process_index for device in mesh.rank_devices(rank)) for rank in range(mesh.mpmd_dim)
         )
         return cls(owners, tuple(everywhere)) if len(frozenset.union(*owners)) > 1 else None
 
     def is_for_all(self, position: int, atom: Atom, updated: frozenset[int]) -> bool:
-        """Whether every process gets a result; `updated` are the ranks of the argument that it is a new value of."""
+        """Return whether every process gets a result; `updated` are the ranks of the argument that it updates."""
         if not isinstance(atom, Value):  # a constant: every process makes its own
             return False
         small = not atom.aval.shape or (atom.nbytes <= _SMALL_BYTES and not updated)
         return self.everywhere[position] or small
 
     def reaching_all(self, ranks: frozenset[int]) -> frozenset[int]:
-        """`ranks` and as many others as it takes for every process to own one."""
+        """Return `ranks` and further ranks, so that every process owns one of them."""
         chosen = set(ranks)
         reached = frozenset[int]().union(*(self.owners[rank] for rank in ranks))
         for rank, owners in enumerate(self.owners):

@@ -1,8 +1,8 @@
 """Find gradients that are sums over the examples of a batch: linear in contractions over the batch dimension.
 
-What is linear, in which dtypes, stands in `linearity`. Scans over layers are looked into: the gradients that a scan
-stacks or adds up qualify by what its body does. So are shard_maps: a gradient that the body sums over the data axis
-last of all qualifies.
+`linearity` lists the linear operations and their dtypes. The search also looks into scans over layers: the body
+decides whether the gradients that a scan stacks or adds up qualify. The search looks into shard_maps too: a gradient
+qualifies if the last operation of the body sums it over the data axis.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Chain", "ChainFinder"]
 
 @dataclass(frozen=True)
 class Chain:
-    """The equations from the contractions over the batch to one gradient, in order.
+    """The equations that lead from the contractions over the batch to one gradient, in order.
 
     `scanned` holds the results of scans and shard_maps that are partial sums themselves.
     """
@@ -41,7 +41,7 @@ class Chain:
 
 @dataclass
 class _Found:
-    """What a search for a chain has collected."""
+    """The results of a search for a chain, so far."""
 
     equations: list[Equation] = field(default_factory=list)
     axes: set[Any] = field(default_factory=set)
@@ -51,7 +51,7 @@ class _Found:
 
 @dataclass
 class _OpenScan:
-    """A scan with what its body shows; `chains` are those that make up its results, by position."""
+    """A scan, opened; `chains` gives, by position, the chains that make up each result."""
 
     scan: Scan
     finder: ChainFinder
@@ -59,12 +59,12 @@ class _OpenScan:
 
 
 class ChainFinder:
-    """Finds chains in a graph, and looks into its scans and shard_maps on the way.
+    """Finds chains in a graph and in its scans and shard_maps.
 
     Args:
-      body: plain calls inlined.
+      body: a graph with plain calls inlined.
       dims: the batch dimensions of its values, see `propagate`.
-      size: number of shards over given mesh axes.
+      size: returns the number of shards over given mesh axes.
     """
 
     def __init__(self, body: Graph, dims: Mapping[Value, BatchDim], size: Callable[[Any], int]) -> None:
@@ -76,7 +76,7 @@ class ChainFinder:
         self.users = use_counts(body.equations, body.outputs)
 
     def chain(self, value: Value) -> Chain | None:
-        """How a value is made of contractions over the batch, or None if it is not linear in such."""
+        """Return the chain from contractions over the batch to a value; None if the value is not linear in them."""
         found = _Found()
         if self._visit(value, found) is None or len(found.axes) != 1:
             return None
@@ -84,9 +84,9 @@ class ChainFinder:
         return Chain(value, tuple(ordered), found.axes.pop(), frozenset(found.split), frozenset(found.scanned))
 
     def _visit(self, value: Atom, found: _Found) -> Any:
-        """The dtype that holds the shards' parts of a sum over the batch; None if `value` is not the sum of parts.
+        """Return the dtype that holds the shards' parts of a sum over the batch; None if `value` is no such sum.
 
-        Collects what lies between the contractions over the batch and the value.
+        Collect the equations between the contractions over the batch and the value.
         """
         equation = self.producer.get(value) if isinstance(value, Value) else None
         if not isinstance(value, Value) or equation is None or self.users.get(value, 0) != 1 or value in self.dims:
@@ -114,7 +114,7 @@ class ChainFinder:
         return kept
 
     def _passed_on(self, equation: Equation, found: _Found) -> Any:
-        """The dtype that holds the parts behind an operation on sums over the batch, by the table of linear ones."""
+        """Return the dtype that holds the parts after a linear operation on sums over the batch; see `LINEAR`."""
         rule = LINEAR.get(equation.primitive)
         if rule is None:
             return None
@@ -133,7 +133,7 @@ class ChainFinder:
         return rule.keeps(equation, kept[0])
 
     def scan_chains(self, equation: Equation, position: int) -> tuple[Chain, ...] | None:
-        """How a scan's result is a sum over the batch: stacked by the scan, or added up from zero in its carry."""
+        """Return the chains of a scan's result that is stacked, or added up from zero in the carry; else None."""
         if equation.effects:
             return None
         opened = self.scans.get(equation)
@@ -154,7 +154,7 @@ class ChainFinder:
         return opened.chains[position]
 
     def summed_by_shard_map(self, equation: Equation, position: int) -> Any:
-        """The axes of the batch over which a shard_map itself sums up one of its results, or None."""
+        """Return the batch axes over which a shard_map itself sums one of its results, or None."""
         axes = {self.dims[a][1] for a in equation.inputs if isinstance(a, Value) and a in self.dims}
         if equation.effects or len(axes) != 1:
             return None
@@ -164,7 +164,7 @@ class ChainFinder:
         return over if summed_in_shard_map(equation, self.mapped[equation], position, over) else None
 
     def added_to(self, before: Value, after: Atom) -> list[Atom]:
-        """What the body adds to a carry in each step, if that is all that it does with it; or else nothing."""
+        """Return the summands that the body adds to a carry in each step; none if it uses the carry in another way."""
         summands: list[Atom] = []
         while after is not before:
             made = self.producer.get(after) if isinstance(after, Value) else None
@@ -178,7 +178,7 @@ class ChainFinder:
         return summands if self.users.get(before) == 1 else []
 
     def _descends(self, atom: Atom, from_value: Value) -> bool:
-        """Whether a sum has a value among its summands."""
+        """Return whether a sum has `from_value` among its summands."""
         while atom is not from_value:
             made = self.producer.get(atom) if isinstance(atom, Value) else None
             if made is None or made.name not in ("add", "add_any"):
@@ -189,7 +189,7 @@ class ChainFinder:
         return True
 
     def _depends(self, atom: Atom) -> bool:
-        """Whether an operand comes, through untagged values, from a contraction over the batch."""
+        """Return whether an operand comes, through untagged values, from a contraction over the batch."""
         stack, seen = [atom], set[Atom]()
         while stack:
             current = stack.pop()
@@ -226,7 +226,7 @@ class ChainFinder:
         return False
 
     def _is_zero(self, atom: Atom) -> bool:
-        """Whether an operand is a broadcast literal zero: copies of it may be added without a trace."""
+        """Return whether an operand is a broadcast literal zero: adding copies of it changes no result."""
         if isinstance(atom, Constant):
             return not np.any(np.asarray(atom.value))
         equation = self.producer.get(atom)

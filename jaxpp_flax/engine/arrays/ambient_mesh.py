@@ -1,4 +1,4 @@
-"""The mesh that JAX sees while a step is traced: that of one stage, whatever `jax.set_mesh` says around it."""
+"""The mesh that JAX sees while a step is traced: the mesh of one stage. An outer `jax.set_mesh` has no effect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @contextmanager
 def context_mesh(mesh: AbstractMesh | None) -> Generator[None, None, None]:
-    """Inside, JAX's context holds `mesh` alone (None: no mesh), even where `jax.set_mesh` has put another one there.
+    """Set JAX's context mesh to `mesh` (None: no mesh), even inside `jax.set_mesh` with another mesh.
 
     Example:
       >>> import numpy as np
@@ -27,13 +27,13 @@ def context_mesh(mesh: AbstractMesh | None) -> Generator[None, None, None]:
       ...     jax.sharding.get_abstract_mesh().empty
       True
     """
-    # `use_abstract_mesh` alone refuses a mesh of another size than the one before it.
+    # `use_abstract_mesh` alone refuses a mesh whose size differs from the mesh before it.
     with jax.set_mesh(None), jax.sharding.use_abstract_mesh(mesh) if mesh is not None else nullcontext():
         yield
 
 
 def trace_settings() -> Hashable:
-    """JAX's settings that belong to the key of a traced step; a mesh of `jax.set_mesh` changes no step, and is none.
+    """Return JAX's settings for the key of a traced step. A mesh of `jax.set_mesh` changes no step: it is left out.
 
     Example:
       >>> import numpy as np
@@ -47,21 +47,21 @@ def trace_settings() -> Hashable:
 
 
 def trace_for_stages(trace: Callable[[AbstractMesh], T], mesh: MpmdMesh) -> T:
-    """Trace a step under the submesh, for that is what each stage runs on.
+    """Trace a step under the submesh, because each stage runs on the submesh.
 
-    JAX lets a step name no other mesh beside that of the context, in `jax.shard_map` and in shardings that are types.
-    A step that names the whole mesh is therefore traced again, under that one; `on_submesh` then moves it.
+    In `jax.shard_map` and in shardings that are types, JAX lets a step name only the mesh of the context. A step that
+    names the whole mesh is therefore traced again, under the whole mesh; `on_submesh` then moves the result.
 
     Args:
       trace: traces the step for one of the two meshes.
       mesh: the whole mesh.
 
     Raises:
-      ValueError: the step's own, from the trace under the submesh; of meshes and axes that a stage has not got, with
-        what to change.
+      ValueError: the step's own, from the trace under the submesh. If a stage lacks the mesh or axis that the step
+        names, the message says what to change.
     """
     whole = mesh.jax_mesh.abstract_mesh
-    # As JAX writes it in such an error; another error would come again.
+    # JAX writes the mesh this way in such an error; any other error would come again.
     named = ", ".join(f"{axis!r}: {size}" for axis, size in whole.shape.items())
     try:
         with context_mesh(mesh.abstract_submesh):
@@ -82,7 +82,7 @@ def trace_for_stages(trace: Callable[[AbstractMesh], T], mesh: MpmdMesh) -> T:
 
 
 def _remedy(error: str, mesh: MpmdMesh) -> str | None:
-    """What to say of an error of JAX's about meshes."""
+    """Return advice for an error of JAX about meshes; None for other errors."""
     if "not found in mesh" in error:
         axes = [name for name in mesh.jax_mesh.axis_names if name != mesh.mpmd_axis_name]
         return (

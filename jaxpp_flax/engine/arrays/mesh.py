@@ -1,7 +1,7 @@
-"""`MpmdMesh`: a device mesh of which one axis counts pipeline ranks; `MpmdSharding`: where in it an array lives.
+"""`MpmdMesh`: a device mesh with one axis that counts pipeline ranks; `MpmdSharding`: the place of an array in it.
 
-Each position along that axis is one rank: a group of devices that runs programs of its own. The other axes (data,
-fsdp, tensor, expert) are shared by all ranks and shard the arrays inside each of them.
+Each position along that axis is one rank: a group of devices that runs programs of its own. All ranks share the other
+axes (data, fsdp, tensor, expert), which shard the arrays inside each rank.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ class RankMeshes(Protocol):
 
     @cached_property
     def unstack(self) -> Sequence[Mesh]:
-        """Each rank's mesh."""
+        """The mesh of each rank."""
         ...
 
     @cached_property
     def local_ranks(self) -> tuple[int, ...]:
-        """Ranks with at least one device in this process."""
+        """The ranks with at least one device in this process."""
         ...
 
     def rank_devices(self, rank: int) -> tuple[Device, ...]:
-        """The devices of one rank, in the order of its mesh."""
+        """Return the devices of one rank, in the order of its mesh."""
         ...
 
 
 @dataclass(frozen=True, repr=False)
 class MpmdMesh:
-    """A `jax.sharding.Mesh` with the axis along which different programs run.
+    """A `jax.sharding.Mesh` with the name of the axis along which different programs run.
 
     Args:
       jax_mesh: the mesh of all devices. A device may stand at several ranks: one GPU can hold four stages.
       mpmd_axis_name: name of the axis that counts the ranks.
 
     Raises:
-      TypeError: if `jax_mesh` is no `jax.sharding.Mesh`.
+      TypeError: if `jax_mesh` is not a `jax.sharding.Mesh`.
       ValueError: if the mesh has no such axis.
 
     Example:
@@ -94,20 +94,20 @@ class MpmdMesh:
 
     @cached_property
     def mpmd_axis(self) -> int:
-        """Position of the ranks' axis among the mesh's axes."""
+        """The position of the ranks' axis among the mesh's axes."""
         return self.jax_mesh.axis_names.index(self.mpmd_axis_name)
 
     @cached_property
     def mpmd_dim(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return self.jax_mesh.devices.shape[self.mpmd_axis]
 
     @cached_property
     def unstack(self) -> list[Mesh]:
-        """Each rank's submesh: its devices under all axes of the mesh, of which the ranks' own has size 1."""
+        """The submesh of each rank: its devices under all axes of the mesh. The ranks' axis has size 1."""
         axis = self.mpmd_axis
         types = list(self.jax_mesh.axis_types)
-        # No array is ever partitioned over the ranks' axis, so its own type must not decide that of the submesh.
+        # No array is ever partitioned over the ranks' axis, so its type must not decide the type of the submesh.
         others = types[:axis] + types[axis + 1 :]
         types[axis] = AxisType.Explicit if AxisType.Explicit in others else AxisType.Auto
         parts = np.split(self.jax_mesh.devices, self.mpmd_dim, axis)
@@ -115,16 +115,16 @@ class MpmdMesh:
 
     @property
     def mpmd_idx_for_mesh(self) -> Mapping[Mesh, int]:
-        """The rank of each submesh of `unstack`; the first one where ranks share their devices."""
+        """The rank of each submesh of `unstack`; the first one if ranks share their devices."""
         return {mesh: rank for rank, mesh in reversed(list(enumerate(self.unstack)))}
 
     @property
     def device_mpmd_idx(self) -> Mapping[Device, int]:
-        """The rank of each device; the first one where a device stands at several."""
+        """The rank of each device; the first one if a device stands at several ranks."""
         return {device: rank for rank in reversed(range(self.mpmd_dim)) for device in self.rank_devices(rank)}
 
     def mpmd_indices_for_mesh(self, mesh: Mesh) -> tuple[int, ...] | None:
-        """The ranks, ascending, whose devices `mesh` consists of; None if there are none such.
+        """Return the ranks, ascending, whose devices make up `mesh`; None if there are no such ranks.
 
         Example:
           >>> import jax, numpy as np
@@ -139,21 +139,21 @@ class MpmdMesh:
 
     @cached_property
     def abstract_submesh(self) -> AbstractMesh:
-        """The ranks' submesh without its devices: what a program that any rank may run is traced under."""
-        # A submesh's own, since one built by hand lacks the device kind and is unequal to it.
+        """The ranks' submesh without its devices, for tracing a program that any rank may run."""
+        # Taken from a submesh: an abstract mesh built by hand lacks the device kind and is unequal to it.
         return self.unstack[0].abstract_mesh
 
     @cached_property
     def is_explicit(self) -> bool:
-        """Whether shardings over an axis of the submesh are part of the arrays' types."""
+        """True if shardings over an axis of the submesh are part of the arrays' types."""
         return AxisType.Explicit in self.unstack[0].axis_types
 
     def lowering_mesh(self) -> Mesh:
-        """The submesh for tracing: that of this process's first rank, or of rank 0 if it has none."""
+        """Return the submesh for tracing: of this process's first rank, or of rank 0 if the process has no rank."""
         return self.unstack[self.local_ranks[0] if self.local_ranks else 0]
 
     def mpmd_submesh(self, mpmd_indices: Iterable[int]) -> MpmdMesh:
-        """The mesh of some ranks alone, in the given order; all axes stay, the ranks' axis gets shorter.
+        """Return the mesh of some ranks, in the given order; all axes stay, the ranks' axis gets shorter.
 
         Raises:
           ValueError: if `mpmd_indices` is empty or names a rank that the mesh does not have.
@@ -166,7 +166,7 @@ class MpmdMesh:
         return MpmdMesh(mesh, self.mpmd_axis_name)
 
     def rank_devices(self, rank: int) -> tuple[Device, ...]:
-        """The devices of one rank, in the order of its submesh."""
+        """Return the devices of one rank, in the order of its submesh."""
         return self._rank_devices[self.check_rank(rank)]
 
     @cached_property
@@ -175,7 +175,7 @@ class MpmdMesh:
 
     @cached_property
     def local_ranks(self) -> tuple[int, ...]:
-        """Ranks with at least one device in this process: those whose tasks it takes part in."""
+        """The ranks with at least one device in this process: the process takes part in their tasks."""
         process = jax.process_index()
         return tuple(
             rank
@@ -184,7 +184,7 @@ class MpmdMesh:
         )
 
     def is_local(self, rank: int) -> bool:
-        """Whether this process owns a device of `rank`."""
+        """Return whether this process owns a device of `rank`."""
         return self.check_rank(rank) in self.local_ranks
 
     @property
@@ -207,10 +207,10 @@ class MpmdMesh:
         return self.unstack[self.my_mpmd_axis_index]
 
     def check_rank(self, rank: int) -> int:
-        """`rank`, if the mesh has it.
+        """Return `rank` if the mesh has it.
 
         Raises:
-          ValueError: if it has not.
+          ValueError: if the mesh does not have it.
         """
         if not 0 <= rank < self.mpmd_dim:
             raise ValueError(
@@ -220,11 +220,11 @@ class MpmdMesh:
 
 
 class MpmdSharding(NamedSharding):
-    """Where an `MpmdArray` lives: on which ranks, and how it is sharded inside each of them.
+    """The place of an `MpmdArray`: its ranks, and its partition inside each of them.
 
-    It is the `NamedSharding` of the whole array: over the mesh of its ranks, replicated along the ranks' axis. So
-    everything that takes a sharding takes it: `jax.device_put`, `jax.ShapeDtypeStruct`, checkpoint libraries. A rank
-    whose devices belong to an earlier one of the ranks too is left out of that mesh, which names a device once.
+    An `MpmdSharding` is the `NamedSharding` of the whole array: over the mesh of its ranks, replicated along the ranks'
+    axis. So `jax.device_put`, `jax.ShapeDtypeStruct` and checkpoint libraries take it like any sharding. That mesh
+    names each device once: it leaves out a rank if an earlier rank has the same devices.
 
     Args:
       mpmd_mesh: the mesh of all ranks.
@@ -283,7 +283,7 @@ class MpmdSharding(NamedSharding):
         return NamedSharding(self.mesh, self.spec, memory_kind=self.memory_kind)
 
     def local_sharding(self, rank: int) -> NamedSharding:
-        """The sharding of the replica on `rank`, over that rank's submesh; any rank of the mesh may be asked for."""
+        """Return the sharding of a replica on `rank`, over that rank's submesh; `rank` may be any rank of the mesh."""
         found = self._local.get(rank)
         if found is None:
             mesh = self.mpmd_mesh.unstack[self.mpmd_mesh.check_rank(rank)]
@@ -308,7 +308,7 @@ class MpmdSharding(NamedSharding):
 
 
 def _without_axis(spec: PartitionSpec, name: str) -> PartitionSpec:
-    """`spec` without the mesh axis `name`."""
+    """Return `spec` without the mesh axis `name`."""
     if not any(name == part or (isinstance(part, tuple) and name in part) for part in spec):
         return spec
     parts: list[Any] = []
@@ -322,9 +322,9 @@ def _without_axis(spec: PartitionSpec, name: str) -> PartitionSpec:
 
 
 def spec_on(mesh: Mesh, sharding: Any, shape: tuple[int, ...]) -> PartitionSpec | None:
-    """The spec over `mesh` that partitions an array as `sharding` does, or None if there is none.
+    """Return the spec over `mesh` that partitions an array as `sharding` does, or None if there is none.
 
-    XLA may give a compiled program's output a sharding without axis names; they are read off the devices' parts.
+    XLA may give a compiled program's output a sharding without axis names; the devices' parts tell the names.
     """
     if isinstance(sharding, NamedSharding):
         return canonical(sharding.spec)
@@ -348,7 +348,7 @@ def spec_on(mesh: Mesh, sharding: Any, shape: tuple[int, ...]) -> PartitionSpec 
 
 
 def carried_over(spec: PartitionSpec, mesh: Mesh, shape: tuple[int, ...]) -> PartitionSpec:
-    """`spec` as far as `mesh` can follow it: axes that it lacks, or that do not divide the dimension, are left out."""
+    """Return `spec` without the axes that `mesh` lacks, or that do not divide the dimension."""
     entries: list[Any] = []
     for entry, size in zip(spec, shape, strict=False):
         kept: list[str] = []
@@ -362,7 +362,7 @@ def carried_over(spec: PartitionSpec, mesh: Mesh, shape: tuple[int, ...]) -> Par
 
 
 def named_memory(sharding: Any) -> str | None:
-    """The kind of memory that a sharding names; None for the devices' own, by name or without one.
+    """Return the kind of memory that a sharding names; None for device memory, named or not.
 
     Example:
       >>> named_memory(jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="device")) is None
@@ -373,7 +373,7 @@ def named_memory(sharding: Any) -> str | None:
 
 
 def lies_alike(sharding: Any, other: Any) -> bool:
-    """Whether two shardings are equal, but for whether they name the devices' own memory."""
+    """Return whether two shardings are equal; one may name device memory while the other names no memory."""
     if sharding == other:
         return True
     if not (isinstance(sharding, NamedSharding) and isinstance(other, NamedSharding)):
@@ -383,7 +383,7 @@ def lies_alike(sharding: Any, other: Any) -> bool:
 
 
 def axes_in(spec: Iterable[Any]) -> list[str]:
-    """The mesh axes that a PartitionSpec names, in its order.
+    """Return the mesh axes that a PartitionSpec names, in its order.
 
     Example:
       >>> axes_in(PartitionSpec(None, ("data", "tensor")))
@@ -394,7 +394,7 @@ def axes_in(spec: Iterable[Any]) -> list[str]:
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:
-    """One way to write each partition, for comparing: no single names in tuples, no trailing None."""
+    """Write a partition in one standard way, for comparing: no single names in tuples, no trailing None."""
     entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in spec]
     while entries and not entries[-1]:
         entries.pop()

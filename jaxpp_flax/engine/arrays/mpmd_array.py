@@ -35,23 +35,23 @@ def _unary(function: Callable[[Any], Any]) -> Callable[[MpmdArray], Any]:
 class MpmdArray:
     """A logical array on one or more ranks, sharded alike in each of them.
 
-    It holds the replicas of this process's ranks as ordinary `jax.Array`s, and nothing for ranks of other processes.
-    As a leaf of a pytree it behaves like an array: NumPy, `jax.numpy` functions, operators, `float(x)` and printing
-    work wherever a replica is local. `jax.jit` and the rest of JAX see `x.as_jax_array()`, the one array over all its
-    ranks, and so do the operators and `jnp.asarray(x)` where all ranks are local; `x.first_mpmd_replica` is the array
-    of one rank.
+    An `MpmdArray` holds the replicas of this process's ranks as `jax.Array`s, and nothing for ranks of other
+    processes. As a leaf of a pytree it behaves like an array: NumPy, `jax.numpy` functions, operators, `float(x)` and
+    printing work wherever a replica is local. `jax.jit` and the rest of JAX see `x.as_jax_array()`, the one array over
+    all its ranks. The operators and `jnp.asarray(x)` see this array too if all ranks are local.
+    `x.first_mpmd_replica` is the array of one rank.
 
     Args:
-      partially_addressable_arrays: the local replicas: a mapping from ranks, or a sequence (ranks are then told by
-        the devices). Each lies on its rank's devices, sharded by `mpmd_sharding.spec`.
-      mpmd_sharding: where the array lives.
-      shape, dtype: of the whole array; needed only where no replica is local.
-      mpmd_mesh, mpmd_idxs, spec: the parts of the sharding in its place, as earlier versions of JaxPP take them; by
-        default, `spec` is that of the first replica.
+      partially_addressable_arrays: the local replicas: a mapping from ranks, or a sequence (the devices then tell the
+        ranks). Each replica lies on its rank's devices, sharded by `mpmd_sharding.spec`.
+      mpmd_sharding: the ranks of the array, and its partition inside each.
+      shape, dtype: of the whole array; needed only if no replica is local.
+      mpmd_mesh, mpmd_idxs, spec: the parts of the sharding instead of `mpmd_sharding`, as earlier versions of JaxPP
+        take them; by default, `spec` is the spec of the first replica.
 
     Raises:
-      ValueError: if a replica is on the devices of no rank of the sharding, or otherwise sharded, or differs from the
-        others in shape or dtype; or if nothing is local and `shape` or `dtype` is missing.
+      ValueError: if a replica is not on the devices of a rank of the sharding, has another sharding, or differs from
+        the others in shape or dtype; or if no replica is local and `shape` or `dtype` is missing.
       TypeError: if neither `mpmd_sharding` nor its parts are given, or both.
 
     Example:
@@ -75,7 +75,7 @@ class MpmdArray:
     _parts: Mapping[int, jax.Array]
     aval: Any
 
-    # As jax.Array has it: a NumPy array on the left leaves the operation to us.
+    # As in jax.Array: a NumPy array on the left leaves the operation to this class.
     __array_priority__: ClassVar[int] = 100
 
     def __init__(
@@ -119,7 +119,7 @@ class MpmdArray:
 
     @classmethod
     def _from_parts(cls, sharding: MpmdSharding, parts: Mapping[int, jax.Array], aval: Any) -> MpmdArray:
-        """The runtime's constructor: nothing is checked or copied.
+        """Make an array for the runtime, without checks or copies.
 
         `parts` has its ranks in ascending order; `aval` has `shape` and `dtype`.
         """
@@ -129,66 +129,66 @@ class MpmdArray:
         self.aval = aval
         return self
 
-    # What it is.
+    # Type and place.
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole array."""
+        """The shape of the whole array."""
         return self.aval.shape
 
     @property
     def dtype(self) -> Any:
-        """Its dtype."""
+        """The dtype of the array."""
         return self.aval.dtype
 
     @property
     def ndim(self) -> int:
-        """Number of dimensions."""
+        """The number of dimensions."""
         return len(self.aval.shape)
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements."""
         return int(np.prod(self.aval.shape, dtype=np.int64))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one replica, over all of its shards."""
+        """The bytes of one replica, over all of its shards."""
         return self.size * self.aval.dtype.itemsize
 
     @property
     def weak_type(self) -> bool:
-        """Whether its dtype gives way to that of the other operand, as Python scalars' do."""
+        """True if the other operand decides the dtype of a result, as with Python scalars."""
         return bool(getattr(self.aval, "weak_type", False))
 
     @property
     def sharding(self) -> MpmdSharding:
-        """Where it lives, on all processes."""
+        """The sharding over the ranks of all processes."""
         return self._sharding
 
     @property
     def spec(self) -> PartitionSpec:
-        """How it is sharded inside each rank."""
+        """The partition inside each rank."""
         return self._sharding.spec
 
     @property
     def mpmd_idxs(self) -> tuple[int, ...]:
-        """The ranks it lives on, ascending."""
+        """The ranks that have a replica, ascending."""
         return self._sharding.ranks
 
     @property
     def is_mpmd_replicated(self) -> bool:
-        """Whether it lives on several ranks."""
+        """True if several ranks have a replica."""
         return len(self._sharding.ranks) > 1
 
     @property
     def is_partially_addressable(self) -> bool:
-        """Whether this process holds a replica of it, or a part of one."""
+        """True if this process holds a replica, or a part of one."""
         return bool(self._parts)
 
     @property
     def is_fully_addressable(self) -> bool:
-        """Whether all its devices are this process's."""
+        """True if all devices of the array belong to this process."""
         return self._sharding.is_fully_addressable
 
     @property
@@ -199,11 +199,11 @@ class MpmdArray:
     def _mpmd_local_sharding(self) -> NamedSharding:
         return self._sharding.local_sharding(next(iter(self._parts), self._sharding.ranks[0]))
 
-    # Its values.
+    # Values.
 
     @property
     def _value(self) -> jax.Array:
-        """The first local replica, checked to be there and alive."""
+        """The first local replica; an error if there is none, or if it is deleted."""
         for rank, part in self._parts.items():
             if part.is_deleted():
                 raise RuntimeError(self._deleted_message(rank))
@@ -224,11 +224,11 @@ class MpmdArray:
 
     @property
     def _operand(self) -> jax.Array:
-        """What stands for self in JAX: the array over all ranks, or the first local replica where some are remote."""
+        """The array that JAX reads: over all ranks, or the first local replica if some ranks are remote."""
         return self.as_jax_array() if len(self._parts) > 1 and self.is_fully_addressable else self._value
 
     def _beside(self, other: Any) -> tuple[Any, Any]:
-        """What an operation takes for self and `other`: on the same ranks, or on one that both have."""
+        """Return operands for self and `other`: on the same ranks, or on one rank that both have."""
         if isinstance(other, MpmdArray):
             if self.mpmd_idxs == other.mpmd_idxs:
                 return self._operand, other._operand
@@ -251,7 +251,7 @@ class MpmdArray:
 
     @property
     def to_mpmd_local_array(self) -> jax.Array | list[jax.Array] | None:
-        """The local replica; a list of them, by rank, if several are local; None if none is."""
+        """The local replica; a list of replicas, by rank, if several are local; None if none is local."""
         if not self._parts:
             return None
         self._check_alive()
@@ -260,16 +260,16 @@ class MpmdArray:
 
     @property
     def first_mpmd_replica(self) -> jax.Array | None:
-        """The replica on the first of `mpmd_idxs`, or None where that one is not local."""
+        """The replica on the first of `mpmd_idxs`, or None if this replica is not local."""
         part = self._parts.get(self._sharding.ranks[0])
         if part is not None and part.is_deleted():
             raise RuntimeError(self._deleted_message(self._sharding.ranks[0]))
         return part
 
     def as_jax_array(self) -> jax.Array:
-        """One `jax.Array` over the mesh of all its ranks, sharing memory with the replicas.
+        """Return one `jax.Array` over the mesh of all its ranks; it shares memory with the replicas.
 
-        It has no shards where no replica is local. Its sharding is `self.sharding`.
+        The result has no shards if no replica is local. Its sharding is `self.sharding`.
         """
         self._check_alive()
         kept = self._sharding._union_ranks
@@ -281,14 +281,14 @@ class MpmdArray:
             if part.is_deleted():
                 raise RuntimeError(self._deleted_message(rank))
 
-    # Its memory.
+    # Memory.
 
     def is_deleted(self) -> bool:
-        """Whether the memory of a local replica has been given up; False where none is local."""
+        """Return whether the memory of a local replica has been given up; False if no replica is local."""
         return any(part.is_deleted() for part in self._parts.values())
 
     def delete(self) -> None:
-        """Give up the memory of the local replicas; doing it again changes nothing."""
+        """Give up the memory of the local replicas; a second call changes nothing."""
         for part in self._parts.values():
             part.delete()
 
@@ -300,17 +300,17 @@ class MpmdArray:
         return self
 
     def copy_to_host_async(self) -> None:
-        """Begin to copy the first local replica to the host, so that reading it later does not wait."""
+        """Begin to copy the first local replica to the host, so that a later read does not wait."""
         for part in self._parts.values():
             part.copy_to_host_async()
             break
 
-    # As NumPy, JAX and Python see it.
+    # Protocols of NumPy, JAX and Python.
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         with errors_naming_failed_process():
             value = np.asarray(self._value)
-        # The host copy is cached and read-only, as that of a jax.Array is, so a writable one is a copy of it.
+        # The host copy is cached and read-only, as for a jax.Array. So a writable array is a copy of the host copy.
         if copy:
             return np.array(value, dtype)
         return np.asarray(value, dtype) if copy is None else np.asarray(value, dtype, copy=copy)
@@ -356,7 +356,7 @@ class MpmdArray:
         return repr(self) if self.shape and not format_spec else format(self._value, format_spec)
 
     def __repr__(self) -> str:
-        # As JaxPP prints it. The values are in `np.asarray(x)` and `f"{loss:.4f}"`.
+        # The text is the one of JaxPP. `np.asarray(x)` and `f"{loss:.4f}"` give the values.
         text = f"MpmdArray(shape={self.shape}, dtype={self.dtype}, mpmd_idxs={self.mpmd_idxs}"
         return f"{text}, sharding={self._sharding.sharding}{', deleted' if self.is_deleted() else ''})"
 
@@ -369,12 +369,12 @@ class MpmdArray:
         return self._from_parts(self._sharding, parts, self.aval)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled as a NumPy array: devices of this process mean nothing to another one."""
+        """Pickle as a NumPy array: devices of this process mean nothing to another process."""
         if jnp.issubdtype(self.dtype, jax.dtypes.prng_key):
             raise TypeError(f"MpmdArray {_type(self)} holds PRNG keys, which cannot be pickled: pickle their key_data.")
         return (np.asarray, (np.asarray(self),))
 
-    # Element by element, as for a jax.Array; so `==` gives an array, and an MpmdArray has no hash.
+    # Operators work element by element, as for a jax.Array. So `==` gives an array, and an MpmdArray has no hash.
     __hash__: ClassVar[None] = None  # pyright: ignore[reportIncompatibleMethodOverride]
     __eq__ = _binary(operator.eq)  # pyright: ignore[reportAssignmentType]
     __ne__ = _binary(operator.ne)  # pyright: ignore[reportAssignmentType]
@@ -399,7 +399,7 @@ class MpmdArray:
     __round__ = _unary(round)
 
 
-# Attributes of jax.Array that a user asks of a loss or a parameter.
+# Attributes of jax.Array that users read from a loss or a parameter.
 _METHODS = frozenset(
     "T all any argmax argmin argsort astype at clip conj copy cumprod cumsum diagonal dot flatten imag item itemsize "  # noqa: SIM905
     "mT max mean min prod ravel real repeat reshape round sort squeeze std sum swapaxes take tolist trace transpose "
@@ -414,7 +414,7 @@ def _from_pieces(
     ranks: Iterable[int] | None,
     spec: PartitionSpec | None,
 ) -> MpmdSharding:
-    """The sharding from its parts."""
+    """Make the sharding from its parts."""
     if sharding is not None or mesh is None or ranks is None:
         raise TypeError(
             "MpmdArray needs either `mpmd_sharding` (an `MpmdSharding(mpmd_mesh, ranks, spec)`) or both `mpmd_mesh` "
@@ -431,7 +431,7 @@ def _from_pieces(
 def _assign_ranks(
     arrays: Mapping[int, jax.Array] | Sequence[jax.Array], sharding: MpmdSharding
 ) -> dict[int, jax.Array]:
-    """The arrays by rank, ascending; ranks of a sequence are told by the devices, each taken once."""
+    """Return the arrays by rank, ascending; in a sequence the devices tell the rank, and each rank is used once."""
     parts: dict[int, jax.Array] = {}
     if isinstance(arrays, Mapping):
         parts = {rank: arrays[rank] for rank in sorted(arrays)}

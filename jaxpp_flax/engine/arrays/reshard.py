@@ -1,7 +1,7 @@
-"""Trees of arrays from one mesh onto the ranks of a pipeline, and back, within a memory budget.
+"""Move trees of arrays from one mesh onto the ranks of a pipeline, and back, within a memory budget.
 
-In one process every leaf is copied straight to its devices. With several processes no one can reach all devices, so
-all of them run one small compiled program for each group of leaves, which moves the values by collectives.
+In one process every leaf is copied straight to its devices. With several processes, no process can reach all devices.
+So all of them run one small compiled program for each group of leaves; the program moves the values by collectives.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 
 __all__ = ["mpmd_to_spmd_reshard", "spmd_to_mpmd_reshard"]
 
-# Without statistics of a device's memory, and with several processes, which must form the same groups.
+# Used if a device has no memory statistics, and with several processes, which must form the same groups.
 _DEFAULT_THRESHOLD = 256 << 20
 
 
@@ -36,17 +36,17 @@ def spmd_to_mpmd_reshard(
       spmd_arrays: a pytree of `jax.Array`s on any devices, `MpmdArray`s, NumPy arrays or scalars. With several
         processes, `jax.Array`s lie on the devices of `mpmd_mesh`, and each process passes the same host values.
       mpmd_shardings: a pytree of `MpmdSharding`s over `mpmd_mesh`: of the same structure, or a prefix of it.
-      threshold: how many bytes one group of leaves may add to any one device before the next group begins; a larger
-        leaf forms a group alone. Default: a third of the free memory; 256 MiB where that is unknown, and with several
-        processes (which must all pass the same number).
-      donate: delete each source once it is moved, so that the tree is never in memory twice. It applies to JAX's
+      threshold: the bytes that one group of leaves may add to any one device before the next group begins; a larger
+        leaf forms a group alone. Default: a third of the free memory; 256 MiB if the free memory is unknown, or with
+        several processes (which must all pass the same number).
+      donate: delete each source once it is moved, so that the tree is never in memory twice. This applies to JAX's
         arrays; NumPy arrays stay as they are.
 
     Returns:
       A tree like `spmd_arrays` with an `MpmdArray` for each leaf.
 
     Raises:
-      TypeError: if a leaf is no array, or is given no `MpmdSharding`.
+      TypeError: if a leaf is not an array, or has no `MpmdSharding`.
       ValueError: if the trees don't fit, a sharding is over another mesh, or its spec does not fit the leaf.
       RuntimeError: if a leaf has been deleted.
 
@@ -102,7 +102,7 @@ def mpmd_to_spmd_reshard(
       A tree like `mpmd_arrays` with a `jax.Array` for each leaf.
 
     Raises:
-      TypeError: if a leaf is no `MpmdArray`, or is given no sharding.
+      TypeError: if a leaf is not an `MpmdArray`, or has no sharding.
       ValueError: if the trees don't fit, or a sharding does not fit its leaf.
       RuntimeError: if a leaf has been deleted.
 
@@ -141,7 +141,7 @@ def mpmd_to_spmd_reshard(
 
 
 def _flatten(function: str, tree: Any, shardings: Any) -> tuple[list[str], list[Any], list[Any], Any]:
-    """Names, leaves and shardings of the leaves, and the tree's structure; sources are checked to be alive."""
+    """Return names, leaves, their shardings, and the tree's structure; deleted leaves are refused."""
     with_paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     try:
         targets = jax.tree.leaves(jax.tree.broadcast(shardings, tree))
@@ -182,7 +182,7 @@ def _refuse_other_memory(function: str, paths: list[str], leaves: list[Any], *, 
 
 
 def _cost(path: str, leaf: Any, shardings: Mapping[Any, Sharding]) -> dict[Hashable, int]:
-    """Bytes that the leaf adds to each device."""
+    """Return the bytes that the leaf adds to each device."""
     shape = np.shape(leaf)
     dtype = leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
     cost: dict[Hashable, int] = {}
@@ -198,7 +198,7 @@ def _cost(path: str, leaf: Any, shardings: Mapping[Any, Sharding]) -> dict[Hasha
 
 
 def _budget(mpmd_mesh: MpmdMesh, threshold: int | None) -> int:
-    """The given threshold or a default, in bytes for one device."""
+    """Return the given threshold or a default, in bytes for one device."""
     if threshold is not None:
         if threshold <= 0:
             raise ValueError(f"reshard: threshold={threshold} bytes leave no room; pass a positive number, or None.")
@@ -214,7 +214,7 @@ def _budget(mpmd_mesh: MpmdMesh, threshold: int | None) -> int:
 
 
 def _groups(costs: Sequence[Mapping[Hashable, int]], budget: int) -> Iterable[list[int]]:
-    """Indices in order, cut into groups that add at most `budget` bytes to any device, where single leaves allow."""
+    """Cut indices, in order, into groups that add at most `budget` bytes to any device; a larger leaf stays alone."""
     group: list[int] = []
     total: dict[Hashable, int] = {}
     for index, cost in enumerate(costs):
@@ -237,12 +237,12 @@ def _run(
     *,
     donate: bool,
 ) -> list[Any]:
-    """Move group by group; with `donate`, a source goes after the last leaf that is it."""
+    """Move group by group; with `donate`, a source is deleted after its last use as a leaf."""
     results: list[Any] = []
     last_use = {id(leaf): index for index, leaf in enumerate(leaves)}
     for group in _groups(costs, budget):
         results += place([leaves[i] for i in group], [targets[i] for i in group])
-        # Until they are there, the memory of this group's sources is not free for the next one's results.
+        # Wait for this group: until then, its sources' memory is not free for the results of the next group.
         jax.block_until_ready(results[-len(group) :])
         for index in group:
             leaf = leaves[index]
@@ -252,7 +252,7 @@ def _run(
 
 
 def _place(leaves: list[Any], targets: list[MpmdSharding]) -> list[Any]:
-    """Within one process: a copy of each leaf on each of its ranks."""
+    """Copy each leaf to each of its ranks, within one process."""
     sources = [_source(leaf) for leaf in leaves]
     pairs = [(i, rank) for i, target in enumerate(targets) for rank in target.ranks]
     copies = copy_arrays([sources[i] for i, _ in pairs], [targets[i].local_sharding(rank) for i, rank in pairs])
@@ -270,12 +270,12 @@ def _source(leaf: Any) -> Any:
 
 
 def _gather(leaves: list[MpmdArray], targets: list[Sharding]) -> list[Any]:
-    """Within one process: a copy of each leaf's first replica."""
+    """Copy each leaf's first replica, within one process."""
     return copy_arrays([_source(leaf) for leaf in leaves], targets)
 
 
-# With several processes. The programs run on meshes of Auto axes, so that they need not tell XLA how they shard their
-# steps; shards are handed over between such a mesh and the user's without a copy.
+# With several processes, the programs run on meshes of Auto axes, so that XLA chooses the shardings inside. Shards go
+# between such a mesh and the user's mesh without a copy.
 
 
 def _auto(mesh: Any) -> Mesh:
@@ -289,13 +289,13 @@ def _auto_sharding(sharding: Sharding) -> Sharding:
 
 
 def _relabel(array: jax.Array, sharding: Sharding) -> jax.Array:
-    """The same shards under another sharding that puts them on the same devices."""
+    """Return the same shards under another sharding that puts them on the same devices."""
     shards = [shard.data for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, sharding, shards, dtype=array.dtype)
 
 
 def _copy(arrays: list[Any]) -> list[Any]:
-    # Results that are their arguments share memory with them, and the sources are deleted.
+    # Without a copy, a result would share memory with its source, which is deleted.
     return [jnp.copy(array) for array in arrays]
 
 
@@ -337,14 +337,14 @@ def _from_host(value: Any, sharding: Sharding) -> jax.Array:
 
 
 def _bits(dtype: Any) -> Any:
-    """The unsigned integers of a float's size. XLA may select a row by a sum with zeros, in which -0.0 is lost."""
+    """Return the unsigned integer of a float's size: XLA may select a row by a sum with zeros, which loses -0.0."""
     return jnp.dtype(f"uint{jnp.finfo(dtype).bits}") if jnp.issubdtype(dtype, jnp.floating) else dtype
 
 
 def _stack(mpmd_mesh: MpmdMesh, leaf: MpmdArray) -> jax.Array:
-    """One array of shape (ranks, *leaf.shape): row r lies on rank r; the first rank's is the leaf, the others zeros.
+    """Make an array of shape (ranks, *leaf.shape); row r lies on rank r: the leaf on its first rank, else zeros.
 
-    Its dtype is that of the leaf's bits.
+    The array holds the leaf's bits; see `_bits` for its dtype.
     """
     dtype = _bits(leaf.dtype)
     axis = mpmd_mesh.mpmd_axis_name
@@ -368,7 +368,7 @@ def _rows(arrays: list[jax.Array], ranks: tuple[int, ...], dtypes: tuple[Any, ..
 
 
 def _stacked_first(mpmd_mesh: MpmdMesh, leaf: MpmdArray) -> jax.Array:
-    """The leaf replicated over all ranks."""
+    """Replicate the leaf over all ranks."""
     sharding = NamedSharding(_auto(mpmd_mesh.jax_mesh), leaf.spec)
     return _gather_by_collective(mpmd_mesh, [leaf], [sharding])[0]
 

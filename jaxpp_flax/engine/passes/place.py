@@ -1,9 +1,9 @@
-"""Place what stands before, between and after the loops of a step on ranks.
+"""Place the work before, between and after the loops of a step on ranks.
 
-A value lives where it is needed: a parameter on the ranks whose tasks read it, its gradient and its optimizer update
-on the first of these. Small values that mix ranks (norms, finite checks, learning rates, keys) are computed on every
-rank that reads them, from transferred scalars and in the program's own order, so that the result depends neither on
-the schedule nor on the number of stages. Anything larger that mixes ranks runs on one rank, with a warning.
+A value lives on the ranks that need it: a parameter on the ranks whose tasks read it, its gradient and its optimizer
+update on the first of these. Small values that mix ranks (norms, finite checks, learning rates, keys) are computed on
+every rank that reads them, from transferred scalars and in the program's own order. So the result depends neither on
+the schedule nor on the number of stages. Larger values that mix ranks are computed on one rank, with a warning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value
 
 __all__ = ["PlacementWarning", "place"]
 
-_SMALL_BYTES = 1024  # what is cheaper to copy to every rank than to worry about
+_SMALL_BYTES = 1024  # a smaller value may be copied to every rank
 _SEARCH_DEPTH = 12  # equations between a parameter and its updated value, at most
 
 Time = tuple[int, int]
@@ -35,16 +35,16 @@ class PlacementWarning(UserWarning):
 
 
 def place(step: Lowered, audience: Audience | None = None) -> Placed:
-    """Decide where each outer equation runs.
+    """Choose the ranks of each outer equation.
 
     Args:
       step: the step's equations and loops.
-      audience: with several processes: which of them own each rank, and which results all of them get.
+      audience: with several processes: the owners of each rank, and the results that all processes get.
     """
     outputs = step.outputs
     placer = _Placer(step)
     placer.locate()
-    # Where a result updates an argument that several ranks hold, all of them get the new value.
+    # If a result updates an argument that several ranks hold, all of them get the new value.
     placer.demand([frozenset()] * len(outputs))
     wanted = [placer.ranks_of_updated(atom) for atom in outputs]
     for_all = [False] * len(outputs)
@@ -63,13 +63,13 @@ class _Placer:
         self.results = {a for a in self.outputs if isinstance(a, Value)}
         self.producer = {v: node for node in self.nodes for v in node.outputs}
         self.loops = [node for node in self.nodes if isinstance(node, Loop)]
-        # Ranks where a value can be had without a transfer; None: anywhere (computed where it is read).
+        # Ranks that have a value without a transfer; None: any rank (each reader computes the value).
         self.location: dict[Value, frozenset[int] | None] = {}
         self.need: dict[Value, set[int]] = {}
         self.native: dict[Equation, frozenset[int]] = {}
         self.mixed: list[tuple[int, str]] = []
 
-    # Where values can be computed.
+    # The ranks that can compute a value.
 
     def locate(self) -> None:
         wanted = self._wanted_by_loops()
@@ -94,7 +94,7 @@ class _Placer:
         self._warn()
 
     def _wanted_by_loops(self) -> dict[Value, set[int]]:
-        """The ranks whose tasks read a value that no loop made: found backwards through the equations."""
+        """Find the ranks whose tasks read a value that no loop made, going backwards through the equations."""
         after_loop: set[Value] = set()
         for node in self.nodes:
             if isinstance(node, Loop) or any(a in after_loop for a in node.inputs):
@@ -115,7 +115,7 @@ class _Placer:
         return [(v, at) for v in equation.inputs if isinstance(v, Value) and (at := self.location[v]) is not None]
 
     def _mixes(self, equation: Equation) -> bool:
-        """Whether it reads arrays of ranks that have none in common."""
+        """Return whether an equation reads arrays that no single rank has all of."""
         arrays = [at for v, at in self._anchors(equation) if v.aval.size > 1]
         return len(arrays) > 1 and not frozenset.intersection(*arrays)
 
@@ -137,7 +137,7 @@ class _Placer:
         if not arrays:
             return None
         large = [(v, at) for v, at in arrays if v.nbytes > _SMALL_BYTES]
-        # A gradient stays where it is made when a scalar of another rank scales it; small arrays come to large ones.
+        # A gradient stays on its rank if a scalar of another rank scales it; small arrays move to large ones.
         for group in (arrays, large):
             if group and (common := frozenset.intersection(*(at for _, at in group))):
                 return common
@@ -151,7 +151,7 @@ class _Placer:
         return frozenset({best})
 
     def _warn(self) -> None:
-        """One warning for all that mixes ranks."""
+        """Give one warning for all work that mixes ranks."""
         if not self.mixed:
             return
         listing = "; ".join(f"{what} ({moved:,} bytes)" for moved, what in self.mixed[:3])
@@ -164,7 +164,7 @@ class _Placer:
             stacklevel=2,
         )
 
-    # Where values are computed, and where they are sent.
+    # The ranks that compute a value, and the ranks that receive it.
 
     def demand(self, extra: Sequence[frozenset[int]]) -> None:
         self.need = {v: set() for v in self.location}
@@ -202,7 +202,7 @@ class _Placer:
         return need & location or {min(location)}
 
     def default_ranks(self, value: Atom) -> set[int]:
-        """The ranks that have a result which nobody else wants."""
+        """Return the ranks of a result that no other work needs."""
         if not isinstance(value, Value):
             return {0}
         location = self.location[value]
@@ -211,7 +211,7 @@ class _Placer:
         return {min(location)} if value in self.producer else set(location)
 
     def ranks_of_updated(self, atom: Atom) -> frozenset[int]:
-        """The ranks of the nearest argument of the same type that a result is computed from."""
+        """Return the ranks of the nearest argument of the same type from which a result is computed."""
         if not isinstance(atom, Value):
             return frozenset()
         queue: deque[tuple[Atom, int]] = deque([(atom, 0)])
@@ -233,7 +233,7 @@ class _Placer:
                 queue.append((node.carry_init[node.carry_results.index(current)], depth + 1))
         return frozenset()
 
-    # In which order.
+    # The order of the steps.
 
     def emit(self) -> Placed:
         made = self._earliest_times()
@@ -271,7 +271,7 @@ class _Placer:
         return set(self.native[node]) if isinstance(node, Equation) else set(node.homes()[value])
 
     def _earliest_times(self) -> dict[tuple[Value, int], Time]:
-        """When each rank has each value that it computes: (loops passed, waits for other ranks since)."""
+        """Return the earliest time of each value on each rank: (loops passed, waits for other ranks since)."""
         at: dict[tuple[Value, int], Time] = {}
         epoch = 0
         for node in self.nodes:
@@ -323,7 +323,7 @@ class _Placer:
         return max((self._arrival(v, rank, at) for v in values), default=(0, 0))
 
     def _outside_readers(self, times: dict[tuple[Equation, int], Time]) -> set[tuple[Value, int]]:
-        """Values (with their rank) that are read outside of the segment that makes them."""
+        """Return the values (with their rank) that are read outside the segment that makes them."""
         read: set[tuple[Value, int]] = set()
         for atom in self.outputs:
             if isinstance(atom, Value):

@@ -1,4 +1,4 @@
-"""Run passes in order; between two of them, verify the structure and write it into a folder where that is asked for."""
+"""Run passes in order; after each pass, verify the structure or write it into a folder, if the environment asks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["Observer", "Pass", "Settings", "observers", "run_passes"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Settings:
-    """What the passes share beside the structure that they hand on.
+    """The settings that all passes share, besides the structure.
 
     Attributes:
-      num_ranks: of the mesh.
-      choose_cuts: the cut policy: the indices of the marks that cut.
+      num_ranks: the number of the mesh's ranks.
+      choose_cuts: the cut policy; returns the indices of the marks that cut.
       donated: for each input of the step, whether its buffers may be reused.
-      specs: how each input is partitioned inside a submesh.
-      shards: the number of shards over an entry of a spec.
-      audience: with several processes, which results all of them get.
+      specs: the partition of each input inside a submesh.
+      shards: returns the number of shards over an entry of a spec.
+      audience: with several processes, the results that all of them get.
     """
 
     num_ranks: int
@@ -44,12 +44,12 @@ class Pass:
     """One step of the compiler.
 
     Attributes:
-      name: also the name of the file that holds it.
-      run: from the structure before it to the one after it, which is frozen.
-      requires: of the structure before it.
-      ensures: of the structure after it.
-      verify: checks the structure after it.
-      as_text: prints that structure.
+      name: the name of the pass, and of the file that holds it.
+      run: takes the structure before the pass, and returns the structure after it, which is frozen.
+      requires: the conditions on the structure before the pass.
+      ensures: the conditions on the structure after the pass.
+      verify: checks the structure after the pass.
+      as_text: prints the structure after the pass.
     """
 
     name: str
@@ -61,13 +61,13 @@ class Pass:
 
 
 Observer = Callable[[int, Pass, Any], None]
-"""Sees a pass, with its number from 1 on, and the structure that it made, before the next pass does."""
+"""Receives a pass, its number from 1 on, and its structure, before the next pass runs."""
 
 
 def run_passes(
     passes: Iterable[Pass], structure: Any, settings: Settings, observe: Sequence[Observer] = ()
 ) -> Iterator[tuple[Pass, Any]]:
-    """Hand a structure from pass to pass; yields each pass with what it made, and keeps none of it."""
+    """Hand a structure from pass to pass; yield each pass with its structure, and keep no structure."""
     for number, each in enumerate(passes, 1):
         structure = each.run(structure, settings)
         for observer in observe:
@@ -76,7 +76,7 @@ def run_passes(
 
 
 def observers() -> list[Observer]:
-    """What the environment asks for: `JAXPP_FLAX_DUMP=folder` writes each structure, `JAXPP_FLAX_VERIFY=1` checks it.
+    """Read the observers from the environment: `JAXPP_FLAX_DUMP=folder` writes, `JAXPP_FLAX_VERIFY=1` checks.
 
     A structure is written before it is checked, so that a broken one can be read.
     """
@@ -89,7 +89,7 @@ def observers() -> list[Observer]:
 
 
 def _new_folder(parent: Path) -> Path:
-    """A folder for one compiled function: `step_0`, or the next number that no function, here or elsewhere, has."""
+    """Make a folder for one compiled function: `step_0`, or the next number that is free in all processes."""
     parent.mkdir(parents=True, exist_ok=True)
     number = len(list(parent.glob("step_*")))
     while True:

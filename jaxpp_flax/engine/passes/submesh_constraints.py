@@ -1,8 +1,8 @@
-"""Rewrite what names the whole mesh, or the submesh of one rank: a stage sees its own submesh alone, without devices.
+"""Replace the whole mesh, and each rank's submesh, in a graph: a stage only sees its own submesh, without devices.
 
 `with_sharding_constraint(x, NamedSharding(mesh, P("data")))` is written for the mesh with its stage axis; inside a
-stage the same partition is one over the submesh. `jax.shard_map` over a mesh runs over the submesh, its axes manual as
-they were. Meshes are found at any depth: in jits, remats, scans, in the bodies of shard_maps.
+stage, the same partition is over the submesh. `jax.shard_map` over a mesh runs over the submesh; its manual axes stay
+manual. Meshes are found at any depth: in jits, remats, scans, in the bodies of shard_maps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _REWRITTEN = ("params", "context", "inputs", "outputs")
 
 
 def on_submesh(graph: Graph, mesh: MpmdMesh) -> Graph:
-    """The same graph, with the abstract submesh in place of the whole mesh and of every rank's submesh.
+    """Return the same graph, with the abstract submesh in place of the whole mesh and of every rank's submesh.
 
     Raises:
       ValueError: if a `shard_map` over the whole mesh uses the ranks' axis.
@@ -35,7 +35,7 @@ def on_submesh(graph: Graph, mesh: MpmdMesh) -> Graph:
 
 
 def onto_mesh(meshes: Iterable[Mesh], target: AbstractMesh) -> Callable[[Graph], Graph]:
-    """A function that replaces any of `meshes` in a graph by `target`."""
+    """Return a function that replaces any of `meshes` in a graph by `target`."""
     return _Rewriter(meshes, target).graph
 
 
@@ -45,10 +45,10 @@ class _Rewriter:
         self.submesh = submesh
         self.stage_axis = stage_axis
         self.axes = {None, *(name for name in submesh.axis_names if name != stage_axis)}
-        self.memo: dict[int, tuple[Any, Any]] = {}  # keeps the original alive, so that its id stays its own
+        self.memo: dict[int, tuple[Any, Any]] = {}  # keeps the original alive, so that no other object gets its id
 
     def mesh(self, mesh: Any) -> Any:
-        """What stands for a mesh in a stage: the submesh, with those axes manual that are manual in `mesh`."""
+        """Return the mesh that replaces `mesh` in a stage: the submesh, with the same manual axes as `mesh`."""
         if mesh is self.submesh or mesh.empty or _identity(mesh) not in self.known:
             return mesh
         manual = [n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Manual]
@@ -118,7 +118,7 @@ class _Rewriter:
 
     def _jaxpr(self, jaxpr: Any) -> Any:
         inner = opened(jaxpr)
-        renamed: dict[Any, Any] = {}  # variables are typed by the mesh, too: a loop's results have its body's types
+        renamed: dict[Any, Any] = {}  # the types of variables hold the mesh too: a loop's results have its body's types
 
         def atom(old: Any) -> Any:
             aval, kind = self._aval(old.aval), type(old)
@@ -171,7 +171,7 @@ class _Rewriter:
         return NamedSharding(mesh, spec, memory_kind=sharding.memory_kind)
 
     def _check_shard_map(self, name: str, params: Mapping[str, Any], source: Any) -> None:
-        """Refuse a `shard_map` of several ranks that differ in it: its numbers would be those of another mesh."""
+        """Refuse a `shard_map` whose ranks differ: on a submesh its results would be different."""
         axis = self.stage_axis
         if name != "shard_map" or axis is None:
             return
@@ -189,14 +189,14 @@ class _Rewriter:
 
 
 def _identity(mesh: Mesh | AbstractMesh) -> Any:
-    """Equal for meshes that differ in the types of their axes alone; `shard_map` makes some of them Manual."""
+    """Return a key that ignores the types of the axes, because `shard_map` makes some axes Manual."""
     if isinstance(mesh, Mesh):
         return mesh.axis_names, mesh.devices.shape, tuple(mesh.devices.flat)
     return mesh.axis_names, mesh.axis_sizes
 
 
 def _names(entries: Any) -> set[Any]:
-    """The mesh axes in a spec, or in a parameter of a collective."""
+    """Return the mesh axes in a spec, or in a parameter of a collective."""
     if isinstance(entries, PartitionSpec):
         entries = entries.partitions
     if isinstance(entries, (tuple, list, set, frozenset)):
@@ -205,7 +205,7 @@ def _names(entries: Any) -> set[Any]:
 
 
 def _uses_axis(jaxpr: Any, axis: str) -> bool:
-    """Whether an equation at any depth communicates over a mesh axis, or asks for the place on it."""
+    """Return whether an equation at any depth communicates over a mesh axis, or asks for its index on the axis."""
     return any(
         axis in _names(equation.params.get("axes", ())) | _names(equation.params.get("axis_name", ()))
         or any(_uses_axis(inner, axis) for inner in bodies(equation.params))

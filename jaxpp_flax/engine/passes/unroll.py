@@ -18,13 +18,13 @@ from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 __all__ = ["unroll"]
 
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
-# Which of a stage's tasks stand for a scheduled one; a stage may lack some (no gradient flows to a frozen stage).
+# The tasks of a stage that replace a scheduled one; a stage may lack some (no gradient flows to a frozen stage).
 _STANDS_FOR = {_F: (_F,), _B: (_B, _I, _W), _I: (_I, _B), _W: (_W,)}
 
 
 @dataclass
 class _Unroller:
-    slots: dict[tuple[Atom, int], int] = field(default_factory=dict)  # of what stands outside of loops, by rank
+    slots: dict[tuple[Atom, int], int] = field(default_factory=dict)  # of values outside loops, by rank
     instructions: list[Instruction] = field(default_factory=list)
     tasks: list[ProgramTask] = field(default_factory=list)
     indices: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class _Unroller:
 
 
 def _scheduled(loop: Loop) -> list[tuple[int, int]]:
-    """The loop's (task, microbatch) in a global order free of deadlock."""
+    """Return the loop's (task, microbatch) pairs in a global order free of deadlock."""
     tasks = loop.partition.tasks
     by_kind = {(t.stage, t.kind): i for i, t in enumerate(tasks)}
     order: list[tuple[int, int]] = []
@@ -91,7 +91,7 @@ def _scheduled(loop: Loop) -> list[tuple[int, int]]:
 
 
 def _check_order(loop: Loop, order: Sequence[tuple[int, int]]) -> None:
-    """Refuse a schedule that leaves out or repeats work, or runs out of order what must go in order."""
+    """Refuse a schedule that leaves out or repeats work, or breaks the order of work that must go in order."""
     tasks, name = loop.partition.tasks, type(loop.schedule).__name__
     ran: list[list[int]] = [[] for _ in tasks]
     for task, microbatch in order:
@@ -114,13 +114,13 @@ def _check_order(loop: Loop, order: Sequence[tuple[int, int]]) -> None:
             )
 
 
-# Where a task reads or writes one of a microbatch's values: the position, and (value or number of the carry, rank).
+# A place where a task reads or writes a microbatch's value: its position, and (value or number of the carry, rank).
 _Place: TypeAlias = "tuple[int, tuple[Atom | int, int]]"
 
 
 @dataclass(frozen=True)
 class _Written:
-    """What a run or a transfer leaves to its own microbatch, and to the next one."""
+    """The values that a run or a transfer writes for its own microbatch, and for the next one."""
 
     here: tuple[_Place, ...]
     next: tuple[_Place, ...]
@@ -128,7 +128,7 @@ class _Written:
 
 @dataclass(frozen=True)
 class _Send:
-    """The outputs of a task, by position, that another rank gets."""
+    """The outputs of a task, by position, that are sent to another rank."""
 
     target: int
     positions: tuple[int, ...]
@@ -137,9 +137,9 @@ class _Send:
 
 @dataclass(frozen=True)
 class _Wiring:
-    """Where a task of the loop finds its inputs and leaves its outputs: worked out once for all microbatches.
+    """The places of a loop task's inputs and outputs, computed once for all microbatches.
 
-    `fixed` holds the slots of the loop's operands and -1 for other inputs, `index` the position of the microbatch's
+    `fixed` holds the slots of the loop's operands, and -1 for other inputs; `index` is the position of the microbatch's
     index. `accumulators` and `accumulated` are (position, number of the accumulator) among inputs and outputs.
     """
 
@@ -151,7 +151,7 @@ class _Wiring:
     accumulated: tuple[tuple[int, int], ...]
     written: _Written
     sends: tuple[_Send, ...]
-    last_sends: tuple[_Send, ...]  # of the last microbatch, which hands no carry on
+    last_sends: tuple[_Send, ...]  # of the last microbatch, which passes no carry on
 
 
 class _LoopUnroller:
@@ -170,13 +170,13 @@ class _LoopUnroller:
             for value in task.graph.inputs:
                 self.readers.setdefault(value, set()).add(self.rank[i])
         self.current: dict[int, int] = {}  # the slot of each accumulator
-        # Slots of each microbatch: values of its own, and the carries that it starts from.
+        # Slots of each microbatch: its own values, and the carries with which it starts.
         self.values: list[dict[tuple[Atom | int, int], int]] = [{} for _ in range(loop.length + 1)]
         self.wiring: list[_Wiring] = []
         self.carry_of = {i: self._carries_read(i, task) for i, task in enumerate(tasks)}
 
     def _carries_read(self, index: int, task: LoopTask) -> dict[Value, int]:
-        """Which copy of each carry leaf a task reads: its own stage's, or the only one."""
+        """Return the copy of each carry leaf that a task reads: its own stage's, or the only one."""
         found: dict[Value, int] = {}
         for k, carry in enumerate(self.part.carries):
             if carry.state in task.graph.inputs:
@@ -326,7 +326,7 @@ class _LoopUnroller:
 
 
 def unroll(placed: Placed, num_ranks: int) -> Program:
-    """Turn a placed step into a program whose every value has a slot of its own (see `liveness` for reuse)."""
+    """Turn a placed step into a program in which every value has a slot of its own (see `liveness` for reuse)."""
     program = _Unroller()
     arguments = tuple(
         {rank: program.new(value, rank) for rank in sorted(ranks)}

@@ -1,4 +1,4 @@
-"""How the accumulators of a loop are partitioned, which a task without inputs makes before the first microbatch."""
+"""The partition of a loop's accumulators; a task without inputs makes them before the first microbatch."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def initial_spec(
     spec_of: Callable[[int], PartitionSpec | None],
     wish: PartitionSpec | None,
 ) -> PartitionSpec:
-    """The spec of an accumulator: that of its parameter, or else of an array of its type in the same stage.
+    """Return the spec of an accumulator: its parameter's, or else an array's of the same type in the same stage.
 
     Args:
       program: with slots allocated.
-      number: of the instruction that makes the accumulator, as its task's output `position`.
-      position: see above.
-      spec_of: of what a slot holds when this instruction runs; None for an empty slot.
-      wish: the parameter's spec, where the parameter is known.
+      number: the number of the instruction that makes the accumulator.
+      position: the position of the accumulator among the outputs of that instruction's task.
+      spec_of: returns the spec of a slot's value when this instruction runs; None for an empty slot.
+      wish: the parameter's spec, if the parameter is known.
     """
     initial = program.instructions[number]
     if not isinstance(initial, Run):
@@ -40,7 +40,7 @@ def initial_spec(
         wish = _spec_of_relative(program, number, slot, (shape, aval.dtype), spec_of)
     if leading is None:
         return wish
-    # The shards of the batch lead: an array that is partitioned over the same axes is no parameter of theirs.
+    # The first dimension is the shards of the batch: a parameter is not partitioned over the same axes.
     apart = set(axes_in(wish)).isdisjoint(axes_in((leading,)))
     return PartitionSpec(leading, *wish) if apart else PartitionSpec(leading)
 
@@ -48,8 +48,8 @@ def initial_spec(
 def _spec_of_relative(
     program: Program, number: int, slot: int, wanted: tuple[Any, Any], spec_of: Callable[[int], PartitionSpec | None]
 ) -> PartitionSpec:
-    """The spec of an input of the same shape and dtype, of the task that first reads the accumulator."""
-    # Slots are used again: what those written from here on hold before is not what that task reads.
+    """Return the spec of an input of the same shape and dtype, in the task that first reads the accumulator."""
+    # Slots are reused: if a slot is written from here on, its present value is not the value that the task reads.
     written = set(program.instructions[number].writes())
     for instruction in islice(program.instructions, number + 1, None):
         if not (isinstance(instruction, Run) and slot in instruction.inputs):

@@ -1,8 +1,8 @@
-"""How the results of a program are wanted, and what is done where they come out otherwise.
+"""The requested partition of a program's results, and extra tasks for results with another partition.
 
-XLA partitions what a task computes as the task is told. But an argument that is returned as it came is computed by no
-task, what goes round a loop keeps its sharding there, and a value that is returned twice can follow one wish alone.
-Each of these gets one more task, at the program's end.
+A task is compiled with the requested partition of its results. But no task computes an argument that is returned
+unchanged, a value carried round a loop keeps its sharding there, and a value that is returned twice can have only one
+partition. Each of these gets one more task, at the program's end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["specs_wanted", "with_own_results"]
 def specs_wanted(
     program: Program, result_specs: Sequence[PartitionSpec | None], alike: Callable[[Transfer], bool]
 ) -> dict[int, dict[int, PartitionSpec]]:
-    """The specs that results must have, by instruction and output of their last writers."""
+    """Return the specs that results must have, by instruction and output of their last writers."""
     wanted = {
         slot: spec
         for result, spec in zip(program.results, result_specs, strict=True)
@@ -43,17 +43,18 @@ def specs_wanted(
 
 
 def with_own_results(program: Program, avals: Mapping[int, Any], wanted: Sequence[tuple[int, int]]) -> Program:
-    """The program with one more task for each rank that hands over some of its results anew.
+    """Add to the program one more task for each rank that must return some of its results anew.
 
     Args:
       program: with slots allocated.
       avals: the types of the slots that hold the results in `wanted`.
-      wanted: (position of the result, rank): each gets a slot of its own. A rank's task returns them in this order.
+      wanted: (position of the result, rank): each result gets a slot of its own. A rank's task returns its results in
+        this order.
     """
     tasks, instructions = list(program.tasks), list(program.instructions)
     results: list[Any] = [dict(result) if isinstance(result, dict) else result for result in program.results]
     count = program.num_slots
-    arguments = {slot for slots in program.arguments for slot in slots.values()}  # these are the caller's
+    arguments = {slot for slots in program.arguments for slot in slots.values()}  # these belong to the caller
     for rank in sorted({rank for _, rank in wanted}):
         positions = [position for position, of in wanted if of == rank]
         slots = [results[position][rank] for position in positions]

@@ -1,4 +1,4 @@
-"""JAX's switches for debugging: `debug_nans` and `debug_infs` as `jax.jit` has them, `disable_jit` refused."""
+"""JAX's switches for debugging: `debug_nans` and `debug_infs` work as in `jax.jit`; `disable_jit` is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def refuse_disabled_jit(what: str) -> None:
     """Refuse to compile `what` while `jax.disable_jit` is on.
 
     Raises:
-      RuntimeError: if it is on.
+      RuntimeError: if `jax.disable_jit` is on.
     """
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise RuntimeError(
@@ -35,7 +35,7 @@ def refuse_disabled_jit(what: str) -> None:
 
 
 def kinds_looked_for() -> tuple[str, ...]:
-    """Which of "nan" and "inf" `jax.debug_nans` and `jax.debug_infs` ask for now.
+    """Return the kinds, "nan" and "inf", that `jax.debug_nans` and `jax.debug_infs` ask for now.
 
     Example:
       >>> with jax.debug_nans(True):
@@ -48,7 +48,7 @@ def kinds_looked_for() -> tuple[str, ...]:
 
 @contextmanager
 def looking_away() -> Generator[None]:
-    """Keep JAX itself from looking for special values: arguments may hold them, and what reaches no result."""
+    """Stop JAX's own search for special values: arguments, and values that reach no result, may hold them."""
     if not kinds_looked_for():
         yield
         return
@@ -65,41 +65,41 @@ def _looking_away_in(step: Step, environment: list[Any]) -> None:
 class SpecialValues:
     """Watches one step of a program for NaNs or infinities.
 
-    As under `jax.jit`, only those that reach a result are an error: a masked one is none. The error names the task that
-    made the first one. Every task is waited for, so such a step is slower than others.
+    As under `jax.jit`, only special values that reach a result are an error; a masked one is not. The error names the
+    task that made the first special value. The step waits for every task, so it is slower than others.
 
     Args:
-      program: what runs.
-      kinds: "nan", "inf".
+      program: the program that runs.
+      kinds: some of "nan" and "inf".
     """
 
     program: Program
     kinds: tuple[str, ...]
-    _slots: set[int] = field(default_factory=set[int])  # that hold such a value, made by a task
+    _slots: set[int] = field(default_factory=set[int])  # slots with such a value, made by a task
     _first: str = ""
 
     @classmethod
     def wanted(cls, program: Program) -> SpecialValues | None:
-        """A watch for what `jax.debug_nans` and `jax.debug_infs` ask for now, or None."""
+        """Make a watch for the kinds that `jax.debug_nans` and `jax.debug_infs` ask for now, or None."""
         kinds = kinds_looked_for()
         return cls(program, kinds) if kinds else None
 
     def watching(self, steps: Sequence[Step | None]) -> list[Step | None]:
-        """The runtime's steps, one for each instruction, each followed by a look at what it wrote."""
+        """Return the runtime's steps, one for each instruction, each followed by a check of its outputs."""
         return [
             None if step is None else partial(self._step, instruction, step)
             for instruction, step in zip(self.program.instructions, steps, strict=True)
         ]
 
     def unwatched(self, steps: Sequence[Step]) -> list[Step]:
-        """The runtime's steps without any look, JAX's own too: for ranks that run side by side."""
+        """Return the runtime's steps without any check, not even JAX's own: for ranks that run side by side."""
         return [partial(_looking_away_in, step) for step in steps]
 
     def look_at_results(self, environment: Sequence[Any]) -> None:
-        """Refuse results that hold such a value, after a step that nobody watched.
+        """Refuse results that hold such a value, after an unwatched step.
 
         Raises:
-          FloatingPointError: naming the results' ranks; which task was first is unknown.
+          FloatingPointError: naming the results' ranks; the first task is unknown.
         """
         made = {slot for i in self.program.instructions for slot in i.writes()}
         for position, result in enumerate(self.program.results):
@@ -111,7 +111,7 @@ class SpecialValues:
                     )
 
     def keep_arguments(self, environment: list[Any]) -> None:
-        """Let the step reuse copies of donated arguments: while it looks for NaNs, `jax.jit` donates nothing either."""
+        """Copy donated arguments, so that the step reuses the copies: with these switches `jax.jit` donates nothing."""
         preset = {slot for slots in self.program.arguments for slot in slots.values()}
         for instruction in self.program.instructions:
             given: Iterable[int] = ()
@@ -138,7 +138,7 @@ class SpecialValues:
             )
 
     def _step(self, instruction: Any, step: Step, environment: list[Any]) -> None:
-        # JAX's own look would stop at values that reach no result, with an error that names no task.
+        # JAX's own check would also refuse values that reach no result, and its error names no task.
         with looking_away():
             step(environment)
             if isinstance(instruction, Transfer):
@@ -161,7 +161,7 @@ class SpecialValues:
         self._first = f"invalid value ({kind}) encountered in task {task.name} (rank {task.rank}{stage})"
 
     def _found(self, array: Any) -> str:
-        """Which of the kinds an array holds in this process, or ""."""
+        """Return the first of the kinds that an array holds in this process, or ""."""
         if not jnp.issubdtype(array.dtype, np.inexact):
             return ""
         tests = {"nan": np.isnan, "inf": np.isinf}

@@ -1,9 +1,10 @@
 """Executables for a program's tasks: one lowering for each distinct task, one executable for each device set.
 
 A task is traced and lowered under the submesh's abstract mesh, so that identical stages on different ranks share the
-lowering; XLA then compiles it for each rank's devices. A task with a callback to the host, or another operation that
-JAX lowers for known devices alone, is lowered once for each rank. Shardings inside a submesh are found task by task: a
-task is compiled with the shardings of its inputs, XLA chooses its outputs', and those are the next task's inputs.
+lowering; XLA then compiles it for each rank's devices. A task is lowered once for each rank if it has a callback to
+the host, or another operation that JAX lowers only for known devices. Shardings inside a submesh are found task by
+task: a task is compiled with the shardings of its inputs, and XLA chooses the shardings of its outputs. The next task
+reads these outputs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from jaxpp_flax.engine.tracing.ir import Atom, Graph, everywhere, memory_kind_of
 
 __all__ = ["Executables", "TaskCompiler", "compile_program"]
 
-# Told after each compilation: (tasks compiled, tasks in all, name).
+# Called after each compilation with (tasks compiled, tasks in all, name).
 Progress = Callable[[int, int, str], None]
 
 MeshT = TypeVar("MeshT", bound=RankMeshes)
@@ -39,10 +40,10 @@ MeshT = TypeVar("MeshT", bound=RankMeshes)
 
 @dataclass
 class TaskCompiler(Generic[MeshT]):
-    """Lowers and compiles tasks, each distinct one once.
+    """Lowers and compiles each distinct task once.
 
-    `options` are XLA's, as `jax.jit` takes them in `compiler_options`. `lowerings` and `compilations` count what was
-    done; they grow with the number of distinct tasks, never with the number of microbatches.
+    `options` are XLA's, as `jax.jit` takes them in `compiler_options`. `lowerings` and `compilations` are counters.
+    They grow with the number of distinct tasks, never with the number of microbatches.
     """
 
     mesh: MeshT
@@ -57,10 +58,10 @@ class TaskCompiler(Generic[MeshT]):
     def compile(
         self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
     ) -> Any:
-        """The executable of a task on its rank's devices; `None` in `out_specs` leaves the choice to XLA."""
+        """Return the executable of a task on its rank's devices; `None` in `out_specs` leaves the choice to XLA."""
         graph = self._fingerprints.graph(task.graph)
         mesh = self._lowering_mesh(task, graph)
-        # Some primitives (random bits, say) are lowered by JAX's settings at that time.
+        # JAX's settings at that time change how some primitives (random bits, say) are lowered.
         key = (mesh, graph, tuple(in_specs), tuple(out_specs), task.donate, trace_context())
         devices = self.mesh.rank_devices(task.rank)
         compiled = self._compiled.get((key, devices))
@@ -76,7 +77,7 @@ class TaskCompiler(Generic[MeshT]):
         return compiled
 
     def _lowering_mesh(self, task: ProgramTask, graph: Hashable) -> Mesh | AbstractMesh:
-        """The mesh without devices, equal for ranks of one shape, which share a lowering; else the rank's own."""
+        """Return a mesh without devices, so that ranks of one shape share a lowering; else the rank's own mesh."""
         mesh = self.mesh.unstack[task.rank]
         if graph not in self._for_devices:
             self._for_devices[graph] = any(needs_devices(e.primitive) for e in everywhere(task.graph))
@@ -90,7 +91,7 @@ class TaskCompiler(Generic[MeshT]):
         out_specs: Sequence[PartitionSpec | None],
     ) -> Any:
         avals = [struct_of(v.aval) for v in task.graph.inputs]
-        # With two kinds of memory JAX must be told each one: it pairs what is donated with results by them.
+        # With two kinds of memory, JAX needs the kind of every value: it pairs donated inputs with results by kind.
         mixed = any(memory_kind_of(atom.aval) for atom in (*task.graph.inputs, *task.graph.outputs))
         if mixed and mesh.size == 1:
             out_specs = [spec or PartitionSpec() for spec in out_specs]
@@ -120,18 +121,18 @@ def _named(graph: Graph, name: str) -> Callable[..., tuple[Any, ...]]:
     def run(*operands: Any) -> tuple[Any, ...]:
         return tuple(graph.run(*operands))
 
-    run.__name__ = run.__qualname__ = name  # what a profiler shows
+    run.__name__ = run.__qualname__ = name  # the name in a profiler
     return run
 
 
 @dataclass(frozen=True)
 class Executables:
-    """What the runtime needs: the program, an executable for each task, the sharding of each slot written.
+    """A program ready to run: an executable for each task, and the sharding of each slot that is written.
 
-    The program is the given one, with tasks at its end for results that are wanted otherwise than they come. For each
-    transfer, `transfer_specs` are those of what arrives, `source_specs` those of what is sent, and `transfer_avals`
-    the types. `variants` holds, by instruction, the executables of runs whose inputs are partitioned otherwise than in
-    the task's first run.
+    `program` is the given program, with tasks added at its end for results that need another partition. For each
+    transfer, `transfer_specs` are the specs of the received values, `source_specs` the specs of the sent values, and
+    `transfer_avals` the types. `variants` maps an instruction to its executable, for runs whose inputs have another
+    partition than in the task's first run.
     """
 
     program: Program
@@ -161,11 +162,11 @@ def compile_program(
       program: with slots allocated.
       compiler: shared by all programs of one step function, so that identical tasks compile once.
       argument_specs: for each argument of the program.
-      result_specs: for each result; `None` keeps what XLA chose.
+      result_specs: for each result; `None` keeps the spec that XLA chose.
       argument_avals: the type of each argument.
-      ranks: those of this process.
-      progress: told after each task.
-      shared: where not all ranks are this process's: tells how the others' tasks partition their results.
+      ranks: the ranks of this process.
+      progress: called after each task.
+      shared: given if other processes own some ranks: tells how their tasks partition their results.
     """
     walk = _Walk(program, compiler, argument_specs, result_specs, argument_avals, set(ranks), progress, shared)
     for number, instruction in enumerate(program.instructions):
@@ -179,11 +180,12 @@ def compile_program(
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """What a slot holds; compared by identity.
+    """The contents of a slot; compared by identity.
 
-    One object stands for the slots of all microbatches: runs of a task that read the same objects write the same ones.
-    So the work for each run is to look these up. `found` tells the spec, or how to find it out: another process may
-    still be compiling what writes it. `rank` is that of the task that wrote it, None for an argument of the step.
+    One object stands for the slots of all microbatches: runs of a task that read the same objects write the same
+    objects. So each run only needs a lookup. `found` is the spec, or a function that returns it: another process may
+    still be compiling the task that writes the slot. `rank` is the rank of that task, or None for an argument of the
+    step.
     """
 
     found: PartitionSpec | Callable[[], PartitionSpec]
@@ -199,7 +201,7 @@ class _Held:
         return tuple(self.aval.shape)
 
     def local_bytes(self, mesh: RankMeshes) -> int:
-        """On each device; 0 for an argument that is passed on, and for what lies on the host."""
+        """Return the bytes on each device; 0 for an argument that is passed on, and for a value on the host."""
         if self.rank is None or memory_kind_of(self.aval) is not None:
             return 0
         shape = NamedSharding(mesh.unstack[self.rank], self.spec).shard_shape(self.shape)
@@ -207,11 +209,11 @@ class _Held:
 
 
 _AllHeld: TypeAlias = "tuple[_Held, ...]"
-_Result: TypeAlias = "tuple[Any, _AllHeld]"  # of a run: its executable, and what its outputs hold
+_Result: TypeAlias = "tuple[Any, _AllHeld]"  # of a run: its executable, and the contents of its outputs
 
 
 class _Walk:
-    """Goes through a program in order, keeping what each slot holds."""
+    """Goes through a program in order and keeps the contents of each slot."""
 
     def __init__(
         self,
@@ -255,13 +257,13 @@ class _Walk:
         self.written[number] = made
 
     def _result(self, number: int, run: Run) -> _Result:
-        """The result of a run whose like was not met before."""
+        """Return the result of a run that is unlike all earlier ones."""
         new = run.task not in self.first
         if new:
             self.first[run.task] = self._first_result(number, run)
         if self.shared is not None:
             return self.first[run.task]
-        # Within a loop all runs are alike; other programs may read what was made elsewhere.
+        # Within a loop all runs are alike; other programs may read values that were made elsewhere.
         key = run.task, tuple(canonical(self.held[slot].spec) for slot in run.inputs)
         if key not in self.by_specs:
             self.by_specs[key] = self.first[run.task] if new else self._compile(number, run)
@@ -293,11 +295,11 @@ class _Walk:
             ]
         for output, source in task.pins:
             out_specs[output] = in_specs[source]
-        if not task.graph.inputs:  # then nothing but the outputs' shardings tells XLA on which mesh it runs
+        if not task.graph.inputs:  # then only the outputs' shardings tell XLA the mesh
             out_specs = [s or _spec_in_type(atom.aval) for s, atom in zip(out_specs, task.graph.outputs, strict=True)]
         compiled = self.compiler.compile(task, in_specs, out_specs)
         specs = _output_specs(compiled, task, self.mesh)
-        if None in specs:  # XLA chose what no PartitionSpec can say: then it is told to choose otherwise
+        if None in specs:  # no PartitionSpec can say XLA's choice: ask for P() instead
             compiled = self.compiler.compile(task, in_specs, [s or PartitionSpec() for s in specs])
             specs = _output_specs(compiled, task, self.mesh)
         return compiled, _held_after(task, [s or PartitionSpec() for s in specs])
@@ -309,7 +311,7 @@ class _Walk:
         sent = received = tuple(map(self.held.__getitem__, transfer.sent))
         if not self._alike(transfer):
             received = tuple(self._carried_over(held, transfer.target) for held in sent)
-        if wanted := self.wanted.get(number):  # P() is no wish here: what sends it may keep it partitioned
+        if wanted := self.wanted.get(number):  # P() is no wish here: the sender may keep it partitioned
             received = tuple(
                 replace(held, found=wanted[i]) if wanted.get(i) else held for i, held in enumerate(received)
             )
@@ -317,7 +319,7 @@ class _Walk:
         self.sent[number], self.received[number], self.written[number] = sent, received, sent
 
     def _alike(self, transfer: Transfer) -> bool:
-        """Whether both ends of a transfer have meshes of one shape, on which one spec means the same."""
+        """Return whether both ends of a transfer have meshes of one shape; then a spec means the same on both."""
         return self.mesh_shapes[transfer.source] == self.mesh_shapes[transfer.target]
 
     def _carried_over(self, held: _Held, target: int) -> _Held:
@@ -328,7 +330,7 @@ class _Walk:
         return self.carried[key]
 
     def finish(self) -> None:
-        """Add tasks for the results that are not partitioned as they are wanted."""
+        """Add tasks for the results that need another partition."""
         results, end = self.program.results, len(self.program.instructions)
         wanted = [
             (position, rank)
@@ -352,7 +354,7 @@ class _Walk:
         return NamedSharding(mesh, held.spec).is_equivalent_to(NamedSharding(mesh, spec), len(held.shape))
 
     def executables(self) -> Executables:
-        """What was found, for the instructions in which it is the same as one object."""
+        """Collect the results; instructions with equal results share one object."""
         specs = {
             all_held: tuple(held.spec for held in all_held)
             for all_held in {*self.sent.values(), *self.received.values()}
@@ -379,7 +381,7 @@ class _Walk:
 
 
 def _held_after(task: ProgramTask, found: Sequence[PartitionSpec | Callable[[], PartitionSpec]]) -> _AllHeld:
-    """What a task's outputs hold."""
+    """Return the contents of a task's outputs."""
     return tuple(_Held(spec, atom.aval, task.rank) for spec, atom in zip(found, task.graph.outputs, strict=True))
 
 
@@ -388,7 +390,7 @@ def _spec_of_other(shared: SharedSpecs, program: Program, task: int, output: int
 
 
 def _spec_in_type(aval: Any) -> PartitionSpec:
-    """The spec that a type holds on an Explicit mesh; on an Auto mesh, that of a whole array."""
+    """Return the spec in a type on an Explicit mesh; on an Auto mesh, the spec of a whole array."""
     typed = struct_of(aval).sharding
     return PartitionSpec() if typed is None else canonical(typed.spec)
 

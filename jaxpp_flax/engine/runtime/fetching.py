@@ -1,4 +1,4 @@
-"""Arguments to ranks that do not have them, where another process does: state after a change of schedule, mostly."""
+"""Moves an argument to ranks that lack it, from another process that has it: mostly state after a new schedule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Wanted", "bring", "check_parts"]
 
 @dataclass(frozen=True)
 class Wanted:
-    """Where a step reads an argument: on which ranks of its mesh, how it is partitioned there, and in which memory."""
+    """The demand of a step for an argument: the ranks of its mesh that read it, the partition there, and the memory."""
 
     mesh: RankMeshes
     ranks: tuple[int, ...]
@@ -27,11 +27,11 @@ class Wanted:
     memory_kind: str | None = None
 
     def on(self, rank: int) -> NamedSharding:
-        """Its sharding on one rank."""
+        """Return its sharding on one rank."""
         return NamedSharding(self.mesh.unstack[rank], self.spec, memory_kind=self.memory_kind)
 
     def is_met_by(self, leaf: MpmdArray) -> bool:
-        """Whether every rank has it already, partitioned so."""
+        """Return whether every rank already has the leaf with this partition."""
         sharding = leaf.sharding
         if not sharding.mesh_ids.issuperset(self.ranks) or sharding.mpmd_mesh != self.mesh:
             return False
@@ -39,22 +39,22 @@ class Wanted:
 
 
 def bring(leaf: MpmdArray, wanted: Wanted, across: Across, call: int, argument: int) -> dict[int, jax.Array]:
-    """Replicas of `leaf` for the wanted ranks, as far as they are this process's; moved where a rank lacks one.
+    """Return replicas of `leaf` for this process's wanted ranks; a replica is moved if a rank lacks one.
 
-    Every process calls it with the same array at the same point, as all of them know where the array lives. Connections
-    to new peers are opened on the way. A replica comes partitioned as the step wants it or as it was; in the second
-    case this process can partition it anew by itself.
+    Every process calls this with the same array at the same point, because all of them know where the array lives.
+    Connections to new peers are opened on the way. A replica arrives with the partition that the step wants, or with
+    its old partition; then this process can repartition it by itself.
 
     Args:
       leaf: the argument.
       wanted: the ranks that read it.
       across: this process's link.
       call: counts the calls of the step; no two calls may have the same number.
-      argument: its position.
+      argument: the position of the argument.
 
     Raises:
-      ValueError: in every process, and before anything is sent, if parts of it that lie in different processes would
-        have to be cut anew.
+      ValueError: in every process, and before anything is sent, if parts of the array in different processes would
+        need another partition.
     """
     parts = leaf._partially_addressable_arrays  # pyright: ignore[reportPrivateUsage]
     routes = {rank: _origin(leaf, wanted, rank) for rank in sorted(set(wanted.ranks))}
@@ -76,9 +76,9 @@ def bring(leaf: MpmdArray, wanted: Wanted, across: Across, call: int, argument: 
 
 
 def _origin(leaf: MpmdArray, wanted: Wanted, rank: int) -> tuple[int, NamedSharding | None]:
-    """The rank of the leaf's mesh that its replica is taken from, and the sharding with which it arrives.
+    """Return the rank of the leaf's mesh that sends its replica, and the sharding with which the replica arrives.
 
-    That is None where the replica lies on the right devices already.
+    The sharding is None if the replica lies on the right devices already.
     """
     sharding, target, ndim = leaf.sharding, _in_own_memory(wanted.on(rank)), len(leaf.shape)
     for own in leaf.mpmd_idxs:
@@ -88,7 +88,7 @@ def _origin(leaf: MpmdArray, wanted: Wanted, rank: int) -> tuple[int, NamedShard
                 return own, None
             raise _refusal(leaf, wanted, rank)
     owners = _processes(target)
-    # Where a process has devices of both ranks, that replica is near.
+    # A replica is near if its process also has devices of the target rank.
     source = min(leaf.mpmd_idxs, key=lambda own: (_processes(sharding.local_sharding(own)) != owners, own))
     lies = sharding.local_sharding(source)
     if named_memory(lies) is not None:
@@ -105,12 +105,12 @@ def _origin(leaf: MpmdArray, wanted: Wanted, rank: int) -> tuple[int, NamedShard
 
 
 def _in_own_memory(sharding: NamedSharding) -> NamedSharding:
-    """The same in the devices' own memory: what is brought moves on from there, within its process."""
+    """Return the same sharding in device memory; a moved value goes to another memory inside its process."""
     return NamedSharding(sharding.mesh, sharding.spec)
 
 
 def _same_spec(mesh: Mesh, leaf: MpmdArray) -> NamedSharding | None:
-    """The leaf's partition on another mesh, if that has its axes and they divide it."""
+    """Return the leaf's partition on another mesh, if the mesh has its axes and they divide the leaf."""
     try:
         sharding = NamedSharding(mesh, leaf.spec)
         sharding.shard_shape(leaf.shape)
@@ -120,7 +120,7 @@ def _same_spec(mesh: Mesh, leaf: MpmdArray) -> NamedSharding | None:
 
 
 def _pieces(sharding: NamedSharding, shape: tuple[int, ...]) -> set[tuple[tuple[int, int, int], ...]]:
-    """The parts of an array that its devices hold."""
+    """Return the parts of an array that its devices hold."""
     return {
         tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
         for index in sharding.devices_indices_map(shape).values()
@@ -132,7 +132,7 @@ def _processes(sharding: NamedSharding) -> set[int]:
 
 
 def _can_repartition(lies: NamedSharding, target: NamedSharding, ndim: int) -> bool:
-    """Whether each process has what it needs of `target`, of the same devices, in what it has of `lies`."""
+    """Return whether each process can make its parts of `target` from its parts of `lies`, on the same devices."""
     return len(_processes(target)) == 1 or lies.is_fully_replicated or lies.is_equivalent_to(target, ndim)
 
 
@@ -147,7 +147,7 @@ def _refusal(leaf: MpmdArray, wanted: Wanted, rank: int) -> ValueError:
 
 
 def check_parts(value: jax.Array, wanted: Wanted) -> None:
-    """Refuse an array over several processes of which one of them lacks what it needs: in all of them, not in that one.
+    """Refuse an array over several processes if one process lacks parts that it needs; all processes refuse it.
 
     Args:
       value: not fully addressable.

@@ -33,9 +33,9 @@ Step = Callable[[Environment], None]
 
 @dataclass(frozen=True)
 class Across:
-    """How this process takes part in a program that several run: its link to the others, and the program's names.
+    """This process's part in a program of several processes: its link to the others, and the program's names.
 
-    `title` is for people ("program 2"); `name` is no other program's, not even after a change of the code.
+    `title` is for people ("program 2"). `name` is unique to this program, even after a change of the code.
     """
 
     link: Link
@@ -43,12 +43,12 @@ class Across:
     name: str
 
     def tag(self, number: int, call: int, part: str = "") -> Tag:
-        """The name of a transfer.
+        """Return the name of a transfer.
 
         Args:
-          number: its place in the program.
-          call: of the program, counted from 1.
-          part: of the program, where the transfer is none of its instructions.
+          number: the place of the transfer in the program.
+          call: the number of the program's call, counted from 1.
+          part: a part of the program's name, for a transfer that is not one of its instructions.
         """
         step = self.link.group.step
         return Tag(f"{self.name}{part}", call if step is None else step, number, call)
@@ -58,7 +58,7 @@ class Runtime:
     """A program bound to its executables; `run` is called once per step.
 
     Each instruction becomes one function bound to plain integers, so that a step evaluates nothing but calls, copies
-    and list accesses. With several processes, only those of this process's ranks become one.
+    and list accesses. With several processes, only instructions of this process's ranks become functions.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Runtime:
             _refuse_other_memory(program, executables)
         self._given_away = _given_away(program) if across is not None else {}
         self._awaiting = _awaiting(program) if across is not None else {}
-        # As slots come round, most instructions are like earlier ones, and share what is made for these.
+        # Slots are reused, so most instructions equal earlier ones, and share their functions and shardings.
         self._step_of, self._transfer_of, self._shardings_of = cache(partial), cache(_bind_transfer), cache(_shardings)
         local = set(mesh.local_ranks)
         self._bound = [self._bind(number, instr, local) for number, instr in enumerate(program.instructions)]
@@ -82,11 +82,11 @@ class Runtime:
 
     @cached_property
     def _handed_over(self) -> dict[int, frozenset[int]]:
-        # Only where ranks share devices is it asked for.
+        # Needed only if ranks share devices, so it is computed on demand.
         return handed_over(self.program)
 
     def _place_indices(self, local: set[int]) -> dict[int, jax.Array]:
-        """The microbatch index as a device scalar on each rank, made once: no step pays for it."""
+        """Put the microbatch indices as scalars on each rank's devices, once: no step pays for it."""
         indices = {key: slot for key, slot in self.program.indices.items() if key[0] in local}
         value = {microbatch: jax.numpy.int32(microbatch) for _, microbatch in indices}
         on_rank = {rank: NamedSharding(self._mesh.unstack[rank], PartitionSpec()) for rank, _ in indices}
@@ -113,7 +113,7 @@ class Runtime:
         shardings = self._shardings_of(target, self._executables.transfer_specs[number], memories)
         here = {instruction.source, instruction.target} <= local
         if self._across is None or (here and not (source.is_multi_process or target.is_multi_process)):
-            # On one device alone: on several, the two ranks may partition a value differently.
+            # Only for ranks of one device: with several devices, two ranks may partition a value differently.
             together = source.size == target.size == 1 and source.devices.flat[0] == target.devices.flat[0]
             handed = self._handed_over[number] if together else frozenset[int]()
             return self._transfer_of(instruction, shardings, handed)
@@ -143,7 +143,7 @@ class Runtime:
         """Run one step; `environment` holds the arguments in their slots and receives the results in theirs.
 
         Raises:
-          FloatingPointError: if a result holds what `jax.debug_nans` or `jax.debug_infs` look for.
+          FloatingPointError: if a result holds a value that `jax.debug_nans` or `jax.debug_infs` look for.
         """
         self._calls += 1
         if self._across is not None:
@@ -166,10 +166,10 @@ class Runtime:
     def profile(self, environment: Environment, at_once: int | None = None) -> list[TaskTiming]:
         """Run one step as `run` does, measuring when each task of the loop ran; at most `at_once` at a time.
 
-        It is for one process that owns all ranks.
+        This needs one process that owns all ranks.
 
         Raises:
-          FloatingPointError: as `run`, by the results alone: tasks that are watched would take longer.
+          FloatingPointError: as `run`, but only the results are checked: checks inside tasks would take time.
         """
         for slot, index in self._indices.items():
             environment[slot] = index
@@ -182,7 +182,7 @@ class Runtime:
         return timings
 
 
-# What steps are made of, by `partial`: a closure is five objects to the garbage collector where that is two.
+# `partial` of these functions makes the steps: a closure is five objects to the garbage collector, a partial two.
 
 
 def _run(executable: Any, inputs: tuple[int, ...], outputs: tuple[int, ...], environment: Environment) -> None:
@@ -233,7 +233,7 @@ def _free(slots: tuple[int, ...], delete: tuple[int, ...], environment: Environm
 
 
 def _refuse_other_memory(program: Program, executables: Executables) -> None:
-    """Between processes, only what is in the devices' own memory is sent; every process refuses alike."""
+    """Refuse to send a value between processes unless it is in device memory; every process refuses alike."""
     for number, transfer in enumerate(program.instructions):
         if not isinstance(transfer, Transfer):
             continue
@@ -247,10 +247,10 @@ def _refuse_other_memory(program: Program, executables: Executables) -> None:
 
 
 def _given_away(program: Program) -> dict[int, list[bool]]:
-    """For each transfer, which of the values sent are arguments or results: others may donate or delete those."""
+    """Find, for each transfer, the sent values that are arguments or results: other code may donate or delete these."""
     given = set(program.preset())
     found: dict[int, list[bool]] = {}
-    sends: dict[int, list[tuple[int, int]]] = {}  # of a slot's present value: transfers, and positions in these
+    sends: dict[int, list[tuple[int, int]]] = {}  # of a slot's present value: (transfer, position in it)
     for number, instruction in enumerate(program.instructions):
         if isinstance(instruction, Transfer):
             found[number] = [slot in given for slot in instruction.sent]
@@ -267,7 +267,7 @@ def _given_away(program: Program) -> dict[int, list[bool]]:
 
 
 def _awaiting(program: Program) -> dict[int, str]:
-    """For each transfer, what its target waits for: the next task that reads it."""
+    """Describe, for each transfer, the purpose of the target's wait: the next task that reads the values."""
     reader: dict[int, str] = {}
     found: dict[int, str] = {}
     for number in range(len(program.instructions) - 1, -1, -1):

@@ -1,6 +1,6 @@
-"""Measure a real step: when each task ran on each rank.
+"""Measure a real step: the start and the end of each task on each rank.
 
-Ranks run in threads of their own, each waiting for one task before it starts the next, so that start and end are those
+Each rank runs in a thread of its own, and waits for one task before it starts the next. So start and end are the times
 of the work itself. Waiting costs some overlap of dispatch with work; the tasks' times and the idle gaps between them
 are real.
 """
@@ -23,7 +23,7 @@ _WAIT_SECONDS = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class TaskTiming:
-    """One task of the loop as it ran; `start` and `end` in seconds since the step began."""
+    """A run of one task of the loop; `start` and `end` in seconds since the step began."""
 
     rank: int
     task: Task | FusedTask
@@ -32,7 +32,7 @@ class TaskTiming:
 
 
 class _Mailbox:
-    """What ranks send one another, by the number of the transfer."""
+    """The values that ranks send to one another, by the number of the transfer."""
 
     def __init__(self) -> None:
         self._arrived: dict[int, Any] = {}
@@ -76,11 +76,11 @@ def run_profiled(
     """Run one step over `environment`, each rank in a thread of its own, and time the loop's tasks.
 
     Args:
-      program: what runs.
-      steps: the runtime's, one for each instruction.
+      program: the program that runs.
+      steps: the runtime's steps, one for each instruction.
       environment: arguments and indices in their slots; receives the results.
-      at_once: how many tasks may run at a time, over all ranks. Where ranks are virtual devices on fewer cores, the
-        number of cores keeps the time that a task waits for a core out of the time that it takes.
+      at_once: the number of tasks that may run at a time, over all ranks. If ranks are virtual devices on fewer cores,
+        pass the number of cores: then a task's time does not include its wait for a core.
 
     Raises:
       RuntimeError: if a task failed; the failure is the cause.
@@ -146,7 +146,7 @@ def run_profiled(
 
 
 class _Overlay:
-    """Reads go to the environment, writes stay apart."""
+    """Reads from the environment, but keeps writes apart."""
 
     def __init__(self, environment: list[Any]) -> None:
         self.environment = environment

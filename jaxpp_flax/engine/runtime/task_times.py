@@ -1,7 +1,7 @@
-"""How long each task takes, collected from steps that run while a context is open.
+"""The time that each task takes, collected from steps that run while a context is open.
 
-Each task is waited for before the next one starts, so nothing overlaps and a time is that of the work alone. Such a
-step is slower than others; `Compiled.profile` measures the pipeline with its overlap.
+The step waits for each task before it starts the next one. So nothing overlaps, and a time is the time of the work
+alone. Such a step is slower than others; `Compiled.profile` measures the pipeline with its overlap.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def collect_task_times_ms(enabled: bool = True) -> Generator[TaskTimes | None]:
 
     Yields:
       A dict that steps fill: for each task of this process's ranks (`fwd_0`, `bwd_0`, `init_0`, `outer_2`, ...), the
-      times of its runs in order, one for each microbatch. An inner context collects for itself.
+      times of its runs in order, one for each microbatch. An inner context collects into its own dict.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np
@@ -61,7 +61,7 @@ def collect_task_times_ms(enabled: bool = True) -> Generator[TaskTimes | None]:
 
 
 def collector() -> TaskTimes | None:
-    """The dict of the innermost open context of this thread, or None."""
+    """Return the dict of the innermost open context of this thread, or None."""
     return _collector.get()
 
 
@@ -71,10 +71,10 @@ def run_timed(
     """Run one step over `environment`, one task at a time, adding each task's milliseconds to `times`.
 
     Args:
-      program: what runs.
-      steps: the runtime's, one for each instruction; None for those of other processes.
+      program: the program that runs.
+      steps: the runtime's steps, one for each instruction; None for instructions of other processes.
       environment: arguments and indices in their slots; receives the results.
-      times: by name of the task.
+      times: the times by name of the task.
     """
     for instruction, step in zip(program.instructions, steps, strict=True):
         if step is None:

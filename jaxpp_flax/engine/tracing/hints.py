@@ -1,6 +1,6 @@
 """Hints about placement: values that go with another array, and sums that mix ranks on purpose.
 
-A hint never changes what is computed. Under plain `jax.jit` it vanishes.
+A hint never changes a result. Under plain `jax.jit` a hint has no effect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ mlir.register_lowering(place_with_p, lambda ctx, value, like: [value])
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    return place_with_p.bind(*primals), tangents[0]  # a tangent is made where its primal's stage is: it needs no hint
+    return place_with_p.bind(*primals), tangents[0]  # a tangent is made on its primal's stage: it needs no hint
 
 
 def _batch(operands: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
@@ -41,15 +41,15 @@ batching.primitive_batchers[place_with_p] = _batch
 
 
 def place_with(value: T, like: Any) -> T:
-    """`value`, to be computed on the ranks that hold `like`.
+    """Ask that `value` is computed on the ranks that hold `like`.
 
-    It is a hint for work before and after the loop, where a value that no stage needs would otherwise go to rank 0.
-    Inside the loop's body every stage computes what it uses, so there it says nothing new. What the loop itself reads
-    is made where it is read.
+    The hint is for work before and after the loop: without it, a value that no stage needs goes to rank 0. Inside the
+    loop's body the hint has no effect, because every stage computes the values that it uses. A value that the loop
+    reads is made on the ranks that read it.
 
     Args:
       value: a pytree of arrays, of any shapes and dtypes.
-      like: an array, or a pytree whose first leaf is taken.
+      like: an array, or a pytree; its first leaf is used.
 
     Returns:
       `value`, unchanged.
@@ -69,7 +69,7 @@ def place_with(value: T, like: Any) -> T:
 
 
 def without_hints(graph: Graph) -> Graph:
-    """The graph with every `place_with` replaced by its value."""
+    """Return the graph with every `place_with` replaced by its value."""
     alias: dict[Value, Atom] = {}
     kept: list[Equation] = []
 
@@ -87,11 +87,11 @@ def without_hints(graph: Graph) -> Graph:
 
 
 def as_copy(hint: Equation) -> Equation:
-    """A `place_with` that has been heeded, as a copy of its value alone."""
+    """Turn a `place_with` that is already applied into a plain copy of its value."""
     (copy,), _ = emit(jax.lax.copy_p.bind, hint.inputs[:1], hint.outputs)
     return replace(copy, source=hint.source)
 
 
 def is_mixing_by_design(equation: Equation) -> bool:
-    """Whether the user asked for this work on several ranks' arrays by name."""
+    """Return whether the user asked, by a name scope, for this work on several ranks' arrays."""
     return MIXING_SCOPE in str(getattr(equation.source, "name_stack", ""))

@@ -1,8 +1,8 @@
 """Inline the calls that hide a marker, until every marker stands at the top of the graph.
 
-Everything without a marker stays one opaque equation. In the recomputation of a rematerialised region the outputs of
-the *original* forward marker take the place of the recomputed marker, so that no stage ever recomputes an earlier
-one; the region's equations are labelled `late`, so that they run in the backward task that needs them.
+A call without a marker stays one opaque equation. In the recomputation of a rematerialised region, the outputs of the
+*original* forward marker replace the recomputed marker, so that no stage ever recomputes an earlier one. The region's
+equations are labelled `late`, so that they run in the backward task that needs them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "call_jaxpr",
 }
-# Their differentiation rules have no use any more, and as opaque objects they would hide that two stages are alike.
+# Their differentiation rules are useless by now. As opaque objects, the rules would hide that two stages are alike.
 _ALWAYS = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 _PLAIN = {"jit", "pjit", "closed_call", "core_call"}
@@ -55,16 +55,16 @@ _REMEDIES = {
 }
 
 
-# JAX's name for what a rematerialised region computes again; the rest of the region is its backward pass.
+# JAX's name for the recomputed part of a rematerialised region; the rest of the region is its backward pass.
 _RECOMPUTED = "rematted_computation"
 
 
 class MarkerPlacementError(ValueError):
-    """A stage marker stands where no pipeline can be cut."""
+    """A stage marker stands at a place where no pipeline can be cut."""
 
 
 def is_recomputation(equation: Equation) -> bool:
-    """Whether the equation is a rematerialised region inside a backward pass."""
+    """Return whether the equation is a rematerialised region inside a backward pass."""
     return equation.name in _REMATS and bool(equation.params.get("differentiated"))
 
 
@@ -85,7 +85,7 @@ def _contains_marker(jaxpr: Any, memo: dict[int, bool]) -> bool:
 
 
 def _names_of_markers(jaxpr: Any) -> list[str]:
-    """The names of the markers in a jaxpr, at any depth; unnamed ones are left out."""
+    """Return the names of the markers in a jaxpr, at any depth; unnamed ones are left out."""
     found: list[str] = []
     for eqn in jaxpr.eqns:
         if eqn.primitive is marker_p:
@@ -96,7 +96,7 @@ def _names_of_markers(jaxpr: Any) -> list[str]:
 
 
 def _count_forward_markers(jaxpr: Any, counts: Counter[int]) -> None:
-    """How often each marker is recomputed by a region itself, nested regions left out."""
+    """Count how often a region itself recomputes each marker; nested regions are left out."""
     for eqn in jaxpr.eqns:
         if eqn.primitive is marker_p:
             if eqn.params["direction"] == FORWARD:
@@ -108,7 +108,7 @@ def _count_forward_markers(jaxpr: Any, counts: Counter[int]) -> None:
 
 @dataclass
 class _Scope:
-    """The forward markers that recomputed ones may stand for: of the whole body, or of one recomputed region."""
+    """The forward markers that may replace recomputed ones: of the whole body, or of one recomputed region."""
 
     occurrences: dict[int, list[Equation]] = field(default_factory=dict)
     unclaimed: Counter[int] = field(default_factory=Counter)
@@ -119,7 +119,7 @@ class _Scope:
         self.unclaimed[identifier] += 1
 
     def claim(self, counts: Counter[int], where: str) -> dict[int, list[Equation]]:
-        """The last unclaimed originals: regions are recomputed in reverse order of the forward pass."""
+        """Claim the last unclaimed originals: regions are recomputed in reverse order of the forward pass."""
         claimed: dict[int, list[Equation]] = {}
         for identifier, count in counts.items():
             end = self.unclaimed[identifier]
@@ -156,10 +156,10 @@ class _Inliner:
         """Append `equations`, inlining as needed.
 
         Args:
-          equations: to append.
-          scope: the markers that recomputed ones may stand for.
+          equations: the equations to append.
+          scope: the markers that may replace recomputed ones.
           recomputed: the original markers, inside a recomputed region.
-          named: the region says by name what it recomputes, so that the rest is known to be backward work.
+          named: the region names its recomputed part, so that the rest is known to be backward work.
         """
         for equation in equations:
             inputs = tuple(self.resolve(atom) for atom in equation.inputs)
@@ -228,15 +228,15 @@ class _Inliner:
 
 
 def inline(graph: Graph, *, flatten: bool = False, remat: bool = False) -> Graph:
-    """The same function with every marker (and `treduce`) at the top level.
+    """Return the same function with every marker (and `treduce`) at the top level.
 
     Args:
-      graph: to inline.
-      flatten: inline plain calls too, whether or not they hold a marker, so that each equation can be placed.
-      remat: inline rematerialised regions too; what they recompute is labelled `late` and stays recomputed.
+      graph: the graph to inline.
+      flatten: inline plain calls too, even without a marker, so that each equation can be placed.
+      remat: inline rematerialised regions too; recomputed equations are labelled `late` and stay recomputed.
 
     Raises:
-      MarkerPlacementError: if a marker stands where it cannot cut (`cond`, `while`, `scan`, forward-mode
+      MarkerPlacementError: if a marker stands at a place where it cannot cut (`cond`, `while`, `scan`, forward-mode
         differentiation), naming the construct and the user's line.
     """
     inliner = _Inliner(flatten, remat)
@@ -246,7 +246,7 @@ def inline(graph: Graph, *, flatten: bool = False, remat: bool = False) -> Graph
 
 
 def body_of(equation: Equation, *, remat: bool = False) -> Graph:
-    """The body of a `shard_map` or `scan` equation, calls inlined; its inputs are the equation's."""
+    """Return the body of a `shard_map` or `scan` equation, with calls inlined and the equation's inputs."""
     jaxpr = equation.params["jaxpr"]
     inputs = tuple(Value(v.aval) for v in opened(jaxpr).invars)
     return inline(replace(applied(jaxpr, inputs), inputs=inputs), flatten=True, remat=remat)

@@ -1,7 +1,7 @@
-"""`treduce`: the loop over microbatches, and the operations that reduce what each microbatch returns.
+"""`treduce`: the loop over microbatches, and the operations that reduce the results of the microbatches.
 
-Under plain `jax.jit` the loop is an ordinary `jax.lax.fori_loop`: that is the reference for every test. Under
-`mpmd_jit_with_loop` it becomes a pipeline that runs by the loop's schedule.
+Under plain `jax.jit` the loop is an ordinary `jax.lax.fori_loop`, the reference for every test. Under
+`mpmd_jit_with_loop` the loop becomes a pipeline that runs by its schedule.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ __all__ = ["Add", "Concat", "Last", "Max", "Op", "treduce", "treduce_i", "treduc
 
 @runtime_checkable
 class Op(Protocol):
-    """How one result of the loop's body is reduced over the microbatches; implement it for a reduction of your own.
+    """A reduction of one result of the loop's body over the microbatches; implement it for your own reductions.
 
     Both methods are traced by JAX. An operation must be hashable (a frozen dataclass is).
     """
 
     def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
-        """The accumulator before the first microbatch, for results of `value`'s shape and dtype."""
+        """Return the accumulator before the first microbatch, for results of `value`'s shape and dtype."""
         ...
 
     def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-        """The accumulator after microbatch `index` (int32 scalar); same shape and dtype as `state`."""
+        """Return the accumulator after microbatch `index` (int32 scalar); same shape and dtype as `state`."""
         ...
 
 
 def _full(value: jax.ShapeDtypeStruct, fill: Any, axis: int | None = None, size: int = 0) -> jax.Array:
-    """An array of one number like `value`, with a new axis where one is given; sharded alike on an Explicit mesh."""
+    """Return an array of one number like `value`, with a new axis if given; sharded alike on an Explicit mesh."""
     shape, sharding = value.shape, value.sharding
     entries = list(sharding.spec.partitions) if sharding is not None else []
     if axis is not None:
@@ -54,7 +54,7 @@ def _full(value: jax.ShapeDtypeStruct, fill: Any, axis: int | None = None, size:
     array = jax.lax.full(shape, fill, value.dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*entries)))
     if not sharding.spec.unreduced:
         return array
-    # Partial sums, one for each device: an array of zeros is one too.
+    # `value` is a partial sum on each device; zeros are a valid partial sum.
     spec = PartitionSpec(*entries, unreduced=sharding.spec.unreduced)
     return jax.sharding.reshard(array, NamedSharding(sharding.mesh, spec))
 
@@ -64,11 +64,11 @@ class AddOp:
     """Sum over the microbatches (`Add` is its instance)."""
 
     def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
-        """Zeros."""
+        """Return zeros."""
         return _full(value, 0)
 
     def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-        """`state + value`."""
+        """Return `state + value`."""
         return state + value
 
 
@@ -77,7 +77,7 @@ class MaxOp:
     """Element-wise maximum over the microbatches (`Max` is its instance)."""
 
     def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
-        """The dtype's lowest value."""
+        """Return the dtype's lowest value."""
         if jnp.issubdtype(value.dtype, jnp.floating):
             return _full(value, -jnp.inf)
         if value.dtype == jnp.bool_:
@@ -85,7 +85,7 @@ class MaxOp:
         return _full(value, jnp.iinfo(value.dtype).min)
 
     def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-        """The larger one, element by element."""
+        """Return the larger value, element by element."""
         return jnp.maximum(state, value)
 
 
@@ -96,12 +96,12 @@ class Concat:
     axis: int = 0
 
     def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
-        """Zeros with the new axis of size `num_microbatches`."""
+        """Return zeros with the new axis of size `num_microbatches`."""
         axis = self.axis % (len(value.shape) + 1)
         return _full(value, 0, axis, num_microbatches)
 
     def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-        """`value` written at `index`."""
+        """Return `state` with `value` written at `index`."""
         return jax.lax.dynamic_update_index_in_dim(state, value, index, self.axis % state.ndim)
 
 
@@ -110,11 +110,11 @@ class LastOp:
     """The last microbatch's result (`Last` is its instance)."""
 
     def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
-        """Zeros, overwritten by every microbatch."""
+        """Return zeros; every microbatch overwrites them."""
         return _full(value, 0)
 
     def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-        """`value`."""
+        """Return `value`."""
         return value
 
 
@@ -129,7 +129,7 @@ treduce_p.multiple_results = True
 def _run(
     *operands: Any, body: Graph, num_consts: int, num_carry: int, length: int, operations: tuple[Op, ...], **_: Any
 ) -> list[Any]:
-    """The loop in plain JAX, one microbatch after another."""
+    """Run the loop in plain JAX, one microbatch after another."""
     consts, carry = operands[:num_consts], operands[num_consts:]
     results = body.outputs[num_carry:]
     states = [op.state(length, struct_of(y.aval)) for op, y in zip(operations, results, strict=True)]
@@ -158,7 +158,7 @@ mlir.register_lowering(treduce_p, mlir.lower_fun(_run, multiple_results=True))
 
 
 def _for_devices(body: Graph) -> tuple[Any, ...]:
-    """What tells JAX, which does not look into graphs, that the body holds what is lowered for known devices alone."""
+    """Return a parameter that tells JAX if the body needs known devices to be lowered: JAX cannot read the graph."""
     if not any(needs_devices(equation.primitive) for equation in everywhere(body)):
         return ()
     return (jax.make_jaxpr(lambda: jax.pure_callback(int, jax.ShapeDtypeStruct((), jnp.int32)))(),)
@@ -180,7 +180,7 @@ batching.primitive_batchers[treduce_p] = _refuse(
 
 
 def _broadcast_operations(operation: Any, results: Any) -> list[Op]:
-    """One operation for each leaf of `results`; `operation` is a prefix tree."""
+    """Return one operation for each leaf of `results`; `operation` is a prefix tree."""
     is_op = lambda node: isinstance(node, Op) and not isinstance(node, type)  # noqa: E731
     flat: list[Op] = []
     try:
@@ -218,11 +218,11 @@ def treduce_i(
     Args:
       fun: body of the loop: `fun(index)`, or with `init` given `fun(carry, index) -> (carry, result)`.
       length: number of microbatches, at least 1.
-      schedule: in which order each rank runs its tasks; plain `jax.jit` ignores it.
-      operation: prefix tree of operations over the body's results. The default stacks the first of two results and
-        adds up the second, as `jax.value_and_grad` wants it.
-      axis: where the default operation puts the axis of the microbatches in what it stacks; an operation of your own
-        says that itself (`Concat(axis)`).
+      schedule: the order in which each rank runs its tasks; plain `jax.jit` ignores it.
+      operation: prefix tree of operations over the body's results. The default suits `jax.value_and_grad`: it stacks
+        the first of two results and adds up the second.
+      axis: the axis of the microbatches in the results that the default operation stacks; give your own operation its
+        axis directly (`Concat(axis)`).
       init: the carry before the first microbatch. Each of its leaves must keep shape and dtype.
 
     Returns:
@@ -285,13 +285,13 @@ def treduce_i(
 
 
 def _sharding_of(leaf: Any) -> Any:
-    # Only an Explicit mesh's sharding is part of the type; on Auto meshes it would be a constraint.
+    # Only an Explicit mesh's sharding is part of the type; on an Auto mesh, a sharding would be a constraint.
     sharding = jax.typeof(leaf).sharding
     return sharding if not sharding.mesh.empty and sharding.mesh._any_axis_explicit else None
 
 
 def _whole_along(leaf: jax.Array, axis: int) -> jax.Array:
-    """`leaf` with the axis of the microbatches in one piece: an array typed as sharded there cannot be indexed."""
+    """Return `leaf` unsharded along the axis of the microbatches: JAX cannot index an axis that is typed as sharded."""
     sharding = _sharding_of(leaf)
     spec = () if sharding is None else (*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)))
     if sharding is None or spec[axis] is None:
@@ -301,7 +301,7 @@ def _whole_along(leaf: jax.Array, axis: int) -> jax.Array:
 
 
 def _refuse_other_memory(what: str, tree: Any, avals: Iterable[Any]) -> None:
-    """Refuse what goes round a loop if it is not in the devices' own memory: that is where it is reduced."""
+    """Refuse loop values outside device memory: microbatches are reduced in device memory."""
     for (path, _), aval in zip(jax.tree_util.tree_leaves_with_path(tree), avals, strict=True):
         if (kind := memory_kind_of(aval)) is not None:
             raise ValueError(
@@ -338,7 +338,7 @@ def treduce(
     Args:
       fun: body of the loop for one microbatch: `fun(x)`, or with `init` given `fun(carry, x) -> (carry, result)`.
       xs: a pytree of arrays with one common size along `axis`, the number of microbatches.
-      schedule: in which order each rank runs its tasks; plain `jax.jit` ignores it.
+      schedule: the order in which each rank runs its tasks; plain `jax.jit` ignores it.
       axis: the microbatches' axis in every leaf of `xs`.
       operation: prefix tree of operations over the body's results; the default suits `jax.value_and_grad`: it
         stacks the values and adds up the gradients.

@@ -1,4 +1,4 @@
-"""All passes on a traced step: names to meshes, inference, stages, schedule, fragments, program."""
+"""Run all passes on a traced step: names to meshes, inference, stages, schedule, fragments, program."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Built", "build"]
 
 @dataclass(frozen=True)
 class Built:
-    """The program, and what it was made from."""
+    """The program, with the step, placement, stages and fragments from which it was made."""
 
     program: Program
     step: Step
@@ -46,13 +46,13 @@ def build(
 
     Args:
       graph: the step; its first `num_constants` inputs are captured arrays.
-      config: what `make_config` returned.
+      config: the result of `make_config`.
       argument_ranks, result_ranks: meshes given to arguments and results, or None.
       donated: for each argument, whether its buffers may be reused.
 
     Raises:
-      ValueError: if a name is not assigned, names within each other are assigned apart, or names stand inside of a
-        `scan`, `while` or `cond` that would span meshes; if a side effect has `ordered=True`.
+      ValueError: if a name is not assigned, nested names are assigned to different meshes or stages, or a `scan`,
+        `while` or `cond` holds names of several meshes; if a side effect has `ordered=True`.
       ScheduleError: if the stages do not fit the schedule.
     """
     meshes = config.meshes
@@ -88,7 +88,7 @@ def _rewrites(config: MpmdConfig) -> list[Callable[[Graph], Graph]]:
 
 
 def _fixed(nodes: Sequence[Node], config: MpmdConfig) -> dict[Node, int]:
-    """The ranks of named nodes, and of loops whose names all have one."""
+    """Return the ranks of named nodes, and of loops whose names all share one mesh."""
     fixed: dict[Node, int] = {}
     assigned = config.name_to_mesh_assignment
     stages = config.name_to_stage_assignment
@@ -129,7 +129,7 @@ def _assignment(name: str, config: MpmdConfig) -> str:
 
 
 def _number_calls(step: Step) -> Step:
-    """Call counters as microbatches from 0 on, whatever numbers the program uses."""
+    """Renumber the program's call counters as microbatches from 0 on."""
     calls = sorted({node.call for node in step.nodes if node.call is not None})
     if calls == list(range(len(calls))):
         return step

@@ -1,4 +1,4 @@
-"""Join placed nodes to fragments, each of which one mesh runs as one program, in an order that the schedule allows."""
+"""Join placed nodes to fragments, in an order that the schedule allows. One mesh runs a fragment as one program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _START = -1.0  # work that waits for nothing
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What may share a fragment: one microbatch's work of one stage in one direction."""
+    """The work that may share a fragment: one microbatch's work of one stage in one direction."""
 
     rank: int
     stage: int | None = None
@@ -40,12 +40,12 @@ class Fragment:
 
     @property
     def origins(self) -> tuple[Origin, ...]:
-        """The named computations in it."""
+        """The named computations in the fragment."""
         return tuple(dict.fromkeys(n.origin for n in self.nodes if n.origin is not None and not n.tensor))
 
     @property
     def label(self) -> str:
-        """Its name in profiles and listings."""
+        """The fragment's name in profiles and listings."""
         key = self.key
         if key.stage is None or key.kind is None:
             return "inferred"
@@ -69,14 +69,14 @@ class _Piece:
 def fragments_of(
     step: Step, placement: Placement, stages: Stages, order: Order | None, weights: frozenset[Node]
 ) -> list[Fragment]:
-    """Fragments in an order in which they can run.
+    """Return the fragments in an order in which they can run.
 
     Args:
-      step: in nodes.
-      placement: their ranks.
-      stages: of the program.
-      order: the schedule's, or None for program order.
-      weights: nodes that hold weight gradients alone.
+      step: the step as nodes.
+      placement: the ranks of the nodes.
+      stages: the stages of the program.
+      order: the schedule's order, or None for program order.
+      weights: nodes that hold only weight gradients.
 
     Raises:
       ScheduleError: if the program's data cannot follow the schedule.
@@ -124,7 +124,7 @@ def _pieces(
 
 
 def _set_positions(pieces: Sequence[_Piece], readers: Sequence[Sequence[int]], order: Order | None) -> None:
-    """When each piece should run; unnamed work of a microbatch goes with the named work around it."""
+    """Set the time at which each piece should run; a microbatch's unnamed work goes with the named work around it."""
 
     def task_position(key: Key) -> float:
         if order is None or key.stage is None or key.kind is None or key.call is None:
@@ -166,14 +166,14 @@ def _set_positions(pieces: Sequence[_Piece], readers: Sequence[Sequence[int]], o
         else:
             piece.position = max((pieces[p].position for p in piece.before), default=_START)
     for piece in reversed(pieces):
-        # A constant is made where it is read, but once and for all where microbatches read it (zeros, indices).
+        # A constant is made just before its first reader, but only once if microbatches read it (zeros, indices).
         following = [pieces[r] for r in readers[piece.index]]
         if following and not piece.node.inputs and all(r.node.call is None for r in following):
             piece.position = min(r.position for r in following)
 
 
 def _scheduled_edges(pieces: Sequence[_Piece], order: Order | None) -> list[tuple[list[int], list[int], str]]:
-    """Which pieces must have run before which others, by the schedule: each mesh's tasks one after another."""
+    """Return the pieces that must run before others, by the schedule: each mesh runs its tasks one after another."""
     if order is None:
         return []
     of_task: dict[Task, list[int]] = {}
@@ -192,7 +192,7 @@ def _scheduled_edges(pieces: Sequence[_Piece], order: Order | None) -> list[tupl
 def _sort(
     pieces: Sequence[_Piece], barriers: Sequence[tuple[list[int], list[int], str]], order: Order | None
 ) -> list[_Piece]:
-    """One order that agrees with data and schedule."""
+    """Sort the pieces into one order that agrees with data and schedule."""
     count = len(pieces)
     after: list[list[int]] = [[] for _ in range(count + len(barriers))]
     waiting = [0] * (count + len(barriers))
@@ -239,7 +239,7 @@ def _stuck(
 
 
 def _join(order: Sequence[_Piece], fused: frozenset[Task]) -> list[Fragment]:
-    """Fragments of pieces that follow each other on a mesh, as long as no data goes out and comes back in between."""
+    """Join pieces that follow each other on a mesh, as long as no data goes out and comes back in between."""
     fragments: list[Fragment] = []
     ancestors: list[int] = []  # of each fragment, as bits
     open_: dict[int, int] = {}
@@ -267,7 +267,7 @@ def _compatible(key: Key, other: Key, fused: frozenset[Task]) -> bool:
         return True
     if key.call is not None and (key.stage, key.call) == (other.stage, other.call):
         return _task(key) in fused and _task(other) in fused
-    # Outside of microbatches, all that one mesh does on end is one program.
+    # Outside microbatches, all consecutive work of one mesh is one program.
     return key.call is None and other.call is None
 
 
@@ -290,7 +290,7 @@ def _add_ancestors(ancestors: list[int], fragment: int, before: set[int]) -> Non
 
 
 def _sorted(fragments: Sequence[Fragment], ancestors: Sequence[int]) -> list[Fragment]:
-    """Fragments after all of their ancestors, else in the order in which they were begun."""
+    """Sort the fragments: each after all of its ancestors, else in the order in which they were begun."""
     done = 0
     found: list[Fragment] = []
     waiting = list(range(len(fragments)))

@@ -1,9 +1,9 @@
-"""Place the nodes of a step on meshes: names where they are assigned, the rest where the fewest bytes are transferred.
+"""Place the nodes of a step on meshes: named nodes as assigned, the rest so that few bytes are transferred.
 
-A value is sent once to each mesh that reads it and does not make it. Which placement of the unnamed work sends the
-fewest bytes is a multiway cut, for which no fast exact method is known with three meshes or more. So a placement
-that follows the data is improved by moving single nodes, pairs and connected regions, until no such move helps. Small
-regions are searched exhaustively, middling ones from several first placements.
+A value is sent once to each mesh that reads it and does not make it. To place the unnamed work with the fewest bytes
+is a multiway cut: no fast exact method is known for three meshes or more. So the search begins with a placement that
+follows the data. It moves single nodes, pairs and connected regions, until no move helps. Small regions are searched
+exhaustively, regions of middle size from several first placements.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _RANDOM_STARTS = 20
 
 @dataclass(frozen=True)
 class Placement:
-    """Where everything is.
+    """The ranks of all nodes, arguments and results.
 
-    `nodes` gives the ranks on which a node runs: one, or several for what is computed wherever it is read.
+    `nodes` gives the ranks on which a node runs: one, or several if the node is computed on every rank that reads it.
     `arguments` and `results` give ranks; a captured constant is on every rank that reads it.
     """
 
@@ -42,18 +42,18 @@ class Placement:
 
 @dataclass
 class _Search:
-    """The current placement of single nodes, with what it costs around each value."""
+    """The current placement of single nodes, and the bytes sent of each value."""
 
     step: Step
     rank: dict[Node, int]
     fixed_arguments: Mapping[Value, int]
-    copied: set[Value]  # constants, and what is computed wherever it is read: never sent
+    copied: set[Value]  # constants, and values computed on every rank that reads them: never sent
     producer: dict[Value, Node] = field(default_factory=dict)
     consumers: dict[Value, list[Node]] = field(default_factory=dict)
     readers: dict[Value, Counter[int]] = field(default_factory=dict)
 
     def cost_of(self, value: Value) -> int:
-        """Bytes sent of one value."""
+        """Return the bytes sent of one value."""
         readers = self.readers.get(value)
         if value in self.copied or not readers:
             return 0
@@ -65,7 +65,7 @@ class _Search:
         return value.nbytes * (there - (readers[home] > 0))
 
     def cost_around(self, nodes: Iterable[Node]) -> int:
-        """Bytes sent of all values that touch the nodes."""
+        """Return the bytes sent of all values that touch the nodes."""
         return sum(map(self.cost_of, {v for node in nodes for v in (*node.inputs, *node.outputs)}))
 
     def put(self, node: Node, rank: int) -> None:
@@ -79,14 +79,14 @@ class _Search:
         self.rank[node] = rank
 
     def neighbours(self, node: Node) -> set[int]:
-        """Ranks that hold what the node reads, or read what it makes."""
+        """Return the ranks that hold the node's inputs, or read its outputs."""
         found: set[int] = set()
         for value in node.inputs:
             if value in self.copied:
                 continue
             if (home := self._home(value)) is not None:
                 found.add(home)
-            elif value not in self.producer:  # an argument is at home where others read it
+            elif value not in self.producer:  # an argument lives on the ranks of its other readers
                 found.update(r for r, count in self.readers.get(value, Counter()).items() if count > 0)
         for value in node.outputs:
             found.update(r for r, count in self.readers.get(value, Counter()).items() if count > 0)
@@ -112,7 +112,7 @@ class _Search:
 
 
 def _copied(step: Step, fixed: Mapping[Node, int], constants: Iterable[Value]) -> set[Node]:
-    """Nodes that run wherever they are read: without operands, or small ones on arguments alone."""
+    """Find the nodes that run on every rank that reads them: no operands, or small ones that read arguments only."""
     known: set[Value] = {*step.inputs, *constants}
     found: set[Node] = set()
     for node in step.nodes:
@@ -132,14 +132,14 @@ def infer(
     argument_ranks: Mapping[Value, int],
     result_ranks: Sequence[int | None],
 ) -> Placement:
-    """Place what is not fixed.
+    """Place the nodes that are not fixed.
 
     Args:
-      step: in nodes.
+      step: the step as nodes.
       fixed: the ranks of named nodes.
-      constants: those of the step's inputs that are captured arrays: a copy on every rank costs nothing per step.
-      argument_ranks: arguments with a rank given.
-      result_ranks: for each result, the rank given, or None.
+      constants: the inputs that are captured arrays: a copy on every rank costs nothing per step.
+      argument_ranks: the ranks of arguments, if given.
+      result_ranks: for each result, its rank, or None if no rank is given.
     """
     copied = _copied(step, fixed, constants)
     search = _Search(step, {}, argument_ranks, {*constants, *(v for n in copied for v in n.outputs)})
@@ -159,7 +159,7 @@ def infer(
 
 
 def _follow_data(search: _Search, free: Sequence[Node]) -> None:
-    """A first placement: on the rank that holds most of what a node reads, else that reads most of what it makes."""
+    """Make a first placement: on the rank that holds most of a node's inputs, else that reads most of its outputs."""
     waiting: list[Node] = []
     for node in free:
         held: Counter[int] = Counter()
@@ -190,7 +190,7 @@ def _follow_data(search: _Search, free: Sequence[Node]) -> None:
 
 
 def _regions(search: _Search, free: Sequence[Node], *, same_rank: bool) -> list[list[Node]]:
-    """Free nodes that are connected by values, or by an argument that may live anywhere; on one rank or on any."""
+    """Find regions of free nodes connected by values, or by arguments without a given rank; on one rank or on any."""
     members = set(free)
     seen: set[Node] = set()
     regions: list[list[Node]] = []
@@ -320,7 +320,7 @@ def _default_rank(node: Node, search: _Search, argument_ranks: Mapping[Value, in
 
 
 def _home(value: Value, search: _Search, need: Mapping[Value, set[int]], argument_ranks: Mapping[Value, int]) -> int:
-    """Where an argument lives: where it is updated, so that the next step finds it there; else where it is read."""
+    """Return an argument's rank: the rank that updates it, so that the next step finds it there; else a reader's."""
     if value in argument_ranks:
         return argument_ranks[value]
     updating = [

@@ -1,7 +1,8 @@
-"""From a traced step to nodes: the pieces that are placed on meshes, one by one.
+"""Cut a traced step into nodes: the pieces that are placed on meshes, one by one.
 
-A named computation is one node, whatever it holds; every other equation is a node of its own. Calls are inlined, but
-a `scan`, `while` or `cond` stays one equation, and so do rematerialised regions without a name inside.
+A named computation is one node with all its equations; every other equation is a node of its own. Calls are inlined,
+but a `scan`, `while` or `cond` stays one equation. A rematerialised region without a name inside also stays one
+equation.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from jaxpp_flax.mpmd.ops import named_tensor_p
 __all__ = ["Node", "Origin", "Step", "nodes_of"]
 
 _REMATS = frozenset({"remat2", "checkpoint", "remat"})
-# JAX's scope around what a rematerialised region computes again.
+# JAX's scope around the recomputed part of a rematerialised region.
 _RECOMPUTED = "rematted_computation"
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A named computation, and how often it was transposed: 0 forward, 1 backward."""
+    """A named computation, and the number of its transpositions: 0 forward, 1 backward."""
 
     name: str
     transpose_count: int = 0
@@ -49,8 +50,9 @@ class Origin:
 class Node:
     """Equations that are placed together.
 
-    `origin` is None for work without a name; `tensor` says that the name is an array's. `call` is the microbatch;
-    `backward` tells backward work, recomputation included. `names` are those of all computations and arrays in it.
+    `origin` is None for work without a name; `tensor` says that the name belongs to an array. `call` is the
+    microbatch; `backward` marks backward work, recomputation included. `names` are the names of all computations and
+    arrays in the node.
     """
 
     equations: tuple[Equation, ...]
@@ -70,12 +72,12 @@ class Node:
 
     @property
     def where(self) -> str:
-        """The user's line."""
+        """The line in the user's code."""
         return next((e.where for e in self.equations if e.where != "unknown"), "unknown")
 
     @property
     def what(self) -> str:
-        """For messages."""
+        """A description for messages."""
         return f"{self.origin} at {self.where}" if self.origin else f"`{self.equations[0].name}` at {self.where}"
 
 
@@ -90,7 +92,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class _Around:
-    """What stands around a call that is inlined."""
+    """The surroundings of an inlined call."""
 
     stack: str = ""
     backward: bool = False
@@ -101,7 +103,7 @@ class _Flattener:
     def __init__(self) -> None:
         self.nodes: list[Node] = []
         self.substitution: dict[Value, Atom] = {}
-        # Per microbatch, what backward work made: what reads it is backward work of that microbatch.
+        # Results of backward work, with their microbatch: a reader of one is backward work of that microbatch.
         self.backward: dict[Value, int | None] = {}
         self.atom: list[Equation] | None = None
         self.memo: dict[int, set[str]] = {}
@@ -151,7 +153,7 @@ class _Flattener:
         return known
 
     def _named(self, equation: Equation, around: _Around, names: list[tuple[str, int]]) -> None:
-        """A named computation: everything in it goes with it."""
+        """Make one node of a named computation and all equations in it."""
         self.atom = []
         self._call(equation, around)
         equations, self.atom = tuple(self.atom), None
@@ -199,14 +201,14 @@ class _Flattener:
             operands = [self._materialised(atom, around) for atom in operands]
         graph = applied(body, operands)
         if is_recomputation(equation) and not any(_RECOMPUTED in _stack(e) for e in graph.equations):
-            # Nothing says what is recomputed: all of the region counts as backward work of the names in it.
+            # No scope marks the recomputed part: the whole region counts as backward work of the names in it.
             around = replace(around, backward=True)
         self.walk(graph.equations, replace(around, recomputed=around.recomputed and not is_recomputation(equation)))
         for outer, inner in zip(equation.outputs, graph.outputs, strict=True):
             self.substitution[outer] = self.resolve(inner)
 
     def _materialised(self, atom: Atom, around: _Around) -> Atom:
-        """A microbatch's literal operand (its index) as a value, so that all microbatches run one program."""
+        """Turn a microbatch's literal operand (its index) into a value, so that all microbatches run one program."""
         if isinstance(atom, Value):
             return atom
         (copy,), (value,) = emit(jax.lax.copy_p.bind, [atom])
@@ -223,7 +225,7 @@ def _last(calls: list[int]) -> int | None:
 
 
 def nodes_of(graph: Graph) -> Step:
-    """Inline a traced step into nodes; what has no effect on its outputs is dropped."""
+    """Inline a traced step into nodes; work without effect on the outputs is dropped."""
     graph = prune(graph)
     flattener = _Flattener()
     flattener.walk(graph.equations, _Around())
@@ -232,7 +234,7 @@ def nodes_of(graph: Graph) -> Step:
 
 
 def _pruned(nodes: Sequence[Node], outputs: Sequence[Atom]) -> tuple[Node, ...]:
-    """Without what has no effect on the outputs, inside of named computations too."""
+    """Drop work without effect on the outputs, inside named computations too."""
     needed = set(values(outputs))
     kept: list[Node] = []
     for node in reversed(nodes):

@@ -1,13 +1,14 @@
 """Label every equation of the loop's body with the phase that runs it.
 
 With S stages there are 2 S phases, in order of data flow: phase s is the forward work of stage s, phase 2 S - 1 - s its
-backward work. A label may never precede that of an operand; within that rule the labels decide only where work is done,
-never what it computes.
+backward work. The label of an equation never precedes the label of its operands. Within this rule, the labels decide
+only the place of the work, never its results.
 
-- A forward equation belongs to the first cutting marker that depends on it: so stage s is what marker s needs.
-- What no forward marker needs (loss, residuals, auxiliary losses) follows its operands.
-- Transposed equations follow their cotangents; those of an auxiliary loss, whose cotangent is a bare scalar from
-  another stage, follow the residual that they read.
+- A forward equation belongs to the first cutting marker that depends on it. So stage s holds all work that marker s
+  needs.
+- A forward equation that no marker needs (loss, residuals, auxiliary losses) follows its operands.
+- Transposed equations follow their cotangents. In an auxiliary loss, the cotangent is a bare scalar from another
+  stage; there, transposed equations follow the residual that they read.
 - Recomputed equations run as late as their users allow, so that recomputation happens in the backward task.
 - Cheap equations that depend on the loop's inputs alone (microbatch slices, casts of weights, masks, positions, keys)
   are *free*: every task that needs them computes them itself, and nothing is transferred or stored.
@@ -32,7 +33,7 @@ __all__ = ["LabelledLoop", "Labels", "label", "label_loop"]
 
 _UNANCHORED = -1
 
-# Work worth doing once: everything else is element-wise, data movement or a cheap reduction.
+# Work that is done only once: everything else is element-wise, data movement or a cheap reduction.
 _COSTLY = frozenset(
     {
         "dot_general", "ragged_dot_general", "conv_general_dilated", "scan", "while", "cond", "sort", "gather",
@@ -56,19 +57,19 @@ class Labels:
     counters: frozenset[int]
 
     def resolve(self, atom: Atom) -> Atom:
-        """Look through markers, which are identities."""
+        """Follow an atom back through markers, which are identities."""
         while isinstance(atom, Value) and atom in self.alias:
             atom = self.alias[atom]
         return atom
 
     @cached_property
     def users(self) -> dict[Value, int]:
-        """How often each value is read behind the markers, as an output too."""
+        """The number of reads of each value, looking through markers; an output counts as a read."""
         equations = [e for e in self.body.equations if e.primitive is not marker_p]
         return use_counts(equations, self.body.outputs, self.resolve)
 
     def verify(self) -> None:
-        """Check that no equation runs in an earlier phase than what it reads."""
+        """Check that no equation runs in an earlier phase than its operands."""
         made: dict[Value, int] = {}
         for equation, phase in self.phase.items():
             made.update(dict.fromkeys(equation.outputs, phase))
@@ -82,7 +83,7 @@ class Labels:
                     raise VerificationError(f"{equation.name} at {equation.where} runs before its operand is made")
 
     def as_text(self) -> str:
-        """The body, each equation with its phase; `free` ones run in every task that needs them."""
+        """Return the body as text, each equation with its phase; `free` ones run in every task that needs them."""
         marks = {e: "mark" for e in self.body.equations if e.primitive is marker_p}
         return self.body.graph.as_text({**dict.fromkeys(self.free, "free"), **self.phase, **marks})
 
@@ -109,7 +110,7 @@ def label_loop(loop: OpenLoop) -> LabelledLoop:
 
 
 def _match_backward(body: LoopBody, cutting: Sequence[int]) -> dict[Equation, int]:
-    """Which cut each backward marker belongs to: by identifier, and by order where a cached jit repeats one."""
+    """Find the cut of each backward marker: by identifier, and by order if a cached jit repeats an identifier."""
     remaining: dict[int, list[int]] = {}
     for index, marker in enumerate(body.markers):
         remaining.setdefault(marker.params["identifier"], []).append(index)
@@ -150,9 +151,9 @@ def _cheap_jaxpr(jaxpr: Any, memo: dict[int, bool], tiny: bool = False) -> bool:
 
 
 def _find_free(body: LoopBody) -> tuple[frozenset[Equation], frozenset[int]]:
-    """Equations that each task may compute for itself, and the carry leaves that are mere counters.
+    """Find the equations that each task may compute for itself, and the carry leaves that are mere counters.
 
-    A counter is a leaf of the carry whose next value is free: every stage keeps its own copy and none is transferred.
+    A counter is a leaf of the carry whose next value is free: every stage keeps its own copy, without a transfer.
     """
     memo: dict[int, bool] = {}
     cheap = {e for e in body.equations if e.primitive is not marker_p and _is_cheap(e, memo)}
@@ -205,7 +206,7 @@ class _Labeller:
         return len(self.cut_of) + 1
 
     def own_by_marker(self) -> None:
-        """The first cutting marker that needs an equation owns it."""
+        """Give each equation to the first cutting marker that needs it."""
         producer, phase = self.body.producer, self.phase
         for marker, k in self.cut_of.items():
             stack: list[Atom] = list(marker.inputs)
@@ -217,13 +218,13 @@ class _Labeller:
                     continue
                 seen.add(equation)
                 if equation in self.cut_of:
-                    continue  # an earlier cut: what lies before it is labelled already
+                    continue  # an earlier cut: the work before it is labelled already
                 if equation.primitive is not marker_p:
                     phase[equation] = k
                 stack.extend(equation.inputs)
 
     def follow_operands(self) -> None:
-        """The rest follows its operands, in program order."""
+        """Let the other equations follow their operands, in program order."""
         stages, phase = self.stages, self.phase
         at: dict[Value, int] = {}
         for equation in self.body.equations:
@@ -245,7 +246,7 @@ class _Labeller:
             at.update(dict.fromkeys(equation.outputs, base))
 
     def run_late(self) -> None:
-        """Recomputed and unanchored equations run where they are first needed, in reverse program order."""
+        """Run recomputed and unanchored equations in the phase that first needs them, in reverse program order."""
         phase, needed = self.phase, self._needed_as_results()
         for equation in reversed(self.body.equations):
             users = [needed[v] for v in equation.outputs if v in needed]
@@ -261,7 +262,7 @@ class _Labeller:
                     needed[atom] = min(needed.get(atom, phase[equation]), phase[equation])
 
     def _needed_as_results(self) -> dict[Value, int]:
-        """The phase in which each result of a microbatch is needed, at the latest."""
+        """Return the latest phase that may make each result of a microbatch."""
         needed: dict[Value, int] = {}
         for atom in self.body.results:
             if isinstance(atom, Value) and atom in self.body.producer:
@@ -270,7 +271,7 @@ class _Labeller:
         return needed
 
     def _bound_marked(self, marker: Equation, needed: dict[Value, int]) -> None:
-        """A marker's users lie behind it; what it marks is needed one phase before, at the latest."""
+        """Bound the phase of a marker's operands: they are needed at the latest one phase before its users."""
         for out, operand in zip(marker.outputs, marker.inputs, strict=True):
             bound = needed.get(out, 2 * self.stages - 1)
             if marker in self.backward:
@@ -282,8 +283,8 @@ class _Labeller:
 
 
 def _backward_phase(equation: Equation, at: dict[Value, int], base: int, stages: int) -> int:
-    """The backward phase of a transposed equation whose operands are known from phase `base` on."""
-    if base < stages:  # it reads residuals alone: the seed of the loss, or of an auxiliary loss of a middle stage
+    """Return the backward phase of a transposed equation whose operands are known from phase `base` on."""
+    if base < stages:  # it reads only residuals: the seed of the loss, or of an auxiliary loss of a middle stage
         return 2 * stages - 1 - base
     values = [a for a in equation.inputs if isinstance(a, Value)]
     residuals = [at[v] for v in values if 0 <= at.get(v, _UNANCHORED) < stages and v.aval.size > 1]

@@ -1,8 +1,8 @@
 """Cut a labelled loop body into tasks, one for each stage and kind, and its reductions into accumulators.
 
 Every task is a `Graph` of its own over shared `Value`s: a value that one task defines and another reads is an edge
-between them. Reductions belong to the loop: each task updates the accumulators of the results it makes, and a sum over
-several stages stays one partial accumulator for each of them, added up once after the loop.
+between them. Reductions belong to the loop: each task updates the accumulators of its results. A sum over several
+stages has one partial accumulator for each stage; these are added up once after the loop.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def partition(labels: Labels, *, fuse_last: bool, split_backward: bool) -> Parti
     """Build the tasks of a labelled body.
 
     Args:
-      labels: from `label`.
+      labels: the result of `label`.
       fuse_last: run the last stage's forward and backward as one task.
       split_backward: split each backward task but the first stage's into input and weight gradients.
 
     Raises:
-      CarryError: if a leaf of the carry is written by a later phase than one that reads it.
+      CarryError: if a phase reads a leaf of the carry, and a later phase writes it.
     """
     body, last = labels.body, labels.num_stages - 1
     fused = (last, 0) if fuse_last else None
@@ -85,7 +85,7 @@ def partition(labels: Labels, *, fuse_last: bool, split_backward: bool) -> Parti
 
 
 def _reduce(drafts: TaskDrafts, roots: list[Atom]) -> tuple[list[Partial | int], list[DraftAccumulator]]:
-    """An accumulator for each result, or several with their sum; `roots` collects what they accumulate."""
+    """Make an accumulator for each result, or several with their sum; `roots` collects the accumulated values."""
     labels, accumulators = drafts.labels, list[DraftAccumulator]()
 
     def place(tree: Any, op: Op) -> Partial | int:
@@ -109,7 +109,7 @@ def _number(
     accumulators: Sequence[DraftAccumulator],
     carries: Sequence[DraftCarry],
 ) -> Partition:
-    """The finished tasks in the order of phases."""
+    """Build the finished tasks in the order of phases."""
     keys = sorted({*drafts.equations, *drafts.extra, *drafts.returns})
     position = {key: i for i, key in enumerate(keys)}
     graphs = _graphs(drafts, keys, fused)
@@ -125,7 +125,7 @@ def _number(
 
 
 def _split(drafts: TaskDrafts) -> None:
-    """Zero-bubble: what the cotangents that leave the stage do not need moves into a task of its own."""
+    """Split backward tasks for zero-bubble: work that no cotangent leaving the stage needs gets a task of its own."""
     leaving: set[Value] = set()
     key_of = drafts.key_of
     for equation in drafts.body.equations:
@@ -145,7 +145,7 @@ def _split(drafts: TaskDrafts) -> None:
 
 
 def _drop_unneeded(drafts: TaskDrafts, roots: Sequence[Atom]) -> None:
-    """Forget what nothing needs any more: sums over several stages that were taken apart."""
+    """Drop equations that nothing needs any more: sums over several stages that were split."""
     needed = {a for a in roots if isinstance(a, Value)}
     for equation in reversed(drafts.body.equations):
         if equation.primitive is marker_p:
@@ -165,7 +165,7 @@ def _graphs(drafts: TaskDrafts, keys: Sequence[Key], fused: Key | None) -> list[
     position = {v: i for i, v in enumerate((*drafts.body.inputs, *drafts.states))}
 
     def input_order(value: Value) -> Key:
-        """A stable order of a task's inputs: the loop's own, the accumulators, then edges by definition."""
+        """Give a task's inputs a stable order: the loop's inputs, the accumulators, then edges by definition."""
         made = drafts.body.producer.get(value)
         return (0, position[value]) if made is None else (1, order[made] * 1000 + made.outputs.index(value))
 
@@ -223,7 +223,7 @@ def _shield_recomputation(equations: Sequence[Equation]) -> list[Equation]:
 
 
 def verify_effects(labels: Labels, partitioned: Partition) -> None:
-    """Check that no labelled equation stands in two tasks (`Partition.verify` finds those that stand in none)."""
+    """Check that no labelled equation is in two tasks (`Partition.verify` finds equations that are in no task)."""
     count: dict[Value, int] = {}
     for task in partitioned.tasks:
         for equation in task.graph.equations:

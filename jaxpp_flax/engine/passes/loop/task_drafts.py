@@ -1,4 +1,4 @@
-"""The tasks of a loop while they are cut: which equations each holds, what it returns, what it computes beside."""
+"""The tasks of a loop while they are cut: the equations of each task, its results, and its additional work."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class TaskDrafts:
-    """What is known of each task so far; `partition` and its helpers fill the dicts.
+    """The unfinished tasks; `partition` and its helpers fill the dicts.
 
     Attributes:
-      labels: of the loop's body.
+      labels: the labels of the loop's body.
       key_of: the task of each labelled equation.
       equations: the labelled equations of each task, in program order.
-      extra: what a task computes beside these: updates of accumulators, copies.
-      returns: what a task returns beside the values that other tasks read.
+      extra: a task's additional equations: updates of accumulators, copies.
+      returns: a task's additional results, besides the values that other tasks read.
       wanted: the values that a task reads.
-      states: the accumulators as tasks read them.
+      states: the accumulators that tasks read.
     """
 
     labels: Labels
@@ -50,11 +50,11 @@ class TaskDrafts:
         return self.labels.num_stages
 
     def stage_of(self, key: Key) -> int:
-        """The stage that runs a task."""
+        """Return the stage that runs a task."""
         return key[0] if key[0] < self.stages else 2 * self.stages - 1 - key[0]
 
     def home(self, atom: Atom) -> Key:
-        """The task that holds a result: its maker, or the last stage's forward for what anyone can compute."""
+        """Return the task that makes a result; the last stage's forward for a result that any task can compute."""
         equation = self.body.producer.get(atom) if isinstance(atom, Value) else None
         return self.key_of.get(equation, (self.stages - 1, 0)) if equation is not None else (self.stages - 1, 0)
 
@@ -67,7 +67,7 @@ class TaskDrafts:
         return graph.outputs[0]  # type: ignore[return-value]
 
     def free_closure(self, values: Sequence[Value]) -> tuple[set[Equation], set[Value]]:
-        """The free equations that compute `values`, and everything that they and the task read beside."""
+        """Return the free equations that compute `values`, and all other values that these and the task read."""
         equations: set[Equation] = set()
         read: set[Value] = set()
         stack = list(values)

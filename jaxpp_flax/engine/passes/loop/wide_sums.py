@@ -1,8 +1,8 @@
-"""Products whose result is narrower than their operands: the sum comes first, then the narrower dtype.
+"""Products whose result is narrower than their operands: sum first, then convert to the narrower dtype.
 
-`lax.dot_general(x, y, preferred_element_type=int32)` of floats sums in float32 on one device and cuts the sum off.
-Where the summed dimension is sharded, XLA cuts off each shard's part and adds these: 0.5 + 0.5 gives 0. A product in
-float32 with a conversion behind it adds the parts first. This holds at any depth: in scans, conditions and calls.
+`lax.dot_general(x, y, preferred_element_type=int32)` of floats sums in float32 on one device and truncates the sum. If
+the summed dimension is sharded, XLA truncates each shard's part and adds these: 0.5 + 0.5 gives 0. A product in
+float32, followed by a conversion, adds the parts first. The rewrite works at any depth: in scans, conditions and calls.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ __all__ = ["with_wide_sums"]
 
 _DTYPE = "preferred_element_type"
 _PRODUCTS = {"conv_general_dilated", "dot_general", "ragged_dot_general"}
-# These run on each device by themselves: XLA partitions nothing inside.
+# Each device runs these by itself: XLA partitions nothing inside.
 _KERNELS = {"core_map", "pallas_call"}
-# Jaxprs as they were and as they are now; the first keeps its id its own.
+# Old and new jaxprs by the old one's id; the old one is kept alive, so that no other object gets its id.
 _Memo = dict[int, tuple[Any, Any]]
 
 
 def with_wide_sums(graph: Graph) -> Graph:
-    """The same graph for a mesh of several devices; it is the same object where nothing is to change."""
+    """Rewrite the graph for a mesh of several devices; return the same object if nothing changes."""
     equations = _equations(graph.equations, {})
     return graph if equations is graph.equations else replace(graph, equations=tuple(equations))
 
 
 def _equations(before: Sequence[Any], memo: _Memo) -> Sequence[Any]:
-    """The equations of a graph or of a jaxpr."""
+    """Rewrite the equations of a graph or of a jaxpr."""
     after = [new for equation in before for new in _steps(equation, memo)]
     same = len(after) == len(before) and all(a is b for a, b in zip(after, before, strict=True))
     return before if same else after
 
 
 def _steps(equation: Any, memo: _Memo) -> Iterable[Any]:
-    """The equation itself, or a product in a wide dtype and what makes its result narrow."""
+    """Return the equation itself, or a product in a wide dtype and conversions to the narrow dtype."""
     inputs, outputs, _ = _parts(equation)
     if equation.primitive.name in _KERNELS:
         return [equation]
@@ -65,19 +65,19 @@ def _steps(equation: Any, memo: _Memo) -> Iterable[Any]:
 
 
 def _wide(dtype: Any, operand: Any) -> Any:
-    """The dtype in which products with an operand add up: float32 for integers and narrower floats."""
+    """Return the dtype in which products with an operand add up: float32 for integers and narrower floats."""
     narrow = not jnp.issubdtype(operand, jnp.inexact) or holds(operand, dtype)
     return dtype if narrow else jnp.promote_types(dtype, operand)
 
 
 def _conversions(operand: Any, wide: Any, result: Any) -> list[tuple[Any, Any, Any]]:
-    """From the wide dtype to that of the result: (primitive, parameters, dtype) of each step."""
+    """Return the steps from the wide dtype to the result's dtype: (primitive, parameters, dtype) of each."""
 
     def narrowed(x: jax.Array) -> jax.Array:
         if jnp.iscomplexobj(x) and not jnp.issubdtype(result, jnp.complexfloating):
             x = lax.real(x)
         elif jnp.issubdtype(operand, jnp.floating) and result != jnp.bfloat16:
-            # On one device, too, a product of bfloat16 is rounded to bfloat16 before it is cut off.
+            # On one device, too, a product of bfloat16 is rounded to bfloat16 before it is truncated.
             x = lax.convert_element_type(x, operand)
         return lax.convert_element_type(x, result)
 
@@ -86,7 +86,7 @@ def _conversions(operand: Any, wide: Any, result: Any) -> list[tuple[Any, Any, A
 
 
 def _parts(equation: Any) -> tuple[Sequence[Any], Sequence[Any], tuple[str, str]]:
-    """What an equation reads and makes, and how its class, ours or JAX's, calls these."""
+    """Return the inputs and outputs of an equation of ours or of JAX, and the names of these two attributes."""
     names = ("inputs", "outputs") if isinstance(equation, Equation) else ("invars", "outvars")
     return getattr(equation, names[0]), getattr(equation, names[1]), names
 
@@ -104,7 +104,7 @@ def _changed(
 
 
 def _like(variable: Any, dtype: Any) -> Any:
-    """A new variable, of a graph or of a jaxpr, that differs from another one in its dtype."""
+    """Make a new variable, of a graph or of a jaxpr, like another one but with another dtype."""
     return type(variable)(variable.aval.update(dtype=dtype, weak_type=False))
 
 

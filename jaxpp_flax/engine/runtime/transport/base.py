@@ -1,4 +1,4 @@
-"""What moves arrays between processes: the interface, and the names by which both ends know what is meant."""
+"""The interface of a transport, which moves arrays between processes, and the names that both ends share."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["Parcel", "Tag", "Transport", "TransportError"]
 
 
 class TransportError(RuntimeError):
-    """Arrays could not be moved between processes: a peer is gone, or silent for too long."""
+    """A transport could not move arrays between processes: a peer is gone, or silent for too long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tag:
-    """What is being moved, the same on both ends.
+    """The name of a transfer, the same on both ends.
 
     Attributes:
-      program: its name, no other's.
+      program: the program's unique name.
       step: the step as the user counts them, for messages.
-      number: the place of the transfer in the program's one global list of instructions, so it says which edge, which
-        microbatch and which direction is meant. The leaves of a transfer go in one parcel, in the program's order.
-      call: which call of the program it is; None: there is one for each step. After a restore, steps come again.
+      number: the place of the transfer in the program's one global list of instructions. It identifies the edge, the
+        microbatch and the direction. The leaves of a transfer go in one parcel, in the program's order.
+      call: the number of the program's call; None: one call for each step. After a restore, step numbers repeat.
 
     Example:
       >>> tag = Tag(program="0f3a", step=7, number=12)
@@ -42,7 +42,7 @@ class Tag:
     call: int | None = None
 
     def id(self, source: int, target: int) -> int:
-        """A number of 63 bits for what process `source` sends to process `target`: a hash, so that none comes twice."""
+        """Hash a transfer from process `source` to process `target` to 63 bits, so that no number comes twice."""
         call = self.step if self.call is None else self.call
         text = f"{self.program}/{call}/{self.number}/{source}/{target}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 1
@@ -54,9 +54,9 @@ class Parcel:
 
     Attributes:
       source, target: the processes.
-      shapes: types of the arrays, each with the sharding on `target`'s device where it arrives.
-      origins: for each array, the sharding on `source`'s device where it lies.
-      what: for errors: what the receiver waits for.
+      shapes: the types of the arrays, each with the sharding on its device of `target`.
+      origins: for each array, the sharding on its device of `source`.
+      what: for errors: a description of what the receiver waits for.
     """
 
     source: int
@@ -67,23 +67,23 @@ class Parcel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its arrays."""
+        """The bytes of all its arrays."""
         return sum(shape.size * shape.dtype.itemsize for shape in self.shapes)
 
 
 class Transport(Protocol):
     """Moves parcels between this process and others; one object for each process.
 
-    Nothing waits for a peer unless it says so: `send` returns at once, and `recv` gives arrays that become ready when
-    they arrive, like the results of any computation. Arrays have a plain dtype and at least one element: PRNG keys and
-    empty arrays are dealt with above (see `routes`).
+    No method waits for a peer unless its docstring says so: `send` returns at once, and `recv` returns arrays that
+    become ready when they arrive, like the results of any computation. Arrays have a plain dtype and at least one
+    element; the caller handles PRNG keys and empty arrays (see `routes`).
     """
 
     name: ClassVar[str]
-    # Whether every process, those between which nothing moves included, must walk all parcels in one order.
+    # Whether every process must walk all parcels in one order, even parcels between two other processes.
     needs_global_order: ClassVar[bool]
-    # Whether a value may still be read after `send` returns, in a way that JAX does not know of: then it must be
-    # neither donated nor deleted, and the caller sends a private copy of what others may give away.
+    # Whether the transport may still read a value after `send` returns, unknown to JAX. Then the value must be neither
+    # donated nor deleted, and the caller sends a private copy of any value that others may give away.
     reads_later: ClassVar[bool]
 
     def connect(self, parcels: Sequence[Parcel], timeout_s: float) -> None:
@@ -91,11 +91,11 @@ class Transport(Protocol):
         ...
 
     def send(self, values: Sequence[jax.Array], parcel: Parcel, tag: Tag) -> None:
-        """Let `parcel.target` have `values`."""
+        """Send `values` to `parcel.target`."""
         ...
 
     def recv(self, parcel: Parcel, tag: Tag) -> list[jax.Array]:
-        """The arrays that `parcel.source` sends under this tag."""
+        """Receive the arrays that `parcel.source` sends under this tag."""
         ...
 
     def pass_by(self, parcel: Parcel, tag: Tag) -> None:
@@ -103,7 +103,7 @@ class Transport(Protocol):
         ...
 
     def abandon(self, peer: int) -> None:
-        """Give up on a peer: arrays that were to come from it become errors, and whoever waits for them gets these."""
+        """Give up on a peer: arrays still awaited from it become errors, and every wait for them raises."""
         ...
 
     def close(self) -> None:
@@ -112,5 +112,5 @@ class Transport(Protocol):
 
 
 def describe_type(value: Any) -> str:
-    """`float32[2,3]`."""
+    """Describe a type for messages, such as `float32[2,3]`."""
     return f"{value.dtype}[{','.join(map(str, value.shape))}]"

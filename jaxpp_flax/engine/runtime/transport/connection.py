@@ -1,4 +1,4 @@
-"""This process's connection to the others: one transport, chosen once, with what watches over it."""
+"""This process's connection to the others: one transport, chosen once, with its watchdog and its window."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _NAMES = ("transfer", "device_put", "nccl")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How processes are connected; each field is read from the environment, the same on every process.
+    """Settings of the connection; each field is read from the environment, and is the same on every process.
 
     Args:
       transport: "transfer", "device_put" or "nccl"; None: "transfer" on CPU, else "device_put"
         (`JAXPP_FLAX_TRANSPORT`).
-      bind_address: the address that this process listens on; None: the one by which it reaches the coordinator, which
-        is loopback where that is (`JAXPP_FLAX_BIND_ADDRESS`).
-      start_timeout: seconds that processes wait for one another before the first step: the slowest compilation must
+      bind_address: the address that this process listens on; None: its own address towards the coordinator, which is
+        loopback if the coordinator's is (`JAXPP_FLAX_BIND_ADDRESS`).
+      start_timeout: seconds that processes wait for one another before the first step; the slowest compilation must
         fit (`JAXPP_FLAX_START_TIMEOUT`).
-      receive_timeout: seconds that one receive may take although its sender lives; None: no limit, a failed process
-        is found by other means (`JAXPP_FLAX_RECEIVE_TIMEOUT`).
+      receive_timeout: seconds that one receive may take although its sender lives; None: no limit, because a failed
+        process is found by other means (`JAXPP_FLAX_RECEIVE_TIMEOUT`).
 
     Example:
       >>> Settings.read({"JAXPP_FLAX_TRANSPORT": "transfer"}).transport
@@ -54,10 +54,10 @@ class Settings:
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Settings:
-        """From environment variables.
+        """Read the settings from environment variables.
 
         Raises:
-          ValueError: for a transport that there is not, or a time that is no positive number.
+          ValueError: for an unknown transport, or a time that is not a positive number.
         """
         transport = environment.get("JAXPP_FLAX_TRANSPORT") or None
         if transport is not None and transport not in _NAMES:
@@ -72,7 +72,7 @@ class Settings:
 
 
 class Link:
-    """What the runtime moves arrays between processes with.
+    """Moves arrays between processes for the runtime.
 
     Args:
       group: all processes.
@@ -82,18 +82,18 @@ class Link:
 
     def __init__(self, group: ProcessGroup, transport: Transport, settings: Settings) -> None:
         self.group, self.transport, self.settings = group, transport, settings
-        # Until all have ended their programs, others may still receive what this process has sent.
+        # Until all processes have ended their programs, others may still receive parcels of this process.
         group.when_closed(transport.close)
         self._watchdog = Watchdog(transport, group, settings.receive_timeout)
         self.window = Window(group)
         self._programs = 0
 
     def stop_watching(self) -> None:
-        """End the thread that follows receives; to be called at the end of the program."""
+        """End the thread that follows receives; called at the end of the program."""
         self._watchdog.stop()
 
     def next_program(self) -> int:
-        """Numbers programs as they are compiled: in the same order on every process."""
+        """Return the number of a new program; programs are compiled in the same order on every process."""
         self._programs += 1
         return self._programs
 
@@ -106,7 +106,7 @@ class Link:
         self.transport.send(values, parcel, tag)
 
     def recv(self, parcel: Parcel, tag: Tag) -> list[jax.Array]:
-        """Receive a parcel for this process; looked after until it has arrived."""
+        """Receive a parcel for this process; the watchdog follows it until it has arrived."""
         arrays = self.transport.recv(parcel, tag)
         self._watchdog.follow(parcel, tag, arrays)
         self.window.received(arrays[-1], parcel, tag)
@@ -115,9 +115,9 @@ class Link:
 
 @cache
 def process_link() -> Link:
-    """The one link of this process, made at the first call: then JAX's processes are known and its devices exist."""
+    """Return the one link of this process; the first call makes it, when JAX's processes and devices exist."""
     group = process_group()
-    mine = not group.is_watched  # else whoever began the watch ends it
+    mine = not group.is_watched  # else the code that began the watch ends it
     group.watch()
     settings = Settings.read(os.environ)
     link = Link(group, _make(settings, group), settings)
@@ -129,7 +129,7 @@ def process_link() -> Link:
 def _end(link: Link, *, end_watch: bool) -> None:
     link.stop_watching()
     if end_watch:
-        # A failure has been told by then: the watch ends the process.
+        # A failure has been reported by then: the watch ends the process.
         with contextlib.suppress(CoordinationError):
             link.group.close()
 
@@ -137,7 +137,7 @@ def _end(link: Link, *, end_watch: bool) -> None:
 def _make(settings: Settings, group: ProcessGroup) -> Transport:
     name = settings.transport or ("transfer" if jax.default_backend() == "cpu" else "device_put")
     if name == "transfer":
-        # Without a coordinator there is one process, or a JAX that hides it.
+        # Without a coordinator, there is only one process, or this JAX hides the coordinator.
         address = settings.bind_address or own_address(_compat.coordinator_address() or "127.0.0.1:1")
         return TransferServer(address, group)
     return CrossHostDevicePut() if name == "device_put" else NcclTransport(group=group)

@@ -1,13 +1,13 @@
-"""NCCL and CUDA through CuPy (extra `cuda12` or `cuda13`): what `NcclTransport` and the doctor need of them.
+"""NCCL and CUDA through CuPy (extra `cuda12` or `cuda13`), for `NcclTransport` and the doctor.
 
-What the releases of CuPy do, and what follows from it here:
+This file depends on these facts about the releases of CuPy:
 
-- `get_unique_id` gives 128 numbers up to 13.x (C chars: signed on x86, unsigned on ARM) and bytes since 14.0, and the
-  constructor takes only what its own `get_unique_id` gives. So the name travels unchanged, together with its kind.
-- Without libnccl, `cupy.cuda.nccl` can be imported; it is empty then, and `available` is false.
-- `Stream.done` is false after an error too. `runtime.streamQuery` gives CUDA's status.
-- `NcclError` looks its code up in a table: a code that is missing there comes out as a `KeyError`.
-- A communicator is a bare pointer. `abort` frees it, so nothing else may be inside it at that time.
+- `get_unique_id` returns 128 numbers up to 13.x (C chars: signed on x86, unsigned on ARM) and bytes since 14.0. The
+  constructor takes only the type that its own `get_unique_id` returns. So the name is sent unchanged, with its kind.
+- Without libnccl, `cupy.cuda.nccl` can be imported, but it is empty, and `available` is false.
+- `Stream.done` is also false after an error. `runtime.streamQuery` gives CUDA's status.
+- `NcclError` looks up its code in a table. A code that is missing in the table raises a `KeyError`.
+- A communicator is a bare pointer. `abort` frees the pointer, so no other thread may use it at that time.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["Cupy", "decode_name", "encode_name", "load_cupy", "local_ordinal", "
 
 _CUDA_DONE, _CUDA_NOT_READY = 0, 600
 _NCCL_IN_PROGRESS = 7
-# How long an abort waits for a thread that is inside NCCL; that thread aborts when it comes out, if it ever does.
+# An abort waits this long for a thread inside NCCL. After that, the other thread aborts when NCCL returns, if ever.
 _ABORT_SECONDS = 2.0
 
 
 def load_cupy() -> tuple[Any, Any]:
-    """CuPy, and its module for NCCL.
+    """Import CuPy and its module for NCCL.
 
     Raises:
       ImportError: if CuPy is not installed, or cannot load NCCL.
     """
-    # CuPy says in a warning why NCCL could not be loaded.
+    # A warning of CuPy says why NCCL could not be loaded.
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -58,13 +58,13 @@ def load_cupy() -> tuple[Any, Any]:
 
 
 def nccl_version(nccl: Any) -> tuple[int, int, int]:
-    """The version of the loaded NCCL."""
+    """Return the version of the loaded NCCL."""
     code = int(nccl.get_version())
     return code // 10_000, code // 100 % 100, code % 100
 
 
 def encode_name(name: bytes | tuple[int, ...]) -> bytes:
-    """What `get_unique_id` gave, with its kind, for the key-value store.
+    """Encode the result of `get_unique_id`, with its kind, for the key-value store.
 
     Example:
       >>> encode_name(b"ab"), encode_name((-1, 127))
@@ -74,7 +74,7 @@ def encode_name(name: bytes | tuple[int, ...]) -> bytes:
 
 
 def decode_name(text: bytes) -> bytes | tuple[int, ...]:
-    """What `get_unique_id` gave in the process that made the name.
+    """Decode the result of `get_unique_id` in the process that made the name.
 
     Example:
       >>> decode_name(b"bytes:ab"), decode_name(b"tuple:-1,127")
@@ -85,17 +85,17 @@ def decode_name(text: bytes) -> bytes | tuple[int, ...]:
 
 
 def make_one_alone(cupy: Any, nccl: Any, ordinal: int) -> None:
-    """Make a communicator of one process on this device, and end it again.
+    """Make a communicator of one process on this device, and destroy it again.
 
     Raises:
-      RuntimeError: if CUDA or NCCL cannot.
+      RuntimeError: if CUDA or NCCL fails.
     """
     with cupy.cuda.Device(ordinal), _named_errors():
         nccl.NcclCommunicator(1, nccl.get_unique_id(), 0).destroy()
 
 
 class Cupy:
-    """NCCL and CUDA, as `NcclTransport` needs them.
+    """The functions of NCCL and CUDA that `NcclTransport` needs.
 
     Raises:
       ImportError: as `load_cupy`.
@@ -118,14 +118,14 @@ class Cupy:
 
 
 def local_ordinal(device: Any) -> int:
-    """CUDA's number of a local device."""
+    """Return CUDA's number of a local device."""
     ordinal = getattr(device, "local_hardware_id", None)
     return int(device.id if ordinal is None else ordinal)
 
 
 @contextmanager
 def _named_errors() -> Generator[None]:
-    """Errors of NCCL that CuPy has no name for become `RuntimeError`s, as all others are."""
+    """Turn NCCL errors without a name in CuPy into `RuntimeError`s; all other NCCL errors are `RuntimeError`s."""
     try:
         yield
     except KeyError as error:
@@ -186,14 +186,14 @@ class _Communicator:
 
     @contextmanager
     def _inside(self) -> Generator[None]:
-        """Keep `abort` and `close` out of NCCL while this thread is in it."""
+        """Keep `abort` and `close` out of NCCL while this thread uses it."""
         with self._lock, self._device, _named_errors():
             if self._aborted:
                 raise RuntimeError("the communicator was aborted")
             try:
                 yield
             finally:
-                if self._aborted:  # meanwhile, by a thread that could not wait
+                if self._aborted:  # meanwhile, by a thread that stopped waiting
                     self._communicator.abort()
 
     def abort(self) -> None:
@@ -207,6 +207,6 @@ class _Communicator:
         if self._lock.acquire(timeout=_ABORT_SECONDS):
             try:
                 with self._device:
-                    end()  # CuPy forgets the pointer, so that a second end does nothing
+                    end()  # CuPy forgets the pointer, so a second call does nothing
             finally:
                 self._lock.release()

@@ -1,8 +1,8 @@
 """Transport by `jax.device_put` between devices of different processes, for backends that can do it.
 
-JAX pairs the two ends by a hidden counter in each process: nothing but the order of the calls says what belongs
-together. So every process walks all parcels of the program in one global order, bystanders included, and an order that
-differs between processes is ruled out beforehand: they compare their programs when they compile them.
+JAX pairs the two ends by a hidden counter in each process: only the order of the calls pairs a send with its receive.
+So every process walks all parcels of the program in one global order, even parcels between two other processes. The
+order cannot differ between processes: they compare their programs when they compile them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CrossHostDevicePut:
     `jax_cross_host_transfer_socket_address` ("127.0.0.1:41300", with a port other than 0) and
     `jax_cross_host_transport_addresses` ("127.0.0.1:0"), both set before JAX's first use.
 
-    A peer that goes silent cannot be abandoned: what was to come from it stays unready, so the process must end.
+    A silent peer cannot be abandoned: arrays awaited from it never become ready, so the process must end.
     """
 
     name: ClassVar[str] = "device_put"
@@ -37,7 +37,7 @@ class CrossHostDevicePut:
     reads_later: ClassVar[bool] = True
 
     def connect(self, parcels: Sequence[Parcel], timeout_s: float) -> None:
-        """Refuse what JAX would refuse at the first transfer, which is when it connects.
+        """Refuse parcels that JAX would refuse at the first transfer, when it connects.
 
         Raises:
           TransportError: on CPU, without the setting.
@@ -55,14 +55,14 @@ class CrossHostDevicePut:
         return self._copy(parcel, [[] for _ in parcel.shapes])
 
     def pass_by(self, parcel: Parcel, tag: Tag) -> None:
-        """Take part in the copies as neither, for JAX's counter."""
+        """Take part in the copies without arrays, to advance JAX's counter."""
         self._copy(parcel, [[] for _ in parcel.shapes])
 
     def abandon(self, peer: int) -> None:
-        """Nothing can be done here; the process ends a little later (see `watchdog`)."""
+        """Do nothing: JAX cannot abandon a peer. The process ends a little later (see `watchdog`)."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing: there is nothing to close."""
 
     def _copy(self, parcel: Parcel, shards: Sequence[list[jax.Array]]) -> list[jax.Array]:
         sources = [
@@ -81,7 +81,7 @@ class CrossHostDevicePut:
 
 
 def _setting() -> str | None:
-    """The address that JAX's transfers between hosts listen on; None where this JAX has no such setting."""
+    """Return the address on which JAX's transfers between hosts listen; None if this JAX has no such setting."""
     try:
         return jax.config.read("jax_cross_host_transfer_socket_address")
     except AttributeError:

@@ -1,9 +1,9 @@
-"""How far a process may run ahead of what it receives.
+"""A limit on the tasks that a process starts ahead of its receives.
 
-XLA's CPU client takes 32 computations for each device; the next one waits, and on a process with several devices it
-then holds the very thread that would start those whose inputs arrive: measured, two processes that run ahead of each
-other stand still for good. So a process waits for its oldest receive before that many tasks hang on it. As all
-processes follow one global order, waiting at a receive can never be circular.
+XLA's CPU client queues 32 computations for each device, and the next one waits. In a process with several devices, that
+wait blocks the thread that would start the computations whose inputs have arrived. Measured: two processes that run
+ahead of each other then hang forever. So a process waits for its oldest receive before that many tasks depend on it.
+All processes follow one global order, so waits at receives are never circular.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxpp_flax.processes.group import ProcessGroup
 
 __all__ = ["Window"]
 
-# Half of what XLA takes: tasks in flight may hang on more than one receive.
+# Half of XLA's limit: tasks in flight may depend on more than one receive.
 _MAX_TASKS_AHEAD = 16
 
 
@@ -27,8 +27,8 @@ class Window:
     """Counts the tasks dispatched since the oldest receive that has not arrived.
 
     Args:
-      group: is told what is waited for, and knows whether it will ever come.
-      max_tasks: dispatched since that receive, at most.
+      group: the window reports its waits to it; it knows the processes that have failed.
+      max_tasks: the most tasks that may be dispatched since that receive.
     """
 
     def __init__(self, group: ProcessGroup, max_tasks: int = _MAX_TASKS_AHEAD) -> None:
@@ -38,14 +38,14 @@ class Window:
         self._pending: deque[tuple[Any, int, Parcel, Tag, int]] = deque()
 
     def received(self, array: Any, parcel: Parcel, tag: Tag) -> None:
-        """A receive was started; `array` becomes ready when it ends, and is neither donated nor deleted till then."""
+        """Note a new receive; `array` becomes ready when it ends, and is neither donated nor deleted until then."""
         self._pending.append((array, self._tasks, parcel, tag, self._group.runs))
 
     def before_task(self) -> None:
-        """Called before each task; waits where too many are ahead.
+        """Count a task, and wait if too many are ahead; called before each task.
 
         Raises:
-          ProcessFailedError: if what is waited for will not come.
+          ProcessFailedError: if the awaited array will not come.
         """
         self._tasks += 1
         while self._pending:

@@ -1,11 +1,11 @@
 """Transport over NCCL, through CuPy (extra `cuda12` or `cuda13`), for GPUs.
 
 Each ordered pair of devices has a communicator and a stream of its own at either end, so that the two directions never
-wait for one another. Within a pair, parcels go in the program's order at both ends. NCCL reads and writes bare memory:
-a sender's thread waits until a value is computed, keeps it alive until it is sent, and the receiver hands a buffer to
-JAX only when it is full. Everything is sent as bytes, so every dtype of whole bytes goes through.
+wait for one another. Within a pair, parcels go in the program's order at both ends. NCCL reads and writes bare memory.
+So a sender's thread waits until a value is computed, and keeps the value alive until it is sent. The receiver hands a
+buffer to JAX only when the buffer is full. Values are sent as bytes, so any dtype of whole bytes can be sent.
 
-The scheme (a communicator for each pair, grouped calls on side streams) is that of NVIDIA's JaxPP.
+The scheme (a communicator for each pair, grouped calls on side streams) comes from NVIDIA's JaxPP.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from jaxpp_flax.processes.waits import call_with_limit
 __all__ = ["Buffer", "Communicator", "Library", "NcclTransport", "from_bytes"]
 
 _POLL_SECONDS = 50e-6
-# How often the creation of a communicator looks for failures.
+# The interval at which the creation of a communicator looks for failures.
 _JOIN_POLL_SECONDS = 0.05
-# A send that fails because its peer did leaves it to the peer to say why, for so long.
+# If a send fails because its peer failed, the sender waits this long for the peer's own report.
 _REPORT_SECONDS = 2.0
 _CLOSE_SECONDS = 10.0
 
@@ -41,11 +41,11 @@ class Buffer(Protocol):
 
     @property
     def pointer(self) -> int:
-        """Address of its first byte on the device."""
+        """The address of its first byte on the device."""
         ...
 
     def as_jax(self) -> jax.Array:
-        """The same memory as a `uint8` array."""
+        """Return the same memory as a `uint8` array."""
         ...
 
 
@@ -53,11 +53,11 @@ class Communicator(Protocol):
     """One end of an ordered pair of devices."""
 
     def group(self, moves: Sequence[tuple[int, int]], *, sending: bool) -> None:
-        """Queue sends (or receives) of (pointer, bytes) on its stream, as one group; does not wait."""
+        """Queue sends (or receives) of (pointer, bytes) on the stream, as one group, without waiting."""
         ...
 
     def is_done(self) -> bool:
-        """Whether all that was queued has been carried out.
+        """Return whether all queued sends and receives are done.
 
         Raises:
           RuntimeError: if NCCL reports an error.
@@ -65,33 +65,33 @@ class Communicator(Protocol):
         ...
 
     def abort(self) -> None:
-        """End what is under way, with an error; may be called by any thread, at any time, more than once."""
+        """End pending moves with an error; any thread may call this at any time, more than once."""
         ...
 
     def close(self) -> None:
-        """Free it; all that was queued is done."""
+        """Free the communicator; all queued moves are done by then."""
         ...
 
 
 class Library(Protocol):
-    """What this transport needs of NCCL and CUDA."""
+    """The functions of NCCL and CUDA that this transport needs."""
 
     def unique_id(self) -> bytes:
-        """A new name for a communicator."""
+        """Make a new name for a communicator."""
         ...
 
     def communicator(self, unique_id: bytes, *, sending: bool, device: Any) -> Communicator:
-        """Join the communicator of two with that name; waits for the other end."""
+        """Join the communicator of two with that name, and wait for the other end."""
         ...
 
     def empty(self, nbytes: int, device: Any) -> Buffer:
-        """Memory on a local device."""
+        """Allocate memory on a local device."""
         ...
 
 
 @dataclass
 class _Pair:
-    """What is open between two devices, the other of which is `peer`'s."""
+    """An open communicator between a local device and a device of process `peer`."""
 
     communicator: Communicator
     peer: int
@@ -102,12 +102,12 @@ class _Pair:
 class NcclTransport:
     """Transport over NCCL.
 
-    `recv` waits until the parcel has come, as no array of JAX can be made whose memory NCCL is still to fill. Sends
-    never wait, and every process receives in the program's order, so that no two processes wait for one another.
+    `recv` waits until the parcel has arrived: JAX cannot make an array while NCCL still fills its memory. Sends never
+    wait, and every process receives in the program's order. So no two processes wait for one another.
 
     Args:
       library: NCCL and CUDA; None: through CuPy.
-      group: the processes, for the exchange of names and for news of failures.
+      group: the processes; through it they exchange names and learn of failures.
     """
 
     name: ClassVar[str] = "nccl"
@@ -122,7 +122,7 @@ class NcclTransport:
     def connect(self, parcels: Sequence[Parcel], timeout_s: float) -> None:
         """Open a communicator for each ordered pair of devices in the parcels of this process.
 
-        All processes go through their pairs in ascending order, so that no two wait for each other crosswise.
+        All processes go through their pairs in ascending order, so that no two of them wait for each other.
 
         Raises:
           TransportError: if NCCL cannot open one, or a peer does not come in time.
@@ -148,7 +148,7 @@ class NcclTransport:
     def _join(
         self, name: bytes, pair: tuple[int, int], peer: int, timeout_s: float, *, sending: bool, device: Any
     ) -> Communicator:
-        # NCCL waits for the other end without end, and cannot be interrupted: so in a thread that may be left behind.
+        # NCCL waits for the other end without a limit, and cannot be interrupted. So a daemon thread waits.
         opened: Future[Communicator] = Future()
 
         def open_it() -> None:
@@ -179,7 +179,7 @@ class NcclTransport:
             ) from error
 
     def send(self, values: Sequence[jax.Array], parcel: Parcel, tag: Tag) -> None:
-        """Queue the values behind what this pair sends already; they are kept alive until they are sent."""
+        """Queue the values behind the earlier sends of each pair; a value is kept alive until it is sent."""
         for pair, positions in _by_pair(parcel).items():
             mine = [_checked(values[i]) for i in positions]
             open_pair = self._pairs[pair]
@@ -194,7 +194,7 @@ class NcclTransport:
             self._move(communicator, [(value.unsafe_buffer_pointer(), value.nbytes) for value in values], parcel, tag)
             self._wait(communicator, parcel, tag)
         except Exception as error:
-            # No later send may come to raise it.
+            # There may be no later send that would raise this error.
             if not self._group.failed.wait(_REPORT_SECONDS):
                 self._group.report_failure(str(error))
             raise
@@ -204,7 +204,7 @@ class NcclTransport:
             communicator.group(moves, sending=parcel.source == self._group.process_index)
 
     def recv(self, parcel: Parcel, tag: Tag) -> list[jax.Array]:
-        """Receive a parcel, and wait until it is there."""
+        """Receive a parcel, and wait until it has arrived."""
         arrays: list[Any] = [None] * len(parcel.shapes)
         devices = _devices(parcel)
         queued: list[tuple[Communicator, list[tuple[int, Buffer]]]] = []
@@ -236,7 +236,7 @@ class NcclTransport:
             yield
         except RuntimeError as error:
             communicator.abort()
-            # Where the transport was told to abandon the peer, NCCL's error says only that.
+            # If the transport has abandoned the peer, NCCL's error says only that it was aborted.
             failure = self._group.failure
             why = error if failure is None else self._group.describe(failure)
             raise TransportError(
@@ -247,26 +247,26 @@ class NcclTransport:
             ) from error
 
     def pass_by(self, parcel: Parcel, tag: Tag) -> None:
-        """Nothing: each pair has a channel of its own."""
+        """Do nothing: each pair has a channel of its own."""
 
     def abandon(self, peer: int) -> None:
-        """Abort what is under way with a peer."""
+        """Abort the pending moves to and from a peer."""
         for pair in list(self._pairs.values()):
             if pair.peer == peer:
                 pair.communicator.abort()
 
     def close(self) -> None:
-        """Free the communicators once everything is sent; in a run that has failed, abort them."""
+        """Free the communicators after the last send; in a run that has failed, abort them."""
         failed = self._group.failed.is_set()
         for pair in self._pairs.values():
             pair.worker.shutdown(wait=not failed, cancel_futures=failed)
-            # Both talk to NCCL, which may hang.
+            # Both functions call NCCL, which may hang.
             call_with_limit(pair.communicator.abort if failed else pair.communicator.close, _CLOSE_SECONDS)
         self._pairs.clear()
 
 
 def _devices(parcel: Parcel) -> list[tuple[Any, Any]]:
-    """For each array, its device at the source and at the target."""
+    """Return, for each array, its device at the source and its device at the target."""
     return [
         (next(iter(origin.device_set)), next(iter(shape.sharding.device_set)))
         for origin, shape in zip(parcel.origins, parcel.shapes, strict=True)
@@ -278,7 +278,7 @@ def _pairs(parcel: Parcel) -> list[tuple[int, int]]:
 
 
 def _by_pair(parcel: Parcel) -> Mapping[tuple[int, int], list[int]]:
-    """Positions of the arrays that go between each pair of devices."""
+    """Return the positions of the arrays that go between each pair of devices."""
     found: dict[tuple[int, int], list[int]] = {}
     for position, pair in enumerate(_pairs(parcel)):
         found.setdefault(pair, []).append(position)
@@ -299,7 +299,7 @@ def _nbytes(shape: Any) -> int:
 
 
 def from_bytes(data: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """The array that these bytes are.
+    """Read bytes as an array of another type.
 
     Example:
       >>> from_bytes(jnp.array([1, 0, 0, 1], jnp.uint8), (2,), jnp.int16).tolist()

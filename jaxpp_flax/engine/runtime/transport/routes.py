@@ -1,8 +1,8 @@
-"""Which shard goes from which device to which: the plan of one transfer, and what carries it out in this process.
+"""The plan of one transfer: the source and target device of each shard, and the work of this process.
 
-Both ends hold their replica with the same spec, so that every device of the target needs a part that some device of
-the source has. A part that is in the target's process already is copied there; any other one crosses once for each
-process that needs it, and is copied on from there.
+Both ends hold their replica with the same spec. So every device of the target needs a part that some device of the
+source has. If the target's process already has a part, it copies the part. Any other part is sent once to each
+process that needs it, and copied on inside that process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class _Hop:
-    """A part of a leaf, from one device to those of one process."""
+    """A part of a leaf that goes from one device to devices of one process."""
 
     leaf: int
     source: Device
@@ -46,12 +46,12 @@ class _Hop:
 
 @dataclass(frozen=True)
 class Route:
-    """What one process does in a transfer.
+    """The work of one process in a transfer.
 
     Attributes:
       leaves: the transfer's arrays.
-      parcels: all parcels of the transfer, those between two other processes included, in one global order, with the
-        hops that each contains.
+      parcels: all parcels of the transfer in one global order, with the hops that each contains; parcels between two
+        other processes are included.
       local: hops inside this process.
       process: this process.
     """
@@ -62,19 +62,19 @@ class Route:
     process: int
 
     def own_parcels(self) -> list[Parcel]:
-        """Those that this process sends or receives."""
+        """Return the parcels that this process sends or receives."""
         return [parcel for parcel, _ in self.parcels if self.process in (parcel.source, parcel.target)]
 
     def outgoing(self) -> Iterator[tuple[Parcel, tuple[_Hop, ...]]]:
-        """The parcels that this process sends."""
+        """Yield the parcels that this process sends."""
         return ((parcel, hops) for parcel, hops in self.parcels if parcel.source == self.process)
 
     def incoming(self) -> Iterator[tuple[Parcel, tuple[_Hop, ...]]]:
-        """The parcels that this process receives."""
+        """Yield the parcels that this process receives."""
         return ((parcel, hops) for parcel, hops in self.parcels if parcel.target == self.process)
 
     def pack(self, arrays: Sequence[jax.Array], hops: Sequence[_Hop], *, private: Sequence[bool]) -> list[jax.Array]:
-        """The parts of `arrays` (one for each leaf) that a parcel takes; copies of those of `private` leaves."""
+        """Return the parts of `arrays` (one for each leaf) for a parcel; parts of `private` leaves are copied."""
         values = [to_wire(_shard_on(arrays[hop.leaf], hop.source)) for hop in hops]
         copied = [i for i, hop in enumerate(hops) if private[hop.leaf]]
         if copied:
@@ -86,7 +86,7 @@ class Route:
     def assemble(
         self, arrays: Sequence[jax.Array | None], arrived: Sequence[tuple[_Hop, jax.Array]]
     ) -> list[jax.Array | None]:
-        """The leaves at the target, from what has come and what was in this process; None where nothing is."""
+        """Make the target's leaves from received and local parts; None for a leaf without parts in this process."""
         parts: list[dict[Device, jax.Array]] = [{} for _ in self.leaves]
         copies: list[tuple[int, Device, jax.Array]] = []
         for hop, value in arrived:
@@ -109,9 +109,9 @@ def plan(leaves: Sequence[Leaf], process: int, what: str) -> Route:
     """Plan a transfer as `process` sees it; all processes make the same parcels in the same order.
 
     Args:
-      leaves: its arrays.
+      leaves: the arrays of the transfer.
       process: the index of this process.
-      what: what the receiver waits for, for errors.
+      what: for errors: a description of what the receiver waits for.
     """
     crossing: dict[tuple[int, int], list[_Hop]] = {}
     local: list[_Hop] = []
@@ -142,7 +142,7 @@ def _hops(number: int, leaf: Leaf) -> list[_Hop]:
         process, candidates = device.process_index, sources[_key(index, leaf.shape)]
         near = [source for source in candidates if source.process_index == process]
         if not near and (_key(index, leaf.shape), process) not in first:
-            # Replicas share the work of sending.
+            # The devices that hold this part take turns as the sender.
             first[_key(index, leaf.shape), process] = candidates[place % len(candidates)]
         source = near[0] if near else first[_key(index, leaf.shape), process]
         chosen.setdefault((source, process), []).append(device)
@@ -150,7 +150,7 @@ def _hops(number: int, leaf: Leaf) -> list[_Hop]:
 
 
 def _key(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-    """A part of an array, written in one way: on an axis of size 1 a sharding may say `0:8` for all of 8."""
+    """Write a part of an array in one standard way: on an axis of size 1 a sharding may say `0:8` for all of 8."""
     return tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
 
 
@@ -173,7 +173,7 @@ def _joined(leaf: Leaf, parts: dict[Device, jax.Array], process: int) -> jax.Arr
 
 
 def empty(leaf: Leaf) -> jax.Array:
-    """An array without elements, made where it is needed: there is nothing to move."""
+    """Make an array without elements at its target: there is nothing to move."""
     if is_key(leaf.dtype):
         aval = key_data_type(leaf.shape, leaf.dtype)
         data = jnp.zeros(aval.shape, aval.dtype)
@@ -184,31 +184,31 @@ def empty(leaf: Leaf) -> jax.Array:
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.target, shards, dtype=leaf.dtype)
 
 
-# PRNG keys travel as the integers they are made of.
+# PRNG keys are sent as their integers.
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether this is the dtype of typed PRNG keys."""
+    """Return whether this is the dtype of typed PRNG keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def key_data_type(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of the integers of such keys."""
+    """Return shape and dtype of the integers of such keys."""
     return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
 
 
 def to_wire(array: jax.Array) -> jax.Array:
-    """The array as a transport takes it."""
+    """Convert an array to the form that a transport takes."""
     return jax.random.key_data(array) if is_key(array.dtype) else array
 
 
 def from_wire(array: jax.Array, dtype: Any) -> jax.Array:
-    """The inverse of `to_wire`."""
+    """Invert `to_wire`."""
     return jax.random.wrap_key_data(array, impl=key_impl(dtype)) if is_key(dtype) else array
 
 
 def _wire_type(leaf: Leaf, device: Device) -> jax.ShapeDtypeStruct:
-    # On a rank of one device, what arrives needs no new wrapping.
+    # On a rank of one device, an array with the target's sharding needs no new wrapping.
     alone = len(leaf.target.device_set) == 1
     sharding: Sharding = leaf.target if alone else SingleDeviceSharding(device)
     shape = leaf.target.shard_shape(leaf.shape)

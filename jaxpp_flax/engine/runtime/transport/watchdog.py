@@ -1,8 +1,8 @@
-"""Looks after what this process awaits from others, so that no wait is without end.
+"""A watchdog over the receives of this process, so that no wait is without end.
 
-Receives are asynchronous: the process waits inside JAX, for an array that never becomes ready if its sender is gone.
-A thread therefore follows the oldest receive that has not arrived, says so to the process group (whose errors name it),
-and when a process of the run is known to have failed turns everything awaited into errors.
+Receives are asynchronous: the process waits inside JAX for an array. If its sender is gone, this array never becomes
+ready. A thread therefore follows the oldest receive that has not arrived, and reports it to the process group, whose
+errors name it. When a process of the run has failed, the thread turns all awaited arrays into errors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxpp_flax.processes.waits import reporting_thread
 
 __all__ = ["Watchdog"]
 
-# Short, because arrays that have arrived are held until they are looked at.
+# Short, because arrays that have arrived stay in memory until the next poll.
 _POLL_SECONDS = 0.02
 
 
@@ -29,10 +29,10 @@ class Watchdog:
     """Follows the receives of one transport in a background thread.
 
     Args:
-      transport: what is told to abandon its peers.
-      group: knows which processes have failed, and is told what is awaited.
+      transport: abandons its peers after a failure.
+      group: knows the processes that have failed; the watchdog reports the awaited parcels to it.
       deadline_s: seconds that one parcel may take although its sender lives, or None for no such limit: a peer may
-        well compile, load data or save for long.
+        compile, load data or save for a long time.
     """
 
     def __init__(self, transport: Transport, group: ProcessGroup, deadline_s: float | None = None) -> None:
@@ -44,7 +44,7 @@ class Watchdog:
         self._thread.start()
 
     def follow(self, parcel: Parcel, tag: Tag, arrays: list[Any]) -> None:
-        """Look after a receive whose arrays are not ready yet."""
+        """Watch a receive whose arrays are not ready yet."""
         self._pending.append((parcel, tag, arrays[-1], time.monotonic(), self._group.runs))
         self._wake.set()
 
@@ -71,7 +71,7 @@ class Watchdog:
             del array
 
     def _await(self, parcel: Parcel, tag: Tag, array: Any, begun: float, run: int) -> None:
-        # The receives before it have arrived by now, so only now is this one what the process waits for.
+        # All earlier receives have arrived. So the wait for this one begins now.
         since = time.monotonic()
         with self._group.waiting(lambda: f"{parcel.what}, in step {tag.step}", parcel.source, run):
             while not (self._stopped or _arrived(array) or self._group.failed.wait(_POLL_SECONDS)):
@@ -87,19 +87,19 @@ class Watchdog:
                     )
 
     def _pass_on_error(self, parcel: Parcel, tag: Tag, array: Any) -> None:
-        """A killed process closes its connections, which makes errors of what was to come through them."""
+        """Report an error of a receive: a killed process closes its connections, so its arrays become errors."""
         if self._group.failed.is_set() or not _arrived(array) or array.is_deleted():
             return
         try:
             array.block_until_ready()
         except (jax.errors.JaxRuntimeError, RuntimeError) as error:
-            # A wait of this thread is what the failure is described with.
+            # The group describes the failure by the wait of this thread.
             what = f"{parcel.what}, in step {tag.step}"
             with self._group.waiting(what, on=parcel.source):
                 observe_broken_connection(self._group, parcel.source, what, error)
 
     def _abandon_all(self) -> None:
-        # Taken out one by one: the main thread adds more meanwhile, and what comes later is abandoned as well.
+        # Taken out one by one: the main thread may add receives meanwhile, and these are abandoned as well.
         peers: set[int] = set()
         while self._pending:
             peers.add(self._pending.popleft()[0].source)
@@ -112,7 +112,7 @@ class Watchdog:
 
 
 def _arrived(array: Any) -> bool:
-    # A value that was deleted, or has become an error, is no longer waited for: whoever uses it will be told.
+    # The watchdog does not wait for a deleted value or for an error: JAX reports these when the value is used.
     try:
         return array.is_deleted() or array.is_ready()
     except RuntimeError:
