@@ -1,4 +1,4 @@
-"""A plan: which block runs on which stage and what it costs. It can be shown, saved, edited and loaded."""
+"""A plan: the stage and the cost of each block. A plan can be shown, saved, edited and loaded."""
 
 from __future__ import annotations
 
@@ -37,29 +37,30 @@ class PlannedBlock:
 
     @property
     def cost(self) -> float | None:
-        """Forward and backward."""
+        """The cost of forward and backward together."""
         known = [part for part in (self.forward, self.backward) if part is not None]
         return sum(known) if known else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Which block runs on which stage, in the model's order; pass it, or its file, as `assignment=`.
+    """The stage of each block, in the model's order; pass a plan, or its file, as `assignment=`.
 
     Args:
-      num_stages: how many there are.
-      blocks: in the model's order; the last one is what follows the last mark (head, loss), if it is listed.
-      unit: of the costs: "s", "FLOP", or "".
-      source: where the costs come from, for people.
+      num_stages: the number of stages.
+      blocks: the blocks in the model's order; the last one may be the work after the last mark (head, loss).
+      unit: the unit of the costs: "s", "FLOP", or "".
+      source: the source of the costs, for people.
       ranks: the rank of each stage, if known.
-      even_sizes: how many blocks each stage would have without costs, for comparison; if known.
-      exact: whether no other assignment is better; None where none was looked for.
-      step_gain: by how much of its time the simulated step is shorter than with an even assignment, where that was the
-        aim (several stages on a rank).
-      rank_bytes: what each rank's devices hold, where it was asked for.
+      even_sizes: the number of blocks in each stage of an even assignment, for comparison; if known.
+      exact: True if no other assignment is better; None if no search was made.
+      step_gain: the share of its time that the simulated step saves over an even assignment, if the search aimed at the
+        step (several stages on a rank).
+      rank_bytes: the bytes on each rank's devices, if a memory limit was given.
 
     Raises:
-      AssignmentError: if a stage is empty, out of range or out of order, a name occurs twice, or a cost is no number.
+      AssignmentError: if a stage is empty, out of range or out of order, a name occurs twice, or a cost is not a
+        number.
 
     Example:
       >>> rows = [("a", 0, 1.0), ("b", 0, 1.0), ("c", 1, 2.0)]
@@ -90,10 +91,10 @@ class Plan:
     # ------------------------------------------------------------ as a policy
 
     def __call__(self, marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
-        """The marks that cut: a plan is an assignment like any other.
+        """Return the marks that cut: a plan is a policy too.
 
         Raises:
-          AssignmentError: if it is for another number of stages, or for other blocks.
+          AssignmentError: if the plan is for another number of stages, or for other blocks.
         """
         if num_stages != self.num_stages:
             raise AssignmentError(
@@ -118,13 +119,13 @@ class Plan:
 
     @classmethod
     def of(cls, marks: Sequence[Mark], cuts: Sequence[int], num_stages: int, **options: Any) -> Plan:
-        """The plan that these cuts make.
+        """Make the plan of these cuts.
 
         Args:
-          marks: of the model.
+          marks: the marks of the model.
           cuts: the marks that cut.
-          num_stages: one more than there are cuts.
-          options: other arguments of `Plan`; `work` gives each block's cost, an object with `forward` and `backward`.
+          num_stages: the number of cuts plus one.
+          options: other arguments of `Plan`; `work` has each block's cost, an object with `forward` and `backward`.
         """
         work = options.pop("work", None)
         names = segment_names(marks)
@@ -135,32 +136,32 @@ class Plan:
         ]
         return cls(num_stages=num_stages, blocks=blocks, **options)
 
-    # ------------------------------------------------------------ what it says
+    # ------------------------------------------------------------ values of a plan
 
     @property
     def stage_sizes(self) -> tuple[int, ...]:
-        """Blocks in each stage."""
+        """The number of blocks in each stage."""
         stages = [block.stage for block in self.blocks]
         return tuple(stages.count(stage) for stage in range(self.num_stages))
 
     @property
     def rank_costs(self) -> tuple[float, ...] | None:
-        """The cost of each rank's stages; None where costs or ranks are not known."""
+        """The cost of each rank's stages; None if costs or ranks are not known."""
         return self._loads(self.stage_sizes)
 
     @property
     def imbalance(self) -> float | None:
-        """The slowest rank's cost over the mean; 1 is perfect balance."""
+        """The slowest rank's cost divided by the mean; 1 is perfect balance."""
         return _imbalance(self.rank_costs)
 
     @property
     def even_imbalance(self) -> float | None:
-        """The same for an even assignment of these blocks."""
+        """The imbalance of an even assignment of these blocks."""
         return None if self.even_sizes is None else _imbalance(self._loads(self.even_sizes))
 
     @property
     def gain(self) -> float | None:
-        """By how much of its time the slowest rank is faster than with an even assignment."""
+        """The share of its time that the slowest rank saves over an even assignment."""
         now, before = self.imbalance, self.even_imbalance
         return None if now is None or before is None else 1.0 - now / before
 
@@ -172,7 +173,7 @@ class Plan:
         return tuple(rank_loads(known, sizes, self.ranks))
 
     def table(self) -> Table:
-        """Each block with its cost, stage and rank; below, how uneven the ranks are, before and after."""
+        """Return a table of blocks with cost, stage and rank; below, the imbalance of the ranks, before and after."""
         return plan_table(self)
 
     def __rich__(self) -> Table:
@@ -181,7 +182,7 @@ class Plan:
     # ------------------------------------------------------------ as a file
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write it as JSON, one line for each block; returns the path."""
+        """Write the plan as JSON, one line for each block; return the path."""
         lines = ",\n".join(f"  {json.dumps(_known(block))}" for block in self.blocks)
         head = {"about": _ABOUT, "format": _FORMAT, "num_stages": self.num_stages, "unit": self.unit}
         top = "".join(f" {json.dumps(k)}: {json.dumps(v)},\n" for k, v in {**head, "source": self.source}.items())
@@ -191,11 +192,11 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a plan that `save` wrote, and perhaps somebody edited.
+        """Read a plan that `save` wrote and somebody may have edited.
 
         Raises:
-          FileNotFoundError: if there is no such file.
-          AssignmentError: if it holds no plan; it names the line, or the block and the stage at fault.
+          FileNotFoundError: if the file does not exist.
+          AssignmentError: if the file holds no valid plan; the message names the line, or the block and the stage.
         """
         source = Path(path)
         if not source.is_file():

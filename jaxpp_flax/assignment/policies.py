@@ -1,11 +1,12 @@
-"""Which marks cut: policies that assign a model's blocks to stages.
+"""Policies that assign a model's blocks to stages: a policy chooses the marks that cut.
 
-The marks of a model, in program order, divide it into segments. A mark that closes a named block (`PipelineStage`)
-keeps what follows the last block (head, loss) with that block, so M marks make M blocks. Bare marks
+The marks of a model, in program order, divide it into segments. With marks that close a named block (`PipelineStage`),
+the work after the last mark (head, loss) belongs to the last block, so M marks make M blocks. Bare marks
 (`mark_stage_end`) make M + 1 segments. Work before the first mark belongs to the first segment. A balanced assignment,
-a mapping from names and a plan may also cut at the last mark: what follows it is a block `after_<name of the last>`.
+a mapping from names and a plan may also cut at the last mark: then the work after this mark is a block
+`after_<name of the last>`.
 
-No policy demands divisibility, and each segment ends in exactly one stage.
+No policy demands divisibility, and each segment is in exactly one stage.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ __all__ = [
 ]
 
 CutPolicy = Callable[[Sequence[Mark], int], tuple[int, ...]]
-"""`policy(marks, num_stages)` gives the indices of the `num_stages - 1` marks that cut, in increasing order."""
+"""`policy(marks, num_stages)` returns the indices of the `num_stages - 1` marks that cut, in increasing order."""
 
 
 class AssignmentError(ValueError):
-    """The blocks of a model cannot be assigned to stages as asked."""
+    """The blocks of a model cannot be assigned to stages as requested."""
 
 
 def even() -> CutPolicy:
-    """As many segments in each stage as in any other, give or take one; the first stages get the larger share.
+    """Give each stage the same number of segments; if that does not divide, the first stages get one more each.
 
     Example:
       >>> marks = [Mark(f"block_{i}", True, "model.py:7") for i in range(8)]
@@ -58,14 +59,14 @@ def even() -> CutPolicy:
 
 
 def balanced(costs: Sequence[float] | None = None) -> CutPolicy:
-    """The slowest stage as fast as can be: contiguous stages of least maximal cost, exact by dynamic programming.
+    """Make the slowest stage as fast as possible: contiguous stages of least maximal cost, by dynamic programming.
 
-    This is for `mpmd_jit_with_loop(cut_policy=)`, with one stage on each rank. The trainer's `assignment="balanced"`
-    also knows the schedule, measured times and memory limits.
+    The result is exact. This policy is for `mpmd_jit_with_loop(cut_policy=)`, with one stage on each rank. The
+    trainer's `assignment="balanced"` also uses the schedule, measured times and memory limits.
 
     Args:
-      costs: of each block, and of what follows the last one (without it, that stays with the last block); by default
-        the engine's estimate in FLOPs, forward and backward, embedding and head included.
+      costs: the cost of each block, and of the work after the last block (without this number, that work stays with the
+        last block). Default: the engine's estimate in FLOPs, forward and backward, embedding and head included.
 
     Raises (when the policy is used):
       AssignmentError: if `costs` does not give one number for each block.
@@ -92,13 +93,13 @@ def balanced(costs: Sequence[float] | None = None) -> CutPolicy:
                 "block, and perhaps one more for what follows the last of them."
             )
         result = balance(found, range(num_stages))
-        return cuts_of(result.sizes) if result is not None else ()  # without a memory limit there is always one
+        return cuts_of(result.sizes) if result is not None else ()  # without a memory limit a result always exists
 
     return policy
 
 
 def sizes(blocks_per_stage: Sequence[int]) -> CutPolicy:
-    """So many blocks in each stage, in order.
+    """Put the given numbers of blocks into the stages, in order.
 
     Raises (when the policy is used):
       AssignmentError: if the sizes do not fit the number of stages or of blocks, or a stage would be empty.
@@ -136,11 +137,11 @@ def sizes(blocks_per_stage: Sequence[int]) -> CutPolicy:
 
 
 def by_name(stages: Mapping[str, int]) -> CutPolicy:
-    """Blocks by name: from names, or globs of names (see `jaxpp_flax.globs`), to stages.
+    """Assign blocks by name: a mapping from names, or globs of names (see `jaxpp_flax.globs`), to stages.
 
-    An exact name goes before a glob, and an earlier glob before a later one. Every block must be matched. What follows
-    the last block goes where its own name (`after_<name of the last>`) says; without that it stays with the last block,
-    or forms the last stage where no block is assigned to that.
+    An exact name goes before a glob, and an earlier glob before a later one. Every block must match. The work after the
+    last block has its own name (`after_<name of the last>`). Without an entry for this name, the work stays with the
+    last block, or forms the last stage if no block is assigned to the last stage.
 
     Raises (when the policy is used):
       AssignmentError: if a name matches no block, a block is matched by no name, a stage would be empty, or the
@@ -196,7 +197,7 @@ def _num_segments(marks: Sequence[Mark], num_stages: int) -> int:
 
 
 def cuts_of(segments_per_stage: Sequence[int]) -> tuple[int, ...]:
-    """The marks that cut so many segments into each stage.
+    """Return the marks that cut a model into stages with these numbers of segments.
 
     Example:
       >>> cuts_of([3, 2, 3])

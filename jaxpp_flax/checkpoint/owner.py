@@ -1,7 +1,7 @@
-"""Which job writes to a directory of checkpoints: one at a time. The file `.owner` names it, and it counts on in there.
+"""One job at a time owns a directory of checkpoints. The file `.owner` names the job, which keeps counting in the file.
 
-A job that was queued again may start while its first life still runs; both would save the same steps. The second one is
-refused while the first lives. Where that has died, on this host or another, its place is taken.
+A job that was queued again may start while its first run is still alive; both would save the same steps. The second run
+is refused while the first is alive. If the first has died, on this host or another, the second becomes the owner.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ __all__ = ["FILE_NAME", "Owner", "Ownership"]
 FILE_NAME = ".owner"
 
 _BEAT_SECONDS = 5.0
-# So long an owner that cannot be asked (on another host, or stopped) may stand still before its place is taken.
+# Some owners cannot be checked (on another host, or stopped). After this time without a count, they are replaced.
 _PATIENCE = 30.0
 _DIGITS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """A process, so that any other one can find out whether it lives.
+    """A process, described so that any other process can find out if it is alive.
 
     Args:
-      host: its name.
-      place: the boot of the machine and the container, in which a process number is unique.
-      process: its number there.
-      started: when it was started, in the clock of its kernel; "" where that is not known.
-      since: since when it has owned the directory, as its own clock says.
+      host: the name of the host.
+      place: the boot of the machine and the container; a process number is unique in them.
+      process: the process number in this place.
+      started: the start time of the process, in the clock of its kernel; "" if not known.
+      since: the time when the process became the owner, in its own clock.
     """
 
     host: str
@@ -50,7 +50,7 @@ class Owner:
 
     @classmethod
     def of(cls, process: int) -> Owner:
-        """A process of this machine."""
+        """Describe a process of this machine."""
         return cls(
             host=socket.gethostname(),
             place=_place(),
@@ -60,29 +60,29 @@ class Owner:
         )
 
     def is_same_process(self, other: Owner) -> bool:
-        """Whether both are one process, whenever it became the owner."""
+        """Return True if both describe one process; the time when it became the owner does not count."""
         return (self.host, self.place, self.process, self.started) == (
             other.host, other.place, other.process, other.started,
         )  # fmt: skip
 
     def lives(self) -> bool | None:
-        """Whether the process is alive and running; None if nobody here can tell."""
+        """Return True if the process is alive and running, False if not; None if this machine cannot tell."""
         if (self.host, self.place) != (socket.gethostname(), _place()):
             return None
         state, started = _status(self.process)
         if state in ("", "Z", "X") or started != self.started:
             return False
-        return None if state in "Tt?" else True  # it may never go on
+        return None if state in "Tt?" else True  # a stopped process may never continue
 
     def __str__(self) -> str:
         return f"process {self.process} on {self.host}, since {self.since}"
 
 
 class Ownership:
-    """This process's claim to a directory: taken, kept up by a thread, and given back.
+    """This process's claim to a directory: `take` makes the claim, a thread keeps it, `release` ends it.
 
     Args:
-      directory: of checkpoints; made if need be.
+      directory: the directory of checkpoints; made if it does not exist.
 
     Example:
       >>> import tempfile
@@ -99,13 +99,13 @@ class Ownership:
         self._thread: threading.Thread | None = None
 
     def take(self, tell: Callable[[str], None]) -> None:
-        """Become the owner; a dead one's place is taken.
+        """Become the owner; replace a dead owner.
 
         Args:
           tell: called with a message if the wait takes long, and with the name of the earlier owner.
 
         Raises:
-          DirectoryInUseError: naming the owner, if it lives.
+          DirectoryInUseError: if another owner is alive; the message names the owner.
           OSError: if the directory cannot be written.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ class Ownership:
         while not self._create(own):
             found = _read(self._path)
             if found is None:
-                continue  # it has just been given back
+                continue  # the owner has just released the directory
             if found[0] is not None and found[0].is_same_process(own):
                 break  # another trainer of this process has taken it
             self._displace(found, tell)
@@ -124,10 +124,10 @@ class Ownership:
         self._thread.start()
 
     def check(self) -> None:
-        """Make sure that the place is still this process's, which may have been stopped meanwhile.
+        """Make sure that this process still owns the directory: it may have been stopped for some time.
 
         Raises:
-          DirectoryInUseError: naming the job that has taken it.
+          DirectoryInUseError: if another job is the owner now; the message names the job.
         """
         owner = self._owner()
         if self._own is not None and owner is not None and not owner.is_same_process(self._own):
@@ -138,18 +138,18 @@ class Ownership:
             )
 
     def release(self) -> None:
-        """Give it back."""
+        """Give the directory back."""
         self._ended.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         own, owner = self._own, self._owner()
         self._own = self._thread = None
         if own is not None and owner is not None and owner.is_same_process(own):
-            with contextlib.suppress(OSError):  # a next job finds that this one has ended
+            with contextlib.suppress(OSError):  # the next job will find that this one has ended
                 self._path.unlink()
 
     def _owner(self) -> Owner | None:
-        """As the file names it; None where that cannot be read: then a save cannot be written either."""
+        """Read the owner from the file; None if the file cannot be read: then a save cannot be written either."""
         try:
             found = _read(self._path)
         except OSError:
@@ -157,14 +157,14 @@ class Ownership:
         return None if found is None else found[0]
 
     def _create(self, own: Owner) -> bool:
-        """Write the file, unless there is one."""
+        """Write the file, unless it exists."""
         try:
             descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
             return False
         try:
             os.write(descriptor, f"{0:0{_DIGITS}}\n{json.dumps(asdict(own))}\n".encode())
-        except OSError:  # a full disk: an empty file would be an owner that nobody can ask
+        except OSError:  # a full disk: an empty file would name no owner to check
             self._path.unlink(missing_ok=True)
             raise
         finally:
@@ -172,10 +172,10 @@ class Ownership:
         return True
 
     def _displace(self, found: tuple[Owner | None, str], tell: Callable[[str], None]) -> None:
-        """Take away the file of an owner that has died.
+        """Remove the file of an owner that has died.
 
         Raises:
-          DirectoryInUseError: if it lives.
+          DirectoryInUseError: if the owner is alive.
         """
         owner = found[0]
         lives = None if owner is None else owner.lives()
@@ -195,10 +195,10 @@ class Ownership:
         try:
             self._path.rename(aside)
         except FileNotFoundError:
-            return  # another job was faster, and is found by the next look
+            return  # another job was faster: the next read finds its file
         taken = _read(aside)
         if taken != found and not self._path.exists():
-            aside.rename(self._path)  # that of another job, which was faster
+            aside.rename(self._path)  # the file of another job, which was faster
             return
         aside.unlink(missing_ok=True)
         tell(
@@ -206,7 +206,7 @@ class Ownership:
         )
 
     def _moves(self, found: tuple[Owner | None, str]) -> bool:
-        """Whether its owner counts on, or gives it back, or another one comes, within the patience."""
+        """Wait up to `_PATIENCE` seconds for a change of the file; return True if the same owner has counted on."""
         end = time.monotonic() + _PATIENCE
         while time.monotonic() < end:
             time.sleep(min(0.2, _PATIENCE / 10))
@@ -220,19 +220,19 @@ class Ownership:
             count += 1
             try:
                 found = _read(self._path)
-                if found is None:  # another trainer of this process has given it back
+                if found is None:  # another trainer of this process has released the directory
                     self._create(own)
                 elif found[0] is not None and not found[0].is_same_process(own):
-                    return  # the next save says so
+                    return  # the next save raises
                 else:
                     with self._path.open("r+b") as file:
                         file.write(f"{count:0{_DIGITS}}".encode())
             except OSError:
-                continue  # a full disk, a lost mount: the next save tells of it
+                continue  # a full disk, a lost mount: the next save raises
 
 
 def _read(path: Path) -> tuple[Owner | None, str] | None:
-    """The owner, as far as it can be read, and how far it has counted; None without a file."""
+    """Return the owner (None if not readable) and its count; None without a file."""
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -245,9 +245,9 @@ def _read(path: Path) -> tuple[Owner | None, str] | None:
 
 
 def _status(process: int) -> tuple[str, str]:
-    """The state of a process of this machine, a letter as Linux gives it, and when it was started.
+    """Return the state of a process of this machine, as a letter of Linux, and the start time.
 
-    The state is "" for none, and "?" where the system does not tell more than that it exists.
+    The state is "" if there is no such process, and "?" if the system only tells that the process exists.
     """
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
@@ -269,7 +269,7 @@ def _status(process: int) -> tuple[str, str]:
 
 
 def _place() -> str:
-    """What processes with numbers of one kind have in common: the boot, and the container."""
+    """Return the boot and the container: process numbers are unique in them."""
     parts: list[str] = []
     for read in (
         lambda: Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),

@@ -35,18 +35,18 @@ from jaxpp_flax.processes.waits import print_notice
 
 __all__ = ["CheckpointStore", "read_json", "save_step"]
 
-# Seconds that a process which fails waits for the others' parts of a save.
+# The seconds that a failed process waits for the other processes' parts of a save.
 _PATIENCE = 60.0
 
 
 class CheckpointStore:
-    """Checkpoints of one run: `directory/<step>`, each with a tree of arrays and some JSON beside it.
+    """Checkpoints of one run: `directory/<step>`, each with a tree of arrays and some JSON.
 
     Args:
-      directory: made by the first save.
-      every: an interval in steps, an Orbax save decision policy, or None for explicit saves alone.
-      keep: how many of the latest to keep, an Orbax preservation policy, or None for all.
-      asynchronous: write in the background; `save` itself then only copies to the host.
+      directory: the first save makes this directory.
+      every: an interval in steps, an Orbax save decision policy, or None for explicit saves only.
+      keep: the number of latest checkpoints to keep, an Orbax preservation policy, or None for all.
+      asynchronous: write in the background; then `save` only copies to the host.
 
     Example:
       >>> import tempfile, jax.numpy as jnp
@@ -76,17 +76,18 @@ class CheckpointStore:
         self._saving = -1  # the last step whose save was begun
         self._finishes_at_exit = False
         self._ownership = Ownership(self.directory)
-        self._claims, self._has_claim = 0, False  # of `owned` and of a save under way; whether there is one of a save
+        # The claims of `owned` and of a save under way, counted; and whether a save has a claim.
+        self._claims, self._has_claim = 0, False
 
     @contextmanager
     def owned(self) -> Generator[None]:
-        """Keep other jobs from writing here, before the directory is read for the first time; all processes call this.
+        """Keep other jobs from writing here; all processes call this before the directory is read for the first time.
 
         Raises:
-          DirectoryInUseError: naming the job that is running, and writes here.
+          DirectoryInUseError: if a running job writes here; the message names the job.
           CheckpointSaveError: if the directory cannot be written.
         """
-        self.wait()  # else the claim of a save under way would count in some processes and not in others
+        self.wait()  # else a save under way could have a claim in some processes and not in others
         self._claim(self.directory)
         try:
             yield
@@ -115,7 +116,7 @@ class CheckpointStore:
             self._ownership.release()
 
     def describe(self) -> str:
-        """The steps that it saves and keeps, in words that are equal in every process.
+        """Describe the steps to save and to keep, with the same text in every process.
 
         Example:
           >>> CheckpointStore("anywhere", every=2, keep=3).describe()
@@ -126,7 +127,7 @@ class CheckpointStore:
         return ", ".join(f"{name}={of}" for name, of in plain.items())
 
     def steps(self) -> tuple[int, ...]:
-        """The steps whose checkpoints are complete, ascending; saves that were cut off are left out.
+        """Return the steps with complete checkpoints, ascending; saves that were cut off are left out.
 
         Raises:
           CheckpointNotFoundError: if the directory cannot be read.
@@ -144,14 +145,14 @@ class CheckpointStore:
         return tuple(sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdigit() and p.is_dir()))
 
     def latest(self) -> int | None:
-        """The last of them."""
+        """Return the last step with a complete checkpoint; None without one."""
         return max(self.steps(), default=None)
 
     def path(self, step: int | str) -> Path:
-        """The directory of a step, or of the "latest".
+        """Return the directory of a step, or of the "latest".
 
         Raises:
-          CheckpointNotFoundError: if there is none.
+          CheckpointNotFoundError: if the step has no complete checkpoint.
         """
         steps = self.steps()
         if step == "latest" and not steps:
@@ -167,7 +168,7 @@ class CheckpointStore:
         return self.directory / str(wanted)
 
     def wants(self, step: int) -> bool:
-        """Whether `every` asks for a checkpoint of this step, and there is none yet."""
+        """Return True if `every` asks for a checkpoint of this step, and there is none yet."""
         if self._every is None or step in self.steps() or (self._writing is not None and self._writing[0] == step):
             return False
         if isinstance(self._every, int):
@@ -175,10 +176,10 @@ class CheckpointStore:
         return self._open().should_save(step)
 
     def save(self, step: int, tree: Any, beside: Mapping[str, Any], *, wait: bool = False) -> None:
-        """Begin to write; returns when the arrays may change. An earlier save is waited for.
+        """Begin a save, after the end of an earlier save; return when the arrays may change.
 
         Raises:
-          CheckpointSaveError: if this cannot be written, or the save before failed in the background.
+          CheckpointSaveError: if the checkpoint cannot be written, or the earlier save failed in the background.
         """
         self.wait()
         try:
@@ -196,7 +197,7 @@ class CheckpointStore:
         self._claim_for_save(step)
         with shared_work(self._what(), lambda error: self._failed(step, error), everywhere=True):
             manager = self._open()
-            # What somebody has deleted since would be counted among those to keep.
+            # Orbax would count checkpoints that somebody has deleted among those to keep.
             gone = sorted({*manager.all_steps()} - {*self._list()})
             if exchange_values(process_group(), "which steps were deleted", gone)[0]:
                 manager.reload()
@@ -210,23 +211,23 @@ class CheckpointStore:
             self._finishes_at_exit = True
 
     def check(self) -> None:
-        """Raise the error of the background's work since the last call, if any; never waits.
+        """Raise the error of a save in the background since the last call, if any; never wait.
 
         Raises:
-          CheckpointSaveError: naming the step.
+          CheckpointSaveError: the message names the step.
         """
         if self._writing is not None and not self.is_writing():
             self.wait()
 
     def is_writing(self) -> bool:
-        """Whether the background is at work."""
+        """Return True if a save runs in the background."""
         return self._manager is not None and self._manager.is_saving_in_progress()
 
     def wait(self) -> None:
         """Wait for the save under way.
 
         Raises:
-          CheckpointSaveError: if it failed.
+          CheckpointSaveError: if the save failed.
         """
         if self._writing is None or self._manager is None:
             return
@@ -237,7 +238,7 @@ class CheckpointStore:
         self._written()
 
     def finish(self) -> None:
-        """Wait for the save under way where this process fails: others may not come for their part of it any more.
+        """Wait for the save under way when this process fails: other processes may never write their parts.
 
         Raises:
           CheckpointSaveError: if the save failed, or is not complete within a minute.
@@ -259,13 +260,13 @@ class CheckpointStore:
         return self.wait()
 
     def set_aside(self, step: int) -> Path:
-        """Give a damaged checkpoint a name that is no step's; where it is then."""
+        """Rename a damaged checkpoint so that its name is not a step; return its new path."""
         self.close()
         path = self.directory / f"{step}.damaged"
         number = 2
         while path.exists():
             path, number = self.directory / f"{step}.damaged_{number}", number + 1
-        # Process 0's choice, made before any name is taken.
+        # All processes use the name that process 0 chose before the rename.
         path = self.directory / exchange_values(process_group(), "the name of a damaged checkpoint", path.name)[0]
         do_in_process_0(
             process_group(),
@@ -276,7 +277,7 @@ class CheckpointStore:
         return path
 
     def close(self) -> None:
-        """Wait, and let go of Orbax's threads; saving again opens the directory anew."""
+        """Wait for the save under way, and end Orbax's threads; a later save opens the directory again."""
         self.wait()
         if self._manager is not None:
             manager, self._manager = self._manager, None
@@ -300,7 +301,7 @@ class CheckpointStore:
             self._give_up_claim()
 
     def _failed(self, step: int, error: BaseException) -> CheckpointSaveError:
-        # The next save opens the directory anew, which removes the remains of this one.
+        # The next save opens the directory again, which removes the remains of this save.
         self._manager = None
         self._written()
         return save_failed(self.directory / str(step), error)
@@ -322,7 +323,7 @@ class CheckpointStore:
                         preservation_policy=keep if keep is not None else policies.LatestN(None),
                         create=False,
                         cleanup_tmp_directories=True,
-                        # Synchronous saves wait for the background: one way of writing, one way of failing.
+                        # Synchronous saves also write in the background and wait: so both kinds fail in the same way.
                         enable_async_checkpointing=True,
                         async_options=ocp.options.AsyncOptions(
                             post_finalization_callback=self._finish,
@@ -340,14 +341,14 @@ class CheckpointStore:
         self.directory.mkdir(parents=True, exist_ok=True)
 
     def _finish(self) -> None:
-        """In the background, before Orbax gives the directory its name: one that lacks a leaf never gets it."""
+        """Check the save in the background, before Orbax renames the directory: an incomplete one is never renamed."""
         if self._writing is not None:
             step, leaves = self._writing
             complete(under_way(self.directory / str(step)), leaves)
 
 
 def save_step(path: str | os.PathLike[str], tree: Any, beside: Mapping[str, Any]) -> Path:
-    """Write one such directory anywhere, and wait for it.
+    """Write the directory of one step to any path, and wait for the end of the save.
 
     Raises:
       CheckpointSaveError: if the path exists, or cannot be written.
@@ -363,10 +364,10 @@ def save_step(path: str | os.PathLike[str], tree: Any, beside: Mapping[str, Any]
 
 
 def read_json(path: str | os.PathLike[str], name: str) -> Any:
-    """The JSON called `name` of a step's directory; None where there is none.
+    """Read the JSON called `name` in a step's directory; return None if it does not exist.
 
     Raises:
-      CorruptCheckpointError: if it cannot be read.
+      CorruptCheckpointError: if the JSON cannot be read.
     """
     item = absolute(path) / name
     if not item.is_dir():

@@ -1,4 +1,4 @@
-"""Saving a tree: an ordinary Orbax checkpoint, checked once it is complete."""
+"""Save a tree as an ordinary Orbax checkpoint, and check the complete checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["complete", "save", "save_failed", "to_tree", "write_and_check"]
 
 
 def to_tree(tree: Any) -> dict[str, Any]:
-    """What is written for `tree`: nested dictionaries of global arrays, keyed by logical paths.
+    """Convert `tree` for writing: nested dictionaries of global arrays, with logical paths as keys.
 
     Arrays without elements are left out.
 
@@ -44,10 +44,10 @@ def to_tree(tree: Any) -> dict[str, Any]:
 
 
 def save(path: str | os.PathLike[str], tree: Any) -> Path:
-    """Write `tree` to `path` as an Orbax checkpoint, and wait for it.
+    """Write `tree` to `path` as an Orbax checkpoint, and wait for the end of the save.
 
-    Stock Orbax reads it as nested dictionaries of arrays; random keys are written as their data. The directory appears
-    under its name when it is complete.
+    Stock Orbax reads the checkpoint as nested dictionaries of arrays; random keys are written as their data. The
+    directory gets its name when it is complete.
 
     Args:
       path: a directory that does not exist yet.
@@ -57,7 +57,7 @@ def save(path: str | os.PathLike[str], tree: Any) -> Path:
       The absolute path.
 
     Raises:
-      CheckpointSaveError: if the path exists, or it cannot be written.
+      CheckpointSaveError: if the path exists, or cannot be written.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, orbax.checkpoint as ocp
@@ -77,13 +77,13 @@ def save(path: str | os.PathLike[str], tree: Any) -> Path:
 
 
 def write_and_check(path: Path, handler: Any, arguments: Any, leaves: Any) -> None:
-    """Save at once, and check the written files; with several processes, all of them call this.
+    """Save without the background, and check the written files; with several processes, all of them call this.
 
     Args:
-      path: of the new checkpoint, which does not exist.
-      handler: Orbax's.
-      arguments: for the handler.
-      leaves: the paths that must be there.
+      path: the path of the new checkpoint, which does not exist yet.
+      handler: Orbax's handler.
+      arguments: the arguments of the handler.
+      leaves: the paths that the checkpoint must have.
 
     Raises:
       CheckpointSaveError: if anything goes wrong; nothing is left at the path.
@@ -109,14 +109,14 @@ def write_and_check(path: Path, handler: Any, arguments: Any, leaves: Any) -> No
 
 
 def complete(directory: Path, leaves: Any) -> None:
-    """Read back which leaves were written, compare, and write down the digests of the files.
+    """Read back the list of written leaves, compare it with `leaves`, and write the digests of the files.
 
     Args:
-      directory: with everything in it, under its final name or the one before.
-      leaves: their paths.
+      directory: the whole checkpoint, under its final name or its temporary name.
+      leaves: the paths of the leaves.
 
     Raises:
-      CorruptCheckpointError: if it lacks some.
+      CorruptCheckpointError: if the checkpoint lacks some leaves.
     """
     absent = set(leaves) - set(stored_leaves(read_metadata(find_tree(directory, unfinished=True))))
     if absent:
@@ -125,7 +125,7 @@ def complete(directory: Path, leaves: Any) -> None:
 
 
 def save_failed(path: Path, error: BaseException) -> CheckpointSaveError:
-    """What went wrong while saving, with the reason that the operating system gave."""
+    """Return the error of a failed save, with the reason that the operating system gave."""
     chain: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(chain) < 5:

@@ -1,4 +1,4 @@
-"""Marking what a callable returns: shared by the NNX and Linen layers, and the `pipeline_stage` decorator."""
+"""Marks on the result of a callable: shared by the NNX and Linen layers, and the `pipeline_stage` decorator."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ __all__ = ["is_marked", "marked", "pipeline_stage"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Identifies one marking wrapper. `functools.wraps` copies it, so it survives the decorators of others (`nn.jit`, ...).
+# The attribute that identifies one marking wrapper. `functools.wraps` copies it, so `nn.jit` and others keep it.
 _TOKEN = "_pipeline_stage_token"
 
 
 def is_marked(function: Any) -> bool:
-    """Whether `function` marks what it returns."""
+    """Return True if `function` marks its result."""
     return hasattr(function, _TOKEN)
 
 
 def marked(function: F, name: str | None = None, remat: Any = None) -> F:
-    """`function`, with its result marked as the end of a stage; `remat` recomputes what is before the mark."""
+    """Wrap `function` so that its result ends with a mark; `remat` recomputes the block before the mark."""
     method_name = getattr(function, "__name__", "__call__")
     token = object()
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         owner = args[0] if args else None
-        # Through `super().__call__()` two marked methods run for one block: the outer one alone marks.
+        # With `super().__call__()`, two marked methods run for one block: only the outer one marks.
         outermost = getattr(getattr(type(owner), method_name, None), _TOKEN, token)
         if outermost is not token:
             return function(*args, **kwargs)
@@ -45,7 +45,7 @@ def marked(function: F, name: str | None = None, remat: Any = None) -> F:
 
 
 def _name_of(owner: Any, method_name: str, name: str | None, function: Any) -> str:
-    """The instance's own name, the decorator's, a Linen module's path, or else that of the class or function."""
+    """Return the name of a block: from the instance, the decorator, a Linen path, or the class or function."""
     own = getattr(owner, "stage_name", None)
     if isinstance(own, str):
         return own
@@ -65,23 +65,23 @@ def pipeline_stage(target: None = None, *, name: str | None = None, remat: Any =
 def pipeline_stage(target: Any = None, *, name: str | None = None, remat: Any = None) -> Any:
     """Mark a function, a method, or a Module class (NNX or Linen) as one block of a pipeline.
 
-    Each call ends with a mark: a place where the model may be cut into stages. Outside a pipeline the decorator
-    changes nothing; parameters keep their paths.
+    Each call ends with a mark: the model may be cut into stages at a mark. Outside a pipeline the decorator changes
+    nothing; parameters keep their paths.
 
     Args:
-      target: a function or method, of any arguments and any pytree of arrays as its result; or a class with
+      target: a function or method with any arguments and any pytree of arrays as its result; or a class with
         `__call__`, which is changed in place. A Linen method may be decorated above or below `nn.compact`.
-      name: of the block, for assignments by name and for messages. By default the instance's `stage_name`, a Linen
-        module's path, or the name of the class or function. Names that occur several times are numbered in order
-        of execution (`Block_0`, `Block_1`).
-      remat: "full" recomputes the block in backward, so that its input alone is kept; a `jax.checkpoint` policy says
-        what is kept beside it. By default the instance's `stage_remat`, or None.
+      name: the name of the block, for assignments by name and for messages. Default: the instance's `stage_name`, a
+        Linen module's path, or the name of the class or function. Names that occur several times are numbered in
+        order of execution (`Block_0`, `Block_1`).
+      remat: "full" recomputes the block in backward, so that only the block's input is kept; a `jax.checkpoint` policy
+        selects more values to keep. Default: the instance's `stage_remat`, or None.
 
     Returns:
       The marked function or class; without `target`, a decorator.
 
     Raises:
-      TypeError: if `target` is an instance of a Module, or cannot be called; if `remat` is none of these.
+      TypeError: if `target` is an instance of a Module, or cannot be called; if `remat` is another value.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -1,7 +1,7 @@
-"""A scanned stack of layers as stages: one scan over its own layers in each, and a mapping of checkpoints both ways.
+"""A scanned stack of layers as stages: each stage scans its own layers; checkpoints convert in both directions.
 
-A model that scans L equal layers keeps their parameters in one stack, and a scan cannot be cut from inside. Divided
-into parts, each part is a scan over its own slice of the stack, and between the parts the model may be cut.
+A model that scans L equal layers keeps their parameters in one stack. A scan cannot be cut inside. So the stack is
+divided into parts: each part is a scan over its own slice of the stack, and the model may be cut between the parts.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _PART = "stage_{}"
 
 
 def scan(target: Any, *, stages: int | Sequence[int], length: int | None = None, **options: Any) -> Callable[..., Any]:
-    """`flax.linen.scan` in parts with a mark after each: a stack of layers that may be cut into stages.
+    """Divide `flax.linen.scan` into parts with a mark after each part, so that the stack may be cut into stages.
 
     Args:
-      target: the layer's class, also one from `nn.remat`; `layer(carry, *inputs) -> (carry, output)`.
-      stages: the number of parts, or the number of layers in each. They are possible cuts: the pipeline may have
-        fewer stages.
+      target: the layer's class, also a class from `nn.remat`; `layer(carry, *inputs) -> (carry, output)`.
+      stages: the number of parts, or the number of layers in each part. Cuts are possible between the parts: the
+        pipeline may have fewer stages.
       length: the number of layers.
       options: the other arguments of `nn.scan`.
 
     Returns:
-      What stands for the layer's class, as with `nn.scan`. Variables of part i are below `stage_<i>`; `split_scanned`
-      and `join_scanned` carry checkpoints over from and to the model with `nn.scan`. Initial values and dropout masks
-      depend on the paths: where they are to be equal, initialise the model with `nn.scan`, and split.
+      A function to use like the layer's class, as with `nn.scan`. Variables of part i are below `stage_<i>`.
+      `split_scanned` and `join_scanned` convert checkpoints from and to the model with `nn.scan`. Initial values and
+      dropout masks depend on the paths: for equal values, initialise the model with `nn.scan`, and split.
 
     Raises:
-      TypeError: if `target` is no Module class.
+      TypeError: if `target` is not a Module class.
       ValueError: if the parts do not add up to the layers, or an option ties all layers together.
 
     Example:
@@ -122,12 +122,12 @@ def _slice_inputs(axes: tuple[Any, ...], inputs: tuple[Any, ...], start: int, le
 
 
 def _map_prefix(function: Callable[..., Any], prefix: Any, *trees: Any) -> Any:
-    """`function(p, *leaves)`, where `p` is the part of a prefix tree that stands above these leaves."""
+    """Call `function(p, *leaves)` for all leaves; `p` is the leaf of the prefix tree above these leaves."""
     return jax.tree.map(lambda p, *subtrees: jax.tree.map(lambda *xs: function(p, *xs), *subtrees), prefix, *trees)
 
 
 def _lengths(stages: int | Sequence[int], layers: int) -> tuple[int, ...]:
-    """The number of layers in each part."""
+    """Return the number of layers in each part."""
     if isinstance(stages, int):
         if not 1 <= stages <= layers:
             raise ValueError(f"stages={stages} for {layers} layers: give a number from 1 to {layers}.")
@@ -144,17 +144,17 @@ def _lengths(stages: int | Sequence[int], layers: int) -> tuple[int, ...]:
 def split_layers(stack: Any, stages: int | Sequence[int], *, axis: int = 0) -> list[Any]:
     """Divide stacked layers: an NNX module made under `nnx.vmap`, or any tree of stacked arrays.
 
-    Each part is a leaf of its own, so a stage holds its own layers alone: parameters, gradients and optimizer state.
-    Stages that slice one stacked leaf in the model are right as well, but each of them holds the whole stack and sums
-    gradients of its size, most of them zero.
+    Each part has its own leaves, so a stage holds only its own layers: parameters, gradients and optimizer state. A
+    model may also slice one stacked leaf in its stages. Then results are correct, but each stage holds the whole stack
+    and sums gradients of the stack's size, mostly zeros.
 
     Args:
-      stack: all its arrays have the layers along `axis`.
-      stages: the number of parts, or the number of layers in each.
-      axis: of the layers.
+      stack: a tree; each array has the layers along `axis`.
+      stages: the number of parts, or the number of layers in each part.
+      axis: the axis of the layers.
 
     Raises:
-      ValueError: if an array has no such axis or another number of layers, or the parts do not add up.
+      ValueError: if an array lacks the axis or has another number of layers, or the parts do not add up.
 
     Example:
       >>> import numpy as np
@@ -192,7 +192,7 @@ def split_layers(stack: Any, stages: int | Sequence[int], *, axis: int = 0) -> l
 
 
 def join_layers(parts: Sequence[Any], *, axis: int = 0) -> Any:
-    """The inverse of `split_layers`. Arrays that live on a pipeline's ranks are fetched; NumPy's stay NumPy's.
+    """Invert `split_layers`. Arrays on a pipeline's ranks are fetched; NumPy arrays stay NumPy arrays.
 
     Example:
       >>> import numpy as np
@@ -218,17 +218,17 @@ def join_layers(parts: Sequence[Any], *, axis: int = 0) -> Any:
 
 
 def split_scanned(tree: Any, name: str, stages: int | Sequence[int], *, axis: int = 0) -> Any:
-    """A tree of the model with one scan for the model divided into stages.
+    """Convert a tree of the model with one scan to a tree of the model divided into stages.
 
     Args:
       tree: holds the stack under `name`, once or several times: variables, gradients, an optimizer's state, an
-        `nnx.State`. What stands beside the stack is left alone.
-      name: of the scanned submodule.
+        `nnx.State`. The other parts of the tree do not change.
+      name: the name of the scanned submodule.
       stages: as in `scan`.
-      axis: of the layers; that of `variable_axes`.
+      axis: the axis of the layers, as in `variable_axes`.
 
     Raises:
-      ValueError: if nothing has the name, or what has it is no stack of layers.
+      ValueError: if no node has the name, or a node with the name is not a stack of layers.
 
     Example:
       >>> import numpy as np
@@ -246,10 +246,10 @@ def split_scanned(tree: Any, name: str, stages: int | Sequence[int], *, axis: in
 
 
 def join_scanned(tree: Any, name: str, *, axis: int = 0) -> Any:
-    """The inverse of `split_scanned`.
+    """Invert `split_scanned`.
 
     Raises:
-      ValueError: if nothing has the name, or what has it is not divided.
+      ValueError: if no node has the name, or a node with the name is not divided.
 
     Example:
       >>> import numpy as np
@@ -270,7 +270,7 @@ def join_scanned(tree: Any, name: str, *, axis: int = 0) -> Any:
 
 
 def _replace(tree: Any, name: str, convert: Callable[[Any, bool], Any]) -> Any:
-    """`tree` with `convert(below, is_nnx)` in place of what is below each key `name` and holds arrays."""
+    """Replace each subtree below a key `name`, if it holds arrays, with `convert(subtree, is_nnx)`."""
     found = 0
 
     def has_name(node: Any) -> bool:

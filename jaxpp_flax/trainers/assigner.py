@@ -1,4 +1,4 @@
-"""The trainer's side of assignments: costs of blocks, the memory limit, and the plan that training keeps to."""
+"""The trainer's part of assignments: costs of blocks, the memory limit, and the plan of the training."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from jaxpp_flax.trainers.state.train_state import TrainState
 __all__ = ["Assigner", "Pipeline", "check_cost", "check_limit", "kept_bytes"]
 
 _SOURCES = ("estimated", "flops", "measured")
-# FLOPs in the time that it takes to move a byte, roughly: for the estimate, where nothing is measured.
+# Approximate FLOPs in the time to move one byte: for the estimate, where nothing is measured.
 _FLOPS_PER_BYTE = {"cpu": 4.0, "gpu": 100.0, "cuda": 100.0, "rocm": 100.0, "tpu": 200.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """What an assignment depends on beside the model.
+    """The inputs of an assignment, except the model.
 
     Args:
-      schedule: who runs which stage, and how many microbatches are in flight.
-      num_microbatches: of a step.
-      mesh: the ranks.
-      kept: for each leaf of a step's arguments, bytes on each device that come with it: what the optimizer keeps.
+      schedule: gives the rank of each stage, and the number of microbatches in flight.
+      num_microbatches: the number of microbatches of a step.
+      mesh: the mesh of the ranks.
+      kept: for each leaf of a step's arguments, the bytes on each device that the optimizer and the average keep.
     """
 
     schedule: Schedule
@@ -75,17 +75,17 @@ class Assigner:
         self._unseen: list[Plan] = []
 
     def plan_of(self, schedule: Schedule | None, num_microbatches: int) -> Plan | None:
-        """The plan for a schedule, once a training step was compiled for it."""
+        """Return the plan for a schedule; None before a training step was compiled for the schedule."""
         found = self._plans.get((schedule, num_microbatches))
         return None if found is None else found[1]
 
     def news(self) -> list[Plan]:
-        """Plans with costs that were made since this was last asked: to be shown once."""
+        """Return the plans with costs that were made since the last call, so that each is shown once."""
         unseen, self._unseen = self._unseen, []
         return [plan for plan in unseen if plan.rank_costs is not None]
 
     def policy(self, pipeline: Pipeline, *, training: bool) -> CutPolicy:
-        """The cuts for a training step; for inference, the same once training has them."""
+        """Return the policy for a training step; inference uses the cuts of training, once these exist."""
 
         def train(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
             key = (pipeline.schedule, pipeline.num_microbatches)
@@ -146,7 +146,7 @@ class Assigner:
         return cuts, plan
 
     def _work(self, marks: Sequence[Mark], pipeline: Pipeline) -> tuple[Any, str, str]:
-        """The cost of each block, where it comes from, and its unit."""
+        """Return the cost of each block, the source of the costs, and their unit."""
         cost = self._cost
         if cost is None:
             plan = self._policy if isinstance(self._policy, Plan) else None
@@ -209,10 +209,10 @@ class Assigner:
         )
 
     def _check_memory(self, marks: Sequence[Mark], sizes: Sequence[int], pipeline: Pipeline) -> tuple[float, ...]:
-        """Bytes of each rank.
+        """Return the bytes of each rank.
 
         Raises:
-          AssignmentError: if that is more than a limit.
+          AssignmentError: if a rank exceeds its limit.
         """
         memory = self._memory(marks, pipeline)
         if memory.excess(sizes) > 0:
@@ -222,7 +222,7 @@ class Assigner:
     def _too_large(
         self, marks: Sequence[Mark], sizes: Sequence[int], pipeline: Pipeline, memory: MemoryModel | None, what: str
     ) -> AssignmentError:
-        """What to raise: the tightest rank, what it holds, and what to change."""
+        """Return the error: it names the rank furthest above its limit, its contents, and possible changes."""
         if memory is None:
             return AssignmentError(f"{what} was found.")
         found = memory.rank_bytes(sizes)
@@ -233,7 +233,7 @@ class Assigner:
         parts = ", ".join(f"{kind} {amount(n, 'B')}" for kind, n in memory.parts(sizes, rank).items() if n)
         flight = " or ".join("+".join(map(str, moment)) for moment in memory.live[rank])
         if what == "no assignment":
-            searched = len(set(pipeline.ranks)) < len(sizes)  # where ranks have several stages, not all are tried
+            searched = len(set(pipeline.ranks)) < len(sizes)  # then the search does not try all assignments
             keeps = "was found that keeps" if searched else "keeps"
             text = (
                 f"no assignment of {len(names)} blocks to {len(sizes)} stages {keeps} within memory_limit: even where "
@@ -250,15 +250,16 @@ class Assigner:
 
 
 def kept_bytes(state: TrainState, specs: TrainState | None, batch: Any, mesh: MpmdMesh) -> list[float]:
-    """For each leaf of `(state, batch)`: bytes on each device that the optimizer and the average keep for it.
+    """Return, for each leaf of `(state, batch)`, the bytes on each device that the optimizer and the average keep.
 
-    What is kept for a parameter is found by its path; it lies as the parameter does where it has its shape.
+    A leaf of the optimizer belongs to the parameter with the same path. A leaf with the parameter's shape has the
+    parameter's sharding.
 
     Args:
-      state: the trainer's.
-      specs: how its leaves lie on a rank, as in `state_specs`.
+      state: the trainer's state.
+      specs: the specs of the state's leaves on a rank, as in `state_specs`.
       batch: the microbatches.
-      mesh: the ranks.
+      mesh: the mesh of the ranks.
     """
     sizes = dict(mesh.unstack[0].shape)
     params = jax.tree_util.tree_leaves_with_path(state.params)
@@ -288,7 +289,7 @@ def _shards(spec: Any, sizes: Mapping[str, int]) -> int:
 
 
 def _sizes(cuts: Sequence[int], marks: Sequence[Mark]) -> tuple[int, ...]:
-    """Blocks in each stage, what follows the last mark included."""
+    """Return the number of blocks in each stage; the part after the last mark counts too."""
     edges = [0, *(cut + 1 for cut in cuts), len(marks) + 1]
     return tuple(b - a for a, b in itertools.pairwise(edges))
 
@@ -310,7 +311,7 @@ def _at_every_mark(run: Callable[[], Any], what: str, instead: str) -> Any:
 
 
 def _given(cost: Any, names: Sequence[str]) -> list[Work]:
-    """The user's own costs, forward and backward together; what follows the last block may be left out."""
+    """Return the user's own costs, forward and backward together; the part after the last block may have no cost."""
     if isinstance(cost, Mapping):
         for name in cost:
             if name not in names:
@@ -328,10 +329,10 @@ def _given(cost: Any, names: Sequence[str]) -> list[Work]:
 
 
 def check_cost(cost: Any) -> Any:
-    """The cost of blocks, as it was given.
+    """Check the costs of blocks, and return them unchanged.
 
     Raises:
-      ValueError, TypeError: if it is no source of costs, and no numbers of at least 0.
+      ValueError, TypeError: if `cost` is not a source of costs, and not numbers of at least 0.
     """
     if isinstance(cost, str):
         if cost not in _SOURCES:
@@ -353,10 +354,10 @@ def check_cost(cost: Any) -> Any:
 
 
 def check_limit(limit: Any) -> Any:
-    """The limit of memory as a float, a tuple of floats, or None.
+    """Return the memory limit as a float, a tuple of floats, or None.
 
     Raises:
-      ValueError: if it is no number of bytes above 0.
+      ValueError: if a limit is not a number of bytes above 0.
     """
     if limit is None:
         return None

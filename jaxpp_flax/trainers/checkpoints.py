@@ -1,4 +1,4 @@
-"""The trainer's checkpoints: what a step's directory holds, and how a run goes on from it."""
+"""The trainer's checkpoints: the contents of a step's directory, and the code that resumes a run from it."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _DAMAGE = (CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpoint
 
 
 def check_resume(value: object) -> None:
-    """Refuse what `fit(resume=)` does not know.
+    """Refuse a value that `fit(resume=)` does not know.
 
     Raises:
-      ValueError: naming it.
+      ValueError: the message names the value.
     """
     if not isinstance(value, bool) and value != "latest_valid":
         raise ValueError(f'resume={value!r}: it must be True, False or "latest_valid".')
 
 
 def open_store(options: Checkpoints | None) -> CheckpointStore | None:
-    """The trainer's directory of checkpoints; None without one.
+    """Open the trainer's directory of checkpoints; return None without options.
 
     Raises:
       ValueError: for options that do not fit.
@@ -61,26 +61,26 @@ def open_store(options: Checkpoints | None) -> CheckpointStore | None:
 
 
 class Checkpointing:
-    """Saves and restores. A step's directory holds, as items of Orbax:
+    """Saves and restores. A step's directory holds these items of Orbax:
 
     - `state`: the `TrainState` (parameters, optimizer, other variables, keys of random numbers, step), by logical path;
-    - `data`: where the run stands in its data;
-    - `callbacks`: what those of `fit` keep, such as the patience of `EarlyStopping`;
+    - `data`: the position of the run in its data;
+    - `callbacks`: the states of the callbacks of `fit`, such as the patience of `EarlyStopping`;
     - `about`: the name of the model.
 
     Args:
       store: the trainer's directory of checkpoints, if it has one.
       held: the state.
-      tracking: where the run stands in its data.
-      callbacks: the states of those of `fit`.
-      under_way: the steps that devices may still work at.
-      trained_on: the batches, compared between processes before they are part of what is saved.
-      display: gets messages.
+      tracking: the position of the run in its data.
+      callbacks: the states of the callbacks of `fit`.
+      under_way: the steps that devices may still run.
+      trained_on: compares the batches of the processes before each save.
+      display: shows messages.
       init: makes the optimizer's state from parameters.
-      model_name: is saved, for errors.
-      saves_nonfinite: whether parameters that are not finite may be saved.
-      is_across: whether the ranks belong to several processes.
-      meet: is called with the name of a call that every process must make after the same step.
+      model_name: the name to save, for error messages.
+      saves_nonfinite: True if parameters that are not finite may be saved.
+      is_across: True if the ranks belong to several processes.
+      meet: a function of the name of a call that every process must make after the same step.
     """
 
     def __init__(
@@ -109,15 +109,15 @@ class Checkpointing:
         """Write a checkpoint of the whole run: state, random numbers, step, and the position in the data.
 
         Args:
-          where: None or the current step for the trainer's directory; or a path of its own.
-          wait: until it is complete. With False it is written in the background, and training may go on: a failure
-            is raised by the next step. Paths of their own are always waited for.
+          where: None or the current step for the trainer's directory; or another path.
+          wait: True waits until the checkpoint is complete. False writes in the background, and training may go on:
+            the next step raises if the save failed. A save to another path always waits.
 
         Returns:
           The checkpoint's directory.
 
         Raises:
-          CheckpointSaveError: if it cannot be written; the state and older checkpoints are untouched.
+          CheckpointSaveError: if the checkpoint cannot be written; the state and older checkpoints are not changed.
           NonFiniteLossError: if losses or parameters are not finite, unless `on_nonfinite="ignore"` or `where` is a
             path.
         """
@@ -133,7 +133,7 @@ class Checkpointing:
         store = self.need_store("save")
         if where is not None and where != self._held.step:
             raise ValueError(f"save({where}): the state in memory is that of step {self._held.step}. Save that one.")
-        if not self._saves_nonfinite:  # a bad checkpoint would take the place of a good one
+        if not self._saves_nonfinite:  # a bad checkpoint would replace a good one
             self._under_way.finish(self._display.meter)
             check_parameters(self._held.step, self._held.memory.params)
         store.save(self._held.step, self._held.whole(), beside, wait=wait)
@@ -148,32 +148,32 @@ class Checkpointing:
         missing: Literal["error", "keep"] = "error",
         low_memory: bool = False,
     ) -> None:
-        """Take over a checkpoint's state, whatever the layout of the run that wrote it.
+        """Load a checkpoint's state. The run that wrote the checkpoint may have had another layout.
 
-        Before a step is compiled it goes to the default device; after `compile(batch)`, or in `fit(resume=True)`,
-        each leaf goes straight to its ranks.
+        Before a step is compiled, the state goes to the default device. After `compile(batch)`, or in
+        `fit(resume=True)`, each leaf goes directly to its ranks.
 
         Args:
-          where: a step in the trainer's directory, its "latest", or the path of any Orbax checkpoint of a tree.
-          only: leaves to take, by their paths in `trainer.state`: `"params/*"` for the weights alone. What holds copies
-            of the weights (their average, `z` of schedule-free) takes the restored values too, unless `only` names it.
-          rename: prefixes of paths, from `trainer.state` to the checkpoint: `{"params": ""}` for a checkpoint that
-            stock Orbax wrote of an unpipelined model's parameters.
-          missing: "keep" what the checkpoint lacks.
-          low_memory: give up the state in memory before the new one is read, so that they are never both there. All
-            that is checked is checked before: paths, shapes, dtypes, and the digests of all files. Should a file be
-            unreadable after that, no state is left, and another restore is needed.
+          where: a step in the trainer's directory, "latest", or the path of any Orbax checkpoint of a tree.
+          only: leaves to restore, by their paths in `trainer.state`: `"params/*"` for the weights only. Copies of the
+            weights (their average, `z` of schedule-free) get the restored values too, unless `only` names the copies.
+          rename: prefixes of paths, from `trainer.state` to the checkpoint: `{"params": ""}` for a checkpoint of an
+            unpipelined model's parameters that stock Orbax wrote.
+          missing: "keep" keeps the current value of each leaf that the checkpoint lacks.
+          low_memory: free the state in memory before the new state is read, so that memory never holds both. All checks
+            come before: paths, shapes, dtypes, and the digests of all files. If a file is unreadable after the checks,
+            no state is left, and another restore is needed.
 
         Raises:
-          CheckpointMismatchError: listing all leaves that do not fit.
-          CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if it cannot be read. The state
-            in memory is as it was, after any of these.
+          CheckpointMismatchError: the message lists all leaves that do not fit.
+          CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if the checkpoint cannot be read.
+            The state in memory does not change when any of these is raised.
         """
         self._meet("trainer.restore")
         path: Any = where
         if isinstance(where, int) or where == "latest":
             store = self.need_store("restore")
-            store.wait()  # a save under way may be the one
+            store.wait()  # the checkpoint to restore may still be written
             if where == "latest":
                 latest = _latest(store)
                 path = store.path("latest" if latest is None else latest)
@@ -207,12 +207,12 @@ class Checkpointing:
     def _plan(
         self, path: Path, only: PathFilter | None, rename: Mapping[str, str] | None, missing: Literal["error", "keep"]
     ) -> RestorePlan:
-        """Compare a checkpoint with the state, and its files with their digests."""
+        """Compare a checkpoint with the state, and the checkpoint's files with their digests."""
         whole = only is None and missing == "error"
-        target = self._held.memory if whole else self._held.whole()  # what is not restored keeps its value
+        target = self._held.memory if whole else self._held.whole()  # leaves that are not restored keep their values
         about = read_json(path, "about") or {}
         try:
-            # A checkpoint that is not a trainer's may hold whatever else.
+            # A checkpoint that no trainer wrote may hold other items.
             extra = "ignore" if rename else "error"
             return plan_restore(path, target, only=only, rename=rename, missing=missing, extra=extra)
         except CheckpointMismatchError as error:
@@ -224,7 +224,7 @@ class Checkpointing:
             ) from None
 
     def _release(self, plan: RestorePlan) -> None:
-        """Give up the memory of what `plan` replaces; the user's own arrays, which the first state is, are let be."""
+        """Free the arrays that `plan` replaces. The first state holds the user's own arrays: they are not deleted."""
         if not self._held.is_placed:
             return
         self._under_way.clear()
@@ -238,9 +238,9 @@ class Checkpointing:
         self._under_way.clear()
 
     def resume(self, how: Resume) -> DataPosition | None:
-        """Restore the latest checkpoint, if there is one; where its data stood."""
+        """Restore the latest checkpoint, if one exists, and return its position in the data."""
         store = self.need_store("fit(resume=True)")
-        store.wait()  # a save under way may be the latest
+        store.wait()  # the latest checkpoint may still be written
         before, aside = self._held.step, list[Path]()
         while (latest := _latest(store)) is not None:
             path = store.path(latest)
@@ -277,7 +277,7 @@ class Checkpointing:
         return position
 
     def _take_over(self, path: Path) -> None:
-        """Make a step's checkpoint the state: now, or when the step is compiled, which tells where to."""
+        """Make a step's checkpoint the state: now, or when the step is compiled and the shardings are known."""
         self._callbacks.restored(read_json(path, "callbacks") or {})
         if self._held.is_placed:
             return self.restore(int(path.name))
@@ -286,16 +286,16 @@ class Checkpointing:
         return self._held.is_on_disk(path)
 
     def is_saved(self) -> bool:
-        """Whether the step in memory is, as process 0 sees it: another one may not see the last save yet."""
+        """True if process 0 sees a save of the step in memory: another process may not see the last save yet."""
         return exchange_values(
             process_group(), "whether the last step is saved", self._held.step in self.need_store("fit").steps()
         )[0]
 
     def need_store(self, what: str) -> CheckpointStore:
-        """The trainer's directory of checkpoints, which `what` needs.
+        """Return the trainer's directory of checkpoints for the call `what`.
 
         Raises:
-          CheckpointNotFoundError: without one.
+          CheckpointNotFoundError: if the trainer has no directory.
         """
         if self.store is None:
             raise CheckpointNotFoundError(
@@ -305,5 +305,5 @@ class Checkpointing:
 
 
 def _latest(store: CheckpointStore) -> int | None:
-    """The latest step as process 0 sees it: on a shared disk another process may not see it yet."""
+    """Return the latest step that process 0 sees: on a shared disk another process may not see this step yet."""
     return exchange_values(process_group(), "the latest step", store.latest())[0]

@@ -11,7 +11,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def described_by(method: Callable[..., Any]) -> Callable[[_F], _F]:
-    """Give a function the docstring of `method`, to which it hands its work.
+    """Give a function the docstring of `method`. The function only calls `method`.
 
     Example:
       >>> def work(): "Work hard."

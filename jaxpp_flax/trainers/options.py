@@ -1,4 +1,4 @@
-"""The options of `PipelineTrainer` that belong together, each a small frozen dataclass that checks itself."""
+"""Groups of options of `PipelineTrainer`: each group is a small frozen dataclass that checks its values."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ Directory: TypeAlias = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where checkpoints go, when they are written, and which are kept: `checkpoints=`. See `docs/checkpointing.md`.
+    """The options of checkpoints, `checkpoints=`: directory, times of saves, number kept. See `docs/checkpointing.md`.
 
-    A directory alone, `checkpoints="run"`, means `Checkpoints("run")`: `save` and `restore` use it, and nothing is
-    saved without being asked for.
+    A directory alone, `checkpoints="run"`, means `Checkpoints("run")`: `save` and `restore` use it, and only `save`
+    writes.
 
     Args:
-      directory: has one directory for each step.
+      directory: the parent of one directory for each step.
       every: steps between two saves in `fit`, which also saves its last step; or an Orbax save decision policy. None:
         `save` alone writes.
       keep: how many of the latest to keep, or an Orbax preservation policy; None keeps all.
       asynchronous: write in the background.
-      preemption_deadline: SIGTERM ends `fit` after its step with a checkpoint, within so many seconds; None leaves the
-        signal alone.
+      preemption_deadline: SIGTERM ends `fit` after the current step with a checkpoint, within this many seconds. None
+        does not handle the signal.
 
     Raises:
       TypeError, ValueError: naming the field that does not fit.
@@ -73,7 +73,7 @@ class Checkpoints:
     preemption_deadline: float | None = 30.0
 
     def __post_init__(self) -> None:
-        """Refuse what is no directory, no interval or no time."""
+        """Refuse a value that is not a directory, an interval or a time."""
         if not isinstance(self.directory, (str, os.PathLike)):
             raise _misfit("directory", self.directory, "a path")
         check_interval("every", self.every)
@@ -83,7 +83,7 @@ class Checkpoints:
 
     @classmethod
     def of(cls, value: Checkpoints | Directory | None) -> Checkpoints | None:
-        """The trainer's `checkpoints=`."""
+        """Convert the trainer's `checkpoints=`."""
         if value is None or isinstance(value, cls):
             return value
         if isinstance(value, (str, os.PathLike)):
@@ -93,16 +93,15 @@ class Checkpoints:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Number types, the loss scale, and what a step does whose numbers are not finite: `precision=`.
+    """The options of number types, loss scale and numbers that are not finite: `precision=`.
 
     Args:
-      gradient_dtype: in which gradients are summed over the microbatches; None: as they come.
-      loss_scale: "dynamic", a `DynamicLossScale` or a number: the loss is multiplied by it before it is
-        differentiated, and a step with a gradient that is not finite is skipped.
-      on_nonfinite: "stop" raises where a loss is not finite, two steps later, and before anything is saved; "skip"
-        leaves out a step whose loss or gradients are not finite; "ignore" goes on. With "stop" and "skip" the
-        parameters are looked at before each save to the directory of `checkpoints=`. None: "stop", or "skip" with a
-        loss scale.
+      gradient_dtype: the type in which gradients are summed over the microbatches. None: their own type.
+      loss_scale: "dynamic", a `DynamicLossScale` or a number. The loss is multiplied by this scale before
+        differentiation, and a step with a gradient that is not finite is skipped.
+      on_nonfinite: "stop" raises two steps after a loss that is not finite, and before anything is saved. "skip" skips
+        a step whose loss or gradients are not finite. "ignore" goes on. "stop" and "skip" check the parameters before
+        each save to the directory of `checkpoints=`. None: "stop", or "skip" with a loss scale.
 
     Raises:
       ValueError: naming the field that does not fit.
@@ -118,7 +117,7 @@ class Precision:
     on_nonfinite: OnNonFinite | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no type or scale, and choices that contradict each other."""
+        """Refuse a value that is not a type or a scale, and choices that contradict each other."""
         choose_on_nonfinite(self.on_nonfinite, self.loss_scale)
         choose_loss_scale(self.loss_scale)
         if self.gradient_dtype is not None and not jnp.issubdtype(self.gradient_dtype, jnp.floating):
@@ -126,24 +125,25 @@ class Precision:
 
     @classmethod
     def of(cls, value: Precision | None) -> Precision:
-        """The trainer's `precision=`."""
+        """Convert the trainer's `precision=`."""
         return _chosen(cls, "precision", value)
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Which blocks form a stage, what they cost, and how much memory they may take: `assignment=`.
+    """The options of the assignment of blocks to stages, `assignment=`: policy, costs of blocks, memory limit.
 
     A value of `how` alone, such as `assignment="even"`, means `Assignment("even")`. See `docs/assignment.md`.
 
     Args:
       how: "even", "balanced", sizes such as `[3, 2, 3]`, a mapping of names (globs) to stages, a `Plan` or its JSON
         file, or a policy.
-      cost: of the blocks, for "balanced" and for the table of the assignment: "estimated" from operations and bytes,
-        "flops", "measured" (each block compiled alone and timed), numbers, or a mapping from names to numbers. None:
-        "estimated" with "balanced", else none.
-      memory_limit: bytes that each device may hold (one number, or one for each rank): parameters, gradients, what the
-        optimizer keeps, and activations in flight. "balanced" keeps within it; any assignment beyond it is refused.
+      cost: the costs of the blocks, for "balanced" and for the table of the assignment: "estimated" from operations and
+        bytes, "flops", "measured" (each block compiled alone and timed), numbers, or a mapping from names to numbers.
+        None: "estimated" with "balanced", else no costs.
+      memory_limit: bytes that each device may hold (one number, or one for each rank): parameters, gradients,
+        optimizer state, and activations in flight. "balanced" keeps the limit; an assignment beyond the limit is
+        refused.
 
     Raises:
       TypeError, ValueError: naming the field that does not fit.
@@ -159,7 +159,7 @@ class Assignment:
     memory_limit: float | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no cost and no limit."""
+        """Refuse a value that is not a cost or a limit."""
         if isinstance(self.how, Assignment):
             raise TypeError(f"Assignment({self.how!r}) holds another assignment. Pass that one alone.")
         if self.cost is not None:
@@ -168,7 +168,7 @@ class Assignment:
 
     @classmethod
     def of(cls, value: Assignment | AssignmentLike) -> Assignment:
-        """The trainer's `assignment=`."""
+        """Convert the trainer's `assignment=`."""
         return value if isinstance(value, Assignment) else Assignment(value)
 
 
@@ -193,22 +193,23 @@ class Balanced(Assignment):
 
 @dataclass(frozen=True, kw_only=True)
 class MeshOptions:
-    """The devices, and what lies where inside a stage: `mesh=`.
+    """The options of devices and of shardings inside a stage: `mesh=`.
 
     A mesh alone, `mesh=mesh`, means `MeshOptions(mesh=mesh)`; a mapping alone, `mesh={"data": 2}`, means
     `MeshOptions(axes={"data": 2})`.
 
     Args:
-      mesh: a `jax.sharding.Mesh` with an axis "stage", or an `MpmdMesh`. None: one over `jax.devices()`.
-      axes: other axes of the mesh over `jax.devices()`, e.g. `{"data": 2}`; -1 takes the devices left. Microbatches are
-        shared along "data" and "fsdp".
-      num_ranks: groups of devices for schedules with several stages on each; by default as many as stages.
-      sharding_rules: pairs (name, mesh axis or None) for the axis names that the model's parameters are annotated with,
-        before those of Flax's `logical_axis_rules` that are active where the trainer is made.
+      mesh: a `jax.sharding.Mesh` with an axis "stage", or an `MpmdMesh`. None: a mesh over `jax.devices()`.
+      axes: other axes of the mesh over `jax.devices()`, e.g. `{"data": 2}`; -1 takes the remaining devices. Each
+        microbatch is divided along "data" and "fsdp".
+      num_ranks: the number of groups of devices, for schedules with several stages on each group. Default: the number
+        of stages.
+      sharding_rules: pairs (name, mesh axis or None) for the axis names in the annotations of the model's parameters.
+        These rules come before the rules of Flax's `logical_axis_rules` that are active where the trainer is made.
 
     Raises:
       ValueError: if both a mesh and axes are given.
-      TypeError: if the rules are no pairs.
+      TypeError: if the rules are not pairs.
 
     Example:
       >>> MeshOptions(axes={"data": 2}, num_ranks=2).axes
@@ -221,14 +222,14 @@ class MeshOptions:
     sharding_rules: AxisRulesLike | None = None
 
     def __post_init__(self) -> None:
-        """Refuse two descriptions of one mesh, and rules that are no pairs."""
+        """Refuse two descriptions of one mesh, and rules that are not pairs."""
         if self.mesh is not None and self.axes is not None:
             raise ValueError("both mesh= and axes= are given; a mesh already says which axes it has.")
         AxisRules.of(self.sharding_rules)
 
     @classmethod
     def of(cls, value: MeshOptions | Mesh | MpmdMesh | Mapping[str, int] | None) -> MeshOptions:
-        """The trainer's `mesh=`."""
+        """Convert the trainer's `mesh=`."""
         if isinstance(value, cls):
             return value
         if isinstance(value, Mapping):
@@ -240,11 +241,11 @@ class MeshOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """Which parameters are trained, and whether an average of them is kept: `parameters=`.
+    """The options of trained parameters and of their moving average: `parameters=`.
 
     Args:
-      wrt: filter of the NNX variables to train; the others stay as they are.
-      frozen: parameters to leave as they are: globs on their paths ("embed/*"), or a function of the path.
+      wrt: filter of the NNX variables to train; the other variables are not changed.
+      frozen: parameters that are not changed: globs on their paths ("embed/*"), or a function of the path.
       ema_decay: keeps a moving average of the trained parameters: `ema_model`.
 
     Raises:
@@ -260,7 +261,7 @@ class Parameters:
     ema_decay: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what names no parameters, and what is no decay."""
+        """Refuse a value that does not name parameters, and a value that is not a decay."""
         if self.frozen is not None:
             check_frozen(self.frozen)
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
@@ -268,7 +269,7 @@ class Parameters:
 
     @classmethod
     def of(cls, value: Parameters | None) -> Parameters:
-        """The trainer's `parameters=`."""
+        """Convert the trainer's `parameters=`."""
         return _chosen(cls, "parameters", value)
 
 
@@ -279,9 +280,9 @@ class RandomStreams:
     A number alone, `seed=7`, means `RandomStreams(7)`.
 
     Args:
-      seed: of the random numbers of a Linen model, and of the `rngs` of a loss (the streams of an NNX model have their
-        own).
-      names: of a Linen model's random streams.
+      seed: the seed of a Linen model's random numbers, and of the `rngs` of a loss (the streams of an NNX model have
+        their own seeds).
+      names: the names of a Linen model's random streams.
 
     Raises:
       TypeError: naming the field that does not fit.
@@ -296,7 +297,7 @@ class RandomStreams:
     names: Sequence[str] = ("dropout",)
 
     def __post_init__(self) -> None:
-        """Refuse what is no seed, and what is no list of names."""
+        """Refuse a value that is not a seed, and a value that is not a list of names."""
         if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)):
             raise _misfit("seed", self.seed, "a whole number")
         if isinstance(self.names, str) or not all(isinstance(name, str) for name in self.names):
@@ -304,7 +305,7 @@ class RandomStreams:
 
     @classmethod
     def of(cls, value: RandomStreams | int) -> RandomStreams:
-        """The trainer's `seed=`."""
+        """Convert the trainer's `seed=`."""
         return value if isinstance(value, cls) else cls(value)  # type: ignore[arg-type]
 
 
@@ -318,7 +319,7 @@ class Inference:
         or `deterministic=True` where the model's `__call__` has such a boolean argument.
 
     Raises:
-      TypeError: if one of them is no function of a model and a batch.
+      TypeError: if one of them is not a function of a model and a batch.
 
     Example:
       >>> Inference(predict_fn=lambda model, batch: model(batch["x"])).eval_loss_fn is None
@@ -329,23 +330,23 @@ class Inference:
     predict_fn: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no function of a model and a batch."""
+        """Refuse a value that is not a function of a model and a batch."""
         check_functions(eval_loss_fn=self.eval_loss_fn, predict_fn=self.predict_fn)
 
     @classmethod
     def of(cls, value: Inference | None) -> Inference:
-        """The trainer's `inference=`."""
+        """Convert the trainer's `inference=`."""
         return _chosen(cls, "inference", value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Logging:
-    """Where metrics go, how often, and what is shown: `logging=`.
+    """The options of metrics and of the progress display: `logging=`.
 
     A boolean alone means `Logging(progress=...)`: `logging=False` shows nothing.
 
     Args:
-      tracker: where metrics go.
+      tracker: gets the metrics.
       every: steps between two rows of metrics.
       progress: True for a bar on a terminal and lines elsewhere, False for nothing, or a `Meter`.
 
@@ -362,18 +363,18 @@ class Logging:
     progress: bool | Meter = True
 
     def __post_init__(self) -> None:
-        """Refuse what is no number of steps, and what shows no progress."""
+        """Refuse a value that is not a number of steps, and a value that does not show progress."""
         check_count("every", self.every)
         check_progress(self.progress)
 
     @classmethod
     def of(cls, value: Logging | bool | None) -> Logging:
-        """The trainer's `logging=`."""
+        """Convert the trainer's `logging=`."""
         return cls(progress=value) if isinstance(value, bool) else _chosen(cls, "logging", value)
 
 
 def _chosen(cls: Any, name: str, value: Any) -> Any:
-    """The options that were given, or those by default."""
+    """Return the given options, or the default options."""
     if value is None:
         return cls()
     if not isinstance(value, cls):

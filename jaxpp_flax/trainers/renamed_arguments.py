@@ -1,4 +1,4 @@
-"""Where the arguments of `PipelineTrainer` went that have moved into an options class: errors that name the place."""
+"""Errors for old arguments of `PipelineTrainer`: each error names the options class that has the argument now."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MAX_SHOWN = 60
 
 @dataclass(frozen=True)
 class NewPlace:
-    """Where an old argument is found.
+    """The new place of an old argument.
 
     Args:
-      parameter: of `PipelineTrainer`.
+      parameter: the parameter of `PipelineTrainer`.
       options: the class in `jaxpp_flax.trainers` that the parameter takes.
-      field: of that class.
+      field: the field of that class.
     """
 
     parameter: str
@@ -30,11 +30,11 @@ class NewPlace:
     field: str
 
     def __str__(self) -> str:
-        """As a user writes it."""
+        """Return the text that a user writes."""
         return f"{self.parameter}={self.options}({self.field}=...)"
 
 
-# For each parameter: the field that a plain value of it stands for.
+# For each parameter: the field that a plain value sets.
 _PLAIN = {"checkpoints": "directory", "assignment": "how", "mesh": "mesh", "seed": "seed"}
 _POSITIONAL = ("directory", "how", "seed")
 
@@ -66,7 +66,7 @@ RENAMED: Mapping[str, NewPlace] = {
 
 
 def refuse_renamed(init: Callable[Concatenate[T, P], None]) -> Callable[Concatenate[T, P], None]:
-    """A constructor that raises where an argument goes by an old name; what is unknown is left to Python.
+    """Wrap a constructor: arguments with old names raise; Python itself refuses unknown names.
 
     Example:
       >>> class Trainer:
@@ -89,7 +89,7 @@ def refuse_renamed(init: Callable[Concatenate[T, P], None]) -> Callable[Concaten
 
 
 def _message(old: list[str], given: Mapping[str, Any]) -> str:
-    """What to write in place of the old names: one call of an options class for each new parameter."""
+    """Return the replacement of the old names: one call of an options class for each new parameter."""
     parts: list[str] = []
     classes: list[str] = []
     for parameter in dict.fromkeys(RENAMED[name].parameter for name in old):
@@ -110,7 +110,7 @@ def _message(old: list[str], given: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value in a message: its text, or dots where that is long or no Python."""
+    """Return a value's text for a message, or dots if the text is long or not Python."""
     text = repr(value)
     if len(text) <= _MAX_SHOWN and not text.startswith("<"):
         return text

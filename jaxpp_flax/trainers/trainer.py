@@ -1,4 +1,4 @@
-"""`PipelineTrainer`: an ordinary Flax model, trained as a pipeline. It constructs its parts and hands work to them."""
+"""`PipelineTrainer` trains an ordinary Flax model as a pipeline. The class makes its parts and calls them."""
 
 from __future__ import annotations
 
@@ -72,40 +72,40 @@ __all__ = ["PipelineTrainer"]
 class PipelineTrainer:
     """Trains a Flax model, NNX or Linen, as a pipeline of stages.
 
-    The model is an ordinary one whose layers are marked (`PipelineStage`, `@pipeline_stage`); it is copied, and stays
-    as it is. A batch is a pytree of arrays of shape (batch, ...), cut into `num_microbatches` equal parts; each part
-    gets the scalars in it unchanged.
+    The model is an ordinary model with marked layers (`PipelineStage`, `@pipeline_stage`). The trainer copies the model
+    and does not change it. A batch is a pytree of arrays of shape (batch, ...), cut into `num_microbatches` equal
+    parts. Scalars in the batch go to each part unchanged.
 
     `loss_fn(model, microbatch)` returns the mean loss; or `(loss_sum, weight)`; or either with a dict of metrics:
     `(loss, metrics)`. The step's loss and gradients are those of the whole batch (see `jaxpp_flax.trainers.step.loss`).
     For NNX, `model` is the module. For Linen, `model(x, ...)` is `module.apply` with the current variables and the
     keys of this microbatch, and `model.params`, `model.variables`, `model.rngs`, `model.training` are at hand.
 
-    A function with a parameter `training` is told by it whether it trains, and one with a parameter `rngs` gets the
-    random numbers of its step and microbatch: an `nnx.Rngs` for NNX, a dict of keys for Linen. Both hold for `loss_fn`,
-    `eval_loss_fn` and `predict_fn`.
+    A function may have a parameter `training`: it is True in training. A function may have a parameter `rngs`: it gets
+    the random numbers of its step and microbatch, an `nnx.Rngs` for NNX, a dict of keys for Linen. Both hold for
+    `loss_fn`, `eval_loss_fn` and `predict_fn`.
 
     Args:
-      model: an `nnx.Module`, or a Linen module, then with `variables=model.init(...)`.
-      tx: an Optax optimizer; one whose update asks for `value` gets the loss of the whole batch.
-      loss_fn: as above; traced, never run eagerly.
+      model: an `nnx.Module`; or a Linen module, together with `variables=model.init(...)`.
+      tx: an Optax optimizer. An optimizer whose update asks for `value` gets the loss of the whole batch.
+      loss_fn: as above. The function is traced and never runs eagerly.
       num_stages: stages to cut the model into. One stage without a mesh runs under plain `jax.jit`.
       num_microbatches: parts of a batch.
       schedule: a name (`jaxpp_flax.schedules.names()`) or a `Schedule`; "auto" (or an `AutoSchedule`) measures the
-        first steps and goes on with the best schedule that a search finds.
-      mesh: a `jax.sharding.Mesh` with an axis "stage", or an `MpmdMesh`. None: one over `jax.devices()`; a mapping such
-        as `{"data": 2}`: that one with other axes too. `MeshOptions` has the rest: groups of devices, sharding rules.
+        first steps and continues with the best schedule that a search finds.
+      mesh: a `jax.sharding.Mesh` with an axis "stage", or an `MpmdMesh`. None: a mesh over `jax.devices()`. A mapping
+        such as `{"data": 2}` adds axes to that mesh. `MeshOptions` has more: groups of devices, sharding rules.
       assignment: which blocks form a stage: "even", "balanced", sizes such as `[3, 2, 3]`, a mapping of names (globs)
         to stages, a `Plan` or its JSON file, or a policy. `Assignment` and `Balanced` add costs and a memory limit.
-      variables: of a Linen model: all collections that `init` returned.
-      parameters: `Parameters(wrt=, frozen=, ema_decay=)`: which are trained, and whether an average of them is kept.
-      remat: "full" recomputes in backward what lies between two marks; a `jax.checkpoint` policy says what is kept.
-        Single blocks have their own, `PipelineStage(remat=)`.
+      variables: for a Linen model: all collections that `init` returned.
+      parameters: `Parameters(wrt=, frozen=, ema_decay=)`: the parameters to train, and their moving average.
+      remat: "full" recomputes the values between two marks in backward; a `jax.checkpoint` policy selects the values to
+        keep. `PipelineStage(remat=)` sets it for one block.
       precision: `Precision(gradient_dtype=, loss_scale=, on_nonfinite=)`: number types, and losses that are not finite.
       inference: `Inference(eval_loss_fn=, predict_fn=)`, for `evaluate` and `predict`.
-      seed: of the random numbers of a Linen model, and of `rngs` (the streams of an NNX model have their own).
-        `RandomStreams` names a Linen model's streams too.
-      logging: `Logging(tracker=, every=, progress=)`: where metrics go, and what is shown; False shows nothing.
+      seed: the seed of a Linen model's random numbers, and of `rngs` (the streams of an NNX model have their own
+        seeds). `RandomStreams` names a Linen model's streams too.
+      logging: `Logging(tracker=, every=, progress=)`: metrics and the progress display; False shows nothing.
       checkpoints: a directory, or `Checkpoints(directory, every=, keep=, ...)`; see `docs/checkpointing.md`.
 
     Raises:
@@ -199,7 +199,7 @@ class PipelineTrainer:
         logging: Logging,
         checkpoints: Checkpoints | None,
     ) -> None:
-        """The parts that run steps. They know one another, but not the trainer: its memory is freed with it."""
+        """Make the parts that run steps. No part refers to the trainer, so deleting the trainer frees its memory."""
         held, builders, mesh, rows = self._held, self._builders, self.mesh, self._rows
 
         def meet(call: str) -> None:
@@ -210,7 +210,7 @@ class PipelineTrainer:
 
         self._weights = Weights(adapter, held, meet)
         self._display = Display(logging.progress)
-        # One process speaks for all.
+        # Only process 0 sends metrics.
         self.tracker: Tracker = (jax.process_index() == 0 and logging.tracker) or NoopTracker()
         self.stopping: str | None = None
         self._evaluation = Evaluation(
@@ -246,62 +246,62 @@ class PipelineTrainer:
         )  # fmt: skip
         self._inputs = ProcessInputs(rows, self._stepping.compile, self._evaluation.compiled)
 
-    # ------------------------------------------------------------------ what the trainer holds
+    # ------------------------------------------------------------------ the trainer's attributes
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """The number of optimizer steps done."""
         return self._held.step
 
     @property
     def num_microbatches(self) -> int:
-        """Parts of a batch."""
+        """The number of parts of a batch."""
         return self._scheduling.num_microbatches
 
     @property
     def num_stages(self) -> int:
-        """Stages that the model is cut into."""
+        """The number of stages of the model."""
         return self._scheduling.num_stages
 
     @property
     def schedule(self) -> Schedule | None:
-        """Who runs which stage; None where one stage runs under plain `jax.jit`."""
+        """The schedule; None if one stage runs under plain `jax.jit`."""
         return self._scheduling.schedule
 
     @property
     def mesh(self) -> MpmdMesh | None:
-        """The ranks; None where one stage runs under plain `jax.jit`."""
+        """The mesh of the ranks; None if one stage runs under plain `jax.jit`."""
         return self._scheduling.mesh
 
     @property
     def plan(self) -> Plan | None:
-        """Which block runs on which stage; None before the training step is compiled, and without a pipeline."""
+        """The assignment of blocks to stages; None before the training step is compiled, and without a pipeline."""
         return self._assigner.plan_of(self.schedule, self.num_microbatches)
 
     @property
     def schedule_report(self) -> ScheduleReport | None:
-        """With `schedule="auto"`: what was found, predicted and measured; None before the search."""
+        """The result of the search of `schedule="auto"`, predicted and measured; None before the search."""
         return self._scheduling.report
 
     @property
     def state(self) -> TrainState:
-        """Parameters, optimizer state, the rest of the model's state, and the step: where they are, not copied.
+        """Parameters, optimizer state, the rest of the model's state, and the step, without a copy.
 
-        The next `train_step` reuses their memory: keep `trainer.model` rather than this.
+        The next `train_step` reuses the memory of these arrays. To keep weights, use `trainer.model`.
         """
         return self._held.whole()
 
     @property
     def model(self) -> Any:
-        """An ordinary module with the current weights (NNX: a new one; Linen: bound to its variables).
+        """An ordinary module with the current weights (NNX: a new module; Linen: a module bound to its variables).
 
-        With several processes, each of them must ask for it after the same step.
+        With several processes, each process must read `model` after the same step.
         """
         return self._weights.model()
 
     @property
     def ema_model(self) -> Any:
-        """An ordinary module with the moving average of the weights in place of the trained ones.
+        """An ordinary module with the moving average of the weights instead of the trained weights.
 
         Raises:
           ValueError: without `Parameters(ema_decay=)`.
@@ -310,7 +310,7 @@ class PipelineTrainer:
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Of a Linen model: its current variables, as `module.apply` takes them.
+        """The current variables of a Linen model, in the form that `module.apply` takes.
 
         Raises:
           TypeError: for an NNX model.
@@ -320,9 +320,10 @@ class PipelineTrainer:
     # ------------------------------------------------------------------ training
 
     def step_function(self, batch: Any) -> Callable[[TrainState, Any], Any]:
-        """The pure function that a step compiles: `(state, microbatches) -> (state, metrics)`.
+        """Return the pure function that a step compiles: `(state, microbatches) -> (state, metrics)`.
 
-        `microbatches` has leaves of shape (num_microbatches, microbatch, ...). It also runs under plain `jax.jit`.
+        `microbatches` has leaves of shape (num_microbatches, microbatch, ...). The function also runs under plain
+        `jax.jit`.
         """
         return self._executables.training_function(self._rows.split(batch))
 
@@ -331,22 +332,22 @@ class PipelineTrainer:
         return self._stepping.compile(batch, global_batch_size=global_batch_size)
 
     def train_step(self, batch: Any, *, global_batch_size: int | None = None) -> dict[str, Any]:
-        """One optimizer step on a batch; compiles first where its shapes are new.
+        """Run one optimizer step on a batch. Batches with new shapes compile a new step first.
 
         Args:
           batch: leaves of shape (batch, ...).
           global_batch_size: as in `fit`.
 
         Returns:
-          Metrics of the whole batch, at least `loss`: values that behave like arrays (`float(metrics["loss"])`).
-          They are not waited for; those of two steps before are.
+          Metrics of the whole batch, at least `loss`: values that behave like arrays (`float(metrics["loss"])`). The
+          call does not wait for these values, but for the values of two steps before.
 
         Raises:
-          BatchError: if the batch cannot be cut into microbatches, or has not the rows that this process reads.
-          NonFiniteLossError: if the very first loss is not finite, and where that arose; or that of two steps before,
-            see `Precision`.
+          BatchError: if the batch cannot be cut into microbatches, or lacks the rows that this process reads.
+          NonFiniteLossError: if the first loss is not finite (the message names the origin), or if the loss of two
+            steps before is not finite; see `Precision`.
           CheckpointSaveError: if a save in the background has failed since the last step.
-          ValueError, TypeError: whatever else does not fit, before anything runs.
+          ValueError, TypeError: for other arguments that do not fit, before anything runs.
         """
         whole = self._rows.whole(batch, global_batch_size)
         tuner = self._scheduling.tuner
@@ -387,27 +388,28 @@ class PipelineTrainer:
 
         Args:
           data: an iterable of batches: a list, a generator, a grain dataset or loader.
-          steps: train so many; data that can be iterated again is passed over as often as it takes.
-          epochs: passes over the data; needs data that can be iterated again. With neither, one pass.
-          global_batch_size: None: each process passes the whole batches (leaves that it does not read may be shapes).
-            A number: batches have so many examples, of which each process passes those that it reads, `rows_read`.
-          remainder: of a batch with fewer examples than the first one, such as the last one of a pass: "drop" leaves
-            it out where it cannot be cut into microbatches; "pad" repeats its last example, and the loss leaves these
-            out by `batch["mask"]` (see `docs/trainer.md`); "error" refuses it. None: an error before the first step
-            where data is a list, and otherwise "drop", with a message.
-          eval_data: evaluated at the end, and every `eval_every` steps.
-          eval_global_batch_size: the same as `global_batch_size`, for `eval_data`: see `evaluate`.
+          steps: the number of steps to train. Data that can be iterated again is repeated as needed.
+          epochs: the number of passes over the data, which must allow a new iteration. Without steps and epochs: one.
+          global_batch_size: None: each process passes the whole batches (leaves that it does not read may be shapes). A
+            number: the number of examples in a batch; each process passes only the examples that it reads, `rows_read`.
+          remainder: the rule for a batch with fewer examples than the first one, such as the last one of a pass. "drop"
+            leaves out a batch that cannot be cut into microbatches. "pad" repeats the last example, and the loss
+            ignores these copies by `batch["mask"]` (see `docs/trainer.md`). "error" refuses the batch. None: an error
+            before the first step if data is a list, else "drop", with a message.
+          eval_data: data to evaluate at the end, and every `eval_every` steps.
+          eval_global_batch_size: as `global_batch_size`, for `eval_data`: see `evaluate`.
           callbacks: see `jaxpp_flax.trainers.callbacks`.
-          resume: continue from the latest checkpoint, or without one from the state in memory; `steps` and `epochs`
-            count from the beginning. "latest_valid" sets damaged checkpoints aside and takes the newest whole one.
-          resume_data: how to find the place in data without `set_state`: "fast_forward" draws what was used and drops
-            it, "refuse" raises, "restart" begins anew.
+          resume: True continues from the latest checkpoint, or from the state in memory if there is no checkpoint;
+            `steps` and `epochs` count from the beginning. "latest_valid" sets damaged checkpoints aside and takes the
+            newest whole one.
+          resume_data: how to find the position in data without `set_state`: "fast_forward" draws the used batches and
+            drops them, "refuse" raises, "restart" begins the data again.
 
         Returns:
-          The last metrics, as floats; those of the last evaluation as `eval_loss`, ...
+          The last metrics, as floats; the metrics of the last evaluation as `eval_loss`, ...
 
         Raises:
-          ValueError, TypeError: whatever does not fit, before the first step.
+          ValueError, TypeError: for arguments that do not fit, before the first step.
           NonFiniteLossError: see `train_step`.
           CorruptCheckpointError: if the latest checkpoint is damaged, unless `resume="latest_valid"`.
         """

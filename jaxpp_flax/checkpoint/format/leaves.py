@@ -1,4 +1,4 @@
-"""One leaf on its way to disk and back: the array that Orbax gets for it, and the leaf made of Orbax's result."""
+"""The conversion of one leaf: to the array that Orbax writes, and back from the array that Orbax restores."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["Wanted", "abstract_leaf", "assemble", "empty", "is_empty", "is_key",
 
 
 def to_disk(leaf: Any) -> Any:
-    """The leaf as Orbax writes it: global arrays; random keys as their data."""
+    """Convert a leaf for Orbax: to a global array; random keys to their data."""
     if is_key(leaf):
         leaf = _on_parts(leaf, jax.random.key_data)
     if isinstance(leaf, MpmdArray):
         return leaf.as_jax_array()
-    # Written in the background, when the user may have changed it.
+    # The save runs in the background, and the user may change a NumPy array meanwhile: copy it.
     return np.array(leaf) if isinstance(leaf, (np.ndarray, np.generic, bool)) else leaf
 
 
 def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Its shape, dtype and sharding.
+    """Return the shape, dtype and sharding of a leaf.
 
     Example:
       >>> abstract_leaf(np.ones((2, 3), np.float32))
@@ -42,7 +42,7 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a leaf of the target asks for, in the terms of the disk: `shape` and `dtype` of a key are its data's."""
+    """The requested form of a leaf on disk: for a random key, `shape` and `dtype` are those of its data."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -52,7 +52,7 @@ class Wanted:
 
     @classmethod
     def of(cls, leaf: Any) -> Wanted:
-        """Read it off a leaf: an array of any kind, a `jax.ShapeDtypeStruct`, or a number."""
+        """Read the request from a leaf: an array of any kind, a `jax.ShapeDtypeStruct`, or a number."""
         if isinstance(leaf, (bool, int, float, complex)):
             return cls(shape=(), dtype=None, sharding=None, restore_type=np.ndarray, finish=lambda x: type(leaf)(x))
         if isinstance(leaf, (np.ndarray, np.generic)):
@@ -70,14 +70,14 @@ class Wanted:
         data = _data_of_keys(leaf)
 
         def wrap(restored: Any) -> Any:
-            if is_key(restored):  # stock Orbax remembers that it is one
+            if is_key(restored):  # stock Orbax saves that a leaf is a key
                 return restored
             return _on_parts(restored, lambda x: jax.random.wrap_key_data(x, impl=implementation))
 
         return cls(shape=data.shape, dtype=data.dtype, sharding=sharding, restore_type=jax.Array, finish=wrap)
 
     def faults(self, shape: Any, dtype: Any) -> list[str]:
-        """What is wrong with a leaf on disk of this shape and dtype."""
+        """List the faults of a leaf on disk with this shape and dtype."""
         found: list[str] = []
         if shape is not None and tuple(shape) != tuple(self.shape):
             found.append(f"shape {tuple(shape)} in the checkpoint, wanted {tuple(self.shape)}")
@@ -92,9 +92,9 @@ class Wanted:
 
 
 def assemble(array: jax.Array, sharding: MpmdSharding) -> MpmdArray:
-    """The `MpmdArray` whose union array Orbax restored.
+    """Make an `MpmdArray` from its union array, which Orbax restored.
 
-    A rank that shares its devices with another one gets a copy of its own, since steps donate each rank's memory.
+    A rank that shares its devices with another rank gets its own copy, since steps donate each rank's memory.
     """
     if is_key(array):
         implementation = str(jax.random.key_impl(array))
@@ -115,12 +115,12 @@ def assemble(array: jax.Array, sharding: MpmdSharding) -> MpmdArray:
 
 
 def is_empty(leaf: Any) -> bool:
-    """Whether it has no elements: Orbax does not write such arrays, and nothing is lost."""
+    """Return True if a leaf has no elements: Orbax does not write such arrays, and nothing is lost."""
     return 0 in np.shape(leaf)
 
 
 def empty(leaf: Any) -> Any:
-    """An array without elements where `leaf` is wanted."""
+    """Make an array without elements for `leaf`."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     sharding = leaf.sharding
@@ -138,7 +138,7 @@ def _empty_array(like: Any, sharding: Any) -> jax.Array:
     value = np.zeros(like.shape, like.dtype)
     if sharding is None:
         return jnp.asarray(value)
-    # Unlike `jax.device_put`, it asks nothing of the other processes that own a part of the sharding's devices.
+    # Unlike `jax.device_put`, this call needs no other process that owns a part of the sharding's devices.
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index], dtype=value.dtype)
 
 
@@ -147,12 +147,12 @@ def _data_of_keys(leaf: Any) -> Any:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether it holds random keys."""
+    """Return True if a leaf holds random keys."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _on_parts(leaf: Any, function: Callable[[Any], Any]) -> Any:
-    """`function` of the array, or of each local replica."""
+    """Apply `function` to the array, or to each local replica."""
     if not isinstance(leaf, MpmdArray):
         return function(leaf)
     parts: Mapping[int, Any] = leaf._partially_addressable_arrays
@@ -163,7 +163,7 @@ def _on_parts(leaf: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def _implementation(dtype: Any) -> str:
-    """The name of the generator that keys of this dtype belong to."""
+    """Return the name of the generator for keys of this dtype."""
     names = ("threefry2x32", "rbg", "unsafe_rbg")
     for name in names:
         if jax.eval_shape(lambda name=name: jax.random.key(0, impl=name)).dtype == dtype:

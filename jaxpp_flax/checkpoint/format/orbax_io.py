@@ -1,4 +1,4 @@
-"""Orbax as this package sets it up: handlers that know `MpmdArray`, one directory, its metadata."""
+"""The package's use of Orbax: handlers that know `MpmdArray`, a directory of arrays, and its metadata."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ __all__ = [
 ]
 
 TREE_ITEM = "state"
-"""The folder of a step's directory that holds its arrays; `default` is that of a `CheckpointManager` of one item."""
+"""The folder of arrays in a step's directory; a `CheckpointManager` with one item names this folder `default`."""
 
 _TMP_MARK = ".orbax-checkpoint-tmp"
-# What restoring may hold on the host beyond one leaf.
+# The bytes that a restore may hold on the host in addition to one leaf.
 _READ_AHEAD_BYTES = 256 << 20
 
 
-# `pathlib` makes one slash of two. A single letter is a drive.
+# One slash is enough, since `pathlib` turns two slashes into one. A single letter is a drive, not a URL.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
-    """`path`, or a URL such as `file:///runs/gpt`, as Orbax wants it.
+    """Return `path`, or a URL such as `file:///runs/gpt`, as an absolute path for Orbax.
 
     Raises:
-      ValueError: for a URL of another kind: checkpoints are written where all processes see one file system.
+      ValueError: for other URLs: checkpoints need a file system that all processes see.
 
     Example:
       >>> absolute("file:///runs/gpt").as_posix()
@@ -67,9 +67,10 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def multiprocessing_options(prefix: str | None = None) -> ocp.options.MultiprocessingOptions:
-    """Process 0 writes the files that are written once; all meet by JAX's coordination service.
+    """Return Orbax's options: process 0 writes shared files, and JAX's coordination service synchronizes processes.
 
-    Without the list of processes Orbax would meet by a computation on all devices, which waits for whatever they run.
+    Without the list of processes, Orbax would synchronize with a computation on all devices, which waits for all their
+    earlier work.
     """
     count = jax.process_count()
     return ocp.options.MultiprocessingOptions(
@@ -78,15 +79,15 @@ def multiprocessing_options(prefix: str | None = None) -> ocp.options.Multiproce
 
 
 def is_primary() -> bool:
-    """Whether this process does the work that is done once."""
+    """Return True if this process does the work that only one process does."""
     return jax.process_index() == 0
 
 
 def pytree_handler(largest_leaf: int | None = None) -> ocp.PyTreeCheckpointHandler:
-    """Orbax's handler of trees, which restores `MpmdArray`s where shardings ask for them. Nothing global changes.
+    """Return Orbax's handler of trees; it restores `MpmdArray`s if shardings ask for them. No global state changes.
 
     Args:
-      largest_leaf: bytes of the largest leaf to restore: this much and a fixed read-ahead are on the host at once.
+      largest_leaf: bytes of the largest leaf to restore. The host holds at most these and a fixed read-ahead at once.
     """
     get = ocp.type_handlers.get_type_handler
     array: Any = get(jax.Array)
@@ -105,16 +106,16 @@ def pytree_handler(largest_leaf: int | None = None) -> ocp.PyTreeCheckpointHandl
 
 
 def under_way(path: Path) -> Path:
-    """The path where Orbax writes the checkpoint that it then moves to `path`."""
+    """Return the path where Orbax writes a checkpoint before it moves the checkpoint to `path`."""
     return next(iter(path.parent.glob(f"{path.name}{_TMP_MARK}*")), path)
 
 
 def find_tree(path: Path, *, unfinished: bool = False) -> Path:
-    """The directory of arrays at `path`: itself, or the item of a step's directory; `unfinished` allows one under way.
+    """Find the directory of arrays at `path`: `path`, or its item; `unfinished` allows a checkpoint under way.
 
     Raises:
-      CheckpointNotFoundError: if there is nothing, or something else.
-      UnfinishedCheckpointError: if a save there never ended.
+      CheckpointNotFoundError: if there is nothing, or no checkpoint of a tree.
+      UnfinishedCheckpointError: if a save to this path never ended.
     """
     if not path.exists():
         parts = list(path.parent.glob(f"{path.name}{_TMP_MARK}*")) if path.parent.is_dir() else []
@@ -155,10 +156,10 @@ def _is_tree(path: Path) -> bool:
 
 
 def read_metadata(path: Path) -> Any:
-    """The metadata of each leaf, in the containers that were written.
+    """Read the metadata of each leaf, in the containers that were written.
 
     Raises:
-      CorruptCheckpointError: if it cannot be read.
+      CorruptCheckpointError: if the metadata cannot be read.
     """
     try:
         return pytree_handler().metadata(epath.Path(path)).tree
@@ -167,7 +168,7 @@ def read_metadata(path: Path) -> Any:
 
 
 def damaged(path: Path, error: BaseException) -> CorruptCheckpointError:
-    """What Orbax's error while reading means."""
+    """Return the error for a checkpoint that Orbax failed to read."""
     return CorruptCheckpointError(
         f"checkpoint {path} cannot be read, so it is damaged or incomplete; restore another one (an earlier step). "
         f"Orbax says: {type(error).__name__}: {_short(str(error))}"
@@ -179,7 +180,7 @@ def _short(text: str) -> str:
 
 
 def map_metadata(tree: Any, function: Any, path: str = "") -> Any:
-    """The same containers, each leaf replaced by `function(path, metadata)`.
+    """Return the same containers, with each leaf replaced by `function(path, metadata)`.
 
     Example:
       >>> map_metadata({"a": [7, None]}, lambda path, leaf: (path, leaf))

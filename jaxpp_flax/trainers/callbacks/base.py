@@ -1,4 +1,4 @@
-"""Callbacks: what happens beside training, in small classes with hooks."""
+"""Callbacks: small classes with hooks that `fit` calls during training."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["Callback", "OnMetrics", "named"]
 
 
 class Callback:
-    """Hooks into `fit`; override those you need.
+    """Hooks into `fit`; override the hooks you need.
 
     Args:
-      every: run the hooks of a step (`on_step`, `on_metrics`) at every so many steps.
+      every: steps between two calls of the hooks of a step (`on_step`, `on_metrics`).
 
     Raises:
       ValueError: if `every` is below 1.
@@ -32,34 +32,34 @@ class Callback:
         self.every = every
 
     def wants(self, step: int) -> bool:
-        """Whether the hooks run at `step`."""
+        """Return True if the hooks run at `step`."""
         return step % self.every == 0
 
     def get_state(self) -> Any:
-        """What a checkpoint keeps of this callback, as JSON; None for nothing."""
+        """Return this callback's state for a checkpoint, as JSON; None for no state."""
         return None
 
     def set_state(self, state: Any) -> None:
-        """Go on from what `get_state` gave, or begin anew with None. `fit` calls it before `on_fit_start`."""
+        """Restore a state from `get_state`, or begin again with None. `fit` calls this before `on_fit_start`."""
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Before the first step; `trainer.stop` here ends `fit` without one."""
+        """Called before the first step; `trainer.stop` here ends `fit` without a step."""
 
     def on_step(self, trainer: Any, step: int) -> None:
-        """Right after `step` was dispatched: `trainer.state` is that after `step`; nothing has been waited for."""
+        """Called right after `step` was dispatched: `trainer.state` is the state after `step`, without a wait."""
 
     def on_metrics(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        """The metrics of `step` on the host. They come one step late, so that devices never wait for them."""
+        """Called with the metrics of `step` on the host, one step late, so that devices never wait for metrics."""
 
     def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        """After an evaluation at `step`."""
+        """Called after an evaluation at `step`."""
 
     def on_fit_end(self, trainer: Any) -> None:
-        """After the last step, and after an error or interruption too."""
+        """Called after the last step, and after an error or interruption too."""
 
 
 def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """Callbacks by names that another run gives them too: their classes, counted where there are several.
+    """Name callbacks by class, with a number if a class occurs several times: another run gives the same names.
 
     Example:
       >>> list(named([OnMetrics(print), OnMetrics(print), Callback()]))
@@ -87,5 +87,5 @@ class OnMetrics(Callback):
         self._function = function
 
     def on_metrics(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        """Call it."""
+        """Call the function."""
         self._function(step, metrics)

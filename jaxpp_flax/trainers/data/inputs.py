@@ -1,4 +1,4 @@
-"""Which leaves and examples of a batch this process reads, for the user who loads them."""
+"""The leaves and examples of a batch that this process reads, so that users load only these."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["ProcessInputs"]
 
 
 class ProcessInputs:
-    """Asks the compiled steps what this process reads.
+    """Finds the inputs that this process reads, from the compiled steps.
 
     Args:
       rows: the examples that this process loads.
-      compile: gives the training step for a batch.
-      compile_inference: gives a step of inference for a part of a batch.
+      compile: returns the training step for a batch.
+      compile_inference: returns a step of inference for a part of a batch.
     """
 
     def __init__(
@@ -32,29 +32,29 @@ class ProcessInputs:
         self._rows, self._compile, self._compile_inference = rows, compile, compile_inference
 
     def leaves_read(self, batch: Any) -> Any:
-        """For each leaf of such a batch, whether this process reads it in training."""
+        """Return, for each leaf of a batch of these shapes, True if this process reads the leaf in training."""
         return leaves_read(self._compile(batch), batch)
 
     def rows_read(self, batch: Any, call: Literal["train"] | InferenceKind = "train") -> Any:
-        """Which examples of such a batch this process reads: the rows to load of each leaf.
+        """Return the examples of a batch that this process reads: the rows to load of each leaf.
 
-        With `fit(..., global_batch_size=)` or `train_step(..., global_batch_size=)`, these are all that it passes, in
-        this order, as an array of shape (rows, ...). They are the same as the index of the devices' shards in
-        `jax.make_array_from_process_local_data`, in one microbatch after another. Processes that divide a dataset among
-        themselves by other means (such as grain's `ShardOptions`) may pass any examples in their places: each process
-        adds its own to every microbatch.
+        With `fit(..., global_batch_size=)` or `train_step(..., global_batch_size=)`, the process passes only these
+        rows, in this order, as an array of shape (rows, ...). They are the same as the index of the devices' shards in
+        `jax.make_array_from_process_local_data`, in one microbatch after another. Processes may also divide a dataset
+        by other means (such as grain's `ShardOptions`) and pass any examples in these places: each process adds its own
+        examples to every microbatch.
 
         Args:
           batch: a whole batch, or its shapes: leaves with `shape` (B, ...) and `dtype`.
-          call: what the batch is for. Rows for "evaluate" are those for "train" if the batch can be cut into
-            `num_microbatches` parts, but for leaves that only one of the two losses reads.
+          call: the use of the batch. "evaluate" has the rows of "train" if the batch can be cut into `num_microbatches`
+            parts, except for leaves that only one of the two losses reads.
 
         Returns:
           A tree like `batch`, of int64 arrays of shape (rows,): indices along the first axis, ascending; empty for a
-          leaf that this process does not read. `...` for a scalar, which has no rows: pass it as it is.
+          leaf that this process does not read. `...` for a scalar, which has no rows: pass the scalar itself.
 
         Raises:
-          ValueError, TypeError: as `compile`; and for another `call`.
+          ValueError, TypeError: as `compile`; and for an unknown `call`.
 
         Example:
           >>> import jax, optax, numpy as np

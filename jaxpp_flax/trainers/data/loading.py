@@ -1,8 +1,8 @@
-"""Each process loads only what its devices read of a batch: whole leaves, or single examples of them.
+"""Each process loads only the parts of a batch that its devices read: whole leaves, or single examples of a leaf.
 
-A batch of B examples is cut into M microbatches one after another: example `m * (B // M) + i` is example i of
-microbatch m. The devices of a stage that share the examples ("data", "fsdp") share those of each microbatch, so what
-one of them reads is not one range of the batch, but one range in each microbatch. `rows_read` gives it.
+A batch of B examples is cut into M microbatches, one after another: example `m * (B // M) + i` is example i of
+microbatch m. The devices of a stage divide the examples of each microbatch among them ("data", "fsdp"). So a device
+reads one range in each microbatch, not one range of the batch. `rows_read` returns these examples.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from jaxpp_flax.trainers.setup import check_count
 __all__ = ["InferenceKind", "Rows", "own_rows", "rows_alike"]
 
 InferenceKind = Literal["evaluate", "predict"]
-"""The calls that change no state."""
+"""The calls that do not change the state."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Which examples of a batch this process loads.
+    """The rule for the examples of a batch that this process loads.
 
     Args:
-      mesh: of all ranks; None without a pipeline.
-      num_microbatches: of a training step.
-      batch_shards: so many devices of a stage share the examples of a microbatch.
+      mesh: the mesh of all ranks; None without a pipeline.
+      num_microbatches: the number of microbatches of a training step.
+      batch_shards: the number of devices of a stage that divide the examples of a microbatch.
     """
 
     mesh: MpmdMesh | None
@@ -55,24 +55,24 @@ class Rows:
 
     @property
     def is_across(self) -> bool:
-        """Whether the ranks belong to several processes."""
+        """True if the ranks belong to several processes."""
         return self.mesh is not None and self.mesh.jax_mesh.is_multi_process
 
     def split(self, whole: Any) -> Any:
-        """A batch as a training step takes it: leaves of shape (num_microbatches, microbatch, ...).
+        """Cut a batch for a training step: leaves of shape (num_microbatches, microbatch, ...).
 
         Raises:
-          BatchError: if it cannot be cut.
+          BatchError: if the batch cannot be cut.
         """
         return split_batch(whole, self.num_microbatches, self.batch_shards)
 
     def read(self, compiled: Any, batch: Any, num_microbatches: int) -> Any:
-        """The indices of the examples that this process reads of each leaf; `...` for a scalar.
+        """Return the indices of the examples that this process reads of each leaf; `...` for a scalar.
 
         Args:
-          compiled: the step, compiled for such a batch.
+          compiled: the step, compiled for batches of these shapes.
           batch: a whole batch, or its shapes.
-          num_microbatches: of that step.
+          num_microbatches: the number of microbatches of that step.
         """
         if not self.is_across:
             return jax.tree.map(lambda leaf: np.arange(leaf.shape[0]) if np.shape(leaf) else ..., batch)
@@ -88,10 +88,10 @@ class Rows:
         return jax.tree.map(lambda leaf, sharding, here: rows(leaf, sharding, read=here), batch, shardings, read)
 
     def inference_parts(self, whole: Any, *, rows_only: bool) -> list[InferencePart]:
-        """A batch as inference computes it; with `rows_only`, the processes that share it pass their rows alone.
+        """Cut a batch for inference; with `rows_only`, each process that shares the batch passes only its rows.
 
         Raises:
-          BatchError: if it is empty, or the rows of these processes cannot be equally many.
+          BatchError: if the batch is empty, or these processes cannot have equal numbers of rows.
         """
         parts = split_for_inference(whole, self.num_microbatches, self.batch_shards)
         if rows_only and self.is_across and not all(part.is_shared for part in parts):
@@ -104,10 +104,10 @@ class Rows:
         return parts
 
     def whole(self, batch: Any, global_batch_size: int | None) -> Any:
-        """The batch; of one that has this process's rows alone, the shapes of the whole.
+        """Return the batch; or the shapes of the whole batch, if `batch` has only this process's rows.
 
         Raises:
-          BatchError: if a leaf is no array, or one process alone does not pass the whole.
+          BatchError: if a leaf is not an array, or a single process does not pass the whole batch.
         """
         if global_batch_size is None:
             return batch
@@ -133,18 +133,18 @@ class Rows:
 
 
 def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
-    """A batch of this process's rows as the step takes it.
+    """Convert a batch of this process's rows to the step's input.
 
     Args:
       compiled: the step.
-      batch: leaves of shape (rows, ...); of one that this process does not read, only shape and dtype count.
-      microbatches: the shapes of the whole: (num_microbatches, microbatch, ...).
+      batch: leaves of shape (rows, ...); for a leaf that this process does not read, only shape and dtype count.
+      microbatches: the shapes of the whole batch: (num_microbatches, microbatch, ...).
 
     Returns:
-      `MpmdArray`s, of which this process has its parts; a `jax.ShapeDtypeStruct` for a leaf that it does not read.
+      `MpmdArray`s with this process's parts; a `jax.ShapeDtypeStruct` for a leaf that this process does not read.
 
     Raises:
-      BatchError: if the number of rows is not that of `rows_read`.
+      BatchError: if the number of rows differs from `rows_read`.
     """
     shardings, read = compiled.in_shardings[0][1], compiled.read_here[0][1]
 
@@ -185,20 +185,20 @@ def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
 
 
 def rows_alike(compiled: Any, batch: Any, microbatches: Any, alike: BatchComparison) -> Any:
-    """`own_rows`, compared with those of the processes that read the same."""
+    """Return `own_rows`, after a comparison with the processes that read the same rows."""
     taken = own_rows(compiled, batch, microbatches)
     alike.before_these(_named_rows(compiled, batch, microbatches))
     return taken
 
 
 def _named_rows(compiled: Any, batch: Any, microbatches: Any) -> dict[str, Any]:
-    """The leaves that this process reads, with names that only processes have in common that read the same rows."""
+    """Return the leaves that this process reads, by name. Two processes have equal names only for equal rows."""
     shardings, read = compiled.in_shardings[0][1], compiled.read_here[0][1]
     named: dict[str, Any] = {}
 
     def add(path: Any, leaf: Any, whole: Any, sharding: MpmdSharding, here: Any) -> None:
         if here and whole.ndim == 1:
-            # Not the name that it has in whole batches, of which processes hash it that do not read it.
+            # Not the scalar's name in whole batches: there, processes that do not read the scalar hash it too.
             named[f"{leaf_name(path)} (a scalar)"] = repeated(leaf, 1)
         elif here:
             places = _places(sharding, whole.shape, read=True)
@@ -210,9 +210,9 @@ def _named_rows(compiled: Any, batch: Any, microbatches: Any) -> dict[str, Any]:
     return named
 
 
-@lru_cache  # asked for each leaf of each step, of shapes that stay the same
+@lru_cache  # called for each leaf of each step, with the same shapes
 def _places(sharding: MpmdSharding, shape: tuple[int, ...], *, read: bool) -> np.ndarray[Any, Any]:
-    """Which examples of each microbatch this process's devices hold, ascending; read-only."""
+    """Return the examples of each microbatch that this process's devices hold, ascending; read-only."""
     held: set[int] = set()
     for rank in sharding.ranks if read else ():
         indices: Mapping[Any, Any] = sharding.local_sharding(rank).addressable_devices_indices_map(shape)

@@ -1,4 +1,4 @@
-"""Where a run stands in its data, as JSON: what a checkpoint keeps of the data iterator."""
+"""The position of a run in its data, as JSON: a checkpoint keeps this position."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ __all__ = [
 
 ResumeData = Literal["fast_forward", "refuse", "restart"]
 
-# Below this many batches no bar is shown.
+# No bar is shown for fewer batches than this.
 _WORTH_A_BAR = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataPosition:
-    """How much of its data a run has used.
+    """The amount of data that a run has used.
 
     Args:
-      batches: drawn in all.
-      epoch: complete passes before the one under way.
-      in_epoch: batches drawn in that one.
-      examples: how many these hold, where batches are arrays; None for positions of older checkpoints.
-      batch_size: the examples of the first of them.
-      iterator: what the data's own `get_state` returned (grain iterators have it); None without one.
+      batches: the number of batches drawn in all.
+      epoch: the number of complete passes before the current pass.
+      in_epoch: the number of batches drawn in the current pass.
+      examples: the number of examples in these batches, if batches are arrays; None for positions of older checkpoints.
+      batch_size: the number of examples in the first of these batches.
+      iterator: the result of the iterator's own `get_state` (grain iterators have it); None without `get_state`.
 
     Example:
       >>> position = DataPosition(batches=7, epoch=1, in_epoch=2, iterator={"seed": b"ab"})
@@ -59,26 +59,26 @@ class DataPosition:
     iterator: Any = None
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON."""
+        """Convert the position to JSON."""
         return {**asdict(self), "iterator": _encode(self.iterator)}
 
     @classmethod
     def from_json(cls, value: Any) -> DataPosition | None:
-        """The inverse; None for None."""
+        """Convert JSON to a position, and None to None."""
         return None if value is None else cls(**{**value, "iterator": _decode(value["iterator"])})
 
 
 def together(mine: Any) -> Any:
-    """The positions of all processes as JSON: one, where all stand alike, and else a list."""
+    """Return the positions of all processes as JSON: one position if all are equal, else a list."""
     all_of_them = exchange_values(process_group(), "where the data stands", mine)
     return mine if all(position == mine for position in all_of_them) else {"processes": all_of_them}
 
 
 def own_position(value: Any) -> DataPosition | None:
-    """This process's, of what `together` gave.
+    """Return this process's position from the result of `together`.
 
-    A run of another number of processes divides its data otherwise: it goes on after as many batches, each iterator
-    from its own beginning.
+    A run with another number of processes divides its data differently. The run continues after the same number of
+    batches, and each iterator starts from its own beginning.
 
     Example:
       >>> mine = DataPosition(batches=7, epoch=1, in_epoch=2)
@@ -95,17 +95,17 @@ def own_position(value: Any) -> DataPosition | None:
 
 
 def state_of(iterator: Any) -> Any:
-    """The iterator's own state, where it has `get_state` and `set_state`."""
+    """Return the iterator's own state, if the iterator has `get_state` and `set_state`."""
     return iterator.get_state() if hasattr(iterator, "get_state") and hasattr(iterator, "set_state") else None
 
 
 def has_own_state(iterator: Any, position: DataPosition) -> bool:
-    """Whether `iterator` goes to `position` by the state that was saved; else batches are drawn up to there."""
+    """Return True if `iterator` can go to `position` with its saved state; else batches are drawn up to `position`."""
     return position.iterator is not None and hasattr(iterator, "set_state")
 
 
 def examples_in(batch: Any) -> int | None:
-    """The examples of a batch: the first axis of its first array; None without one.
+    """Return the number of examples of a batch: the first axis of its first array; None without an array.
 
     Example:
       >>> examples_in({"scale": np.float32(1), "x": np.zeros((6, 3))}), examples_in(7)
@@ -116,11 +116,11 @@ def examples_in(batch: Any) -> int | None:
 
 @dataclass
 class Drawn:
-    """What an iterator has given so far of its pass, whether it was used or dropped.
+    """The batches that an iterator has given so far in its pass, used or dropped.
 
     Args:
-      batches: how many.
-      examples: in these, where batches are arrays; else None.
+      batches: the number of batches.
+      examples: the number of examples in these batches, if batches are arrays; else None.
 
     Example:
       >>> drawn = Drawn()
@@ -133,27 +133,27 @@ class Drawn:
     examples: int | None = 0
 
     def add(self, batch: Any) -> None:
-        """One more."""
+        """Add one batch."""
         size = examples_in(batch)
         self.batches += 1
         self.examples = None if size is None or self.examples is None else self.examples + size
 
 
 def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, meter: Meter, drawn: Drawn) -> Drawn:
-    """Bring an iterator of a pass to `position`; what it has given in this pass then, in batches of now.
+    """Move an iterator of a pass to `position`, and return the batches it has given in this pass, at the current size.
 
-    Where batches are arrays their examples are counted, so that they may have another size now.
+    If batches are arrays, their examples are counted, so that the batch size may change between runs.
 
     Args:
-      iterator: as above.
-      position: as above.
-      how: what to do where it has no `set_state`.
-      meter: shows a long way.
-      drawn: what it has given before; kept up to date, after an error too.
+      iterator: the iterator of the pass.
+      position: the position to reach.
+      how: the method for an iterator without `set_state`.
+      meter: shows progress if many batches are dropped.
+      drawn: the batches that the iterator has given before; `seek` updates it, after an error too.
 
     Raises:
-      DataPositionError: if it has no `set_state` and `how` is "refuse", it ends before that position, is past it, or
-        its batches do not end there.
+      DataPositionError: if the iterator has no `set_state` and `how` is "refuse"; or the iterator ends before the
+        position, or is past it; or no batch ends at the position.
     """
     if has_own_state(iterator, position):
         iterator.set_state(position.iterator)  # pyright: ignore[reportAttributeAccessIssue]
@@ -188,14 +188,14 @@ def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, meter
 
 
 def _left(position: DataPosition, drawn: Drawn) -> int:
-    """Examples up to the position; batches, where examples are not known."""
+    """Return the number of examples up to the position; the number of batches, if examples are not known."""
     if position.examples is None or drawn.examples is None:
         return position.in_epoch - drawn.batches
     return position.examples - drawn.examples
 
 
 def _drop(iterator: Iterator[Any], position: DataPosition, drawn: Drawn, tell: Callable[[int], None] | None) -> None:
-    """Draw up to the position."""
+    """Draw and drop batches up to the position."""
     done, size = 0, None
     while (left := _left(position, drawn)) > 0:
         try:
@@ -218,10 +218,10 @@ def _drop(iterator: Iterator[Any], position: DataPosition, drawn: Drawn, tell: C
 
 
 def check_batch_size(iterator: Any, position: DataPosition, batch: Any) -> None:
-    """Refuse the first batch after `set_state` if batches have another size now: that state counts those of before.
+    """Refuse the first batch after `set_state` if the batch size has changed: the state counts batches of the old size.
 
     Raises:
-      DataPositionError: naming both sizes.
+      DataPositionError: the message names both sizes.
     """
     size = examples_in(batch)
     before = position.batch_size
@@ -239,7 +239,7 @@ def check_batch_size(iterator: Any, position: DataPosition, batch: Any) -> None:
 
 
 def _is_last(iterator: Any) -> bool:
-    """Whether nothing follows; the iterator stays where it is."""
+    """Return True if the iterator has no further batch; the position of the iterator does not change."""
     state, nothing = iterator.get_state(), object()
     try:
         return next(iterator, nothing) is nothing
@@ -248,7 +248,7 @@ def _is_last(iterator: Any) -> bool:
 
 
 def _encode(value: Any) -> Any:
-    """JSON for what iterators return; other kinds are refused."""
+    """Convert an iterator's state to JSON; refuse values of unsupported types."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, bytes):

@@ -1,4 +1,4 @@
-"""Where batches come from: any iterable of pytrees of arrays, once or many times over."""
+"""The stream of batches: from any iterable of pytrees of arrays, in one pass or several."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ def batches(
     drawn: Drawn | Literal[0] = 0,
     remainder: RemainderRule | None = None,
 ) -> Batches:
-    """The batches of `data`: at most `steps` of them, in at most `epochs` passes.
+    """Iterate over the batches of `data`: at most `steps` batches, in at most `epochs` passes.
 
-    With neither, one pass. With `steps` alone, a list or dataset is passed over as often as it takes; a generator
-    gives what it has.
+    Without `steps` and `epochs`: one pass. With `steps` alone, a list or dataset is repeated as needed; a generator
+    ends when it has no more batches.
 
     Args:
-      data: as above.
-      steps: at most so many, not counting those before `position`.
-      epochs: at most so many passes, counting those before `position`.
-      position: where to begin; see `jaxpp_flax.trainers.data.position`.
-      resume_data: how to get there where `data` has no `set_state`.
-      meter: shows it.
-      drawn: from `Batches.drawn_from`, where `data` is an iterator that has been in use; else 0.
-      remainder: what to do with smaller batches; None: they are given as they are.
+      data: an iterable of batches.
+      steps: the maximum number of batches, without the batches before `position`.
+      epochs: the maximum number of passes, with the passes before `position`.
+      position: the position to begin at; see `jaxpp_flax.trainers.data.position`.
+      resume_data: how to reach the position if `data` has no `set_state`.
+      meter: shows the progress towards the position.
+      drawn: from `Batches.drawn_from`, if `data` is an iterator that has been used before; else 0.
+      remainder: the rule for smaller batches; None: smaller batches are not changed.
 
     Raises:
-      BatchError: if a batch of a list is one that `remainder` refuses.
-      ValueError: if `steps` or `epochs` is below 1, `data` is empty, or several epochs are asked of a generator.
+      BatchError: if `remainder` refuses a batch of a list.
+      ValueError: if `steps` or `epochs` is below 1, `data` is empty, or `data` is a generator and `epochs` above 1.
       TypeError: if `data` cannot be iterated.
 
     Example:
@@ -88,7 +88,7 @@ def batches(
 
 
 class Batches(Iterator[Any]):
-    """An iterator over batches that knows where it stands; made by `batches`.
+    """An iterator over batches that knows its position; `batches` makes it.
 
     Example:
       >>> source = batches([5, 6, 7], steps=5)
@@ -116,14 +116,14 @@ class Batches(Iterator[Any]):
         self._data, self._iterator, self._steps, self._epochs = data, first, steps, epochs
         self._start, self._meter = position, meter or NoMeter()
         self._how: ResumeData = resume_data
-        self._remainder, self.left_out = remainder, left_out  # batches of a pass
+        self._remainder, self.left_out = remainder, left_out  # `left_out` counts the batches of a pass
         self.given = 0
-        self._taken = 0  # with those that are left out
+        self._taken = 0  # counts the batches that are left out too
         self._full = position.batch_size if position is not None and position.in_epoch else None
         self._before = position.batches if position is not None else 0
         self._epoch = position.epoch if position is not None else 0
-        self._drawn = drawn  # of the pass under way
-        # Of the first batch of the pass that was given. An iterator's own state counts batches of this size.
+        self._drawn = drawn  # in the current pass
+        # The size of the first batch given in the pass. An iterator's own state counts batches of this size.
         self._batch_size = position.batch_size if position is not None and has_own_state(first, position) else None
         self._position = self._position_before = position or self._here()
         self._run = self._generate()
@@ -139,17 +139,17 @@ class Batches(Iterator[Any]):
     def position(self, used: int) -> DataPosition | None: ...
 
     def position(self, used: int | None = None) -> DataPosition | None:
-        """After so many batches that were used: all that were given, or all but the last; else None."""
+        """Return the position after `used` batches, if these are all given batches, or all but the last; else None."""
         if used is None or used == self.given:
             return self._position
         return self._position_before if used == self.given - 1 else None
 
     def drawn_from(self, data: Any) -> Drawn | Literal[0]:
-        """What `data` has given, if it is the very iterator that these batches came from."""
+        """Return the batches drawn from `data`, if `data` is the same iterator that these batches came from; else 0."""
         return self._drawn if data is self._iterator else 0
 
     def _here(self) -> DataPosition:
-        """Where the data stands between two draws. An iterator that is interrupted in one may have moved on."""
+        """Return the position between two draws. If a draw is interrupted, the iterator may have moved on."""
         return DataPosition(
             batches=self._before + self._taken,
             epoch=self._epoch,
@@ -196,10 +196,10 @@ class Batches(Iterator[Any]):
             self._position = self._here()
 
     def _take(self, drawn: Any) -> Any:
-        """The batch to train on, or None."""
+        """Return the batch to train on, or None."""
         batch = drawn if self._remainder is None else self._remainder.fitted(drawn, self._full)
         self._taken += 1
-        if self._full is None or self._taken == 1:  # of a resumed run: batches may have another size now
+        if self._full is None or self._taken == 1:  # in a resumed run, batches may have another size now
             self._full = None if batch is None else examples_in(drawn)
         if self._batch_size is None and batch is not None:
             self._batch_size = examples_in(drawn)
@@ -207,7 +207,7 @@ class Batches(Iterator[Any]):
 
 
 def awaited(data: Iterable[Any], what: str) -> Iterator[Any]:
-    """What `data` gives; where that takes long, it is said what is waited for.
+    """Iterate over `data`; if an item takes long, print that the process waits for `what`.
 
     Example:
       >>> list(awaited([1, 2], "the next batch of eval_data"))

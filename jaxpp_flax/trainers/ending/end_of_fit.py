@@ -1,4 +1,4 @@
-"""Whether a `fit` ends before its data does: by SIGTERM, Ctrl-C or `trainer.stop`, in all processes after one step."""
+"""The end of a `fit` before its data ends: SIGTERM, Ctrl-C or `trainer.stop` end all processes after the same step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Ending"]
 
 
 class Ending:
-    """Knows why the loop ends, once that is decided.
+    """Holds the reason of the loop's end, once the end is decided.
 
     Args:
-      trainer: its `stopping` says what a callback has asked for.
+      trainer: `stopping` has the reason that a callback gave.
       group: the processes that decide together.
-      interruption, preemption: entered around the loop.
+      interruption, preemption: context managers that are entered around the loop.
     """
 
     def __init__(
@@ -28,21 +28,21 @@ class Ending:
         self.reason: StopReason | None = None
 
     def __call__(self, record: StepRecord) -> None:
-        """After a step: look for what any process has decided."""
+        """After a step, look for a decision of any process."""
         if self.reason is None:
             self.reason = self._common_stop.after(self._trainer.step, self._requested())
 
     def decide_together(self) -> None:
-        """Where all processes come at the same time, what one of them has decided holds for all, at once."""
+        """Decide at once, at a point that all processes reach together: the decision of one holds for all."""
         if self.reason is None:
             self.reason = self._common_stop.decide(self._requested())
 
     def after_last_step(self) -> StopReason | None:
-        """The reason, also where the data have ended before the step that was agreed on."""
+        """Return the reason, also if the data ended before the common step."""
         return self._common_stop.decide(self._requested() if self.reason is None else self.reason)
 
     def _requested(self) -> StopReason | None:
-        """Why this process has been asked to end."""
+        """Return the reason if this process has been asked to end."""
         if self._preemption.requested:
             return StopReason("preempted")
         if self._interruption.requested:

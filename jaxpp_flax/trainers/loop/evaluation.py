@@ -1,4 +1,4 @@
-"""The trainer's side of inference: `evaluate` and `predict`, pipelined like a step, without a backward."""
+"""The trainer's part of inference: `evaluate` and `predict`, pipelined like a step, without a backward."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = ["Evaluation"]
 
 
 class Evaluation:
-    """What a trainer does without changing its state; batches are loaded as in training.
+    """Runs the calls that do not change the state; batches are loaded as in training.
 
     Args:
       scheduling: the schedule of training, whose forward tasks run.
       rows: the examples that this process loads.
-      builders: of the steps.
+      builders: make the steps.
       executables: the compiled steps.
       held: the state.
-      eval_loss_fn: of `evaluate`.
-      predict_fn: of `predict`.
-      meet: is called with the name of a call that every process must make after the same step.
+      eval_loss_fn: the function of `evaluate`.
+      predict_fn: the function of `predict`.
+      meet: a function of the name of a call that every process must make after the same step.
     """
 
     def __init__(
@@ -53,23 +53,23 @@ class Evaluation:
         self._eval_loss_fn, self._predict_fn = eval_loss_fn, predict_fn
 
     def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None = None) -> dict[str, Any]:
-        """The mean loss and metrics over all examples of `data`, pipelined; the state is not changed.
+        """Compute the mean loss and metrics over all examples of `data`, pipelined; the state does not change.
 
-        Batches may be of any sizes, and each is cut into at most `num_microbatches` parts; the examples that the
-        data-parallel devices of a stage cannot share evenly are computed by each of them. NNX modules run in `eval()`
-        mode; for Linen, `model.training` is False; a loss with a parameter `training` gets False.
+        Batches may have any sizes, and each is cut into at most `num_microbatches` parts. If the data-parallel devices
+        of a stage cannot divide the last examples evenly, each device computes all of these. NNX modules run in
+        `eval()` mode. For Linen, `model.training` is False. A loss with a parameter `training` gets False.
 
         Args:
-          data: an iterable of batches, or one that is a dict.
-          global_batch_size: as in `fit`: batches have so many examples, of which each process passes those that it
-            reads, `rows_read(batch, "evaluate")`.
+          data: an iterable of batches, or one batch that is a dict.
+          global_batch_size: as in `fit`: the number of examples in a batch; each process passes only the examples that
+            it reads, `rows_read(batch, "evaluate")`.
 
         Returns:
           Metrics as floats, at least `loss`.
 
         Raises:
-          BatchError: if a batch cannot be cut, or has not the rows that this process reads.
-          ValueError: if there is no batch.
+          BatchError: if a batch cannot be cut, or lacks the rows that this process reads.
+          ValueError: if `data` has no batch.
         """
         self._meet("trainer.evaluate")
         average, pending, alike = Average(), None, BatchComparison(self._scheduling.mesh, "evaluation")
@@ -89,18 +89,18 @@ class Evaluation:
         return average.result()
 
     def predict(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
-        """The model's outputs for a batch of any size, pipelined: `jax.Array`s of shape (batch, ...).
+        """Compute the model's outputs for a batch of any size, pipelined: `jax.Array`s of shape (batch, ...).
 
-        Outputs that are scalars for each microbatch come back as one value for each microbatch.
+        An output that is a scalar for each microbatch comes back as one value for each microbatch.
 
         Args:
-          batch: what the model, or `predict_fn`, takes: leaves of shape (batch, ...).
-          global_batch_size: as in `fit`: the whole has so many examples, of which this process passes those that it
-            reads, `rows_read(batch, "predict")`. The outputs are those of the whole, in every process.
+          batch: the input of the model, or of `predict_fn`: leaves of shape (batch, ...).
+          global_batch_size: as in `fit`: the number of examples in the whole batch; this process passes only the
+            examples that it reads, `rows_read(batch, "predict")`. Every process gets the outputs of the whole batch.
 
         Raises:
-          TypeError: if the batch is a dict and no `predict_fn` says what of it the model takes.
-          BatchError: if the batch cannot be cut, or has not the rows that this process reads.
+          TypeError: if the batch is a dict and there is no `predict_fn` to select the model's input.
+          BatchError: if the batch cannot be cut, or lacks the rows that this process reads.
         """
         if isinstance(batch, Mapping) and self._predict_fn is call_model:
             raise TypeError(
@@ -119,7 +119,7 @@ class Evaluation:
         return join_parts(outputs)
 
     def _ready(self, kind: InferenceKind, part: InferencePart, own: Any, alike: BatchComparison) -> tuple[Any, Any]:
-        """The compiled step, and the microbatches as it takes them, compared; `own` is a batch of rows, or None."""
+        """Return the compiled step and its microbatches, after comparison; `own` is a batch of rows, or None."""
         if own is None:
             alike.before(part.microbatches)
             return self.compiled(kind, part), part.microbatches
@@ -127,16 +127,16 @@ class Evaluation:
         return compiled, rows_alike(compiled, own, part.microbatches, alike)
 
     def compiled(self, kind: InferenceKind, part: InferencePart) -> Any:
-        """The step of this kind for a part of a batch.
+        """Return the compiled step of this kind for a part of a batch.
 
         Raises:
-          BatchError: if each data-parallel device is to compute all examples, but the model cuts them itself.
+          BatchError: if each data-parallel device must compute all examples, but the model cuts them itself.
         """
         schedule = self._scheduling.schedule
         forward = ForwardOnly(schedule) if schedule is not None else None
         loop = Loop(num_microbatches=part.num_microbatches, schedule=forward)
 
-        def build() -> Any:  # for a new signature alone, not for each batch
+        def build() -> Any:  # called only for a new signature, not for each batch
             if kind == "evaluate":
                 return self._builders.for_inference(self._eval_loss_fn).evaluate(loop)
             return self._builders.for_inference().predict(loop, self._predict_fn)

@@ -45,7 +45,7 @@ _BATCHES_REMEDY = (
     "(`trainer.rows_read`)."
 )
 
-# The number of elements that are hashed of a larger leaf: that takes well below a millisecond.
+# The number of elements to hash of a larger leaf: this takes well below a millisecond.
 _SAMPLED = 1 << 16
 # The most batches between two comparisons; each comparison waits for the devices.
 _MOST_BETWEEN = 64
@@ -55,12 +55,12 @@ def compare_initial_states(mesh: MpmdMesh, state: TrainState, init: Callable[[An
     """Before the first step, make sure that every process has made the same parameters and other state.
 
     Args:
-      mesh: of all ranks.
-      state: the initial state; its optimizer state may hold shapes alone.
+      mesh: the mesh of all ranks.
+      state: the initial state; the optimizer state may have only shapes.
       init: the function that makes the optimizer state.
 
     Raises:
-      ValuesMismatchError: naming the first leaf that differs, and the processes.
+      ValuesMismatchError: the message names the first leaf that differs, and the processes.
     """
     if mesh.jax_mesh.is_multi_process:
         leaves = {jax.tree_util.keystr(path): value_text(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
@@ -73,17 +73,18 @@ def compare_initial_states(mesh: MpmdMesh, state: TrainState, init: Callable[[An
 
 
 class BatchComparison:
-    """Compares the batches that processes read: inputs of one batch with targets of another would train.
+    """Compares the batches that processes read. Else a step could train with inputs and targets of different batches.
 
-    Leaves that a process does not read are left out. The first batch is compared before it is used; then the batches
-    since the last time: after 2, 4, 8, ... of them and at least every 64, before each save, and at the end.
+    Leaves that a process does not read are left out. The first batch is compared before its use. Later comparisons
+    cover the batches since the last one: after 2, 4, 8, ... batches and at least every 64, before each save, and at the
+    end.
 
     Args:
-      mesh: of all ranks; in a single process nothing is compared.
+      mesh: the mesh of all ranks; in a single process nothing is compared.
       what: the use of the batches, such as "training", for errors.
 
     Raises:
-      ValuesMismatchError: from every method, naming the first leaf that differs, and the processes.
+      ValuesMismatchError: from every method; the message names the first leaf that differs, and the processes.
     """
 
     def __init__(self, mesh: MpmdMesh | None, what: str) -> None:
@@ -92,8 +93,8 @@ class BatchComparison:
         self._hashes: dict[str, str | None] = {}
 
     def before(self, batch: Any) -> None:
-        """Call this with each batch before it is used."""
-        if self._several:  # a single process pays nothing
+        """Compare a batch; call this with each batch before its use."""
+        if self._several:  # a single process does no extra work
             self.before_these({leaf_name(path): leaf for path, leaf in jax.tree.leaves_with_path(batch)})
 
     def before_these(self, leaves: Mapping[str, Any]) -> None:
@@ -103,26 +104,26 @@ class BatchComparison:
         self._count += 1
         for name, leaf in leaves.items():
             known, new = self._hashes.get(name, ""), value_hash(leaf, _SAMPLED)
-            # Once a process has left a leaf out, it cannot say any more what the others' hashes should be.
+            # A process that has once left out a leaf does not know the other processes' hash of this leaf any more.
             both = None if known is None or new is None else np.frombuffer((known + new).encode(), np.uint8)
             self._hashes[name] = None if both is None else value_hash(both)
         if self._count == 1:
             self._compare()
 
     def after(self, result: Any, step: int) -> None:
-        """Call this when a step is under way; its `result` is ready once every process has begun the step."""
+        """Compare if due; call this when a step runs. `result` is ready once every process has begun the step."""
         if self._several and self._count >= self._due:
             self._due += min(self._due, _MOST_BETWEEN)
             jax.block_until_ready(result)
             self._compare(step=step)
 
     def check(self, step: int) -> None:
-        """Compare now; all processes call this before they save the results of the steps up to `step`."""
+        """Compare now; all processes call this before they save the state of `step`."""
         if self._several:
             self._compare(step=step)
 
     def end(self, step: int | None = None) -> None:
-        """Call this after the last batch."""
+        """Compare the last batches; call this after the last batch."""
         if self._several:
             self._compare(f"its data for {self._what} ended after {self._count} batches, theirs did not", step)
 
@@ -136,11 +137,11 @@ class BatchComparison:
 
 
 def await_same_call(mesh: MpmdMesh | None, state: Any, call: str, detail: str = "") -> None:
-    """Wait until every process has made the same call; if one does something else instead, the run fails.
+    """Wait until every process has made the same call; if a process makes another call, the run fails.
 
     Args:
-      mesh: of all ranks.
-      state: arrays that must be ready first: then no other process waits for a value of this one.
+      mesh: the mesh of all ranks.
+      state: arrays that must be ready first: then no other process waits for a value of this process.
       call: the name of the call, such as "trainer.save", for errors.
       detail: more about the call; it may differ between processes.
     """
@@ -151,7 +152,7 @@ def await_same_call(mesh: MpmdMesh | None, state: Any, call: str, detail: str = 
 
 
 def compare_compilations(mesh: MpmdMesh | None, state: Any, kind: str, schedule: Schedule | None, batch: Any) -> None:
-    """`await_same_call` for the compilation of a step; then make sure that all processes compile the same step.
+    """Wait as in `await_same_call` to compile a step; then make sure that all processes compile the same step.
 
     Args:
       mesh, state: as in `await_same_call`.
@@ -160,7 +161,7 @@ def compare_compilations(mesh: MpmdMesh | None, state: Any, kind: str, schedule:
       batch: the microbatches.
 
     Raises:
-      ProgramMismatchError: naming what differs, and the processes.
+      ProgramMismatchError: the message names the difference, and the processes.
     """
     if mesh is None or schedule is None or not mesh.jax_mesh.is_multi_process:
         return
@@ -171,15 +172,15 @@ def compare_compilations(mesh: MpmdMesh | None, state: Any, kind: str, schedule:
 
 
 def await_same_end(mesh: MpmdMesh | None, state: Any, step: int, trained_on: BatchComparison) -> None:
-    """At the end of a training loop, wait until every process has trained as many steps, on the same batches.
+    """At the end of a training loop, wait until every process has trained the same steps, on the same batches.
 
     Raises:
       ValuesMismatchError: if the batches differ.
-      BatchError: if their numbers of steps differ; one that others wait for ends the run instead.
+      BatchError: if the numbers of steps differ; a process that others wait for ends the run instead.
     """
     if mesh is None or not mesh.jax_mesh.is_multi_process:
         return
-    # By then this process has sent all values of its last step.
+    # Once the state is ready, this process has sent all values of its last step.
     jax.block_until_ready(jax.tree.leaves(state))
     group = process_group()
     why = f"its data ended, or it was stopped, after step {step}. Give every process batches for the same steps"
@@ -194,13 +195,13 @@ def await_same_end(mesh: MpmdMesh | None, state: Any, step: int, trained_on: Bat
 
 
 def leaves_read(compiled: Any, batch: Any) -> Any:
-    """For each leaf of a batch, whether a stage of this process reads it.
+    """Return, for each leaf of a batch, True if a stage of this process reads the leaf.
 
-    A process may pass a `jax.ShapeDtypeStruct` of the whole batch's shape and dtype for any other leaf. The first stage
-    reads inputs and the last one targets, so each of the two loads half; all others load nothing.
+    For any other leaf, a process may pass a `jax.ShapeDtypeStruct` with the whole batch's shape and dtype. The first
+    stage reads inputs and the last stage reads targets, so each of the two loads half; all others load nothing.
 
     Args:
-      compiled: the step, compiled for such a batch.
+      compiled: the step, compiled for batches of these shapes.
       batch: a batch, or its shapes.
 
     Returns:

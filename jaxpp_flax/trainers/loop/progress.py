@@ -1,6 +1,6 @@
-"""How training is shown: a bar on a terminal, plain lines elsewhere, or nothing.
+"""The display of training progress: a bar on a terminal, plain lines elsewhere, or nothing.
 
-A meter is told what has already been fetched; it never asks a device for anything.
+A meter gets values that are already on the host; it never asks a device for values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["BarMeter", "Display", "Meter", "NoMeter", "PlainMeter", "Rate", "che
 
 
 class Rate:
-    """Units per second and the time left, from the first reading on: compiling is never part of it.
+    """Units per second and the time left, counted from the first reading: the time never includes compilation.
 
     Example:
       >>> clock = iter([0.0, 2.0])
@@ -34,7 +34,7 @@ class Rate:
         self._last: tuple[float, int] | None = None
 
     def read(self, step: int, units: int) -> tuple[float | None, float | None]:
-        """(units per second since the last reading, seconds left) once `units` in all are done at `step`."""
+        """Return (units per second since the last reading, seconds left); `units` in all are done at `step`."""
         now = self._clock()
         first, last = self._first, self._last
         self._last = (now, units)
@@ -47,7 +47,7 @@ class Rate:
         return rate, (self._total - step) * (now - first[0]) / (step - first[1])
 
     def resume(self, units: int) -> None:
-        """Begin the next reading now: what came before (an evaluation) took time of its own."""
+        """Begin the next reading now, so that the rate does not include an evaluation before it."""
         if self._last is not None:
             self._last = (self._clock(), units)
 
@@ -57,35 +57,35 @@ class Meter(abc.ABC):
 
     @abc.abstractmethod
     def start(self, total: int | None, done: int) -> None:
-        """Training begins at step `done`; it ends at step `total`, where known."""
+        """Show that training begins at step `done` and ends at step `total`, if known."""
 
     @abc.abstractmethod
     def update(self, step: int, metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> None:
-        """The metrics of `step`, units per second, and seconds left."""
+        """Show the metrics of `step`, units per second, and seconds left."""
 
     def advance(self, step: int) -> None:  # noqa: B027 (optional)
-        """`step` was started; its metrics are not known yet."""
+        """Show that `step` was started; its metrics are not known yet."""
 
     def message(self, text: Any) -> None:  # noqa: B027 (optional)
         """Print a line, or anything that rich can draw, above the bar."""
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Something that takes long, such as compiling."""
+        """Show work that takes long, such as compilation."""
         yield
 
     def stop(self) -> None:  # noqa: B027 (optional)
-        """Training has ended."""
+        """Show that training has ended."""
 
 
 class NoMeter(Meter):
     """Shows nothing."""
 
     def start(self, total: int | None, done: int) -> None:
-        """Nothing."""
+        """Show nothing."""
 
     def update(self, step: int, metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> None:
-        """Nothing."""
+        """Show nothing."""
 
 
 class PlainMeter(Meter):
@@ -107,12 +107,12 @@ class PlainMeter(Meter):
         self._total = total
 
     def update(self, step: int, metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> None:
-        """One line."""
+        """Print one line."""
         total = f"/{self._total}" if self._total is not None else ""
         self._print("  ".join([f"step {step}{total}", *_fields(metrics, rate, unit, left)]))
 
     def message(self, text: Any) -> None:
-        """Print it."""
+        """Print the text."""
         if isinstance(text, str):
             self._print(text)
         else:
@@ -120,7 +120,7 @@ class PlainMeter(Meter):
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """A line when it is over, with the seconds it took."""
+        """Print a line at the end of the phase, with its seconds."""
         begin = time.perf_counter()
         yield
         self._print(f"{text}: {time.perf_counter() - begin:.1f} s")
@@ -160,7 +160,7 @@ class BarMeter(Meter):
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """A spinner, then the seconds it took."""
+        """Show a spinner, then the seconds of the phase."""
         begin = time.perf_counter()
         if self._progress.live.is_started:  # a spinner beside a bar needs rich 14.1
             yield
@@ -175,25 +175,25 @@ class BarMeter(Meter):
 
 
 def check_progress(progress: object) -> None:
-    """Refuse what shows no progress.
+    """Refuse a value of `progress=` that does not show progress.
 
     Raises:
-      TypeError: if it is no boolean and no `Meter`.
+      TypeError: if the value is neither a boolean nor a `Meter`.
     """
     if not isinstance(progress, (bool, Meter)):
         raise TypeError(f"progress={progress!r} ({type(progress).__name__}): it must be True, False or a Meter.")
 
 
 def choose_meter(progress: bool | Meter) -> Meter:
-    """The meter for `Logging(progress=)`: True fits the terminal, False shows nothing; or a `Meter`.
+    """Return the meter for `Logging(progress=)`: True chooses by the terminal, False shows nothing; or a `Meter`.
 
     Raises:
-      TypeError: for anything else.
+      TypeError: for any other value.
     """
     check_progress(progress)
     if isinstance(progress, Meter):
         return progress
-    if progress is True and jax.process_index() > 0:  # one process speaks for all
+    if progress is True and jax.process_index() > 0:  # only process 0 shows progress
         return NoMeter()
     if progress is True:
         return BarMeter() if Console().is_terminal else PlainMeter()
@@ -201,7 +201,7 @@ def choose_meter(progress: bool | Meter) -> Meter:
 
 
 class Display:
-    """Where a trainer's messages go: to the meter of its latest `fit`, since a bar runs once.
+    """The receiver of a trainer's messages: the meter of the latest `fit`, since a bar runs once.
 
     Args:
       progress: see `choose_meter`.
@@ -212,7 +212,7 @@ class Display:
         self.meter = choose_meter(progress)
 
     def renew(self) -> None:
-        """Before a `fit`."""
+        """Choose a new meter, before a `fit`."""
         self.meter = choose_meter(self._progress)
 
     def message(self, text: Any) -> None:

@@ -1,4 +1,4 @@
-"""Saving in a training loop: who may write to the directory, when a step is saved, and how a loop ends."""
+"""Saving in a training loop: the claim of the directory, the saves of steps, and the end of a loop."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = ["Saving"]
 
 
 class Saving:
-    """What a loop does with the trainer's directory of checkpoints; without one, nothing.
+    """A loop's use of the trainer's directory of checkpoints; without a directory, nothing is done.
 
     Args:
-      checkpoints: save.
+      checkpoints: saves the state.
       held: counts the steps.
-      under_way: the steps that devices may still work at.
-      display: gets messages.
-      by_itself: whether the loop saves: when it is time, and after its last step.
-      is_across: whether the ranks belong to several processes.
-      meet: is called with the name of a call that every process must make after the same step.
+      under_way: the steps that devices may still run.
+      display: shows messages.
+      by_itself: True if the loop saves by itself: when a save is due, and after its last step.
+      is_across: True if the ranks belong to several processes.
+      meet: a function of the name of a call that every process must make after the same step.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class Saving:
 
     @property
     def has_directory(self) -> bool:
-        """Whether there is a directory of checkpoints."""
+        """True if the trainer has a directory of checkpoints."""
         return self._store is not None
 
     def agree_on_fit(self, *, eval_data: Any, **arguments: Any) -> None:
-        """Before the first step, make sure that every process does the same in `fit`, and saves to the same place.
+        """Before the first step, make sure that every process has equal `fit` arguments, and the same directory.
 
         Args:
-          eval_data: whether there is any is compared.
-          arguments: the others, by name.
+          eval_data: only its presence is compared.
+          arguments: the other arguments, by name.
 
         Raises:
-          ProgramMismatchError: naming the first argument that differs, and the processes.
-          CheckpointSaveError: if they do not see one directory of checkpoints.
+          ProgramMismatchError: the message names the first argument that differs, and the processes.
+          CheckpointSaveError: if the processes do not see the same directory of checkpoints.
         """
         if not self._is_across:
             return
@@ -86,16 +86,16 @@ class Saving:
                 try:
                     claim.enter_context(self._store.owned())
                 except CheckpointSaveError as error:
-                    # Where nothing can be written, checkpoints can still be read.
+                    # If the directory cannot be written, its checkpoints can still be read.
                     if self._by_itself or isinstance(error, DirectoryInUseError):
                         raise
             yield
 
     def refuse_later_checkpoints(self, *, only_where_it_saves: bool = False) -> None:
-        """Before the first step of a run that resumes none.
+        """Refuse checkpoints of later steps, before the first step of a run that does not resume.
 
         Args:
-          only_where_it_saves: do nothing where the loop does not save by itself.
+          only_where_it_saves: do nothing if the loop does not save by itself.
 
         Raises:
           CheckpointSaveError: if the directory holds checkpoints of later steps.
@@ -111,7 +111,7 @@ class Saving:
             )
 
     def check(self) -> None:
-        """Before a step.
+        """Raise the error of a failed save in the background; called before each step.
 
         Raises:
           CheckpointSaveError: if a save in the background has failed.
@@ -120,27 +120,27 @@ class Saving:
             self._store.check()
 
     def after_step(self, record: StepRecord) -> None:
-        """A hook: save where it is time."""
+        """Save if a save is due; this is a hook."""
         if self._store is not None:
             self._store.check()
             if self._by_itself and self._store.wants(self._held.step):
                 self._checkpoints.save(wait=False)
 
     def finish(self, error: BaseException) -> None:
-        """Wait for what is being written, where `fit` ends by an error."""
+        """Wait for the save under way, when `fit` ends with an error."""
         if self._store is None:
             return
         try:
             self._store.finish()
         except CheckpointSaveError as failed:
-            if isinstance(error, GeneratorExit):  # which nobody sees
+            if isinstance(error, GeneratorExit):  # nobody sees this error
                 self._display.message(str(failed))
             error.add_note(f"The save under way failed as well: {failed}")
         except ProcessFailedError:
-            return  # this process ends by that
+            return  # this error ends the process
 
     def interrupted(self, error: BaseException, *, whole: bool, together: bool) -> None:
-        """After Ctrl-C: save the step that is done, where all processes come here, and say how to go on."""
+        """After Ctrl-C: save the finished step if all processes come here, and say how to go on."""
         again = "fit(resume=True) goes on from the latest checkpoint"
         if not whole:
             again = again if self._store is not None else "a new trainer begins anew"
@@ -160,7 +160,7 @@ class Saving:
                 error.add_note(f"Step {self._held.step} is saved in {self._store.directory}: {again}.")
 
     def end(self, preempted: Callable[[], bool]) -> None:
-        """Wait for what is being written, save the last step, and exit if that was asked for."""
+        """Wait for the save under way, save the last step, and exit if SIGTERM asked for it."""
         if self._store is not None:
             self._store.wait()  # before a loss may end the run
         self._under_way.finish(self._display.meter)

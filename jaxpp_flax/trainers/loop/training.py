@@ -1,4 +1,4 @@
-"""The trainer's loops over data, `fit` and `training_steps`: where they begin, what they draw, and how they end."""
+"""The trainer's loops over data, `fit` and `training_steps`: their beginning, their batches, and their end."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Training:
 
     Args:
       rows: the examples that this process loads.
-      checkpoints: to resume from.
-      saving: to the trainer's directory of checkpoints.
-      tracking: told where batches come from.
-      callbacks: their states.
+      checkpoints: resumes a run.
+      saving: saves to the trainer's directory of checkpoints.
+      tracking: gets the source of the batches.
+      callbacks: the states of the callbacks.
       display: shows the progress.
       log_every: steps between two rows of metrics.
-      deadline: seconds from SIGTERM to the end; None leaves the signal alone.
-      trace: what the training loss does with such microbatches.
-      await_same_end: waits, after the last step, until every process has taken as many.
+      deadline: seconds from SIGTERM to the end; None does not handle the signal.
+      trace: traces the training loss for given microbatches.
+      await_same_end: waits, after the last step, until every process has taken the same number of steps.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Training:
         global_batch_size: int | None,
         remainder: Remainder | None,
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Train batch by batch in a loop of your own: yields `(step, metrics)` after each step is dispatched.
+        """Train batch by batch in your own loop: yield `(step, metrics)` after each step is dispatched.
 
-        With `Checkpoints(every=)` it saves as `fit` does: when it is time, and after the last step.
+        With `Checkpoints(every=)` the loop saves as `fit` does: when a save is due, and after the last step.
 
         Args:
           data, steps, epochs, global_batch_size, remainder: as in `fit`.
@@ -89,7 +89,7 @@ class Training:
                 for record in steps_of(trainer, source, self._rows, global_batch_size, begin=begin):
                     self._saving.after_step(record)
                     yield trainer.step, dict(record.metrics)
-            except BaseException as error:  # a loop that is left by `break` too
+            except BaseException as error:  # `break` in the user's loop comes here too
                 self._saving.finish(error)
                 raise
             else:
@@ -131,7 +131,7 @@ class Training:
         steps: int | None,
         position: DataPosition | None,
     ) -> dict[str, Any]:
-        """From `position` on; `steps` are those that are left."""
+        """Run the loop from `position` on; `steps` is the number of remaining steps."""
         rule = self._rule(arguments.remainder, arguments.global_batch_size)
         source = self._tracking.enter(
             batches(
@@ -164,7 +164,7 @@ class Training:
         return RemainderRule.of(remainder, global_batch_size, parts, self._display.meter)
 
     def _check_filling(self, rule: RemainderRule, batch: Any) -> None:
-        """Before a first step, make sure that the loss leaves out what `rule` fills batches with."""
+        """Before a first step, make sure that the loss ignores the examples that `rule` adds to batches."""
         if rule.how == "pad":
             check_mask(batch)
             found = self._trace(self._rows.split(batch))
@@ -174,7 +174,7 @@ class Training:
 def _steps_left(
     data: Iterable[Any], source: Batches, steps: int | None, epochs: int | None, position: DataPosition | None
 ) -> int | None:
-    """How many steps follow, where that is known."""
+    """Return the number of remaining steps, if known."""
     if not isinstance(data, Sized):
         return steps
     done = 0 if position is None else position.batches - position.epoch * source.left_out

@@ -1,4 +1,4 @@
-"""Calls of the user's functions: the model and a microbatch, and what else a function asks for by name."""
+"""Calls of the user's functions with the model, a microbatch, and other arguments that a function asks for by name."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jaxpp_flax.trainers.model.linen import LinenCall
 
 __all__ = ["asked_for", "call_function", "call_model"]
 
-# A first argument with such a name is meant for parameters.
+# A first argument with one of these names is meant for parameters.
 _NAMES_OF_PARAMETERS = ("params", "parameters", "param", "variables", "weights", "theta")
-# What tells a model's `__call__` that it does not train, by the names that Flax's models use.
+# The arguments that tell a model's `__call__` that it does not train, by the names in Flax's models.
 _INFERENCE = {"training": False, "train": False, "is_training": False, "deterministic": True}
 
 
@@ -32,20 +32,20 @@ def call_function(
     microbatch: Any,
     training: bool,
 ) -> tuple[Any, Any]:
-    """`function(bound model, batch)`, with `training=` and `rngs=` where the function takes them.
+    """Call `function(bound model, batch)`, with `training=` and `rngs=` if the function takes them.
 
     Args:
       function: a loss function, or `predict_fn`.
       model, params, rest: the model's adapter, its trained parameters and the rest of its state.
       batch: one microbatch.
       step, microbatch: the numbers that random keys depend on.
-      training: whether gradients are taken.
+      training: True if gradients are computed.
 
     Returns:
-      What the function returned, and the bound model as the function left it.
+      The result of the function, and the bound model after the call.
 
     Raises:
-      LossError: if the function fails because it takes the model for parameters.
+      LossError: if the function fails because it treats the model as parameters.
     """
     bound = model.bind(params, rest, step=step, microbatch=microbatch, training=training)
     asked = asked_for(function)
@@ -63,7 +63,7 @@ def call_function(
 
 
 def _taken_for_parameters(function: Callable[..., Any], model: Any, error: Exception) -> str | None:
-    """What to say of a function that failed because it takes the model for parameters; None if it does not."""
+    """Return the message for a function that failed because it treats the model as parameters; None for others."""
     first, kind = next(iter(_parameters(function)), ""), type(model).__name__
     if first not in _NAMES_OF_PARAMETERS and f"'{kind}' object is not" not in str(error):
         return None
@@ -78,9 +78,9 @@ def _taken_for_parameters(function: Callable[..., Any], model: Any, error: Excep
 
 
 def asked_for(function: Callable[..., Any]) -> frozenset[str]:
-    """Which of `training` and `rngs` are parameters of `function`, after the model and the batch.
+    """Return those of `training` and `rngs` that are parameters of `function`, after the model and the batch.
 
-    What `functools.partial` has bound already stays as it is.
+    Arguments that `functools.partial` has already bound do not count.
 
     Example:
       >>> sorted(asked_for(lambda model, batch, *, training, rngs: 0))
@@ -99,10 +99,10 @@ def asked_for(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def call_model(model: Any, batch: Any) -> Any:
-    """What `predict` does unless it is told: the model's outputs for `batch`, when it does not train.
+    """Return the model's outputs for `batch`, without training: the default function of `predict`.
 
-    A boolean argument of the model's `__call__` that says so (`training`, `train`, `is_training`, `deterministic`) is
-    given. One whose default is None is left to the module's own attribute.
+    A boolean argument of the model's `__call__` that turns training off (`training`, `train`, `is_training`,
+    `deterministic`) is passed. An argument with default None is not passed: the module's own attribute decides.
 
     Example:
       >>> from flax import nnx
@@ -119,7 +119,7 @@ def call_model(model: Any, batch: Any) -> Any:
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """The named parameters; none where Python cannot tell."""
+    """Return the named parameters; none if Python cannot read the signature."""
     try:
         found = inspect.signature(function).parameters
     except (TypeError, ValueError):

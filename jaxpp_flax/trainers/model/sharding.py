@@ -1,4 +1,4 @@
-"""Shardings from a model's metadata: what its annotations mean on the axes of a stage's submesh."""
+"""Shardings from a model's metadata: the meaning of annotations on the axes of a stage's submesh."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ from jaxpp_flax.trainers.state.train_state import TrainState
 
 __all__ = ["Annotation", "AxisRules", "AxisRulesLike", "annotations_of", "state_specs", "unboxed"]
 
-Pairs = tuple[tuple[Any, Any], ...]  # of a name, and a mesh axis, or several, or None
+Pairs = tuple[tuple[Any, Any], ...]  # each pair: a name, and a mesh axis, several axes, or None
 MeshAxes: TypeAlias = str | Sequence[str] | None
 AxisRulesLike: TypeAlias = Mapping[str, MeshAxes] | Sequence[tuple[str, MeshAxes]]
-"""What `sharding_rules=` takes: names of axes, and the mesh axes that they stand for."""
+"""The type of `sharding_rules=`: names of axes, and the mesh axes that the names stand for."""
 
-_METADATA = ("out_sharding", "sharding_names", "sharding")  # of NNX variables, in newer and older versions of Flax
+# The metadata of NNX variables that hold annotations, in newer and older versions of Flax.
+_METADATA = ("out_sharding", "sharding_names", "sharding")
 
 
 @dataclass(frozen=True)
 class Annotation:
-    """What the model's author wrote on a leaf.
+    """The annotation that the model's author wrote on a leaf.
 
     Args:
-      names: of each dimension: a name, several, or None.
-      rules: what names stand for, of this leaf alone.
+      names: for each dimension: a name, several names, or None.
+      rules: the meanings of names for this leaf only.
     """
 
     names: tuple[Any, ...]
@@ -45,11 +46,11 @@ class Annotation:
 
 @dataclass(frozen=True)
 class AxisRules:
-    """What axis names stand for. A name has the first of these meanings: `given`, the leaf's own, `active`, itself.
+    """The meanings of axis names. A name has the first of these meanings: `given`, the leaf's own, `active`, itself.
 
     Args:
-      given: those of `MeshOptions(sharding_rules=)`.
-      active: those of Flax's `logical_axis_rules`, the context in which the trainer is made.
+      given: the rules of `MeshOptions(sharding_rules=)`.
+      active: the rules of Flax's `logical_axis_rules`, the context in which the trainer is made.
 
     Example:
       >>> with nn.logical_axis_rules([("embed", "fsdp"), ("mlp", "tensor")]):
@@ -65,15 +66,15 @@ class AxisRules:
 
     @classmethod
     def of(cls, sharding_rules: AxisRulesLike | None) -> AxisRules:
-        """The trainer's argument, and the rules of the context.
+        """Combine the trainer's argument and the rules of the context.
 
         Raises:
-          TypeError: if the rules are no pairs.
+          TypeError: if the rules are not pairs.
         """
         return cls(_pairs(sharding_rules), _pairs(nn.get_logical_axis_rules()))
 
     def pairs(self, own: Pairs = ()) -> Pairs:
-        """All rules that hold for a leaf with rules of its `own`, in order."""
+        """Return all rules for a leaf with its `own` rules, in order."""
         found: Pairs = ()
         for rules in (self.given, own, self.active):
             known = {name for name, _ in found}
@@ -81,7 +82,7 @@ class AxisRules:
         return found
 
     def on(self, sizes: Mapping[str, int]) -> Pairs:
-        """For constraints inside of the model, which are hints: what an absent axis would cut is left whole."""
+        """Return the rules for constraints inside the model. These are hints: an absent axis cuts nothing."""
         return tuple((name, _present(axes, sizes)) for name, axes in self.pairs())
 
 
@@ -96,7 +97,7 @@ def _is_annotated(node: Any) -> bool:
 
 
 def annotations_of(tree: Any) -> list[Annotation | None]:
-    """The annotations of a tree's leaves, of NNX variables or Linen boxes; None where there is none."""
+    """Return the annotation of each leaf of a tree of NNX variables or Linen boxes; None for a leaf without one."""
     found: list[Annotation | None] = []
     for node in jax.tree.leaves(tree, is_leaf=_is_annotated):
         found += [_annotation_of(node)] * len(jax.tree.leaves(node))
@@ -115,7 +116,7 @@ def _annotation_of(node: Any) -> Annotation | None:
 
 
 def unboxed(tree: Any) -> Any:
-    """Linen's variables without the boxes that hold annotations: the paths are those of a model without them."""
+    """Return Linen's variables without the boxes that hold annotations: paths are as in a model without boxes."""
     is_box = lambda node: isinstance(node, core.meta.AxisMetadata)  # noqa: E731
     return jax.tree.map(lambda node: jax.tree.leaves(node)[0] if is_box(node) else node, tree, is_leaf=is_box)
 
@@ -126,22 +127,22 @@ def state_specs(
     mesh: MpmdMesh | None,
     rules: AxisRules,
 ) -> TrainState | None:
-    """How each leaf of a state lies on a rank: like `state`, with a spec, or None for leaves without annotation.
+    """Return the spec of each leaf of a state on a rank: a tree like `state`, with None for leaves without annotation.
 
-    What the optimizer keeps for a parameter (found by its path) lies as the parameter does, or, where it has some of
-    its dimensions alone, as Adafactor's factored statistics do, as these dimensions lie. Where every axis beside the
-    stages' has one device, names without a meaning are passed over: they could cut nothing.
+    An optimizer leaf belongs to the parameter with the same path, and has the parameter's spec. An optimizer leaf with
+    only some of the parameter's dimensions, such as Adafactor's factored statistics, has the spec of these dimensions.
+    Where every axis except the stage axis has one device, names without a meaning are ignored: they cut nothing.
 
     Args:
       notes: the annotations of parameters and of the model's other state.
-      rules: what names stand for.
+      rules: the meanings of names.
 
     Returns:
-      None where nothing is annotated, or there is no mesh.
+      None if nothing is annotated, or there is no mesh.
 
     Raises:
-      MeshError: if names are neither axes beside the stages' nor in the rules (it lists all of them), or an axis does
-        not divide a dimension.
+      MeshError: if names are neither axes (except the stage axis) nor in the rules (the message lists all of them), or
+        if an axis does not divide a dimension.
     """
     if mesh is None or not any(note is not None for half in notes for note in half):
         return None
@@ -177,11 +178,11 @@ def state_specs(
 
 
 def _spec_of_part(shape: tuple[int, ...], whole: tuple[int, ...], spec: PartitionSpec, number: int) -> PartitionSpec:
-    """How a value lies that has some of a parameter's dimensions; on every device, where it has none of them.
+    """Return the spec of a value with some of a parameter's dimensions; a value with none of them is on every device.
 
     Args:
-      number: how many values of this shape come before it. Where several choices of dimensions fit, as in a square
-        matrix, optimizers keep one value for each, in order.
+      number: the number of earlier values with this shape. Where several choices of dimensions fit, as in a square
+        matrix, optimizers keep one value for each choice, in order.
 
     Example:
       >>> _spec_of_part((4,), (4, 6), PartitionSpec("fsdp", "tensor"), 0) == PartitionSpec("fsdp")
@@ -210,13 +211,13 @@ def _pairs(rules: Any) -> Pairs:
     return tuple((name, axes) for name, axes in pairs)
 
 
-# Of a leaf: its path, its shape, and for each annotated dimension the name and the mesh axes that it stands for.
+# The path and shape of a leaf; and for each annotated dimension, its name and the mesh axes of this name.
 _Leaf = tuple[str, tuple[int, ...], list[tuple[Any, tuple[str, ...]]]]
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reads annotations on the axes of a stage; collects what has no meaning there, with the first path of each."""
+    """Reads annotations on the axes of a stage; collects names and axes without meaning, each with its first path."""
 
     sizes: Mapping[str, int]
     rules: AxisRules
@@ -247,7 +248,7 @@ class _Reader:
         return path, shape, dimensions
 
     def _axes(self, name: Any, path: str, taken: set[str], pairs: Pairs) -> tuple[str, ...]:
-        """The mesh axes that a name stands for: by the first rule whose axes are still free, or else its own."""
+        """Return the mesh axes of a name: from the first rule whose axes are still free, else the axis of this name."""
         if name is None:
             return ()
         meanings = [axes for rule, axes in pairs if rule == name]
@@ -269,14 +270,14 @@ class _Reader:
 
     @property
     def _matters(self) -> bool:
-        """Whether a stage has several devices, so that an axis can cut anything."""
+        """True if a stage has several devices, so that an axis can cut a dimension."""
         return math.prod(self.sizes.values()) > 1
 
     def refuse_missing(self) -> None:
-        """Refuse all names and axes that have no meaning, unless they could cut nothing.
+        """Refuse all names and axes without a meaning, unless they cannot cut anything.
 
         Raises:
-          MeshError: listing them.
+          MeshError: the message lists them.
         """
         if not self._matters:
             return
@@ -305,7 +306,7 @@ class _Reader:
         )
 
     def spec(self, path: str, shape: tuple[int, ...], dimensions: Sequence[tuple[Any, tuple[str, ...]]]) -> Any:
-        """The spec of a leaf.
+        """Return the spec of a leaf.
 
         Raises:
           MeshError: if the axes do not divide a dimension.

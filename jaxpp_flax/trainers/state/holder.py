@@ -1,4 +1,4 @@
-"""The state that a trainer holds: made, or on disk, until a step is compiled; then placed where that step reads it."""
+"""The state that a trainer holds: in memory or on disk until a step is compiled, then placed for that step."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from jaxpp_flax.trainers.step.compilation import copied
 
 __all__ = ["Beginning", "Made", "OnDisk", "Placed", "StateHolder"]
 
-# Larger parameters are not kept beside the state to find out why a first loss is not finite.
+# Larger first parameters are not kept for the diagnosis of a first loss that is not finite.
 _KEPT_FOR_DIAGNOSIS = 256 << 20
 
 
 @dataclass(frozen=True)
 class Made:
-    """The state before a step is compiled: the user's own arrays, or ones on the default device.
+    """The state before a step is compiled: the user's own arrays, or arrays on the default device.
 
     Args:
-      state: its `opt_state` may be shapes alone.
+      state: the state; `opt_state` may have only shapes.
     """
 
     state: TrainState
@@ -36,18 +36,18 @@ class Made:
 
 @dataclass(frozen=True)
 class OnDisk:
-    """The state is a checkpoint whose files have been checked. It is read when its place is known.
+    """The state is a checkpoint with checked files. The checkpoint is read once the target shardings are known.
 
     Args:
-      path: of the checkpoint.
-      state: in memory, with the same shapes and dtypes; the checkpoint takes its place.
+      path: the path of the checkpoint.
+      state: the state in memory, with the same shapes and dtypes; the checkpoint will replace it.
     """
 
     path: Path
     state: TrainState
 
     def read(self, shardings: TrainState | None = None) -> TrainState:
-        """The checkpoint's state: on the default device, or where `shardings` say."""
+        """Read the checkpoint's state: to the default device, or to `shardings`."""
         target = abstract_state(self.state)
         if shardings is not None:
             target = jax.tree.map(_with_sharding, target, shardings)
@@ -56,31 +56,31 @@ class OnDisk:
 
 @dataclass(frozen=True)
 class Placed:
-    """The state on the devices that the compiled steps read it from; a step reuses its memory."""
+    """The state on the devices of the compiled steps; a step reuses the memory of these arrays."""
 
     state: TrainState
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """What the first step began with, to find out why its loss is not finite.
+    """The inputs of the first step, for the diagnosis of a first loss that is not finite.
 
     Args:
-      values: parameters and the rest of the model's state; None where they are too large to keep beside the state.
+      values: parameters and the rest of the model's state; None if they are too large to keep beside the state.
     """
 
     values: tuple[Any, Any] | None
 
 
 class StateHolder:
-    """Holds the `TrainState` and counts its steps, so that a large state is never on one device alone.
+    """Holds the `TrainState` and counts its steps. A large state is never on a single device.
 
-    Until the first step is compiled, the parameters are the user's own arrays and the optimizer's state is shapes
-    alone; then each leaf is copied, or made, straight on the devices of its ranks. A checkpoint that a run resumes from
-    is read straight onto them. A caller that asks for `whole` before gets it on the default device.
+    Until the first step is compiled, the parameters are the user's own arrays, and the optimizer's state has only
+    shapes. Then each leaf is copied, or made, directly on the devices of its ranks. A run that resumes reads its
+    checkpoint directly onto these devices. A call of `whole` before that makes the state on the default device.
 
     Args:
-      first: the state before the first step; its `opt_state` may be shapes alone.
+      first: the state before the first step; `opt_state` may have only shapes.
       init: makes the `opt_state` from parameters.
 
     Example:
@@ -94,40 +94,40 @@ class StateHolder:
 
     def __init__(self, first: TrainState, init: Callable[[Any], Any]) -> None:
         self.step = 0
-        """Optimizer steps done."""
+        """The number of optimizer steps done."""
         self._now: Made | OnDisk | Placed = Made(first)
         self._init = init
         self._beginning: Beginning | None = Beginning((first.params, first.model_state))  # until the first loss is seen
 
     @property
     def memory(self) -> TrainState:
-        """What is in memory: right in shapes and dtypes; in values, too, unless the state is on disk."""
+        """The state in memory: shapes and dtypes are correct; values too, unless the state is on disk."""
         return self._now.state
 
     @property
     def is_placed(self) -> bool:
-        """Whether the state lies where compiled steps read it."""
+        """True if the state is on the devices of the compiled steps."""
         return isinstance(self._now, Placed)
 
     def whole(self) -> TrainState:
-        """All values of the state, those of the optimizer too."""
+        """Return all values of the state, with the optimizer's values."""
         state = self.weights()
         if is_abstract(state.opt_state):
             self._now = replace(self._now, state=replace(state, opt_state=self._init(state.params)))
         return self._now.state
 
     def weights(self) -> TrainState:
-        """The state, whose `opt_state` may be shapes alone."""
+        """Return the state; `opt_state` may have only shapes."""
         if isinstance(self._now, OnDisk):
             self.restored(self._now.read())
         return self._now.state
 
     def place(self, mesh: MpmdMesh | None, shardings: Callable[[], TrainState]) -> None:
-        """Bring the state where a compiled step reads it, once.
+        """Place the state for the compiled step; later calls do nothing.
 
         Args:
-          mesh: of all ranks; None copies the state to the default device.
-          shardings: gives an `MpmdSharding` for each leaf.
+          mesh: the mesh of all ranks; None copies the state to the default device.
+          shardings: returns an `MpmdSharding` for each leaf.
         """
         match self._now:
             case Placed():
@@ -144,21 +144,21 @@ class StateHolder:
             self._beginning = Beginning(None)
 
     def advance(self, state: TrainState) -> None:
-        """`state` is what a step has made of the one held, whose memory it took."""
+        """Hold `state`, the result of a step. The step has reused the memory of the state held before."""
         self._now = Placed(state)
         self.step += 1
 
     def restored(self, state: TrainState) -> None:
-        """`state` takes the place of the one held; it lies where that one did."""
+        """Replace the held state by `state`, which is on the same devices."""
         self._now = Placed(state) if self.is_placed else Made(state)
         self._beginning = None  # the state is no longer the first one
 
     def is_on_disk(self, path: Path) -> None:
-        """The state is the checkpoint at `path`, which fits: it is read when its place is known."""
+        """Hold the checkpoint at `path`, which fits. It is read once the target shardings are known."""
         self._now = OnDisk(path, self._now.state)
 
     def take_beginning(self) -> Beginning | None:
-        """What the first step began with, once: None after that, and for a state from a checkpoint."""
+        """Return the inputs of the first step once: later calls, and a state from a checkpoint, give None."""
         beginning, self._beginning = self._beginning, None
         return beginning
 

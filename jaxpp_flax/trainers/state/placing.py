@@ -1,4 +1,4 @@
-"""The state's way onto the ranks: each leaf goes straight to its devices, and what the optimizer adds is made there."""
+"""Place the state on the ranks: each leaf goes directly to its devices, and the optimizer state is made there."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from jaxpp_flax.trainers.step.loss_trace import used_inputs
 __all__ = ["hash_of_init", "is_abstract", "make_on_ranks", "numbers_of_init", "place_state", "shapes_or_values"]
 
 
-# What JAX raises where an optimizer's `init` looks at values: that one is called and not traced.
+# JAX raises these errors if an optimizer's `init` reads values. Such an `init` is called instead of traced.
 NOT_TRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 
 
 def shapes_or_values(init: Callable[[Any], Any], params: Any) -> Any:
-    """`init(params)` as shapes alone; as values where it cannot be traced."""
+    """Return the shapes of `init(params)`; the values, if `init` cannot be traced."""
     try:
         return jax.eval_shape(init, params)
     except NOT_TRACEABLE:
@@ -37,9 +37,9 @@ def shapes_or_values(init: Callable[[Any], Any], params: Any) -> Any:
 
 
 def hash_of_init(init: Callable[[Any], Any], params: Any) -> str | None:
-    """Sixteen digits that stand for what `init` does with such parameters, values that it holds included.
+    """Return a hash (sixteen digits) of the program of `init` for parameters of these shapes, with its constants.
 
-    None where it cannot be traced.
+    Return None if `init` cannot be traced.
 
     Example:
       >>> import optax
@@ -57,9 +57,9 @@ def hash_of_init(init: Callable[[Any], Any], params: Any) -> str | None:
 
 
 def numbers_of_init(init: Callable[[Any], Any], params: Any) -> dict[str, str | None]:
-    """The single numbers in what `init` makes of such parameters (hyperparameters, counters) by path, as text.
+    """Return the single numbers in the result of `init` (hyperparameters, counters) by path, as text.
 
-    Nothing where it cannot be traced.
+    Return nothing if `init` cannot be traced.
 
     Example:
       >>> import optax
@@ -76,24 +76,24 @@ def numbers_of_init(init: Callable[[Any], Any], params: Any) -> dict[str, str | 
         for i, (path, leaf) in enumerate(shapes)
         if leaf.size == 1 and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     }
-    # What else it makes, such as moments of the parameters' size, is never computed.
+    # The other results of `init`, such as moments of the parameters' size, are never computed.
     values = jax.jit(lambda params: [jax.tree.leaves(init(params))[i] for i in single.values()])(params)
     return dict(zip(single, map(value_text, values), strict=True))
 
 
 def is_abstract(tree: Any) -> bool:
-    """Whether some leaf is a shape without a value."""
+    """Return True if some leaf is a shape without a value."""
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
 
 
 def place_state(mesh: MpmdMesh, state: TrainState, shardings: TrainState, init: Callable[[Any], Any]) -> TrainState:
-    """`state` on its ranks: copies, so that donating them leaves the user's arrays alone.
+    """Copy `state` to its ranks. A step may donate the copies: the user's arrays stay valid.
 
     Args:
-      mesh: of all ranks.
-      state: arrays; its `opt_state` may be shapes alone.
+      mesh: the mesh of all ranks.
+      state: arrays; `opt_state` may have only shapes.
       shardings: an `MpmdSharding` for each leaf.
-      init: makes the `opt_state` from parameters; it runs on the ranks.
+      init: makes the `opt_state` from parameters; `init` runs on the ranks.
     """
     placed = _put(mesh, replace(state, opt_state=()), replace(shardings, opt_state=()))
     if is_abstract(state.opt_state):
@@ -101,14 +101,14 @@ def place_state(mesh: MpmdMesh, state: TrainState, shardings: TrainState, init: 
     return replace(placed, opt_state=_put(mesh, state.opt_state, shardings.opt_state))
 
 
-@context_mesh(None)  # JAX would compare each rank's devices with those of a mesh around the call
+@context_mesh(None)  # with a context mesh, JAX would compare each rank's devices with the devices of that mesh
 def make_on_ranks(function: Callable[[Any], Any], argument: Any, shardings: Any) -> Any:
-    """`function(argument)` for a tree of `MpmdArray`s, each leaf of the result computed on the ranks it lives on.
+    """Compute `function(argument)` for a tree of `MpmdArray`s: each leaf of the result on its own ranks.
 
-    Every rank runs a program of its own for its leaves; what such a leaf depends on is copied there if need be.
+    Every rank runs its own program for its leaves. The inputs of this program are copied to the rank if needed.
 
     Args:
-      function: from a tree of arrays to one; traced.
+      function: from a tree of arrays to a tree of arrays; the function is traced.
       argument: a tree of `MpmdArray`s.
       shardings: an `MpmdSharding` for each leaf of the result.
     """
@@ -134,7 +134,7 @@ def make_on_ranks(function: Callable[[Any], Any], argument: Any, shardings: Any)
 
         def on_rank(values: Sequence[Any], mine: Sequence[int] = mine, read: Sequence[int] = read) -> list[Any]:
             given = dict(zip(read, values, strict=True))
-            # Nothing of this rank depends on the others, so these zeros are never computed.
+            # This rank's results do not depend on the other inputs, so these zeros are never computed.
             whole = flat([given[i] if i in given else jnp.zeros(s.shape, s.dtype) for i, s in enumerate(shapes)])
             return [whole[i] for i in mine]
 

@@ -1,4 +1,4 @@
-"""The one place that turns a step into something that runs: a pipeline, or plain `jax.jit`."""
+"""The compilation of a step, in one place: as a pipeline, or with plain `jax.jit`."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ __all__ = ["Backend", "copied", "to_ordinary"]
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """Where steps run: on the ranks of `mesh`, or, without one, on JAX's default device under `jax.jit`."""
+    """The devices of steps: the ranks of `mesh`; without a mesh, JAX's default device under `jax.jit`."""
 
     mesh: MpmdMesh | None
-    state_specs: TrainState | None  # of the state's leaves; see `state_specs`
-    rules: AxisRules  # what logical axis names stand for
+    state_specs: TrainState | None  # the specs of the state's leaves; see `state_specs`
+    rules: AxisRules  # the meanings of logical axis names
 
     def compile(self, function: Callable[..., Any], state: Any, batch: Any, policy: CutPolicy, *, donate: bool) -> Any:
-        """`function(state, batch)`, compiled for arguments like these; with `donate` the state's memory is reused.
+        """Compile `function(state, batch)` for arguments like these; with `donate` the state's memory is reused.
 
-        `policy` says which marks cut. With several processes, all of them get what the function returns beside a new
-        state.
+        `policy` chooses the marks that cut. With several processes, all of them get the function's results other than a
+        new state.
         """
         donated = (0,) if donate else ()
         specs = self.state_specs if donate or self.state_specs is None else self.state_specs.for_inference()
         if self.mesh is None:
             jitted = jax.jit(function, donate_argnums=donated)
             if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-                return jitted  # then it is called operation by operation, which what is compiled refuses
+                return jitted  # a compiled function would refuse to run operation by operation
             return jitted.lower(state, batch).compile()
         mesh, shards = self.mesh, num_batch_shards(self.mesh)
-        # What the data-parallel devices cannot share (inference alone has such a batch) each of them computes.
+        # Only inference has batches that data-parallel devices cannot divide evenly: each device computes all of it.
         leaves, structure = jax.tree.flatten(batch)
         is_shared = all(leaf.shape[1] % shards == 0 for leaf in leaves if len(leaf.shape) > 1)
         specs_of_batch = [batch_spec(mesh, len(leaf.shape)) if is_shared else PartitionSpec() for leaf in leaves]
@@ -53,7 +53,7 @@ class Backend:
             function,
             mesh,
             in_shardings=(specs, jax.tree.unflatten(structure, specs_of_batch)),
-            # A step that gives the state back gives it as it took it.
+            # A step returns the state with the shardings of its input state.
             out_shardings=(specs, None) if donate and specs is not None else None,
             donate_argnums=donated,
             cut_policy=policy,
@@ -64,14 +64,14 @@ class Backend:
 
 
 def copied(leaf: Any) -> jax.Array:
-    """A copy that shares no memory with `leaf`."""
+    """Return a copy that shares no memory with `leaf`."""
     return jnp.array(leaf, copy=True)
 
 
 def to_ordinary(tree: Any) -> Any:
-    """Every leaf as a `jax.Array` of its own on the default device.
+    """Copy every leaf to a new `jax.Array` on the default device.
 
-    Where ranks belong to several processes, all of these must call it.
+    If the ranks belong to several processes, all of them must call this function.
     """
     device = jax.local_devices()[0]
 

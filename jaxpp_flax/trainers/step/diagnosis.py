@@ -1,6 +1,7 @@
-"""Where a loss that is not finite arose: one forward pass, evaluated equation by equation on one device.
+"""Find the origin of a loss that is not finite: evaluate one forward pass, equation by equation, on one device.
 
-With several processes, each of them has the batch leaves that its stages read: each evaluates what these allow.
+With several processes, each process has only the batch leaves that its stages read, and evaluates the equations that
+need no other leaves.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ def first_loss_error(
     num_microbatches: int,
     mesh: MpmdMesh | None,
 ) -> NonFiniteLossError:
-    """What to raise where the loss of step 1 is not finite.
+    """Return the error for a loss of step 1 that is not finite.
 
     Args:
       value: the loss.
       initial: parameters and the rest of the model's state before that step, or None if they were not kept.
-      model, loss_fn: the trainer's.
+      model, loss_fn: as in the trainer.
       batch, num_microbatches, mesh: as in `diagnose`.
     """
     if initial is None:
@@ -60,12 +61,12 @@ def first_loss_error(
 
 
 class _Unknown:
-    """A value that only other processes can compute; for all that is known, it is finite."""
+    """A value that only other processes can compute; this process treats it as finite."""
 
 
 _UNKNOWN = _Unknown()
 
-# How much a finding tells, the most first: of several processes, the one that knows most is believed.
+# Kinds of findings, the most precise first: with several processes, the most precise finding is used.
 _A_LEAF, _A_BLOCK, _AFTER_THE_BLOCKS, _BEYOND_THE_BLOCKS, _THE_SUM, _NOTHING = range(6)
 
 
@@ -77,12 +78,14 @@ def diagnose(
     *,
     mesh: MpmdMesh | None = None,
 ) -> str:
-    """What to tell the user about a loss that is not finite, in one sentence or two.
+    """Describe the origin of a loss that is not finite to the user, in one sentence or two.
 
     Args:
-      loss_of: `(params, microbatch, index)` -> what the user's loss function returns.
-      batch: leaves of shape (num_microbatches, microbatch, ...); a `jax.ShapeDtypeStruct` where another process has it.
-      mesh: the run's. Where several processes own it, all of them come here, and say what the best informed one found.
+      loss_of: `(params, microbatch, index)` -> the result of the user's loss function.
+      batch: leaves of shape (num_microbatches, microbatch, ...); a `jax.ShapeDtypeStruct` for a leaf that only another
+        process has.
+      mesh: the mesh of the run. If several processes own it, all of them must call `diagnose`, and all return the most
+        precise finding.
     """
     findings = [_find(loss_of, params, batch, num_microbatches)]
     if mesh is not None and mesh.jax_mesh.is_multi_process:
@@ -119,7 +122,7 @@ def _find(loss_of: Callable[[Any, Any, Any], Any], params: Any, batch: Any, num_
 
 
 def _is_elsewhere(leaf: Any) -> bool:
-    """Whether this process does not have the whole of it."""
+    """Return True if this process does not have the whole leaf."""
     return isinstance(leaf, jax.ShapeDtypeStruct) or not getattr(leaf, "is_fully_addressable", True)
 
 
@@ -152,7 +155,7 @@ def _first_fault(function: Callable[[Any, Any], Any], params: Any, microbatch: A
 
 
 class _Watch:
-    """Evaluates graphs, entering calls that hold marks, and remembers where values stopped being finite."""
+    """Evaluates graphs and the calls in them, and remembers the first values that are not finite."""
 
     def __init__(self) -> None:
         self.first_block: str | None = None

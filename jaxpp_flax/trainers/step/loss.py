@@ -1,14 +1,14 @@
-"""The loss rule: the loss and gradients of a step are those of the whole batch.
+"""The loss rule: a step has the loss and gradients of the whole batch.
 
 A loss function sees one microbatch and returns one of
 
 - the **mean loss** of the microbatch, a scalar. The step's loss is the mean over the (equally large) microbatches;
-- **(loss_sum, weight)**, two scalars: a sum over the microbatch and what to divide it by, such as its number of
+- **(loss_sum, weight)**, two scalars: a sum over the microbatch and the divisor of this sum, such as the number of
   unmasked tokens. The step's loss is the sum of all `loss_sum` over the sum of all `weight`, so microbatches count by
-  their weight. The weight is taken as a constant of the data: no gradient flows through it. A batch whose whole
-  weight is zero has loss zero and changes no gradient;
-- either of these with a mapping of **metrics**: `(loss, metrics)` or `((loss_sum, weight), metrics)`. A metric is
-  averaged over the microbatches, or, given as a pair `(sum, weight)`, summed and divided by the summed weight.
+  their weight. The weight is a constant of the data: no gradient flows through it. A batch with a total weight of zero
+  has loss zero and changes no gradient;
+- one of these with a mapping of **metrics**: `(loss, metrics)` or `((loss_sum, weight), metrics)`. A metric is
+  averaged over the microbatches. A metric that is a pair `(sum, weight)` is summed and divided by the summed weight.
 
 Gradients are summed over the microbatches and divided once, after the loop.
 """
@@ -30,18 +30,18 @@ __all__ = ["LossTerms", "read_loss", "whole_batch"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class LossTerms:
-    """What one microbatch contributes; adding these over the microbatches gives what the batch contributes."""
+    """The terms of one microbatch; their sum over the microbatches is the terms of the batch."""
 
     total: Any
     weight: Any  # None: the loss is a mean
-    metrics: Any  # each a value, or a pair (sum, weight)
+    metrics: Any  # each metric is a value, or a pair (sum, weight)
 
 
 def read_loss(output: Any) -> LossTerms:
-    """The terms in what a loss function returned for one microbatch; sums are kept in float32 at least.
+    """Read the terms from the output of a loss function for one microbatch; sums are in float32 or wider.
 
     Raises:
-      LossError: if it is none of the documented forms.
+      LossError: if the output has none of the documented forms.
 
     Example:
       >>> read_loss((jnp.float32(6.0), 3)).weight.item()
@@ -63,7 +63,7 @@ def read_loss(output: Any) -> LossTerms:
 
 
 def whole_batch(summed: LossTerms, num_microbatches: int) -> tuple[dict[str, jax.Array], Any]:
-    """The metrics of the whole batch from the sums over its microbatches, and what its gradients are divided by.
+    """Return the metrics of the whole batch, from the sums over its microbatches, and the divisor of the gradients.
 
     Example:
       >>> terms = LossTerms(total=jnp.float32(6.0), weight=jnp.float32(4.0), metrics={"hits": (2.0, 8.0)})

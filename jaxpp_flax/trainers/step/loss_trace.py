@@ -1,4 +1,4 @@
-"""What the trace of a loss function shows before anything is compiled: the state it writes, the parameters it uses."""
+"""Trace a loss function before anything is compiled: find the state it writes and the parameters it uses."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ __all__ = ["LossTrace", "check_used", "trace_loss", "used_inputs", "warn_of_batc
 
 @dataclass(frozen=True, kw_only=True)
 class LossTrace:
-    """What a loss function does with microbatches of one structure.
+    """The properties of a loss function for microbatches of one structure.
 
     Args:
-      carried: the leaves of `model_state` that it writes, by position. They go from microbatch to microbatch;
-        everything else in `model_state` (frozen parameters, keys) is a constant of the loop.
+      carried: the positions of the leaves of `model_state` that the loss function writes. These leaves go from
+        microbatch to microbatch; all other leaves (frozen parameters, keys) are constants of the loop.
       unused: the paths of parameters that the loss does not depend on.
-      batch_statistics: the paths of those carried leaves that are statistics of a batch.
+      batch_statistics: the paths of the carried leaves that are statistics of a batch.
       weighed_by: the leaves of the batch that both the loss and its weight depend on.
-      unweighted: the metrics that are no pairs (sum, weight); None if the loss is none.
+      unweighted: the metrics that are not pairs (sum, weight); None if the loss is not a pair.
     """
 
     carried: tuple[int, ...]
@@ -45,10 +45,10 @@ class LossTrace:
 
 
 def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any) -> LossTrace:
-    """What the loss function does with such microbatches; nothing is computed here.
+    """Trace the loss function for microbatches of this structure; nothing is computed.
 
     Args:
-      microbatch: of arrays or `jax.ShapeDtypeStruct`s.
+      microbatch: a tree of arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
       LossError: if the loss function returns none of the documented forms.
@@ -101,7 +101,7 @@ def _paths_of_batch(batch: Any) -> list[str]:
 
 
 def warn_of_batch_statistics(paths: Sequence[str], num_microbatches: int) -> None:
-    """Say that statistics of a batch are here those of a microbatch, and name them."""
+    """Warn that the named batch statistics are computed from one microbatch."""
     shown = shortened(paths, 3)
     warnings.warn(
         f"the loss writes statistics of the batch ({shown}). In each of the {num_microbatches} microbatches a "
@@ -118,7 +118,7 @@ def check_used(unused: Sequence[str]) -> None:
     """Refuse parameters that the loss does not depend on.
 
     Raises:
-      ModelError: naming them.
+      ModelError: the message names the parameters.
     """
     if unused:
         shown = shortened(unused, 5)
@@ -131,7 +131,7 @@ def check_used(unused: Sequence[str]) -> None:
 
 
 def used_inputs(graph: Graph, wanted: Sequence[bool]) -> list[bool]:
-    """Which inputs the wanted outputs depend on; calls are looked into, loops and conditions use all they take."""
+    """Mark the inputs that the wanted outputs depend on. Calls are entered; loops and conditions use all inputs."""
     needed = {atom for atom, want in zip(graph.outputs, wanted, strict=True) if want and isinstance(atom, Value)}
     for equation in reversed(graph.equations):
         results = [value in needed for value in equation.outputs]

@@ -1,4 +1,4 @@
-"""From the summed gradients of a step to its new state: loss scaling, the optimizer, the average of the weights."""
+"""Compute a step's new state from its summed gradients: loss scale, optimizer, moving average of the weights."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["DynamicLossScale", "Update", "choose_loss_scale"]
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicLossScale:
-    """A loss scale that finds its own size: halved by a step with a gradient that is not finite, else doubled at times.
+    """A loss scale that adapts: a gradient that is not finite halves it; good steps in a row double it.
 
     Args:
       initial: the scale of the first step.
-      growth_interval: good steps in a row after which it grows.
-      factor: what it is multiplied with to grow, and divided by to shrink.
+      growth_interval: good steps in a row after which the scale grows.
+      factor: the scale is multiplied by this number to grow, and divided by it to shrink.
 
     Example:
       >>> DynamicLossScale(growth_interval=500).initial
@@ -40,16 +40,16 @@ class DynamicLossScale:
     factor: float = 2.0
 
     def __post_init__(self) -> None:
-        """Refuse numbers that make no scale."""
+        """Refuse numbers that are out of range."""
         if not (0 < self.initial < math.inf and self.growth_interval >= 1 and 1 < self.factor < math.inf):
             raise ValueError(f"{self!r}: initial must be above 0, growth_interval at least 1 and factor above 1.")
 
     def start(self) -> dict[str, jax.Array]:
-        """The scale's state before the first step."""
+        """Return the scale's state before the first step."""
         return {"scale": jnp.float32(self.initial), "good_steps": jnp.int32(0)}
 
     def after(self, state: dict[str, Any], finite: Any) -> dict[str, Any]:
-        """The scale's state after a step whose gradients were all finite, or not."""
+        """Return the scale's state after a step; `finite` says if all its gradients were finite."""
         good = jnp.where(finite, state["good_steps"] + 1, 0)
         grow = good >= self.growth_interval
         larger = jnp.where(grow, state["scale"] * self.factor, state["scale"])
@@ -59,10 +59,10 @@ class DynamicLossScale:
 
 
 def choose_loss_scale(value: Any) -> DynamicLossScale | float | None:
-    """What `loss_scale=` stands for: "dynamic" is a `DynamicLossScale()`.
+    """Convert the trainer's `loss_scale=`: "dynamic" becomes a `DynamicLossScale()`.
 
     Raises:
-      ValueError: if it is no loss scale.
+      ValueError: if the value is not a loss scale.
 
     Example:
       >>> choose_loss_scale("dynamic").initial, choose_loss_scale(128.0), choose_loss_scale(None)
@@ -79,7 +79,7 @@ _ITS_STATE = "The trainer keeps a state of its own for it (`trainer.state.opt_st
 
 
 def _takes_value(tx: Any) -> bool:
-    """Whether the optimizer's update may be given the loss; by Optax's contract, one with extra arguments may."""
+    """Return True if the optimizer's update accepts the loss; Optax allows this for updates with extra arguments."""
     if isinstance(tx, optax.GradientTransformationExtraArgs):
         return True
     try:
@@ -90,7 +90,7 @@ def _takes_value(tx: Any) -> bool:
 
 
 def _wanted(error: Exception) -> tuple[str, str] | None:
-    """The function of an optimizer that lacks arguments, and these arguments; None for other errors."""
+    """Return the optimizer function that lacks arguments, and these arguments; None for other errors."""
     missing = re.search(r"([\w.<>]+)\(\) missing \d+ required keyword-only arguments?: (.*)", str(error))
     if missing is not None:
         return missing[1].split(".")[0], " and ".join(f"{name}=" for name in re.findall(r"'(\w+)'", missing[2]))
@@ -100,14 +100,14 @@ def _wanted(error: Exception) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What a step does with its gradients.
+    """The part of a step that changes the state: it uses the summed gradients.
 
     Args:
       tx: the optimizer.
       loss_scale: None, a constant, or a `DynamicLossScale`. With one, gradients that are not finite skip the step.
-      gradient_dtype: in which gradients are summed over the microbatches; None: as they come.
-      ema_decay: of the exponential moving average of the weights; None: there is none.
-      skips_nonfinite: whether a loss, or gradients, that are not finite skip the step, without a loss scale too.
+      gradient_dtype: the type in which gradients are summed over the microbatches. None: their own type.
+      ema_decay: the decay of the exponential moving average of the weights. None: no average is kept.
+      skips_nonfinite: True if a loss or gradients that are not finite skip the step, without a loss scale too.
     """
 
     tx: optax.GradientTransformation
@@ -118,10 +118,10 @@ class Update:
 
     @classmethod
     def of(cls, tx: Any, loss_scale: Any, gradient_dtype: Any, ema_decay: Any, *, skips_nonfinite: bool) -> Update:
-        """From the trainer's arguments.
+        """Make an `Update` from the trainer's arguments.
 
         Raises:
-          TypeError: if `tx` is no optimizer.
+          TypeError: if `tx` is not an optimizer.
         """
         if not hasattr(tx, "init") or not hasattr(tx, "update"):
             inner = f" Pass the Optax optimizer that it holds, its `.tx`. {_ITS_STATE}" if hasattr(tx, "tx") else ""
@@ -135,7 +135,7 @@ class Update:
         )
 
     def first_state(self, params: Any, model_state: Any) -> TrainState:
-        """The state before the first step; `opt_state` as shapes alone where the optimizer can be traced."""
+        """Return the state before the first step; `opt_state` has only shapes if the optimizer can be traced."""
         return TrainState(
             step=jnp.int32(0),
             params=params,
@@ -146,12 +146,12 @@ class Update:
         )
 
     def scaled(self, loss: Any, state: TrainState) -> Any:
-        """The loss that is differentiated."""
+        """Return the loss to differentiate."""
         scale = self._scale(state)
         return loss if scale is None else loss * scale
 
     def summand(self, grads: Any) -> Any:
-        """One microbatch's gradients, as they are summed."""
+        """Convert one microbatch's gradients to the type of the sum."""
         if self.gradient_dtype is None:
             return grads
         return jax.tree.map(lambda g: g.astype(self.gradient_dtype), grads)
@@ -165,13 +165,13 @@ class Update:
         carried: Any,
         new_model_state: Callable[[Any], Any],
     ) -> tuple[TrainState, dict[str, Any]]:
-        """The new state and the metrics that belong to it.
+        """Return the new state and its metrics.
 
         Args:
-          grads: summed over the microbatches.
-          loss: of the whole batch, for optimizers that ask for its `value`.
-          divisor: what they are divided by.
-          carried: the leaves of the model's state that the step has written, before and after: a pair of lists.
+          grads: the gradients, summed over the microbatches.
+          loss: the loss of the whole batch, for optimizers that ask for `value`.
+          divisor: the gradients are divided by this number.
+          carried: the leaves of the model's state that the step has written: a pair of lists, before and after.
           new_model_state: makes the model's state from these leaves.
         """
         scale = self._scale(state)
@@ -182,7 +182,7 @@ class Update:
             return (wide / jnp.asarray(total, wide.dtype)).astype(param.dtype)
 
         if scale is not None and self._narrow(grads, state.params):
-            # The scale times the divisor may overflow a narrow type, though neither does.
+            # The product of scale and divisor may overflow a narrow type, even if neither factor overflows.
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         grads = jax.tree.map(mean, grads, state.params)
         updates, opt_state = self._updates(grads, state, loss)
@@ -222,10 +222,10 @@ class Update:
         return after, metrics
 
     def _updates(self, grads: Any, state: TrainState, loss: Any) -> tuple[Any, Any]:
-        """What the optimizer makes of the gradients.
+        """Return the optimizer's updates and its new state.
 
         Raises:
-          TypeError: if it needs more than gradients, parameters and the loss.
+          TypeError: if the optimizer needs more than gradients, parameters and the loss.
         """
         more = {"value": loss} if _takes_value(self.tx) else {}
         try:

@@ -1,4 +1,4 @@
-"""`schedule="auto"`: measure the tasks for a few steps, search, go on with what was found, and say what it gained."""
+"""`schedule="auto"`: measure tasks for a few steps, search a schedule, continue with it, and report its gain."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from jaxpp_flax.trainers.tuning.profiling import StepProfile, task_costs
 
 __all__ = ["AutoSchedule", "ScheduleReport", "ScheduleTuner"]
 
-# Measured for their tasks' times, by stages on a rank: one with whole backwards, and one that splits them.
+# Schedules that run to measure their tasks, by stages on a rank: with whole backwards, and with split backwards.
 _WHOLE, _SPLIT = {1: "1f1b"}, {1: "zero_bubble", 2: "zbv"}
 _WHOLE_OF_SEVERAL = "interleaved_1f1b"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoSchedule:
-    """How `schedule="auto"` finds a schedule; `PipelineTrainer(schedule=AutoSchedule(...))` sets it otherwise.
+    """The options of `schedule="auto"`; `PipelineTrainer(schedule=AutoSchedule(...))` changes them.
 
-    The first steps are ordinary steps of the training, measured. They run 1F1B, and a schedule that splits the
-    backward, so that input and weight gradients are timed apart; then the same with more stages on each rank, where
-    the model has marks for them. Each of these is compiled. Then `jaxpp_flax.schedules.search` looks for the best
-    schedule, which the training goes on with. Results of the training do not depend on what is chosen.
+    The first steps are ordinary training steps, and their times are measured. They run 1F1B, and a schedule that splits
+    the backward, so that input and weight gradients are timed apart. Then the same two schedules run with more stages
+    on each rank, if the model has marks for them. Each schedule is compiled. Then `jaxpp_flax.schedules.search` looks
+    for the best schedule, and the training continues with it. The results of the training do not depend on the choice.
 
     Args:
-      steps: measured steps for each, after one that is not counted; the medians over them are used.
-      stages_per_rank: how many stages on each rank are tried; what the model, its marks or the assignment do not
-        allow is left out.
-      split_backward: whether input and weight gradients may run apart.
+      steps: measured steps for each schedule, after one that is not counted; the medians over these steps are used.
+      stages_per_rank: the numbers of stages on each rank to try. A number that the model, its marks or the assignment
+        do not allow is left out.
+      split_backward: True if input and weight gradients may run apart.
       minimum_gain: keep the first schedule unless the predicted step is shorter by this share.
       memory_limit: bytes of activations that a rank may hold (one number, or one for each rank).
       transfer: the links between ranks, in seconds and bytes, as `jaxpp_flax.schedules.simulate` takes them; free
         if None.
       evaluations: schedules that the search tries.
-      seed: of the search; equal measurements give equal schedules.
+      seed: the seed of the search; equal measurements give equal schedules.
     """
 
     steps: int = 3
@@ -58,11 +58,11 @@ class AutoSchedule:
             raise ValueError(f"AutoSchedule: minimum_gain={self.minimum_gain!r} is a share of a step: 0 to 1, less 1.")
 
     def first(self, num_stages: int, num_ranks: int) -> str:
-        """The schedule that training begins with."""
+        """Return the name of the schedule that training begins with."""
         return _WHOLE.get(num_stages // num_ranks, _WHOLE_OF_SEVERAL)
 
     def trials(self, num_stages: int, num_ranks: int) -> list[tuple[int, str]]:
-        """What is measured: (number of stages, name of a schedule), the first schedule first."""
+        """List the schedules to measure, as (number of stages, name), the first schedule first."""
         base = num_stages // num_ranks
         trials: list[tuple[int, str]] = []
         for per_rank in dict.fromkeys((base, *sorted(self.stages_per_rank))):
@@ -74,17 +74,17 @@ class AutoSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleReport:
-    """What `schedule="auto"` found; seconds of a step, without what comes before and after the pipeline.
+    """The result of `schedule="auto"`. Times are seconds of a step, without the work before and after the pipeline.
 
     Attributes:
       first: the schedule that training began with.
-      chosen: the one it goes on with.
-      origin: how that was made: the name of a schedule, or what the search did.
-      costs: measured times of the tasks of the chosen one's stages.
-      found: the search's answer, for each number of stages that was measured.
+      chosen: the schedule that training continues with.
+      origin: the origin of the chosen schedule: the name of a schedule, or the action of the search.
+      costs: measured times of the tasks of the chosen schedule's stages.
+      found: the result of the search, for each measured number of stages.
       predicted: seconds of the first schedule and of the best one found, from measured times of tasks.
-      measured: seconds of the first schedule and, once it ran, of the best one found, as they ran.
-      skipped: numbers of stages that were left out, and why.
+      measured: measured seconds of the first schedule and, once it ran, of the best one found.
+      skipped: numbers of stages that were left out, each with the reason.
     """
 
     first: Schedule
@@ -98,16 +98,16 @@ class ScheduleReport:
 
     @property
     def predicted_gain(self) -> float:
-        """The share of the first schedule's step that the best one found saves, by prediction."""
+        """The predicted share of the first schedule's step that the best schedule found saves."""
         return 1.0 - self.predicted[1] / self.predicted[0]
 
     @property
     def measured_gain(self) -> float | None:
-        """The same as measured; None where the first schedule was kept without a trial."""
+        """The measured share; None if the first schedule was kept without a trial."""
         return None if self.measured[1] is None else 1.0 - self.measured[1] / self.measured[0]
 
     def __str__(self) -> str:
-        """A line for people."""
+        """Return a line for people."""
         first, best = (1e3 * seconds for seconds in self.predicted)
         text = (
             f"schedule: {self.chosen!r} ({self.origin}); predicted {first:.3g} ms a step for the first one, "
@@ -120,7 +120,7 @@ class ScheduleReport:
 
 
 class Tunable(Protocol):
-    """What the tuner asks of a trainer."""
+    """The attributes of a trainer that the tuner uses."""
 
     @property
     def num_microbatches(self) -> int: ...
@@ -136,7 +136,7 @@ class ScheduleTuner:
     """Runs the first steps of a training in place of `train_step`, until `done`.
 
     Args:
-      options: what to try.
+      options: the options of the search.
       first: the schedule that the trainer begins with.
     """
 
@@ -152,14 +152,14 @@ class ScheduleTuner:
         self._final: list[StepProfile] = []
 
     def step(self, trainer: Tunable, batch: Any) -> dict[str, Any]:
-        """One step of the training; moves on to the next schedule where this one has been measured.
+        """Run one training step; change to the next schedule when the current one has been measured.
 
         Raises:
           ScheduleError: if no schedule keeps within the memory limit.
         """
         profile = trainer.profile_step(batch)
         self._shapes = self._shapes or signature(batch)
-        if signature(batch) != self._shapes:  # a batch of another size says nothing of the others
+        if signature(batch) != self._shapes:  # a batch of another size has other times
             return profile.metrics
         if not self._warm:  # the first run of an executable takes longer
             self._warm = True
@@ -235,7 +235,7 @@ class ScheduleTuner:
             trainer.compile(batch)
 
     def _finish(self, trainer: Tunable, report: ScheduleReport) -> None:
-        """The measured gain; where it is a loss, back to the first schedule, unless that takes too much memory."""
+        """Measure the gain; if it is a loss, go back to the first schedule, unless that takes too much memory."""
         measured = median(profile.measured.makespan for profile in self._final)
         chosen, origin = report.chosen, report.origin
         step = simulate(
@@ -254,7 +254,7 @@ class ScheduleTuner:
 
     def _costs(self, num_stages: int) -> Costs:
         profiles = [p for (stages, _), listed in self._profiles.items() if stages == num_stages for p in listed]
-        # The last profile is of a split schedule, if any is: there the last stage's activations are seen too.
+        # The last profile is of a split schedule, if any is: such a profile shows the last stage's activations too.
         return task_costs([profile.measured.events for profile in profiles], profiles[-1].stages)
 
     def _key(self, schedule: Schedule) -> tuple[int, str]:
@@ -269,7 +269,7 @@ def _fits(peaks: Sequence[float], limit: float | Sequence[float] | None) -> bool
 
 
 def _as_named(found: Found, num_stages: int, num_ranks: int) -> tuple[Schedule, str]:
-    """The found schedule, or a named one that is as good: it does any number of microbatches."""
+    """Return the found schedule, or a named schedule that is as good: a named one runs any number of microbatches."""
     best = found.best_named
     if best is not None and best.makespan <= found.makespan * (1 + 1e-9):
         return by_name(best.name, num_stages, num_ranks), best.name

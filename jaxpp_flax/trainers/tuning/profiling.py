@@ -1,4 +1,4 @@
-"""One real training step, measured task by task, beside its simulation."""
+"""The profile of one real training step: each task measured, beside a simulation of the step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, T
 
 
 class Timing(Protocol):
-    """When a task ran: the engine's `TaskTiming`."""
+    """The start and end of a task: the engine's `TaskTiming`."""
 
     @property
     def rank(self) -> int: ...
@@ -41,7 +41,7 @@ class Timing(Protocol):
 
 
 class Stage(Protocol):
-    """What a stage holds and sends for one microbatch, in bytes: the engine's `StageSummary`."""
+    """The bytes that a stage holds and sends for one microbatch: the engine's `StageSummary`."""
 
     @property
     def sent_bytes(self) -> int: ...
@@ -53,14 +53,14 @@ class Stage(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """A step that trained, and when each of its tasks ran; seconds and bytes.
+    """A real training step with the times of its tasks, in seconds and bytes.
 
     Attributes:
-      metrics: what `train_step` returns.
-      schedule: what ran.
-      measured: the tasks as they ran.
+      metrics: the metrics, as from `train_step`.
+      schedule: the schedule of the step.
+      measured: the measured tasks.
       simulated: the same schedule in the simulator, with the median times of this step's tasks and free transfers.
-        What `measured` takes longer is transfers, dispatch, and tasks whose time varies.
+        `measured` takes longer because of transfers, dispatch, and tasks with varying times.
       stages: the engine's summary of each stage.
     """
 
@@ -72,7 +72,7 @@ class StepProfile:
 
     @property
     def panels(self) -> list[tuple[str, Timeline]]:
-        """Both, titled, as `jaxpp_flax.schedules.draw` takes them."""
+        """Both timelines with titles, for `jaxpp_flax.schedules.draw`."""
         return [("measured (seconds)", self.measured), ("simulated (seconds)", self.simulated)]
 
     def draw(
@@ -83,13 +83,13 @@ class StepProfile:
         colour: bool = False,
         memory: bool = False,
     ) -> str:
-        """Measured and simulated, one under the other on one scale of time.
+        """Draw the measured and the simulated timeline, one below the other, with one time scale.
 
         Args:
           path: a `.svg`, `.png` (extra `plot`), `.json` (Chrome trace, for Perfetto) or `.txt` file to write too.
           width: columns of the text.
           colour: use terminal colours in the text.
-          memory: whether a PNG also shows each rank's activation memory.
+          memory: True if a PNG also shows each rank's activation memory.
 
         Returns:
           The text.
@@ -104,7 +104,7 @@ def profile_of(
     schedule: Schedule,
     num_microbatches: int,
 ) -> StepProfile:
-    """The profile of a step, from what the engine measured and says of its stages."""
+    """Make the profile of a step from the engine's measured times and its summary of the stages."""
     ranks: list[list[Event]] = [[] for _ in range(schedule.num_ranks)]
     for timing in timings:
         ranks[timing.rank].append(Event(timing.task, timing.rank, timing.start, timing.end))
@@ -119,14 +119,15 @@ def profile_of(
 
 
 def task_costs(steps: Iterable[Iterable[Iterable[Event]]], stages: Sequence[Stage]) -> Costs:
-    """Median costs over the events of several steps, of one schedule or of several on the same stages.
+    """Return median costs over the events of several steps, of one schedule or several on the same stages.
 
-    Where the last stage's forward was also measured alone, its fused tasks are taken apart at that time; otherwise at
-    a third. A stage without a gradient of some kind (all its parameters are frozen, say) spends no time on it.
+    A fused task of the last stage is split in two. If the last stage's forward was also measured alone, the split is at
+    that time; else at a third. A stage without a kind of gradient (all its parameters are frozen, say) has zero cost
+    for that kind.
 
     Args:
-      steps: of each step, each rank's events.
-      stages: the stages' bytes.
+      steps: for each step, each rank's events.
+      stages: the bytes of the stages.
     """
     events = [event for step in steps for rank in step for event in rank]
     seen = {(task.kind, task.stage) for task in (e.task for e in events) if isinstance(task, Task)}

@@ -26,7 +26,7 @@ from jaxpp_flax.schedules.tools.automatic.problem import (
 
 @dataclass(frozen=True)
 class Named:
-    """How a named schedule does on the same case."""
+    """The results of a named schedule on the same case."""
 
     name: str
     makespan: float
@@ -39,10 +39,10 @@ class Found:
     """The best schedule of a search.
 
     Attributes:
-        schedule: ready to be run, or written with :func:`write_csv`.
-        timeline: its simulation.
+        schedule: the schedule, to run or to write with :func:`write_csv`.
+        timeline: the simulation of the schedule.
         lower_bound: a makespan that no schedule on these ranks can beat.
-        origin: what it was made by.
+        origin: the method that made the schedule.
         named: the named schedules on the same case, fastest first.
     """
 
@@ -66,16 +66,16 @@ class Found:
 
     @property
     def proved(self) -> bool:
-        """Whether the schedule is at the lower bound, and so optimal."""
+        """True if the schedule is at the lower bound, and so optimal."""
         return self.makespan <= self.lower_bound * (1 + 1e-9)
 
     @property
     def best_named(self) -> Named | None:
-        """The fastest named schedule that keeps within the memory limit, if there is one."""
+        """The fastest named schedule within the memory limit; None if there is none."""
         return next((named for named in self.named if named.fits), None)
 
     def summary(self) -> str:
-        """A few lines for people."""
+        """Return a few lines for people."""
         lines = [
             f"found by {self.origin}: makespan {self.makespan:g} (lower bound {self.lower_bound:g}"
             f"{', proved optimal' if self.proved else ''}), bubble {self.bubble:.1%}",
@@ -92,7 +92,7 @@ class Found:
 
 
 def placements(num_ranks: int, stages_per_rank: int) -> Iterator[tuple[int, ...]]:
-    """Which rank runs each stage: dealt out in turn and, for two stages per rank, also in a V."""
+    """Yield the rank of each stage: stages dealt out in turn and, for two stages per rank, also in a V."""
     yield tuple(stage % num_ranks for stage in range(num_ranks * stages_per_rank))
     if stages_per_rank == 2 and num_ranks > 1:
         yield tuple(range(num_ranks)) + tuple(reversed(range(num_ranks)))
@@ -107,7 +107,7 @@ def problems_of(
     memory_limit: float | Sequence[float] | None,
     split_backward: bool,
 ) -> list[Problem]:
-    """What is searched over, for the arguments of :func:`search`: each placement of the stages, split and whole."""
+    """Return the problems for the arguments of :func:`search`: each placement, with split and whole backwards."""
     check_counts(num_ranks, num_microbatches, stages_per_rank)
     limits = memory_limits(memory_limit, num_ranks)
     problems = [
@@ -131,10 +131,10 @@ def search(
     evaluations: int = 4000,
     seed: int = 0,
 ) -> Found:
-    """The best schedule found for a pipeline: never slower than a named one that fits.
+    """Search the best schedule for a pipeline: never slower than a named schedule within the memory limit.
 
-    Named schedules and a grid of greedy rules give the starts; the best few are improved by
-    simulated annealing along their critical path.
+    The search starts from named schedules and a grid of greedy rules. Simulated annealing improves
+    the best few starts along their critical path.
 
     Args:
         num_ranks: number of ranks.
@@ -142,11 +142,11 @@ def search(
         stages_per_rank: stages on each rank, dealt out in turn; two are also tried in a V.
         costs: time and memory of each stage's passes, given or measured.
         transfer: the links between ranks.
-        memory_limit: activation memory of each rank (one number for all, or one each), in the
-            units of ``costs.activation``.
-        split_backward: whether ``I`` and ``W`` may run apart.
-        evaluations: how many schedules the annealing tries, in all.
-        seed: of the random choices; equal arguments give equal schedules.
+        memory_limit: activation memory of each rank (one number for all, or one for each rank), in
+            the units of ``costs.activation``.
+        split_backward: True if ``I`` and ``W`` may run apart.
+        evaluations: the number of schedules that the annealing tries, in all.
+        seed: the seed of the random choices; equal arguments give equal schedules.
 
     >>> found = search(4, 8, costs=Costs(backward_input=1.2, backward_weight=0.8), memory_limit=5)
     >>> found.makespan, max(found.peak_memory), found.best_named.name, found.best_named.makespan
@@ -168,7 +168,7 @@ def search(
             ):
                 words = problem.words(lists)
                 found = evaluate(problem, words)
-                # Taking a microbatch's LIFO order for FIFO can change what is in memory when.
+                # Words imply FIFO order of microbatches: for a LIFO schedule this can change the memory in use.
                 if found and all(problem.fits(r, word) for r, word in enumerate(words)):
                     starts.append((found[0], named.name, problem, words))
     for problem in problems:
@@ -192,7 +192,7 @@ Start = tuple[float, str, Problem, Words]
 
 
 def _anneal(starts: list[Start], evaluations: int, goal: float, seed: int) -> Start:
-    """The best start, after the best few different ones were improved."""
+    """Improve the best few different starts, and return the best result."""
     starts = sorted(starts, key=lambda start: start[0])
     chosen: list[Start] = []
     seen: set[tuple[int, float]] = set()
@@ -218,7 +218,7 @@ def _anneal(starts: list[Start], evaluations: int, goal: float, seed: int) -> St
 def _named(
     problems: list[Problem], costs: Costs, links: Transfer, split_backward: bool
 ) -> list[tuple[Schedule, Named]]:
-    """Every named schedule on these counts, simulated."""
+    """Simulate every named schedule with these counts."""
     first = problems[0]
     tried: list[tuple[Schedule, Named]] = []
     for name in names(first.num_stages, first.num_ranks):
@@ -232,7 +232,7 @@ def _named(
 
 
 def _serial(problem: Problem) -> Words:
-    """One microbatch after the other: it holds the least that can be held."""
+    """Return the words of one microbatch after the other, which need the least memory."""
     words: Words = [[] for _ in range(problem.num_ranks)]
     order = in_dependency_order(problem.passes)
     for _ in range(problem.num_microbatches):
