@@ -9,7 +9,7 @@ from jaxpp_flax.messages import known_names
 
 __all__ = ["PIPELINE_SCHEDULES", "PartitioningOptions", "make_partitioning_options", "schedule_name"]
 
-# The names of schedules, with how `mpmd_pipeline_schedule` spells them in newer programs.
+# The names of schedules, with their spelling in `mpmd_pipeline_schedule` of newer programs.
 PIPELINE_SCHEDULES = {
     "GPIPE": "GPipe",
     "ONE_FWD_ONE_BWD": "1F1B",
@@ -24,8 +24,9 @@ PIPELINE_SCHEDULES = {
 }
 
 _SCHEDULE = "mpmd_pipeline_schedule"
-# What each asks of Shardy's compiler is what happens here in any case, or makes no difference to the results: transfers
-# and sums over meshes are inferred, regions are recomputed where they are used, equal programs are compiled once.
+# These options of Shardy's compiler change nothing here: the compiler always does the same, or the results do not
+# depend on it. Transfers and sums over meshes are inferred, each user of a region recomputes it, and equal programs are
+# compiled once.
 _SWITCHES = (
     "mpmd_infer_transfers",
     "mpmd_infer_cross_mesh_reductions",
