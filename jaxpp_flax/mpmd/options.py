@@ -69,10 +69,10 @@ def make_partitioning_options(options: Mapping[str, Any] | None = None) -> Parti
 
     `mpmd_pipeline_schedule` names the schedule (see `PIPELINE_SCHEDULES`). The switches of Shardy's compiler
     (`mpmd_infer_transfers` and others) are accepted: here transfers and sums over meshes are always inferred, and the
-    backward pass is split where the schedule asks for it.
+    backward pass is split if the schedule asks for it.
 
     Raises:
-      ValueError: for an option or a schedule that is unknown, with the near names, or a switch that is no bool.
+      ValueError: for an unknown option or schedule, with similar names, or a switch that is not a bool.
 
     Example:
       >>> make_partitioning_options({"mpmd_pipeline_schedule": "ONE_FWD_ONE_BWD"}).schedule
@@ -85,10 +85,10 @@ def make_partitioning_options(options: Mapping[str, Any] | None = None) -> Parti
 
 
 def schedule_name(name: str | None) -> str | None:
-    """The upper-case name of a schedule in either spelling; None for none.
+    """Return the upper-case name of a schedule in either spelling; None for no schedule.
 
     Raises:
-      ValueError: if it is unknown, with the near names.
+      ValueError: if the name is unknown; the message suggests similar names.
     """
     if name is None or name == "None":
         return None

@@ -189,7 +189,7 @@ def _partial_sums(
     shards: int,
     made: Equation,
 ) -> tuple[list[Equation], Value]:
-    """The chain once for each shard, as one vectorised computation in place of its last equation, `made`."""
+    """Run the chain once for each shard, as one vectorised computation that replaces its last equation, `made`."""
     inside = {v for e in chain.equations for v in e.outputs}
     read = [a for e in chain.equations for a in e.inputs if isinstance(a, Value)]
     inputs = tuple(v for v in dict.fromkeys([*read, chain.value]) if v not in inside)
@@ -208,7 +208,7 @@ def _partial_sums(
 
     jaxpr = jax.make_jaxpr(run)(*(struct_of(v.aval) for v in operands))
     captured = [Constant(c, jax.typeof(c)) for c in getattr(jaxpr, "consts", ())]
-    # A metric of the forward is a sum over the batch as well: only a gradient's sums belong to the backward.
+    # A metric of the forward is a sum over the batch too: only a gradient's sums belong to the backward.
     result, _ = from_jaxpr(jaxpr, [*captured, *operands], transposed=made.transposed)
     total = result.outputs[0]
     if not isinstance(total, Value):
@@ -217,7 +217,7 @@ def _partial_sums(
 
 
 def _split_sharding(operand: Any, axis: int) -> NamedSharding | None:
-    """On an Explicit mesh a split dimension needs to be told where its sharding goes: to the major part."""
+    """Return the sharding of a split dimension on an Explicit mesh: the major part keeps the sharding."""
     sharding = struct_of(jax.typeof(operand)).sharding
     if sharding is None:
         return None
@@ -225,9 +225,9 @@ def _split_sharding(operand: Any, axis: int) -> NamedSharding | None:
 
 
 def _told_how_to_lie(equation: Equation) -> Equation:
-    """On an Explicit mesh a reshape of the parts, whose first dimension is sharded, needs to be told how the rest lies.
+    """Give a reshape on an Explicit mesh its sharding: the parts' first dimension is sharded, so JAX needs the rest.
 
-    The sum itself is reshaped without being told.
+    A reshape of the sum itself needs no sharding.
     """
     sharding = struct_of(equation.outputs[0].aval).sharding
     if equation.primitive is not primitives.reshape_p or sharding is None:
