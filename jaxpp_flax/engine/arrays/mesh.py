@@ -233,7 +233,7 @@ class MpmdSharding(NamedSharding):
       memory_kind: as in `NamedSharding`.
 
     Raises:
-      ValueError: if there is no rank, a rank is not in the mesh, or `spec` names an axis that is not.
+      ValueError: if there is no rank, a rank is not in the mesh, or `spec` names an unknown axis.
 
     Example:
       >>> import jax, numpy as np
