@@ -1,7 +1,7 @@
-"""The engine under the names of NVIDIA's and ROCm's `jaxpp.api`: their programs run with that import changed.
+"""The engine under the names of NVIDIA's and ROCm's `jaxpp.api`: their programs run with only that import changed.
 
-`docs/jaxpp.md` lists every name of every version, with what differs here. A name that makes sense only with what we
-have not got raises an `AttributeError` that says what to use in its place.
+`docs/jaxpp.md` lists every name of every version, with the differences here. A name that needs a missing feature raises
+an `AttributeError` that names its replacement.
 
 Example:
   >>> import jaxpp_flax.api as jaxpp

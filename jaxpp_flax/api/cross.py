@@ -1,4 +1,4 @@
-"""Values of several ranks made into one: their sum, and their stack."""
+"""Combine values of several ranks into one: their sum, and their stack."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["cross_mpmd_all_reduce", "cross_mpmd_stack"]
 
 
 def cross_mpmd_all_reduce(*args: Any) -> jax.Array:
-    """The sum of arrays that live on different ranks, added in the order given.
+    """Add arrays that live on different ranks, in the given order.
 
-    A scalar is sent to every rank that reads the sum and added there; a larger sum is made on one rank and sent to
-    where it is read. Plain `+` gives the same; with this name, no warning says that ranks are mixed.
+    Scalars are sent to every rank that reads the sum, and added there. A larger sum is made on one rank and sent to the
+    ranks that read it. Plain `+` gives the same result; with this function, no warning says that ranks are mixed.
 
     Args:
       *args: arrays of one dtype and one shape, each from any rank.
 
     Returns:
-      The sum, of that dtype and shape.
+      The sum, of the same dtype and shape.
 
     Raises:
       ValueError: if there are no arrays.
@@ -42,14 +42,14 @@ def cross_mpmd_all_reduce(*args: Any) -> jax.Array:
 
 
 def cross_mpmd_stack(arrays: Sequence[Any], axis: int = 0) -> jax.Array:
-    """Arrays that live on different ranks, stacked along a new axis.
+    """Stack arrays that live on different ranks along a new axis.
 
     Args:
       arrays: of one dtype and one shape, each from any rank.
-      axis: where the new axis stands in the result.
+      axis: the position of the new axis in the result.
 
     Returns:
-      The stack, made where it is read; a large one on one rank.
+      The stack, made on every rank that reads it; a large stack is made on one rank.
 
     Raises:
       ValueError: if there are no arrays.

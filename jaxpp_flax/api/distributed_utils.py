@@ -1,4 +1,4 @@
-"""`distributed_main`, with which JaxPP's examples start: `import jaxpp_flax.api.distributed_utils as jppdu`."""
+"""`distributed_main`, which starts JaxPP's examples: `import jaxpp_flax.api.distributed_utils as jppdu`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import jax
 
 __all__ = ["distributed_main"]
 
-# What JaxPP's launch script sets for each process.
+# JaxPP's launch script sets these for each process.
 _VARIABLES = ("JAX_COORDINATOR_IP", "JAX_COORDINATOR_PORT", "NNODES", "NODE_RANK")
 
 
 def distributed_main(fn: Callable[[], Any]) -> None:
-    """Run `fn` in this process of a run of one or several.
+    """Run `fn` in this process, in a run of one or several processes.
 
-    Where `JAX_COORDINATOR_IP`, `JAX_COORDINATOR_PORT`, `NNODES` and `NODE_RANK` are set, as JaxPP's launch script does,
+    JaxPP's launch script sets `JAX_COORDINATOR_IP`, `JAX_COORDINATOR_PORT`, `NNODES` and `NODE_RANK`. If they are set,
     JAX's distributed runtime is started from them first and shut down at the end; `N_GPUS`, if set, is the number of
-    this process's devices. Without any of them `fn` just runs.
+    this process's devices. If none of the four is set, `fn` just runs.
 
     Raises:
-      ValueError: if only some of them are set.
+      ValueError: if only some of the four are set.
 
     Example:
       >>> distributed_main(lambda: print("in one process"))

@@ -1,4 +1,4 @@
-"""`mpmd_jit_with_loop` and `mpmd_jit_by_yield` with the parameters that JaxPP gives them."""
+"""`mpmd_jit_with_loop` and `mpmd_jit_by_yield` with the parameters of JaxPP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mpmd_jit_with_loop(
       mpmd_mesh: the ranks.
       in_shardings, out_shardings: prefix trees of `PartitionSpec`s or shardings; the ranks' own axis is dropped from
         them.
-      in_specs, out_specs: other names of the same.
+      in_specs, out_specs: other names of `in_shardings`, `out_shardings`.
       static_argnums, static_argnames, donate_argnums, donate_argnames, compiler_options: as in `jax.jit`.
       abstracted_axes: not supported; must be None.
 
@@ -43,7 +43,7 @@ def mpmd_jit_with_loop(
 
     Raises:
       NotImplementedError: if `abstracted_axes` is given.
-      ValueError: if both names of one thing are given; and whatever `jaxpp_flax.engine.jit.mpmd_jit_with_loop` raises.
+      ValueError: if both names of one parameter are given; and as `jaxpp_flax.engine.jit.mpmd_jit_with_loop`.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, numpy as np
@@ -93,11 +93,11 @@ def mpmd_jit_by_yield(
     """Compile a marked function without a loop into one SPMD program per stage: a forward pass, or one gradient.
 
     Args:
-      fun: the function, its stages marked.
+      fun: the function, with marked stages.
       mpmd_mesh: the ranks.
-      target_num_stages: stages to cut into, a multiple of the number of ranks; by default one for each rank.
+      target_num_stages: the number of stages, a multiple of the number of ranks; by default one for each rank.
 
-    The other arguments are those of `mpmd_jit_with_loop`.
+    For the other arguments, see `mpmd_jit_with_loop`.
 
     Raises:
       NotImplementedError: if `abstracted_axes` is given.

@@ -1,4 +1,4 @@
-"""Names of some version of `jaxpp.api` that we do not have, each with what to use in its place."""
+"""Names of some version of `jaxpp.api` that this package lacks, each with its replacement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REMEDIES: Mapping[str, str] = {
 
 
 def explain(name: str, known: Sequence[str]) -> str:
-    """What to say when `jaxpp_flax.api.<name>` does not exist.
+    """Return the message for a missing `jaxpp_flax.api.<name>`.
 
     Example:
       >>> explain("RemoteMpmdMesh", [])[:65]

@@ -105,7 +105,7 @@ def work_of_blocks(body: LoopBody, flops_per_byte: float = 0.0) -> tuple[Work, .
 
     Args:
       body: an inlined loop body.
-      flops_per_byte: FLOPs in the time that it takes to move a byte; 0 counts operations alone.
+      flops_per_byte: FLOPs in the time of moving one byte; 0 counts only operations.
     """
     labels = label(body, range(len(body.marks)))
     blocks = len(body.marks) + 1

@@ -8,19 +8,19 @@ from jaxpp_flax.engine.tracing.markers import Mark
 
 __all__ = ["CutPolicy", "cut_at_every_mark"]
 
-# Which of the marks cut, given them in program order and the number of stages: one index fewer than stages.
+# Takes the marks in program order and the number of stages; returns the marks that cut: one index fewer than stages.
 CutPolicy = Callable[[Sequence[Mark], int], Sequence[int]]
 
 
 def cut_at_every_mark(marks: Sequence[Mark], num_stages: int) -> Sequence[int]:
-    """The default policy: every mark cuts; a final one after the last stage adds none.
+    """Cut at every mark; a final mark after the last stage adds no cut.
 
     Raises:
       ValueError: if there are fewer or more marks than the stages need.
     """
     if len(marks) in (num_stages - 1, num_stages):
         return range(num_stages - 1)
-    # The line alone: with the functions around it, a few marks fill the screen.
+    # Only the line: with the surrounding functions, a few marks fill the screen.
     listing = "; ".join(f"{m.name or 'unnamed'} at {m.where.partition(' (')[0]}" for m in marks[:5]) or "none"
     more = f" and {len(marks) - 5} more" if len(marks) > 5 else ""
     need = f"{num_stages - 1} mark{'' if num_stages == 2 else 's'} (or {num_stages} with a final one)"

@@ -203,7 +203,7 @@ def type_of(leaf: Any) -> tuple[tuple[int, ...], Any, bool]:
     """Return shape, dtype, and whether the type is weak; for other values, JAX gives them.
 
     Raises:
-      TypeError: if `leaf` is no array.
+      TypeError: if `leaf` is not an array.
     """
     if isinstance(leaf, MpmdArray):
         return leaf.shape, leaf.dtype, leaf.weak_type

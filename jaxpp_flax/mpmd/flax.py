@@ -1,4 +1,4 @@
-"""Named computations for Flax: a module class whose calls are named."""
+"""Named computations for Flax: module classes with named calls."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ M = TypeVar("M")
 def named_computation(
     module_class: type[M], *, name: str, transpose_count: int = 0, static_argnames: str | Sequence[str] = ()
 ) -> type[M]:
-    """A class whose `__call__` is a named computation of this name; see `mpmd.named_computation`.
+    """Make a class whose `__call__` is a named computation of this name; see `mpmd.named_computation`.
 
     Args:
-      module_class: a class of Linen or NNX modules. Parameters keep the paths they have without the name.
-      name: what assignments call it.
+      module_class: a class of Linen or NNX modules. The name does not change the paths of parameters.
+      name: the name in assignments.
       transpose_count: as in `mpmd.named_computation`.
-      static_argnames: keyword arguments of `__call__` that are no arrays, such as `deterministic`.
+      static_argnames: keyword arguments of `__call__` that are not arrays, such as `deterministic`.
 
     Raises:
-      TypeError: if `module_class` is no class of Flax modules.
+      TypeError: if `module_class` is not a class of Flax modules.
       ValueError: if the name is reserved.
 
     Example:
@@ -65,7 +65,7 @@ def _call_of(module_class: Any) -> Any:
 
 
 def _named_class(base: Any, call: Any, name: str, transpose_count: int, like: Any = None) -> Any:
-    """A subclass under the same name: Linen numbers submodules, and so names parameters, by their class's name."""
+    """Make a subclass of the same name: Linen names submodules, and so parameters, after their class."""
 
     def named(self: Any, *args: Any, **kwargs: Any) -> Any:
         with computation_scope(name, transpose_count):

@@ -175,8 +175,8 @@ def jit(
 
     Raises (when it is lowered):
       TypeError: if an argument is not an array.
-      ValueError: if a name in the program is not assigned; nested names are assigned to different meshes; a loop holds
-        names of several meshes; shardings do not fit.
+      ValueError: if a name in the program is not assigned; nested names are assigned to different meshes or stages; a
+        loop holds names of several meshes; shardings do not fit.
       ScheduleError: if the stages do not fit the schedule, or the program cannot run by it.
 
     Example:

@@ -166,7 +166,7 @@ class MpmdLowered:
             )
 
     def as_text(self, dialect: str = "mpmd") -> str:
-        """Return the program as text: `"mpmd"` (fragments, transfers, equations of each) or `"program"` (slots).
+        """Return the program as text: `"mpmd"` (fragments and their equations, transfers) or `"program"` (slots).
 
         Raises:
           ValueError: for any other dialect.

@@ -9,7 +9,7 @@ from jaxpp_flax.messages import known_names
 
 __all__ = ["PIPELINE_SCHEDULES", "PartitioningOptions", "make_partitioning_options", "schedule_name"]
 
-# The names of schedules, with how `mpmd_pipeline_schedule` spells them in newer programs.
+# The names of schedules, with their spelling in `mpmd_pipeline_schedule` of newer programs.
 PIPELINE_SCHEDULES = {
     "GPIPE": "GPipe",
     "ONE_FWD_ONE_BWD": "1F1B",
@@ -24,8 +24,9 @@ PIPELINE_SCHEDULES = {
 }
 
 _SCHEDULE = "mpmd_pipeline_schedule"
-# What each asks of Shardy's compiler is what happens here in any case, or makes no difference to the results: transfers
-# and sums over meshes are inferred, regions are recomputed where they are used, equal programs are compiled once.
+# These options of Shardy's compiler change nothing here: the compiler always does the same, or the results do not
+# depend on it. Transfers and sums over meshes are inferred, each user of a region recomputes it, and equal programs are
+# compiled once.
 _SWITCHES = (
     "mpmd_infer_transfers",
     "mpmd_infer_cross_mesh_reductions",
@@ -68,10 +69,10 @@ def make_partitioning_options(options: Mapping[str, Any] | None = None) -> Parti
 
     `mpmd_pipeline_schedule` names the schedule (see `PIPELINE_SCHEDULES`). The switches of Shardy's compiler
     (`mpmd_infer_transfers` and others) are accepted: here transfers and sums over meshes are always inferred, and the
-    backward pass is split where the schedule asks for it.
+    backward pass is split if the schedule asks for it.
 
     Raises:
-      ValueError: for an option or a schedule that is unknown, with the near names, or a switch that is no bool.
+      ValueError: for an unknown option or schedule, with similar names, or a switch that is not a bool.
 
     Example:
       >>> make_partitioning_options({"mpmd_pipeline_schedule": "ONE_FWD_ONE_BWD"}).schedule
@@ -84,10 +85,10 @@ def make_partitioning_options(options: Mapping[str, Any] | None = None) -> Parti
 
 
 def schedule_name(name: str | None) -> str | None:
-    """The upper-case name of a schedule in either spelling; None for none.
+    """Return the upper-case name of a schedule in either spelling; None for no schedule.
 
     Raises:
-      ValueError: if it is unknown, with the near names.
+      ValueError: if the name is unknown; the message suggests similar names.
     """
     if name is None or name == "None":
         return None

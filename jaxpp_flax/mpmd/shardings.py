@@ -1,4 +1,4 @@
-"""Prefix trees of shardings and mesh names, as one spec or mesh for each leaf."""
+"""Expand prefix trees of shardings and mesh names to one spec or mesh for each leaf."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["memories_of", "mesh_ranks", "ranks_of_shardings", "spec_of", "specs_
 
 
 def _broadcast(prefix: Any, tree: Any, what: str) -> list[Any]:
-    """The prefix's leaf for each leaf of `tree`; None is a leaf of the prefix."""
+    """Return the prefix's leaf for each leaf of `tree`; None is a leaf of the prefix."""
     is_leaf = lambda x: x is None or isinstance(x, (str, PartitionSpec, Sharding))  # noqa: E731
     leaves: list[Any] = []
     try:
@@ -32,11 +32,11 @@ def _broadcast(prefix: Any, tree: Any, what: str) -> list[Any]:
 
 
 def specs_of(shardings: Any, tree: Any, config: MpmdConfig, what: str) -> list[PartitionSpec | None]:
-    """The spec for each leaf; None where nothing is said.
+    """Return the spec for each leaf; None for a leaf without a sharding.
 
     Raises:
-      ValueError: if it is no prefix, or a sharding's mesh has the shape of none of the topology.
-      TypeError: if a leaf is no sharding.
+      ValueError: if `shardings` is not a prefix, or no mesh of the topology has the shape of a sharding's mesh.
+      TypeError: if a leaf is not a sharding.
     """
     paths = [keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     if shardings is None:
@@ -48,10 +48,10 @@ def specs_of(shardings: Any, tree: Any, config: MpmdConfig, what: str) -> list[P
 
 
 def memories_of(shardings: Any, tree: Any, what: str) -> list[str | None]:
-    """The kind of memory for each leaf; None where nothing is said.
+    """Return the kind of memory for each leaf; None for a leaf without one.
 
     Raises:
-      ValueError: if it is no prefix, or a kind is none that JAX's types know.
+      ValueError: if `shardings` is not a prefix, or JAX's types do not know a kind.
     """
     paths = [keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     if shardings is None:
@@ -79,10 +79,10 @@ def _spec(sharding: Any, config: MpmdConfig, where: str) -> PartitionSpec:
 
 
 def within(spec: PartitionSpec | None, mesh: Mesh, where: str, mesh_name: str) -> PartitionSpec:
-    """The spec, if the mesh has its axes.
+    """Return the spec if the mesh has its axes.
 
     Raises:
-      ValueError: if it has not.
+      ValueError: if the mesh lacks an axis.
     """
     for axis in axes_in(spec or ()):
         if axis not in mesh.axis_names:
@@ -95,13 +95,13 @@ def within(spec: PartitionSpec | None, mesh: Mesh, where: str, mesh_name: str) -
 
 
 def spec_of(leaf: Any) -> PartitionSpec:
-    """How an argument arrives partitioned."""
+    """Return an argument's own spec."""
     sharding = getattr(leaf, "sharding", None)
     return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
 
 
 def mesh_ranks(assignment: Any, tree: Any, topology: Topology, what: str) -> list[int | None]:
-    """The rank for each leaf of a prefix tree of mesh names; None where nothing is said."""
+    """Return the rank for each leaf, from a prefix tree of mesh names; None for a leaf without a name."""
     count = len(jax.tree.leaves(tree))
     if isinstance(assignment, (tuple, list, dict)) and not assignment:
         return [None] * count
@@ -109,7 +109,7 @@ def mesh_ranks(assignment: Any, tree: Any, topology: Topology, what: str) -> lis
 
 
 def ranks_of_shardings(shardings: Any, tree: Any, config: MpmdConfig, what: str) -> list[int | None]:
-    """The rank for each leaf of a prefix tree of shardings; None for those over no mesh of the topology."""
+    """Return the rank for each leaf, from a prefix tree of shardings; None if the topology lacks a sharding's mesh."""
     meshes: Sequence[Mesh] = config.meshes.unstack
 
     def rank(leaf: Any) -> int | None:

@@ -1,4 +1,4 @@
-"""The program as text, in the manner of Shardy's MPMD dialect."""
+"""The program as text, in the style of Shardy's MPMD dialect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _mesh_tensor(mesh: str, aval: Any, spec: PartitionSpec | None = None) -> str
 
 
 def as_text(built: Built, meshes: tuple[str, ...], name: str, specs: list[PartitionSpec]) -> str:
-    """One line for each fragment that a mesh runs and for each transfer, then the fragments' equations."""
+    """Return one line for each run of a fragment and for each transfer, then the fragments' equations."""
     program = built.program
     names: dict[int, str] = {}
     avals: dict[int, Any] = {}

@@ -1,4 +1,4 @@
-"""Named meshes, of equal or different shapes: what an MPMD program runs on."""
+"""Named meshes, of equal or different shapes, on which an MPMD program runs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jax.sharding import AxisType, Mesh
 
 __all__ = ["Topology", "topology_of"]
 
-# Suffixes and characters by which names of meshes carry more than a name, in programs written for Shardy.
+# In programs written for Shardy, these suffixes of mesh names give a kind of memory.
 _MEMORY_KINDS = ("#pinned_host", "#device")
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Meshes in order; the engine's ranks are their positions. A device may belong to several."""
+    """Meshes in order; their positions are the engine's ranks. A device may belong to several meshes."""
 
     names: tuple[str, ...]
     meshes: tuple[Mesh, ...]
@@ -29,7 +29,7 @@ class Topology:
         return self.meshes
 
     def rank_devices(self, rank: int) -> tuple[Any, ...]:
-        """The devices of one mesh, in its order."""
+        """Return the devices of one mesh, in its order."""
         return tuple(self.unstack[rank].devices.flat)
 
     @cached_property
@@ -43,15 +43,15 @@ class Topology:
         )
 
     def rank(self, name: str) -> int:
-        """The position of a mesh."""
+        """Return the position of a mesh."""
         return self.names.index(name)
 
 
 def topology_of(meshes: Mapping[str, Mesh] | None) -> Topology:
-    """Check a topology as the user gives it.
+    """Check a topology from the user.
 
     Raises:
-      TypeError: if it is no mapping from names to `jax.sharding.Mesh`.
+      TypeError: if it is not a mapping from names to `jax.sharding.Mesh`.
       ValueError: if it is empty, a name is reserved, or an axis is not of type Auto.
     """
     if not meshes:

@@ -1,7 +1,8 @@
-"""Follow the data-parallel dimension through a graph: which dimension of each value runs over the sharded examples.
+"""Follow the data-parallel dimension through a graph: the dimension of each value that runs over the sharded examples.
 
-A small forward analysis: a rule for each primitive says where the dimension of an operand ends up. What has no rule
-loses the dimension, which is always safe: the analysis only enables an optimisation.
+This is a small forward analysis: a rule for each primitive gives the dimension of its results from the dimension of its
+operands. A primitive without a rule loses the dimension. This is always safe: the analysis only enables an
+optimisation.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ _REDUCTIONS = frozenset(
 def propagate(
     equations: Iterable[Equation], known: Mapping[Value, BatchDim], size: Callable[[Any], int]
 ) -> dict[Value, BatchDim]:
-    """The batch dimension of every value that has one.
+    """Return the batch dimension of every value that has one.
 
     Args:
-      equations: in executable order, plain calls inlined.
-      known: those of the graph's inputs.
-      size: the number of shards over given mesh axes.
+      equations: in executable order, with plain calls inlined.
+      known: the batch dimensions of the graph's inputs.
+      size: returns the number of shards over given mesh axes.
     """
     dims = dict(known)
     for equation in equations:
@@ -69,9 +70,10 @@ def propagate(
 
 
 def inside_scan(scan: Scan, at: Mapping[int, BatchDim], size: Callable[[Any], int]) -> dict[Value, BatchDim]:
-    """The batch dimensions of the values in a scan's body, from those of the scan's operands.
+    """Return the batch dimensions of the values in a scan's body; `at` gives those of the scan's operands.
 
-    A carry has one if it comes out as it goes in; its initial value (zeros, often) need not have it.
+    A carry has a batch dimension if it enters and leaves the body with the same one; its initial value (often zeros)
+    need not have one.
     """
     sliced = scan.num_consts + scan.num_carry
     known = {scan.body.inputs[i]: (dim - (i >= sliced), axes) for i, (dim, axes) in at.items() if i < sliced or dim > 0}
@@ -106,7 +108,7 @@ def _scan(equation: Equation, at: dict[int, int], axes: Any, size: Callable[[Any
 
 
 def _shard_map(equation: Equation, at: dict[int, int], axes: Any, size: Callable[[Any], int]) -> dict[int, int]:
-    """Over axes that are manual in it, its specs say it; over others, what its body does with each shard."""
+    """Return the dimensions of a shard_map's results: its specs give them for manual axes, its body for others."""
     params = equation.params
     names = axes if isinstance(axes, tuple) else (axes,)
     manual = set(params["newly_manual_axes"])
@@ -124,7 +126,7 @@ def _shard_map(equation: Equation, at: dict[int, int], axes: Any, size: Callable
 
 
 def _rule(equation: Equation, at: dict[int, int]) -> dict[int, int]:
-    """The dimension of each output that has one, given those of the inputs that have one."""
+    """Return the batch dimension of each output that has one; `at` gives the inputs' dimensions."""
     name, params = equation.name, equation.params
     shapes = [tuple(a.aval.shape) for a in equation.inputs]
     out = tuple(equation.outputs[0].aval.shape) if equation.outputs else ()
@@ -188,7 +190,7 @@ def _dot(numbers: Any, at: dict[int, int], shapes: list[tuple[int, ...]]) -> dic
         elif side == 1 and dim in right_free:
             found.add(len(batch[0]) + len(left_free) + right_free.index(dim))
         else:
-            return {}  # contracted: this is where a sum over the examples happens
+            return {}  # contracted: this is a sum over the examples
     return {0: found.pop()} if len(found) == 1 else {}
 
 
@@ -200,7 +202,7 @@ def _gather(numbers: Any, dim: int, rank: int, indices: tuple[int, ...]) -> dict
 
 
 def _reshape(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> dict[int, int]:
-    """The dimension keeps its place if what stands before it has the same size: it is then the major part."""
+    """Find the dimension after a reshape: the dimensions before it must keep their total size."""
     ahead = math.prod(before[:dim])
     for target in range(len(after)):
         if math.prod(after[:target]) == ahead and (after[target] > 1 or before[dim] == 1):

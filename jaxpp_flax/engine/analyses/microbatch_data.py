@@ -1,4 +1,4 @@
-"""Which inputs of a loop body are data: sliced by the microbatch's index. The others are parameters."""
+"""The inputs of a loop body that are data: sliced by the microbatch's index. Other inputs are parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["sliced_by_index"]
 
 
 def sliced_by_index(body: LoopBody) -> set[Value]:
-    """The inputs that a body slices by the microbatch's index."""
+    """Return the inputs that a body slices by the microbatch's index."""
     moving: set[Value] = {body.index}
     found: set[Value] = set()
     for equation in body.equations:

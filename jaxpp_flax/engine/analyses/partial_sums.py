@@ -1,4 +1,4 @@
-"""Refuse arrays typed as partial sums (`PartitionSpec(unreduced=...)`): between tasks, that part of a type is lost."""
+"""Refuse arrays typed as partial sums (`PartitionSpec(unreduced=...)`): this part of a type is lost between tasks."""
 
 from __future__ import annotations
 

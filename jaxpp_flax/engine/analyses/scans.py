@@ -1,7 +1,7 @@
-"""Scans looked into: the body as a graph, and a scan made anew from a changed body.
+"""Open a scan: its body as a graph; and make a new scan from a changed body.
 
-How a scan keeps its constants, carry and slices apart differs between versions of JAX; the ranks of its operands and
-of its body's arguments tell it in all of them.
+Versions of JAX differ in how a scan separates its constants, carry and slices. In all versions, the numbers of
+dimensions of the scan's operands and of its body's arguments tell them apart.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Scan:
 
 
 def open_scan(equation: Equation) -> Scan:
-    """The parts of a `scan` equation."""
+    """Return the parts of a `scan` equation."""
     body = body_of(equation, remat=True)
     sliced = sum(a.aval.ndim > v.aval.ndim for a, v in zip(equation.inputs, body.inputs, strict=True))
     carried = sum(v.aval.ndim == a.aval.ndim for v, a in zip(equation.outputs, body.outputs, strict=True))
@@ -44,13 +44,13 @@ def open_scan(equation: Equation) -> Scan:
 def scan_again(
     equation: Equation, scan: Scan, inputs: Sequence[Atom], outputs: Sequence[Value | None]
 ) -> tuple[list[Equation], list[Value]]:
-    """A scan like `equation` over another body.
+    """Make a scan like `equation` over another body.
 
     Args:
       equation: gives length, direction, place and labels.
       scan: the parts to use.
       inputs: the operands.
-      outputs: the values that the results are to have; None for a new one.
+      outputs: the values of the results; None for a new value.
 
     Returns:
       The equations, and the values of the results.

@@ -1,7 +1,7 @@
-"""Sums over the batch in the body of a `jax.shard_map`: what is summed there, and the same map without the sum.
+"""Sums over the batch in the body of a `jax.shard_map`: find the summed results, and make the map without the sums.
 
-The gradient of a parameter that all data shards share ends, in the backward shard_map, with a `psum` over the data
-axis. Without it, each shard's part comes out: the partial sums that `defer` keeps until the loop has ended.
+If all data shards share a parameter, its gradient in the backward shard_map ends with a `psum` over the data axis.
+Without the `psum`, the map returns each shard's part. `defer` keeps these partial sums until the loop has ended.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SUMS = ("psum", "psum_invariant")
 
 
 def summed_in_shard_map(equation: Equation, body: Graph, position: int, axes: Any) -> bool:
-    """Whether a result is a sum over the mesh axes `axes` (as in a spec) that the body takes last of all."""
+    """Return whether the body's last operation on a result is a sum over the mesh axes `axes` (as in a spec)."""
     names = set(axes) if isinstance(axes, tuple) else {axes}
     spec = equation.params["out_specs"][position]
     if spec.unreduced or spec.reduced or not names <= set(equation.params["newly_manual_axes"]):
@@ -44,15 +44,15 @@ def summed_in_shard_map(equation: Equation, body: Graph, position: int, axes: An
 def shard_map_without_sums(
     equation: Equation, body: Graph, sums: Mapping[int, Any]
 ) -> tuple[list[Equation], dict[int, Value]]:
-    """A shard_map like `equation` that leaves out the sums of some results.
+    """Make a shard_map like `equation` without the sums of some results.
 
     Args:
       equation: the shard_map.
-      body: of `body_of`.
-      sums: for each of these results, the mesh axes over which it is not to be summed.
+      body: its body, from `body_of`.
+      sums: for each of these results, the mesh axes over which it must not be summed.
 
     Returns:
-      The equations, and for each of these results the parts: those of D shards along a first dimension of size D.
+      The equations, and for each of these results its parts: D shards are stacked along a first dimension of size D.
     """
     params = equation.params
     made = {total: e for e in body.equations for total in e.outputs}

@@ -1,4 +1,4 @@
-"""How many shards a partition makes, and which dimension of an argument is really sharded."""
+"""The number of shards of a partition, and the dimension of an argument that is really sharded."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class ShardCounts:
     axes: Mapping[str, int]
 
     def __call__(self, entry: Any) -> int:
-        """The product of the sizes of the entry's axes."""
+        """Return the product of the sizes of the entry's axes."""
         names = entry if isinstance(entry, tuple) else (entry,)
         return math.prod(self.axes[name] for name in names)
 
     def batch_dim(self, spec: PartitionSpec) -> BatchDim | None:
-        """The first dimension of an argument that is really sharded."""
+        """Return the first dimension of an argument that is really sharded."""
         for dim, entry in enumerate(spec):
             if entry is not None and self(entry) > 1:
                 return dim, entry

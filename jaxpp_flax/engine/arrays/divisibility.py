@@ -1,4 +1,4 @@
-"""Refuse specs that cannot cut an argument or a result into equal parts, by its name."""
+"""Refuse specs that cannot cut an argument or a result into equal parts; the error names the value."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["check_divides"]
 def check_divides(
     names: Sequence[str], values: Sequence[Any], specs: Sequence[PartitionSpec | None], sizes: Mapping[str, int]
 ) -> None:
-    """Refuse specs that do not fit the shapes of what they cut.
+    """Refuse specs that do not fit the shapes of their values.
 
     Args:
-      names: of the arguments or results, for messages.
+      names: the names of the arguments or results, for messages.
       values: arrays or shapes.
-      specs: which axes cut which dimensions; None where there is no wish.
-      sizes: of the axes of a rank's submesh.
+      specs: the axes that cut each dimension; None for a value without a requested spec.
+      sizes: the sizes of the axes of a rank's submesh.
 
     Raises:
       ValueError: naming the value, the dimension and the axes.

@@ -1,6 +1,6 @@
-"""How arguments arrive, and how arguments and results are wanted: a spec within a rank's submesh, and a memory.
+"""Layouts of passed arguments, and requested layouts of arguments and results: a spec in a submesh, and a memory.
 
-The memory of an array is part of its type, as in JAX: from an argument's type on, it goes through the step by itself.
+The memory of an array is part of its type, as in JAX: JAX carries it from an argument's type through the step.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _SPACES = {"device": jax.memory.Space.Device, "pinned_host": jax.memory.Space.Ho
 
 
 class Layout(NamedTuple):
-    """A spec over the submesh's axes, and a kind of memory; of a wish either may be None: no wish."""
+    """A spec over the submesh's axes, and a kind of memory; in a request, None leaves either one open."""
 
     spec: PartitionSpec | None
     memory_kind: str | None
 
     def over(self, found: Layout) -> Layout:
-        """This wish, filled up with what is found."""
+        """Return this request, with open parts taken from `found`."""
         spec = found.spec if self.spec is None else self.spec
         return Layout(spec, found.memory_kind if self.memory_kind is None else self.memory_kind)
 
 
 def layout_of(leaf: Any, mesh: MpmdMesh) -> Layout:
-    """The partitioning that an argument brings along, the stage axis left out, and its memory.
+    """Return an argument's own partition, without the stage axis, and its memory.
 
     Raises:
-      ValueError: if it lies in memory of another kind than a type can say.
+      ValueError: if no type of JAX can express its kind of memory.
     """
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
@@ -52,10 +52,10 @@ def layout_of(leaf: Any, mesh: MpmdMesh) -> Layout:
 
 
 def memory_wanted(sharding: Any, where: str) -> str | None:
-    """The kind of memory that a sharding names, if any.
+    """Return the kind of memory that a sharding names, if any.
 
     Raises:
-      ValueError: if it is neither the devices' own nor `pinned_host`: JAX's types know no other.
+      ValueError: if it is neither device memory nor `pinned_host`: JAX's types know no other kind.
 
     Example:
       >>> memory_wanted(jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"), "x")
@@ -91,10 +91,10 @@ def _within_submesh(spec: PartitionSpec, mesh: MpmdMesh) -> PartitionSpec:
 
 
 def broadcast_layouts(prefix: Any, tree: Any, what: str, mesh: MpmdMesh) -> list[Layout]:
-    """The wish for each leaf of `tree`; a prefix may hold specs or shardings, and None for no wish.
+    """Return the request for each leaf of `tree`; a prefix may hold specs or shardings, and None for no request.
 
     Raises:
-      ValueError: if it is no prefix, names an axis that the mesh lacks, or a kind of memory that is not carried.
+      ValueError: if `prefix` is not a prefix of `tree`, or names an unknown axis or an unsupported kind of memory.
     """
     names = set(mesh.jax_mesh.axis_names)
     layouts: list[Layout] = []
@@ -112,7 +112,7 @@ def broadcast_layouts(prefix: Any, tree: Any, what: str, mesh: MpmdMesh) -> list
 
 
 def _broadcast(prefix: Any, tree: Any, what: str) -> Iterator[tuple[str, Any, int]]:
-    """Each leaf of a prefix tree with its name, and for how many leaves of `tree` it stands."""
+    """Return each leaf of a prefix tree with its name, and the number of leaves of `tree` that it covers."""
     if prefix is None:
         return iter([(what, None, len(jax.tree.leaves(tree)))])
     is_leaf = lambda x: x is None or isinstance(x, (PartitionSpec, Sharding))  # noqa: E731
@@ -131,7 +131,7 @@ def _broadcast(prefix: Any, tree: Any, what: str) -> Iterator[tuple[str, Any, in
 
 
 def with_memories(fun: Callable[..., Any], out_shardings: Any) -> Callable[..., Any]:
-    """The function, moving each of its results to the memory that a prefix tree of shardings names."""
+    """Let the function move each of its results to the memory that a prefix tree of shardings names."""
     is_leaf = lambda x: isinstance(x, (PartitionSpec, Sharding))  # noqa: E731
     nodes = jax.tree.leaves(out_shardings, is_leaf=is_leaf)
     if all(getattr(node, "memory_kind", None) is None for node in nodes):

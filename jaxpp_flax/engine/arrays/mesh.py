@@ -224,7 +224,7 @@ class MpmdSharding(NamedSharding):
 
     An `MpmdSharding` is the `NamedSharding` of the whole array: over the mesh of its ranks, replicated along the ranks'
     axis. So `jax.device_put`, `jax.ShapeDtypeStruct` and checkpoint libraries take it like any sharding. That mesh
-    names each device once: it leaves out a rank if an earlier rank has the same devices.
+    names each device once: it leaves out a rank if an earlier rank has some of its devices.
 
     Args:
       mpmd_mesh: the mesh of all ranks.
@@ -233,7 +233,7 @@ class MpmdSharding(NamedSharding):
       memory_kind: as in `NamedSharding`.
 
     Raises:
-      ValueError: if there is no rank, a rank is not in the mesh, or `spec` names an axis that is not.
+      ValueError: if there is no rank, a rank is not in the mesh, or `spec` names an unknown axis.
 
     Example:
       >>> import jax, numpy as np

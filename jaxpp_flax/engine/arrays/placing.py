@@ -1,7 +1,7 @@
-"""Values onto the devices that this process owns of a sharding, without a word to other processes.
+"""Place values on this process's devices of a sharding, without communication with other processes.
 
-`jax.device_put` of a host value to devices of several processes compares the value across them, by a collective; here
-each process places its own part.
+If a host value goes to devices of several processes, `jax.device_put` compares the value across them by a collective;
+here each process places its own part.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ __all__ = ["on_every_process", "place", "place_on_ranks"]
 
 
 def place(value: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array:
-    """`value` with the given sharding, of which this process owns some devices.
+    """Return `value` with the given sharding; this process owns some devices of the sharding.
 
     Args:
       value: the same on all processes that own the sharding's devices: a host value, an array of this process, or a
-        `jax.Array` over several processes that has the parts in question on this process's devices.
-      sharding: where to.
-      may_alias: as in `jax.device_put`: False makes a copy in any case.
+        `jax.Array` over several processes that has the needed parts on this process's devices.
+      sharding: the target.
+      may_alias: as in `jax.device_put`: False always makes a copy.
 
     Raises:
-      ValueError: if a part that is needed here lies in another process.
+      ValueError: if this process needs a part that lies in another process.
     """
     if sharding.is_fully_addressable:
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             value = _own_part(value, sharding)
         if may_alias is False and isinstance(value, jax.Array):
-            # Where `jax.device_put` partitions anew, it takes the parts that are in place already as they are.
+            # If `jax.device_put` repartitions, it reuses the parts that are already in place, without a copy.
             return copy_arrays([value], [sharding])[0]
         return jax.device_put(value, sharding, may_alias=may_alias)
     if isinstance(value, jax.Array):
@@ -51,7 +51,7 @@ def place(value: Any, sharding: Sharding, *, may_alias: bool | None = None) -> j
 
 
 def _own_part(value: jax.Array, sharding: Sharding) -> Any:
-    """The whole of an array of several processes, where this process has it."""
+    """Return the whole of an array of several processes, if this process has it."""
     if value.is_fully_replicated and value.addressable_shards:
         return value.addressable_shards[0].data
     raise ValueError(
@@ -62,7 +62,7 @@ def _own_part(value: jax.Array, sharding: Sharding) -> Any:
 
 
 def place_on_ranks(value: Any, sharding: MpmdSharding) -> MpmdArray:
-    """A value that all processes have as an `MpmdArray`; each process keeps copies for its ranks.
+    """Make an `MpmdArray` of a value that all processes have; each process keeps copies for its ranks.
 
     Example:
       >>> from jax.sharding import Mesh, PartitionSpec as P
@@ -80,7 +80,7 @@ def place_on_ranks(value: Any, sharding: MpmdSharding) -> MpmdArray:
 
 
 def on_every_process(array: MpmdArray) -> jax.Array:
-    """The whole of an array on a device of this process; all processes of its mesh must call this, in one order.
+    """Copy a whole array to a device of this process; all processes of its mesh must call this, in one order.
 
     Example:
       >>> from jax.sharding import Mesh, PartitionSpec as P
@@ -95,7 +95,7 @@ def on_every_process(array: MpmdArray) -> jax.Array:
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(array.shape, array.dtype))
         integers = MpmdArray(parts, array.sharding, shape=data.shape, dtype=data.dtype)
         return jax.random.wrap_key_data(on_every_process(integers), impl=key_impl(array.dtype))
-    # A collective must not begin on a device that still waits for what another process is to send.
+    # A collective must not begin on a device that still waits for a value from another process.
     array.block_until_ready()
     whole = NamedSharding(mesh.jax_mesh, PartitionSpec())
     gathered = mpmd_to_spmd_reshard(mesh, [array], whole, donate=False)[0]
@@ -103,7 +103,7 @@ def on_every_process(array: MpmdArray) -> jax.Array:
 
 
 def key_impl(dtype: Any) -> Any:
-    """The name of a key dtype's generator."""
+    """Return the name of a key dtype's generator."""
     found: list[Any] = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
     return found[0]

@@ -1,6 +1,6 @@
 """The passes of the compiler in order, from the graph of a traced step to its program.
 
-Each is a pure function from one frozen structure to the next, in the file of its name (`inline` is in `tracing/`).
+Each pass is a pure function from one frozen structure to the next, in a file of its name (`inline` is in `tracing/`).
 `runner.py` walks the tuple.
 """
 

@@ -10,7 +10,7 @@ __all__ = ["check_supported"]
 
 
 def check_supported(graph: Graph) -> Graph:
-    """The same graph.
+    """Check a graph, and return it unchanged.
 
     Raises:
       NotImplementedError: if a value is typed as a partial sum.

@@ -1,6 +1,6 @@
-"""Drop the results of a loop that nothing reads, with the work that makes them.
+"""Drop unread results of a loop, with the work that makes them.
 
-The gradient of a parameter that the optimizer freezes (`optax.set_to_zero`) is neither computed nor accumulated.
+If the optimizer freezes a parameter (`optax.set_to_zero`), its gradient is neither computed nor accumulated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["drop_unused_results"]
 
 
 def drop_unused_results(graph: Graph) -> Graph:
-    """The same function; each of its loops returns its carry and what is needed of its results."""
+    """Return the same function; each of its loops returns only its carry and the results that are read."""
     needed = set(values(graph.outputs))
     kept: list[Equation] = []
     for equation in reversed(graph.equations):

@@ -1,7 +1,7 @@
-"""Decide what is donated, what is freed and when, and let slots be used again.
+"""Choose donations and frees, and reuse slots.
 
-A task's executable serves every microbatch, so an input is donated only if it is the last use in all of its runs. A
-value that was sent is never donated: the copy may still be reading it.
+A task's executable serves every microbatch, so an input is donated only if each run is the last use of its value. A
+sent value is never donated: the copy may still be reading it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["allocate"]
 
 
 def allocate(program: Program, donated_arguments: Sequence[bool], *, keep_received: bool = False) -> Program:
-    """Add frees and donations to an unrolled program, and number its slots anew so that freed ones are reused.
+    """Add frees and donations to an unrolled program, and renumber its slots so that freed ones are reused.
 
     Args:
-      program: from `unroll`: each slot is written once.
+      program: the result of `unroll`: each slot is written once.
       donated_arguments: for each argument, whether the caller gives its buffers away.
-      keep_received: donate nothing that was received: between processes, that is how its arrival is seen.
+      keep_received: never donate a received value: between processes, the runtime watches it to see its arrival.
 
     Raises:
       VerificationError: if the program frees slots already.
@@ -59,7 +59,7 @@ def allocate(program: Program, donated_arguments: Sequence[bool], *, keep_receiv
     arguments = tuple({rank: define([slot], rank)[0] for rank, slot in ranks.items()} for ranks in program.arguments)
     indices = {(rank, m): define([slot], rank)[0] for (rank, m), slot in program.indices.items()}
     instructions: list[Instruction] = []
-    # As slots come round, most transfers and frees are like earlier ones, and one object serves for all.
+    # Slots are reused, so most transfers and frees equal earlier ones, and share one object.
     alike: dict[Instruction, Instruction] = {}
 
     def add(instruction: Transfer | Free) -> None:
@@ -68,7 +68,7 @@ def allocate(program: Program, donated_arguments: Sequence[bool], *, keep_receiv
     for instruction, dying in zip(program.instructions, ends, strict=True):
         old_reads, old_writes = instruction.reads(), instruction.writes()
         reads = tuple(map(renamed.__getitem__, old_reads))
-        # Outputs get fresh slots before the inputs' are released: a runtime may write while it still reads.
+        # Outputs get fresh slots before the inputs' slots are released: a runtime may write while it still reads.
         if isinstance(instruction, Run):
             rank = target = instruction.rank
             writes = define(old_writes, rank)
@@ -104,7 +104,7 @@ def allocate(program: Program, donated_arguments: Sequence[bool], *, keep_receiv
 
 
 def _last_uses(instructions: Sequence[Instruction], kept: set[int]) -> tuple[list[tuple[int, ...]], set[int]]:
-    """For each instruction the slots, but those `kept`, that none after it reads; and all that are read or kept."""
+    """Return the slots whose last read is each instruction, except those `kept`; and all slots read or kept."""
     read = set(kept)
     ends: list[tuple[int, ...]] = []
     for instruction in reversed(instructions):
@@ -120,7 +120,7 @@ def _donations(program: Program, ends: Sequence[Sequence[int]], never: set[int])
             continue
         inputs = instruction.inputs
         last = set(dying) - never
-        # What an earlier run of the task could not donate need not be looked at again.
+        # If an earlier run of the task could not donate an input, later runs need not check this input.
         known = donate.get(instruction.task, range(len(inputs)))
         possible = {p for p in known if inputs[p] in last}
         if len(set(inputs)) < len(inputs):
@@ -130,7 +130,7 @@ def _donations(program: Program, ends: Sequence[Sequence[int]], never: set[int])
 
 
 def _aliasable(program: Program, task: int, positions: set[int]) -> frozenset[int]:
-    """Those that an output of the same type can reuse: XLA frees the others no earlier than we do."""
+    """Choose the inputs whose memory an output of the same type can reuse; XLA frees the others no earlier than we."""
     graph = program.tasks[task].graph
     room: dict[tuple[tuple[int, ...], str, str | None], int] = {}
     for atom in graph.outputs:

@@ -115,7 +115,7 @@ class _Placer:
         return [(v, at) for v in equation.inputs if isinstance(v, Value) and (at := self.location[v]) is not None]
 
     def _mixes(self, equation: Equation) -> bool:
-        """Return whether an equation reads arrays that no single rank has all of."""
+        """Return whether an equation reads several arrays, and no single rank has them all."""
         arrays = [at for v, at in self._anchors(equation) if v.aval.size > 1]
         return len(arrays) > 1 and not frozenset.intersection(*arrays)
 

@@ -1,4 +1,4 @@
-"""A step on ranks: loops, segments of outer equations and moves, in order. What `place` makes and `schedule` reads."""
+"""A step on ranks: loops, segments of outer equations and moves, in order. `place` makes it, `schedule` reads it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["Loop", "Move", "Placed", "Segment"]
 class Loop:
     """A pipelined loop among the outer equations: outer atoms in, outer values out.
 
-    `leading` gives the mesh axes over which the first dimension of an accumulator is sharded (see `defer_reductions`),
-    or None; `like` the position of the step's argument that an accumulator updates, or None. `marks` are those of the
-    body, and `cuts` the indices of those that cut.
+    For each accumulator, `leading` gives the mesh axes over which its first dimension is sharded (see
+    `defer_reductions`), or None; `like` gives the position of the step's argument that it updates, or None. `marks` are
+    the marks of the body, and `cuts` the indices of the marks that cut.
     """
 
     partition: Partition
@@ -37,15 +37,15 @@ class Loop:
 
     @property
     def outputs(self) -> tuple[Value, ...]:
-        """Each outer result."""
+        """The outer results."""
         return (*self.carry_results, *self.accumulator_results)
 
     def rank_of_task(self, task: int) -> int:
-        """The rank that runs a task."""
+        """Return the rank that runs a task."""
         return self.schedule.rank_of(self.partition.tasks[task].stage)
 
     def inputs(self) -> Iterable[tuple[Atom, set[int]]]:
-        """Each outer operand with the ranks that read it."""
+        """Yield each outer operand with the ranks that read it."""
         readers: dict[Value, set[int]] = {}
         for index, task in enumerate(self.partition.tasks):
             for value in task.graph.inputs:
@@ -58,7 +58,7 @@ class Loop:
             yield atom, owners.union(*(readers.get(s, set()) for s in states))
 
     def homes(self) -> dict[Value, frozenset[int]]:
-        """The ranks on which each outer result is made."""
+        """Return the ranks on which each outer result is made."""
         homes = {
             value: frozenset({self.rank_of_task(a.task)})
             for value, a in zip(self.accumulator_results, self.partition.accumulators, strict=True)
@@ -68,7 +68,7 @@ class Loop:
         return homes
 
     def as_text(self) -> str:
-        """One line."""
+        """Return one line of text."""
         return f"loop over {self.length} microbatches: {type(self.schedule).__name__}"
 
 
@@ -104,7 +104,7 @@ class Placed:
     for_all: tuple[bool, ...] = ()
 
     def verify(self) -> None:
-        """Check that every rank has what it reads, when it reads it."""
+        """Check that every rank has each value before it reads the value."""
         have = {(v, r) for v, ranks in zip(self.inputs, self.arguments, strict=True) for r in ranks}
         for step in self.steps:
             if isinstance(step, Move):
@@ -126,7 +126,7 @@ class Placed:
                 raise VerificationError("a result is missing on a rank")
 
     def as_text(self) -> str:
-        """The steps in order."""
+        """Return the steps in order, as text."""
         lines: list[str] = []
         for step in self.steps:
             if isinstance(step, Move):

@@ -1,9 +1,9 @@
-"""Take conditions over the arrays of several ranks apart, so that each rank decides for its own.
+"""Split conditions over the arrays of several ranks, so that each rank has a condition for its own arrays.
 
 Optimizers that skip or delay updates (`optax.apply_if_finite`, `optax.MultiSteps`) put all parameters under one
-`cond`. Its outputs fall into groups that share no array: each becomes a condition of its own, on the same predicate.
-A group that mixes ranks after all, as where a branch clips by the norm of all gradients, is computed in every branch
-and selected from: then its equations are placed one by one, as if they stood outside of the condition.
+`cond`. Its outputs form groups that share no array. Each group becomes a condition of its own, with the same predicate.
+Some groups still mix ranks, for example if a branch clips by the norm of all gradients. Then all branches are computed,
+and each output is selected from them: the equations are placed one by one, as if they were outside the condition.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ __all__ = ["is_condition", "select_between_branches", "split_condition", "split_
 
 
 def is_condition(equation: Equation) -> bool:
-    """Whether it is a `cond` (or `switch`) without side effects."""
+    """Return whether an equation is a `cond` (or `switch`) without side effects."""
     return equation.name == "cond" and not equation.effects
 
 
 def split_conditions(graph: Graph) -> Graph:
-    """The same function with every condition at the top level split."""
+    """Return the same function with every condition at the top level split."""
     equations = [part for e in graph.equations for part in (split_condition(e) if is_condition(e) else [e])]
     return replace(graph, equations=tuple(equations))
 
 
 def split_condition(equation: Equation) -> list[Equation]:
-    """One condition for each group of outputs that share no array; scalars are shared freely."""
+    """Make one condition for each group of outputs; two groups share no array, but may share scalars."""
     branches = _branches(equation)
     groups = _groups(branches, len(equation.outputs))
     if len(groups) == 1:
@@ -60,7 +60,7 @@ def split_condition(equation: Equation) -> list[Equation]:
 
 
 def select_between_branches(equation: Equation) -> list[Equation]:
-    """All branches in a row, and a selection for each output."""
+    """Run all branches one after another, and select each output."""
     equations: list[Equation] = []
     branches = [inline(b, flatten=True) for b in _branches(equation)]
     for branch in branches:
@@ -74,7 +74,7 @@ def select_between_branches(equation: Equation) -> list[Equation]:
 
 
 def _branches(equation: Equation) -> list[Graph]:
-    """The branches as graphs over the condition's own operands."""
+    """Return the branches as graphs over the condition's own operands."""
     graphs: list[Graph] = []
     for branch in equation.params["branches"]:
         graph = applied(branch, equation.inputs[1:])
@@ -84,12 +84,12 @@ def _branches(equation: Equation) -> list[Graph]:
 
 
 def _typed(atom: Atom) -> Atom:
-    """Literals as arrays of their type: a bare Python number would be typed by its neighbours."""
+    """Turn a literal into an array of its type: its neighbours would decide the type of a bare Python number."""
     return Constant(np.asarray(atom.value, atom.aval.dtype), atom.aval) if isinstance(atom, Constant) else atom
 
 
 def _groups(branches: Sequence[Graph], count: int) -> list[list[int]]:
-    """Positions of outputs that share an array, or the work that makes one."""
+    """Group the positions of outputs that share an array, or the work that makes one."""
     parent = list(range(count))
 
     def find(k: int) -> int:
@@ -119,7 +119,7 @@ def _groups(branches: Sequence[Graph], count: int) -> list[list[int]]:
 
 
 def _is_shared(value: Value, producer: dict[Value, Equation]) -> bool:
-    """Whether a value may be had twice: a scalar that is made of scalars alone."""
+    """Return whether a value may be computed twice: a scalar that depends only on scalars."""
     stack, seen = [value], set[Value]()
     while stack:
         current = stack.pop()
@@ -136,7 +136,7 @@ def _is_shared(value: Value, producer: dict[Value, Equation]) -> bool:
 def _condition(
     equation: Equation, operands: Sequence[Value], graphs: Sequence[Graph], outputs: Sequence[Value]
 ) -> list[Equation]:
-    """A condition over other branches, with given outputs."""
+    """Make a condition over other branches, with given outputs."""
 
     def branch(graph: Graph) -> Any:
         return lambda *xs: replace(graph, inputs=tuple(operands)).run(*xs)

@@ -1,4 +1,4 @@
-"""Find the argument that a loop's result updates: a gradient's parameter, whose sharding its accumulator takes."""
+"""Find the argument that a loop's result updates: an accumulator takes the sharding of its gradient's parameter."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jaxpp_flax.engine.tracing.ir import Equation, Value
 
 __all__ = ["find_relatives"]
 
-_SEARCH_DEPTH = 24  # equations between a gradient and the argument it meets: clipping, scaling, moments
+_SEARCH_DEPTH = 24  # equations between a gradient and its argument: clipping, scaling, moments
 
 
 def find_relatives(nodes: Sequence[Equation | Loop], inputs: Sequence[Value]) -> list[Equation | Loop]:
-    """The same nodes, where each loop knows which argument each of its accumulators is combined with first."""
+    """Return the same nodes; each loop now knows the first argument that is combined with each accumulator."""
     position = {v: i for i, v in enumerate(inputs)}
     users: dict[Value, list[Equation]] = {}
     for node in nodes:

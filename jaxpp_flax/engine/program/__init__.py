@@ -1,1 +1,1 @@
-"""The program that a step compiles to: instructions over slots, and what is known of them."""
+"""The program of a compiled step: instructions over slots, and facts about them."""

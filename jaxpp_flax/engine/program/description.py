@@ -1,4 +1,4 @@
-"""A program in lines that mean the same in every process: no addresses, no names of variables, no values."""
+"""A program as lines that are equal in every process: no addresses, no names of variables, no values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+|\bid=\d+|0x[0-9a-f]{6,}")
 def describe_program(
     program: Program, argument_specs: Sequence[PartitionSpec], result_specs: Sequence[PartitionSpec | None]
 ) -> list[str]:
-    """The program in lines: arguments, results, the equations of each task, and all instructions."""
+    """Return the program as lines: arguments, results, the equations of each task, and all instructions."""
     lines: list[str] = []
     for position, (ranks, spec) in enumerate(zip(program.arguments, argument_specs, strict=True)):
         lines.append(f"argument {position} is on the ranks {sorted(ranks.items())} with spec {spec}")
@@ -41,7 +41,7 @@ def describe_program(
 
 
 def describe_graph(graph: Graph) -> Iterator[str]:
-    """A graph in lines: its inputs, its equations with all that they hold, its outputs."""
+    """Yield a graph as lines: its inputs, its equations with all parameters, its outputs."""
     names: dict[Value, str] = {}
 
     def name(atom: Atom) -> str:
@@ -59,7 +59,7 @@ def describe_graph(graph: Graph) -> Iterator[str]:
 
 
 def _place(where: str) -> str:
-    # The same file may lie under another folder on another host.
+    # The same file may be in another folder on another host.
     return where.rpartition("/")[2]
 
 
@@ -75,10 +75,10 @@ def _params(primitive: Any, params: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    """What a parameter says, the same in every process."""
+    """Return a parameter as text that is equal in every process."""
     if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
         inner = opened(value)
-        # Before JAX 0.12 the jaxpr around it holds the arrays that a call closes over, later it does so itself.
+        # Before JAX 0.12 the outer jaxpr holds the arrays that a call closes over; later the inner one does.
         return "{" + "; ".join([*map(_text, getattr(value, "consts", ())), *_inner_lines(inner)]) + "}"
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(map(_text, value)) + ")"
@@ -87,7 +87,7 @@ def _text(value: Any) -> str:
     if isinstance(value, (set, frozenset)):
         return "{" + ", ".join(sorted(map(_text, value))) + "}"
     if isinstance(value, (np.ndarray, jax.Array)):
-        # No hash where this process has only a part of it.
+        # No hash if this process has only a part of the array.
         return f"{value.dtype}{list(value.shape)}#{value_hash(value)}"
     if value is None or isinstance(value, (bool, int, float, complex, str, np.generic, np.dtype)):
         return str(value)

@@ -1,7 +1,7 @@
 """A compiled step in the form of a jaxpr whose equations are tasks, transfers and deletions.
 
-It says what `Program.as_text` says, in the terms that JaxPP prints: programs that look for `task_name=fwd_0` in the
-lines find it. Each value has a name of its own, where the program's slots are used again.
+The listing has the same content as `Program.as_text`, in JaxPP's format: programs that search its lines for
+`task_name=fwd_0` find it. Each value has a name of its own, although the program reuses slots.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Printer:
         yield f"    ] {operands}"
 
     def _argument_types(self) -> dict[int, Any]:
-        """The types of the slots filled beforehand, read off the first task that each of them goes into."""
+        """Return the types of the preset slots, from the first task that reads each of them."""
         preset = set(self.program.preset())
         types: dict[int, Any] = {}
         for instruction in self.program.instructions:

@@ -1,6 +1,6 @@
-"""The program that a step compiles to: a flat list of instructions over numbered slots.
+"""The program of a compiled step: a flat list of instructions over numbered slots.
 
-Each slot belongs to one rank and holds one array. `Program.for_rank` is what a process that owns only some ranks runs.
+Each slot belongs to one rank and holds one array. A process that owns only some ranks runs `Program.for_rank`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["Free", "Instruction", "Program", "ProgramTask", "Run", "Transfer"]
 
 @dataclass(frozen=True, eq=False)
 class ProgramTask:
-    """A computation that one rank runs, once (`stage` and `kind` are None: outside of a loop) or for every microbatch.
+    """A computation that one rank runs: once (outside loops; `stage` and `kind` are None), or for every microbatch.
 
-    `donate` holds the positions of inputs that no later instruction reads; `pins` pairs an output with the input
-    whose sharding it must keep (accumulators and carries, which go round the loop). `leading` holds, for each output of
-    a task that makes accumulators, the mesh axes that shard its first dimension, or None; `like` the position of the
-    step's argument whose sharding the accumulator takes, or None.
+    `donate` holds the positions of inputs that no later instruction reads. `pins` pairs an output with the input
+    whose sharding it must keep (accumulators and carries, which go round the loop). If a task makes accumulators,
+    `leading` holds for each output the mesh axes that shard its first dimension, or None; `like` holds the position of
+    the step's argument whose sharding the accumulator takes, or None.
     """
 
     name: str
@@ -39,7 +39,7 @@ class ProgramTask:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run a task: `microbatch` is -1 outside of loops."""
+    """Run a task; `microbatch` is -1 outside loops."""
 
     task: int
     microbatch: int
@@ -76,18 +76,18 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Forget slots; `delete` names those of donated arguments, whose buffers the caller has given away."""
+    """Forget slots; `delete` holds the slots of donated arguments, whose buffers the caller has given away."""
 
     rank: int
     slots: tuple[int, ...]
     delete: tuple[int, ...] = ()
 
     def reads(self) -> tuple[int, ...]:
-        """Slots that must be defined."""
+        """Return the slots that must be defined."""
         return self.slots
 
     def writes(self) -> tuple[int, ...]:
-        """Nothing."""
+        """Return nothing: a free writes no slot."""
         return ()
 
 
@@ -96,7 +96,7 @@ Instruction = Run | Transfer | Free
 
 @dataclass(frozen=True)
 class Program:
-    """Instructions in one global order that agrees with every rank's own.
+    """Instructions in one global order that agrees with the order of every rank.
 
     `arguments[i]` and `results[i]` map ranks to slots; `indices` maps (rank, microbatch) to the slot of that index;
     `constants` maps (position, rank) of the step's captured arrays to slots.
@@ -111,7 +111,7 @@ class Program:
     num_ranks: int
 
     def for_rank(self, *ranks: int) -> Program:
-        """The instructions in which any of `ranks` takes part, in the same order."""
+        """Return the instructions in which any of `ranks` takes part, in the same order."""
         mine = set(ranks)
 
         def concerns(instruction: Instruction) -> bool:
@@ -122,7 +122,7 @@ class Program:
         return replace(self, instructions=tuple(i for i in self.instructions if concerns(i)))
 
     def preset(self) -> dict[int, int]:
-        """Slots that are filled before the first instruction, with their ranks."""
+        """Return the slots that are filled before the first instruction, with their ranks."""
         slots = {slot: rank for ranks in self.arguments for rank, slot in ranks.items()}
         slots.update({slot: rank for (rank, _), slot in self.indices.items()})
         return slots
@@ -171,7 +171,7 @@ class Program:
         return f"free on rank {instruction.rank}"
 
     def as_text(self) -> str:
-        """One line for each instruction."""
+        """Return one line of text for each instruction."""
         lines: list[str] = []
 
         def names(slots: Iterable[int]) -> str:

@@ -1,4 +1,4 @@
-"""Which of a task's donations can be used once its inputs and outputs are partitioned."""
+"""The donations of a task that are usable after its inputs and outputs are partitioned."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["usable_donations"]
 def usable_donations(
     task: ProgramTask, mesh: Mesh, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
 ) -> tuple[int, ...]:
-    """The positions of a task's donated inputs whose memory an output can take over, as its task is partitioned.
+    """Return the positions of a task's donated inputs whose memory an output can take over.
 
-    `task.donate` goes by the whole arrays. Where JAX is told all shardings it goes by the shards, and warns of each
-    donated one that no output's is like; where it is not, XLA decides.
+    `task.donate` compares whole arrays. If JAX knows all shardings, it compares shards, and warns of each donated shard
+    that no output can reuse; otherwise XLA decides.
     """
     if not task.donate or None in out_specs:
         return tuple(sorted(task.donate))
@@ -31,7 +31,7 @@ def usable_donations(
 
     room = Counter(map(kind, task.graph.outputs, out_specs))
     usable: list[int] = []
-    pinned = {position for _, position in task.pins}  # accumulators first, whose outputs must take over their memory
+    pinned = {position for _, position in task.pins}  # accumulators first: their outputs must take over their memory
     for position in sorted(task.donate, key=lambda position: (position not in pinned, position)):
         input_kind = kind(task.graph.inputs[position], in_specs[position])
         if room[input_kind] > 0:

@@ -1,1 +1,1 @@
-"""Runs a program: executables, the instruction loop, transport between processes."""
+"""Run a program: executables, the instruction loop, transport between processes."""

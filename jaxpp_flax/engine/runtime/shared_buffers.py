@@ -1,8 +1,8 @@
-"""Find the values that a transfer need not copy where both ranks are the same devices.
+"""Find the values that a transfer need not copy if both ranks are the same devices.
 
-Several stages on one device is how a pipeline is tried out on one GPU, and how a step is compared there with plain
-`jax.jit`. A copy within a device costs memory and time for nothing, but to hand over the array itself is right only if
-nobody gives its buffer away while somebody else still reads it.
+Users put several stages on one device to try out a pipeline on one GPU, or to compare a step with plain `jax.jit`. A
+copy inside a device wastes memory and time. But a transfer may pass on the array itself only if no reader gives its
+buffer away while another one still reads it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ __all__ = ["handed_over"]
 
 
 def handed_over(program: Program) -> dict[int, frozenset[int]]:
-    """The positions of each transfer whose array the target may take as it is, by the number of the instruction.
+    """Return the positions of each transfer whose array the target may take uncopied, by number of the instruction.
 
-    Either the source forgets the value at once, so that it simply moves; or the source keeps it (it never donates what
-    it has sent) and the target neither donates nor returns it. The caller's arguments never move, and those that are
-    donated are not shared either, since they are deleted at their last use on the source.
+    There are two cases. Either the source forgets the value at once: the value moves. Or the source keeps the value (it
+    never donates a value that it has sent), and the target neither donates nor returns it. The caller's arguments never
+    move. Donated arguments are not shared either, because they are deleted at their last use on the source.
 
     Args:
-      program: from `allocate`.
+      program: the result of `allocate`.
     """
     results = {slot for result in program.results if isinstance(result, dict) for slot in result.values()}
     deleted = {slot for i in program.instructions if isinstance(i, Free) for slot in i.delete}
@@ -50,7 +50,7 @@ def handed_over(program: Program) -> dict[int, frozenset[int]]:
 
 
 def _given_away(program: Program, results: set[int]) -> set[tuple[int, int]]:
-    """(number of the transfer, slot) of what the target donates to a task, or returns."""
+    """Return (number of the transfer, slot) for values that the target donates to a task, or returns."""
     arrived: dict[int, int] = {}
     gone: set[tuple[int, int]] = set()
     for number, instruction in enumerate(program.instructions):
@@ -67,7 +67,7 @@ def _given_away(program: Program, results: set[int]) -> set[tuple[int, int]]:
 
 
 def _passed_on(program: Program, run: Run, borrowed: set[int]) -> set[int]:
-    """Slots of results that are arguments of the task as they came: jit may return the very array."""
+    """Return the slots of results that are unchanged arguments of the task: jit may return the same array."""
     graph = program.tasks[run.task].graph
     position = {value: p for p, value in enumerate(graph.inputs)}
     return {

@@ -1,7 +1,7 @@
-"""What a process learns of tasks that others compile: how XLA partitioned their results.
+"""The specs that processes tell one another: how XLA partitioned the results of the tasks that they compile.
 
-Each task is compiled by the processes of its rank alone, but the shardings of its results are those of its readers'
-inputs. On ranks of one device there is nothing to tell.
+Only the processes of a task's rank compile the task, but its readers need the shardings of its results. On ranks of one
+device there is nothing to tell.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ __all__ = ["SharedSpecs", "decode_specs", "encode_specs"]
 
 @dataclass(frozen=True)
 class SharedSpecs:
-    """Gives and takes the specs of tasks' results.
+    """Publishes and fetches the specs of tasks' results.
 
     Args:
       group: the processes.
-      mesh: says which of them own a rank.
-      name: of the program: the same on all processes, and no other program's.
-      timeout_s: to wait for another process's compilation.
+      mesh: tells which processes own a rank.
+      name: the program's unique name, the same on all processes.
+      timeout_s: the limit of a wait for another process's compilation.
     """
 
     group: ProcessGroup
@@ -38,13 +38,13 @@ class SharedSpecs:
     _known: dict[int, tuple[PartitionSpec, ...]] = field(default_factory=dict)
 
     def publish(self, program: Program, task: int, specs: Sequence[PartitionSpec]) -> None:
-        """Tell the others, if this process speaks for the task's rank."""
+        """Tell the other processes, if this process speaks for the task's rank."""
         rank = program.tasks[task].rank
         if self.mesh.unstack[rank].size > 1 and self._speaker(rank) == self.group.process_index:
             self.group.values.publish(f"{self.name}/specs/{task}", encode_specs(specs))
 
     def of(self, program: Program, task: int) -> tuple[PartitionSpec, ...]:
-        """The specs of the results of a task that another process compiles; waits until it has."""
+        """Return the result specs of a task that another process compiles; wait for its compilation."""
         found = self._known.get(task)
         if found is None:
             described = program.tasks[task]
@@ -64,7 +64,7 @@ class SharedSpecs:
 
 
 def encode_specs(specs: Sequence[PartitionSpec]) -> bytes:
-    """Specs as JSON.
+    """Write specs as JSON.
 
     Example:
       >>> encode_specs([PartitionSpec("data", None), PartitionSpec(("a", "b"))])
@@ -74,7 +74,7 @@ def encode_specs(specs: Sequence[PartitionSpec]) -> bytes:
 
 
 def decode_specs(data: bytes) -> tuple[PartitionSpec, ...]:
-    """The inverse of `encode_specs`.
+    """Invert `encode_specs`.
 
     Example:
       >>> decode_specs(b'[["data", null], [["a", "b"]]]')

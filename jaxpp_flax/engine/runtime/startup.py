@@ -1,4 +1,4 @@
-"""The start of a program in several processes: they compare it, connect, and wait for one another."""
+"""The start of a program in several processes: they compare the program, connect, and wait for one another."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def meet(
     argument_specs: Sequence[PartitionSpec],
     result_specs: Sequence[PartitionSpec | None],
 ) -> tuple[Across, SharedSpecs] | tuple[None, None]:
-    """Compare the program with those of the other processes, before anything is compiled; nothing in a single process.
+    """Compare the programs of all processes before any compilation; do nothing in a single process.
 
     Raises:
       ValueError: if the mesh has no device of this process.
       ProgramMismatchError: if the programs differ, or the settings of their compilation; it shows the first difference.
-      BarrierTimeoutError, ProcessFailedError: if a process does not come.
+      BarrierTimeoutError, ProcessFailedError: if a process does not arrive.
     """
     process = jax.process_index()
     owners = sorted({device.process_index for device in mesh.jax_mesh.devices.flat})
@@ -50,7 +50,7 @@ def meet(
     link = process_link()
     title = f"program {link.next_program()}"
     timeout = link.settings.start_timeout
-    # Settings first: where they differ the program mostly does too, and says less.
+    # Settings first: if they differ, the program mostly differs too, but its difference tells the user less.
     lines = [*describe_environment(), *describe_program(program, argument_specs, result_specs)]
     digest = compare_lines(link.group, title, lines, timeout)
     name = f"{title.replace(' ', '-')}-{digest}"
@@ -72,21 +72,21 @@ def start(across: Across, parcels: Sequence[Parcel], constants: Mapping[str, Any
     """
     across.link.connect(parcels)
     across.link.group.barrier(f"the start of {across.title}", across.link.settings.start_timeout)
-    # After the barrier, since this comparison has no deadline.
+    # After the barrier, because this comparison has no deadline.
     compare_values(across, "the constants", constants)
 
 
 def compare_values(across: Across, what: str, values: Mapping[str, Any]) -> None:
-    """Make sure that values which several processes read, and which each has made by itself, are equal in all of them.
+    """Check that each process has made equal values, for values that several processes read.
 
     Args:
       across: the program.
-      what: the values together, such as "the arguments".
-      values: by name; a value that this process has only in part is left out.
+      what: a name for all the values, such as "the arguments".
+      values: by name; a value is left out if this process has only a part of it.
 
     Raises:
       ValuesMismatchError: naming the first value that differs, and the processes.
     """
-    # Also without values: if this process has placed its arrays already, another one may still have some to compare.
+    # Also without values: this process may have placed its arrays already, while another one has some to compare.
     hashes = {name: value_text(value) for name, value in values.items()}
     compare_hashes(across.link.group, f"{what} of {across.title}", hashes, _REMEDY)

@@ -1,1 +1,1 @@
-"""From a Python function to graphs: the intermediate representation, markers, `treduce`, canonical forms."""
+"""Turn a Python function into graphs: the intermediate representation, markers, `treduce`, canonical forms."""

@@ -1,4 +1,4 @@
-"""Who makes a value, and how often it is read."""
+"""The producer of each value, and the number of its reads."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["producers", "use_counts"]
 
 
 def producers(equations: Iterable[Equation]) -> dict[Value, Equation]:
-    """The equation that makes each value."""
+    """Return the equation that makes each value."""
     return {value: equation for equation in equations for value in equation.outputs}
 
 
 def use_counts(
     equations: Iterable[Equation], outputs: Iterable[Atom], resolve: Callable[[Atom], Atom] = lambda atom: atom
 ) -> dict[Value, int]:
-    """How often each value is read, by equations and as an output; `resolve` may look through identities."""
+    """Count the reads of each value, by equations and as an output; `resolve` may look through identities."""
     counts: dict[Value, int] = {}
     for atoms in (*(equation.inputs for equation in equations), outputs):
         for atom in map(resolve, atoms):

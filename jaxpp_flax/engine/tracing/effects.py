@@ -9,7 +9,7 @@ __all__ = ["refuse_ordered_effects"]
 
 
 def refuse_ordered_effects(graph: Graph) -> None:
-    """Refuse effects in order: stages run at the same time, and keep no order over the whole step.
+    """Refuse ordered effects: stages run at the same time, so there is no order over the whole step.
 
     Raises:
       ValueError: naming the equation and its line.
@@ -17,7 +17,7 @@ def refuse_ordered_effects(graph: Graph) -> None:
     for equation in graph.equations:
         body = equation.params["body"].equations if equation.primitive is treduce_p else (equation,)
         for part in body:
-            # JAX has no public name for these effects but their classes' own.
+            # JAX has no public names for these effects, only the names of their classes.
             if any(type(effect).__name__.startswith("Ordered") for effect in part.effects):
                 raise ValueError(
                     f"the `{part.name}` at {part.where} has a side effect with ordered=True, but the stages of a "

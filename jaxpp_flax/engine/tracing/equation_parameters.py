@@ -1,4 +1,4 @@
-"""Which parameters of an equation say what it computes, and which only how it was written."""
+"""The parameters of an equation that change its results, and the cosmetic ones that do not."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from jax.extend.core import primitives as jax_primitives
 
 __all__ = ["COSMETIC", "telling"]
 
-# The attribute by which one of our own primitives names its cosmetic parameters.
+# The attribute in which one of our own primitives lists its cosmetic parameters.
 COSMETIC = "cosmetic_parameters"
 
-# Of JAX's primitives; to another one of the same name, the same parameters may mean anything. The functions are those
-# that would differentiate the call: it is evaluated by its jaxpr.
+# The cosmetic parameters of JAX's primitives; in another primitive of the same name, they may mean anything. The listed
+# functions only differentiate a call; a call is evaluated by its jaxpr.
 _OF_JAX = {
     "call_p": ("name",),
     "closed_call_p": ("name",),
@@ -26,7 +26,7 @@ _COSMETIC = {getattr(jax_primitives, name, None): frozenset(params) for name, pa
 
 
 def telling(primitive: Any, params: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The parameters that say what an equation computes, sorted by name."""
+    """Return the parameters that change an equation's results, sorted by name."""
     cosmetic = _COSMETIC.get(primitive) or getattr(primitive, COSMETIC, ())
     return [(k, v) for k, v in sorted(params.items()) if k not in cosmetic and not _is_debug_info(v)]
 

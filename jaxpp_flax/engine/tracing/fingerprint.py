@@ -1,6 +1,6 @@
-"""Structural keys: two tasks with the same key compute the same function, whatever their variables are called.
+"""Structural keys: two tasks with the same key compute the same function; names of variables do not matter.
 
-Identical stages thus share one lowering. The key covers primitives, parameters (recursing into inner jaxprs), wiring
+So identical stages share one lowering. The key covers primitives, parameters (recursing into inner jaxprs), wiring
 and types; it leaves out the names of calls, sources and debug information.
 """
 
@@ -22,7 +22,7 @@ __all__ = ["Fingerprinter"]
 
 @dataclass(frozen=True, eq=False)
 class _Same:
-    """The identity of a value that cannot be hashed; it keeps the value, so that no other one takes its address."""
+    """The identity of an unhashable value; the value is kept alive, so that no other value gets its address."""
 
     value: Any
 
@@ -34,14 +34,14 @@ class _Same:
 
 
 class Fingerprinter:
-    """Makes keys; remembers those of inner jaxprs, which stages share by identity."""
+    """Makes keys, and remembers the keys of inner jaxprs, which stages share by identity."""
 
     def __init__(self) -> None:
         self._jaxprs: dict[int, tuple[Any, int]] = {}
         self._interned: dict[Hashable, int] = {}
 
     def graph(self, graph: Graph) -> Hashable:
-        """The key of a graph."""
+        """Return the key of a graph."""
         numbers: dict[Value, int] = {}
         parts: list[Hashable] = []
 

@@ -1,7 +1,7 @@
 """The intermediate representation: straight-line graphs of JAX primitives.
 
-A jaxpr is converted to a `Graph` at one boundary (`from_jaxpr`), so no pass ever tests the class of a jaxpr: those
-classes differ between JAX versions. A `Graph` runs anywhere through `Graph.run`, under `jax.jit` or eagerly.
+A jaxpr is converted to a `Graph` at one boundary (`from_jaxpr`), so no pass ever tests the class of a jaxpr: these
+classes differ between JAX versions. `Graph.run` runs a `Graph` anywhere, under `jax.jit` or eagerly.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Constant:
 
     @property
     def nbytes(self) -> int:
-        """Literals travel inside the program, so they cost no transfer."""
+        """0: literals are part of the program, so they cost no transfer."""
         return 0
 
 
@@ -57,7 +57,7 @@ Atom = Value | Constant
 
 
 def values(atoms: Iterable[Atom]) -> list[Value]:
-    """Those of some atoms that are no literals, in order."""
+    """Return the atoms that are not literals, in order."""
     return [atom for atom in atoms if isinstance(atom, Value)]
 
 
@@ -65,8 +65,8 @@ def values(atoms: Iterable[Atom]) -> list[Value]:
 class Equation:
     """One application of a primitive.
 
-    `transposed` tells backward from forward work (read off JAX's name stack); `late` marks the recomputation of a
-    rematerialised region, which belongs to the task that uses it; `where` is the user's `file:line (function)`.
+    `transposed` marks backward work (found in JAX's name stack). `late` marks the recomputation of a rematerialised
+    region, which belongs to the task that uses the region. `where` is the user's `file:line (function)`.
     """
 
     primitive: Any
@@ -90,7 +90,7 @@ class Equation:
         return (source_info_util.summarize(self.source) if self.source is not None else "") or "unknown"
 
     def bind(self, *operands: Any) -> Sequence[Any]:
-        """Apply the primitive; always returns a sequence of results."""
+        """Apply the primitive; always return a sequence of results."""
         params = self.primitive.get_bind_params(dict(self.params))
         if self.context is not None:
             with self.context.manager:
@@ -102,7 +102,7 @@ class Equation:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A function in straight-line form: `inputs` to `outputs` through `equations`, in executable order."""
+    """A function in straight-line form: `equations`, in executable order, compute `outputs` from `inputs`."""
 
     inputs: tuple[Value, ...]
     outputs: tuple[Atom, ...]
@@ -142,7 +142,7 @@ class Graph:
                 raise VerificationError(f"output {position} of the graph is undefined")
 
     def as_text(self, notes: Mapping[Equation, Any] | None = None) -> str:
-        """A listing with one line for each equation, values numbered in order of definition.
+        """Return a listing with one line for each equation; values are numbered in order of definition.
 
         `notes` may put a word in front of an equation.
         """
@@ -165,7 +165,7 @@ class Graph:
 
 
 def plain_literal(value: Any, aval: Any) -> Any:
-    """A literal as a Python number or a NumPy array: JAX's own arrays bring the mesh of their trace along."""
+    """Return a literal as a Python number or a NumPy array: JAX's own arrays hold the mesh of their trace."""
     if type(value) is np.ndarray or isinstance(value, (np.generic, bool, int, float, complex)):
         return value
     if not hasattr(value, "__array__"):
@@ -185,10 +185,10 @@ def from_jaxpr(
     transposed: bool = False,
     late: bool = False,
 ) -> tuple[Graph, list[Any]]:
-    """Convert a (closed) jaxpr; its captured constants become leading inputs and are returned beside the graph.
+    """Convert a (closed) jaxpr; its captured constants become leading inputs, and are returned with the graph.
 
-    With `operands` given (constants' atoms first), the jaxpr's variables are substituted by them: that is inlining.
-    `transposed` and `late` label every equation, in addition to what the equations' own name stacks say.
+    If `operands` are given (constants' atoms first), they replace the jaxpr's variables: this is inlining.
+    `transposed` and `late` label every equation, in addition to the labels from the equations' own name stacks.
     """
     consts = list(getattr(jaxpr, "consts", ()))
     inner = opened(jaxpr)
@@ -222,7 +222,7 @@ def from_jaxpr(
 
 
 def applied(jaxpr: Any, operands: Sequence[Atom], *, transposed: bool = False, late: bool = False) -> Graph:
-    """A (closed) jaxpr applied to atoms; the arrays that it captures become literals. Labels are as in `from_jaxpr`."""
+    """Apply a (closed) jaxpr to atoms; its captured arrays become literals. Labels are as in `from_jaxpr`."""
     captured = zip(getattr(jaxpr, "consts", ()), opened(jaxpr).constvars, strict=True)
     literals = [Constant(value, variable.aval) for value, variable in captured]
     return from_jaxpr(jaxpr, [*literals, *operands], transposed=transposed, late=late)[0]
@@ -236,14 +236,14 @@ def emit(
     like: Equation | None = None,
     struct: Callable[[Any], Any] | None = None,
 ) -> tuple[list[Equation], list[Atom]]:
-    """Make equations: those of a function of arrays applied to `inputs`, and the atoms of its results.
+    """Apply a function of arrays to `inputs`; return its equations and the atoms of its results.
 
     Args:
-      function: of as many arrays as there are inputs.
+      function: a function of as many arrays as there are inputs.
       inputs: its operands.
-      outputs: the values that the results are to have, None for a new one; by default all are new ones.
-      like: an equation in whose context the function is traced, and whose source and labels the new ones get.
-      struct: the types with which the function is traced; by default `struct_of`.
+      outputs: the values of the results, None for a new value; by default all are new.
+      like: an equation: the function is traced in its context, and the new equations get its source and labels.
+      struct: returns the types with which the function is traced; by default `struct_of`.
     """
     with like.context.manager if like is not None and like.context is not None else nullcontext():
         jaxpr = jax.make_jaxpr(function)(*((struct or struct_of)(atom.aval) for atom in inputs))
@@ -258,17 +258,17 @@ def emit(
 
 
 def opened(jaxpr: Any) -> Any:
-    """A jaxpr without the arrays that it captures: the versions of JAX differ in how they keep these."""
+    """Return a jaxpr without its captured arrays: versions of JAX store these in different ways."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def bodies(params: Mapping[str, Any]) -> list[Any]:
-    """The jaxprs in an equation's parameters, each `opened`."""
+    """Return the jaxprs in an equation's parameters, each `opened`."""
     return [opened(jaxpr) for jaxpr in jex_core.jaxprs_in_params(dict(params))]
 
 
 def everywhere(graph: Graph) -> Iterator[Any]:
-    """Every equation of a graph, and of the jaxprs inside its equations (these as JAX has them), at any depth."""
+    """Yield every equation of a graph, and every equation of JAX in the jaxprs inside its equations, at any depth."""
     for equation in graph.equations:
         yield equation
         yield from _inside(equation.params)
@@ -293,12 +293,12 @@ def prune(graph: Graph) -> Graph:
 
 
 def memory_kind_of(aval: Any) -> str | None:
-    """The memory that is part of a type, as shardings name it; None: the devices' own."""
+    """Return the memory in a type, under its name in shardings; None for device memory."""
     return "pinned_host" if getattr(aval, "memory_space", None) == jax.memory.Space.Host else None
 
 
 def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """The type as tracing takes it: with its memory, and its sharding where that is part of it (Explicit meshes)."""
+    """Return the type for tracing: with its memory, and with its sharding on an Explicit mesh."""
     mesh = getattr(aval.sharding, "mesh", None)
     typed = mesh is not None and not mesh.empty and AxisType.Explicit in mesh.axis_types
     sharding = aval.sharding if typed else None
@@ -308,14 +308,14 @@ def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def in_memory(sharding: NamedSharding | None, kind: str) -> NamedSharding:
-    """A sharding that gives a traced type its memory, and where `sharding` is None nothing else."""
+    """Return a sharding that gives a traced type its memory; it gives nothing else if `sharding` is None."""
     if sharding is None:
         return NamedSharding(AbstractMesh((), ()), PartitionSpec(), memory_kind=kind)
     return NamedSharding(sharding.mesh, sharding.spec, memory_kind=kind)
 
 
 def with_outputs(graph: Graph, outputs: Sequence[Value]) -> list[Equation]:
-    """The graph's equations, made to define `outputs`; results that come out as they went in are copied."""
+    """Return the graph's equations, changed so that they define `outputs`; unchanged inputs are copied."""
     made = {v for e in graph.equations for v in e.outputs}
     renamed: dict[Atom, Value] = {}
     copies: list[Equation] = []

@@ -17,16 +17,16 @@ __all__ = ["LoopBody"]
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LoopBody:
-    """What one microbatch does: `(constants, index, carry) -> (next_carry, results)`.
+    """The work of one microbatch: `(constants, index, carry) -> (next_carry, results)`.
 
     Attributes:
       constants: the operands that every microbatch reads.
-      index: which microbatch it is, an int32 scalar.
-      carry: the leaves that go from microbatch to microbatch, as this one reads them.
-      equations: in executable order.
-      next_carry: the leaves as the next microbatch reads them.
-      results: of this microbatch.
-      operations: how the results of all microbatches are reduced, one for each result.
+      index: the number of the microbatch, an int32 scalar.
+      carry: the leaves of the carry that this microbatch reads.
+      equations: the equations in executable order.
+      next_carry: the leaves of the carry that the next microbatch reads.
+      results: the results of this microbatch.
+      operations: the reductions of the results of all microbatches, one for each result.
       length: number of microbatches.
       carry_names: the path of each carry leaf, for messages.
     """
@@ -53,7 +53,7 @@ class LoopBody:
         carry_names: Sequence[str] = (),
         **_: Any,
     ) -> LoopBody:
-        """The body of a `treduce` equation, given as a graph, with the equation's parameters."""
+        """Make the body of a `treduce` equation from its graph and the equation's parameters."""
         return cls(
             constants=graph.inputs[:num_consts],
             index=graph.inputs[num_consts],
@@ -68,12 +68,12 @@ class LoopBody:
 
     @property
     def inputs(self) -> tuple[Value, ...]:
-        """All that a microbatch reads."""
+        """All inputs of a microbatch."""
         return (*self.constants, self.index, *self.carry)
 
     @property
     def outputs(self) -> tuple[Atom, ...]:
-        """All that a microbatch makes."""
+        """All outputs of a microbatch."""
         return (*self.next_carry, *self.results)
 
     @cached_property
@@ -88,7 +88,7 @@ class LoopBody:
 
     @cached_property
     def users(self) -> dict[Value, int]:
-        """How often each value is read, as an output too."""
+        """The number of reads of each value; an output counts as a read."""
         return use_counts(self.equations, self.outputs)
 
     @cached_property
@@ -98,11 +98,11 @@ class LoopBody:
 
     @cached_property
     def marks(self) -> tuple[Mark, ...]:
-        """The forward markers as an assignment sees them."""
+        """The forward markers, for an assignment of stages."""
         return tuple(Mark(e.params["name"], e.params["closes_block"], e.where) for e in self.markers)
 
     def rewritten(self, graph: Graph) -> LoopBody:
-        """The same loop with another body over the same inputs."""
+        """Return the same loop with another body over the same inputs."""
         carries = len(self.next_carry)
         return replace(
             self, equations=graph.equations, next_carry=graph.outputs[:carries], results=graph.outputs[carries:]

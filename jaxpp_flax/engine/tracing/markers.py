@@ -1,8 +1,8 @@
 """Stage markers: identity primitives that show where a pipeline may be cut.
 
-A marker does nothing to values. Its transpose emits the matching backward marker, so after differentiation a loop body
-shows, in order, the cuts of the forward pass and then, mirrored, those of the backward pass. Outside a pipeline a
-marker lowers to nothing at all.
+A marker does not change values. Its transpose emits the matching backward marker. So a differentiated loop body shows
+the cuts of the forward pass in order, then the cuts of the backward pass in reverse order. Outside a pipeline, a marker
+lowers to no operation.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ FORWARD, TANGENT, BACKWARD = "forward", "tangent", "backward"
 
 T = TypeVar("T")
 
-# Identifies the marker that a recomputed or transposed marker came from. Only identity matters, never the count:
-# a cached inner jit repeats an identifier, and the passes align repetitions by order.
+# Identifies the original of a recomputed or transposed marker. Only identity matters, never the count: a cached inner
+# jit repeats an identifier, and the passes align repetitions by order.
 _identifiers = itertools.count()
 
 marker_p = jex_core.Primitive("stage_marker")
@@ -91,20 +91,20 @@ def _is_array(leaf: Any) -> bool:
 
 
 def mark_stage_end(x: T, name: str | None = None, *, closes_block: bool = False) -> T:
-    """Mark the end of a stage: whatever is computed from the result may run on the next stage.
+    """Mark the end of a stage: work that reads the result may run on the next stage.
 
     Args:
       x: the values that leave the stage: any pytree. Its arrays, of any shape and dtype, are returned unchanged;
-        leaves that are no arrays pass through untouched.
-      name: of the layer group that ends here, for assignments by name and for messages.
-      closes_block: the mark closes a named layer group, so that work after the last such mark (head, loss) belongs to
-        that group instead of forming one of its own. `PipelineStage` sets it.
+        leaves that are not arrays pass through untouched.
+      name: the name of the layer group that ends here, for assignments by name and for messages.
+      closes_block: the mark closes a named layer group: work after the last such mark (head, loss) then belongs to
+        that group, and forms no group of its own. `PipelineStage` sets this.
 
     Returns:
       `x`, with its arrays passed through the marker.
 
     Raises:
-      ValueError: if `x` holds no array: nothing could be cut there.
+      ValueError: if `x` holds no array: then there is nothing to cut.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -139,13 +139,13 @@ def mark_stage_end(x: T, name: str | None = None, *, closes_block: bool = False)
 
 
 def pipeline_enter_stage(x: T, name: str | None = None) -> T:
-    """The same mark as `mark_stage_end`, under the older name that NVIDIA's JaxPP gave it."""
+    """Mark the end of a stage like `mark_stage_end`, under the older name in NVIDIA's JaxPP."""
     return mark_stage_end(x, name)
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A forward marker as an assignment of stages sees it: a possible cut, in program order."""
+    """A forward marker, for an assignment of stages: a possible cut, in program order."""
 
     name: str | None
     closes_block: bool
@@ -153,7 +153,7 @@ class Mark:
 
 
 def block_names(marks: Sequence[Mark]) -> tuple[str, ...]:
-    """A distinct name for each mark: its own, numbered where it repeats; `mark_<index>` for an unnamed one.
+    """Return a distinct name for each mark: its own, numbered if it repeats; `mark_<index>` for an unnamed one.
 
     Example:
       >>> block_names([Mark("Block", True, "m.py:1"), Mark("Block", True, "m.py:1"), Mark(None, False, "m.py:2")])
@@ -170,7 +170,7 @@ def block_names(marks: Sequence[Mark]) -> tuple[str, ...]:
 
 
 def segment_names(marks: Sequence[Mark]) -> tuple[str, ...]:
-    """The names of the blocks, and that of what follows the last mark.
+    """Return the names of the blocks, and a name for the work after the last mark.
 
     Example:
       >>> segment_names([Mark("embed", True, "m.py:1"), Mark("head", True, "m.py:2")])

@@ -1,4 +1,4 @@
-"""Static arguments as parts of a key: values that are equal but of other types (2 and 2.0) trace other programs."""
+"""Static arguments as parts of a key: equal values of different types (2 and 2.0) trace different programs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["StaticArgument", "types_within", "unhashable", "unwrapping"]
 
 @dataclasses.dataclass(frozen=True)
 class StaticArgument:
-    """A static argument that is equal to others of the same value and the same types, at any depth of containers.
+    """A static argument that equals others of the same value and the same types, at any depth of containers.
 
-    `jax.jit` compares the type of the argument alone: to it `(2,)` and `(2.0,)` are one argument, and so are 0.0 and
-    -0.0.
+    `jax.jit` compares only the type of the argument itself: for `jax.jit`, `(2,)` and `(2.0,)` are equal, and so are
+    0.0 and -0.0.
 
     Example:
       >>> StaticArgument.of((2,)) == StaticArgument.of((2.0,)), StaticArgument.of((2,)) == StaticArgument.of((2,))
@@ -31,12 +31,12 @@ class StaticArgument:
 
     @classmethod
     def of(cls, value: Any) -> StaticArgument:
-        """The argument with the types of all that it holds."""
+        """Make the argument, with the types of all values in it."""
         return cls(value, types_within(value))
 
 
 def types_within(value: Any) -> Hashable:
-    """The types of a hashable value and of what it holds, and the signs of floats: what `==` leaves out.
+    """Return the types of a hashable value and of all values in it, and the signs of floats; `==` ignores these.
 
     Example:
       >>> types_within((1, -0.0)) == types_within((1, 0.0)), types_within((1, 2.0)) == types_within((3, 4.0))
@@ -70,7 +70,7 @@ def _compares_fields(value: Any) -> bool:
 
 
 def unhashable(fun: Callable[..., Any], statics: Sequence[tuple[int | str, StaticArgument]]) -> TypeError:
-    """What to raise when one of a function's static arguments, by position or name, cannot be hashed."""
+    """Return the error for a static argument, by position or name, that cannot be hashed."""
     names = list(inspect.signature(fun).parameters)
     for where, static in statics:
         try:
@@ -86,7 +86,7 @@ def unhashable(fun: Callable[..., Any], statics: Sequence[tuple[int | str, Stati
 
 
 def unwrapping(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun` for arguments some of which are `StaticArgument`s: JAX, too, must find its traces by their types."""
+    """Let `fun` take `StaticArgument`s as arguments, so that JAX also distinguishes its traces by their types."""
 
     @functools.wraps(fun)
     def unwrapped(*args: Any, **kwargs: Any) -> Any:

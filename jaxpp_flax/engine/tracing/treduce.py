@@ -48,7 +48,7 @@ def _full(value: jax.ShapeDtypeStruct, fill: Any, axis: int | None = None, size:
     entries = list(sharding.spec.partitions) if sharding is not None else []
     if axis is not None:
         shape = (*shape[:axis], size, *shape[axis:])
-        entries.insert(axis, None)  # a spec that ends before the axis leaves it alone as it is
+        entries.insert(axis, None)  # a spec that ends before the axis does not shard it
     if sharding is None:
         return jnp.full(shape, fill, value.dtype)
     array = jax.lax.full(shape, fill, value.dtype, sharding=NamedSharding(sharding.mesh, PartitionSpec(*entries)))

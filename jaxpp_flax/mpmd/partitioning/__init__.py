@@ -1,1 +1,1 @@
-"""From a traced step of named computations to a program: placed, fused to fragments, in order."""
+"""Turn a traced step of named computations into a program: place it, join it to fragments, order these."""

@@ -1,4 +1,4 @@
-"""From fragments to the engine's program: runs, and a transfer for each value that another mesh reads."""
+"""Turn fragments into the engine's program: runs, and a transfer for each value that another mesh reads."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Unroller:
             self.instructions.append(Transfer(source, target, sent, received))
 
     def fetch(self, values: Sequence[Value], rank: int) -> None:
-        """Arguments of other meshes, before they are first read."""
+        """Send arguments from other meshes before their first use."""
         by_source: dict[int, list[Value]] = {}
         for value in values:
             if (value, rank) not in self.slots:
@@ -61,13 +61,13 @@ class _Unroller:
 def unroll(
     step: Step, placement: Placement, fragments: Sequence[Fragment], rewrite: Sequence[Callable[[Graph], Graph]]
 ) -> Unrolled:
-    """Turn fragments into a program whose every value has a slot of its own (see the engine's `liveness` for reuse).
+    """Turn fragments into a program with a slot for every value (see the engine's `liveness` for reuse).
 
     Args:
-      step: in nodes.
-      placement: their ranks.
+      step: the step as nodes.
+      placement: the ranks of the nodes.
       fragments: in an order in which they can run.
-      rewrite: for each rank, what brings a graph's shardings onto its mesh.
+      rewrite: for each rank, a function that moves a graph's shardings onto its mesh.
     """
     unroller = _Unroller(step, placement)
     unroller.native.update(zip(step.inputs, placement.arguments, strict=True))
@@ -82,7 +82,7 @@ def unroll(
     for fragment in fragments:
         rank = fragment.key.rank
         whole = _graph(fragment, readers, unroller.native)
-        graph = rewrite[rank](whole)  # its values may be new ones, typed by the rank's mesh, in the same positions
+        graph = rewrite[rank](whole)  # values may be new, with types of the rank's mesh, in the same positions
         unroller.fetch(whole.inputs, rank)
         inputs = tuple(unroller.slots[v, rank] for v in whole.inputs)
         outputs = tuple(unroller.new(v, rank) for v in values(whole.outputs))
@@ -124,7 +124,7 @@ def unroll(
 def _readers(
     step: Step, placement: Placement, fragments: Sequence[Fragment]
 ) -> Mapping[Value, set[tuple[int, Fragment | None]]]:
-    """The ranks and fragments that read each value; None stands for the step's results."""
+    """Return the ranks and fragments that read each value; None stands for the step's results."""
     readers: dict[Value, set[tuple[int, Fragment | None]]] = {}
     for fragment in fragments:
         for node in fragment.nodes:
@@ -137,14 +137,14 @@ def _readers(
 
 
 def _task(fragment: Fragment, graph: Graph, like: Sequence[int | None]) -> ProgramTask:
-    """A fragment's task; one that makes accumulators gives them the shardings of the arguments in `like`."""
+    """Make a fragment's task; accumulators get the shardings of the arguments in `like`."""
     key = fragment.key
     task = ProgramTask(fragment.label, key.rank, graph, stage=key.stage, kind=key.kind)
     return task if graph.inputs else replace(task, leading=(None,) * len(like), like=tuple(like))
 
 
 def _finished(task: ProgramTask, runs: Sequence[Run]) -> ProgramTask:
-    """With the outputs that go round from run to run, and keep their shardings."""
+    """Add the pins to a task: outputs that the next run reads keep their shardings."""
     pins: list[tuple[int, int]] = []
     if len(runs) > 1:
         for output, made in enumerate(runs[0].outputs):
@@ -158,7 +158,7 @@ def _goes_round(runs: Sequence[Run], output: int, source: int) -> bool:
 
 
 def _like(step: Step) -> dict[Value, int]:
-    """For constants that something accumulates in: the argument of the same type that the sum meets after the loop."""
+    """Find, for constants that start a sum, the argument of the same type that the sum meets after the loop."""
     arguments = {v: i for i, v in enumerate(step.inputs)}
     readers: dict[Value, list[Node]] = {}
     for node in step.nodes:
@@ -196,9 +196,9 @@ def _graph(
     readers: Mapping[Value, set[tuple[int, Fragment | None]]],
     native: Mapping[Value, tuple[int, ...]],
 ) -> Graph:
-    """A fragment's equations, with the values that others read as outputs.
+    """Make the graph of a fragment; its outputs are the values that others read.
 
-    Inputs stand in the order in which they are first read, so that equal fragments have equal graphs.
+    Inputs are in the order of their first read, so that equal fragments have equal graphs.
     """
     rank = fragment.key.rank
 

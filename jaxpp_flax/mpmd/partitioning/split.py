@@ -1,4 +1,4 @@
-"""Split named backward computations: into what the stage before waits for, and the weight gradients."""
+"""Split named backward computations into the part that the previous stage awaits, and the weight gradients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def split_backward(
     Args:
       nodes: in program order.
       stage_of: the stage of each name.
-      stages: those to split.
+      stages: the stages to split.
 
     Returns:
-      All nodes; for each half, the node it came from; and which nodes hold weight gradients alone.
+      All nodes; the original node of each half; and the nodes that hold only weight gradients.
     """
 
     def splits(node: Node) -> bool:
@@ -48,7 +48,7 @@ def split_backward(
 
 
 def _leads_to_backward(nodes: Sequence[Node]) -> set[Value]:
-    """Values from which named backward work of the same microbatch is computed, through unnamed work."""
+    """Find the values that lead, through unnamed work, to named backward work of the same microbatch."""
     leads: dict[Value, set[int | None]] = {}
     for node in reversed(nodes):
         if node.origin is not None and not node.tensor:

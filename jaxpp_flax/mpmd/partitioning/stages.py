@@ -28,7 +28,7 @@ __all__ = ["Order", "Stages", "order_of", "stages_of"]
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a program in the order of its data; `ranks` gives the mesh of each, `names` what it holds."""
+    """The stages of a program in the order of its data; `ranks` and `names` give the mesh and the names of each."""
 
     ranks: tuple[int, ...]
     names: tuple[tuple[str, ...], ...]
@@ -41,11 +41,11 @@ class Stages:
 
     @cached_property
     def used_ranks(self) -> tuple[int, ...]:
-        """The meshes that hold a stage, in order of their first one: the ranks of a schedule."""
+        """The meshes that hold a stage, in the order of their first stage: the ranks of a schedule."""
         return tuple(dict.fromkeys(self.ranks))
 
     def describe(self, stage: int) -> str:
-        """A stage with its mesh and names, for messages."""
+        """Describe a stage with its mesh and names, for messages."""
         names = self.names[stage]
         return f"stage {stage} ({listed(names, 3, str)}) on {self.meshes[self.ranks[stage]]!r}"
 
@@ -53,10 +53,10 @@ class Stages:
 def stages_of(
     nodes: Sequence[Node], ranks: Mapping[Node, int], given: Mapping[str, int], meshes: Sequence[str]
 ) -> Stages:
-    """The stages: names of one mesh that follow each other, or that have one stage number.
+    """Find the stages: names of one mesh that follow each other, or that share a stage number.
 
     Args:
-      nodes: in program order; named computations of microbatches, else all named computations, make stages.
+      nodes: in program order; named computations of microbatches make stages; without these, all named computations.
       ranks: the mesh of each named node.
       given: stage numbers by name.
       meshes: names of the meshes.
@@ -81,7 +81,7 @@ def stages_of(
 
 @dataclass(frozen=True)
 class Order:
-    """Each mesh's tasks in order, and the position of each in a global order that keeps no mesh waiting."""
+    """Each mesh's tasks in order, and each task's position in a global order that keeps no mesh waiting."""
 
     tasks: Mapping[int, tuple[Task, ...]]
     position: Mapping[Task, int]
@@ -91,7 +91,7 @@ class Order:
 
 
 def _wraps_around(stages: Stages, num_microbatches: int) -> Order:
-    """Microbatch i enters at stage i, and each stage takes the nearest microbatch before it first."""
+    """Make the order in which microbatch i enters at stage i; each stage first takes the nearest one before it."""
     tasks: dict[int, list[Task]] = {}
     for stage, rank in enumerate(stages.ranks):
         calls = [*range(min(stage, num_microbatches - 1), -1, -1), *range(num_microbatches - 1, stage, -1)]
@@ -132,12 +132,12 @@ def _schedule(name: str, stages: Stages) -> Schedule:
 
 
 def order_of(schedule: str | Schedule, stages: Stages, num_microbatches: int, *, forward_only: bool) -> Order:
-    """The order of a schedule's tasks.
+    """Return the order of a schedule's tasks.
 
     Args:
       schedule: a name of `PIPELINE_SCHEDULES`, or a schedule.
-      stages: of the program.
-      num_microbatches: calls of the program.
+      stages: the stages of the program.
+      num_microbatches: the number of calls in the program.
       forward_only: whether the program holds no backward pass.
 
     Raises:

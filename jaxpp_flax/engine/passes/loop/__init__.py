@@ -1,1 +1,1 @@
-"""Passes over the body of a loop: what may be deferred, which mark cuts, labels, tasks."""
+"""Passes over the body of a loop: deferred reductions, cuts, labels, tasks."""

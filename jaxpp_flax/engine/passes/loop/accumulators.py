@@ -1,4 +1,4 @@
-"""Accumulators: each task updates those of the results it makes, and a sum over stages is one partial sum for each."""
+"""Accumulators: each task updates those of its own results; a sum over stages has a partial sum for each stage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DraftAccumulator(NamedTuple):
 
 
 def split_sums(labels: Labels, value: Value) -> Any:
-    """Take apart a sum over several stages: a nested pair of addends, or the value itself."""
+    """Split a sum over several stages into a nested pair of addends; return any other value itself."""
     equation = labels.body.producer.get(value)
     if equation is None or equation.name not in ("add_any", "add") or equation not in labels.phase:
         return value
@@ -62,10 +62,10 @@ def accumulate(drafts: TaskDrafts, atom: Atom, op: Op) -> DraftAccumulator:
     extra = drafts.extra.setdefault(key, [])
     extra.extend(graph.equations)
     if not isinstance(result, Value) or result not in {v for e in graph.equations for v in e.outputs}:
-        result = drafts.copy(key, result)  # the operation returns its operand as it is: give it a name of its own
+        result = drafts.copy(key, result)  # the operation returns its operand unchanged: copy it to a new value
     drafts.returns.setdefault(key, []).append(result)
     wanted = drafts.wanted.setdefault(key, [])
     wanted.extend(a for e in graph.equations for a in e.inputs if isinstance(a, Value))
-    # A subclass may mean something else: it is an operation of the user's own.
+    # A subclass may do something else: it is a user's own operation.
     ordered = type(op) not in (AddOp, MaxOp, Concat)
     return DraftAccumulator(key, state, result, init, ordered)

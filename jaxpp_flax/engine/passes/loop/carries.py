@@ -1,4 +1,4 @@
-"""Carries: which task writes each leaf that goes from microbatch to microbatch."""
+"""Carries: choose the task that writes each leaf of the carry for the next microbatch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DraftCarry(NamedTuple):
 
 
 def write_carries(drafts: TaskDrafts) -> list[DraftCarry]:
-    """Decide which task writes each leaf of the carry; counters are kept once by every stage that reads them."""
+    """Choose the task that writes each leaf of the carry; every stage that reads a counter keeps its own copy."""
     found: list[DraftCarry] = []
     pending = set(range(len(drafts.body.carry)))
     readers: dict[int, set[Key]] = {j: set() for j in pending}
@@ -47,7 +47,7 @@ def write_carries(drafts: TaskDrafts) -> list[DraftCarry]:
             drafts.returns.setdefault(key, []).append(result)
             note(key, [atom] if isinstance(atom, Value) else [])
             found.append(DraftCarry(j, key, drafts.body.carry[j], result))
-    # A counter may feed another one: go on until no stage needs a further copy.
+    # A counter may depend on another one: repeat until no stage needs a further copy.
     owners: dict[int, dict[int, Key]] = {j: {} for j in drafts.labels.counters}
     changed = True
     while changed:

@@ -1,4 +1,4 @@
-"""Choose which marks of a loop body cut: what the policy answers, checked."""
+"""Choose the marks of a loop body that cut: ask the policy, and check its answer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["choose_cuts"]
 
 
 def choose_cuts(loop: OpenLoop, choose: Callable[[OpenLoop], Sequence[int]]) -> OpenLoop:
-    """Ask the cut policy which of the marks cut.
+    """Ask the cut policy for the marks that cut.
 
     Raises:
-      ValueError: if they do not make as many stages as the schedule has.
+      ValueError: if the chosen marks do not make as many stages as the schedule has.
     """
     cuts, stages = tuple(choose(loop)), loop.schedule.num_stages
     legal = len(cuts) == stages - 1 and list(cuts) == sorted({*cuts})

@@ -1,11 +1,11 @@
 """Reduce data-parallel gradients once, after the loop, instead of in every microbatch.
 
 On an Auto mesh a weight gradient contracts the sharded batch dimension, and XLA adds an all-reduce to every backward
-task. Here that contraction keeps the shards apart: with D shards, the gradient of shape (...) becomes D partial
-gradients of shape (D, ...), each on the device that made it; these are accumulated, and their sum over the first
-axis, taken after the loop, is the one reduction. A gradient qualifies if it is linear in contractions over the batch
-dimension, each used for nothing else; the others are left as they are, which is slower and no less right. See
-`analyses/sums_over_batch.py` for the search, and `analyses/linearity.py` for what is linear.
+task. This pass keeps the shards of the contraction apart: with D shards, the gradient of shape (...) becomes D partial
+gradients of shape (D, ...), each on the device that made it. The loop accumulates these. Their sum over the first
+axis, taken after the loop, is the only reduction. A gradient qualifies if it is linear in contractions over the batch
+dimension, each used for nothing else. Other gradients stay unchanged, which is slower but equally correct. See
+`analyses/sums_over_batch.py` for the search, and `analyses/linearity.py` for the linear operations.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def defer_in_loops(step: Opened[OpenLoop], specs: Sequence[PartitionSpec], shard
     """Defer the reductions of every loop that slices its microbatches from sharded arguments.
 
     Args:
-      step: its loops opened.
-      specs: how each input of the step is partitioned inside a submesh.
-      shards: the number of shards over an entry of a spec.
+      step: the step with its loops opened.
+      specs: the partition of each input of the step inside a submesh.
+      shards: returns the number of shards over an entry of a spec.
     """
     spec_of = dict(zip(step.graph.inputs, specs, strict=True))
     known = {v: dim for v, spec in spec_of.items() if (dim := shards.batch_dim(spec)) is not None}
@@ -76,7 +76,7 @@ def _defer_in_loop(
 
 
 class Deferred(NamedTuple):
-    """The new body; `axes[k]` are the mesh axes over which result k is still to be summed, or None."""
+    """The new body; `axes[k]` are the mesh axes over which result k must still be summed, or None."""
 
     body: LoopBody
     axes: tuple[Any, ...]
@@ -91,11 +91,11 @@ def defer_reductions(
     """Rewrite the gradients of an inlined body that can be summed over the data axis after the loop.
 
     Args:
-      body: plain calls inlined.
+      body: a body with plain calls inlined.
       known: batch dimensions of the body's inputs.
-      size: number of shards over given mesh axes.
-      may_defer: whether a gradient may be kept as one partial sum per shard; not where the parameter itself is
-        sharded over the same axes (FSDP), for the partial sums would undo that.
+      size: returns the number of shards over given mesh axes.
+      may_defer: returns whether a gradient may be kept as one partial sum per shard; not if the parameter itself is
+        sharded over the same axes (FSDP): the partial sums would undo the sharding.
     """
     finder = ChainFinder(body.graph, propagate(body.equations, known, size), size)
     axes: list[Any] = [None] * len(body.operations)
@@ -119,7 +119,7 @@ def defer_reductions(
 
 
 def _rewrite(finder: ChainFinder, chains: Sequence[Chain]) -> tuple[list[Equation], list[Equation], list[Value]]:
-    """The graph's equations with its scans made anew, those to add, and the chains' partial sums."""
+    """Return the graph's equations with rebuilt scans, the equations to add, and the chains' partial sums."""
     scanned = {v for chain in chains for v in chain.scanned}
     partial: dict[Value, tuple[Value, int]] = {}
     equations: list[Equation] = []
@@ -143,7 +143,7 @@ def _rewrite(finder: ChainFinder, chains: Sequence[Chain]) -> tuple[list[Equatio
 def _without_sums(
     finder: ChainFinder, equation: Equation, scanned: set[Value], partial: dict[Value, tuple[Value, int]]
 ) -> list[Equation]:
-    """A shard_map whose deferred results are the parts of the shards, along a first dimension."""
+    """Rebuild a shard_map so that its deferred results are the shards' parts, along a first dimension."""
     positions = [k for k, v in enumerate(equation.outputs) if v in scanned]
     sums = {k: finder.summed_by_shard_map(equation, k) for k in positions}
     equations, parts = shard_map_without_sums(equation, finder.mapped[equation], sums)
@@ -154,7 +154,7 @@ def _without_sums(
 def _rebuild(
     finder: ChainFinder, equation: Equation, scanned: set[Value], partial: dict[Value, tuple[Value, int]]
 ) -> list[Equation]:
-    """A scan whose deferred results are partial sums; `partial` tells these and their dimension of shards."""
+    """Rebuild a scan so that its deferred results are partial sums; `partial` gets these and their shard dimension."""
     opened = finder.scans[equation]
     scan = opened.scan
     chains = {k: c for k, c in opened.chains.items() if c is not None and equation.outputs[k] in scanned}
@@ -189,7 +189,7 @@ def _partial_sums(
     shards: int,
     made: Equation,
 ) -> tuple[list[Equation], Value]:
-    """The chain once for each shard, as one vectorised computation in place of its last equation, `made`."""
+    """Run the chain once for each shard, as one vectorised computation that replaces its last equation, `made`."""
     inside = {v for e in chain.equations for v in e.outputs}
     read = [a for e in chain.equations for a in e.inputs if isinstance(a, Value)]
     inputs = tuple(v for v in dict.fromkeys([*read, chain.value]) if v not in inside)
@@ -208,7 +208,7 @@ def _partial_sums(
 
     jaxpr = jax.make_jaxpr(run)(*(struct_of(v.aval) for v in operands))
     captured = [Constant(c, jax.typeof(c)) for c in getattr(jaxpr, "consts", ())]
-    # A metric of the forward is a sum over the batch as well: only a gradient's sums belong to the backward.
+    # A metric of the forward is a sum over the batch too: only a gradient's sums belong to the backward.
     result, _ = from_jaxpr(jaxpr, [*captured, *operands], transposed=made.transposed)
     total = result.outputs[0]
     if not isinstance(total, Value):
@@ -217,7 +217,7 @@ def _partial_sums(
 
 
 def _split_sharding(operand: Any, axis: int) -> NamedSharding | None:
-    """On an Explicit mesh a split dimension needs to be told where its sharding goes: to the major part."""
+    """Return the sharding of a split dimension on an Explicit mesh: the major part keeps the sharding."""
     sharding = struct_of(jax.typeof(operand)).sharding
     if sharding is None:
         return None
@@ -225,9 +225,9 @@ def _split_sharding(operand: Any, axis: int) -> NamedSharding | None:
 
 
 def _told_how_to_lie(equation: Equation) -> Equation:
-    """On an Explicit mesh a reshape of the parts, whose first dimension is sharded, needs to be told how the rest lies.
+    """Give a reshape on an Explicit mesh its sharding: the parts' first dimension is sharded, so JAX needs the rest.
 
-    The sum itself is reshaped without being told.
+    A reshape of the sum itself needs no sharding.
     """
     sharding = struct_of(equation.outputs[0].aval).sharding
     if equation.primitive is not primitives.reshape_p or sharding is None:

@@ -1,4 +1,4 @@
-"""A loop cut into tasks: what `partition` makes and the later passes read."""
+"""A loop cut into tasks: `partition` makes it, and the later passes read it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LoopTask:
 
     @property
     def name(self) -> str:
-        """As in schedules: `fwd_2`, `bwd_2`, ..."""
+        """The name as in schedules: `fwd_2`, `bwd_2`, ..."""
         prefix = {
             TaskKind.FORWARD: "fwd",
             TaskKind.BACKWARD: "bwd",
@@ -38,7 +38,7 @@ class LoopTask:
 class Accumulator:
     """One reduced result, or one stage's partial sum of it: `task` reads `state` and defines `result`.
 
-    `ordered` tells that the microbatches must come in order, as a reduction of the user's own may need it.
+    `ordered` says that the microbatches must come in order: a user's own reduction may need this.
     """
 
     task: int
@@ -60,7 +60,7 @@ class Carry:
 
 @dataclass(frozen=True)
 class Partial:
-    """A sum of two results of the loop, taken after it: leaves are indices of accumulators."""
+    """A sum of two results of the loop, taken after the loop; leaves are indices of accumulators."""
 
     left: Partial | int
     right: Partial | int
@@ -68,7 +68,7 @@ class Partial:
 
 @dataclass(frozen=True)
 class Partition:
-    """A loop cut into tasks; `results` names, for each output of the loop after the carry, where it comes from."""
+    """A loop cut into tasks; `results` gives the source of each output of the loop after the carry."""
 
     num_stages: int
     operands: tuple[Value, ...]
@@ -95,5 +95,5 @@ class Partition:
                 made.add(atom)
 
     def as_text(self) -> str:
-        """The listing of every task."""
+        """Return the listing of every task."""
         return "\n".join(f"task {t.name} (stage {t.stage})\n{t.graph.as_text()}" for t in self.tasks)

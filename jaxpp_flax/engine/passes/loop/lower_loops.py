@@ -1,4 +1,4 @@
-"""Put each loop, cut into tasks, in the place of its equation, with the sums of its partial results behind it."""
+"""Replace each `treduce` equation by its loop of tasks, followed by the sums of its partial results."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Lowered:
             raise VerificationError("an output of the step is undefined")
 
     def as_text(self) -> str:
-        """The equations between the loops as graphs of their own, and a line for each loop and its accumulators."""
+        """Return the equations between the loops as graphs, and a line for each loop and its accumulators."""
         texts: list[str] = []
         run: list[Equation] = []
         for node in (*self.nodes, None):
@@ -89,7 +89,7 @@ def lower_loops(step: Opened[PartedLoop]) -> Lowered:
 
 @dataclass(frozen=True, eq=False)
 class _Lowering:
-    """What stands around one loop: `results` and `leading` are by the number of the accumulator."""
+    """The equations before and after one loop; `results` and `leading` are by the number of the accumulator."""
 
     opened: OpenLoop
     part: Partition
@@ -99,7 +99,7 @@ class _Lowering:
     leading: dict[int, Any] = field(default_factory=dict)
 
     def loop(self) -> Loop:
-        """The loop as a node; fills `before` and `after`."""
+        """Make the loop as a node; fill `before` and `after`."""
         opened, part = self.opened, self.part
         operands, carry_init = self._materialise(opened.constants), self._materialise(opened.carry_init)
         for tree, axes, target in zip(part.results, opened.data_axes, opened.results, strict=True):
@@ -119,7 +119,7 @@ class _Lowering:
         )
 
     def _materialise(self, atoms: Sequence[Atom]) -> tuple[Value, ...]:
-        """Literal operands as values: tasks take arrays."""
+        """Turn literal operands into values: tasks take arrays."""
         found: list[Value] = []
         for atom in atoms:
             if not isinstance(atom, Value):
@@ -131,7 +131,7 @@ class _Lowering:
         return tuple(found)
 
     def _resolve(self, tree: Partial | int, axes: Any, target: Value | None) -> Value:
-        """The value of a result, which is `target` where that is given."""
+        """Return the value of a result: `target` if given."""
         if isinstance(tree, int):
             state = self.part.accumulators[tree].result
             if axes is None:
@@ -150,7 +150,7 @@ class _Lowering:
 
 
 def _sum_shards(partials: Value, target: Value | None, loop: Equation) -> Equation:
-    """The one reduction over the data axis: the sum of the shards' partial gradients."""
+    """Make the one reduction over the data axis: the sum of the shards' partial gradients."""
     aval = struct_of(partials.aval)
     graph, _ = from_jaxpr(jax.make_jaxpr(lambda x: jax.lax.reduce_sum(x, (0,)))(aval), [partials])
     (total,) = graph.equations

@@ -29,13 +29,13 @@ M = TypeVar("M", bound=_Printable)
 
 @dataclass(frozen=True, eq=False)
 class Opened(Generic[L]):
-    """A step and its loops in program order; what the passes on loop bodies hand on."""
+    """A step and its loops in program order; passed between the passes on loop bodies."""
 
     graph: Graph
     loops: tuple[L, ...]
 
     def each(self, change: Callable[[L], M]) -> Opened[M]:
-        """The same step with `change` made to each loop."""
+        """Return the same step with `change` made to each loop."""
         return Opened(self.graph, tuple(map(change, self.loops)))
 
     def verify(self) -> None:
@@ -44,7 +44,7 @@ class Opened(Generic[L]):
             loop.verify()
 
     def as_text(self) -> str:
-        """Each loop; the step around them is still that of the last graph."""
+        """Return each loop as text; the step around the loops is unchanged since the last graph."""
         return "\n".join(loop.as_text() for loop in self.loops)
 
 
@@ -54,10 +54,10 @@ class OpenLoop:
 
     Attributes:
       equation: the `treduce`.
-      schedule: has the mesh's number of ranks.
-      body: inlined.
-      data_axes: for each result, the mesh axes over which it is still to be summed after the loop, or None.
-      batch_shards: into how many parts the examples of a microbatch are cut.
+      schedule: the schedule, for the mesh's number of ranks.
+      body: the inlined body.
+      data_axes: for each result, the mesh axes over which it must still be summed after the loop, or None.
+      batch_shards: the number of parts into which the examples of a microbatch are cut.
       cuts: the indices of the marks that cut, once they are chosen.
     """
 
@@ -80,7 +80,7 @@ class OpenLoop:
 
     @property
     def carry_results(self) -> tuple[Value, ...]:
-        """The carry that the last microbatch leaves."""
+        """The carry after the last microbatch."""
         return self.equation.outputs[: len(self.body.carry)]
 
     @property
@@ -93,7 +93,7 @@ class OpenLoop:
         self.body.graph.verify()
 
     def as_text(self) -> str:
-        """The schedule, the marks with those that cut, and the body."""
+        """Return the schedule, the marks, the marks that cut, and the body, as text."""
         marks = [f"{m.name or 'unnamed'}{' (cuts)' * (i in self.cuts)}" for i, m in enumerate(self.body.marks)]
         first = f"loop over {self.body.length} microbatches: {type(self.schedule).__name__}; marks: {', '.join(marks)}"
         return f"{first}\n{self.body.graph.as_text()}"

@@ -1,1 +1,1 @@
-"""What moves arrays between processes."""
+"""Transports, which move arrays between processes."""

@@ -1,4 +1,4 @@
-"""One transfer of the program as this process carries it out, when its ranks belong to different processes."""
+"""This process's part in one transfer between ranks of different processes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Crossing:
     """Sends, receives or passes by; called once per step.
 
     Args:
-      link: this process's.
-      route: what moves where.
-      private: for each leaf, whether the sender's array may be given away by others: then a copy is sent.
+      link: this process's link.
+      route: the plan of the transfer.
+      private: for each leaf, whether others may give the sender's array away: then a copy is sent.
     """
 
     def __init__(self, link: Link, route: Route, private: Sequence[bool]) -> None:
@@ -31,7 +31,7 @@ class Crossing:
         self._incoming = tuple(route.incoming())
 
     def __call__(self, arrays: Sequence[Any], tag: Tag) -> list[Any]:
-        """The transfer's arrays at its target, from those at its source; None where this process has no part."""
+        """Move the arrays from source to target; return the target's, None for those without parts in this process."""
         if self._ordered:
             arrived = self._in_order(arrays, tag)
         else:

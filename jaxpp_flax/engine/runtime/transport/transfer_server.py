@@ -1,9 +1,9 @@
-"""The default transport: JAX's transfer server, through which a process offers arrays and its peers fetch them.
+"""The default transport: JAX's transfer server. A process offers arrays, and its peers fetch them.
 
-An array is fetched by an id, so the order of calls is free. Measured facts behind this file: fetching returns at once
-with an array that is not ready; what was fetched may be computed with; an offered array is held by the server, so that
-the caller may drop (but neither donate nor delete) it; a killed peer's arrays become errors by themselves, a stopped
-peer's only when the connection is poisoned.
+An array is fetched by an id, so the order of calls is free. This file depends on measured facts. A fetch returns at
+once with an array that is not ready; computations may take this array. The server holds an offered array, so the
+caller may drop its reference, but neither donate nor delete the array. Arrays from a killed peer become errors by
+themselves; arrays from a stopped peer become errors only when the connection is poisoned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxpp_flax.processes.group import ProcessGroup
 
 __all__ = ["TransferServer"]
 
-# Pieces in which large arrays travel; measured on loopback, these halve the time of 64 MiB.
+# Large arrays are sent in pieces of this size; measured on loopback, the pieces halve the time of 64 MiB.
 _PIECE_BYTES = 4 << 20
 _STREAMS = 4
 # Long enough for three lost packets; the other end's system answers, however busy its process is.
@@ -53,11 +53,11 @@ class TransferServer:
         self._reached: set[int] = set()
 
     def connect(self, parcels: Sequence[Parcel], timeout_s: float) -> None:
-        """Tell all processes this one's address, and connect to those that it receives from.
+        """Tell all processes this process's address, and connect to the processes from which it receives.
 
         Raises:
-          TransportError: for a process that receives from this one, or sends to it, and whose address is out of reach:
-            JAX would wait for it without an end.
+          TransportError: if this process cannot reach the address of a process to which it sends, or from which it
+            receives: JAX would wait without end.
         """
         if not self._addresses:
             mine = self._server.address().encode()
@@ -72,7 +72,7 @@ class TransferServer:
             self._connections[peer] = self._server.connect(self._addresses[peer])
 
     def _reach(self, peer: int, timeout_s: float) -> None:
-        """Try whether a process can be reached, both of whose ends connect to each other."""
+        """Check that a process can be reached; the transfer servers of both ends connect to each other."""
         address = self._addresses[peer]
         host, _, port = address.rpartition(":")
         try:
@@ -96,15 +96,15 @@ class TransferServer:
         return connection.pull(tag.id(parcel.source, parcel.target), list(parcel.shapes))
 
     def pass_by(self, parcel: Parcel, tag: Tag) -> None:
-        """Nothing: parcels have addresses."""
+        """Do nothing: parcels have ids, so their order is free."""
 
     def abandon(self, peer: int) -> None:
-        """Turn what is awaited from `peer` into errors."""
+        """Turn the arrays awaited from `peer` into errors."""
         connection = self._connections.get(peer)
         if connection is not None:
             _compat.poison(connection)
 
     def close(self) -> None:
-        """Forget the server; it goes with its last connection."""
+        """Drop the server; it ends with its last connection."""
         self._connections.clear()
         self._server = None
