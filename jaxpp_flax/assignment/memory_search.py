@@ -74,7 +74,7 @@ def sizes_within_limits(memory: MemoryModel) -> tuple[int, ...] | None:
 
 
 def _undominated(labels: list[_Label]) -> list[_Label]:
-    """The labels that no other label dominates: none holds as little, or less, on every rank at every moment."""
+    """Return the labels that no other label dominates with as little or less on every rank at every moment."""
     # Those that leave most room on the fullest rank first, should they be too many to keep.
     labels.sort(key=lambda label: (max(label.held), sum(label.held)))
     rows = np.array([label.held for label in labels])

@@ -1,4 +1,4 @@
-"""Whether the bytes on disk are those that were written: Orbax's format does not notice a changed one by itself."""
+"""Check that the bytes on disk have not changed since the save: Orbax's format does not notice a changed byte."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxpp_flax.processes.group import process_group
 __all__ = ["DIGESTS", "check_files", "describe_checkpoint", "write_digests"]
 
 DIGESTS = "file_digests.json"
-"""A file beside Orbax's own, with size and CRC-32 of each of them. Without it a checkpoint is read unchecked."""
+"""A file beside Orbax's files, with the size and CRC-32 of each. Without it, a checkpoint is read unchecked."""
 
 _BLOCK = 1 << 22
 

@@ -1,4 +1,4 @@
-"""Logical paths: the names of a tree's leaves, whatever containers and whichever stages hold them.
+"""Logical paths: the names of a tree's leaves, independent of containers and stages.
 
 `params/blocks/0/attention/kernel` names the same leaf in a dataclass, an `nnx.State`, a Linen dictionary and a
 restored checkpoint. An `nnx.Variable` adds nothing to the path of its value.

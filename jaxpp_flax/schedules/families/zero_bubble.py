@@ -22,7 +22,7 @@ class _SplitOnePerRank(OneStagePerRank):
 
     @abc.abstractmethod
     def ahead(self, stage: int) -> int:
-        """How many forwards ``stage`` starts before its first backward."""
+        """Return the number of forwards that ``stage`` starts before its first backward."""
 
     @abc.abstractmethod
     def lag(self, stage: int) -> int:
