@@ -32,7 +32,7 @@ class VShaped(StreamedSchedule):
 
     @abc.abstractmethod
     def least(self) -> int:
-        """The smallest number of microbatches that the order supports."""
+        """The smallest number of microbatches that the order is written for."""
 
     @abc.abstractmethod
     def order(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]: ...
