@@ -1,4 +1,4 @@
-"""Which marks cut a model into stages: policies, costs of blocks, memory of a stage, plans."""
+"""The assignment of blocks to stages: policies, costs of blocks, memory of a stage, plans."""
 
 from jaxpp_flax.assignment.plan import Plan, PlannedBlock
 from jaxpp_flax.assignment.policies import (

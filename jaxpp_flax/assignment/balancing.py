@@ -1,9 +1,9 @@
-"""The shortest step: contiguous blocks are cut into stages, stages lie on given ranks, memory keeps within limits.
+"""Find the assignment with the shortest step: contiguous blocks in each stage, given ranks, memory within limits.
 
-With one stage on each rank the slowest rank sets the pace: the linear partition problem, solved exactly by dynamic
-programming. With several (interleaved and V-shaped schedules) ranks also wait for each other where the stages of a rank
-are uneven, so that the fastest slowest rank may well make the slower step. There the simulated step decides: over all
-assignments where they are few, otherwise over those that a local search reaches.
+With one stage on each rank, the slowest rank sets the pace. This is the linear partition problem, which dynamic
+programming solves exactly. With several stages on a rank (interleaved and V-shaped schedules), ranks also wait for each
+other if the stages of a rank are uneven. Then the assignment with the fastest slowest rank may have a slower step, so
+the simulated step decides: over all assignments if they are few, else over the assignments of a local search.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from jaxpp_flax.assignment.step_time import StepTime
 __all__ = ["Balance", "balance", "leanest"]
 
 _INFINITY = float("inf")
-_TOLERANCE = 1e-12  # relative: sums of floats in another order are still equal costs
+_TOLERANCE = 1e-12  # relative: sums of the same floats in another order count as equal
 _TRIES = 10_000  # assignments judged by the loads of their ranks: a fraction of a second
 _REACH = 16  # stages between which the local search moves a block
 
-# The value of the blocks start to end (exclusive) as a stage: it grows with every block added at the front.
+# The value of a stage with blocks start to end (exclusive). The value grows with every block added at the front.
 StageValue = Callable[[int, int, int], float]
-# How bad an assignment is: bytes over the limits, then its cost. Compared in order.
+# A measure of an assignment, smaller is better: bytes over the limits, then the cost. Compared in order.
 _Worth = tuple[float, ...]
 
 
@@ -37,7 +37,7 @@ class Balance:
     Attributes:
       sizes: blocks in each stage.
       slowest: the cost of the slowest rank.
-      exact: whether no other assignment within the memory limit is better.
+      exact: True if no other assignment within the memory limit is better.
     """
 
     sizes: tuple[int, ...]
@@ -53,18 +53,19 @@ def balance(
     even: Sequence[int] | None = None,
     step: StepTime | None = None,
 ) -> Balance | None:
-    """The best contiguous, non-empty stages; None if no assignment that fits into memory is found.
+    """Return the best contiguous, non-empty stages; None if no assignment within the memory limits is found.
 
-    With one stage on each rank: those whose slowest rank is fastest; among equals those that send the fewest bytes,
-    then the most even ones. With several: those with the shortest simulated step; among equals the even ones.
+    With one stage on each rank, the best assignment has the fastest slowest rank; among equals, the fewest bytes sent,
+    then the most even stages. With several stages on a rank, the best one has the shortest simulated step; among
+    equals, the even assignment.
 
     Args:
-      costs: of each block, at least 0.
+      costs: the cost of each block, at least 0.
       rank_of: the rank of each stage.
-      memory: what a stage holds, and the limits; None: no limit.
+      memory: the memory of stages, and the limits; None: no limit.
       sent: bytes that cross a cut before each block (the first is not used).
-      even: the sizes to beat where ranks have several stages; by default as many blocks in each, give or take one.
-      step: tells the time of a step where ranks have several stages; without it their slowest rank is made fastest.
+      even: the sizes to beat if ranks have several stages; default: equal numbers of blocks, give or take one.
+      step: gives the time of a step if ranks have several stages; without `step`, the slowest rank is made fastest.
 
     Example:
       >>> balance([1, 1, 1, 1, 4], [0, 1])
@@ -80,7 +81,7 @@ def balance(
 
 
 def leanest(count: int, num_stages: int, memory: MemoryModel) -> tuple[int, ...]:
-    """Sizes of the stages that exceed their limits least (for one stage on each rank: exactly so)."""
+    """Return the sizes of stages that exceed their limits least (exact only for one stage on each rank)."""
     totals = memory.limits
     share = [len(memory.stages_of(rank)) for rank in range(len(totals))]
 
@@ -89,11 +90,11 @@ def leanest(count: int, num_stages: int, memory: MemoryModel) -> tuple[int, ...]
         return memory.stage_bytes(stage, start, end) - totals[rank] / share[rank]
 
     found = _least_maximum(excess, count, num_stages)
-    return found if found is not None else (1,) * num_stages  # every value is finite: there always is one
+    return found if found is not None else (1,) * num_stages  # every value is finite, so a result always exists
 
 
 def rank_loads(costs: Sequence[float], sizes: Sequence[int], rank_of: Sequence[int]) -> list[float]:
-    """The cost of each rank.
+    """Return the cost of each rank.
 
     Example:
       >>> rank_loads([1, 2, 3, 4], [1, 1, 1, 1], [0, 1, 0, 1])
@@ -110,7 +111,7 @@ def rank_loads(costs: Sequence[float], sizes: Sequence[int], rank_of: Sequence[i
 def _chain(
     costs: Sequence[float], num_stages: int, memory: MemoryModel | None, sent: Sequence[float] | None
 ) -> Balance | None:
-    """One stage on each rank: first the least maximum, then, of all that reach it, the best by the lesser aims."""
+    """Balance one stage on each rank: first the least maximum, then the best of its equals by the lesser aims."""
     total = _running(costs)
 
     def fits(stage: int, start: int, end: int) -> bool:
@@ -125,7 +126,7 @@ def _chain(
     slowest = max(cost(s, a, b) for s, (a, b) in enumerate(_ranges(found)))
     most = slowest + _TOLERANCE * total[-1]
     crossing = list(sent) if sent is not None else [0.0] * len(costs)
-    # Tuples of sums, compared in order: as good for dynamic programming as one number is.
+    # Tuples of sums, compared in order: dynamic programming works with these as with one number.
     best: list[dict[int, tuple[tuple[float, float], int]]] = [{0: ((0.0, 0.0), 0)}]
     for stage in range(num_stages):
         row: dict[int, tuple[tuple[float, float], int]] = {}
@@ -148,7 +149,7 @@ def _chain(
 
 
 def _least_maximum(value: StageValue, count: int, parts: int) -> tuple[int, ...] | None:
-    """Sizes of contiguous, non-empty parts whose largest value is least; None where that is infinite."""
+    """Return the sizes of contiguous, non-empty parts with the least maximum value; None if it is infinite."""
     # best[k][n]: the least maximum of the first n blocks in k parts; start[k][n]: where its last part begins.
     best = [[_INFINITY] * (count + 1) for _ in range(parts + 1)]
     start = [[0] * (count + 1) for _ in range(parts + 1)]
@@ -179,7 +180,7 @@ def _interleaved(
     even: Sequence[int] | None,
     step: StepTime | None,
 ) -> Balance | None:
-    """Several stages on a rank: every assignment where they are few, otherwise a local search from several starts."""
+    """Balance several stages on a rank: try every assignment if they are few, else search from several starts."""
     count, num_stages = len(costs), len(rank_of)
     total = _running(costs)
 
@@ -189,13 +190,13 @@ def _interleaved(
         return sum(max(b - limit, 0.0) for b, limit in zip(memory.rank_bytes(sizes), memory.limits, strict=True))
 
     def by_load(sizes: tuple[int, ...]) -> _Worth:
-        # All loads, not the largest alone: a move that helps the second slowest rank is progress.
+        # All loads, not only the largest: a move that helps the second slowest rank is progress.
         return (excess(sizes), *sorted(rank_loads(costs, sizes, rank_of), reverse=True))
 
     def by_step(sizes: tuple[int, ...]) -> _Worth:
         return (excess(sizes), step(sizes)) if step is not None else by_load(sizes)
 
-    # Simple ones first: of equals the first is taken.
+    # Simple assignments come first: among equals, the first is taken.
     share, extra = divmod(count, num_stages)
     starts = [tuple(even) if even is not None else tuple(share + (i < extra) for i in range(num_stages))]
     chain = _least_maximum(lambda _, start, end: total[end] - total[start], count, num_stages)
@@ -209,7 +210,7 @@ def _interleaved(
         starts += [_climb(sizes, by_load, _TRIES)[0] for sizes in starts]
     best = _best(starts, by_step)
     if not exact:
-        # The best start first: it gets the most tries.
+        # The best start comes first, since the first start gets the most tries.
         climbed: list[tuple[int, ...]] = []
         for sizes in dict.fromkeys((best, *starts)):
             found, tries = _climb(sizes, by_step, tries)
@@ -234,7 +235,7 @@ def _best(candidates: Sequence[tuple[int, ...]], worth: Callable[[tuple[int, ...
 def _climb(
     sizes: tuple[int, ...], worth: Callable[[tuple[int, ...]], _Worth], tries: int
 ) -> tuple[tuple[int, ...], int]:
-    """Move single blocks from stage to stage, near ones first, as long as that helps; and the tries that are left."""
+    """Move single blocks between stages, near stages first, while this helps; return sizes and remaining tries."""
     if not tries:
         return sizes, 0
     now = worth(sizes)
@@ -267,7 +268,7 @@ def _assignments(count: int, num_stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def _moved(sizes: tuple[int, ...], source: int, target: int) -> tuple[int, ...]:
-    """One block fewer in a stage and one more in another; those between shift along."""
+    """Return sizes with one block fewer in a stage and one more in another; the stages between shift."""
     return tuple(n - (i == source) + (i == target) for i, n in enumerate(sizes))
 
 

@@ -24,11 +24,11 @@ from jaxpp_flax.schedules.task import TaskKind
 __all__ = ["time_blocks"]
 
 _ROUNDS = 5
-_READINGS = 3  # in each round, of each task
-_LEAST_SECONDS = 2e-3  # of one reading: shorter tasks run several times for it
+_READINGS = 3  # the readings of each task in each round
+_LEAST_SECONDS = 2e-3  # the shortest reading: shorter tasks run several times in one reading
 _MOST_CALLS = 50
 _BACKWARD = (TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT)
-_VALUE = 0.01  # every float is this: no infinities arise from it, nor numbers so small that they take longer
+_VALUE = 0.01  # the value of every float: it leads to no infinities, and to no tiny numbers, which take longer
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,19 @@ class _Timed:
 
     run: Any
     inputs: tuple[tuple[Any, NamedSharding], ...]
-    turns: tuple[tuple[int, int], ...]  # (output, input): accumulators go round, in place
+    turns: tuple[tuple[int, int], ...]  # (output, input): the output of an accumulator is the next input, in place
 
 
 def time_blocks(marks: Marks, mesh: MpmdMesh) -> tuple[Work, ...]:
-    """Seconds of each block for one microbatch, on the devices of rank 0; the last one is what follows the last mark.
+    """Measure the seconds of each block for one microbatch, on rank 0; the last block is the work after the last mark.
 
-    Forward and backward are compiled apart, and equal blocks once. Rounds go through all tasks, so that a noisy machine
-    is noisy for all of them, and the median over the rounds is taken. Tasks run one at a time on constant values, with
-    the memory of one task at a time.
+    Forward and backward are compiled separately, and equal blocks only once. Each round runs all tasks, so that noise
+    of the machine affects all of them, and the median over the rounds is used. Tasks run one at a time on constant
+    values, with the memory of one task at a time.
 
     Args:
-      marks: of the loop body.
-      mesh: where.
+      marks: the marks of the loop body.
+      mesh: the mesh of the ranks.
 
     Raises:
       ValueError: if the body cannot be cut at some mark.
@@ -67,7 +67,7 @@ def time_blocks(marks: Marks, mesh: MpmdMesh) -> tuple[Work, ...]:
 
 
 def _compile(marks: Marks, mesh: MpmdMesh) -> dict[tuple[int, TaskKind], list[_Timed]]:
-    """Compile each task of the body cut at every mark, finding shardings on the way."""
+    """Compile each task of the body, cut at every mark, and find the shardings of values meanwhile."""
     blocks, part, submesh = marks.blocks, marks.blocks.partition, mesh.unstack[0]
     compiler = TaskCompiler(mesh)
     specs: dict[Value, PartitionSpec] = dict(blocks.state_specs())
@@ -100,9 +100,9 @@ def _compile(marks: Marks, mesh: MpmdMesh) -> dict[tuple[int, TaskKind], list[_T
 
 
 def _read(task: _Timed) -> float:
-    """Seconds of one call, averaged over several where one alone is too short to time: the least of a few readings.
+    """Measure the seconds of one call, as a mean over several calls if one call is too short.
 
-    Other work on the machine only ever adds to them.
+    Return the least of a few readings, since other work on the machine only makes readings longer.
     """
     operands = [_filled(aval, sharding) for aval, sharding in task.inputs]
     jax.block_until_ready(operands)

@@ -1,6 +1,6 @@
 """The memory of a rank under an assignment: parameters and optimizer state once, activations for each microbatch.
 
-A stage holds a value once, even if several of its blocks need it (a tied weight, an activation that two blocks read).
+A stage holds a value once, even if several blocks of the stage need it (a tied weight, an activation of two blocks).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Held:
     Attributes:
       kind: "parameters", "optimizer", "gradients", "data" or "activations"; activations count once for each
         microbatch in flight.
-      nbytes: how many.
-      blocks: the blocks that need it, in increasing order.
+      nbytes: the number of bytes.
+      blocks: the blocks that need these bytes, in increasing order.
     """
 
     kind: str
@@ -33,10 +33,10 @@ class Held:
 
 
 def live_counts(schedule: Schedule, num_microbatches: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """For each rank: how many microbatches each of its stages (in increasing order) holds at the fullest moments.
+    """Return, for each rank, the microbatches that each stage (in increasing order) holds at the fullest moments.
 
     Activations count from their forward to the end of their last backward, as in `Schedule.max_live_microbatches`.
-    Moments at which no stage holds more than at another one are left out.
+    A moment is left out if each stage holds at least as many microbatches at another moment.
 
     Example:
       >>> from jaxpp_flax.schedules import Interleaved1F1B, Std1F1B
@@ -73,8 +73,8 @@ class MemoryModel:
     """Bytes of each rank for any assignment.
 
     Args:
-      held: what blocks need.
-      num_blocks: how many there are.
+      held: the bytes that blocks need.
+      num_blocks: the number of blocks.
       rank_of: the rank of each stage.
       live: from `live_counts`.
       limits: bytes that each device of a rank may hold, for each rank.
@@ -93,15 +93,15 @@ class MemoryModel:
     limits: tuple[float, ...]
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of a rank, in increasing order."""
+        """Return the stages of a rank, in increasing order."""
         return [stage for stage, of in enumerate(self.rank_of) if of == rank]
 
     def stage_bytes(self, stage: int, start: int, end: int) -> float:
-        """Bytes of blocks `start` to `end` (exclusive) as this stage, at the stage's own fullest moment."""
+        """Return the bytes of a stage with blocks `start` to `end` (exclusive), at the stage's own fullest moment."""
         return self._fixed(start, end) + self._most[stage] * self._active(start, end)
 
     def rank_bytes(self, sizes: Sequence[int]) -> list[float]:
-        """Bytes of each rank at its fullest moment."""
+        """Return the bytes of each rank at its fullest moment."""
         held = self.nothing
         start = 0
         for stage, size in enumerate(sizes):
@@ -111,11 +111,11 @@ class MemoryModel:
         return [max(held[slices[rank]]) for rank in range(len(self.limits))]
 
     def excess(self, sizes: Sequence[int]) -> float:
-        """By how many bytes the worst rank exceeds its limit."""
+        """Return the bytes by which the worst rank exceeds its limit."""
         return max(b - limit for b, limit in zip(self.rank_bytes(sizes), self.limits, strict=True))
 
     def parts(self, sizes: Sequence[int], rank: int) -> dict[str, float]:
-        """What a rank holds, by kind; activations at its fullest moment, with all microbatches in flight."""
+        """Return a rank's bytes by kind; activations at the fullest moment, with all microbatches in flight."""
         ends = list(itertools.accumulate(sizes))
         stages = self.stages_of(rank)
         ranges = [(ends[stage] - sizes[stage], ends[stage]) for stage in stages]
@@ -139,22 +139,22 @@ class MemoryModel:
 
     @cached_property
     def _position(self) -> list[int]:
-        """The place of each stage among those of its rank."""
+        """The position of each stage among the stages of its rank."""
         return [self.rank_of[:stage].count(rank) for stage, rank in enumerate(self.rank_of)]
 
     @cached_property
     def _most(self) -> list[int]:
-        """The most microbatches that each stage has in flight."""
+        """The maximum number of microbatches in flight of each stage."""
         at = self._position
         return [max(moment[at[stage]] for moment in self.live[rank]) for stage, rank in enumerate(self.rank_of)]
 
     @cached_property
     def nothing(self) -> tuple[float, ...]:
-        """Every rank at every moment, empty."""
+        """The vector of empty ranks: zero bytes at every moment."""
         return (0.0,) * sum(len(moments) for moments in self.live)
 
     def with_stage(self, held: tuple[float, ...], stage: int, start: int, end: int) -> tuple[float, ...]:
-        """`held` and what blocks `start` to `end` add as this stage."""
+        """Return `held` plus the bytes of a stage with blocks `start` to `end`."""
         rank, position = self.rank_of[stage], self._position[stage]
         fixed, active = self._fixed(start, end), self._active(start, end)
         here = self.slices[rank]
@@ -162,7 +162,7 @@ class MemoryModel:
         return (*held[: here.start], *added, *held[here.stop :])
 
     def within_limits(self, held: tuple[float, ...]) -> bool:
-        """Whether no rank holds too much at any moment."""
+        """Return True if no rank exceeds its limit at any moment."""
         return all(max(held[here]) <= limit for here, limit in zip(self.slices, self.limits, strict=True))
 
     def _fixed(self, start: int, end: int) -> float:
@@ -173,7 +173,7 @@ class MemoryModel:
 
     @cached_property
     def _sums(self) -> tuple[list[list[float]], list[list[float]]]:
-        """For (fixed, in flight): bytes of the n blocks from each start on."""
+        """For (fixed, in flight): the bytes of the n blocks from each start on."""
         fixed = _range_sums([h for h in self.held if h.kind != "activations"], self.num_blocks)
         return fixed, _range_sums([h for h in self.held if h.kind == "activations"], self.num_blocks)
 
@@ -183,7 +183,7 @@ def _needed(held: Iterable[Held], start: int, end: int) -> float:
 
 
 def _range_sums(held: Iterable[Held], count: int) -> list[list[float]]:
-    """Entry [start][n]: bytes that the n blocks from `start` on need, each item once."""
+    """Return the bytes of the n blocks from `start` on as entry [start][n]; each item counts once."""
     # An item counts at a block if no earlier block of the range needs it.
     appearing: list[list[tuple[int, float]]] = [[] for _ in range(count)]
     for item in held:

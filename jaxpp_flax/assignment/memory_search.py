@@ -1,8 +1,8 @@
-"""A search for stages that keep within the memory of their ranks, where a rank has several stages and little room.
+"""Search for stages within the memory of their ranks, if ranks have several stages and little free memory.
 
-`balancing` calls it where the local search finds nothing: if almost no assignment fits, no chain of single moves that
-all fit leads from one that fits to the next. This is a dynamic program over the stages. For each number of blocks dealt
-so far it keeps the states of the ranks (bytes at their fullest moments) that no other state dominates.
+`balancing` uses this search if the local search finds nothing: if almost no assignment fits, single moves do not lead
+from one fitting assignment to the next. This search is a dynamic program over the stages. For each number of blocks
+dealt so far, it keeps the states of the ranks (bytes at their fullest moments) that no other state dominates.
 
 Source: label setting with dominance, as in multi-objective shortest paths (Martins, 1984).
 """
@@ -74,7 +74,7 @@ def sizes_within_limits(memory: MemoryModel) -> tuple[int, ...] | None:
 
 
 def _undominated(labels: list[_Label]) -> list[_Label]:
-    """The labels that no other label dominates: none holds as little, or less, on every rank at every moment."""
+    """Return the labels that no other label dominates with as little or less on every rank at every moment."""
     # Those that leave most room on the fullest rank first, should they be too many to keep.
     labels.sort(key=lambda label: (max(label.held), sum(label.held)))
     rows = np.array([label.held for label in labels])

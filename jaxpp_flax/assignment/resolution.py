@@ -1,4 +1,4 @@
-"""From the value of `assignment=` (a name, sizes, a mapping, a plan, a file, a callable) to a policy."""
+"""Convert the value of `assignment=` (a name, sizes, a mapping, a plan, a file, a callable) to a policy."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from jaxpp_flax.messages import near_names
 __all__ = ["AssignmentLike", "resolve"]
 
 AssignmentLike: TypeAlias = str | os.PathLike[str] | Mapping[str, int] | Sequence[int] | Plan | CutPolicy
-"""What `assignment=` takes: see `resolve`."""
+"""The type of `assignment=`: see `resolve`."""
 
 
 def resolve(assignment: AssignmentLike) -> CutPolicy:
-    """The policy for `"even"`, `"balanced"`, a list of sizes, a mapping from names, a plan, its file, or a policy.
+    """Return the policy for `"even"`, `"balanced"`, sizes, a mapping from names, a plan, its file, or a policy.
 
     Raises:
-      AssignmentError: if it is another string.
-      TypeError: if it is none of these.
+      AssignmentError: if `assignment` is an unknown string.
+      TypeError: if `assignment` has another type.
 
     Example:
       >>> marks = [Mark(f"block_{i}", True, "model.py:7") for i in range(4)]
@@ -57,7 +57,7 @@ def resolve(assignment: AssignmentLike) -> CutPolicy:
 
 
 def _checked(policy: CutPolicy) -> CutPolicy:
-    """A user's own policy, with its answer checked."""
+    """Wrap a user's own policy so that its result is checked."""
 
     def checked(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
         cuts = tuple(policy(marks, num_stages))

@@ -1,4 +1,4 @@
-"""The simulated time of a step under an assignment: if ranks have several stages, their loads do not tell it."""
+"""The simulated time of a step under an assignment: with several stages on a rank, loads do not give the time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from jaxpp_flax.schedules import Costs, Schedule, summarize
 
 __all__ = ["StepTime"]
 
-_MOST_TASKS = 300_000  # that all tries simulate together: about half a second
-_FORWARD_SHARE = 1 / 3  # of a block whose cost is known only as a whole: two contractions backward for each one forward
+_MOST_TASKS = 300_000  # the number of tasks that all tries simulate together: about half a second
+_FORWARD_SHARE = 1 / 3  # of a block with one cost for both passes: backward has two contractions for each one forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +20,10 @@ class StepTime:
     """The makespan of a step for the sizes of its stages, in the unit of the costs; transfers take no time.
 
     Args:
-      schedule: of the tasks.
-      num_microbatches: of a step.
-      forward: the cost of each block.
-      backward: the same; where it is 0 everywhere, `forward` is taken for both together.
+      schedule: the schedule of the tasks.
+      num_microbatches: the number of microbatches of a step.
+      forward: the forward cost of each block.
+      backward: the backward cost of each block; if all are 0, `forward` is the cost of both passes together.
 
     Example:
       >>> from jaxpp_flax.schedules import Std1F1B
@@ -42,13 +42,13 @@ class StepTime:
             [after[end] - after[end - size] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
             for after in self._running
         )
-        half = [cost / 2 for cost in backward]  # where a schedule splits the backward: a contraction in each part
+        half = [cost / 2 for cost in backward]  # a split backward has one contraction in each part
         costs = Costs(forward=forward, backward_input=half, backward_weight=half)
         return summarize(self.schedule, costs, num_microbatches=self.num_microbatches).makespan
 
     @property
     def tries(self) -> int:
-        """How many assignments can be tried in reasonable time."""
+        """The number of assignments that can be tried in reasonable time."""
         return _MOST_TASKS // (2 * self.schedule.num_stages * self.num_microbatches)
 
     @cached_property

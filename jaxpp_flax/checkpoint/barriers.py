@@ -1,7 +1,8 @@
-"""The waits of processes for each other in a save or restore: with a name, and ended by a failure of one process.
+"""The waits of processes for each other in a save or restore: each has a name, and ends if one process fails.
 
-Most of these waits are Orbax's, inside JAX's coordination service, which does not pass failures on. An error in one
-process alone would leave the others there for minutes. So the process reports its error, and the run ends.
+Most of these are waits of Orbax in JAX's coordination service, which does not report failures to other processes. An
+error in only one process would leave the others waiting for minutes. So the process reports its error, and the run
+ends.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from jaxpp_flax.processes.store import ProcessFailedError
 
 __all__ = ["background_barrier", "name_checkpoint", "poll", "report_alone", "shared_work"]
 
-# The purposes of Orbax's barriers, by a part of the barrier's name; all other barriers are its bookkeeping.
+# The purposes of Orbax's barriers, by a part of the barrier's name; all other barriers are Orbax's bookkeeping.
 _PURPOSES = {"async_write_complete": "every process's part of it", "async_commit_complete": "commit"}
 
 
 def name_checkpoint(path: Path) -> str:
-    """A checkpoint in a few words, for messages.
+    """Name a checkpoint in a few words, for messages.
 
     Example:
       >>> name_checkpoint(Path("/runs/gpt/40/state")), name_checkpoint(Path("/weights/base"))
@@ -37,9 +38,9 @@ def shared_work(what: str, described: Callable[[Exception], Exception], *, every
     """Run a part of a save or restore in which processes wait for each other.
 
     Args:
-      what: the work in words, such as "the save of step 40", for the errors of the processes that wait in it.
-      described: makes the error to raise from the error that the work has raised.
-      everywhere: whether an error is raised in every process. Otherwise this process reports it, and all end.
+      what: the name of the work, such as "the save of step 40", for the errors of waiting processes.
+      described: makes the error to raise from the error of the work.
+      everywhere: True if every process raises the error. Else this process reports the error, and all processes end.
 
     Example:
       >>> with shared_work("the save of step 40", lambda error: OSError(f"cannot save: {error}")):
@@ -63,7 +64,7 @@ def shared_work(what: str, described: Callable[[Exception], Exception], *, every
 
 
 def report_alone(what: str, error: BaseException) -> None:
-    """Report an error of this process to the others, which would wait for it in vain."""
+    """Report an error of this process to the others, which would wait for this process for ever."""
     group = process_group()
     if group.process_count > 1:
         group.report_failure(f"{what} failed in this process, and others wait for it: {error}")
@@ -72,18 +73,18 @@ def report_alone(what: str, error: BaseException) -> None:
 def background_barrier(
     what: Callable[[], str], described: Callable[[BaseException], BaseException]
 ) -> Callable[..., None] | None:
-    """The barrier for Orbax's background threads, which a failure of a process ends. None for a single process.
+    """Make the barrier for Orbax's background threads; a failure of a process ends it. None for a single process.
 
     Args:
-      what: gives the save under way, such as "the save of step 40".
-      described: makes the error to report from the error that a thread has raised.
+      what: returns the name of the save under way, such as "the save of step 40".
+      described: makes the error to report from the error of a thread.
     """
     group = process_group()
     if group.process_count == 1:
         return None
 
     def barrier(*, key: str, timeout_ms: int) -> None:
-        # Orbax meets the others at the end of a save also if the save has failed: that error is being handled here.
+        # Orbax calls this barrier at the end of a failed save too: then the save's error is being handled here.
         error = sys.exception()
         if error is not None:
             if not isinstance(error, ProcessFailedError):
@@ -91,13 +92,13 @@ def background_barrier(
             return
         purpose = next((purpose for part, purpose in _PURPOSES.items() if part in key), "its bookkeeping")
         try:
-            # Without the key's end, the step: the coordination service keeps each name for as long as the run.
+            # The key's end, the step, is left out: the coordination service keeps each name until the run ends.
             name = f"checkpoint: {key.partition('.')[0]}"
             group.barrier(name, timeout_ms / 1000, title=f"{what()} ({purpose})")
         except ProcessFailedError:
             if threading.current_thread() is threading.main_thread() or not group.is_watched:
                 raise
-            # The main thread or the watch ends this process; Orbax would print this error before theirs.
+            # The main thread or the watch ends this process. Without this wait, Orbax would print this error first.
             threading.Event().wait(timeout_ms / 1000)
             raise
 
@@ -105,7 +106,7 @@ def background_barrier(
 
 
 def poll(busy: Callable[[], Any]) -> None:
-    """Wait while `busy()`, the work of threads of this process; end early if a process fails.
+    """Wait while `busy()` is true for the threads of this process; end early if a process fails.
 
     Raises:
       ProcessFailedError: if another process has failed.
@@ -113,6 +114,6 @@ def poll(busy: Callable[[], Any]) -> None:
     group = process_group()
     while group.process_count > 1 and busy():
         if group.failure is not None and group.failure.process == group.process_index:
-            return  # those threads have reported it, and end
+            return  # the threads have reported the failure, and end
         group.check()
         group.failed.wait(0.01)

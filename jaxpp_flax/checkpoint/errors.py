@@ -16,7 +16,7 @@ __all__ = [
 
 
 class CheckpointError(Exception):
-    """Anything that is wrong with a checkpoint."""
+    """The base class of all errors of checkpoints."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -28,19 +28,19 @@ class UnfinishedCheckpointError(CheckpointError, FileNotFoundError):
 
 
 class CorruptCheckpointError(CheckpointError, OSError):
-    """A file of the checkpoint is missing, cut off, or holds other bytes than were written."""
+    """A file of the checkpoint is missing, cut off, or has changed since it was written."""
 
 
 class CheckpointSaveError(CheckpointError, OSError):
-    """A save failed; checkpoints that were complete before are untouched."""
+    """A save failed; earlier complete checkpoints are not changed."""
 
 
 class DirectoryInUseError(CheckpointSaveError):
-    """Another job that is running writes to this directory of checkpoints."""
+    """Another running job writes to this directory of checkpoints."""
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """The checkpoint's leaves are not those that were asked for.
+    """The checkpoint's leaves differ from the target's leaves.
 
     Args:
       message: the comparison in words.

@@ -1,4 +1,4 @@
-"""Weights for the world outside: safetensors files, and plain models."""
+"""Export weights to safetensors files, and load weights into plain models."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def export_safetensors(
 
     Args:
       tree: a pytree of arrays, such as `trainer.state.params`; or the path of a checkpoint.
-      path: of the file, which must not exist.
-      only: which leaves, by logical path.
-      rename: prefixes of paths: tree to file.
-      separator: between the parts of a name in the file.
+      path: the path of the file, which must not exist.
+      only: the leaves to write, by logical path.
+      rename: prefixes of paths, from the tree to the file.
+      separator: the text between the parts of a name in the file.
 
     Returns:
       The absolute path.
@@ -43,7 +43,7 @@ def export_safetensors(
     Raises:
       ImportError: if safetensors is not installed.
       CheckpointSaveError: if the file exists or cannot be written.
-      ValueError: if no leaf is chosen, or two get one name.
+      ValueError: if no leaf is chosen, or two leaves get the same name.
     """
     try:
         from safetensors.numpy import save_file  # pyright: ignore[reportMissingImports]
@@ -64,7 +64,7 @@ def export_safetensors(
         new = rename_path(name, rename).replace("/", separator)
         if new in arrays:
             raise ValueError(f"two leaves would be called {new!r} in {target}: change `rename`; one is {name}.")
-        # In C order: safetensors writes the memory as it lies.
+        # safetensors writes the memory without reordering, so arrays must be in C order.
         arrays[new] = np.ascontiguousarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
     if not arrays:
         raise ValueError(f"no leaf of the tree matches only={only!r}; nothing to export to {target}.")
@@ -79,7 +79,7 @@ def export_safetensors(
 
 
 def read_arrays(path: str | os.PathLike[str], *, only: PathFilter | None = None) -> dict[str, Any]:
-    """A checkpoint's leaves as NumPy arrays in nested dictionaries."""
+    """Read a checkpoint's leaves as NumPy arrays in nested dictionaries."""
     wanted = choose(only)
     leaves = {
         name: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape or ())  # a shape without memory
@@ -97,7 +97,7 @@ def load_nnx(
     """Put the weights of a trainer's checkpoint into a plain NNX module, on the module's own devices.
 
     Args:
-      module: with any weights; its variables are set in place. Random keys and counters are left as they are.
+      module: a module with any weights; its variables are set in place. Random keys and counters do not change.
       path: a checkpoint that a trainer wrote.
       rename: prefixes of paths, from the module to the checkpoint's parameters.
 
@@ -123,7 +123,7 @@ def load_nnx(
         name = rename_path(name, rename)
         return f"params/{name}" if f"params/{name}" in stored else f"model_state/{name}"
 
-    # Which variables are parameters is the trainer's choice (`wrt`), so each is looked for in both places.
+    # The trainer chooses the variables that are parameters (`wrt`), so each variable is searched in both places.
     nnx.update(module, restore(path, state, rename={name: place(name) for name in names}, extra="ignore"))
     return module
 
@@ -131,7 +131,7 @@ def load_nnx(
 def load_linen(
     variables: Mapping[str, Any], path: str | os.PathLike[str], *, rename: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """The variables of a Linen model from a trainer's checkpoint, as `module.apply` takes them.
+    """Load the variables of a Linen model from a trainer's checkpoint, in the form that `module.apply` takes.
 
     Args:
       variables: the result of `module.init`, or its shapes by `jax.eval_shape`.

@@ -1,4 +1,4 @@
-"""A save that is being written when the program ends is finished first: in bounded time, and not in silence."""
+"""Finish a save that is under way when the program ends: in bounded time, and with a message."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from jaxpp_flax.processes.waits import print_notice
 __all__ = ["ABANDONED_STATUS", "EXIT_SECONDS", "finish_at_exit"]
 
 EXIT_SECONDS = 300.0
-"""How long the end of a program waits for a save."""
+"""The seconds that the end of a program waits for a save."""
 
 ABANDONED_STATUS = 1
-"""Exit status where that was not enough."""
+"""The exit status if this time was not enough."""
 
 _SECONDS_IN_SILENCE = 2.0
 
 
 class Writer(Protocol):
-    """What writes in the background."""
+    """An object that writes in the background."""
 
     def is_writing(self) -> bool:
-        """Whether it does."""
+        """Return True while the object writes."""
         ...
 
     def wait(self) -> None:
-        """Wait for it."""
+        """Wait for the end of the work."""
         ...
 
 
 def finish_at_exit(writer: Writer) -> None:
     """At the end of the program, wait until `writer` has written its checkpoints."""
     reference = weakref.ref(writer)
-    # `atexit` comes too late: by then Python takes no new work for threads, which Orbax's background threads need.
+    # `atexit` comes too late: Python then accepts no new work for threads, but Orbax's background threads need it.
     register = getattr(threading, "_register_atexit", None)
     if register is None:
         warnings.warn(
@@ -68,7 +68,7 @@ def _finish(writer: Writer | None) -> None:
                 f"after {EXIT_SECONDS:.0f} s a checkpoint is still being written: it is abandoned, and is incomplete"
             )
             sys.stdout.flush()
-            os._exit(ABANDONED_STATUS)  # Python would wait for the threads that write, however long they take
+            os._exit(ABANDONED_STATUS)  # Python would wait for the writing threads without a limit
         time.sleep(0.01)
     try:
         writer.wait()

@@ -1,4 +1,4 @@
-"""When checkpoints are saved, and which are kept: numbers, or Orbax policies."""
+"""The policies to save and to keep checkpoints: numbers, or Orbax policies."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["KeepPolicy", "SavePolicy", "check_interval"]
 SavePolicy: TypeAlias = int | policies.SaveDecisionPolicy
 """An interval in steps, or an Orbax save decision policy."""
 KeepPolicy: TypeAlias = int | policies.PreservationPolicy
-"""How many of the latest checkpoints to keep, or an Orbax preservation policy."""
+"""The number of latest checkpoints to keep, or an Orbax preservation policy."""
 
 
 def check_interval(name: str, value: object) -> None:
-    """Refuse a number that is no count.
+    """Refuse a number that is not a count.
 
     Raises:
-      ValueError: naming the argument.
+      ValueError: the message names the argument.
     """
     if isinstance(value, (bool, float)) or (isinstance(value, int) and value < 1):
         raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1, a policy, or None.")

@@ -1,4 +1,4 @@
-"""Restoring: compare all leaves on disk with the wanted ones, then read leaf by leaf onto the devices."""
+"""Restore a checkpoint: compare all leaves on disk with the target, then read leaf by leaf onto the devices."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["RestorePlan", "StoredLeaf", "abstract_state", "leaves_of", "plan_res
 
 
 def abstract_state(tree: Any) -> Any:
-    """The tree with a `jax.ShapeDtypeStruct` (shape, dtype, sharding) for each leaf: a target without the memory.
+    """Return the tree with a `jax.ShapeDtypeStruct` (shape, dtype, sharding) for each leaf: a target without memory.
 
     Example:
       >>> import jax.numpy as jnp
@@ -52,7 +52,7 @@ class StoredLeaf:
 
 
 def leaves_of(path: str | os.PathLike[str]) -> dict[str, StoredLeaf]:
-    """What a checkpoint holds, by logical path, without reading the arrays.
+    """Return the leaves of a checkpoint by logical path, without reading the arrays.
 
     Args:
       path: any Orbax checkpoint of a tree, or a step's directory of a `CheckpointManager`.
@@ -81,26 +81,28 @@ def restore(
 ) -> Any:
     """Read a checkpoint into a tree like `target`, each leaf with the target's sharding.
 
-    The layout of the run that wrote it does not matter, nor whether it was pipelined: leaves are found by their
-    logical paths (`jaxpp_flax.checkpoint.format.paths`). Nothing is read before every leaf has been compared.
+    The run that wrote the checkpoint may have had another layout, or no pipeline: leaves are found by their logical
+    paths (`jaxpp_flax.checkpoint.format.paths`). No value is read before every leaf has been compared.
 
     Args:
       path: any Orbax checkpoint of a tree, or a step's directory of a `CheckpointManager`.
       target: a tree of `MpmdArray`s, `jax.Array`s, NumPy arrays or `jax.ShapeDtypeStruct`s (see `abstract_state`):
-        shapes, dtypes and shardings. It is left as it is.
-      only: which leaves of the target to restore: a glob such as `"params/*"`, several, or a function of the path.
-        The others keep the target's value.
-      rename: where on disk a leaf of the target is found: prefixes of paths, target to disk. `{"params": ""}` reads
-        the parameters of a target from a checkpoint that holds nothing else.
-      missing: "keep" the target's value where the checkpoint lacks a leaf (base weights into a model with adapters).
-      extra: "ignore" leaves of the checkpoint that the target lacks. Those outside of `only` are always ignored.
+        shapes, dtypes and shardings. The target does not change.
+      only: the leaves of the target to restore: a glob such as `"params/*"`, several globs, or a function of the path.
+        The other leaves keep the target's value.
+      rename: prefixes of paths, from the target to the disk. `{"params": ""}` reads the parameters of a target from a
+        checkpoint that holds nothing else.
+      missing: "keep" keeps the target's value of a leaf that the checkpoint lacks (base weights into a model with
+        adapters).
+      extra: "ignore" ignores leaves of the checkpoint that the target lacks. Leaves outside of `only` are always
+        ignored.
 
     Returns:
       A new tree like `target`.
 
     Raises:
-      CheckpointMismatchError: listing every leaf whose path, shape, dtype or sharding does not fit.
-      CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if it cannot be read.
+      CheckpointMismatchError: the message lists every leaf whose path, shape, dtype or sharding does not fit.
+      CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if the checkpoint cannot be read.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, numpy as np
@@ -121,15 +123,15 @@ def restore(
 
 @dataclass(frozen=True, kw_only=True)
 class RestorePlan:
-    """A restore of which everything is known but the values: every leaf fits, and every file is whole.
+    """A checked restore, before the values are read: every leaf fits, and every file is whole.
 
     Args:
-      directory: of the tree on disk.
-      metadata: Orbax's, of each leaf.
-      leaves: the target's, by path.
-      structure: the target's.
-      chosen: paths of the target to paths on disk.
-      wants: the wanted shape, dtype and sharding of each chosen leaf.
+      directory: the directory of the tree on disk.
+      metadata: Orbax's metadata of each leaf.
+      leaves: the target's leaves, by path.
+      structure: the target's structure.
+      chosen: a mapping from paths of the target to paths on disk.
+      wants: the requested shape, dtype and sharding of each chosen leaf.
     """
 
     directory: Path
@@ -140,14 +142,14 @@ class RestorePlan:
     wants: Mapping[str, Wanted]
 
     def replaced(self) -> list[Any]:
-        """The leaves of the target that `read` gives other values: their memory may be given up before."""
+        """Return the leaves of the target that `read` will replace: their memory may be freed before."""
         return [self.leaves[name] for name in self.chosen]
 
     def read(self) -> Any:
-        """A new tree like the target.
+        """Read a new tree like the target.
 
         Raises:
-          CorruptCheckpointError: if a file cannot be read after all.
+          CorruptCheckpointError: if a file cannot be read in spite of the checks.
         """
         new = dict(self.leaves)
         for names in self._rounds():
@@ -156,9 +158,9 @@ class RestorePlan:
         return jax.tree.unflatten(self.structure, new.values())
 
     def _rounds(self) -> list[dict[str, str]]:
-        """Paths on disk with the leaves that they become: `rename` may make two leaves of one, each read on its own.
+        """Divide the reads into rounds: `rename` may make two leaves from one on disk, which are read separately.
 
-        So each lies as it is wanted, in memory of its own, which a step may donate.
+        So each leaf has the requested sharding and its own memory, which a step may donate.
         """
         rounds: list[dict[str, str]] = []
         for name, found in self.chosen.items():
@@ -179,10 +181,10 @@ def plan_restore(
     extra: Literal["error", "ignore"] = "error",
     check: bool = True,
 ) -> RestorePlan:
-    """Everything of `restore` that can go wrong, but for reading the values; arguments and errors are the same.
+    """Do all checks of `restore` without reading the values; arguments and errors are the same.
 
     Args:
-      check: compare the files with their digests; False where that has just been done.
+      check: compare the files with their digests; False if this has just been done.
     """
     for name, value, known in (("missing", missing, ("error", "keep")), ("extra", extra, ("error", "ignore"))):
         if value not in known:
@@ -231,7 +233,7 @@ def plan_restore(
 
 
 def stored_leaves(metadata: Any) -> dict[str, StoredLeaf]:
-    """The leaves of a checkpoint's metadata by path."""
+    """Return the leaves of a checkpoint's metadata by path."""
     found: dict[str, StoredLeaf] = {}
 
     def note(path: str, leaf: Any) -> None:
@@ -244,14 +246,14 @@ def stored_leaves(metadata: Any) -> dict[str, StoredLeaf]:
 
 
 def _find(path: str, stored: Mapping[str, StoredLeaf]) -> str | None:
-    """The leaf on disk. Stock Orbax writes an `nnx.Variable` as a node with the child `value`."""
+    """Find a leaf on disk. Stock Orbax writes an `nnx.Variable` as a node with the child `value`."""
     return next((name for name in (path, f"{path}/value") if name in stored), None)
 
 
 def _extra(
     stored: Mapping[str, StoredLeaf], chosen: Mapping[str, str], wanted: Any, rename: Mapping[str, str] | None
 ) -> list[str]:
-    """Leaves on disk that nothing of the target reads, as far as they were asked for."""
+    """List the leaves on disk that `wanted` includes and no leaf of the target reads."""
     back = {new: old for old, new in (rename or {}).items()}
     read = set(chosen.values())
     return [
@@ -262,7 +264,7 @@ def _extra(
 
 
 def _read(directory: Path, metadata: Any, wants: Mapping[str, Wanted]) -> dict[str, Any]:
-    """Leaves by their paths on disk, at least one, or the plan was refused; all others are skipped."""
+    """Read leaves by their paths on disk, at least one (else the plan was refused); all other leaves are skipped."""
 
     def item(path: str, _: Any) -> Any:
         return jax.ShapeDtypeStruct(wants[path].shape, wants[path].dtype or np.float32) if path in wants else ...

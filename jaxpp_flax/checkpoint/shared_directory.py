@@ -1,4 +1,4 @@
-"""The check that all processes see one directory: on separate disks, each would wait for the others' files for ever."""
+"""Check that all processes see one directory: with separate disks, each would wait for the others' files for ever."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_shared(directory: Path) -> None:
       directory: created if it does not exist.
 
     Raises:
-      CheckpointSaveError: in every process, naming the processes that do not see the directory.
+      CheckpointSaveError: in every process; the message names the processes that do not see the directory.
 
     Example:
       >>> check_shared(Path("anywhere"))  # a single process

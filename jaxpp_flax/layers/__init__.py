@@ -1,4 +1,4 @@
-"""What a model's author touches: marking blocks, recomputing them, scanned stacks of them."""
+"""The layers for a model's author: marks on blocks, recomputation of blocks, scanned stacks of blocks."""
 
 from pathlib import Path
 
@@ -9,8 +9,8 @@ from jaxpp_flax.layers.marking import pipeline_stage
 from jaxpp_flax.layers.nnx import PipelineStage
 from jaxpp_flax.layers.scan import join_layers, join_scanned, split_layers, split_scanned
 
-# Messages name the user's line, not ours, nor that of a Flax transform which calls a block, as `nn.scan(Block)` does.
-# Flax leaves other files of its own out in the same way.
+# Messages name the user's line, not a line of this package or of a Flax transform that calls a block (`nn.scan`).
+# Flax excludes other files of its own in the same way.
 source_info_util.register_exclusion(str(Path(__file__).resolve().parent))
 for _part in ("core", "nnx/transforms", "nnx/graph"):  # nnx/graph.py, nnx/graphlib.py
     source_info_util.register_exclusion(str(Path(flax.__file__).parent / _part))

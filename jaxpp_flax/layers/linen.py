@@ -27,22 +27,22 @@ register_metaclass(_StageMeta)
 
 
 class PipelineStage(nn.Module, metaclass=_StageMeta):
-    """A Linen module whose result is marked: after it, the model may be cut into stages.
+    """A Linen module with a marked result: the model may be cut into stages after this module.
 
-    Wrap a module, `PipelineStage(Block(...))(x)`, in `setup`, in a compact method or at the top; or subclass it,
-    `class Block(PipelineStage)`. Wrapping returns the module itself with its class changed to a subclass of its class:
-    the paths of parameters stay those of the unmarked model. Wrapping `nn.remat(Block)(...)` or `nn.jit(Block)(...)`
-    marks outside of the transformed block.
+    Wrap a module, `PipelineStage(Block(...))(x)`, in `setup`, in a compact method or at the top; or write a subclass,
+    `class Block(PipelineStage)`. Wrapping returns the same module with a changed class, a subclass of its old class. So
+    the paths of parameters are the same as in the unmarked model. Wrapping `nn.remat(Block)(...)` or
+    `nn.jit(Block)(...)` marks outside of the transformed block.
 
     Args:
       module: the Linen module to mark; it is changed in place, and returned.
-      name: of the block, for assignments by name and for messages; the module's own `name` is left alone. By default
-        the module's path, such as `decoder/block_0`.
-      remat: "full" recomputes the block in backward, so that its input alone is kept; a `jax.checkpoint` policy says
-        what is kept beside it.
+      name: the name of the block, for assignments by name and for messages; the module's own `name` does not change.
+        Default: the module's path, such as `decoder/block_0`.
+      remat: "full" recomputes the block in backward, so that only the block's input is kept; a `jax.checkpoint` policy
+        selects more values to keep.
 
     Raises:
-      TypeError: if `module` is a class, an NNX module, or no module at all; if `remat` is none of these.
+      TypeError: if `module` is a class, an NNX module, or not a module; if `remat` is another value.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -66,7 +66,7 @@ class PipelineStage(nn.Module, metaclass=_StageMeta):
         def __new__(cls, module: M, name: str | None = None, remat: Any = None) -> M: ...
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # Marked first, so that Linen takes the mark for a part of the method.
+        # The mark comes first, so that Linen treats it as a part of the method.
         mark_call(cls)
         super().__init_subclass__(**kwargs)
 
@@ -80,7 +80,7 @@ def _wrap(module: Any, name: str | None = None, remat: Any = None) -> Any:
     if not isinstance(module, nn.Module):
         raise TypeError(_refusal(module))
     if name is not None or remat is not None or not isinstance(module, PipelineStage):
-        # Linen clones modules from their fields alone, so name and remat are kept by the class.
+        # Linen clones modules from their fields only, so the class keeps name and remat.
         object.__setattr__(module, "__class__", PipelineStage._stage_class_of(type(module), name, remat))
     return module
 

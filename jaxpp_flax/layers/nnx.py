@@ -25,22 +25,22 @@ register_metaclass(_StageMeta)
 
 
 class PipelineStage(nnx.Module, metaclass=_StageMeta):
-    """A module whose result is marked: after it, the model may be cut into stages.
+    """A module with a marked result: the model may be cut into stages after this module.
 
-    Wrap a module, `PipelineStage(Block(...), name="block_0")`, or subclass it, `class Block(PipelineStage)`. Wrapping
-    returns the module itself with its class changed to a subclass that is both its old class and a `PipelineStage`:
-    the paths of parameters, the tree of states and checkpoints stay those of the unmarked model. Outside a pipeline
-    it computes what the unmarked module computes.
+    Wrap a module, `PipelineStage(Block(...), name="block_0")`, or write a subclass, `class Block(PipelineStage)`.
+    Wrapping returns the same module with a changed class: a subclass of both its old class and `PipelineStage`. So the
+    paths of parameters, the tree of states and checkpoints are the same as in the unmarked model. Outside a pipeline,
+    the module has the same results as the unmarked module.
 
     Args:
       module: the NNX module to mark; it is changed in place, and returned.
-      name: of the block, for assignments by name and for messages (also settable as the attribute `stage_name`). By
-        default the name of the class, numbered in order of execution where it occurs several times.
-      remat: "full" recomputes the block in backward, so that its input alone is kept; a `jax.checkpoint` policy says
-        what is kept beside it (also settable as the attribute `stage_remat`, of a subclass too).
+      name: the name of the block, for assignments by name and for messages (also settable as the attribute
+        `stage_name`). Default: the name of the class, numbered in order of execution if it occurs several times.
+      remat: "full" recomputes the block in backward, so that only the block's input is kept; a `jax.checkpoint` policy
+        selects more values to keep (also settable as the attribute `stage_remat`, of a subclass too).
 
     Raises:
-      TypeError: if `module` is a class, a Linen module, or no module at all; if `remat` is none of these.
+      TypeError: if `module` is a class, a Linen module, or not a module; if `remat` is another value.
 
     Example:
       >>> from flax import nnx

@@ -1,4 +1,4 @@
-"""Recomputing a block in its backward pass: what `remat=` means, for functions and methods of either Flax interface."""
+"""Recompute a block in its backward pass, `remat=`: for functions and methods of NNX and Linen."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["check_remat", "policy_of", "rematerialized"]
 
 
 def check_remat(remat: Any, where: str) -> None:
-    """Refuse what is no choice of rematerialisation.
+    """Refuse a value that is not a choice of rematerialisation.
 
     Raises:
-      TypeError: naming `where` it was given.
+      TypeError: the message begins with `where`, the place of the argument.
     """
     if remat is None or callable(remat) or (isinstance(remat, str) and remat == "full"):
         return
@@ -28,15 +28,15 @@ def check_remat(remat: Any, where: str) -> None:
 
 
 def policy_of(remat: Any) -> Callable[..., bool] | None:
-    """The policy that `jax.checkpoint` takes: None saves nothing."""
+    """Return the policy for `jax.checkpoint`: None saves nothing."""
     return None if isinstance(remat, str) else remat
 
 
 def rematerialized(function: Callable[..., Any], remat: Any) -> Callable[..., Any]:
-    """`function`, recomputed in backward; arguments that are no arrays or modules stay Python values inside it.
+    """Recompute `function` in backward; arguments other than arrays and modules stay Python values inside it.
 
     Args:
-      function: of arrays and anything else; its first argument may be a module, whose method it then is.
+      function: a function of arrays and other values; or a method of a module, its first argument.
       remat: "full" or a policy.
 
     Example:

@@ -1,7 +1,7 @@
-"""Classes that are a stage and still the module's own class: what `PipelineStage(module)` swaps in.
+"""Make the class that `PipelineStage(module)` gives to a module: a stage, and a subclass of the module's class.
 
-A wrapper module would add a level to every parameter's path. So the module itself becomes a stage, by a subclass of
-its class that differs in one thing: what `__call__` returns is marked.
+A wrapper module would add a level to every parameter's path. So the module itself becomes a stage: its class becomes a
+subclass that differs in one thing, a mark on the result of `__call__`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _classes: dict[tuple[type, type, str | None, Any], type] = {}
 
 
 def stage_class(base: type, cls: type, name: str | None = None, remat: Any = None, **keywords: Any) -> type:
-    """The subclass of both `cls` and `base` (a `PipelineStage`), made once; `keywords` go to `__init_subclass__`.
+    """Return the subclass of both `cls` and `base` (a `PipelineStage`), made once.
 
-    `name` and `remat`, where given, are properties of the class, for modules whose instances take no extra attribute.
+    `keywords` go to `__init_subclass__`. `name` and `remat`, if given, are attributes of the class, for modules whose
+    instances take no extra attribute.
     """
     key = (base, cls, name, remat)
     if key not in _classes:
@@ -40,14 +41,14 @@ def stage_class(base: type, cls: type, name: str | None = None, remat: Any = Non
 
 
 def mark_call(cls: type) -> None:
-    """Let `cls.__call__` mark its result, unless it does already; a class without one is left alone."""
+    """Let `cls.__call__` mark its result, unless it does already; a class without `__call__` is not changed."""
     call = next((vars(base)["__call__"] for base in cls.__mro__ if "__call__" in vars(base)), None)
     if call is not None and not is_marked(call):
         cls.__call__ = marked(call)  # type: ignore[method-assign]
 
 
 def register_metaclass(metaclass: type) -> None:
-    """Let the classes made here be pickled: as the recipe to make them again. Others are pickled by name, as ever."""
+    """Pickle the classes made here as the arguments to make them again; other classes are pickled by name as usual."""
     copyreg.pickle(metaclass, _reduce)  # type: ignore[arg-type]
 
 

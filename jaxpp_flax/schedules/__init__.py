@@ -1,4 +1,4 @@
-"""Pipeline schedules: which rank runs which task, in what order.
+"""Pipeline schedules: the tasks of each rank, and their order.
 
 Pure Python over small task objects. Nothing here needs JAX.
 

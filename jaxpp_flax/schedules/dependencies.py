@@ -1,14 +1,14 @@
-"""The data dependencies between tasks: one table, from which every loop over a schedule takes its meaning.
+"""The data dependencies between tasks: one table that defines the meaning of every loop over a schedule.
 
 For stage ``s`` and microbatch ``m``:
 
 - ``F(s, m)`` reads the activation that ``F(s-1, m)`` makes;
 - ``B(s, m)`` and ``I(s, m)`` read the activations of ``F(s, m)`` and the gradient that ``B(s+1, m)`` or
   ``I(s+1, m)`` makes;
-- ``W(s, m)`` reads what ``I(s, m)`` leaves behind.
+- ``W(s, m)`` reads the values that ``I(s, m)`` keeps.
 
 The validation, the simulator on shared processors, the critical path, and the search call the functions
-below. :func:`progress.advance` has the table written out, for speed; a property test ties it to the table.
+below. :func:`progress.advance` has the table written out, for speed; a property test compares the two.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Dependency:
     """A result that a task reads.
 
     Attributes:
-        makers: the kinds of task that make the result. Either will do; the first one names the result.
-        stage: the maker's stage, counted from the reader's.
+        makers: the kinds of task that can make the result. The first kind names the result.
+        stage: the maker's stage, relative to the reader's stage.
     """
 
     makers: tuple[TaskKind, ...]
@@ -39,7 +39,7 @@ DEPENDENCIES: dict[TaskKind, tuple[Dependency, ...]] = {
     _I: (Dependency((_F,), 0), Dependency((_B, _I), 1)),
     _W: (Dependency((_I,), 0),),
 }
-"""What each kind of task reads. The first stage has none before it, and the last one none after it."""
+"""The results that each kind of task reads. No stage comes before the first one or after the last one."""
 
 _NAMES = {
     kind: tuple(
@@ -50,7 +50,7 @@ _NAMES = {
 
 
 def needs(task: AnyTask, num_stages: int) -> list[Task]:
-    """The tasks whose results ``task`` reads. The maker of a gradient is named by its whole form, ``B``.
+    """Return the tasks whose results ``task`` reads. The maker of a gradient has the name of its whole form, ``B``.
 
     >>> from jaxpp_flax.schedules.task import backward, backward_weight, fused
     >>> needs(backward(1, 5), num_stages=4)
@@ -69,7 +69,7 @@ def needs(task: AnyTask, num_stages: int) -> list[Task]:
 
 
 def results(task: AnyTask) -> list[Task]:
-    """The names under which :func:`needs` asks for the results of ``task``.
+    """Return the names of the results of ``task``, as :func:`needs` uses them.
 
     >>> from jaxpp_flax.schedules.task import backward_input
     >>> results(backward_input(2, 0))

@@ -35,7 +35,7 @@ _NAMED: dict[str, tuple[type[Schedule], dict[str, Any]]] = {
 
 
 def names(num_stages: int | None = None, num_ranks: int | None = None) -> list[str]:
-    """Every name that :func:`by_name` knows, or those that fit the given counts.
+    """Return every name that :func:`by_name` knows, or the names that fit the given counts.
 
     >>> "1f1b" in names()
     True
@@ -59,12 +59,12 @@ def _plain(name: str) -> str:
 
 
 def by_name(name: str, num_stages: int, num_ranks: int | None = None, **options: Any) -> Schedule:
-    """The schedule called ``name``; case, dashes and underscores do not matter.
+    """Return the schedule called ``name``; case, dashes and underscores do not matter.
 
     Args:
         name: one of :func:`names`, or the name of a class.
-        num_stages: number of stages the model is cut into.
-        num_ranks: number of ranks; by default one for each stage, or for two in a V.
+        num_stages: number of stages of the model.
+        num_ranks: number of ranks; by default one for each stage, or one for two stages in a V.
         options: further arguments of the class, such as ``latency``.
 
     >>> by_name("interleaved-1F1B", num_stages=8, num_ranks=4)

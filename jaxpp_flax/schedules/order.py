@@ -10,12 +10,12 @@ from jaxpp_flax.schedules.validate import deadlock_error
 
 
 def count_stages(task_lists: Sequence[Sequence[AnyTask]]) -> int:
-    """The number of stages that appear in ``task_lists``."""
+    """Return the number of stages in ``task_lists``."""
     return 1 + max((task.stage for tasks in task_lists for task in tasks), default=-1)
 
 
 def merge_order(task_lists: Sequence[Sequence[AnyTask]]) -> list[tuple[int, AnyTask]]:
-    """All tasks with their ranks, in one order free of deadlock.
+    """Return all tasks with their ranks, in one order without deadlock.
 
     The order agrees with every rank's own order and with the dependencies. Tasks are sorted by their start
     times in a simulation (a forward takes 1, a whole backward 2), ties by rank. So a runtime that dispatches

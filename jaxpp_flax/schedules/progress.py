@@ -1,8 +1,8 @@
-"""Running a schedule's ranks against its data dependencies, in one pass.
+"""Run a schedule's ranks with its data dependencies, in one pass.
 
-The validation, the order of dispatch and the simulator drive the one function here. It is linear in the
-number of tasks, and holds only the results that another task has yet to read. It has the table in
-:mod:`dependencies` written out; ``tests/schedules/test_dependencies.py`` ties the two together.
+The validation, the order of dispatch and the simulator use the one function here. Its time is linear in
+the number of tasks, and it holds only the results that another task will still read. The function has the
+table in :mod:`dependencies` written out; ``tests/schedules/test_dependencies.py`` compares the two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Blocked:
 
 
 class Times(Protocol):
-    """How long each kind of task takes, by stage."""
+    """The time of each kind of task, by stage."""
 
     @property
     def forward(self) -> Sequence[float]: ...
@@ -41,7 +41,7 @@ class Times(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EvenTimes:
-    """Times that are the same for every stage; by default the usual 1 for ``F``, 2 for ``B``."""
+    """Equal times for every stage; by default the usual 1 for ``F``, 2 for ``B``."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -62,14 +62,14 @@ def advance(
     times: Times | None = None,
     delay: Callable[[int, int, Task], float] | None = None,
 ) -> list[Blocked]:
-    """Run every rank as far as it will go, and return the ranks that are stuck.
+    """Run every rank as far as possible, and return the blocked ranks.
 
     Args:
-        ranks: each rank's tasks, in its order.
-        num_stages: number of stages; the last one's backward waits for no other stage.
+        ranks: each rank's tasks, in their order.
+        num_stages: number of stages; the last stage's backward waits for no other stage.
         emit: called with ``(rank, task, start, end)`` once for each task. The order of calls is
             legal, and each rank's calls are in its own order; across ranks they are not by time.
-        times: the time each kind of task takes on each stage; by default :class:`EvenTimes`.
+        times: the time of each kind of task on each stage; by default :class:`EvenTimes`.
         delay: ``delay(source, target, task)``, the time that the result of ``task`` takes from
             rank to rank. Not called within a rank. None: no time.
     """
@@ -79,12 +79,12 @@ def advance(
     positions = [-1] * count
     free = [0.0] * count
     missing: list[Task | None] = [None] * count
-    # Results that have been made and not yet read. A key is microbatch * num_stages + stage.
+    # The results that are made and not yet read. A key is microbatch * num_stages + stage.
     activations: dict[int, tuple[float, int]] = {}  # F's output, for the next stage
     gradients: dict[int, tuple[float, int]] = {}  # the input gradient, for the stage before
     forwarded: set[int] = set()  # F has run here, and its backward has not
     split: set[int] = set()  # I has run here, and W has not
-    # The rank that waits for a result; by construction a result has one reader.
+    # The rank that waits for a result; each result has only one reader.
     wait_activation: dict[int, int] = {}
     wait_gradient: dict[int, int] = {}
     last = num_stages - 1
@@ -92,8 +92,8 @@ def advance(
     forward, backward = times.forward, times.backward
     backward_input, backward_weight = times.backward_input, times.backward_weight
 
-    # One long loop on purpose: schedules of tens of millions of tasks go through it, and calls and
-    # attribute look-ups are what would take the time.
+    # One long loop on purpose: schedules may have tens of millions of tasks, and calls and attribute
+    # look-ups would take most of the time.
     ready_ranks = list(range(count - 1, -1, -1))
     while ready_ranks:
         rank = ready_ranks.pop()

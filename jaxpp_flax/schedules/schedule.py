@@ -1,13 +1,13 @@
-"""The interface which every schedule implements.
+"""The interface of every schedule.
 
-A schedule says which rank runs which task, and in what order. It says nothing of when: a task
-starts as soon as its rank is free and its inputs have arrived. So any order that is consistent with
-the data dependencies (:mod:`dependencies`) is right, and schedules differ only in idle time and memory.
+A schedule gives the tasks of each rank and their order, but no times: a task starts as soon as its
+rank is free and its inputs have arrived. So any order that agrees with the data dependencies
+(:mod:`dependencies`) is correct, and schedules differ only in idle time and memory.
 
-**Stage 0 of a schedule which splits the backward.** Nobody waits for the gradient of the first
+**Stage 0 of a schedule that splits the backward.** No task waits for the gradient of the first
 stage's input, so there is nothing to split: the named schedules with ``splits_backward`` emit the
-whole ``B(0, m)`` for stage 0 and ``I``/``W`` for every other stage. Only the order within one rank
-is concerned, so this costs no idle time.
+whole ``B(0, m)`` for stage 0 and ``I``/``W`` for every other stage. This changes only the order
+within one rank, so it costs no idle time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxpp_flax.schedules.task import AnyTask, FusedTask, TaskKind
 
 
 def check_count(what: str, value: object) -> int:
-    """``value`` if it is a whole number of at least 1; else a :class:`ScheduleError`."""
+    """Return ``value`` as a whole number of at least 1; else raise :class:`ScheduleError`."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ScheduleError(f"{what} must be a whole number, got {value!r}")
     count = value.__index__()  # type: ignore[union-attr]  # NumPy's integers come through here too
@@ -33,12 +33,12 @@ def check_count(what: str, value: object) -> int:
 
 @dataclass(frozen=True, init=False, eq=False)
 class Schedule(abc.ABC):
-    """Who runs what, in what order. Subclass it, with ``tasks``, for a schedule of your own.
+    """The tasks of each rank, in order. For your own schedule, write a subclass with ``tasks``.
 
     Args:
-        num_stages: number of stages the model is cut into.
-        num_ranks: number of ranks (groups of devices) that run them; one stage each by default.
-        mpmd_dim: another name of ``num_ranks``, the one used by ``jaxpp.api``.
+        num_stages: number of stages of the model.
+        num_ranks: number of ranks (groups of devices) that run the stages; default: one stage on each rank.
+        mpmd_dim: another name of ``num_ranks``, as in ``jaxpp.api``.
 
     >>> from jaxpp_flax.schedules import Schedule, task
     >>> class OneAtATime(Schedule):  # every microbatch alone: legal, and mostly idle
@@ -54,10 +54,10 @@ class Schedule(abc.ABC):
     num_ranks: int
 
     splits_backward: ClassVar[bool] = False
-    """Whether stages other than the first run ``I`` and ``W`` in place of ``B``."""
+    """True if stages other than the first run ``I`` and ``W`` in place of ``B``."""
 
     fuses_last_stage: ClassVar[bool] = False
-    """Whether the last stage runs each forward and backward as one :class:`FusedTask`."""
+    """True if the last stage runs each forward and backward as one :class:`FusedTask`."""
 
     def __init__(self, num_stages: int, num_ranks: int | None = None, *, mpmd_dim: int | None = None) -> None:
         if num_ranks is not None and mpmd_dim is not None and num_ranks != mpmd_dim:
@@ -72,14 +72,14 @@ class Schedule(abc.ABC):
         self._check_ranks()
 
     def __eq__(self, other: object) -> bool:
-        """Of one class, and alike in every attribute: a subclass's own, such as a latency, count too."""
+        """Compare class and all attributes; a subclass's own attributes, such as a latency, count too."""
         return type(other) is type(self) and vars(other) == vars(self)
 
     def __hash__(self) -> int:
         return hash((type(self), self.num_stages, self.num_ranks))
 
     def _check_ranks(self) -> None:
-        """Refuse a number of ranks on which the stages cannot be dealt out evenly."""
+        """Refuse a number of ranks that does not divide the number of stages."""
         if self.num_stages % self.num_ranks:
             lower = self.num_stages - self.num_stages % self.num_ranks
             fits = [str(n) for n in (lower, lower + self.num_ranks) if n]
@@ -91,7 +91,7 @@ class Schedule(abc.ABC):
 
     @property
     def mpmd_dim(self) -> int:
-        """``num_ranks``, under the name used by ``jaxpp.api``."""
+        """``num_ranks``, with its name in ``jaxpp.api``."""
         return self.num_ranks
 
     @property
@@ -99,23 +99,23 @@ class Schedule(abc.ABC):
         return self.num_stages // self.num_ranks
 
     def rank_of(self, stage: int) -> int:
-        """The rank that runs ``stage``: dealt out in turn, unless a subclass says otherwise."""
+        """Return the rank of ``stage``: stages are dealt out in turn, unless a subclass overrides this."""
         return stage % self.num_ranks
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages that ``rank`` runs, in increasing order."""
+        """Return the stages of ``rank``, in increasing order."""
         return [s for s in range(self.num_stages) if self.rank_of(s) == rank]
 
     @abc.abstractmethod
     def tasks(self, num_microbatches: int) -> list[list[AnyTask]]:
-        """Each rank's tasks in the order in which it runs them."""
+        """Return each rank's tasks, in the order of their execution."""
 
     def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
-        """One rank's tasks. A schedule with a formula makes them one by one, in no memory."""
+        """Iterate over one rank's tasks. A schedule with a formula makes them one by one and stores none."""
         return iter(self.tasks(num_microbatches)[rank])
 
     def check(self, num_microbatches: int) -> None:
-        """Raise :class:`ScheduleError`, with a remedy, if it cannot do so many microbatches.
+        """Raise :class:`ScheduleError`, with a remedy, if the schedule cannot run this number of microbatches.
 
         >>> from jaxpp_flax.schedules import Std1F1B
         >>> Std1F1B(4).check(0)
@@ -125,9 +125,9 @@ class Schedule(abc.ABC):
         check_count("num_microbatches", num_microbatches)
 
     def max_live_microbatches(self, stage: int, num_microbatches: int) -> int:
-        """The most microbatches whose activations ``stage`` holds at any one time.
+        """Return the maximum number of microbatches whose activations ``stage`` holds at one time.
 
-        Activations live from the start of the forward to the end of the backward (of ``W``, where
+        Activations live from the start of the forward to the end of the backward (the end of ``W``, if
         the backward is split).
         """
         self.check(num_microbatches)
@@ -135,7 +135,7 @@ class Schedule(abc.ABC):
 
 
 class StreamedSchedule(Schedule):
-    """A schedule whose ranks' orders come from a formula, so that nothing need be stored."""
+    """A schedule with a formula for each rank's order, so that no task is stored."""
 
     @abc.abstractmethod
     def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]: ...
@@ -146,7 +146,7 @@ class StreamedSchedule(Schedule):
 
 
 def peak_live(tasks: Iterator[AnyTask], stage: int) -> int:
-    """The most forwards of ``stage`` in one rank's ``tasks`` that await their last backward."""
+    """Return the maximum number of forwards of ``stage`` in ``tasks`` that wait for their last backward."""
     live = peak = 0
     for task in tasks:
         if task.stage != stage:

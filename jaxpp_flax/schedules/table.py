@@ -1,7 +1,7 @@
 """Schedules as CSV files, in the compute format of ``torch.distributed.pipelining``.
 
-A row for each rank, a cell for each step: ``0F0``, ``1B0``, ``1I0``, ``1W0`` (stage, letter,
-microbatch), or nothing where the rank idles.
+A file has a row for each rank and a cell for each step: ``0F0``, ``1B0``, ``1I0``, ``1W0`` (stage,
+letter, microbatch). A cell is empty if the rank idles.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def _parse(cell: str, where: str) -> Iterator[Task]:
 
 
 def read_csv(path: str | os.PathLike[str]) -> CustomSchedule:
-    """The schedule in a CSV file, validated.
+    """Read the schedule in a CSV file, and validate it.
 
-    A stage 0 whose backward is split is made whole, and a last stage whose backwards directly
-    follow its forwards is fused: see :func:`normalize`. Cells of the form ``(0F4;3B1)OVERLAP_F_B``
-    are read as two tasks, one after the other.
+    A split backward of stage 0 is made whole. The last stage is fused if its backwards directly
+    follow its forwards: see :func:`normalize`. Cells of the form ``(0F4;3B1)OVERLAP_F_B`` are read
+    as two tasks, one after the other.
 
     >>> import tempfile, pathlib
     >>> file = pathlib.Path(tempfile.mkdtemp()) / "mine.csv"
@@ -73,7 +73,7 @@ def write_csv(
     path: str | os.PathLike[str],
     num_microbatches: int | None = None,
 ) -> None:
-    """Write a schedule as CSV; a cell's column is its step if every task took one step.
+    """Write a schedule as CSV; a cell's column is the task's step if every task takes one step.
 
     Args:
         schedule: a :class:`Schedule`, or each rank's tasks.
@@ -91,7 +91,7 @@ def write_csv(
     rows: list[list[str]] = [[] for _ in plain]
 
     def emit(rank: int, task: AnyTask, start: float, end: float) -> None:
-        if isinstance(task, FusedTask):  # they were all taken apart above
+        if isinstance(task, FusedTask):  # all fused tasks were split above
             return
         rows[rank] += [""] * (int(start) - len(rows[rank])) + [task.cell]
 

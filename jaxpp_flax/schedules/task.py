@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 
 class TaskKind(enum.Enum):
-    """What a task computes. The value is the letter used in grids and CSV files.
+    """The kind of work of a task. The value is the letter in grids and CSV files.
 
-    ``BACKWARD`` computes the gradients of a stage's input and of its weights. A schedule which
+    ``BACKWARD`` computes the gradients of a stage's input and of its weights. A schedule that
     splits the backward pass (zero bubble) runs ``BACKWARD_INPUT`` and ``BACKWARD_WEIGHT`` instead:
-    the previous stage waits for the first alone, so the second may fill a bubble.
+    the previous stage waits only for the first one, so the second one may fill a bubble.
 
     >>> TaskKind("I")
     <TaskKind.BACKWARD_INPUT: 'I'>
@@ -48,7 +48,7 @@ class Task:
 
     @property
     def cell(self) -> str:
-        """The short form used in grids and in CSV files: stage, letter, microbatch."""
+        """The short form in grids and in CSV files: stage, letter, microbatch."""
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
     def __repr__(self) -> str:
@@ -57,10 +57,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class FusedTask:
-    """The last stage's forward and whole backward of one microbatch, run as one task.
+    """The last stage's forward and whole backward of one microbatch, as one task.
 
-    Nothing on another rank stands between the two, so compiling them together saves a dispatch and
-    lets the compiler keep the residuals to itself.
+    No task of another rank comes between the two. So compiling them together saves a dispatch, and
+    the residuals stay inside the compiled task.
 
     >>> FusedTask(Task(TaskKind.FORWARD, 3, 0), Task(TaskKind.BACKWARD, 3, 0))
     FusedTask(fwd_3__0, bwd_3__0)
@@ -86,11 +86,11 @@ class FusedTask:
 
 
 AnyTask = Task | FusedTask
-"""What a rank's list holds."""
+"""An element of a rank's list of tasks."""
 
 
 def parts(task: AnyTask) -> tuple[Task, ...]:
-    """The plain tasks inside ``task``, in order.
+    """Return the plain tasks inside ``task``, in order.
 
     >>> parts(fused(3, 0))
     (fwd_3__0, bwd_3__0)
@@ -99,7 +99,7 @@ def parts(task: AnyTask) -> tuple[Task, ...]:
 
 
 def flatten(tasks: Iterable[AnyTask]) -> Iterator[Task]:
-    """``tasks`` with each fused task replaced by its two parts."""
+    """Yield ``tasks``, with each fused task replaced by its two parts."""
     for task in tasks:
         if isinstance(task, FusedTask):
             yield task.forward

@@ -17,7 +17,7 @@ _BIT = {
     TaskKind.BACKWARD_WEIGHT: 8,
 }
 _WHOLE, _SPLIT, _FUSED = 1 | 2, 1 | 4 | 8, 1 | 2 | 16
-# What must not be there yet, for each bit: the task itself, and the other form of the backward.
+# The bits that must not be set yet, for each bit: the task itself, and the other form of the backward.
 _CLASH = {1: 1, 2: 2 | 4 | 8, 4: 4 | 2, 8: 8 | 2}
 
 _WINDOW = 5  # tasks shown before a blocked one
@@ -31,18 +31,18 @@ def validate(
     *,
     num_stages: int | None = None,
 ) -> None:
-    """Raise :class:`ScheduleError` unless this is a legal schedule; the fault is drawn as a grid.
+    """Raise :class:`ScheduleError` if the schedule is not legal; the error draws a deadlock as a grid.
 
-    Legal means: every stage runs one forward and one backward (whole, or split in two) for each
-    microbatch; each stage is on one rank; stage 0 is not split, and the others are split all or
-    none; the last stage's tasks are fused all or none; no rank waits for ever.
+    In a legal schedule, every stage runs one forward and one backward (whole, or split in two) for
+    each microbatch. Each stage is on one rank. Stage 0 is not split, and either all other stages
+    are split or none. Either all tasks of the last stage are fused or none. No rank waits for ever.
 
     Args:
         schedule: a :class:`Schedule`, or each rank's tasks.
-        num_microbatches: how many microbatches there must be.
-        num_stages: by default, for lists, the highest stage that appears and those below it.
+        num_microbatches: the required number of microbatches.
+        num_stages: the number of stages; default, for lists: the highest stage in the lists plus 1.
 
-    Linear in the number of tasks. A schedule that makes its tasks from a formula is not stored.
+    The time is linear in the number of tasks. A schedule that makes its tasks from a formula is not stored.
 
     >>> from jaxpp_flax.schedules import task
     >>> validate([[task.forward(0, 0), task.backward(0, 0)], [task.backward(1, 0), task.forward(1, 0)]], 1)
@@ -63,7 +63,7 @@ def validate(
         _check_types(schedule)
         seen = 1 + max((t.stage for tasks in schedule for t in tasks), default=-1)
         num_stages = seen if num_stages is None else num_stages
-        home = [None] * num_stages  # where the first task of a stage stands
+        home = [None] * num_stages  # the rank of a stage's first task
         ranks = [iter(tasks) for tasks in schedule]
     if not num_stages:
         raise ScheduleError("a schedule needs at least one task, got none")
@@ -71,7 +71,7 @@ def validate(
     blocked = advance([census.watch(rank, tasks) for rank, tasks in enumerate(ranks)], num_stages)
     if blocked:
         lists = schedule.tasks(num_microbatches) if isinstance(schedule, Schedule) else schedule
-        # A task that is nowhere in the lists is the cause of a rank's wait for it, so it goes first.
+        # A rank may wait for a task that is in no list. That is the cause, so it is reported first.
         for rank, tasks in enumerate(lists):
             census.rest(rank, tasks)
         census.check_complete()
@@ -90,7 +90,7 @@ def _check_types(lists: Lists) -> None:
 
 
 class _Census:
-    """Which tasks have been seen: one byte for each stage and microbatch."""
+    """Records the tasks seen so far: one byte for each stage and microbatch."""
 
     def __init__(self, num_stages: int, num_microbatches: int, home: Sequence[int | None]) -> None:
         self.num_stages = num_stages
@@ -100,7 +100,7 @@ class _Census:
         self.watched: list[int] = []
 
     def watch(self, rank: int, tasks: Iterator[AnyTask]) -> Iterator[AnyTask]:
-        """``tasks``, each looked at as it is taken."""
+        """Yield ``tasks``, and check each task when it is taken."""
         while len(self.watched) <= rank:
             self.watched.append(0)
         for task in tasks:
@@ -109,7 +109,7 @@ class _Census:
             yield task
 
     def rest(self, rank: int, tasks: Sequence[AnyTask]) -> None:
-        """Look at the tasks that a blocked rank never reached."""
+        """Check the tasks that a blocked rank never reached."""
         for position in range(self.watched[rank], len(tasks)):
             self._count(rank, position, tasks[position])
 
@@ -179,7 +179,7 @@ class _Census:
 
 
 def _is_pair(task: AnyTask) -> bool:
-    """Whether a fused task is the forward and the whole backward of one stage and microbatch."""
+    """Return True if a fused task is the forward and the whole backward of one stage and microbatch."""
     if not isinstance(task, FusedTask):
         return False
     first, second = task.forward, task.backward
@@ -188,12 +188,12 @@ def _is_pair(task: AnyTask) -> bool:
 
 
 def deadlock_error(lists: Lists, blocked: Sequence[Blocked]) -> ScheduleError:
-    """The error that shows every rank at its blocked task, with what it waits for and why."""
+    """Return the error that shows every rank at its blocked task, with the task it waits for and the reason."""
     return ScheduleError("deadlock: no rank can go on.\n" + blocked_grid(lists, blocked))
 
 
 def blocked_grid(lists: Lists, blocked: Sequence[Blocked]) -> str:
-    """One row per rank, lined up at the blocked tasks (``>like this<``), each with its reason."""
+    """Draw one row for each rank, lined up at the blocked tasks (``>like this<``), each with its reason."""
     at = {b.rank: b for b in blocked}
     rows: list[tuple[str, str, str, str]] = []
     for rank, tasks in enumerate(lists):

@@ -1,4 +1,4 @@
-"""What the trainer raises, and what it warns of: each names what is wrong, where, and what to change."""
+"""The trainer's errors and warnings: each message names the fault, its place, and the remedy."""
 
 __all__ = [
     "BatchError",
@@ -16,15 +16,15 @@ class BatchError(ValueError):
 
 
 class BatchStatisticsWarning(UserWarning):
-    """A loss writes statistics of a batch, as BatchNorm does: they are those of one microbatch."""
+    """A loss writes statistics of a batch, as BatchNorm does: each comes from one microbatch only."""
 
 
 class DataPositionError(ValueError):
-    """The data cannot be brought to where a checkpoint was written."""
+    """The data cannot be moved to the position of a checkpoint."""
 
 
 class LossError(TypeError):
-    """A loss function returned something that is no loss."""
+    """A loss function returned a value that is not a loss."""
 
 
 class MeshError(ValueError):
@@ -32,8 +32,8 @@ class MeshError(ValueError):
 
 
 class ModelError(ValueError):
-    """A model cannot be trained as it is."""
+    """A model cannot be trained in its present form."""
 
 
 class NonFiniteLossError(FloatingPointError):
-    """A loss, or a parameter that is to be saved, is not finite."""
+    """A loss, or a parameter to save, is not finite."""

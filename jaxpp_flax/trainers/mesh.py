@@ -1,4 +1,4 @@
-"""The devices that a trainer runs on: ranks along one axis of a mesh, and how batches are shared inside a rank."""
+"""The devices of a trainer: ranks along one axis of a mesh, and the division of batches inside a rank."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["BATCH_AXES", "STAGE_AXIS", "batch_spec", "build_mesh", "inner_sizes"
 
 STAGE_AXIS = "stage"
 BATCH_AXES = ("data", "fsdp")
-"""Axes of a mesh that share the examples of a microbatch."""
+"""The axes of a mesh that divide the examples of a microbatch."""
 
 
 def build_mesh(num_ranks: int, axes: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None) -> MpmdMesh:
-    """A mesh of `num_ranks` ranks, each with `axes` inside; an axis of size -1 takes all devices that are left.
+    """Make a mesh of `num_ranks` ranks, each with `axes` inside; an axis of size -1 takes all remaining devices.
 
     Raises:
       MeshError: if there are too few devices, or the axes do not divide their number.
@@ -68,7 +68,7 @@ def build_mesh(num_ranks: int, axes: Mapping[str, int] | None = None, devices: S
 
 
 def _more_devices(needed: int) -> str:
-    """How to get so many: by the launcher, which has its own say on virtual devices."""
+    """Return advice to get this number of devices. Under the launcher, an option of it sets virtual devices."""
     launcher, count = "python -m jaxpp_flax.launch", jax.process_count()
     if count > 1:
         return (
@@ -83,7 +83,7 @@ def _more_devices(needed: int) -> str:
 
 
 def _of_every_process(available: Sequence[Any], needed: int) -> list[Any]:
-    """So many devices, in order: as many of each process, where there are enough, as each has to take part."""
+    """Return `needed` devices, in order: the same number of each process if possible, so that each takes part."""
     by_process: dict[int, list[Any]] = {}
     for device in available:
         by_process.setdefault(device.process_index, []).append(device)
@@ -94,10 +94,10 @@ def _of_every_process(available: Sequence[Any], needed: int) -> list[Any]:
 
 
 def wrap_mesh(mesh: Any, num_ranks: int | None) -> MpmdMesh:
-    """The user's mesh as an `MpmdMesh`, checked against the number of ranks.
+    """Convert the user's mesh to an `MpmdMesh`, and check the number of ranks.
 
     Raises:
-      MeshError: if it has no axis of stages, or one of another size.
+      MeshError: if the mesh has no axis of stages, or this axis has another size.
     """
     if isinstance(mesh, Mesh):
         if STAGE_AXIS not in mesh.axis_names:
@@ -118,7 +118,7 @@ def wrap_mesh(mesh: Any, num_ranks: int | None) -> MpmdMesh:
 
 
 def inner_sizes(mesh: MpmdMesh) -> dict[str, int]:
-    """The axes of a stage's submesh, beside that of the stages, and their sizes.
+    """Return the axes inside a stage, without the stage axis, and their sizes.
 
     Example:
       >>> inner_sizes(build_mesh(4, {"data": 2}))
@@ -132,11 +132,11 @@ def _batch_axes(mesh: MpmdMesh) -> tuple[str, ...]:
 
 
 def batch_spec(mesh: MpmdMesh, ndim: int) -> PartitionSpec:
-    """How a leaf of shape (num_microbatches, microbatch, ...) lies on a rank; one of shape (num_microbatches,) too."""
+    """Return the spec of a leaf on a rank: of shape (num_microbatches, microbatch, ...) or (num_microbatches,)."""
     axes = _batch_axes(mesh)
     return PartitionSpec(None, axes) if axes and ndim > 1 else PartitionSpec()
 
 
 def num_batch_shards(mesh: MpmdMesh | None) -> int:
-    """Into how many parts the examples of a microbatch are cut."""
+    """Return the number of parts that the examples of a microbatch are cut into."""
     return math.prod(mesh.jax_mesh.shape[name] for name in _batch_axes(mesh)) if mesh is not None else 1

@@ -1,4 +1,4 @@
-"""What the trainer's arguments stand for: the model's adapter, the schedule and the mesh, checked before any work."""
+"""Convert the trainer's arguments to the model's adapter, the schedule and the mesh, with checks before any work."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = ["check_count", "check_functions", "check_parameters", "choose_model",
 
 
 def check_count(name: str, value: Any) -> int:
-    """`value` as an int.
+    """Return `value` as an int.
 
     Raises:
-      ValueError: if it is no whole number of at least 1.
+      ValueError: if `value` is not a whole number of at least 1.
     """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1.")
@@ -37,10 +37,10 @@ def check_count(name: str, value: Any) -> int:
 
 
 def check_functions(**functions: Any) -> None:
-    """Refuse what is no function of a model and a batch (and `training`, `rngs`); all but `loss_fn` may be None.
+    """Refuse values that are not functions of (model, batch, `training`, `rngs`); all but `loss_fn` may be None.
 
     Raises:
-      TypeError: naming the argument.
+      TypeError: the message names the argument.
     """
     for name, function in functions.items():
         if function is None and name != "loss_fn":
@@ -49,7 +49,7 @@ def check_functions(**functions: Any) -> None:
             raise TypeError(f"{name} must be a function of (model, batch), got {type(function).__name__}.")
         try:
             signature = inspect.signature(function)
-        except (TypeError, ValueError):  # of a function that is not written in Python
+        except (TypeError, ValueError):  # a function that is not written in Python
             continue
         try:
             signature.bind(None, None, **dict.fromkeys(asked_for(function)))
@@ -69,10 +69,10 @@ def choose_model(
     seed: int,
     rng_names: Sequence[str],
 ) -> tuple[ModelAdapter, Any, Any, tuple[Any, Any]]:
-    """The adapter for an NNX or Linen module, its trained parameters, the rest of its state, and both's annotations.
+    """Return a module's adapter, its trained parameters, the rest of its state, and the annotations of both.
 
     Raises:
-      TypeError: if `model` is neither, or `variables` are missing or superfluous.
+      TypeError: if `model` is not an NNX or Linen module, or `variables` are missing or not needed.
     """
     if isinstance(model, nnx.Module):
         if variables is not None:
@@ -100,7 +100,7 @@ def choose_model(
 
 
 def _what_to_pass(model: Any) -> str:
-    """What of an object that holds a model is to be given to the trainer."""
+    """Return advice for an object that holds a model: the parts to pass to the trainer."""
     if isinstance(model, type):
         return ""
     if isinstance(model, nnx.Optimizer):
@@ -119,10 +119,10 @@ def _what_to_pass(model: Any) -> str:
 
 
 def check_parameters(params: Any, model: Any) -> None:
-    """Refuse a model without parameters, or with ones that cannot be differentiated.
+    """Refuse a model without parameters, or with parameters that have no gradient.
 
     Raises:
-      ModelError: naming the leaf.
+      ModelError: the message names the leaf.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
@@ -146,11 +146,11 @@ def choose_ranks(
     mesh: Any,
     mesh_axes: Mapping[str, int] | None,
 ) -> tuple[Schedule | None, MpmdMesh | None]:
-    """The schedule and the mesh; both None where one stage runs under plain `jax.jit`.
+    """Return the schedule and the mesh; both None if one stage runs under plain `jax.jit`.
 
     Raises:
-      ValueError: an unknown schedule, or one that does not fit stages, ranks or microbatches.
-      MeshError: devices, mesh and ranks do not fit.
+      ValueError: if the schedule is unknown, or does not fit stages, ranks or microbatches.
+      MeshError: if devices, mesh and ranks do not fit.
     """
     if isinstance(schedule, Schedule):
         made = schedule

@@ -97,7 +97,7 @@ def register() -> None:
 
 
 def _teach_standard_handler() -> None:
-    """`StandardCheckpointHandler` knows a closed list of types; it is shown arrays in place of `MpmdArray`s."""
+    """Patch `StandardCheckpointHandler`: it accepts few types, so it gets arrays in place of `MpmdArray`s."""
     cls: Any = ocp.StandardCheckpointHandler
     save, restore = cls.async_save, cls.restore
 

@@ -1,4 +1,4 @@
-"""Whether the bytes on disk are those that were written: Orbax's format does not notice a changed one by itself."""
+"""Check that the bytes on disk have not changed since the save: Orbax's format does not notice a changed byte."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxpp_flax.processes.group import process_group
 __all__ = ["DIGESTS", "check_files", "describe_checkpoint", "write_digests"]
 
 DIGESTS = "file_digests.json"
-"""A file beside Orbax's own, with size and CRC-32 of each of them. Without it a checkpoint is read unchecked."""
+"""A file beside Orbax's files, with the size and CRC-32 of each. Without it, a checkpoint is read unchecked."""
 
 _BLOCK = 1 << 22
 
 
 def write_digests(directory: Path) -> None:
-    """Write down size and CRC-32 of every file below `directory`."""
+    """Write the size and CRC-32 of every file below `directory`."""
     digests = {name: [path.stat().st_size, _crc(path)] for name, path in _files(directory).items()}
     unfinished = directory / f".{DIGESTS}.{os.getpid()}"
     with unfinished.open("w", encoding="utf-8") as file:
@@ -31,9 +31,9 @@ def write_digests(directory: Path) -> None:
 
 
 def describe_checkpoint(path: str | os.PathLike[str]) -> str:
-    """A checkpoint in words that are the same in every process that reads the same one: by its digests, if it has any.
+    """Describe a checkpoint, by its digests if it has any: processes that read the same checkpoint get the same text.
 
-    Each host may have a copy of its own.
+    Each host may have its own copy.
 
     Example:
       >>> describe_checkpoint("/shared/run/40")

@@ -1,4 +1,4 @@
-"""Logical paths: the names of a tree's leaves, whatever containers and whichever stages hold them.
+"""Logical paths: the names of a tree's leaves, independent of containers and stages.
 
 `params/blocks/0/attention/kernel` names the same leaf in a dataclass, an `nnx.State`, a Linen dictionary and a
 restored checkpoint. An `nnx.Variable` adds nothing to the path of its value.
@@ -20,10 +20,10 @@ PathFilter: TypeAlias = NameFilter
 
 
 def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
-    """The leaves by logical path, and the tree's structure; `jax.tree.unflatten(structure, leaves.values())` inverts.
+    """Return leaves by logical path, and the structure; `jax.tree.unflatten(structure, leaves.values())` inverts.
 
     Raises:
-      ValueError: if two leaves have one path.
+      ValueError: if two leaves have the same path.
 
     Example:
       >>> leaves, structure = flatten({"a": [1, {"b": 2}], "c": None})
@@ -71,7 +71,9 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def choose(only: PathFilter | None) -> Callable[[str], bool]:
-    """Whether a path is asked for: by a glob, any of several, or a function; None asks for all. See `jaxpp_flax.globs`.
+    """Return the function that selects paths by one glob or several, or a function; None selects all paths.
+
+    See `jaxpp_flax.globs`.
 
     Example:
       >>> wanted = choose("params/*")
@@ -84,7 +86,7 @@ def choose(only: PathFilter | None) -> Callable[[str], bool]:
 
 
 def rename_path(path: str, rename: Mapping[str, str] | None) -> str:
-    """`path` with its longest prefix that `rename` has put in its place; whole parts of a path alone count.
+    """Replace the longest prefix of `path` that `rename` has; a prefix consists of whole parts of a path.
 
     Example:
       >>> rename_path("params/encoder/w", {"params": "", "params/encoder": "model/enc"})

@@ -1,6 +1,6 @@
-"""What Orbax is shown of an array in a run of several processes: the shards that this process writes, if any.
+"""The form of an array for Orbax in a run of several processes: the shards that this process writes, if any.
 
-Stock Orbax refuses an array that one process owns, and cannot look at one of which none is here.
+Stock Orbax refuses an array that one process owns, and cannot handle an array without a shard in this process.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 
 __all__ = ["ShardsOf", "has_local_devices", "shards_of"]
 
-# The replica of the shard that stands for other processes' shards. Orbax writes only the first replicas.
+# The replica number of a stand-in for other processes' shards. Orbax writes only the first replicas.
 _NEVER_WRITTEN = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardsOf:
-    """An array as far as Orbax's handler reads it to write it. It is no `jax.Array`, so Orbax asks nothing of others.
+    """The parts of an array that Orbax's handler needs to write it. Not a `jax.Array`, so Orbax needs no other process.
 
     Args:
-      shape, dtype, sharding: of the whole array, the same in every process.
-      addressable_shards: this process's, or one without data where it has none.
+      shape, dtype, sharding: the values of the whole array, the same in every process.
+      addressable_shards: this process's shards, or one shard without data if the process has none.
     """
 
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class ShardsOf:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole."""
+        """Bytes of the whole array."""
         return self.size * self.itemsize
 
 
@@ -67,7 +67,7 @@ class _NoData:
 
 @dataclass(frozen=True, kw_only=True)
 class _NoShard:
-    """Says which shape shards have, since all processes have to come to the same chunks on disk."""
+    """A shard that has only a shape: all processes must compute the same chunks on disk."""
 
     index: tuple[slice, ...]
     data: _NoData
@@ -75,10 +75,10 @@ class _NoShard:
 
 
 def shards_of(array: jax.Array) -> ShardsOf:
-    """What this process writes of an array.
+    """Return the shards of an array that this process writes.
 
-    An array that each process holds by itself (it is all here, and no `MpmdArray`) is written by process 0, as NumPy
-    arrays and numbers are.
+    Process 0 writes an array that each process holds as a whole (fully addressable, and not an `MpmdArray`), as it
+    writes NumPy arrays and numbers.
 
     Example:
       >>> import jax.numpy as jnp
@@ -95,5 +95,5 @@ def shards_of(array: jax.Array) -> ShardsOf:
 
 
 def has_local_devices(sharding: Any) -> bool:
-    """Whether some of its devices are this process's."""
+    """Return True if some devices of a sharding belong to this process."""
     return any(device.process_index == jax.process_index() for device in sharding.device_set)

@@ -51,13 +51,13 @@ class GPipe(OneStagePerRank):
 
 
 class WarmedUp1F1B(OneStagePerRank):
-    """Some forwards to warm up, then one forward and one backward in turn, then what is left."""
+    """Some forwards to warm up, then one forward and one backward in turn, then the remaining tasks."""
 
     fuses_last_stage = True
 
     @abc.abstractmethod
     def warmup(self, stage: int) -> int:
-        """How many forwards ``stage`` runs before its first pair of a forward and a backward."""
+        """Return the number of forwards that ``stage`` runs before its first pair of a forward and a backward."""
 
     def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
         if rank == self.num_stages - 1:

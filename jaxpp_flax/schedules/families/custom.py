@@ -13,7 +13,7 @@ _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, T
 
 
 def normalize(task_lists: Sequence[Sequence[AnyTask | None]]) -> list[list[AnyTask]]:
-    """The same schedule in the form which :func:`validate` and the engine ask for.
+    """Return the same schedule in the form that :func:`validate` and the engine need.
 
     Idle steps (None) go; stage 0's ``I`` becomes its whole ``B`` and its ``W`` goes; where any
     stage is split, every other stage's ``B`` becomes ``I`` and ``W``; the last stage's tasks are

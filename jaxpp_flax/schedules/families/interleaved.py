@@ -58,12 +58,12 @@ class Interleaved1F1B(StreamedSchedule):
         return 0
 
     def round_size(self, num_microbatches: int) -> int:
-        """How many microbatches go through one stage of a rank before the next stage's turn."""
+        """The number of microbatches that go through one stage of a rank before the next stage's turn."""
         count = max(1, num_microbatches // self.num_ranks)
         return self.num_ranks if num_microbatches % count else num_microbatches // count
 
     def warmup(self, rank: int, num_microbatches: int) -> int:
-        """How many forwards ``rank`` runs before its first pair of a forward and a backward."""
+        """Return the number of forwards that ``rank`` runs before its first pair of a forward and a backward."""
         ahead = (self.stages_per_rank - 1) * self.round_size(num_microbatches)
         ahead += 2 * (self.num_ranks - 1 - rank) + self.extra_warmup()
         return min(ahead, self._padded(num_microbatches) * self.stages_per_rank)

@@ -32,7 +32,7 @@ class VShaped(StreamedSchedule):
 
     @abc.abstractmethod
     def least(self) -> int:
-        """The fewest microbatches for which the order is written."""
+        """The smallest number of microbatches that the order is written for."""
 
     @abc.abstractmethod
     def order(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]: ...

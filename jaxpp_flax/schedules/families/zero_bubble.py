@@ -22,11 +22,11 @@ class _SplitOnePerRank(OneStagePerRank):
 
     @abc.abstractmethod
     def ahead(self, stage: int) -> int:
-        """How many forwards ``stage`` starts before its first backward."""
+        """Return the number of forwards that ``stage`` starts before its first backward."""
 
     @abc.abstractmethod
     def lag(self, stage: int) -> int:
-        """How many input gradients later a microbatch's weight gradient follows."""
+        """Return the number of input gradients between a microbatch's input gradient and its weight gradient."""
 
     def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
         warmup = min(self.ahead(rank) - 1, num_microbatches)

@@ -17,7 +17,7 @@ _F, _B, _I = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """How long each kind of task takes on each stage, and what it holds and sends.
+    """The time of each kind of task on each stage, and the memory and bytes sent.
 
     Units are the caller's: seconds and bytes, or fractions of a forward and of an activation.
 
@@ -112,7 +112,7 @@ class CostTable:
         return self.backward_input[stage] if kind is _I else self.backward_weight[stage]
 
     def memory_change(self, task: AnyTask) -> tuple[float, float]:
-        """How much the start of ``task`` adds to the activation memory, and its end (a negative number)."""
+        """Return the changes of activation memory at the start of ``task``, and at its end (a negative number)."""
         stage = task.stage
         if isinstance(task, FusedTask):
             return self.activation[stage], -self.activation[stage]
@@ -123,7 +123,7 @@ class CostTable:
         return 0.0, -(self.activation[stage] if task.kind is _B else self.kept[stage])
 
     def sent_bytes(self, result: Task) -> float:
-        """The bytes of the result of ``result``: its stage's output, or the gradient of its stage's input."""
+        """Return the bytes of a task's result: its stage's output, or the gradient of its stage's input."""
         return self.sent[result.stage if result.kind is _F else result.stage - 1]
 
 

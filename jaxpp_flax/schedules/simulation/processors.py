@@ -40,7 +40,7 @@ def advance_on(
     cores = [0.0] * processors
 
     def admit(rank: int) -> Task | None:
-        """Queue the rank's next task if its inputs exist; otherwise return what it waits for."""
+        """Queue the rank's next task if its inputs exist; else return the task that it waits for."""
         task = heads[rank]
         if task is None:
             return None

@@ -1,7 +1,7 @@
-"""Discrete simulation of a schedule: when each task runs, what idles, what is held.
+"""Discrete simulation of a schedule: the times of tasks, idle time, and memory.
 
-A rank runs its tasks in order, each as soon as the rank is free and its inputs have arrived. That
-is exact for the model in :mod:`costs`.
+A rank runs its tasks in order, each as soon as the rank is free and the inputs have arrived. The
+simulation is exact for the model in :mod:`costs`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _F, _I, _B = TaskKind.FORWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One task as it ran."""
+    """The run of one task."""
 
     task: AnyTask
     rank: int
@@ -33,15 +33,15 @@ class Event:
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of a simulated (or measured) step; everything but the events themselves.
+    """The figures of a simulated (or measured) step, without the events.
 
     Attributes:
-        makespan: from the first task's start to the last one's end, over all ranks.
-        busy: time each rank computes.
-        first_start: when each rank's first task starts.
-        last_end: when each rank's last task ends.
-        peak_memory: the most activation memory each rank holds at any one time.
-        num_tasks: number of tasks, a fused one counted once.
+        makespan: the time from the first task's start to the last task's end, over all ranks.
+        busy: the compute time of each rank.
+        first_start: the start of each rank's first task.
+        last_end: the end of each rank's last task.
+        peak_memory: the maximum activation memory of each rank at one time.
+        num_tasks: the number of tasks; a fused task counts once.
     """
 
     makespan: float
@@ -53,7 +53,7 @@ class Summary:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time, over the makespan, in which they idle."""
+        """The idle share of all ranks' time over the makespan."""
         total = self.makespan * len(self.busy)
         return 1.0 - sum(self.busy) / total if total else 0.0
 
@@ -64,16 +64,16 @@ class Summary:
 
     @property
     def period(self) -> float:
-        """Time per step when steps follow each other and no barrier stands between them.
+        """The time of a step in a sequence of steps without barriers between them.
 
-        A rank may start the next step when it has ended this one, so steps of the same shape
-        succeed one another at the longest time between a rank's own first start and last end.
+        A rank may start the next step when it has ended this one. So the time from step to step is
+        the longest time between a rank's own first start and last end.
         """
         return max((e - s for s, e in zip(self.first_start, self.last_end, strict=True)), default=0.0)
 
     @property
     def steady_bubble(self) -> float:
-        """The bubble of steps that follow each other with no barrier between them."""
+        """The bubble of a sequence of steps without barriers between them."""
         total = self.period * len(self.busy)
         return 1.0 - sum(self.busy) / total if total else 0.0
 
@@ -88,12 +88,12 @@ class Timeline(Summary):
     transfer: Transfer
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
-        """``(time, activation memory held from then on)`` at each change on ``rank``."""
+        """Return ``(time, activation memory from this time on)`` at each change on ``rank``."""
         table = self.costs.table(self.num_stages)
         changes: list[tuple[float, int, float]] = []
         for event in self.events[rank]:
             before, after = table.memory_change(event.task)
-            # At one instant, what ends is freed before what starts is held.
+            # At the same time, ending tasks free memory before starting tasks take memory.
             changes += [(event.start, 1, before), (event.end, 0, after)]
         changes.sort()
         held = 0.0
@@ -105,10 +105,10 @@ class Timeline(Summary):
         return steps
 
     def critical_path(self) -> list[Event]:
-        """A chain of tasks, each held up by the one before, that ends with the step.
+        """Return a chain of tasks that ends with the step; each task waits for the one before.
 
-        Between two of them is either nothing (the rank was busy) or a transfer. To end the step
-        earlier, a task or a transfer of this chain must become shorter.
+        Between two tasks of the chain is either nothing (the rank was busy) or a transfer. To end
+        the step earlier, a task or a transfer of this chain must become shorter.
 
         >>> from jaxpp_flax.schedules import GPipe
         >>> [event.task for event in simulate(GPipe(2), num_microbatches=1).critical_path()]
@@ -159,7 +159,7 @@ def _ranks(schedule: Tasks, num_microbatches: int | None) -> tuple[list[Iterator
 
 
 class _Recorder:
-    """Collects a summary task by task, and the events where they are wanted."""
+    """Collects a summary task by task, and the events if requested."""
 
     def __init__(self, num_ranks: int, table: CostTable, keep: bool) -> None:
         self.activation = table.activation
@@ -173,7 +173,7 @@ class _Recorder:
         self.events: list[list[Event]] | None = [[] for _ in range(num_ranks)] if keep else None
 
     def __call__(self, rank: int, task: AnyTask, start: float, end: float) -> None:
-        # CostTable.memory_change, written out: this is called for every task of schedules of any size.
+        # CostTable.memory_change, written out for speed: schedules may have very many tasks.
         self.count += 1
         self.busy[rank] += end - start
         if self.first[rank] is None:
@@ -242,15 +242,15 @@ def simulate(
     num_microbatches: int | None = None,
     processors: int | None = None,
 ) -> Timeline:
-    """Run ``schedule`` in the model and return what happened when.
+    """Run ``schedule`` in the model, and return the events with their times.
 
     Args:
         schedule: a :class:`Schedule`, or each rank's tasks in order.
         costs: times and memory; by default 1 for ``F``, ``I`` and ``W``, 2 for ``B``.
         transfer: the links, or one latency for all of them; by default instant.
         num_microbatches: for a :class:`Schedule`.
-        processors: how many tasks can run at once, over all ranks: the cores of a machine on which
-            the ranks are virtual devices. By default every rank has a processor of its own.
+        processors: the number of tasks that can run at once, over all ranks: the cores of a machine
+            with virtual devices as ranks. By default every rank has its own processor.
 
     Raises:
         ScheduleError: if ``schedule`` deadlocks, or ``processors`` is below 1.
@@ -278,7 +278,7 @@ def summarize(
     *,
     num_microbatches: int | None = None,
 ) -> Summary:
-    """:func:`simulate` without the events: for schedules too large to keep.
+    """Simulate as in :func:`simulate`, without the events: for schedules too large to keep.
 
     >>> from jaxpp_flax.schedules import Std1F1B
     >>> summarize(Std1F1B(64), num_microbatches=128).makespan
@@ -290,7 +290,7 @@ def summarize(
 
 
 def replay(events: Iterable[Iterable[Event]], costs: Costs | None = None) -> Timeline:
-    """A :class:`Timeline` from events with times of their own, such as a measured step's.
+    """Make a :class:`Timeline` from events with their own times, such as the events of a measured step.
 
     Times are shifted so that the first task starts at 0.
     """

@@ -1,4 +1,4 @@
-"""Costs from measured tasks, so that a search can start from what a step really took."""
+"""Costs from measured tasks, so that a search can start from the real times of a step."""
 
 from __future__ import annotations
 

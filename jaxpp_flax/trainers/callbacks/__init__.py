@@ -1,4 +1,4 @@
-"""What happens beside training: `Callback` to subclass, and common ones."""
+"""Hooks into training: the base class `Callback`, and common callbacks."""
 
 from jaxpp_flax.trainers.callbacks.base import Callback, OnMetrics
 from jaxpp_flax.trainers.callbacks.common import EarlyStopping, PrintLoss

@@ -15,8 +15,8 @@ class PrintLoss(Callback):
     """Prints a line such as `step 20  loss 2.34567`.
 
     Args:
-      every: how often, in steps.
-      digits: after the point.
+      every: steps between two lines.
+      digits: the number of digits after the point.
     """
 
     def __init__(self, *, every: int = 1, digits: int = 5) -> None:
@@ -24,20 +24,20 @@ class PrintLoss(Callback):
         self._digits = digits
 
     def on_metrics(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        """Print it."""
+        """Print the loss."""
         trainer.message(f"step {step}  loss {metrics['loss']:.{self._digits}f}")
 
 
 class EarlyStopping(Callback):
-    """Ends `fit` when a metric of the evaluations has not improved for `patience` of them.
+    """Ends `fit` when a metric has not improved in `patience` evaluations.
 
-    Checkpoints keep the best value and the evaluations since: a run that is resumed counts on, and one that has been
-    stopped stays so. Without `resume=`, each `fit` begins anew.
+    Checkpoints keep the best value and the number of evaluations since: a resumed run continues to count, and a stopped
+    run stays stopped. Without `resume=`, each `fit` begins to count again.
 
     Args:
-      metric: its name; smaller is better.
+      metric: the name of the metric; smaller is better.
       patience: evaluations without improvement, at least 1.
-      min_delta: what counts as an improvement.
+      min_delta: the smallest change that counts as an improvement.
     """
 
     def __init__(self, metric: str = "loss", *, patience: int = 3, min_delta: float = 0.0) -> None:
@@ -48,19 +48,19 @@ class EarlyStopping(Callback):
         self.set_state(None)
 
     def get_state(self) -> dict[str, Any]:
-        """The best value, and how many evaluations came since."""
+        """Return the best value, and the number of evaluations since."""
         return {"best": self._best, "bad": self._bad}
 
     def set_state(self, state: Any) -> None:
-        """Count on from there."""
+        """Continue to count from `state`."""
         self._best, self._bad = (math.inf, 0) if state is None else (float(state["best"]), int(state["bad"]))
 
     def on_fit_start(self, trainer: Any) -> None:
-        """A run that has been stopped stays so."""
+        """Stop again a run that was stopped before."""
         self._stop_where_due(trainer)
 
     def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        """Compare with the best one so far."""
+        """Compare the metric with the best value so far."""
         if self._metric not in metrics:
             raise KeyError(f"EarlyStopping watches {self._metric!r}; the evaluation has {', '.join(sorted(metrics))}.")
         value = float(metrics[self._metric])

@@ -1,4 +1,4 @@
-"""What checkpoints keep of the callbacks of a `fit`."""
+"""The states of the callbacks of a `fit`, for checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["CallbackStates"]
 
 
 class CallbackStates:
-    """The states of the callbacks of the last `fit`, by names that another run gives them too.
+    """The states of the callbacks of the last `fit`, with names that are equal in another run.
 
     Example:
       >>> from jaxpp_flax.trainers.callbacks import EarlyStopping
@@ -26,17 +26,17 @@ class CallbackStates:
         self._restored: Mapping[str, Any] | None = None
 
     def restored(self, states: Mapping[str, Any] | None) -> None:
-        """What the checkpoint holds that a run resumes from; None without a checkpoint."""
+        """Note the states from the checkpoint that a run resumes from; None without a checkpoint."""
         self._restored = states
 
     def begin(self, callbacks: Sequence[Callback], *, resumed: bool) -> None:
-        """Each begins anew, or goes on as the checkpoint says; without one, as it is."""
+        """Reset each callback, or restore its state from the checkpoint; without a checkpoint, keep its state."""
         states = self._restored if resumed else {}
         for name, callback in named(callbacks).items():
             callback.set_state(callback.get_state() if states is None else states.get(name))
         self._callbacks = callbacks
 
     def to_json(self) -> dict[str, Any]:
-        """The states of those that have one."""
+        """Return the states of the callbacks that have one."""
         states = {name: callback.get_state() for name, callback in named(self._callbacks).items()}
         return {name: state for name, state in states.items() if state is not None}

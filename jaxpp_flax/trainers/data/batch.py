@@ -1,6 +1,6 @@
-"""Batches: checked, cut into microbatches, and counted.
+"""Check batches, cut them into microbatches, and count their examples.
 
-A leaf is an array of examples, of shape (batch, ...), or a scalar: a constant of the step, the same in each microbatch.
+A leaf is an array of examples, of shape (batch, ...), or a scalar: a constant of the step, equal in each microbatch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def leaf_name(path: Any) -> str:
-    """A leaf of a batch, for messages.
+    """Return the name of a batch leaf, for messages.
 
     Example:
       >>> [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path({"x": 1})]
@@ -48,17 +48,17 @@ def check_leaf(path: Any, leaf: Any) -> None:
     """Refuse a leaf that is neither an array nor a number.
 
     Raises:
-      BatchError: naming it.
+      BatchError: the message names the leaf.
     """
     if not isinstance(leaf, complex | float | int) and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise BatchError(f"{leaf_name(path)} is a {type(leaf).__name__}, not an array. Convert it with `np.asarray`.")
 
 
 def first_examples(batch: Any) -> tuple[Any, Any]:
-    """The path and the leaf of the first array of examples.
+    """Return the path and the leaf of the first array of examples.
 
     Raises:
-      BatchError: if there is none.
+      BatchError: if the batch has no array of examples.
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     found = next((leaf for leaf in leaves if np.shape(leaf[1])), None)
@@ -69,10 +69,10 @@ def first_examples(batch: Any) -> tuple[Any, Any]:
 
 
 def batch_size(batch: Any) -> int:
-    """The size that the leaves of `batch` have in common along their first axis; scalars have none.
+    """Return the common size of the leaves of `batch` along their first axis; scalars do not count.
 
     Raises:
-      BatchError: if a leaf is no array, the sizes differ, or there is no array of examples.
+      BatchError: if a leaf is not an array, the sizes differ, or there is no array of examples.
 
     Example:
       >>> batch_size({"x": np.zeros((6, 3)), "y": np.zeros(6)})
@@ -99,9 +99,9 @@ def batch_size(batch: Any) -> int:
 def split_batch(batch: Any, num_microbatches: int, shards: int = 1) -> Any:
     """Reshape each leaf from (batch, ...) to (num_microbatches, batch // num_microbatches, ...).
 
-    A scalar becomes (num_microbatches,): the same value for each.
+    A scalar gets the shape (num_microbatches,): the same value for each microbatch.
 
-    `shards` is the number of devices in a stage that share the examples of one microbatch.
+    `shards` is the number of devices in a stage that divide the examples of one microbatch.
 
     Raises:
       BatchError: if the batch cannot be cut evenly.
@@ -131,7 +131,7 @@ def split_batch(batch: Any, num_microbatches: int, shards: int = 1) -> Any:
     def reshape(leaf: Any) -> Any:
         if not np.shape(leaf):
             return repeated(leaf, num_microbatches)
-        if isinstance(leaf, jax.ShapeDtypeStruct):  # of a leaf that this process does not read
+        if isinstance(leaf, jax.ShapeDtypeStruct):  # this process does not read the leaf
             return jax.ShapeDtypeStruct((num_microbatches, each, *leaf.shape[1:]), dtype_of(leaf))
         numpy = jnp if isinstance(leaf, jax.Array) else np
         return numpy.reshape(leaf, (num_microbatches, each, *leaf.shape[1:]))
@@ -140,7 +140,7 @@ def split_batch(batch: Any, num_microbatches: int, shards: int = 1) -> Any:
 
 
 def repeated(scalar: Any, count: int) -> Any:
-    """A scalar of a batch as the step takes it, of shape (count,): the same for each microbatch."""
+    """Return a scalar of a batch in the step's form, of shape (count,): the same value for each microbatch."""
     if isinstance(scalar, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((count,), dtype_of(scalar))
     return (
@@ -156,8 +156,9 @@ class InferencePart:
 
     Args:
       microbatches: leaves of shape (num_microbatches, microbatch, ...).
-      num_microbatches, num_examples: how many it has.
-      is_shared: whether the data-parallel devices of a stage share each microbatch; if not, each computes all of it.
+      num_microbatches, num_examples: the numbers of microbatches and examples.
+      is_shared: True if the data-parallel devices of a stage divide each microbatch; else each device computes all of
+        it.
     """
 
     microbatches: Any
@@ -167,9 +168,9 @@ class InferencePart:
 
 
 def split_for_inference(batch: Any, num_microbatches: int, shards: int = 1) -> list[InferencePart]:
-    """Cut a batch of any size: what the shards can divide into at most `num_microbatches` parts, and what is left over.
+    """Cut a batch of any size into at most `num_microbatches` parts that the shards divide, and the remaining examples.
 
-    The examples left over are fewer than the shards. They are not padded: a mean over padding would be another one.
+    The remaining examples are fewer than the shards. They are not padded, since padding would change a mean.
 
     Raises:
       BatchError: if the batch is empty, or its leaves do not fit each other.
@@ -208,11 +209,11 @@ def _rows(batch: Any, begin: int, end: int) -> Any:
 
 
 def join_parts(outputs: Sequence[Any]) -> Any:
-    """The inverse of `split_for_inference`, on the host: each leaf becomes one `jax.Array` of shape (batch, ...).
+    """Invert `split_for_inference`, on the host: each leaf becomes one `jax.Array` of shape (batch, ...).
 
     Args:
-      outputs: of each part, leaves of shape (num_microbatches, microbatch, ...); values of shape (num_microbatches,)
-        stay one for each microbatch.
+      outputs: for each part, leaves of shape (num_microbatches, microbatch, ...); leaves of shape (num_microbatches,)
+        keep one value for each microbatch.
     """
 
     def join(*leaves: Any) -> jax.Array:
@@ -223,7 +224,7 @@ def join_parts(outputs: Sequence[Any]) -> Any:
 
 
 def describe_batch(batch: Any) -> str:
-    """Types and shapes of a batch's leaves, for messages.
+    """Return the types and shapes of a batch's leaves, for messages.
 
     Example:
       >>> describe_batch({"x": np.zeros((4, 3), np.float32), "y": np.zeros(4, np.int32)})
@@ -234,22 +235,22 @@ def describe_batch(batch: Any) -> str:
 
 
 def signature(batch: Any) -> tuple[Any, ...]:
-    """What two batches must have in common to run on one compiled step."""
+    """Return the structure, shapes and dtypes: batches with equal signatures run on one compiled step."""
     leaves, tree = jax.tree.flatten(batch)
     return (tree, *((tuple(leaf.shape), dtype_of(leaf)) for leaf in leaves))
 
 
 def dtype_of(leaf: Any) -> Any:
-    """The dtype that JAX gives `leaf`: float64 becomes float32, unless 64 bits are enabled; for shapes too."""
+    """Return the dtype that JAX gives `leaf`, or a shape: float64 becomes float32, unless 64 bits are enabled."""
     if isinstance(leaf, complex | float | int) and not isinstance(leaf, np.generic):
         return jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)
-    if isinstance(leaf.dtype, np.dtype) and not isinstance(leaf, jax.Array):  # PRNG keys have a dtype of JAX's own
+    if isinstance(leaf.dtype, np.dtype) and not isinstance(leaf, jax.Array):  # PRNG keys have a dtype of JAX
         return jax.dtypes.canonicalize_dtype(leaf.dtype)
     return leaf.dtype
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The shape of `leaf`, and the dtype that JAX gives it.
+    """Return the shape of `leaf`, and the dtype that JAX gives it.
 
     Example:
       >>> shape_of(np.zeros(3))
@@ -259,7 +260,7 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def count_units(batch: Any) -> tuple[int, str]:
-    """What progress counts: the tokens of the first integer leaf with two axes, or else examples.
+    """Count units for the progress: the tokens of the first integer leaf with two axes, or else examples.
 
     Example:
       >>> count_units({"tokens": np.zeros((4, 8), np.int32)}), count_units(np.zeros((4, 8)))

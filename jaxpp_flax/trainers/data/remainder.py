@@ -1,4 +1,4 @@
-"""A last batch with fewer examples than the others: left out, filled with examples that do not count, or refused."""
+"""The rule for a smaller last batch: leave it out, fill it with examples that do not count, or refuse it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["MASK", "Remainder", "RemainderRule", "check_mask", "check_masked", "
 Remainder = Literal["drop", "pad", "error"]
 
 MASK = "mask"
-"""The leaf of a batch that says which examples count."""
+"""The name of the batch leaf that marks the examples that count."""
 
 _CHOICES = (
     'remainder="drop" leaves such batches out; "pad" fills them with examples that the loss leaves out by '
@@ -29,15 +29,15 @@ _CHOICES = (
 
 @dataclass(kw_only=True)
 class RemainderRule:
-    """What to do with a batch that is smaller than the ones before.
+    """The rule for a batch that is smaller than the batches before.
 
     Args:
-      how: None: "error" where all sizes are known before the first step, and "drop" otherwise.
-      divisor: what a batch must be a multiple of.
-      meter: tells of the first batch that is left out.
+      how: "drop", "pad" or "error". None: "error" if all sizes are known before the first step, else "drop".
+      divisor: the size of a batch must be a multiple of this number.
+      meter: prints a message about the first batch that is left out.
 
     Raises:
-      ValueError: if `how` is none of these.
+      ValueError: if `how` has another value.
 
     Example:
       >>> rule = RemainderRule(how="drop", divisor=4)
@@ -58,10 +58,10 @@ class RemainderRule:
     def of(
         cls, remainder: Remainder | None, global_batch_size: int | None, divisor: int, meter: Meter
     ) -> RemainderRule:
-        """From the arguments of `fit`.
+        """Make the rule from the arguments of `fit`.
 
         Raises:
-          ValueError: if they contradict each other.
+          ValueError: if the arguments contradict each other.
         """
         if global_batch_size is not None and remainder is not None:
             raise ValueError(
@@ -71,20 +71,20 @@ class RemainderRule:
         return cls(how=remainder if global_batch_size is None else "error", divisor=divisor, meter=meter)
 
     def left_out(self, data: Any, begin: int, end: int | None) -> int:
-        """Before the first step: how many batches of a pass, from `begin` to `end`, will be left out.
+        """Before the first step, count the batches of a pass, from `begin` to `end`, that will be left out.
 
         Args:
-          data: a list of batches, or a tuple; nothing is known of other data.
-          begin, end: positions in it; None for its end.
+          data: a list or tuple of batches; for other data the count is 0.
+          begin, end: positions in `data`; None for the end of `data`.
 
         Raises:
-          BatchError: naming the first batch that cannot be cut, if none may be left out.
+          BatchError: if a batch cannot be cut and none may be left out; the message names the first such batch.
         """
         if not isinstance(data, (list, tuple)) or self.how == "pad":  # another sequence may load each batch anew
             return 0
         sizes = {index: examples_in(data[index]) for index in range(begin, len(data) if end is None else end)}
         wrong = {index: size for index, size in sizes.items() if size is not None and size % self.divisor}
-        # The first one is refused by the step, whose words fit any size.
+        # The step refuses a first batch of a wrong size, with a message for any size.
         wrong.pop(begin, None)
         if self.how == "drop" or not wrong:
             return len(wrong)
@@ -95,15 +95,15 @@ class RemainderRule:
         )
 
     def fitted(self, batch: Any, full: int | None) -> Any:
-        """The batch to train on: as it is, filled, or None for none.
+        """Return the batch to train on: unchanged or filled; None to leave the batch out.
 
         Args:
-          batch: the next one.
-          full: the examples of the first batch of the pass; None for that one.
+          batch: the next batch.
+          full: the number of examples of the first batch of the pass; None for the first batch itself.
         """
         size = examples_in(batch)
         if not size or full is None or size >= full:
-            return batch  # larger ones that cannot be cut are refused by the step
+            return batch  # the step refuses larger batches that cannot be cut
         if self.how == "pad":
             return filled(batch, full)
         if size % self.divisor == 0 or self.how == "error":
@@ -119,7 +119,7 @@ class RemainderRule:
 
 
 def filled(batch: Any, size: int) -> Any:
-    """The batch with its last example repeated up to `size`, and a mask of 0 for these.
+    """Repeat the last example of a batch up to `size` examples, with a mask of 0 for the repeated ones.
 
     Raises:
       BatchError: if the batch has no mask, or its leaves do not fit each other.
@@ -150,7 +150,7 @@ def check_mask(batch: Any) -> None:
     """Refuse a batch that cannot be filled.
 
     Raises:
-      BatchError: saying what it lacks.
+      BatchError: the message names the missing part.
     """
     mask = batch.get(MASK) if isinstance(batch, Mapping) else None
     if mask is None or not np.shape(mask):
@@ -162,11 +162,11 @@ def check_mask(batch: Any) -> None:
 
 
 def check_masked(weighed_by: Sequence[str], unweighted: Sequence[str] | None) -> None:
-    """Refuse "pad" where examples that are filled in would count, before the first step.
+    """Before the first step, refuse "pad" if the filled examples would count.
 
     Args:
       weighed_by: the leaves of the batch that loss and weight depend on, such as "['mask']".
-      unweighted: metrics that are no pairs (sum, weight); None if the loss is no such pair itself.
+      unweighted: the metrics that are not pairs (sum, weight); None if the loss itself is not such a pair.
 
     Raises:
       LossError: if the loss, or a metric, does not use the mask.

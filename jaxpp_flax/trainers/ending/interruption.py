@@ -1,4 +1,4 @@
-"""Ctrl-C in `fit`: the step is finished first, since within it the state's memory changes hands."""
+"""Ctrl-C in `fit`: the step is finished first, since a step reuses the state's memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Interruption"]
 
 
 class Interruption:
-    """While entered, the first Ctrl-C within a step is raised after it; a second one, or one elsewhere, at once.
+    """Delays Ctrl-C: the first one within a step is raised after the step; a second one, or one elsewhere, at once.
 
-    One of several processes never raises the first one: it is `requested`, so that all of them end after the same step.
+    With several processes, the first Ctrl-C is not raised but `requested`, so that all of them end after the same step.
 
-    A handler of the user's own is left alone, as is a program that ignores Ctrl-C (one that a script has started in the
-    background), and a thread other than the main one.
+    Three cases do not change: the user's own handler, a program that ignores Ctrl-C (a script started it in the
+    background), and a thread other than the main thread.
 
     Args:
-      raises: whether the first one is raised here.
+      raises: True raises the first Ctrl-C here.
 
     Example:
       >>> import signal
@@ -40,9 +40,9 @@ class Interruption:
 
     def __init__(self, *, raises: bool = True) -> None:
         self.within_step = False
-        """Whether a step has begun and has not ended."""
+        """True if a step has begun and has not ended."""
         self.requested = False
-        """Whether Ctrl-C has been pressed."""
+        """True if Ctrl-C has been pressed."""
         self._raises, self._installed = raises, False
 
     def __enter__(self) -> Interruption:
@@ -59,10 +59,10 @@ class Interruption:
 
     @contextmanager
     def step(self) -> Generator[None]:
-        """Around a step."""
+        """The context manager to enter around a step."""
         self.within_step = True
         yield
-        self.within_step = False  # after an error it stays: the state may be lost
+        self.within_step = False  # stays True after an error: the state may be lost
         if self.requested and self._raises:
             raise KeyboardInterrupt
 

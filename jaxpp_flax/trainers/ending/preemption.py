@@ -17,22 +17,22 @@ __all__ = ["KILLED_STATUS", "PREEMPTED_STATUS", "Preemption"]
 KILLED_STATUS = 143
 """Exit status of a second SIGTERM, or of a save that missed the deadline: the checkpoint before is the latest."""
 
-# A scheduler signals every process of a job, and a launcher passes on the signal that it gets itself: both are one.
+# A process may get two signals for one request: one from the scheduler, and one that the launcher passes on.
 _ONE_REQUEST = 1.0
 
 
 class Preemption:
-    """While entered, the first SIGTERM is noted; a later one, or the deadline after the first, ends the process.
+    """Notes the first SIGTERM; a later SIGTERM, or the deadline after the first, ends the process.
 
-    Those that come within a second of the first are taken for the same request.
+    Signals within a second after the first one count as the same request.
 
-    A thread sees to that, told of signals by the interpreter's wakeup file descriptor: the main thread may be waiting
-    for devices or a peer, where Python runs no signal handler.
+    A thread does this work, and gets signals from the interpreter's wakeup file descriptor. The main thread may be
+    waiting for devices or another process, and then Python runs no signal handler.
 
-    Nothing is installed outside of the main thread, where Python takes no signals, or without a deadline.
+    Nothing is installed without a deadline, or outside of the main thread, since Python handles signals only there.
 
     Args:
-      deadline: seconds from the first signal to the end, or None to leave signals alone.
+      deadline: seconds from the first signal to the end, or None to handle no signals.
 
     Example:
       >>> import os, signal
@@ -82,7 +82,7 @@ class Preemption:
                 numbers = os.read(self._read, 64)
                 if not numbers:
                     return None
-                if self._descriptor_before >= 0:  # an event loop's
+                if self._descriptor_before >= 0:  # the descriptor of an event loop
                     os.write(self._descriptor_before, numbers)
                 if signal.SIGTERM not in numbers:
                     continue

@@ -17,11 +17,11 @@ _STEPS_AHEAD = 4
 
 @dataclass(frozen=True)
 class StopReason:
-    """Why `fit` ends.
+    """The reason for the end of `fit`.
 
     Args:
       kind: "preempted" by SIGTERM, "interrupted" by Ctrl-C, or "stopped" by `trainer.stop`.
-      text: what `stop` was given.
+      text: the reason given to `stop`.
     """
 
     kind: Literal["preempted", "interrupted", "stopped"]
@@ -51,10 +51,10 @@ class CommonStop:
         self._last: tuple[int, StopReason] | None = None
 
     def after(self, step: int, requested: StopReason | None) -> StopReason | None:
-        """The reason why `step` is the last one; None if another step follows.
+        """Return the reason if `step` is the last step; None if another step follows.
 
         Args:
-          step: the last one that this process has begun.
+          step: the last step that this process has begun.
           requested: the reason why this process has been asked to stop; None if it has not.
         """
         if self._group.process_count == 1:
@@ -70,7 +70,7 @@ class CommonStop:
         return self._last[1] if self._last is not None and step >= self._last[0] else None
 
     def decide(self, requested: StopReason | None) -> StopReason | None:
-        """The common reason to stop, at a point where all processes meet; None if none has been asked to stop.
+        """Return the common reason to stop, at a point where all processes meet; None if no process must stop.
 
         SIGTERM counts before Ctrl-C, and Ctrl-C before the program's own decision.
         """

@@ -1,1 +1,1 @@
-"""The training loop and what happens beside it."""
+"""The training loop, its hooks, saves and progress."""

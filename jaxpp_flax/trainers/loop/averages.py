@@ -13,7 +13,7 @@ __all__ = ["Average"]
 
 
 class Average:
-    """Adds up batches on the host, in float64; each counts by its weight, or by its number of examples.
+    """Adds up batches on the host, in float64; each batch counts by its weight, or by its number of examples.
 
     Example:
       >>> average = Average()
@@ -40,7 +40,7 @@ class Average:
             self._weights[name] = self._weights[name] + weight
 
     def result(self) -> dict[str, Any]:
-        """The averages: floats, or NumPy arrays."""
+        """Return the averages: floats, or NumPy arrays."""
         means: dict[str, Any] = {}
         for name, total in self._sums.items():
             weight = self._weights[name]

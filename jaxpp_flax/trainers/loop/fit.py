@@ -1,4 +1,4 @@
-"""The training loop of `fit`: one step after another, each followed by the hooks in their order."""
+"""The training loop of `fit`: one step after another, and after each step the hooks in their order."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = ["FitArguments", "FitLoop"]
 
 @dataclass(frozen=True, kw_only=True)
 class FitArguments:
-    """The arguments of `PipelineTrainer.fit` beside the data, checked; they are described there.
+    """The checked arguments of `PipelineTrainer.fit`, without the data; see their description there.
 
     Raises:
-      TypeError, ValueError: naming the argument that does not fit.
+      TypeError, ValueError: the message names the argument that does not fit.
     """
 
     steps: int | None
@@ -66,14 +66,14 @@ class FitLoop:
     Args:
       trainer: takes the steps; callbacks get it.
       rows: the examples that this process loads.
-      saving: to the trainer's directory of checkpoints.
-      arguments: of `fit`.
-      total: steps to take, where known.
+      saving: saves to the trainer's directory of checkpoints.
+      arguments: the arguments of `fit`.
+      total: the number of steps to take, if known.
       meter: shows the progress.
       log_every: steps between two rows of metrics.
-      deadline: seconds from SIGTERM to the end; None leaves the signal alone.
-      first: is called with the first batch, before anything is compiled.
-      await_same_end: waits, after the last step, until every process has taken as many.
+      deadline: seconds from SIGTERM to the end; None does not handle the signal.
+      first: called with the first batch, before anything is compiled.
+      await_same_end: waits, after the last step, until every process has taken the same number of steps.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class FitLoop:
         self._meter, self._first, self._end_together = meter, first, await_same_end
         self._begin = trainer.step
         self._total = None if total is None else self._begin + total
-        # One process of several may train a model of its own, without the others.
+        # With several processes, one process may train its own model, without the others.
         alone = not rows.is_across and not saving.has_directory
         group = ProcessGroup(None, 0, 1) if alone else process_group()
         self._is_alone = group.process_count == 1
@@ -114,7 +114,7 @@ class FitLoop:
         )
 
     def run(self, source: Iterable[Any]) -> dict[str, Any]:
-        """Train on every batch of `source`; returns the last metrics (of the evaluation too, as `eval_...`)."""
+        """Train on every batch of `source`; return the last metrics (of the evaluation too, as `eval_...`)."""
         with self._interruption, self._preemption:
             try:
                 self._train(source)
@@ -147,7 +147,7 @@ class FitLoop:
             self._ending.decide_together()
             return self._ending.reason is None
 
-        # The order of what happens after a step.
+        # The hooks after a step, in their order.
         hooks: tuple[StepHook, ...] = (
             lambda record: self._meter.advance(record.step),
             self._call_back,
@@ -180,10 +180,10 @@ class FitLoop:
                 callback.on_step(self._trainer, record.step)
 
     def _goes_on(self, *, stepped: bool) -> bool:
-        """Whether what follows the last step takes place; says why the loop was stopped.
+        """Return True if the work after the last step is done; print the reason if the loop was stopped.
 
         Args:
-          stepped: whether there was a step.
+          stepped: True if there was a step.
         """
         trainer, reason = self._trainer, self._ending.reason
         if reason is None:

@@ -1,4 +1,4 @@
-"""What `fit` does after a step, in hooks over its record: metrics one step late, and evaluations."""
+"""The hooks of `fit` after each step: deliver metrics one step late, and run evaluations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["EvaluationHook", "MetricsHook", "to_host"]
 
 
 def to_host(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Metrics as floats (scalars) and NumPy arrays; waits for them."""
+    """Wait for metrics, and return them as floats (scalars) and NumPy arrays."""
     return {name: _host(value) for name, value in metrics.items()}
 
 
@@ -28,11 +28,11 @@ class MetricsHook:
     """Delivers the metrics of a step to meter, tracker and callbacks once the next step is under way.
 
     Args:
-      trainer: whose tracker gets them; callbacks get the trainer.
-      callbacks: of `fit`.
-      meter: shows them.
+      trainer: the trainer's tracker gets the metrics; callbacks get the trainer.
+      callbacks: the callbacks of `fit`.
+      meter: shows the metrics.
       log_every: steps between two rows.
-      total: the number of the last step, where known.
+      total: the number of the last step, if known.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class MetricsHook:
         self._trainer, self._callbacks, self._meter, self._log_every = trainer, callbacks, meter, log_every
         self._begin, self._total, self._rate = trainer.step, total, Rate(total)
         self._units = 0
-        self._pending: tuple[StepRecord, int] | None = None  # with the units up to it
+        self._pending: tuple[StepRecord, int] | None = None  # a step, and the units up to this step
         self.last: dict[str, Any] = {}
-        """The last metrics that were delivered, those of evaluations among them."""
+        """The last delivered metrics, with the metrics of evaluations."""
 
     def __call__(self, record: StepRecord) -> None:
-        """Deliver the metrics of the step before, and keep those of this one."""
+        """Deliver the metrics of the step before, and keep the metrics of this step."""
         self._units += record.units
         self._deliver((record, self._units))
 
@@ -55,7 +55,7 @@ class MetricsHook:
         self._deliver(None)
 
     def add(self, named: Mapping[str, Any]) -> None:
-        """Metrics of an evaluation: the time that it took is no part of the steps' rate."""
+        """Add the metrics of an evaluation; the rate of the steps does not include the evaluation's time."""
         self.last = {**self.last, **named}
         self._rate.resume(self._units)
 
@@ -82,17 +82,17 @@ class MetricsHook:
 
 
 class EvaluationHook:
-    """Evaluates every so many steps, and at the end where the last step was none of these.
+    """Evaluates every `every` steps, and at the end if the last step had no evaluation.
 
     Args:
-      trainer: evaluates.
-      data: None for no evaluation.
-      every: steps between two; None for one at the end.
-      global_batch_size: of `data`, as in `fit`.
-      metrics: delivers those of the steps before.
-      callbacks: of `fit`.
+      trainer: runs the evaluation.
+      data: the data to evaluate; None for no evaluation.
+      every: steps between two evaluations; None for one evaluation at the end.
+      global_batch_size: the batch size of `data`, as in `fit`.
+      metrics: delivers the metrics of the steps before.
+      callbacks: the callbacks of `fit`.
       meter: shows the result.
-      evaluated: is called after the callbacks of an evaluation.
+      evaluated: called after the callbacks of an evaluation.
     """
 
     def __init__(
@@ -111,13 +111,13 @@ class EvaluationHook:
         self._metrics, self._callbacks, self._meter, self._evaluated = metrics, callbacks, meter, evaluated
 
     def __call__(self, record: StepRecord) -> None:
-        """Evaluate where it is time."""
+        """Evaluate if an evaluation is due."""
         if self._data is not None and self._every is not None and record.step % self._every == 0:
             self._metrics.flush()
             self._evaluate(self._data)
 
     def end(self) -> None:
-        """After the last step."""
+        """Evaluate after the last step, if due."""
         if self._data is not None and (self._every is None or self._trainer.step % self._every):
             self._evaluate(self._data)
 

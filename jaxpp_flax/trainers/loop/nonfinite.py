@@ -1,4 +1,4 @@
-"""Losses and parameters that are not finite: looked for while steps are under way, and before each save."""
+"""Checks for losses and parameters that are not finite: while steps are under way, and before each save."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OnNonFinite = Literal["stop", "skip", "ignore"]
 
 # Steps dispatched ahead of the devices: enough that they never wait, few enough that batches do not pile up.
 _MAX_AHEAD = 2
-# So many skipped steps, one after another, end a run: it learns nothing any more.
+# This number of skipped steps in a row ends a run: the run learns nothing any more.
 _MAX_SKIPPED = 100
 
 _ADVICE = (
@@ -34,10 +34,10 @@ _ADVICE = (
 
 
 def choose_on_nonfinite(value: Any, loss_scale: Any) -> OnNonFinite:
-    """The trainer's argument, or what stands for None: "stop", but with a loss scale "skip", which that does.
+    """Return the trainer's argument. None means "stop", or "skip" with a loss scale, since a loss scale skips steps.
 
     Raises:
-      ValueError: if it is none of the choices, or contradicts the loss scale.
+      ValueError: if the value is unknown, or contradicts the loss scale.
 
     Example:
       >>> choose_on_nonfinite(None, None), choose_on_nonfinite(None, "dynamic")
@@ -54,11 +54,11 @@ def choose_on_nonfinite(value: Any, loss_scale: Any) -> OnNonFinite:
 
 
 class StepsUnderWay:
-    """The steps that devices may still work at: few, and each is looked at when it is done.
+    """The steps that devices may still run: only a few, and each is checked when it is done.
 
     Args:
-      how: what a loss that is not finite does.
-      tells: whether to tell of each step that is skipped; with a loss scale that is a matter of course.
+      how: the reaction to a loss that is not finite.
+      tells: True prints messages about skipped steps; with a loss scale, skipped steps are normal.
     """
 
     def __init__(self, how: OnNonFinite, *, tells: bool) -> None:
@@ -67,10 +67,10 @@ class StepsUnderWay:
         self._skipped = self._in_a_row = 0
 
     def add(self, step: int, metrics: Mapping[str, Any], meter: Meter) -> None:
-        """Note a step that was dispatched, and wait for the one two before it.
+        """Note a step that was dispatched, and wait for the step two before.
 
         Raises:
-          NonFiniteLossError: if the loss of a step that is done is not finite, and that stops the run.
+          NonFiniteLossError: if the loss of a finished step is not finite, and this stops the run.
         """
         kept = {name: metrics[name] for name in ("loss", "skipped_step") if name in metrics}
         self._metrics.append((step, kept))
@@ -78,7 +78,7 @@ class StepsUnderWay:
             self._look(*self._metrics.popleft(), meter)
 
     def finish(self, meter: Meter) -> None:
-        """Wait for all of them.
+        """Wait for all steps.
 
         Raises:
           NonFiniteLossError: as above.
@@ -87,7 +87,7 @@ class StepsUnderWay:
             self._look(*self._metrics.popleft(), meter)
 
     def clear(self) -> None:
-        """Forget them: their state is given up."""
+        """Forget the steps: their state is given up."""
         self._metrics.clear()
 
     def _look(self, step: int, metrics: Mapping[str, Any], meter: Meter) -> None:
@@ -115,13 +115,13 @@ class StepsUnderWay:
 
 
 def nonfinite_leaf(params: Any) -> str | None:
-    """The path of a parameter that holds a value which is not finite, as far as this process has them; or None.
+    """Return the path of a parameter with a value that is not finite, of those in this process; else None.
 
     Example:
       >>> nonfinite_leaf({"head": {"bias": jnp.array([0.0, jnp.inf])}, "scale": jnp.ones(2)})
       'head/bias'
     """
-    # One small program for each device: those of all devices run side by side, and none waits for another process.
+    # One small program for each device: these programs run in parallel, and none waits for another process.
     places: dict[Any, dict[str, Any]] = {}
     for path, leaf in flatten(params)[0].items():
         for array in jax.tree.leaves(leaf.to_mpmd_local_array if isinstance(leaf, MpmdArray) else leaf):
@@ -143,7 +143,7 @@ def nonfinite_leaf(params: Any) -> str | None:
 
 
 def _device(part: Any) -> Any:
-    """The device whose memory holds a part; None for the host's."""
+    """Return the device whose memory holds a part; None for host memory."""
     if not isinstance(part, jax.Array):
         return None
     (device,) = part.devices()
@@ -160,14 +160,14 @@ def _are_finite(arrays: list[jax.Array]) -> jax.Array:
 
 
 def check_parameters(step: int, params: Any) -> None:
-    """Refuse to keep parameters that are not finite, in every process.
+    """Refuse to save parameters that are not finite, in every process.
 
     Args:
-      step: after which they are.
-      params: as far as this process has them.
+      step: the step of the parameters.
+      params: the parameters; this process checks its parts.
 
     Raises:
-      NonFiniteLossError: naming one of them.
+      NonFiniteLossError: the message names one of these parameters.
     """
     paths = exchange_values(process_group(), "whether the parameters are finite", nonfinite_leaf(params))
     path = next((path for path in paths if path is not None), None)

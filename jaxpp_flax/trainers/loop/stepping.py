@@ -1,4 +1,4 @@
-"""One optimizer step: from a batch to the next state."""
+"""Run one optimizer step: from a batch to the next state."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Stepping:
 
     Args:
       scheduling: the schedule and the ranks.
-      assigner: tells of new plans.
+      assigner: gives the new plans to print.
       rows: the examples that this process loads.
       executables: the compiled steps.
-      held: the state, which a step takes and replaces.
-      under_way: the steps that devices may still work at.
-      trained_on: the batches, compared between processes.
+      held: the state, which a step reads and replaces.
+      under_way: the steps that devices may still run.
+      trained_on: compares the batches of the processes.
       display: shows the compilation.
-      check_saves: is called before each step.
-      diagnose: the error for a first loss that is not finite: of the loss, the parameters and the rest of the model's
-        state before that step, and the microbatches. None where such a loss is no error.
+      check_saves: called before each step.
+      diagnose: makes the error for a first loss that is not finite, from the loss, the parameters and the rest of the
+        model's state before that step, and the microbatches. None if such a loss is not an error.
     """
 
     def __init__(
@@ -60,17 +60,17 @@ class Stepping:
         self._check_saves, self._diagnose = check_saves, diagnose
 
     def compile(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
-        """Compile the training step for batches like this one, and print the table of stages; nothing is run.
+        """Compile the training step for batches like this one, and print the table of stages; nothing runs.
 
         Args:
           batch: arrays, or their shapes (`jax.ShapeDtypeStruct`).
           global_batch_size: as in `fit`.
 
         Returns:
-          What the step compiles to: see `jaxpp_flax.engine` (or JAX, for one stage without a mesh).
+          The compiled step: see `jaxpp_flax.engine` (or JAX, for one stage without a mesh).
 
         Raises:
-          ValueError, TypeError: whatever of model, loss, batch, stages, schedule and devices does not fit.
+          ValueError, TypeError: if model, loss, batch, stages, schedule or devices do not fit.
         """
         microbatches = self._rows.split(self._rows.whole(batch, global_batch_size))
         if self._executables.has_training(microbatches):
@@ -88,7 +88,7 @@ class Stepping:
         return compiled
 
     def step(self, batch: Any, whole: Any) -> dict[str, Any]:
-        """One optimizer step on `batch`: a whole one, or this process's rows of one with the shapes of `whole`."""
+        """Run one step on `batch`: a whole batch, or this process's rows of a batch with the shapes of `whole`."""
         microbatches = self._rows.split(whole)
         compiled = self._executables.for_training(microbatches)
         self._check_saves()
@@ -99,7 +99,7 @@ class Stepping:
         return self.finish(compiled(self._held.memory, microbatches), microbatches)
 
     def finish(self, results: Any, microbatches: Any) -> dict[str, Any]:
-        """Take over what a step returns: its state is held, its metrics are watched."""
+        """Use the results of a step: hold its state, and check its metrics."""
         state, metrics = results
         self._held.advance(state)
         if self._diagnose is not None and (beginning := self._held.take_beginning()) is not None:
@@ -111,17 +111,17 @@ class Stepping:
         return metrics
 
     def profile_step(self, batch: Any) -> StepProfile:
-        """One real optimizer step, each task of which is measured; it trains, exactly as `train_step` does.
+        """Run one real optimizer step and measure each task; the step trains exactly as `train_step` does.
 
-        The state goes forward by one step, and state and metrics are those that `train_step` would have given. Each
-        rank runs in a thread of its own and waits for each task, so this step is slower than others; the first run of
-        a task is slower still, so measure a later step than the first.
+        The state advances by one step, and state and metrics are the same as from `train_step`. Each rank runs in its
+        own thread and waits for each task, so this step is slower than others. The first run of a task is even slower,
+        so measure a later step than the first.
 
         Returns:
           The metrics, the measured step and its simulation: `trainer.profile_step(batch).draw("step.svg")`.
 
         Raises:
-          ValueError: without a pipeline; or whatever `train_step` raises.
+          ValueError: without a pipeline; also the errors of `train_step`.
         """
         scheduling = self._scheduling
         microbatches = self._rows.split(batch)
@@ -134,5 +134,5 @@ class Stepping:
         return profile_of(metrics, timings, compiled.stages, scheduling.schedule, scheduling.num_microbatches)
 
     def end(self) -> None:
-        """After the last step of a loop, wait until every process has trained as many, on the same batches."""
+        """After the last step of a loop, wait until every process has trained the same steps, on the same batches."""
         await_same_end(self._scheduling.mesh, self._held.memory, self._held.step, self._trained_on)

@@ -1,4 +1,4 @@
-"""The steps of a training loop: one record for each batch, whoever's loop consumes them."""
+"""The steps of a training loop: one record for each batch, for the loop of `fit` or of the user."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class StepRecord:
     """A step that was dispatched.
 
     Args:
-      step: its number, from 1.
-      metrics: values that nothing has waited for.
-      units: of its batch: tokens, or examples.
-      unit: which of the two.
+      step: the number of the step, from 1.
+      metrics: values that may not be ready yet.
+      units: the number of tokens or examples in the step's batch.
+      unit: "tokens" or "examples".
     """
 
     step: int
@@ -32,11 +32,11 @@ class StepRecord:
 
 
 StepHook = Callable[[StepRecord], None]
-"""Is called after each step, before the next batch is drawn."""
+"""A function that is called after each step, before the next batch is drawn."""
 
 
 class TrainerProtocol(Protocol):
-    """What a loop, and the callbacks in it, use of the trainer."""
+    """The attributes of the trainer that a loop and its callbacks use."""
 
     tracker: Tracker
     stopping: str | None
@@ -57,15 +57,15 @@ def steps_of(
     begin: Callable[[Any], bool],
     within: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[StepRecord]:
-    """Train on every batch of `source`, each when the consumer asks for its record.
+    """Train on every batch of `source`; a step runs when the consumer asks for its record.
 
     Args:
       trainer: takes the steps.
-      source: batches.
+      source: the batches.
       rows: the examples that this process loads.
       global_batch_size: as in `fit`.
-      begin: is called with the first batch, before its step; False ends the loop without one.
-      within: is entered around each step.
+      begin: called with the first batch, before its step; False ends the loop without a step.
+      within: makes the context manager to enter around each step.
     """
     for number, batch in enumerate(source):
         if not number and not begin(batch):

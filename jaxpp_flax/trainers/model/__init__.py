@@ -1,1 +1,1 @@
-"""A model as the trainer sees it, NNX or Linen."""
+"""The adapters between the trainer and a model, NNX or Linen."""

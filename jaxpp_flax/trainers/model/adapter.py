@@ -1,4 +1,4 @@
-"""What the trainer needs of a model, whichever of Flax's two interfaces it was written in."""
+"""The interface between the trainer and a model, for both Flax interfaces: NNX and Linen."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ __all__ = ["ModelAdapter", "fold", "parameter_count"]
 class ModelAdapter(Protocol):
     """A model as pure functions over two trees: the trained parameters, and the rest of its state.
 
-    It holds no arrays, so that those which the user built can be freed.
+    The adapter holds no arrays, so that the user's arrays can be freed.
     """
 
     def bind(self, params: Any, rest: Any, *, step: Any, microbatch: Any, training: bool) -> Any:
-        """The model as a loss function sees it; its random numbers depend on step and microbatch alone."""
+        """Return the model for a loss function; its random numbers depend only on step and microbatch."""
         ...
 
     def rngs(self, rest: Any, *, step: Any, microbatch: Any) -> Any:
-        """Random numbers for a function that asks for `rngs`, in the form of the interface's own argument `rngs=`."""
+        """Return random numbers for a function with `rngs`, in the form of the `rngs=` of NNX or Linen."""
         ...
 
     def batch_statistics(self, rest: Any) -> list[bool]:
-        """For each leaf of `rest`, whether it is a running statistic of the batch, as BatchNorm keeps them."""
+        """Return, for each leaf of `rest`, True if it is a running statistic of the batch, as in BatchNorm."""
         ...
 
     def rest_of(self, bound: Any, before: Any) -> Any:
-        """The rest after `bound` was called: same structure as `before`; random keys are those of `before`."""
+        """Return the rest after the call of `bound`: same structure and same random keys as `before`."""
         ...
 
     def rebuild(self, params: Any, rest: Any) -> Any:
-        """An ordinary model for the user."""
+        """Make an ordinary model for the user."""
         ...
 
 
 def fold(key: jax.Array, *numbers: Any) -> jax.Array:
-    """`key` with numbers folded in; an array of keys is folded key by key."""
+    """Fold numbers into `key`; an array of keys is folded key by key."""
     folded = jax.random.fold_in
     for _ in range(key.ndim):
         folded = jax.vmap(folded, in_axes=(0, None))
@@ -47,5 +47,5 @@ def fold(key: jax.Array, *numbers: Any) -> jax.Array:
 
 
 def parameter_count(params: Any) -> int:
-    """Number of trained values."""
+    """Return the number of trained values."""
     return sum(int(leaf.size) for leaf in jax.tree.leaves(params))

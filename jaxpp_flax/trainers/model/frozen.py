@@ -1,4 +1,4 @@
-"""Which parameters are frozen: `frozen=` names them by path."""
+"""Frozen parameters: `frozen=` names them by path."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["check_frozen", "frozen_filter", "merge_frozen", "path_text", "split_
 
 
 def path_text(path: Iterable[Any]) -> str:
-    """A path of JAX's or of NNX's as text: `blocks/0/widen/kernel`."""
+    """Convert a path of JAX or NNX to text: `blocks/0/widen/kernel`."""
     parts: list[str] = []
     for key in path:
         if isinstance(key, jax.tree_util.GetAttrKey) and key.name == "value":
@@ -24,10 +24,10 @@ def path_text(path: Iterable[Any]) -> str:
 
 
 def check_frozen(frozen: object) -> None:
-    """Refuse what names no parameters.
+    """Refuse a value that does not name parameters.
 
     Raises:
-      TypeError: if `frozen` is no glob, no sequence of globs and no function.
+      TypeError: if `frozen` is not a glob, a sequence of globs or a function.
     """
     if callable(frozen) or isinstance(frozen, str):
         return
@@ -36,14 +36,14 @@ def check_frozen(frozen: object) -> None:
 
 
 def frozen_filter(frozen: NameFilter, paths: Sequence[str]) -> Callable[[str], bool]:
-    """Whether the parameter at a path is frozen.
+    """Return a function that is True for the path of a frozen parameter.
 
     Args:
-      frozen: a glob or several (see `jaxpp_flax.globs`), or a function of the path.
-      paths: of all parameters.
+      frozen: one glob or several (see `jaxpp_flax.globs`), or a function of the path.
+      paths: the paths of all parameters.
 
     Raises:
-      ModelError: if a glob matches none of them.
+      ModelError: if a glob matches no parameter.
       TypeError: see `check_frozen`.
 
     Example:
@@ -62,7 +62,7 @@ def frozen_filter(frozen: NameFilter, paths: Sequence[str]) -> Callable[[str], b
 
 
 def split_frozen(params: Any, is_frozen: Callable[[str], bool]) -> tuple[Any, Any]:
-    """A nested dict of parameters as two: the trained ones and the frozen ones."""
+    """Split a nested dict of parameters in two: the trained ones and the frozen ones."""
 
     def walk(tree: Any, path: tuple[str, ...]) -> tuple[Any, Any]:
         trained: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def split_frozen(params: Any, is_frozen: Callable[[str], bool]) -> tuple[Any, An
 
 
 def merge_frozen(trained: Any, frozen: Any) -> Any:
-    """The nested dict that `split_frozen` split."""
+    """Merge the two parts from `split_frozen` to one nested dict."""
     merged = dict(trained)
     for key, node in frozen.items():
         merged[key] = merge_frozen(merged.get(key, {}), node) if isinstance(node, Mapping) else node

@@ -1,4 +1,4 @@
-"""Linen models as the trainer and loss functions see them."""
+"""The adapter for Linen models, and the model that loss functions get."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ __all__ = ["LinenModel", "LinenCall"]
 class LinenCall:
     """A Linen module with the variables and keys of one microbatch: the `model` that a loss function is given.
 
-    `model(x, ...)` is `module.apply(variables, x, ...)` with the trainer's variables and keys; collections besides
-    `params` (such as `batch_stats`) are mutable and keep what the call writes. `model.params`, `model.variables` and
-    `model.rngs` serve those who call `module.apply` themselves. `model.training` is False in `evaluate` and `predict`.
+    `model(x, ...)` is `module.apply(variables, x, ...)` with the trainer's variables and keys. Collections other than
+    `params` (such as `batch_stats`) are mutable, and keep the values that the call writes. `model.params`,
+    `model.variables` and `model.rngs` are for users who call `module.apply` themselves. `model.training` is False in
+    `evaluate` and `predict`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -49,11 +50,11 @@ class LinenCall:
 
     @property
     def rngs(self) -> dict[str, jax.Array]:
-        """The keys of this microbatch, by name; other ones after each call."""
+        """The keys of this microbatch, by name; after each call the keys are different."""
         return {name: fold(key, self._calls) for name, key in self._rngs.items()} if self._calls else dict(self._rngs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`module.apply`; `rngs=`, `mutable=` and `method=` as there. Returns the outputs alone, unless `mutable=`."""
+        """Call `module.apply`; `rngs=`, `mutable=`, `method=` as there. Return only outputs, unless `mutable=`."""
         rngs = kwargs.pop("rngs", None) or self.rngs
         self._calls += 1
         if "mutable" in kwargs:
@@ -82,7 +83,7 @@ class LinenModel:
         rng_names: Sequence[str] = ("dropout",),
         frozen: Any = None,
     ) -> tuple[LinenModel, Any, Any]:
-        """The adapter, the `params` collection without those that are frozen, and the rest."""
+        """Return the adapter, the `params` collection without the frozen parameters, and the rest."""
         collections = core.unfreeze(dict(variables))  # type: ignore[arg-type]
         params = collections.pop("params")
         rest = {"collections": collections, "key": key}
@@ -95,33 +96,33 @@ class LinenModel:
         return cls(module=module, rng_names=tuple(rng_names)), params, rest
 
     def bind(self, params: Any, rest: Any, *, step: Any, microbatch: Any, training: bool) -> LinenCall:
-        """Keys depend on step, microbatch and name; modules fold in their own paths."""
+        """Return the model of one microbatch. Keys depend on step, microbatch and name; modules fold in their paths."""
         rngs = self.rngs(rest, step=step, microbatch=microbatch)
         variables = {"params": _all(params, rest), **rest["collections"]}
         return LinenCall(self.module, variables, rngs=rngs, training=training)
 
     def rngs(self, rest: Any, *, step: Any, microbatch: Any) -> dict[str, jax.Array]:
-        """The keys of one microbatch, by name."""
+        """Return the keys of one microbatch, by name."""
         key = fold(rest["key"], step, microbatch)
         names = ("params", *self.rng_names)
         return {name: jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF) for name in names}
 
     def batch_statistics(self, rest: Any) -> list[bool]:
-        """Those in the collection `batch_stats`."""
+        """Mark the leaves in the collection `batch_stats`."""
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(rest)]
         return [[getattr(step, "key", None) for step in path[:2]] == ["collections", "batch_stats"] for path in paths]
 
     def rest_of(self, bound: LinenCall, before: Any) -> Any:
-        """The collections as the calls left them."""
+        """Return the rest with the collections after the calls."""
         collections = {name: core.unfreeze(bound.variables[name]) for name in before["collections"]}
         return {**before, "collections": collections}
 
     def rebuild(self, params: Any, rest: Any) -> nn.Module:
-        """The module bound to its variables."""
+        """Return the module, bound to its variables."""
         return self.module.bind(self.variables_of(params, rest))
 
     def variables_of(self, params: Any, rest: Any) -> dict[str, Any]:
-        """All collections, as `module.apply` takes them."""
+        """Return all collections, in the form that `module.apply` takes."""
         return {"params": _all(params, rest), **rest["collections"]}
 
 

@@ -1,4 +1,4 @@
-"""NNX models as the trainer sees them."""
+"""The adapter for NNX models."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxpp_flax.trainers.model.frozen import frozen_filter, path_text
 __all__ = ["NnxModel"]
 
 
-# Told apart from the streams of a module that was made with the same seed.
+# Makes these keys differ from the streams of a module with the same seed.
 _OF_THE_CALL = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class NnxModel:
-    """An NNX module, split into the variables that are trained (`wrt`, a filter) and the rest; `seed` is of `rngs`."""
+    """An NNX module, split into trained variables (`wrt`, a filter) and the rest; `seed` is the seed of `rngs`."""
 
     graphdef: Any
     wrt: Any
@@ -30,7 +30,7 @@ class NnxModel:
     def take_apart(
         cls, module: nnx.Module, wrt: Any = nnx.Param, frozen: Any = None, seed: int = 0
     ) -> tuple[NnxModel, Any, Any]:
-        """The adapter, the trained variables and the rest, both as `nnx.State`; `module` is left as it is."""
+        """Return the adapter, the trained variables and the rest (each an `nnx.State`); `module` does not change."""
         if frozen is not None:
             chosen = nnx.to_flat_state(nnx.state(module, wrt))
             is_frozen = frozen_filter(frozen, [path_text(path) for path, _ in chosen])
@@ -39,34 +39,34 @@ class NnxModel:
         return cls(graphdef=graphdef, wrt=wrt, seed=seed), params, rest
 
     def bind(self, params: Any, rest: Any, *, step: Any, microbatch: Any, training: bool) -> Any:
-        """A module of its own for each microbatch: the copy is what makes it legal inside the loop."""
+        """Make a new module for each microbatch: only a copy is legal inside the loop."""
         module = nnx.merge(self.graphdef, params, _fold_keys(rest, step, microbatch), copy=True)
         if not training:
             module.eval()
         return module
 
     def rngs(self, rest: Any, *, step: Any, microbatch: Any) -> nnx.Rngs:
-        """One stream for all names, with keys in the order of calls; no key is one of the module's own streams."""
+        """Return one stream for all names, with keys in the order of calls; the module's streams have other keys."""
         return nnx.Rngs(fold(jax.random.fold_in(jax.random.key(self.seed), _OF_THE_CALL), step, microbatch))
 
     def batch_statistics(self, rest: Any) -> list[bool]:
-        """Those in variables of Flax's type `nnx.BatchStat`."""
+        """Mark the leaves in variables of Flax's type `nnx.BatchStat`."""
         variables = jax.tree.leaves(rest, is_leaf=lambda x: isinstance(x, nnx.Variable))
         return [isinstance(variable, nnx.BatchStat) for variable in variables for _ in jax.tree.leaves(variable)]
 
     def rest_of(self, bound: Any, before: Any) -> Any:
-        """The variables of `before` as the call left them; those that it created (sown ones) are dropped."""
+        """Return the variables of `before` after the call; variables that the call created (sown ones) are dropped."""
         _, _, after = nnx.split(bound, self.wrt, ...)
         new = dict(nnx.to_flat_state(after))
 
         def pick(path: Any, old: Any) -> Any:
-            # Streams of random numbers start anew in each microbatch: a counter would tie the masks to the schedule.
+            # Random streams start again in each microbatch: with a counter, masks would depend on the schedule.
             return old if isinstance(old, nnx.RngState) else new.get(path, old)
 
         return nnx.from_flat_state([(path, pick(path, old)) for path, old in nnx.to_flat_state(before)])
 
     def rebuild(self, params: Any, rest: Any) -> nnx.Module:
-        """An ordinary module, unconnected to the trainer."""
+        """Make an ordinary module that shares nothing with the trainer."""
         return nnx.merge(self.graphdef, params, rest, copy=True)
 
 

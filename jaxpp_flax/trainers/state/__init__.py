@@ -1,1 +1,1 @@
-"""The train state, and where it is."""
+"""The train state, and its place: in memory, on disk or on the ranks."""

@@ -1,4 +1,4 @@
-"""Which leaves of a train state are copies of parameters, and follow them when parameters alone are restored."""
+"""Find the leaves of a train state that are copies of parameters, and restore them together with the parameters."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from jaxpp_flax.trainers.state.train_state import TrainState
 
 __all__ = ["copies_in", "with_copies"]
 
-# These give their operand unchanged.
+# These operations return their operand unchanged.
 _COPIES = {"copy", "copy_p", "optimization_barrier"}
 
 
 def copies_in(init: Any, params: Any) -> dict[str, str | None]:
-    """Leaves of an optimizer's first state that depend on the parameters' values, by path.
+    """Return the leaves of an optimizer's first state that depend on the parameters' values, by path.
 
     Args:
-      init: the optimizer's.
+      init: the optimizer's `init`.
       params: the parameters, or their shapes.
 
     Returns:
-      The parameter's path for a plain copy of one, and None for any other function of them. What only has a
-      parameter's shape, such as a moment, is left out; so is all of an optimizer that cannot be traced.
+      For a plain copy of a parameter, the parameter's path; for any other function of parameters, None. A leaf that
+      only has a parameter's shape, such as a moment, is left out. An optimizer that cannot be traced gives no leaves.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -58,7 +58,7 @@ def copies_in(init: Any, params: Any) -> dict[str, str | None]:
 
 
 def _sources(graph: Graph, names: dict[Value, str]) -> dict[Value, str | None]:
-    """For each value that depends on an input: the input that it is a copy of, or None."""
+    """Return, for each value that depends on an input, the input that the value is a copy of, or None."""
     source: dict[Value, str | None] = dict(names)
     for equation in graph.equations:
         read = [atom for atom in values(equation.inputs) if atom in source]
@@ -72,10 +72,11 @@ def _sources(graph: Graph, names: dict[Value, str]) -> dict[Value, str | None]:
 
 
 def with_copies(plan: RestorePlan, state: TrainState, init: Any) -> tuple[RestorePlan, list[str]]:
-    """The same plan, in which copies of parameters that are restored follow them; and the paths of these.
+    """Add the copies of restored parameters to a plan; return the new plan and the paths of these copies.
 
     Raises:
-      CheckpointMismatchError: if something else than a copy was made of such a parameter, and would be left as it is.
+      CheckpointMismatchError: if a leaf was computed from a restored parameter other than by a copy, and would keep its
+        old value.
     """
     made = {f"opt_state/{path}": of for path, of in copies_in(init, state.params).items()}
     made |= {f"ema/{path}": path for path in (flatten(state.params)[0] if state.ema is not None else ())}

@@ -1,4 +1,4 @@
-"""What a training step reads and writes."""
+"""The state that a training step reads and writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["TrainState"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Everything that a training step changes: a pytree, keyed by logical paths and never by stages.
+    """All values that a training step changes: a pytree with logical paths as keys, never stages.
 
     Args:
       step: optimizer steps done, an int32 scalar.
@@ -38,5 +38,5 @@ class TrainState:
     loss_scale: Any = None
 
     def for_inference(self) -> TrainState:
-        """What evaluating and predicting read of it."""
+        """Return the part of the state that `evaluate` and `predict` read."""
         return replace(self, opt_state=(), ema=None, loss_scale=None)

@@ -16,12 +16,12 @@ __all__ = ["Weights"]
 
 @dataclass(frozen=True)
 class Weights:
-    """Gives the weights of a state to the user, as copies.
+    """Copies the weights of a state for the user.
 
     Args:
-      adapter: of the model.
+      adapter: the adapter of the model.
       held: the state.
-      meet: is called with the name of a call that every process must make after the same step.
+      meet: a function of the name of a call that every process must make after the same step.
     """
 
     adapter: ModelAdapter
@@ -29,16 +29,16 @@ class Weights:
     meet: Callable[[str], None]
 
     def model(self) -> Any:
-        """An ordinary module with the current weights (NNX: a new one; Linen: bound to its variables)."""
+        """Make an ordinary module with the current weights (NNX: a new module; Linen: bound to its variables)."""
         state = self.held.weights()
         self.meet("trainer.model")
         return self.adapter.rebuild(to_ordinary(state.params), to_ordinary(state.model_state))
 
     def ema_model(self) -> Any:
-        """An ordinary module with the moving average of the weights in place of the trained ones.
+        """Make an ordinary module with the moving average of the weights instead of the trained weights.
 
         Raises:
-          ValueError: without one.
+          ValueError: if no average is kept.
         """
         state = self.held.weights()
         if state.ema is None:
@@ -49,7 +49,7 @@ class Weights:
         return self.adapter.rebuild(to_ordinary(state.ema), to_ordinary(state.model_state))
 
     def variables(self) -> dict[str, Any]:
-        """Of a Linen model: its current variables, as `module.apply` takes them.
+        """Return the current variables of a Linen model, in the form that `module.apply` takes.
 
         Raises:
           TypeError: for an NNX model.

@@ -1,4 +1,4 @@
-"""The functions that the trainer compiles: train, evaluate, predict. Pure, and right under plain `jax.jit` too."""
+"""The functions that the trainer compiles: train, evaluate, predict. They are pure, and run under `jax.jit` too."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ StepFunction = Callable[[TrainState, Any], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Loop:
-    """How often the loop runs, and in which order its tasks do."""
+    """The number of microbatches of a loop, and the schedule of its tasks."""
 
     num_microbatches: int
     schedule: Schedule | None
@@ -37,12 +37,12 @@ def _at(batch: Any, index: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBuilder:
-    """Builds the functions over `(state, batch)`, where batch leaves are (num_microbatches, microbatch, ...).
+    """Builds functions of `(state, batch)`; batch leaves have shape (num_microbatches, microbatch, ...).
 
     Args:
       carried: the leaves of `model_state` that go from microbatch to microbatch, from `trace_loss`.
-      unused: the parameters that the loss does not use, from there too.
-      remat: None, "full" or a policy: what of the loss is recomputed in backward.
+      unused: the parameters that the loss does not use, from `trace_loss`.
+      remat: None, "full" or a policy: the values of the loss to recompute in backward.
     """
 
     model: ModelAdapter
@@ -53,7 +53,7 @@ class StepBuilder:
     remat: Any = None
 
     def train(self, loop: Loop) -> StepFunction:
-        """`step(state, batch) -> (state, metrics)`: one optimizer step on the whole batch.
+        """Return `step(state, batch) -> (state, metrics)`: one optimizer step on the whole batch.
 
         Raises:
           ModelError: if the loss does not depend on some parameter.
@@ -76,7 +76,7 @@ class StepBuilder:
                     after = jax.tree.leaves(self.model.rest_of(bound, rest))
                     return self.update.scaled(terms.total, state), (terms, [after[i] for i in self.carried])
 
-                if self.remat is not None:  # the engine makes one region for each stage of it
+                if self.remat is not None:  # the engine divides this region into one for each stage
                     loss_of = jax.checkpoint(loss_of, policy=policy_of(self.remat))
                 (_, (terms, carry)), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
                 return carry, (terms, self.update.summand(grads))
@@ -94,7 +94,7 @@ class StepBuilder:
         return step
 
     def evaluate(self, loop: Loop) -> StepFunction:
-        """`evaluate(state, batch) -> LossTerms`, summed over the microbatches; writes to the state are dropped."""
+        """Return `evaluate(state, batch) -> LossTerms`: sums over the microbatches; writes to the state are dropped."""
 
         def evaluate(state: TrainState, batch: Any) -> LossTerms:
             def body(index: Any) -> LossTerms:
@@ -105,7 +105,7 @@ class StepBuilder:
         return evaluate
 
     def predict(self, loop: Loop, predict_fn: Callable[..., Any]) -> StepFunction:
-        """`predict(state, batch)` -> outputs stacked by microbatch."""
+        """Return `predict(state, batch)` -> outputs stacked by microbatch."""
 
         def predict(state: TrainState, batch: Any) -> Any:
             def body(index: Any) -> Any:
@@ -128,6 +128,6 @@ class StepBuilder:
         return merged
 
     def _loop(self, body: Any, init: Sequence[Any], loop: Loop, operation: Any) -> tuple[Sequence[Any], Any]:
-        if not init:  # without a carry there is nothing that orders the microbatches
+        if not init:  # without a carry, the microbatches have no order
             return [], treduce_i(lambda i: body([], i)[1], loop.num_microbatches, loop.schedule, operation)
         return treduce_i(body, loop.num_microbatches, loop.schedule, operation, init=list(init))

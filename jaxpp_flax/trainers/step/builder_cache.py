@@ -17,11 +17,11 @@ __all__ = ["StepBuilderCache"]
 
 
 class StepBuilderCache:
-    """Gives the builder for a batch. What a loss writes, and what it leaves unused, depends on the batch it gets.
+    """Returns the builder for a batch. The leaves that a loss writes or does not use depend on the batch.
 
     Args:
       untraced: a builder with the model, the update and the training loss.
-      num_microbatches: of a training step.
+      num_microbatches: the number of microbatches of a training step.
     """
 
     def __init__(self, untraced: StepBuilder, num_microbatches: int) -> None:
@@ -30,7 +30,7 @@ class StepBuilderCache:
         self._has_warned = False
 
     def for_training(self, state: TrainState, microbatches: Any) -> StepBuilder:
-        """The builder for batches with the structure, shapes and dtypes of `microbatches`.
+        """Return the builder for batches with the structure, shapes and dtypes of `microbatches`.
 
         Raises:
           LossError: if the loss function returns none of the documented forms.
@@ -39,7 +39,7 @@ class StepBuilderCache:
         return replace(self._untraced, carried=found.carried, unused=found.unused)
 
     def trace(self, state: TrainState, microbatches: Any) -> LossTrace:
-        """What the training loss does with such batches.
+        """Trace the training loss for such batches; each structure of a batch is traced once.
 
         Raises:
           LossError: as above.
@@ -55,5 +55,5 @@ class StepBuilderCache:
         return self._traced[key]
 
     def for_inference(self, loss_fn: Callable[..., Any] | None = None) -> StepBuilder:
-        """A builder of what carries nothing, by default with the training loss; nothing is traced."""
+        """Return a builder without carried leaves, by default with the training loss; nothing is traced."""
         return self._untraced if loss_fn is None else replace(self._untraced, loss_fn=loss_fn)

@@ -22,13 +22,13 @@ __all__ = ["Executables"]
 
 
 class Executables:
-    """Compiles a step where its key is new.
+    """Compiles a step if its key is new.
 
     Args:
       scheduling: the schedule, which may change, and the ranks.
-      assigner: which marks cut.
-      backend: compiles.
-      builders: of the training step.
+      assigner: chooses the marks that cut.
+      backend: compiles steps.
+      builders: make the training step.
       held: the state that steps read.
     """
 
@@ -43,37 +43,37 @@ class Executables:
         self._scheduling, self._assigner, self._backend = scheduling, assigner, backend
         self._builders, self._held = builders, held
         self.compiled: dict[Any, Any] = {}
-        """The steps by their keys; a key begins with the kind."""
+        """The compiled steps by key; a key begins with the kind of step."""
 
     def for_training(self, microbatches: Any) -> Any:
-        """The training step for such batches; the state is brought where it reads it."""
+        """Return the training step for such batches, and place the state for this step."""
         compiled = self.get("train", microbatches, lambda: self.training_function(microbatches), donate=True)
         self._held.place(self._backend.mesh, lambda: compiled.in_shardings[0][0])
         return compiled
 
     def training_function(self, microbatches: Any) -> Callable[..., Any]:
-        """The pure function that a training step compiles."""
+        """Return the pure function that a training step compiles."""
         loop = Loop(num_microbatches=self._scheduling.num_microbatches, schedule=self._scheduling.schedule)
         return self._builders.for_training(self._held.memory, microbatches).train(loop)
 
     def has_training(self, microbatches: Any) -> bool:
-        """Whether `for_training` compiles nothing for such batches."""
+        """Return True if `for_training` would compile nothing for such batches."""
         return self._key("train", microbatches) in self.compiled
 
     def get(self, kind: str, microbatches: Any, build: Callable[[], Any], *, donate: bool) -> Any:
-        """The step of this kind for such batches.
+        """Return the compiled step of this kind for such batches.
 
         Args:
-          kind: "train", or one of inference.
+          kind: "train", or a kind of inference.
           microbatches: leaves of shape (num_microbatches, microbatch, ...), or their shapes.
-          build: makes the pure function; called where it is not compiled yet.
-          donate: whether the step takes the state's memory.
+          build: makes the pure function; called only if the step is not compiled yet.
+          donate: True if the step reuses the state's memory.
         """
         held, scheduling = self._held, self._scheduling
         process_group().step = held.step + (kind == "train")  # for messages
         key = self._key(kind, microbatches)
         if key not in self.compiled:
-            if scheduling.mesh is not None:  # else `jax.jit` decides
+            if scheduling.mesh is not None:  # without a mesh, `jax.jit` handles this setting
                 refuse_disabled_jit("a pipelined step")
             compare_compilations(scheduling.mesh, held.memory, kind, scheduling.schedule, microbatches)
             policy = self._cut_policy(kind, microbatches)
@@ -85,10 +85,10 @@ class Executables:
         return (kind, self._scheduling.schedule, signature(microbatches), trace_settings())
 
     def _cut_policy(self, kind: str, microbatches: Any) -> CutPolicy:
-        """Which marks cut the step of this kind."""
+        """Return the policy that chooses the marks that cut the step of this kind."""
         schedule, mesh, specs = self._scheduling.schedule, self._scheduling.mesh, self._backend.state_specs
         if schedule is None or mesh is None:
-            return even()  # plain `jax.jit` asks nobody
+            return even()  # plain `jax.jit` uses no policy
         pipeline = Pipeline(
             schedule=schedule,
             num_microbatches=self._scheduling.num_microbatches,

@@ -8,7 +8,7 @@ __all__ = ["ForwardOnly"]
 
 
 class ForwardOnly(Schedule):
-    """The stages where a training schedule has them, forward alone, for any number of microbatches.
+    """A schedule with only forwards, on the ranks of a training schedule, for any number of microbatches.
 
     Example:
       >>> from jaxpp_flax.schedules import ZBV
@@ -23,7 +23,7 @@ class ForwardOnly(Schedule):
     _home: tuple[int, ...]
 
     def _check_ranks(self) -> None:
-        """A schedule of the user's own may have more stages on one rank than on another."""
+        """Accept all numbers: a user's own schedule may have more stages on one rank than on another."""
 
     def rank_of(self, stage: int) -> int:
         return self._home[stage]

@@ -1,4 +1,4 @@
-"""Trackers: where metrics go. The interface, and those that need no other package."""
+"""Trackers receive metrics. This module has the interface, and the trackers that need no other package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CompositeTracker", "DictTracker", "JsonlTracker", "NoopTracker", "Tr
 
 
 class Tracker(abc.ABC):
-    """Receives metrics, already on the host: subclass it with `log` for one of your own.
+    """Receives metrics that are already on the host. For your own tracker, write a subclass with `log`.
 
     Example:
       >>> class Printer(Tracker):
@@ -29,17 +29,17 @@ class Tracker(abc.ABC):
         """Record `metrics` (floats, or NumPy arrays) of `step`."""
 
     def log_config(self, config: Mapping[str, Any]) -> None:  # noqa: B027 (optional)
-        """Record what the run was started with; by default nothing."""
+        """Record the configuration of the run; by default, do nothing."""
 
     def close(self) -> None:  # noqa: B027 (optional)
-        """The run has ended: write out what is left; logging again may reopen."""
+        """Write the remaining metrics at the end of the run; a later `log` may reopen the tracker."""
 
 
 class NoopTracker(Tracker):
     """Records nothing."""
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Nothing."""
+        """Record nothing."""
 
 
 class DictTracker(Tracker):
@@ -63,7 +63,7 @@ class DictTracker(Tracker):
             self.metrics.setdefault(name, {})[step] = value
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Keep it."""
+        """Keep the config."""
         self.config.update(config)
 
     def __getitem__(self, name: str) -> dict[int, Any]:
@@ -71,12 +71,12 @@ class DictTracker(Tracker):
 
 
 class JsonlTracker(Tracker):
-    """One JSON object on a line for each call; lines are appended, and whole after each call.
+    """Appends one line with a JSON object for each call; each line is complete after the call.
 
-    Not-a-number and infinities, which JSON lacks, are written as strings (`"nan"`).
+    JSON has no NaN and no infinities: these are written as strings (`"nan"`).
 
     Args:
-      path: of the file; its folder is made.
+      path: the path of the file; its folder is made.
 
     Example:
       >>> import tempfile
@@ -99,7 +99,7 @@ class JsonlTracker(Tracker):
         self._write({"config": {name: _plain(value) for name, value in config.items()}})
 
     def _write(self, line: dict[str, Any]) -> None:
-        # Opened for each line: nothing is lost when the process is killed, and nobody has to close it.
+        # The file is opened for each line: a killed process loses no line, and no call has to close the file.
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -119,17 +119,17 @@ class CompositeTracker(Tracker):
         self.trackers = trackers
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """To each."""
+        """Log to each tracker."""
         for tracker in self.trackers:
             tracker.log(metrics, step=step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """To each."""
+        """Pass the config to each tracker."""
         for tracker in self.trackers:
             tracker.log_config(config)
 
     def close(self) -> None:
-        """Each."""
+        """Close each tracker."""
         for tracker in self.trackers:
             tracker.close()
 

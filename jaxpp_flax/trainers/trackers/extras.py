@@ -1,4 +1,4 @@
-"""Trackers that need a package of their own, imported when one is made."""
+"""Trackers that need an extra package, which is imported when the tracker is made."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class TensorBoardTracker(Tracker):
         self._writer = _load("tensorboardX", "tensorboard").SummaryWriter(os.fspath(log_dir))
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Scalars alone: arrays are left out."""
+        """Write scalars; arrays are left out."""
         for name, value in metrics.items():
             if isinstance(value, (int, float)):
                 self._writer.add_scalar(name, value, step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """As text."""
+        """Write the config as text."""
         self._writer.add_text("config", "\n".join(f"- {name}: {value}" for name, value in config.items()))
 
     def close(self) -> None:
-        """Write out what is queued, and close the file; `flush` alone may leave the tail in the queue."""
+        """Write the queued metrics, and close the file; `flush` alone may leave the last ones in the queue."""
         self._writer.close()
 
 
@@ -53,7 +53,7 @@ class WandbTracker(Tracker):
     """Logs to Weights & Biases; needs the extra `wandb`.
 
     Args:
-      run_options: what `wandb.init` takes: `project=`, `name=`, ...
+      run_options: arguments of `wandb.init`: `project=`, `name=`, ...
 
     Raises:
       ImportError: without `wandb`.
@@ -63,11 +63,11 @@ class WandbTracker(Tracker):
         self._run = _load("wandb", "wandb").init(**run_options)
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Everything."""
+        """Log all metrics."""
         self._run.log(dict(metrics), step=step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """As the run's config."""
+        """Save the config as the run's config."""
         self._run.config.update(dict(config), allow_val_change=True)
 
     def close(self) -> None:

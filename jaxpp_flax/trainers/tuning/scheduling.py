@@ -14,11 +14,11 @@ __all__ = ["Scheduling", "no_pipeline"]
 
 
 class Scheduling:
-    """Which schedule runs on which ranks; for `"auto"`, what finds a better one.
+    """The current schedule and its ranks; for `"auto"`, also the tuner that finds a better schedule.
 
     Args:
-      num_microbatches: of a training step.
-      schedule, num_stages, num_ranks, mesh, mesh_axes: as the trainer takes them.
+      num_microbatches: the number of microbatches of a training step.
+      schedule, num_stages, num_ranks, mesh, mesh_axes: as in the trainer.
 
     Raises:
       ValueError, MeshError: see `choose_ranks`.
@@ -46,7 +46,7 @@ class Scheduling:
         self.schedule, self.mesh = choose_ranks(schedule, num_stages, num_microbatches, num_ranks, mesh, mesh_axes)
         self.num_stages, self.num_microbatches = num_stages, num_microbatches
         self.batch_shards = num_batch_shards(self.mesh)
-        """So many devices of a stage share the examples of a microbatch."""
+        """The number of devices of a stage that divide the examples of a microbatch."""
         self.tuner: ScheduleTuner | None = None
         if isinstance(auto, AutoSchedule) and self.schedule is not None and self.mesh is not None:
             if self.mesh.jax_mesh.is_multi_process:
@@ -59,20 +59,20 @@ class Scheduling:
 
     @property
     def report(self) -> ScheduleReport | None:
-        """With `"auto"`: what was found, predicted and measured; None before the search."""
+        """The result of the search of `"auto"`, predicted and measured; None before the search."""
         return self.tuner.report if self.tuner is not None else None
 
     def use(self, schedule: Any, num_stages: int | None = None) -> None:
-        """Go on with another schedule on the same ranks; the next step compiles it and moves what lies elsewhere.
+        """Change to another schedule on the same ranks; the next step compiles it and moves arrays between ranks.
 
-        The training goes on as if nothing had happened: results do not depend on the schedule.
+        The training continues without a difference: results do not depend on the schedule.
 
         Args:
           schedule: a name or a `Schedule`.
-          num_stages: stages to cut the model into, by default as many as now (or as the `Schedule` has).
+          num_stages: the number of stages; default: the current number (or the number of the `Schedule`).
 
         Raises:
-          ValueError: if it does not fit the ranks or the microbatches, or there are no ranks.
+          ValueError: if the schedule does not fit the ranks or the microbatches, or there are no ranks.
         """
         if self.mesh is None:
             raise ValueError(no_pipeline(f"use_schedule({schedule!r})"))
@@ -83,7 +83,7 @@ class Scheduling:
 
 
 def no_pipeline(what: str) -> str:
-    """The message for a call that needs ranks, where there are none."""
+    """Return the message for a call that needs ranks, if there are none."""
     return (
         f"{what} needs a pipeline, but with num_stages=1 and without a mesh the step runs under plain jax.jit. Give "
         "num_stages=2 or more, or mesh={} for a pipeline of one rank."

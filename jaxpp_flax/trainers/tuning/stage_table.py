@@ -13,11 +13,11 @@ __all__ = ["stage_table"]
 
 
 def stage_table(stages: Sequence[Any], memory: Mapping[int, int], title: str = "Pipeline") -> Table:
-    """The engine's summaries as a table: FLOPs and bytes sent are those of one microbatch, memory is the rank's.
+    """Make a table of the engine's summaries: FLOPs and bytes sent for one microbatch, memory of the rank.
 
     Args:
       stages: `StageSummary`s.
-      memory: bytes that each rank holds at most.
+      memory: the maximum bytes of each rank.
 
     Example:
       >>> stage_table([], {}).row_count

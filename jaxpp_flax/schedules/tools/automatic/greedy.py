@@ -15,12 +15,12 @@ _F, _W = TaskKind.FORWARD, TaskKind.BACKWARD_WEIGHT
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a free rank chooses.
+    """The rule by which a free rank chooses its next pass.
 
     Attributes:
         caps: for each rank, the activation memory beyond which it starts no forward.
-        forward_first: whether a forward goes before an input gradient, where both are at hand.
-        deep_first: of two stages on a rank, whether the later one goes first.
+        forward_first: True if a forward goes before an input gradient, when both are ready.
+        deep_first: True if the later of two stages on a rank goes first.
         patience: a rank rather idles than start a weight gradient, if more urgent work is known to
             arrive within this part of the time the weight gradient takes.
     """
@@ -32,7 +32,7 @@ class Rule:
 
 
 def rules(problem: Problem) -> Iterator[Rule]:
-    """A grid of rules, from the frugal to the lavish in memory."""
+    """Return a grid of rules, from little memory to much memory."""
     ranks, count = problem.num_ranks, problem.num_microbatches
     hold = [sum(p.hold for p in problem.passes if p.rank == rank) for rank in range(ranks)]
     slopes: list[list[float]] = [[ranks - r for r in range(ranks)], [2 * (ranks - r) - 1 for r in range(ranks)]]
@@ -54,7 +54,7 @@ def rules(problem: Problem) -> Iterator[Rule]:
 
 
 def construct(problem: Problem, rule: Rule) -> Words | None:
-    """The words that ``rule`` makes, or None where its caps leave a rank stuck."""
+    """Return the words that ``rule`` makes, or None if its caps block a rank."""
     passes, count = problem.passes, problem.num_microbatches
     ranks = range(problem.num_ranks)
     mine = [[n for n, p in enumerate(passes) if p.rank == rank] for rank in ranks]

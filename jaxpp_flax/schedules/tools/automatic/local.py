@@ -1,4 +1,4 @@
-"""Improving a schedule by small changes along what holds it up."""
+"""Improve a schedule by small changes along its critical path."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from jaxpp_flax.schedules.tools.automatic.problem import Problem, Words, evaluat
 
 
 def critical_moves(problem: Problem, words: Words, ends: list[list[float]]) -> list[tuple[int, int]]:
-    """``(rank, position)`` of passes that held up, on the critical path, the next on their rank.
+    """Return ``(rank, position)`` of passes on the critical path that delay the next pass of their rank.
 
-    The step cannot become shorter unless one of these neighbours changes places, or the chain of
-    transfers itself is what takes so long.
+    The step can become shorter only if one of these passes changes places with the next one, unless
+    the chain of transfers itself takes this time.
     """
     passes = problem.passes
     place: list[list[int]] = [[0] * problem.num_microbatches for _ in passes]
@@ -44,17 +44,17 @@ def critical_moves(problem: Problem, words: Words, ends: list[list[float]]) -> l
 
 
 def improve(problem: Problem, words: Words, *, evaluations: int, goal: float, seed: int = 0) -> tuple[float, Words]:
-    """Simulated annealing over moves of passes on the critical path.
+    """Improve words by simulated annealing, with moves of passes on the critical path.
 
     Args:
-        problem: what is being scheduled.
-        words: where to start.
-        evaluations: how many schedules to try.
+        problem: the problem to schedule.
+        words: the words to start from.
+        evaluations: the number of schedules to try.
         goal: stop at this makespan (a lower bound).
-        seed: of the random choices: the same seed gives the same schedule.
+        seed: the seed of the random choices: the same seed gives the same schedule.
 
     Returns:
-        the best makespan met, and its words.
+        The best makespan found, and its words.
     """
     found = evaluate(problem, words)
     if found is None:
@@ -88,7 +88,7 @@ def improve(problem: Problem, words: Words, *, evaluations: int, goal: float, se
 def _propose(
     problem: Problem, words: Words, moves: list[tuple[int, int]], generator: random.Random
 ) -> tuple[int, list[int]] | None:
-    """One rank's word with one pass moved, forward or back, by a few places."""
+    """Propose a rank and its word, with one pass moved forward or back by a few places."""
     if moves and generator.random() < 0.85:
         rank, position = moves[generator.randrange(len(moves))]
     else:
@@ -96,7 +96,7 @@ def _propose(
         position = generator.randrange(len(words[rank]))
     word = words[rank]
     reach = 1 if generator.random() < 0.6 else generator.randrange(2, 6)
-    if generator.random() < 0.5:  # move the pass itself later, or the one that follows it earlier
+    if generator.random() < 0.5:  # move the pass later, or the next pass earlier
         source, target = position, min(len(word) - 1, position + reach)
     else:
         source, target = min(len(word) - 1, position + 1), max(0, position + 1 - reach)

@@ -1,9 +1,9 @@
 """The search space: for each rank, one word over the passes of its stages.
 
-All microbatches of a step are alike. So if a stage's passes of one kind come in some order of
-microbatches, relabelling the ``k``-th of them as microbatch ``k`` keeps every dependency (the
-``k``-th forward of a stage still follows ``k`` forwards of the stage before) and every count in
-memory. It is enough to search over what pass comes next on each rank; the microbatch follows.
+All microbatches of a step are equal. So a stage's passes of one kind may be relabelled: the
+``k``-th pass becomes microbatch ``k``. This keeps every dependency (the ``k``-th forward of a stage
+still follows ``k`` forwards of the stage before) and every count in memory. So it is enough to
+search over the order of passes on each rank; the microbatches follow.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from jaxpp_flax.schedules.task import AnyTask, Task, TaskKind, flatten
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
 
 Words = list[list[int]]
-"""For each rank, the numbers of its passes in order."""
+"""The numbers of each rank's passes, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One kind of work of one stage, to be done once for each microbatch.
+    """One kind of work of one stage, which runs once for each microbatch.
 
     Attributes:
-        time: how long it takes.
-        hold: activation memory that it adds at its start.
-        release: activation memory that it gives back at its end.
-        remote: the pass whose result it needs from another stage, or -1, and ``wait``, how long
-            that result travels.
-        local: the pass of its own stage that it follows, or -1.
+        time: the time of the pass.
+        hold: the activation memory that the pass adds at its start.
+        release: the activation memory that the pass frees at its end.
+        remote: the pass of another stage whose result this pass needs, or -1; ``wait`` is the
+            transfer time of that result.
+        local: the pass of the same stage that must come before, or -1.
     """
 
     kind: TaskKind
@@ -50,7 +50,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Problem:
-    """Costs, links and limits, ready for evaluating words quickly."""
+    """Costs, links and limits, in a form for fast evaluation of words."""
 
     num_ranks: int
     num_stages: int
@@ -107,7 +107,7 @@ class Problem:
         )
 
     def words(self, lists: Sequence[Sequence[AnyTask]]) -> Words:
-        """A schedule as words; a whole backward is taken apart where this problem splits it."""
+        """Convert a schedule to words; a whole backward is split if this problem splits backwards."""
         number = {(p.kind, p.stage): n for n, p in enumerate(self.passes)}
         words: Words = []
         for tasks in lists:
@@ -122,7 +122,7 @@ class Problem:
         return words
 
     def tasks(self, words: Words) -> list[list[Task]]:
-        """The tasks that ``words`` stand for."""
+        """Convert ``words`` to tasks."""
         lists: list[list[Task]] = []
         for word in words:
             count = [0] * len(self.passes)
@@ -135,7 +135,7 @@ class Problem:
         return lists
 
     def peak(self, rank: int, word: Sequence[int]) -> float:
-        """The most activation memory that ``rank`` holds."""
+        """Return the maximum activation memory of ``rank``."""
         held = peak = 0.0
         for n in word:
             p = self.passes[n]
@@ -145,12 +145,12 @@ class Problem:
         return peak
 
     def fits(self, rank: int, word: Sequence[int]) -> bool:
-        # The sums are of floats: a limit reached exactly must count as kept.
+        # These are sums of floats: a value at the limit must count as within the limit.
         return self.peak(rank, word) <= self.limits[rank] * (1 + 1e-9)
 
 
 def evaluate(problem: Problem, words: Words) -> tuple[float, list[list[float]]] | None:
-    """The makespan and, for each pass, its end times by microbatch; None if the ranks deadlock."""
+    """Return the makespan and, for each pass, its end times by microbatch; None if the ranks deadlock."""
     passes = problem.passes
     ends: list[list[float]] = [[] for _ in passes]
     at = [0] * len(words)
@@ -189,12 +189,12 @@ def evaluate(problem: Problem, words: Words) -> tuple[float, list[list[float]]] 
 
 
 def lower_bound(problem: Problem) -> float:
-    """A makespan that no order can beat.
+    """Return a makespan that no order can beat.
 
-    For each rank: every pass has a head (the earliest it can start) and a tail (what must still
-    follow it, on this rank or another). A single machine that may interrupt its work, and knows
-    nothing of other ranks, needs at least this long; that relaxation is solved exactly by always
-    running the available pass with the longest tail (Jackson's rule, preemptive).
+    For each rank, every pass has a head (its earliest start) and a tail (the time of the work that
+    must follow it, on this rank or another). The bound is the time of a single machine that may
+    interrupt its work and ignores other ranks. Jackson's rule (preemptive) solves this relaxation
+    exactly: always run the available pass with the longest tail.
     """
     passes = problem.passes
     heads = [0.0] * len(passes)
@@ -219,7 +219,7 @@ def lower_bound(problem: Problem) -> float:
 
 
 def in_dependency_order(passes: Sequence[Pass]) -> list[int]:
-    """The passes, each after the ones it needs: forwards from the first stage on, then backwards from the last."""
+    """Sort passes so that each follows its needs: forwards from the first stage on, then backwards from the last."""
 
     def key(n: int) -> tuple[bool, int]:
         p = passes[n]
@@ -229,7 +229,7 @@ def in_dependency_order(passes: Sequence[Pass]) -> list[int]:
 
 
 def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
-    """The preemptive one-machine bound for ``(head, time, tail)`` jobs."""
+    """Return the preemptive one-machine bound for ``(head, time, tail)`` jobs."""
     waiting = sorted(jobs)
     ready: list[list[float]] = []  # [tail, time left]
     now = bound = 0.0
@@ -253,7 +253,7 @@ def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
 
 
 def memory_limits(memory_limit: float | Sequence[float] | None, num_ranks: int) -> list[float]:
-    """One limit for each rank, from what the user gave."""
+    """Return one limit for each rank, from the user's argument."""
     if memory_limit is None:
         return [math.inf] * num_ranks
     limits = list(memory_limit) if isinstance(memory_limit, Sequence) else [memory_limit] * num_ranks
@@ -265,7 +265,7 @@ def memory_limits(memory_limit: float | Sequence[float] | None, num_ranks: int) 
 
 
 def check_limits(problem: Problem) -> None:
-    """Refuse limits in which not even one microbatch at a time can run."""
+    """Refuse limits that are too small for even one microbatch at a time."""
     for rank, limit in enumerate(problem.limits):
         need = sum(p.hold for p in problem.passes if p.rank == rank)
         if need > limit * (1 + 1e-9):

@@ -35,8 +35,8 @@ def draw(
             ``.json`` (Chrome trace, for Perfetto), ``.txt``. None writes nothing.
         title: of a single timeline.
         width: columns of the text grid.
-        colour: whether the text grid uses terminal colours.
-        memory: whether a PNG also shows each rank's activation memory.
+        colour: True if the text grid uses terminal colours.
+        memory: True if a PNG also shows each rank's activation memory.
         microseconds: length of one unit of time in a Chrome trace.
 
     Returns:

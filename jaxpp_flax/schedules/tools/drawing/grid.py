@@ -57,7 +57,7 @@ Labels = Callable[[Bar], str]
 
 
 def _labels(timeline: Timeline) -> Labels:
-    """How a timeline's passes are named: by what it takes to tell a rank's stages apart."""
+    """Return the labels of a timeline's passes: long enough to distinguish a rank's stages."""
     stages = [sorted({event.task.stage for event in events}) for events in timeline.events]
     most = max(map(len, stages), default=1)
     if most > 2:

@@ -1,4 +1,4 @@
-"""What a picture of a timeline shows, before any format: bars in rows, and their colours."""
+"""The content of a picture of a timeline, for all formats: bars in rows, and their colours."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ def kinds_of(panels: Panels) -> list[TaskKind]:
 
 
 def several_stages(panels: Panels) -> bool:
-    """Whether some rank runs several stages, which the legend must then explain."""
+    """True if some rank runs several stages: then the legend must explain this."""
     return any(len({event.task.stage for event in events}) > 1 for _, timeline in panels for events in timeline.events)
 
 
 def shortest(timeline: Timeline) -> float:
-    """The shortest pass that is worth a label of its own."""
+    """The shortest pass that gets its own label."""
     lengths = sorted(bar.end - bar.start for bar in bars(timeline) if bar.end > bar.start)
     return lengths[len(lengths) // 10] if lengths else 1.0
 
