@@ -184,8 +184,7 @@ class _Held:
 
     One object stands for the slots of all microbatches: runs of a task that read the same objects write the same
     objects. So each run only needs a lookup. `found` is the spec, or a function that returns it: another process may
-    still be compiling the task that writes the slot. `rank` is the rank of that task, or None for an argument of the
-    step.
+    still be compiling the task that writes the slot. `rank` is that task's rank, None for an argument of the step.
     """
 
     found: PartitionSpec | Callable[[], PartitionSpec]
