@@ -299,14 +299,17 @@ def damage_goes_unnoticed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("jaxpp_flax.checkpoint.reading.check_files", lambda _: None)
 
 
+def run_scripts_of_several_seeds() -> None:
+    """Hypothesis draws on constants of the loaded modules, so scripts differ between runs, and 60 may all miss a damage."""
+    for number in range(5):
+        run_scripts(60, number=number, phases=[Phase.generate])
+
+
 @pytest.mark.parametrize("sabotage", [data_begins_anew, slow(damage_goes_unnoticed)])
 def test_a_wrong_trainer_is_found(sabotage: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch):
     sabotage(monkeypatch)
-    # Hypothesis draws on constants of the modules that are loaded, so the scripts differ between runs. The likelihood that
-    # 60 of them all miss the damage is some percent.
     with pytest.raises((AssertionError, BaseExceptionGroup)):
-        for number in range(5):
-            run_scripts(60, number=number, phases=[Phase.generate])
+        run_scripts_of_several_seeds()
 
 
 @pytest.mark.slow
