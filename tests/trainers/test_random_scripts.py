@@ -300,7 +300,7 @@ def damage_goes_unnoticed(patch: pytest.MonkeyPatch) -> None:
 
 
 def run_scripts_of_several_seeds() -> None:
-    """Hypothesis draws on constants of the loaded modules: scripts differ between runs, and 60 may all miss a damage."""
+    """Scripts differ between runs: Hypothesis draws on constants of the loaded modules. 60 may all miss a damage."""
     for number in range(5):
         run_scripts(60, number=number, phases=[Phase.generate])
 
