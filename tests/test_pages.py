@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+from tests.running import ROOT
+
+DOCS = ROOT / "docs"
 
 
 def run_page(name: str, blocks: int) -> None:
@@ -36,7 +37,7 @@ def test_the_page_about_assignments_runs(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.parametrize("page", ["docs/engine.md", "CONTRIBUTING.md"])
 def test_every_file_that_a_page_names_exists(page: str):
-    named = set(re.findall(r"`([\w/]+/\w+\.py)", (DOCS.parent / page).read_text(encoding="utf-8")))
+    named = set(re.findall(r"`([\w/]+/\w+\.py)", (ROOT / page).read_text(encoding="utf-8")))
     assert named
-    tops = (DOCS.parent, DOCS.parent / "jaxpp_flax")
+    tops = (ROOT, ROOT / "jaxpp_flax")
     assert [name for name in named if not any((top / name).exists() for top in tops)] == []

@@ -16,7 +16,6 @@ from jaxpp_flax.checkpoint.format.leaves import is_empty, to_disk
 from jaxpp_flax.checkpoint.format.orbax_io import (
     absolute,
     find_tree,
-    is_primary,
     multiprocessing_options,
     pytree_handler,
     read_metadata,
@@ -103,7 +102,7 @@ def write_and_check(path: Path, handler: Any, arguments: Any, leaves: Any) -> No
                     CorruptCheckpointError,
                 )
             except Exception:
-                if is_primary():
+                if process_group().process_index == 0:
                     shutil.rmtree(path, ignore_errors=True)
                 raise
 

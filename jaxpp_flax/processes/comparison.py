@@ -103,12 +103,15 @@ def _describe_difference(name: str, texts: Sequence[str]) -> str:
     versions: dict[str, list[int]] = {}
     for process, text in enumerate(texts):
         versions.setdefault(text, []).append(process)
-    shown = "\n".join(f"  {name_processes(processes)}: {text}" for text, processes in versions.items())
     return (
-        f"the processes of this run do not agree on {name}. The first difference:\n{shown}\n"
+        f"the processes of this run do not agree on {name}. The first difference:\n{_list_versions(versions)}\n"
         "Every process must run the same script with the same model, batch shapes, schedule and versions; look for "
         "what depends on the process: its index, its data, its environment, an order of sets or files."
     )
+
+
+def _list_versions(versions: Mapping[str, Sequence[int]]) -> str:
+    return "\n".join(f"  {name_processes([*processes])}: {text}" for text, processes in versions.items())
 
 
 def compare_hashes(
@@ -130,30 +133,29 @@ def compare_hashes(
       among: the part of the values that is compared this time, such as "steps 3 to 4", for errors.
 
     Raises:
-      ValuesMismatchError: naming the values that differ, and in which processes.
+      ValuesMismatchError: naming the first value that differs, and in which processes.
       ProcessFailedError: if a process does not come.
     """
     everyones = exchange_values(group, f"the hashes of {name}", dict(hashes), timeout_s=None, idle_reason=idle_reason)
-    wrong = find_differences(everyones)
+    wrong = _find_differences(everyones)
     if not wrong:
         return
     path, versions = next(iter(wrong.items()))
-    shown = "\n".join(f"  {name_processes(processes)}: {text}" for text, processes in versions.items())
     more = "" if len(wrong) == 1 else f" It is one of {len(wrong)} that differ."
     raise ValuesMismatchError(
         f"the processes of this run have different values of {name}{among and f', {among}'}, where all are to have the "
         f"same: {path}.{more}\n"
-        f"{shown}\n{remedy}"
+        f"{_list_versions(versions)}\n{remedy}"
     )
 
 
-def find_differences(known: Sequence[Mapping[str, str | None]]) -> dict[str, dict[str, list[int]]]:
+def _find_differences(known: Sequence[Mapping[str, str | None]]) -> dict[str, dict[str, list[int]]]:
     """The names of values whose hashes differ, each with the hashes and the processes that have them.
 
     Args:
       known: for each process, hashes by name; None, or no entry, for a value that the process lacks.
 
-    >>> find_differences([{"x": "a", "y": "b"}, {"x": "c", "y": None}, {"x": "a"}])
+    >>> _find_differences([{"x": "a", "y": "b"}, {"x": "c", "y": None}, {"x": "a"}])
     {'x': {'a': [0, 2], 'c': [1]}}
     """
     found: dict[str, dict[str, list[int]]] = {}

@@ -42,6 +42,7 @@ from jaxpp_flax.processes.waits import (
     Waits,
     call_with_limit,
     main_thread_location,
+    print_notice,
     seconds_from_environment,
 )
 
@@ -312,7 +313,7 @@ class ProcessGroup:
         """
         with self._ending:
             text = failure if isinstance(failure, str) else self.describe(failure)
-            print(f"jaxpp_flax: the run has ended: {text}", file=sys.stderr, flush=True)
+            print_notice(f"the run has ended: {text}")
             sys.stdout.flush()
             own = self._failure is not None and self._failure.process == self.process_index
             os._exit(1 if own else PEER_FAILED_STATUS)

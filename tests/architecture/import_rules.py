@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "engine": {"schedules", "processes", "_compat"},
     "layers": {"engine"},
     "assignment": {"engine", "schedules", "globs", "messages"},
-    "linen": {"layers", "engine"},
+    "linen": {"layers"},
     "mpmd": {"engine", "schedules", "messages"},
     "checkpoint": {"engine", "processes", "globs"},
     "trainers": {"layers", "assignment", "checkpoint", "schedules", "engine", "processes", "globs", "messages"},
@@ -30,7 +30,7 @@ MAY_IMPORT = {
 # The folders of the engine, from the lowest up: each may import those before it.
 ENGINE_FOLDERS = ("tracing", "arrays", "analyses", "program", "passes", "runtime")
 # The engine knows what a task and a schedule are and in which orders tasks may run, but no particular schedule.
-ENGINE_MAY_USE_OF_SCHEDULES = {"task", "schedule", "errors", "order", "validate"}
+ENGINE_MAY_USE_OF_SCHEDULES = {"task", "schedule", "errors", "order"}
 FORBIDDEN_LIBRARIES = {
     "schedules": {"jax", "jaxlib", "flax", "optax", "orbax"},
     "engine": {"flax", "optax", "orbax"},

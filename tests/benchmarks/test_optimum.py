@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from jaxpp_flax.schedules import Costs, Transfer, search
 from jaxpp_flax.schedules.tools.automatic.problem import evaluate
 from jaxpp_flax.schedules.tools.automatic.search import problems_of
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.running import ROOT
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Run by `test_equal.py` as several processes: cases of a group, compared with plain `jax.jit`.
+"""Run by `test_equal_to_plain.py` as several processes: cases of a group, compared with plain `jax.jit`.
 
 Usage: run_cases.py GROUP NAMES; the names are JSON.
 """

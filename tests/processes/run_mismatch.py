@@ -1,4 +1,4 @@
-"""Run by `test_equal.py`: process 1 has another model."""
+"""Run by `test_equal_to_plain.py`: process 1 has another model."""
 
 from __future__ import annotations
 

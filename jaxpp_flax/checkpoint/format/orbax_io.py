@@ -21,7 +21,6 @@ __all__ = [
     "absolute",
     "damaged",
     "find_tree",
-    "is_primary",
     "map_metadata",
     "multiprocessing_options",
     "pytree_handler",
@@ -76,11 +75,6 @@ def multiprocessing_options(prefix: str | None = None) -> ocp.options.Multiproce
     return ocp.options.MultiprocessingOptions(
         primary_host=0, active_processes=set(range(count)) if count > 1 else None, barrier_sync_key_prefix=prefix
     )
-
-
-def is_primary() -> bool:
-    """Return True if this process does the work that only one process does."""
-    return jax.process_index() == 0
 
 
 def pytree_handler(largest_leaf: int | None = None) -> ocp.PyTreeCheckpointHandler:

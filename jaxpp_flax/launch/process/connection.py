@@ -22,6 +22,7 @@ from jaxpp_flax.launch.settings import LaunchError, LaunchSettings, join_host_an
 from jaxpp_flax.processes.failures import PEER_FAILED_STATUS, Failure
 from jaxpp_flax.processes.group import ProcessGroup, process_group
 from jaxpp_flax.processes.store import CoordinationError, own_address
+from jaxpp_flax.processes.waits import print_notice
 
 __all__ = ["ConnectionOptions", "connect", "connect_program", "initialize"]
 
@@ -229,7 +230,7 @@ def connect(
         group.watch(settings.failure_timeout, on_failure)
     except CoordinationError as error:
         # A normal exit of Python would disconnect the other process that has this index.
-        print(f"jaxpp_flax: {error}", file=sys.stderr)
+        print_notice(str(error))
         end_at_once(1)
     watching.set()
     group.barrier("the start of all processes", timeout_s)
@@ -316,7 +317,7 @@ def _binds(place: socket.socket, name: str) -> bool:
 def _on_launcher_news(failure: Failure, watching: threading.Event) -> None:
     """Record the end of a process. The operating system tells the launcher, sooner than heartbeats could."""
     if not watching.is_set():
-        print(f"jaxpp_flax: the run has ended: {failure}\n(Processes were still connecting.)", file=sys.stderr)
+        print_notice(f"the run has ended: {failure}\n(Processes were still connecting.)")
         end_at_once(PEER_FAILED_STATUS)
     process_group().observe_end(failure)
 
@@ -327,12 +328,11 @@ def _end_with_the_launcher() -> None:
 
 
 def _end_unconnected(settings: LaunchSettings, timeout_s: float) -> None:
-    print(
-        f"jaxpp_flax: process {settings.process_id} did not connect to all {settings.num_processes} processes through "
+    print_notice(
+        f"process {settings.process_id} did not connect to all {settings.num_processes} processes through "
         f"{settings.coordinator_address} within {timeout_s:g} s. Do all of them run, with the same address, and each "
         "with a process_id of its own? Is it the address of process 0, and does a firewall let it through? If they "
-        "start slowly, raise initialization_timeout_s.",
-        file=sys.stderr,
+        "start slowly, raise initialization_timeout_s."
     )
     end_at_once(1)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable
+
+from jaxpp_flax.processes.waits import print_notice
 
 __all__ = ["EXIT_SECONDS", "InterpreterExit"]
 
@@ -34,7 +35,7 @@ class InterpreterExit:
         threading.Thread(target=self._watch, name="jaxpp_flax exit", daemon=True).start()
 
     def finish(self) -> None:
-        """Stop to watch: the interpreter has come to the last exit handler."""
+        """Stop to watch: from here on the process waits for the other processes."""
         self._finished.set()
 
     def _watch(self) -> None:
@@ -42,11 +43,7 @@ class InterpreterExit:
         if self._finished.wait(_SECONDS_IN_SILENCE):
             return
         text = f"the program of process {self._process} is over, but {_describe_cause()}"
-        print(
-            f"jaxpp_flax: {text}. The other processes wait for it; after {EXIT_SECONDS:g} s it ends.",
-            file=sys.stderr,
-            flush=True,
-        )
+        print_notice(f"{text}. The other processes wait for it; after {EXIT_SECONDS:g} s it ends.")
         if not self._finished.wait(EXIT_SECONDS - (time.monotonic() - begun)):
             self._end(f"{text}, for {EXIT_SECONDS:g} s")
 

@@ -22,6 +22,7 @@ from jaxpp_flax.launch.process.interpreter_exit import InterpreterExit
 from jaxpp_flax.processes.failures import Failure, may_come_from_a_peer
 from jaxpp_flax.processes.group import ProcessGroup
 from jaxpp_flax.processes.store import ProcessFailedError
+from jaxpp_flax.processes.waits import print_notice
 
 __all__ = ["INTERRUPTED_STATUS", "ProcessEnd", "ProgramExitError", "end_at_once", "listen_to_launcher"]
 
@@ -87,7 +88,7 @@ class ProcessEnd:
 
     def _end_overdue(self, why: str) -> None:
         self.group.report_failure(why)
-        print(f"jaxpp_flax: {why}: it ends.", file=sys.stderr)
+        print_notice(f"{why}: it ends.")
         end_at_once(1)
 
     def finish(self) -> None:

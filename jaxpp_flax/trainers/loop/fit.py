@@ -91,7 +91,7 @@ class FitLoop:
         await_same_end: Callable[[], None],
     ) -> None:
         self._trainer, self._rows, self._saving, self._arguments = trainer, rows, saving, arguments
-        self._meter, self._first, self._end_together = meter, first, await_same_end
+        self._meter, self._first, self._await_same_end = meter, first, await_same_end
         self._begin = trainer.step
         self._total = None if total is None else self._begin + total
         # With several processes, one process may train its own model, without the others.
@@ -166,7 +166,7 @@ class FitLoop:
                     break
             self._metrics.flush()
             if self._goes_on(stepped=stepped):
-                self._end_together()
+                self._await_same_end()
                 self._evaluation.end()
         finally:
             self._meter.stop()

@@ -53,7 +53,7 @@ class Training:
     ) -> None:
         self._rows, self._checkpoints, self._saving, self._tracking = rows, checkpoints, saving, tracking
         self._callbacks, self._display, self._log_every = callbacks, display, log_every
-        self._deadline, self._trace, self._end_together = deadline, trace, await_same_end
+        self._deadline, self._trace, self._await_same_end = deadline, trace, await_same_end
 
     def steps(
         self,
@@ -153,7 +153,7 @@ class Training:
                 log_every=self._log_every,
                 deadline=self._deadline,
                 first=lambda batch: self._check_filling(rule, batch),
-                await_same_end=self._end_together,
+                await_same_end=self._await_same_end,
             )
             return loop.run(source)
         finally:

@@ -22,8 +22,8 @@ from jaxpp_flax.engine.tracing.ir import Graph, VerificationError, from_jaxpr
 from jaxpp_flax.schedules import GPipe
 from tests.engine.toys import built, chain, sgd_step
 from tests.helpers import batch_of
+from tests.running import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 NAMES = [each.name for each in PASSES]
 STEP = sgd_step(GPipe(2))
 

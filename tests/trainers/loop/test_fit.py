@@ -101,6 +101,18 @@ class Record(Callback):
         self.events.append("end")
 
 
+class EmptyAtFirst(DictTracker):
+    """A tracker that is false until it holds something, as any class with a length is."""
+
+    def __len__(self):
+        return len(self.metrics)
+
+
+def test_an_empty_tracker_is_a_tracker():
+    tracker = EmptyAtFirst()
+    assert trainer(tracker=tracker).tracker is tracker
+
+
 def test_fit_with_callbacks_trackers_and_evaluation(tmp_path):
     record, losses, kept = Record(every=2), {}, DictTracker()
     path = tmp_path / "run" / "metrics.jsonl"
