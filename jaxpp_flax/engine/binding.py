@@ -126,7 +126,7 @@ class Binding:
                         self._place_value(leaf, argument, environment, given_away)
         except RuntimeError as error:
             raise self._signature.name_deleted(leaves, error) from error
-        if not kinds_looked_for():  # then `jax.jit` donates nothing
+        if given_away and not kinds_looked_for():  # else `jax.jit` donates nothing
             for leaf in given_away:  # only now: if another argument is refused, the donated ones stay alive
                 leaf.delete()
         return environment
@@ -140,10 +140,12 @@ class Binding:
             check_parts(leaf, argument.wanted)
         if argument.targets and isinstance(leaf, jax.ShapeDtypeStruct):
             raise _no_value(leaf, argument)
+        in_place = False
         for target in argument.targets:
-            may_alias = False if target.own_memory else None
-            environment[target.slot] = self._place(leaf, target.sharding, may_alias=may_alias)
-        if not argument.donated or not isinstance(leaf, jax.Array):
+            part = self._place(leaf, target.sharding, may_alias=False if target.own_memory else None)
+            environment[target.slot] = part
+            in_place = in_place or part is leaf
+        if in_place or not argument.donated or not isinstance(leaf, jax.Array):
             return
         # As under jax.jit, a donated argument is deleted after the call. A copy on one of its devices may share its
         # memory; then the task that takes the copy as a donation deletes both.

@@ -72,7 +72,8 @@ class MpmdWrapped:
     def _lower(self, call: Call) -> MpmdLowered:
         config = self.mpmd_config
         _check_processes(config.meshes)
-        structs = _structs(call, call.paths())
+        paths = list(call.paths())
+        structs = _structs(call, paths)
         memories = memories_of(self._in_shardings, _arguments(call, structs), "in_shardings")
         structs = [_moved(struct, kind) for struct, kind in zip(structs, memories, strict=True)]
         shapes = _arguments(call, structs)
@@ -93,7 +94,7 @@ class MpmdWrapped:
             spec if spec is not None else _followed(spec_of(leaf), home.axis_names)
             for spec, leaf, home in zip(asked, call.leaves, homes, strict=True)
         ]
-        leaves = tuple(Leaf.of(*found) for found in zip(call.paths(), structs, in_specs, strict=True))
+        leaves = tuple(Leaf.of(*found) for found in zip(paths, structs, in_specs, strict=True))
         out_tree = jax.tree.structure(traced.out_info)
         signature = Signature(call.tree, leaves, out_tree, donated, function=self._name, made="lowered")
         return MpmdLowered(built, signature, config.meshes, out_specs, tuple(constants), self._compiler)
@@ -142,7 +143,7 @@ def _struct_of(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
 
 def _moved(struct: jax.ShapeDtypeStruct, kind: str | None) -> jax.ShapeDtypeStruct:
     """Return the type in another kind of memory; None keeps the type."""
-    if kind is None:
+    if kind is None or (kind == "device" and struct.sharding is None):
         return struct
     return struct.update(sharding=None if kind == "device" else in_memory(None, kind))
 

@@ -210,8 +210,8 @@ class PipelineTrainer:
 
         self._weights = Weights(adapter, held, meet)
         self._display = Display(logging.progress)
-        sends = logging.tracker is not None and jax.process_index() == 0  # one process sends for all
-        self.tracker: Tracker = logging.tracker if sends else NoopTracker()
+        sends = jax.process_index() == 0  # one process sends for all
+        self.tracker: Tracker = logging.tracker if sends and logging.tracker is not None else NoopTracker()
         self.stopping: str | None = None
         self._evaluation = Evaluation(
             self._scheduling, rows, builders, self._executables, held,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxpp_flax.engine.tracing.ir import Value
+from jaxpp_flax.engine.tracing.ir import Value, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 
 __all__ = ["sliced_by_index"]
@@ -13,11 +13,11 @@ def sliced_by_index(body: LoopBody) -> set[Value]:
     moving: set[Value] = {body.index}
     found: set[Value] = set()
     for equation in body.equations:
-        values = [a for a in equation.inputs if isinstance(a, Value)]
-        if moving.isdisjoint(values):
+        operands = values(equation.inputs)
+        if moving.isdisjoint(operands):
             continue
         if equation.name in ("dynamic_slice", "gather"):
-            found.update(v for v in values if v not in moving)
-        elif all(v.aval.ndim == 0 for v in values):
+            found.update(v for v in operands if v not in moving)
+        elif all(v.aval.ndim == 0 for v in operands):
             moving.update(equation.outputs)
     return found

@@ -7,14 +7,13 @@ dimensions of the scan's operands and of its body's arguments tell them apart.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from jaxpp_flax.engine.tracing.inline import body_of
-from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, struct_of, with_outputs
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit
 
 __all__ = ["Scan", "open_scan", "scan_again"]
 
@@ -43,7 +42,7 @@ def open_scan(equation: Equation) -> Scan:
 
 def scan_again(
     equation: Equation, scan: Scan, inputs: Sequence[Atom], outputs: Sequence[Value | None]
-) -> tuple[list[Equation], list[Value]]:
+) -> tuple[list[Equation], list[Atom]]:
     """Make a scan like `equation` over another body.
 
     Args:
@@ -70,13 +69,4 @@ def scan_again(
         )  # fmt: skip
         return [*carry, *stacked]
 
-    with equation.context.manager if equation.context is not None else nullcontext():
-        jaxpr = jax.make_jaxpr(run)(*(struct_of(a.aval) for a in inputs))
-    captured = [Constant(c, jax.typeof(c)) for c in getattr(jaxpr, "consts", ())]
-    graph, _ = from_jaxpr(jaxpr, [*captured, *inputs])
-    values = [out or Value(atom.aval) for out, atom in zip(outputs, graph.outputs, strict=True)]
-    labelled = [
-        replace(e, source=equation.source, transposed=equation.transposed, late=equation.late)
-        for e in with_outputs(graph, values)
-    ]
-    return labelled, values
+    return emit(run, inputs, outputs, like=equation)

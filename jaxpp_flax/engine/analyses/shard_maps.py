@@ -1,20 +1,21 @@
 """Sums over the batch in the body of a `jax.shard_map`: find the summed results, and make the map without the sums.
 
 If all data shards share a parameter, its gradient in the backward shard_map ends with a `psum` over the data axis.
-Without the `psum`, the map returns each shard's part. `defer` keeps these partial sums until the loop has ended.
+Without the `psum`, the map returns each shard's part. `defer_reductions` keeps these partial sums until the loop
+has ended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxpp_flax.engine.tracing.ir import Constant, Equation, Graph, Value, from_jaxpr, struct_of, with_outputs
+from jaxpp_flax.engine.tracing.dataflow import producers
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, emit
 
 __all__ = ["shard_map_without_sums", "summed_in_shard_map"]
 
@@ -43,7 +44,7 @@ def summed_in_shard_map(equation: Equation, body: Graph, position: int, axes: An
 
 def shard_map_without_sums(
     equation: Equation, body: Graph, sums: Mapping[int, Any]
-) -> tuple[list[Equation], dict[int, Value]]:
+) -> tuple[list[Equation], dict[int, Atom]]:
     """Make a shard_map like `equation` without the sums of some results.
 
     Args:
@@ -55,7 +56,7 @@ def shard_map_without_sums(
       The equations, and for each of these results its parts: D shards are stacked along a first dimension of size D.
     """
     params = equation.params
-    made = {total: e for e in body.equations for total in e.outputs}
+    made = producers(body.equations)
     parts = {k: made[body.outputs[k]] for k in sums}  # type: ignore[index]
     shown = replace(body, outputs=tuple(parts[k].inputs[0] if k in sums else v for k, v in enumerate(body.outputs)))
     specs = tuple(
@@ -74,15 +75,6 @@ def shard_map_without_sums(
         shard, mesh=params["mesh"], in_specs=tuple(params["in_specs"]), out_specs=specs,
         axis_names=set(params["newly_manual_axes"]), check_vma=params["check_vma"],
     )  # fmt: skip
-    with equation.context.manager if equation.context is not None else nullcontext():
-        jaxpr = jax.make_jaxpr(mapped)(*(struct_of(a.aval) for a in equation.inputs))
-    captured = [Constant(c, jax.typeof(c)) for c in getattr(jaxpr, "consts", ())]
-    graph, _ = from_jaxpr(jaxpr, [*captured, *equation.inputs])
-    values = [
-        Value(atom.aval) if k in sums else equation.outputs[k] for k, atom in enumerate(graph.outputs)
-    ]  # fmt: skip
-    labelled = [
-        replace(e, source=equation.source, transposed=equation.transposed, late=equation.late)
-        for e in with_outputs(graph, values)
-    ]
-    return labelled, {k: values[k] for k in sums}
+    outputs = [None if k in sums else value for k, value in enumerate(equation.outputs)]
+    equations, results = emit(mapped, equation.inputs, outputs, like=equation)
+    return equations, {k: results[k] for k in sums}

@@ -1,4 +1,4 @@
-"""A step on ranks: loops, segments of outer equations and moves, in order. `place` makes it, `schedule` reads it."""
+"""A step on ranks: loops, segments of outer equations and moves, in order. `place` makes it, `unroll` reads it."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpp_flax.engine.tracing.dataflow import producers
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import (
     Atom,
@@ -30,7 +31,7 @@ from jaxpp_flax.engine.tracing.ir import (
     values,
 )
 
-__all__ = ["is_condition", "select_between_branches", "split_condition", "split_conditions"]
+__all__ = ["is_condition", "select_between_branches", "split_conditions"]
 
 
 def is_condition(equation: Equation) -> bool:
@@ -40,11 +41,11 @@ def is_condition(equation: Equation) -> bool:
 
 def split_conditions(graph: Graph) -> Graph:
     """Return the same function with every condition at the top level split."""
-    equations = [part for e in graph.equations for part in (split_condition(e) if is_condition(e) else [e])]
+    equations = [part for e in graph.equations for part in (_split_condition(e) if is_condition(e) else [e])]
     return replace(graph, equations=tuple(equations))
 
 
-def split_condition(equation: Equation) -> list[Equation]:
+def _split_condition(equation: Equation) -> list[Equation]:
     """Make one condition for each group of outputs; two groups share no array, but may share scalars."""
     branches = _branches(equation)
     groups = _groups(branches, len(equation.outputs))
@@ -98,7 +99,7 @@ def _groups(branches: Sequence[Graph], count: int) -> list[list[int]]:
         return k
 
     for branch in branches:
-        producer = {v: e for e in branch.equations for v in e.outputs}
+        producer = producers(branch.equations)
         owner: dict[Value, int] = {}
         for position in range(count):
             stack, seen = [branch.outputs[position]], set[Value]()

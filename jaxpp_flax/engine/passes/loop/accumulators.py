@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxpp_flax.engine.passes.loop.label import Labels
 from jaxpp_flax.engine.passes.loop.task_drafts import Key, TaskDrafts
-from jaxpp_flax.engine.tracing.ir import Atom, Constant, Graph, Value, from_jaxpr, struct_of
+from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, applied, struct_of
 from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, MaxOp, Op
 
 __all__ = ["DraftAccumulator", "accumulate", "split_sums"]
@@ -49,15 +49,12 @@ def accumulate(drafts: TaskDrafts, atom: Atom, op: Op) -> DraftAccumulator:
     """Append `op`'s update of an accumulator to the task that makes `atom`."""
     key = drafts.home(atom)
     aval = struct_of(atom.aval)
-    initial = jax.make_jaxpr(lambda: op.state(drafts.body.length, aval))()
-    init, consts = from_jaxpr(initial)
-    if consts:  # arrays captured by a user's operation become part of the program
-        init, _ = from_jaxpr(initial, [Constant(c, jax.typeof(c)) for c in consts])
+    # Arrays that a user's operation captures become part of the program.
+    init = applied(jax.make_jaxpr(lambda: op.state(drafts.body.length, aval))(), [])
     state = Value(init.outputs[0].aval)
     drafts.states.append(state)
     update = jax.make_jaxpr(op.update)(struct_of(state.aval), aval, jax.ShapeDtypeStruct((), jnp.int32))
-    captured = [Constant(c, jax.typeof(c)) for c in getattr(update, "consts", ())]
-    graph, _ = from_jaxpr(update, [*captured, state, atom, drafts.body.index])
+    graph = applied(update, [state, atom, drafts.body.index])
     result = graph.outputs[0]
     extra = drafts.extra.setdefault(key, [])
     extra.extend(graph.equations)

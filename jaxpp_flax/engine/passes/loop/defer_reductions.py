@@ -30,11 +30,11 @@ from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
 from jaxpp_flax.engine.tracing.hints import without_hints
 from jaxpp_flax.engine.tracing.inline import inline
-from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, from_jaxpr, prune, struct_of
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, applied, emit, prune, struct_of, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.treduce import AddOp
 
-__all__ = ["Deferred", "defer_in_loops", "defer_reductions"]
+__all__ = ["defer_in_loops", "defer_reductions"]
 
 
 def defer_in_loops(step: Opened[OpenLoop], specs: Sequence[PartitionSpec], shards: ShardCounts) -> Opened[OpenLoop]:
@@ -121,7 +121,7 @@ def defer_reductions(
 def _rewrite(finder: ChainFinder, chains: Sequence[Chain]) -> tuple[list[Equation], list[Equation], list[Value]]:
     """Return the graph's equations with rebuilt scans, the equations to add, and the chains' partial sums."""
     scanned = {v for chain in chains for v in chain.scanned}
-    partial: dict[Value, tuple[Value, int]] = {}
+    partial: dict[Value, tuple[Atom, int]] = {}
     equations: list[Equation] = []
     for equation in finder.body.equations:
         if scanned.isdisjoint(equation.outputs):
@@ -141,7 +141,7 @@ def _rewrite(finder: ChainFinder, chains: Sequence[Chain]) -> tuple[list[Equatio
 
 
 def _without_sums(
-    finder: ChainFinder, equation: Equation, scanned: set[Value], partial: dict[Value, tuple[Value, int]]
+    finder: ChainFinder, equation: Equation, scanned: set[Value], partial: dict[Value, tuple[Atom, int]]
 ) -> list[Equation]:
     """Rebuild a shard_map so that its deferred results are the shards' parts, along a first dimension."""
     positions = [k for k, v in enumerate(equation.outputs) if v in scanned]
@@ -152,7 +152,7 @@ def _without_sums(
 
 
 def _rebuild(
-    finder: ChainFinder, equation: Equation, scanned: set[Value], partial: dict[Value, tuple[Value, int]]
+    finder: ChainFinder, equation: Equation, scanned: set[Value], partial: dict[Value, tuple[Atom, int]]
 ) -> list[Equation]:
     """Rebuild a scan so that its deferred results are partial sums; `partial` gets these and their shard dimension."""
     opened = finder.scans[equation]
@@ -166,13 +166,12 @@ def _rebuild(
         total = next(remaining)
         if position < scan.num_carry:
             at, aval = scan.num_consts + position, struct_of(total.aval)
-            start, _ = from_jaxpr(jax.make_jaxpr(lambda a=aval: jax.numpy.zeros_like(a))(), [])
-            zeros.extend(replace(e, source=equation.source, transposed=equation.transposed) for e in start.equations)
-            inputs[at], operands[at] = Value(total.aval), start.outputs[0]
+            start, (operands[at],) = emit(lambda a=aval: jax.numpy.zeros_like(a), [], like=equation)
+            zeros.extend(start)
+            inputs[at] = Value(total.aval)
             for summand in (inputs[at], *(next(remaining) for _ in several[1:])):
-                add, _ = from_jaxpr(jax.make_jaxpr(jax.lax.add)(aval, aval), [summand, total])
-                added.extend(add.equations)
-                total = add.outputs[0]
+                add, (total,) = emit(jax.lax.add, [summand, total])
+                added.extend(add)
         outputs[position] = total
     body = prune(_ordered(Graph(tuple(inputs), tuple(outputs), tuple(equations)), outputs, added))
     keep = [None if position in chains else v for position, v in enumerate(equation.outputs)]
@@ -185,13 +184,13 @@ def _rebuild(
 def _partial_sums(
     chain: Chain,
     dims: Mapping[Value, BatchDim],
-    partial: Mapping[Value, tuple[Value, int]],
+    partial: Mapping[Value, tuple[Atom, int]],
     shards: int,
     made: Equation,
 ) -> tuple[list[Equation], Value]:
     """Run the chain once for each shard, as one vectorised computation that replaces its last equation, `made`."""
     inside = {v for e in chain.equations for v in e.outputs}
-    read = [a for e in chain.equations for a in e.inputs if isinstance(a, Value)]
+    read = [v for e in chain.equations for v in values(e.inputs)]
     inputs = tuple(v for v in dict.fromkeys([*read, chain.value]) if v not in inside)
     graph = Graph(inputs, (chain.value,), tuple(map(_told_how_to_lie, chain.equations)))
     operands = [partial[v][0] if v in chain.scanned else v for v in inputs]
@@ -207,9 +206,8 @@ def _partial_sums(
         return jax.vmap(lambda *ys: graph.run(*ys)[0], in_axes=axes)(*parts)
 
     jaxpr = jax.make_jaxpr(run)(*(struct_of(v.aval) for v in operands))
-    captured = [Constant(c, jax.typeof(c)) for c in getattr(jaxpr, "consts", ())]
     # A metric of the forward is a sum over the batch too: only a gradient's sums belong to the backward.
-    result, _ = from_jaxpr(jaxpr, [*captured, *operands], transposed=made.transposed)
+    result = applied(jaxpr, operands, transposed=made.transposed)
     total = result.outputs[0]
     if not isinstance(total, Value):
         raise TypeError("a gradient over the batch turned out constant")

@@ -21,11 +21,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from jax.extend import core as jex_core
-
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
 from jaxpp_flax.engine.tracing.dataflow import use_counts
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, VerificationError
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, VerificationError, bodies, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import FORWARD, marker_p
 
@@ -42,6 +40,7 @@ _COSTLY = frozenset(
         "threefry2x32", "random_gamma", "reduce_window", "cumsum", "cumlogsumexp", "cumprod", "cummax", "dot",
     }
 )  # fmt: skip
+_COSTLY_IF_TINY = frozenset({"dot_general", "conv_general_dilated", "scan", "while"})  # with few elements as results
 _TINY = 64  # elements: below this even a costly primitive costs less than a transfer
 
 
@@ -128,23 +127,18 @@ def _match_backward(body: LoopBody, cutting: Sequence[int]) -> dict[Equation, in
 def _is_cheap(equation: Equation, memo: dict[int, bool]) -> bool:
     if equation.effects:
         return False
-    if all(v.aval.size <= _TINY for v in equation.outputs) and equation.name not in ("while", "scan", "dot_general"):
-        subs = jex_core.jaxprs_in_params(dict(equation.params))
-        if not subs or all(_cheap_jaxpr(getattr(j, "jaxpr", j), memo, tiny=True) for j in subs):
-            return True
-    if equation.name in _COSTLY:
-        return False
-    subs = jex_core.jaxprs_in_params(dict(equation.params))
-    return all(_cheap_jaxpr(getattr(j, "jaxpr", j), memo) for j in subs)
+    tiny = all(v.aval.size <= _TINY for v in equation.outputs) and equation.name not in _COSTLY_IF_TINY
+    if tiny and all(_cheap_jaxpr(body, memo, tiny=True) for body in bodies(equation.params)):
+        return True
+    return equation.name not in _COSTLY and all(_cheap_jaxpr(body, memo) for body in bodies(equation.params))
 
 
 def _cheap_jaxpr(jaxpr: Any, memo: dict[int, bool], tiny: bool = False) -> bool:
     key = id(jaxpr) * 2 + tiny
     if key not in memo:
-        costly = {"while", "scan", "dot_general", "conv_general_dilated"} if tiny else _COSTLY
+        costly = _COSTLY_IF_TINY if tiny else _COSTLY
         memo[key] = not jaxpr.effects and all(
-            eqn.primitive.name not in costly
-            and all(_cheap_jaxpr(getattr(j, "jaxpr", j), memo, tiny) for j in jex_core.jaxprs_in_params(eqn.params))
+            eqn.primitive.name not in costly and all(_cheap_jaxpr(body, memo, tiny) for body in bodies(eqn.params))
             for eqn in jaxpr.eqns
         )
     return memo[key]
@@ -286,9 +280,9 @@ def _backward_phase(equation: Equation, at: dict[Value, int], base: int, stages:
     """Return the backward phase of a transposed equation whose operands are known from phase `base` on."""
     if base < stages:  # it reads only residuals: the seed of the loss, or of an auxiliary loss of a middle stage
         return 2 * stages - 1 - base
-    values = [a for a in equation.inputs if isinstance(a, Value)]
-    residuals = [at[v] for v in values if 0 <= at.get(v, _UNANCHORED) < stages and v.aval.size > 1]
-    cotangents = [v for v in values if at.get(v, _UNANCHORED) >= stages]
+    operands = values(equation.inputs)
+    residuals = [at[v] for v in operands if 0 <= at.get(v, _UNANCHORED) < stages and v.aval.size > 1]
+    cotangents = [v for v in operands if at.get(v, _UNANCHORED) >= stages]
     if residuals and all(v.aval.size == 1 for v in cotangents):
         return max(base, 2 * stages - 1 - max(residuals))
     return base

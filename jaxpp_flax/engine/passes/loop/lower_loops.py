@@ -12,16 +12,7 @@ from jaxpp_flax.engine.passes.loop.loop_tasks import Partial, Partition
 from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
 from jaxpp_flax.engine.passes.loop.partition import PartedLoop
 from jaxpp_flax.engine.passes.placed import Loop
-from jaxpp_flax.engine.tracing.ir import (
-    Atom,
-    Constant,
-    Equation,
-    Graph,
-    Value,
-    VerificationError,
-    from_jaxpr,
-    struct_of,
-)
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, VerificationError, emit, values
 
 __all__ = ["Lowered", "lower_loops"]
 
@@ -67,7 +58,8 @@ class Lowered:
 
 def _listing(equations: Sequence[Equation], last: bool, results: Sequence[Atom]) -> str:
     made = [v for e in equations for v in e.outputs]
-    read = dict.fromkeys(a for e in equations for a in e.inputs if isinstance(a, Value) and a not in {*made})
+    own = set(made)
+    read = dict.fromkeys(v for e in equations for v in values(e.inputs) if v not in own)
     return Graph(tuple(read), tuple(results if last else made), tuple(equations)).as_text()
 
 
@@ -123,9 +115,8 @@ class _Lowering:
         found: list[Value] = []
         for atom in atoms:
             if not isinstance(atom, Value):
-                graph, _ = from_jaxpr(jax.make_jaxpr(jax.lax.copy_p.bind)(struct_of(atom.aval)))
-                (copy,) = graph.equations
-                self.before.append(replace(copy, inputs=(Constant(atom.value, atom.aval),)))
+                (copy,), _ = emit(jax.lax.copy_p.bind, [atom])
+                self.before.append(copy)
                 atom = copy.outputs[0]
             found.append(atom)
         return tuple(found)
@@ -141,17 +132,12 @@ class _Lowering:
             self.after.append(_sum_shards(self.results[tree], target, self.opened.equation))
             return self.after[-1].outputs[0]
         left, right = self._resolve(tree.left, axes, None), self._resolve(tree.right, axes, None)
-        aval = struct_of(left.aval)
-        graph, _ = from_jaxpr(jax.make_jaxpr(jax.lax.add)(aval, aval), [left, right])
-        (add,) = graph.equations
-        outputs = (target or Value(add.outputs[0].aval),)
-        self.after.append(replace(add, outputs=outputs, source=self.opened.equation.source))
-        return outputs[0]
+        (add,), _ = emit(jax.lax.add, [left, right], [target])
+        self.after.append(replace(add, source=self.opened.equation.source))
+        return add.outputs[0]
 
 
 def _sum_shards(partials: Value, target: Value | None, loop: Equation) -> Equation:
     """Make the one reduction over the data axis: the sum of the shards' partial gradients."""
-    aval = struct_of(partials.aval)
-    graph, _ = from_jaxpr(jax.make_jaxpr(lambda x: jax.lax.reduce_sum(x, (0,)))(aval), [partials])
-    (total,) = graph.equations
-    return replace(total, outputs=(target or Value(total.outputs[0].aval),), source=loop.source)
+    (total,), _ = emit(lambda x: jax.lax.reduce_sum(x, (0,)), [partials], [target])
+    return replace(total, source=loop.source)

@@ -19,7 +19,7 @@ from jaxpp_flax.engine.passes.loop.label import LabelledLoop, Labels
 from jaxpp_flax.engine.passes.loop.loop_tasks import Accumulator, Carry, LoopTask, Partial, Partition
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
 from jaxpp_flax.engine.passes.loop.task_drafts import Key, TaskDrafts
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, VerificationError, from_jaxpr, struct_of
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, VerificationError, emit
 from jaxpp_flax.engine.tracing.markers import marker_p
 from jaxpp_flax.engine.tracing.treduce import AddOp, Op
 from jaxpp_flax.schedules.task import FusedTask, TaskKind
@@ -213,8 +213,7 @@ def _shield_recomputation(equations: Sequence[Equation]) -> list[Equation]:
     ]
     if not entering:
         return list(equations)
-    jaxpr = jax.make_jaxpr(lambda *xs: jax.lax.optimization_barrier(xs))(*(struct_of(v.aval) for v in entering))
-    (barrier,) = from_jaxpr(jaxpr, entering)[0].equations
+    (barrier,), _ = emit(lambda *xs: jax.lax.optimization_barrier(xs), entering)
     shielded: dict[Atom, Value] = dict(zip(entering, barrier.outputs, strict=True))
     recomputed = [
         replace(e, inputs=tuple(shielded.get(a, a) for a in e.inputs)) if e.late else e for e in equations[first:]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import jax
 
 from jaxpp_flax.engine.passes.loop.label import Labels
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, from_jaxpr, struct_of
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, emit
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 
 __all__ = ["Key", "TaskDrafts"]
@@ -59,12 +59,11 @@ class TaskDrafts:
         return self.key_of.get(equation, (self.stages - 1, 0)) if equation is not None else (self.stages - 1, 0)
 
     def copy(self, key: Key, atom: Atom) -> Value:
-        jaxpr = jax.make_jaxpr(lambda x: jax.lax.copy_p.bind(x))(struct_of(atom.aval))
-        graph, _ = from_jaxpr(jaxpr, [atom])
-        self.extra.setdefault(key, []).extend(graph.equations)
+        (copy,), _ = emit(jax.lax.copy_p.bind, [atom])
+        self.extra.setdefault(key, []).append(copy)
         if isinstance(atom, Value):
             self.wanted.setdefault(key, []).append(atom)
-        return graph.outputs[0]  # type: ignore[return-value]
+        return copy.outputs[0]
 
     def free_closure(self, values: Sequence[Value]) -> tuple[set[Equation], set[Value]]:
         """Return the free equations that compute `values`, and all other values that these and the task read."""
