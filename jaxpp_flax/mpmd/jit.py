@@ -9,20 +9,18 @@ from itertools import repeat
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_settings
 from jaxpp_flax.engine.arrays.layouts import memory_wanted, with_memories
+from jaxpp_flax.engine.arrays.mesh import canonical, keep_axes
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.executables import TaskCompiler
-from jaxpp_flax.engine.signature import Call, Leaf, Parameters, Signature, not_an_array, type_of
+from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_array, type_of
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
-from jaxpp_flax.mpmd.config import MpmdConfig
+from jaxpp_flax.mpmd.config import MpmdConfig, PartitioningOptions, Topology
 from jaxpp_flax.mpmd.lowered import MpmdCompiled, MpmdLowered
-from jaxpp_flax.mpmd.options import PartitioningOptions
 from jaxpp_flax.mpmd.partitioning.build import build
 from jaxpp_flax.mpmd.shardings import memories_of, mesh_ranks, ranks_of_shardings, spec_of, specs_of
-from jaxpp_flax.mpmd.topology import Topology
 
 __all__ = ["MpmdWrapped", "jit"]
 
@@ -91,26 +89,17 @@ class MpmdWrapped:
         built = build(graph, len(constants), config, in_ranks, out_ranks, donated)
         homes = [config.meshes.unstack[ranks[0]] for ranks in built.placement.arguments[len(constants) :]]
         in_specs = [
-            spec if spec is not None else _followed(spec_of(leaf), home.axis_names)
+            spec if spec is not None else canonical(keep_axes(spec_of(leaf), home.axis_names.__contains__))
             for spec, leaf, home in zip(asked, call.leaves, homes, strict=True)
         ]
-        leaves = tuple(Leaf.of(*found) for found in zip(paths, structs, in_specs, strict=True))
         out_tree = jax.tree.structure(traced.out_info)
-        signature = Signature(call.tree, leaves, out_tree, donated, function=self._name, made="lowered")
+        signature = Signature.of(call, structs, in_specs, out_tree, donated, function=self._name, made="lowered")
         return MpmdLowered(built, signature, config.meshes, out_specs, tuple(constants), self._compiler)
 
 
 def _arguments(call: Call, leaves: Sequence[Any]) -> tuple[Any, ...]:
     args, _ = call.with_leaves(leaves)
     return tuple(args)
-
-
-def _followed(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
-    """Return an argument's spec without the axes that its home mesh lacks."""
-    entries = [tuple(a for a in (e if isinstance(e, tuple) else (e,)) if a in axes) or None for e in spec]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*(e[0] if e is not None and len(e) == 1 else e for e in entries))
 
 
 def _check_processes(topology: Topology) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from jaxpp_flax.engine.passes.liveness import allocate
+from jaxpp_flax.engine.passes.runner import wants_verification
 from jaxpp_flax.engine.passes.submesh_constraints import onto_mesh
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.tracing.effects import refuse_ordered_effects
@@ -17,8 +17,7 @@ from jaxpp_flax.mpmd.partitioning.fragments import Fragment, fragments_of
 from jaxpp_flax.mpmd.partitioning.infer import Placement, infer
 from jaxpp_flax.mpmd.partitioning.nodes import Node, Step, nodes_of
 from jaxpp_flax.mpmd.partitioning.program import unroll
-from jaxpp_flax.mpmd.partitioning.split import split_backward
-from jaxpp_flax.mpmd.partitioning.stages import Order, Stages, order_of, stages_of
+from jaxpp_flax.mpmd.partitioning.stages import Order, Stages, order_of, split_backward, stages_of
 
 __all__ = ["Built", "build"]
 
@@ -42,13 +41,7 @@ def build(
     result_ranks: Sequence[int | None],
     donated: Sequence[bool],
 ) -> Built:
-    """Turn a traced step into a program for the meshes of a topology.
-
-    Args:
-      graph: the step; its first `num_constants` inputs are captured arrays.
-      config: the result of `make_config`.
-      argument_ranks, result_ranks: meshes given to arguments and results, or None.
-      donated: for each argument, whether its buffers may be reused.
+    """Turn a traced step, whose first `num_constants` inputs are captured arrays, into a program for named meshes.
 
     Raises:
       ValueError: if a name is not assigned, nested names are assigned to different meshes or stages, or a `scan`,
@@ -74,9 +67,7 @@ def build(
     fragments = fragments_of(step, placement, stages, order, weights)
     unrolled = unroll(step, placement, fragments, _rewrites(config))
     program = allocate(unrolled.program, [False] * num_constants + list(donated))
-    if os.environ.get("JAXPP_FLAX_VERIFY", "0") not in ("", "0"):
-        for task in program.tasks:
-            task.graph.verify()
+    if wants_verification():
         unrolled.program.verify()
         program.verify()
     return Built(program, step, placement, stages, unrolled.fragments)
@@ -140,7 +131,7 @@ def _number_calls(step: Step) -> Step:
 
 
 def _order(nodes: Sequence[Node], stages: Stages, config: MpmdConfig) -> Order | None:
-    named = [n for n in nodes if n.call is not None and n.origin is not None and not n.tensor]
+    named = [n for n in nodes if n.call is not None and n.computation is not None]
     if config.schedule is None or not named:
         return None
     microbatches = 1 + max(n.call for n in nodes if n.call is not None)
