@@ -71,9 +71,8 @@ class MpmdWrapped:
         config = self.mpmd_config
         _check_processes(config.meshes)
         paths = list(call.paths())
-        structs = _structs(call, paths)
-        memories = memories_of(self._in_shardings, _arguments(call, structs), "in_shardings")
-        structs = [_moved(struct, kind) for struct, kind in zip(structs, memories, strict=True)]
+        memories = memories_of(self._in_shardings, _arguments(call, call.leaves), "in_shardings")
+        structs = _structs(call, paths, memories)
         shapes = _arguments(call, structs)
         with context_mesh(config.sharding_mesh):
             traced = self._jitted.trace(*shapes)
@@ -112,29 +111,26 @@ def _check_processes(topology: Topology) -> None:
             )
 
 
-def _structs(call: Call, paths: Iterable[str] = repeat("")) -> list[jax.ShapeDtypeStruct]:
-    """Return the types of the arguments: with their memory, but without their partition.
+def _structs(
+    call: Call, paths: Iterable[str] = repeat(""), memories: Iterable[str | None] = repeat(None)
+) -> list[jax.ShapeDtypeStruct]:
+    """Return the types of the arguments: with the requested memory or their own, but without their partition.
 
     Raises:
       TypeError: if an argument is not an array.
     """
     try:
-        return [_struct_of(leaf, path) for leaf, path in zip(call.leaves, paths, strict=False)]
+        return [_struct_of(*found) for found in zip(call.leaves, paths, memories, strict=False)]
     except TypeError as error:
         raise not_an_array(call, "close over it") from error
 
 
-def _struct_of(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
+def _struct_of(leaf: Any, path: str, wanted: str | None) -> jax.ShapeDtypeStruct:
     shape, dtype, weak_type = type_of(leaf)
-    struct = jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
-    return _moved(struct, memory_wanted(getattr(leaf, "sharding", None), f"argument{path}"))
-
-
-def _moved(struct: jax.ShapeDtypeStruct, kind: str | None) -> jax.ShapeDtypeStruct:
-    """Return the type in another kind of memory; None keeps the type."""
-    if kind is None or (kind == "device" and struct.sharding is None):
-        return struct
-    return struct.update(sharding=None if kind == "device" else in_memory(None, kind))
+    own = memory_wanted(getattr(leaf, "sharding", None), f"argument{path}")
+    kind = own if wanted is None else wanted
+    sharding = None if kind in (None, "device") else in_memory(None, kind)
+    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type, sharding=sharding)
 
 
 def jit(

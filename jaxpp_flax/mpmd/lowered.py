@@ -137,12 +137,7 @@ class MpmdLowered:
     def _bind(self) -> Binding:
         program = self._executables.program
         # A returned constant has no sharding of its own: it gets the requested one.
-        specs = [spec or PartitionSpec() for spec in self._out_specs]
-        meshes = [self.topology.unstack[rank] for rank in self.built.placement.results]
-        results = [
-            _result(result, NamedSharding(mesh, spec))
-            for result, mesh, spec in zip(program.results, meshes, specs, strict=True)
-        ]
+        results = [_result(*found) for found in zip(program.results, self._result_shardings, strict=True)]
         return Binding(program, self.signature, self._constants, self._wanted, results)
 
     @cached_property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxpp_flax.engine.passes.liveness import allocate
@@ -24,12 +24,11 @@ __all__ = ["Built", "build"]
 
 @dataclass(frozen=True)
 class Built:
-    """The program, with the step, placement, stages and fragments from which it was made."""
+    """The program, with the step, placement and fragments from which it was made."""
 
     program: Program
     step: Step
     placement: Placement
-    stages: Stages
     fragments: tuple[Fragment, ...]
 
 
@@ -56,7 +55,7 @@ def build(
     given = {v: r for v, r in zip(step.inputs[num_constants:], argument_ranks, strict=True) if r is not None}
     placement = infer(step, fixed, constants, given, result_ranks)
     stages = stages_of(step.nodes, fixed, config.name_to_stage_assignment, meshes.names)
-    step = _number_calls(step)
+    _number_calls(step.nodes)
     order = _order(step.nodes, stages, config)
     weights: frozenset[Node] = frozenset()
     if order is not None and order.split_stages:
@@ -65,17 +64,13 @@ def build(
         placed = {**placement.nodes, **{half: placement.nodes[whole] for half, whole in halves.items()}}
         placement = replace(placement, nodes={node: placed[node] for node in nodes})
     fragments = fragments_of(step, placement, stages, order, weights)
-    unrolled = unroll(step, placement, fragments, _rewrites(config))
-    program = allocate(unrolled.program, [False] * num_constants + list(donated))
+    rewrites = [onto_mesh(meshes.unstack, mesh.abstract_mesh) for mesh in meshes.unstack]
+    unrolled = unroll(step, placement, fragments, rewrites)
+    program = allocate(unrolled, [False] * num_constants + list(donated))
     if wants_verification():
-        unrolled.program.verify()
+        unrolled.verify()
         program.verify()
-    return Built(program, step, placement, stages, unrolled.fragments)
-
-
-def _rewrites(config: MpmdConfig) -> list[Callable[[Graph], Graph]]:
-    meshes = config.meshes.unstack
-    return [onto_mesh(meshes, mesh.abstract_mesh) for mesh in meshes]
+    return Built(program, step, placement, tuple(fragments))
 
 
 def _fixed(nodes: Sequence[Node], config: MpmdConfig) -> dict[Node, int]:
@@ -119,15 +114,12 @@ def _assignment(name: str, config: MpmdConfig) -> str:
     return f"{mesh!r}" if stage is None else f"{mesh!r} in stage {stage}"
 
 
-def _number_calls(step: Step) -> Step:
+def _number_calls(nodes: Sequence[Node]) -> None:
     """Renumber the program's call counters as microbatches from 0 on."""
-    calls = sorted({node.call for node in step.nodes if node.call is not None})
-    if calls == list(range(len(calls))):
-        return step
+    calls = sorted({node.call for node in nodes if node.call is not None})
     number = {call: k for k, call in enumerate(calls)}
-    for node in step.nodes:
+    for node in nodes:
         node.call = None if node.call is None else number[node.call]
-    return step
 
 
 def _order(nodes: Sequence[Node], stages: Stages, config: MpmdConfig) -> Order | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from jaxpp_flax.engine.passes.placed import Move
@@ -16,15 +16,7 @@ from jaxpp_flax.mpmd.partitioning.fragments import Fragment
 from jaxpp_flax.mpmd.partitioning.infer import Placement
 from jaxpp_flax.mpmd.partitioning.nodes import Node, Step
 
-__all__ = ["Unrolled", "unroll"]
-
-
-@dataclass(frozen=True)
-class Unrolled:
-    """The program, and the fragments of its runs in order."""
-
-    program: Program
-    fragments: tuple[Fragment, ...]
+__all__ = ["unroll"]
 
 
 class _Unroller(Unroller):
@@ -46,7 +38,7 @@ class _Unroller(Unroller):
 
 def unroll(
     step: Step, placement: Placement, fragments: Sequence[Fragment], rewrite: Sequence[Callable[[Graph], Graph]]
-) -> Unrolled:
+) -> Program:
     """Turn fragments into a program with a slot for every value (see the engine's `liveness` for reuse).
 
     The fragments are in an order in which they can run; `rewrite` moves a graph's shardings onto the mesh of a rank.
@@ -87,7 +79,7 @@ def unroll(
             unroller.fetch([atom], rank)
         results.append({rank: unroller.slots[atom, rank]} if isinstance(atom, Value) else atom)
     unroller.tasks = [_finished(task, runs[number]) for number, task in enumerate(unroller.tasks)]
-    return Unrolled(unroller.finished(arguments, results, len(rewrite)), tuple(fragments))
+    return unroller.finished(arguments, results, len(rewrite))
 
 
 def _readers(
