@@ -128,23 +128,12 @@ class MpmdFunction:
         """Do the same as `compile`; JaxPP's users know this name, and read `in_shardings` from its result."""
         return self.compile(*args, **kwargs)
 
-    def as_text(self, stage: str = "program") -> str:
-        """Return the latest compilation as text; see `Compiled.as_text`."""
-        return self._compiled().as_text(stage)
-
     @property
     def in_shardings(self) -> Any:
         """The `MpmdSharding` of each argument of the latest compilation: a tree like `(args, kwargs)`."""
-        return self._compiled().in_shardings
-
-    def memory_analysis(self) -> Any:
-        """Return the memory of the latest compilation; see `Compiled.memory_analysis`."""
-        return self._compiled().memory_analysis()
-
-    def _compiled(self) -> Compiled:
         if self._latest is None:
             raise RuntimeError("nothing is compiled yet: call `.compile(*args)`, or the function itself, first.")
-        return self._latest
+        return self._latest.in_shardings
 
     def _get(self, call: Call) -> Compiled:
         try:

@@ -78,7 +78,7 @@ def test_compiling_ahead_for_shapes(step: MpmdFunction, expected: Any):
 
 def test_text_of_every_stage(step: MpmdFunction):
     compiled = step.compile(chain(2), batch_of(3))
-    assert "fwd_0__2" in compiled.as_text("program") == compiled.as_text() == step.as_text()
+    assert "fwd_0__2" in compiled.as_text("program") == compiled.as_text()
     assert "task bwd_0 (stage 0)" in compiled.as_text("tasks")
     assert "loop over 3 microbatches: Std1F1B" in compiled.as_text("placed")
     assert compiled.as_text("partition") == compiled.as_text("tasks")
