@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jaxpp_flax.engine.tracing.ir import Value
@@ -124,36 +124,35 @@ def _pieces(
 def _set_positions(pieces: Sequence[_Piece], readers: Sequence[Sequence[int]], order: Order | None) -> None:
     """Set the time at which each piece should run; a microbatch's unnamed work goes with the named work around it."""
 
-    def task_position(key: Key) -> float:
-        return _START if order is None or key.task is None else float(order.position.get(key.task, _START))
-
     placed: set[int] = set()
     for piece in pieces:
         if piece.key.kind is not None and (order is None or piece.key.call is not None):
-            piece.position = task_position(piece.key) if order is not None else float(piece.index)
+            task = piece.key.task
+            if order is None:
+                piece.position = float(piece.index)
+            elif task is not None:
+                piece.position = float(order.position.get(task, _START))
             placed.add(piece.index)
 
-    def alike(piece: _Piece, others: Sequence[int]) -> list[_Piece]:
-        same = (pieces[o] for o in others if o in placed)
-        return [
-            o
-            for o in same
-            if o.rank == piece.rank
-            and o.key.kind is not None
-            and o.key.call == piece.node.call
-            and (o.key.kind is not _F) == piece.node.backward
+    def adopt(piece: _Piece, others: Sequence[int], choose: Callable[..., _Piece]) -> None:
+        if piece.key.kind is not None or piece.node.call is None:
+            return
+        around = (pieces[other] for other in others if other in placed)
+        alike = [
+            other
+            for other in around
+            if (other.rank, other.key.call) == (piece.rank, piece.node.call)
+            and (other.key.kind is not _F) == piece.node.backward
         ]
-
-    def adopt(piece: _Piece, other: _Piece) -> None:
-        piece.key, piece.position = other.key, other.position
-        placed.add(piece.index)
+        if alike:
+            chosen = choose(alike, key=lambda other: (other.position, other.index))
+            piece.key, piece.position = chosen.key, chosen.position
+            placed.add(piece.index)
 
     for piece in pieces:
-        if piece.key.kind is None and piece.node.call is not None and (found := alike(piece, piece.before)):
-            adopt(piece, max(found, key=lambda o: (o.position, o.index)))
+        adopt(piece, piece.before, max)
     for piece in reversed(pieces):
-        if piece.key.kind is None and piece.node.call is not None and (found := alike(piece, readers[piece.index])):
-            adopt(piece, min(found, key=lambda o: (o.position, o.index)))
+        adopt(piece, readers[piece.index], min)
     for piece in pieces:
         if piece.index in placed:
             continue
