@@ -275,7 +275,8 @@ def keep_axes(spec: PartitionSpec, keep: Callable[[str], bool]) -> PartitionSpec
       P('data', None)
     """
     entries = (tuple(filter(keep, axes_in((entry,)))) for entry in spec)
-    return PartitionSpec(*entries, unreduced=set(filter(keep, spec.unreduced)), reduced=set(filter(keep, spec.reduced)))
+    unreduced, reduced = (frozenset(filter(keep, axes)) for axes in (spec.unreduced, spec.reduced))
+    return PartitionSpec(*entries, unreduced=unreduced, reduced=reduced)
 
 
 def spec_on(mesh: Mesh, sharding: Any, shape: tuple[int, ...]) -> PartitionSpec | None:
