@@ -224,6 +224,9 @@ def test_arguments_of_a_compiled_program():
         compiled(ws, xs[:1])
     with pytest.raises(TypeError, match=r"argument\[1\]\[0\]: got float32\[2, 8\], lowered for float32\[4, 8\]"):
         compiled(ws, [x[:2] for x in xs])
+    shape = jax.ShapeDtypeStruct(ws[0].shape, ws[0].dtype)
+    with pytest.raises(TypeError, match=r"argument\[0\]\[0\] is a shape without a value .*an argument that no rank"):
+        compiled([shape, *ws[1:]], xs)
     compiled(ws, xs)
     assert all(w.is_deleted() for w in ws)
     with pytest.raises(RuntimeError, match=r"argument\[0\]\[0\] of accumulate has been deleted"):
