@@ -25,7 +25,7 @@ def main() -> None:
     from jax.sharding import PartitionSpec
 
     from jaxpp_flax.api import Std1F1B, mark_stage_end, treduce
-    from jaxpp_flax.engine.cut_at_every_mark import cut_at_every_mark
+    from jaxpp_flax.engine.blocks import cut_at_every_mark
     from jaxpp_flax.engine.pipeline import build
     from jaxpp_flax.engine.tracing.ir import from_jaxpr
 

@@ -13,9 +13,10 @@ from typing import Any
 
 from jaxpp_flax.api.cross import cross_mpmd_all_reduce, cross_mpmd_stack
 from jaxpp_flax.api.jit import mpmd_jit_by_yield, mpmd_jit_with_loop
+from jaxpp_flax.api.mesh import MpmdMesh
 from jaxpp_flax.api.missing import explain
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
+from jaxpp_flax.engine.arrays.mesh import MpmdSharding
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
 from jaxpp_flax.engine.jit import mpmd_jit
 from jaxpp_flax.engine.runtime.task_times import collect_task_times_ms

@@ -28,14 +28,8 @@ def mpmd_jit_with_loop(
 ) -> engine.MpmdFunction:
     """Compile a train step with a `treduce` loop into one SPMD program per stage.
 
-    Args:
-      fun: the step.
-      mpmd_mesh: the ranks.
-      in_shardings, out_shardings: prefix trees of `PartitionSpec`s or shardings; the ranks' own axis is dropped from
-        them.
-      in_specs, out_specs: other names of `in_shardings`, `out_shardings`.
-      static_argnums, static_argnames, donate_argnums, donate_argnames, compiler_options: as in `jax.jit`.
-      abstracted_axes: not supported; must be None.
+    Args: as in `jaxpp_flax.mpmd_jit_with_loop`; `in_specs` and `out_specs` are other names of `in_shardings` and
+      `out_shardings`, whose specs may name the ranks' own axis (it is dropped). `abstracted_axes` must be None.
 
     Returns:
       A function with `compile(*args)`, whose result has `closed_jaxpr` and `in_shardings` (a tree like

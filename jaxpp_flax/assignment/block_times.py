@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, spec_on
-from jaxpp_flax.engine.blocks import Marks
-from jaxpp_flax.engine.costs import Work
+from jaxpp_flax.engine.blocks import Marks, Work
 from jaxpp_flax.engine.program.program import ProgramTask
 from jaxpp_flax.engine.runtime.executables import TaskCompiler
 from jaxpp_flax.engine.tracing.ir import Value, memory_kind_of

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.arrays.mesh import lies_alike
+from jaxpp_flax.engine.arrays.mesh import RankMeshes, lies_alike
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.engine.program.program import Program
@@ -21,14 +21,9 @@ from jaxpp_flax.engine.runtime.debug_switches import kinds_looked_for, looking_a
 from jaxpp_flax.engine.runtime.fetching import Wanted, bring, check_parts
 from jaxpp_flax.engine.runtime.instruction_loop import Across
 from jaxpp_flax.engine.signature import Signature
+from jaxpp_flax.engine.tracing.ir import memory_kind_of
 
-__all__ = ["Binding"]
-
-
-class Place(Protocol):
-    """Puts a value on a rank that reads it; see `engine.arrays.placing.place`."""
-
-    def __call__(self, value: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array: ...
+__all__ = ["Binding", "wanted_inputs"]
 
 
 @dataclass(frozen=True)
@@ -62,14 +57,8 @@ class _Argument:
 class Binding:
     """The arguments and results of a compiled program.
 
-    Args:
-      program: the program, with slots allocated.
-      signature: the argument and result types of a call.
-      constants: the arrays that the function closes over: the program's first arguments.
-      wanted: the ranks and the sharding with which the program reads each of its arguments.
-      results: for each result, a function that makes it from the slots after a run.
-      across: the link to the other processes, or None.
-      place: puts an array of the caller, or a host value, on a rank that reads it.
+    The program's first arguments are `constants`, the arrays that the function closes over. `wanted` is the program's
+    demand for each argument. `results` holds functions that make the results from the slots after a run.
     """
 
     def __init__(
@@ -80,10 +69,9 @@ class Binding:
         wanted: Sequence[Wanted],
         results: Sequence[Callable[[list[Any]], Any]],
         across: Across | None = None,
-        place: Place = place,
     ) -> None:
         self._signature, self._num_slots, self._across = signature, program.num_slots, across
-        self._results, self._place = tuple(results), place
+        self._results = tuple(results)
         self.calls = 0
         count = len(constants)
         # A later step may take a result of this one as an argument, and donate it.
@@ -142,7 +130,7 @@ class Binding:
             raise _no_value(leaf, argument)
         in_place = False
         for target in argument.targets:
-            part = self._place(leaf, target.sharding, may_alias=False if target.own_memory else None)
+            part = place(leaf, target.sharding, may_alias=False if target.own_memory else None)
             environment[target.slot] = part
             in_place = in_place or part is leaf
         if in_place or not argument.donated or not isinstance(leaf, jax.Array):
@@ -182,8 +170,23 @@ def _no_value(leaf: jax.ShapeDtypeStruct, argument: _Argument) -> TypeError:
     ranks = [target.rank for target in argument.targets]
     return TypeError(
         f"argument{argument.wanted.name} is a shape without a value ({leaf}), but the ranks {ranks} of this "
-        "process read it. Pass its value; `compiled.read_here` tells which arguments a process may leave out."
+        "process read it. Pass its value: only an argument that no rank of this process reads may be left out."
     )
+
+
+def wanted_inputs(
+    mesh: RankMeshes,
+    ranks: Iterable[Iterable[int]],
+    specs: Sequence[PartitionSpec],
+    signature: Signature,
+    avals: Iterable[Any],
+) -> list[Wanted]:
+    """Return the demand of a program for each of its inputs: the captured constants, then the leaves of a call."""
+    names = [""] * (len(specs) - len(signature.leaves)) + [leaf.path for leaf in signature.leaves]
+    return [
+        Wanted(mesh, tuple(readers), spec, name, memory_kind_of(aval))
+        for readers, spec, name, aval in zip(ranks, specs, names, avals, strict=True)
+    ]
 
 
 def _targets(wanted: Wanted, slots: Mapping[int, int], *, separate: bool) -> tuple[_Target, ...]:

@@ -1,4 +1,4 @@
-"""The marks and blocks of a loop body, for an assignment of stages.
+"""The marks and blocks of a loop body, for an assignment of stages; the default assignment cuts at every mark.
 
 The marks divide the body into blocks; the work after the last mark is one more block. Costs are computed only on
 demand: an even assignment needs only the names.
@@ -14,16 +14,47 @@ from typing import Any, overload
 
 from jax.sharding import PartitionSpec
 
-from jaxpp_flax.engine.costs import Work, work_of_blocks
 from jaxpp_flax.engine.passes.loop.label import label
 from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask, Partition
 from jaxpp_flax.engine.passes.loop.partition import partition
-from jaxpp_flax.engine.tracing.ir import Atom, Value, values
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, bodies, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.schedules.task import TaskKind
 
-__all__ = ["Blocks", "Holding", "Marks", "indexed_operands"]
+__all__ = [
+    "Blocks",
+    "CutPolicy",
+    "Holding",
+    "Marks",
+    "Work",
+    "cut_at_every_mark",
+    "indexed_operands",
+    "work_of_blocks",
+]
+
+
+# Views, or operations that their readers compute on the way.
+_FREE = frozenset(
+    {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota", "copy", "copy_p", "stop_gradient", "name",
+     "stage_marker", "optimization_barrier", "slice"}
+)  # fmt: skip
+_READS_ITS_OPERANDS = frozenset(
+    {"dot_general", "conv_general_dilated", "ragged_dot_general", "sort", "scatter", "scatter-add", "scatter_add"}
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of one microbatch in a block, forward and backward, in FLOPs (or in FLOPs that take the same time)."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        """Forward and backward work together."""
+        return self.forward + self.backward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,3 +238,102 @@ class Marks(Sequence[Mark]):
     def sent(self) -> tuple[float, ...]:
         """Bytes of each mark's values: a cut at the mark sends them forward for each microbatch."""
         return tuple(float(sum(a.nbytes for a in marker.inputs)) for marker in self.blocks.body.markers)
+
+
+CutPolicy = Callable[[Sequence[Mark], int], Sequence[int]]
+"""Takes the marks in program order and the number of stages; returns the marks that cut: one fewer than stages."""
+
+
+def cut_at_every_mark(marks: Sequence[Mark], num_stages: int) -> Sequence[int]:
+    """Cut at every mark; a final mark after the last stage adds no cut.
+
+    Raises:
+      ValueError: if there are fewer or more marks than the stages need.
+    """
+    if len(marks) in (num_stages - 1, num_stages):
+        return range(num_stages - 1)
+    # Only the line: with the surrounding functions, a few marks fill the screen.
+    listing = "; ".join(f"{m.name or 'unnamed'} at {m.where.partition(' (')[0]}" for m in marks[:5]) or "none"
+    more = f" and {len(marks) - 5} more" if len(marks) > 5 else ""
+    need = f"{num_stages - 1} mark{'' if num_stages == 2 else 's'} (or {num_stages} with a final one)"
+    remedy = "Add marks" if len(marks) < num_stages - 1 else "Choose which of them cut (`assignment=`/`cut_policy=`)"
+    raise ValueError(
+        f"a pipeline of {num_stages} stages needs {need}, but the loop's body holds {len(marks)}: {listing}{more}. "
+        f"{remedy}, or change the number of stages."
+    )
+
+
+def _moved_bytes(equation: Any) -> float:
+    """Count the bytes that one equation without inner jaxprs reads and writes, if no fusion saves them.
+
+    Contractions, sorts and scatters count operands and results, other equations their results; views count nothing.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+      >>> [_moved_bytes(e) for e in jax.make_jaxpr(lambda x: jnp.exp(x @ x).reshape(16))(x).jaxpr.eqns]
+      [192.0, 64.0, 0.0]
+    """
+    name = equation.primitive.name
+    if name in _FREE:
+        return 0.0
+    operands, results = _avals(equation)
+    found = sum(map(_nbytes, results))
+    if name in _READS_ITS_OPERANDS:
+        found += sum(map(_nbytes, operands))
+    return float(found)
+
+
+def _work(equation: Any, flops_per_byte: float) -> float:
+    """Return the FLOPs, or the FLOPs that could be done while the bytes are moved, if that is more.
+
+    Contractions count two FLOPs for each multiply-add; other equations count one for each element of their results. A
+    `while` counts one turn, because its length is unknown.
+    """
+    name, params = equation.primitive.name, equation.params
+    inner = bodies(params)
+    if inner:
+        turns = params.get("length", 1) if name == "scan" else 1
+        costs = [sum(_work(e, flops_per_byte) for e in jaxpr.eqns) for jaxpr in inner]
+        return turns * (max(costs) if name == "cond" else sum(costs))
+    operands, results = _avals(equation)
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        found = 2.0 * _size(results[0]) * math.prod(operands[0].shape[d] for d in contracted)
+    elif name == "conv_general_dilated":
+        kernel = operands[1].shape
+        out_features = kernel[params["dimension_numbers"].rhs_spec[0]]
+        found = 2.0 * _size(results[0]) * math.prod(kernel) / max(out_features, 1)
+    else:
+        found = float(sum(map(_size, results)))
+    return max(found, flops_per_byte * _moved_bytes(equation)) if flops_per_byte else found
+
+
+def _avals(equation: Any) -> tuple[list[Any], list[Any]]:
+    if isinstance(equation, Equation):
+        return [a.aval for a in equation.inputs], [v.aval for v in equation.outputs]
+    return [a.aval for a in equation.invars], [v.aval for v in equation.outvars]
+
+
+def _size(aval: Any) -> int:
+    return int(getattr(aval, "size", 0))
+
+
+def _nbytes(aval: Any) -> int:
+    return _size(aval) * int(getattr(getattr(aval, "dtype", None), "itemsize", 0))
+
+
+def work_of_blocks(body: LoopBody, flops_per_byte: float = 0.0) -> tuple[Work, ...]:
+    """Estimate the work of each block of an inlined body; the last block is the work after the last mark.
+
+    `flops_per_byte` gives the FLOPs in the time of moving one byte; 0 counts only operations.
+    """
+    labels = label(body, range(len(body.marks)))
+    blocks = len(body.marks) + 1
+    forward, backward = [0.0] * blocks, [0.0] * blocks
+    for equation, phase in labels.phase.items():
+        if phase < blocks:
+            forward[phase] += _work(equation, flops_per_byte)
+        else:
+            backward[2 * blocks - 1 - phase] += _work(equation, flops_per_byte)
+    return tuple(map(Work, forward, backward))

@@ -13,17 +13,16 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
 from jaxpp_flax.engine.arrays.placing import place
-from jaxpp_flax.engine.binding import Binding
+from jaxpp_flax.engine.binding import Binding, wanted_inputs
 from jaxpp_flax.engine.pipeline import Built
 from jaxpp_flax.engine.program.listing import ProgramListing
 from jaxpp_flax.engine.runtime.executables import TaskCompiler, compile_program
-from jaxpp_flax.engine.runtime.fetching import Wanted
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
 from jaxpp_flax.engine.runtime.profile import TaskTiming
 from jaxpp_flax.engine.runtime.startup import compare_values, meet, start
 from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.summary import MemoryAnalysis, StageSummary, analyse_memory, summarise_stages
-from jaxpp_flax.engine.tracing.ir import Constant, memory_kind_of
+from jaxpp_flax.engine.tracing.ir import memory_kind_of
 
 __all__ = ["Compiled"]
 
@@ -42,7 +41,7 @@ class Compiled:
         self._built, self._signature, self._compiler = built, signature, compiler
         mesh = self.mpmd_mesh = compiler.mesh
         program = built.program
-        specs = [PartitionSpec()] * len(consts) + [leaf.spec for leaf in signature.leaves]
+        specs = signature.specs(len(consts))
         # A result for all processes is whole on each device, because every process reads it.
         out_specs = [
             spec if spec is not None or not for_all else PartitionSpec()
@@ -54,11 +53,7 @@ class Compiled:
         program = self.program = self._executables.program
         self._runtime = Runtime(program, self._executables, mesh, across)
         self._across = across
-        names = [""] * len(consts) + [leaf.path for leaf in signature.leaves]
-        wanted = [
-            Wanted(mesh, tuple(ranks), spec, name, memory_kind_of(aval))
-            for ranks, spec, name, aval in zip(program.arguments, specs, names, avals, strict=True)
-        ]
+        wanted = wanted_inputs(mesh, program.arguments, specs, signature, avals)
         results = [self._result(i) for i in range(len(program.results))]
         self._binding = Binding(program, signature, consts, wanted, results, across)
         if across is not None:
@@ -70,9 +65,7 @@ class Compiled:
         Raises:
           TypeError: if an argument differs from the signature in structure, shape or dtype.
         """
-        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-        self._signature.check(leaves, tree)
-        return self.run(leaves)
+        return self.run(self._signature.leaves_of(args, kwargs))
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on flat arguments whose types fit the signature; the types are not checked."""
@@ -98,36 +91,32 @@ class Compiled:
                 "a step is measured in one process that owns all ranks, but here each process owns some. Measure it "
                 "there: on one host, or with virtual CPU devices."
             )
-        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-        self._signature.check(leaves, tree)
-        environment = self._binding.environment(leaves)
+        environment = self._binding.environment(self._signature.leaves_of(args, kwargs))
         timings = self._runtime.profile(environment)
         return self._binding.collect(environment), timings
 
+    def _result_sharding(self, position: int) -> MpmdSharding:
+        result, atom = self.program.results[position], self._built.placed.outputs[position]
+        if isinstance(result, dict):
+            ranks = set(result)
+        else:  # a constant costs no transfer, so every process gets it
+            ranks = {0} if self._across is None else set(range(self.mpmd_mesh.mpmd_dim))
+        spec = self._executables.out_specs[position] or PartitionSpec()
+        return MpmdSharding(self.mpmd_mesh, ranks, spec, memory_kind_of(atom.aval))
+
     def _result(self, position: int) -> Callable[[list[Any]], MpmdArray]:
         """Return a function that makes a result from the slots after a run."""
-        result = self.program.results[position]
-        if not isinstance(result, dict):
-            return lambda environment: self._constant_result(position, result)
-        spec = self._executables.out_specs[position]
-        aval = self._built.placed.outputs[position].aval
-        sharding = MpmdSharding(self.mpmd_mesh, frozenset(result), spec or PartitionSpec(), memory_kind_of(aval))
-        local = [(rank, slot) for rank, slot in result.items() if self.mpmd_mesh.is_local(rank)]
-
-        def bind(environment: list[Any]) -> MpmdArray:
-            parts = {rank: environment[slot] for rank, slot in local}
-            return MpmdArray._from_parts(sharding, parts, aval)  # pyright: ignore[reportPrivateUsage]
-
-        return bind
-
-    def _constant_result(self, position: int, constant: Constant) -> MpmdArray:
-        # A constant costs no transfer, so every process gets it.
-        ranks = {0} if self._across is None else set(range(self.mpmd_mesh.mpmd_dim))
-        sharding = MpmdSharding(self.mpmd_mesh, ranks, self._executables.out_specs[position] or PartitionSpec())
-        value = np.asarray(constant.value, constant.aval.dtype)
+        result, aval = self.program.results[position], self._built.placed.outputs[position].aval
+        sharding = self._result_sharding(position)
         local = [rank for rank in sharding.ranks if self.mpmd_mesh.is_local(rank)]
-        parts = {rank: place(value, sharding.local_sharding(rank)) for rank in local}
-        return MpmdArray._from_parts(sharding, parts, constant.aval)  # pyright: ignore[reportPrivateUsage]
+
+        def parts(environment: list[Any]) -> dict[int, jax.Array]:
+            if isinstance(result, dict):
+                return {rank: environment[result[rank]] for rank in local}
+            value = np.asarray(result.value, aval.dtype)
+            return {rank: place(value, sharding.local_sharding(rank)) for rank in local}
+
+        return lambda environment: MpmdArray._from_parts(sharding, parts(environment), aval)  # pyright: ignore[reportPrivateUsage]
 
     @property
     def in_shardings(self) -> Any:
@@ -149,14 +138,7 @@ class Compiled:
     @property
     def out_shardings(self) -> Any:
         """The `MpmdSharding` of each result, as a tree like the results."""
-        shardings = [
-            MpmdSharding(
-                self.mpmd_mesh, r if isinstance(r, dict) else {0}, spec or PartitionSpec(), memory_kind_of(atom.aval)
-            )
-            for r, spec, atom in zip(
-                self.program.results, self._executables.out_specs, self._built.placed.outputs, strict=True
-            )
-        ]
+        shardings = map(self._result_sharding, range(len(self.program.results)))
         return jax.tree_util.tree_unflatten(self._signature.out_tree, shardings)
 
     def as_text(self, stage: str = "program") -> str:

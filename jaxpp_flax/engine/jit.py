@@ -12,16 +12,15 @@ from jax.tree_util import keystr
 
 from jaxpp_flax.engine.analyses.result_ranks import Audience
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_for_stages, trace_settings
-from jaxpp_flax.engine.arrays.divisibility import check_divides
-from jaxpp_flax.engine.arrays.layouts import Layout, broadcast_layouts, layout_of, with_memories
+from jaxpp_flax.engine.arrays.layouts import Layout, broadcast_layouts, check_divides, layout_of, with_memories
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.compiled import Compiled
-from jaxpp_flax.engine.cut_at_every_mark import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.passes.submesh_constraints import on_submesh
 from jaxpp_flax.engine.pipeline import build
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.executables import TaskCompiler
-from jaxpp_flax.engine.signature import Call, Leaf, Parameters, Signature, not_an_array, type_of
+from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_array, type_of
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
 from jaxpp_flax.engine.tracing.static_arguments import unwrapping
 from jaxpp_flax.engine.tracing.treduce import Last, treduce_i
@@ -32,20 +31,60 @@ __all__ = ["MpmdFunction", "mpmd_jit", "mpmd_jit_with_loop"]
 
 
 class MpmdFunction:
-    """A function that runs as a pipeline; `mpmd_jit_with_loop` and `mpmd_jit` return it.
+    """Compile a train step with a `treduce` loop into one SPMD program per stage, run as a pipeline.
 
-    Like a function under `jax.jit`, it is traced and compiled once for each structure, shape and dtype of its
+    Like a function under `jax.jit`, the step is traced and compiled once for each structure, shape and dtype of its
     arguments, each value and type of its static arguments, and each of JAX's settings that a trace depends on
     (`jax.enable_x64`, `jax.default_matmul_precision`, ...). `compile(*args)` compiles ahead of time.
+
+    Args:
+      fun: the step: any JAX function that holds at least one `treduce`, whose body is marked into stages.
+      mpmd_mesh: the ranks, and the submesh of each.
+      in_specs, out_specs: prefix trees of `PartitionSpec`s over the submesh's axes; `None` keeps an argument's own
+        partition, and leaves a result's partition to XLA.
+      in_shardings, out_shardings: the same as shardings (`MpmdSharding`, `NamedSharding`), whose kind of memory is
+        kept: device memory, or `pinned_host`.
+      donate_argnums, donate_argnames: arguments whose memory the step may reuse.
+      static_argnums, static_argnames, compiler_options: as in `jax.jit`.
+      cut_policy: chooses the marks that cut; by default all of them.
+      everywhere: with several processes, the results that all of them get: a prefix tree of bools. All processes
+        always get scalars, and small results that are not the new value of an argument.
+
+    A call takes arrays, NumPy arrays and `MpmdArray`s, and returns `MpmdArray`s.
+
+    Raises (when it is compiled, before anything runs):
+      ValueError: no `treduce`; too few or too many marks; a schedule that does not fit; a marker that cannot cut.
+      TypeError: an argument that is not an array.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpy as np
+      >>> from jaxpp_flax.engine.tracing.markers import mark_stage_end
+      >>> from jaxpp_flax.engine.tracing.treduce import treduce
+      >>> from jaxpp_flax.schedules import Std1F1B
+      >>> def loss(w, x):
+      ...     x = mark_stage_end(jnp.tanh(x @ w[0]))
+      ...     return jnp.mean((x @ w[1]) ** 2)
+      >>> mesh = MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+      >>> @functools.partial(mpmd_jit_with_loop, mpmd_mesh=mesh)
+      ... def step(w, batch):
+      ...     losses, grads = treduce(lambda x: jax.value_and_grad(loss)(w, x), batch, schedule=Std1F1B(2))
+      ...     return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads), losses
+      >>> w, losses = step([jnp.ones((3, 3)), jnp.ones((3, 3))], jnp.ones((4, 2, 3)))
+      >>> w[1].mpmd_idxs, losses.shape
+      ((1,), (4,))
+
+    After NVIDIA's JaxPP (Xhonneux et al., "Scaling Deep Learning Training with MPMD Pipeline Parallelism", 2024).
     """
 
     def __init__(
         self,
         fun: Callable[..., Any],
-        mpmd_mesh: Any,
-        *,
+        mpmd_mesh: MpmdMesh,
         in_specs: Any = None,
         out_specs: Any = None,
+        *,
+        in_shardings: Any = None,
+        out_shardings: Any = None,
         donate_argnums: int | Sequence[int] | None = None,
         donate_argnames: str | Iterable[str] | None = None,
         static_argnums: int | Sequence[int] | None = None,
@@ -58,12 +97,13 @@ class MpmdFunction:
         functools.update_wrapper(self, fun)
         self.mpmd_mesh: MpmdMesh = mpmd_mesh
         self._fun = fun
-        self._in_specs, self._out_specs = in_specs, out_specs
+        self._in_specs = _one_of(in_specs, in_shardings, "in")
+        self._out_specs = _one_of(out_specs, out_shardings, "out")
         self._parameters = Parameters.of(fun, static_argnums, static_argnames, donate_argnums, donate_argnames)
         self._policy = cut_policy
         self._everywhere = everywhere
         self._compiler = TaskCompiler(mpmd_mesh, compiler_options)
-        fun = with_memories(fun, out_specs)
+        fun = with_memories(fun, self._out_specs)
         nums, names = self._parameters.static_argnums, self._parameters.static_argnames
         static = bool(nums or names)
         self._jitted = jax.jit(unwrapping(fun), static_argnums=nums, static_argnames=names) if static else jax.jit(fun)
@@ -88,23 +128,12 @@ class MpmdFunction:
         """Do the same as `compile`; JaxPP's users know this name, and read `in_shardings` from its result."""
         return self.compile(*args, **kwargs)
 
-    def as_text(self, stage: str = "program") -> str:
-        """Return the latest compilation as text; see `Compiled.as_text`."""
-        return self._compiled().as_text(stage)
-
     @property
     def in_shardings(self) -> Any:
         """The `MpmdSharding` of each argument of the latest compilation: a tree like `(args, kwargs)`."""
-        return self._compiled().in_shardings
-
-    def memory_analysis(self) -> Any:
-        """Return the memory of the latest compilation; see `Compiled.memory_analysis`."""
-        return self._compiled().memory_analysis()
-
-    def _compiled(self) -> Compiled:
         if self._latest is None:
             raise RuntimeError("nothing is compiled yet: call `.compile(*args)`, or the function itself, first.")
-        return self._latest
+        return self._latest.in_shardings
 
     def _get(self, call: Call) -> Compiled:
         try:
@@ -146,8 +175,7 @@ class MpmdFunction:
         out_specs = [layout.spec for layout in wanted]
         results = jax.tree_util.tree_leaves_with_path(traced.out_info)
         check_divides([f"result{keystr(path)}" for path, _ in results], [r for _, r in results], out_specs, sizes)
-        leaves = tuple(Leaf.of(*found) for found in zip(paths, structs, in_specs, strict=True))
-        signature = Signature(call.tree, leaves, jax.tree.structure(traced.out_info), donated)
+        signature = Signature.of(call, structs, in_specs, jax.tree.structure(traced.out_info), donated)
         return Compiled(built, signature, tuple(consts), out_specs, self._compiler)
 
     def _trace(self, call: Call, structs: Sequence[Any], layouts: Sequence[Layout]) -> Any:
@@ -178,6 +206,9 @@ class MpmdFunction:
         return [*merged, *found[len(wanted) :]]
 
 
+mpmd_jit_with_loop = MpmdFunction
+
+
 def _broadcast_flags(prefix: Any, tree: Any) -> list[bool]:
     """Return one flag for each leaf of `tree`."""
     try:
@@ -188,78 +219,6 @@ def _broadcast_flags(prefix: Any, tree: Any) -> list[bool]:
             "tree of these."
         ) from error
     return flags
-
-
-def mpmd_jit_with_loop(
-    fun: Callable[..., Any],
-    mpmd_mesh: MpmdMesh,
-    in_specs: Any = None,
-    out_specs: Any = None,
-    *,
-    in_shardings: Any = None,
-    out_shardings: Any = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Iterable[str] | None = None,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Iterable[str] | None = None,
-    compiler_options: Mapping[str, Any] | None = None,
-    cut_policy: CutPolicy = cut_at_every_mark,
-    everywhere: Any = False,
-) -> MpmdFunction:
-    """Compile a train step with a `treduce` loop into one SPMD program per stage, run as a pipeline.
-
-    Args:
-      fun: the step: any JAX function that holds at least one `treduce`, whose body is marked into stages.
-      mpmd_mesh: the ranks, and the submesh of each.
-      in_specs, out_specs: prefix trees of `PartitionSpec`s over the submesh's axes; `None` keeps an argument's own
-        partition, and leaves a result's partition to XLA.
-      in_shardings, out_shardings: the same as shardings (`MpmdSharding`, `NamedSharding`), whose kind of memory is
-        kept: device memory, or `pinned_host`.
-      donate_argnums, donate_argnames: arguments whose memory the step may reuse.
-      static_argnums, static_argnames, compiler_options: as in `jax.jit`.
-      cut_policy: chooses the marks that cut; by default all of them.
-      everywhere: with several processes, the results that all of them get: a prefix tree of bools. All processes
-        always get scalars, and small results that are not the new value of an argument.
-
-    Returns:
-      A callable that takes arrays, NumPy arrays and `MpmdArray`s, and returns `MpmdArray`s.
-
-    Raises (when it is compiled, before anything runs):
-      ValueError: no `treduce`; too few or too many marks; a schedule that does not fit; a marker that cannot cut.
-      TypeError: an argument that is not an array.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, numpy as np
-      >>> from jaxpp_flax.engine.tracing.markers import mark_stage_end
-      >>> from jaxpp_flax.engine.tracing.treduce import treduce
-      >>> from jaxpp_flax.schedules import Std1F1B
-      >>> def loss(w, x):
-      ...     x = mark_stage_end(jnp.tanh(x @ w[0]))
-      ...     return jnp.mean((x @ w[1]) ** 2)
-      >>> mesh = MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
-      >>> @functools.partial(mpmd_jit_with_loop, mpmd_mesh=mesh)
-      ... def step(w, batch):
-      ...     losses, grads = treduce(lambda x: jax.value_and_grad(loss)(w, x), batch, schedule=Std1F1B(2))
-      ...     return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads), losses
-      >>> w, losses = step([jnp.ones((3, 3)), jnp.ones((3, 3))], jnp.ones((4, 2, 3)))
-      >>> w[1].mpmd_idxs, losses.shape
-      ((1,), (4,))
-
-    After NVIDIA's JaxPP (Xhonneux et al., "Scaling Deep Learning Training with MPMD Pipeline Parallelism", 2024).
-    """
-    return MpmdFunction(
-        fun,
-        mpmd_mesh,
-        in_specs=_one_of(in_specs, in_shardings, "in"),
-        out_specs=_one_of(out_specs, out_shardings, "out"),
-        donate_argnums=donate_argnums,
-        donate_argnames=donate_argnames,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-        compiler_options=compiler_options,
-        cut_policy=cut_policy,
-        everywhere=everywhere,
-    )
 
 
 def _check_mesh(mesh: Any) -> None:
@@ -330,8 +289,10 @@ def mpmd_jit(
     return MpmdFunction(
         looped,
         mpmd_mesh,
-        in_specs=_one_of(in_specs, in_shardings, "in"),
-        out_specs=_one_of(out_specs, out_shardings, "out"),
+        in_specs,
+        out_specs,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
         donate_argnums=donate_argnums,
         donate_argnames=donate_argnames,
         static_argnums=static_argnums,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,8 +13,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from jaxpp_flax.engine.analyses.result_ranks import Audience
 from jaxpp_flax.engine.analyses.shards import ShardCounts
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
-from jaxpp_flax.engine.blocks import Blocks, Marks
-from jaxpp_flax.engine.cut_at_every_mark import CutPolicy
+from jaxpp_flax.engine.blocks import Blocks, CutPolicy, Marks
 from jaxpp_flax.engine.passes import PASSES
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
 from jaxpp_flax.engine.passes.placed import Loop, Placed
@@ -27,13 +27,16 @@ __all__ = ["Built", "build"]
 _STRUCTURES = {"tasks": "partition", "placed": "place"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Built:
-    """The program, the placed step, and their source."""
+    """The program and the placed step; and the input of the passes with JAX's settings then, to run them again."""
 
     program: Program
     placed: Placed
-    source: Source
+    graph: Graph
+    settings: Settings
+    mesh: AbstractMesh | None
+    x64: bool
 
     @cached_property
     def loops(self) -> tuple[Loop, ...]:
@@ -41,7 +44,7 @@ class Built:
         return tuple(step for step in self.placed.steps if isinstance(step, Loop))
 
     def as_text(self, name: str) -> str:
-        """Return the structure after a pass as text; a structure that was not kept is made again.
+        """Return the structure after a pass as text; the passes run again for it, with the same cuts.
 
         Raises:
           ValueError: if no pass has this name.
@@ -54,39 +57,11 @@ class Built:
                 f"no pass is called {name!r}. Use one of {known}; or 'tasks' (after partition), 'placed' (after place) "
                 "or 'program' (as it runs)."
             )
-        if name == "partition":
-            return "\n".join(loop.partition.as_text() for loop in self.loops)
-        made = {"place": self.placed, "liveness": self.program}
-        if name in made:
-            return PASSES[names.index(name)].as_text(made[name])
-        return self.source.text_after(name, self)
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """The input of the passes, and JAX's settings while they ran: enough to run them again."""
-
-    graph: Graph
-    settings: Settings
-    mesh: AbstractMesh | None
-    x64: bool
-
-    @classmethod
-    def now(cls, graph: Graph, settings: Settings) -> Source:
-        """Make a source with JAX's present settings."""
-        mesh = jax.sharding.get_abstract_mesh()
-        return cls(graph, settings, None if mesh.empty else mesh, bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue]
-
-    def text_after(self, name: str, built: Built) -> str:
-        """Return the structure after a pass as text, made again with the same cuts."""
-        chosen = iter([loop.cuts for loop in built.loops])
+        chosen = iter([loop.cuts for loop in self.loops])
         settings = replace(self.settings, choose_cuts=lambda loop: next(chosen))
-        names = [each.name for each in PASSES]
-        # Work outside the loops is placed only once: `place` may warn.
-        placed = names.index(name) > names.index("place")
-        passes, start = (PASSES[names.index("unroll") :], built.placed) if placed else (PASSES, self.graph)
-        with jax.enable_x64(self.x64), context_mesh(self.mesh):
-            found = run_passes(passes, start, settings)
+        with warnings.catch_warnings(), jax.enable_x64(self.x64), context_mesh(self.mesh):
+            warnings.simplefilter("ignore")  # the first run has warned
+            found = run_passes(PASSES, self.graph, settings)
             return next(each.as_text(structure) for each, structure in found if each.name == name)
 
 
@@ -99,16 +74,7 @@ def build(
     axis_sizes: Mapping[str, int],
     audience: Audience | None = None,
 ) -> Built:
-    """Run all passes on a traced step.
-
-    Args:
-      graph: the step; it may hold several loops.
-      num_ranks: the number of the mesh's ranks.
-      policy: chooses the marks that cut.
-      donated: for each input, whether its buffers may be reused.
-      specs: the partition of each input inside a submesh.
-      axis_sizes: the sizes of the submesh's axes.
-      audience: with several processes, the results that all of them get.
+    """Run all passes on a traced step; `axis_sizes` are those of a submesh. See `Settings` for the other arguments.
 
     Raises:
       ValueError: if the step holds no loop, a loop's schedule or marks do not fit, or a marker cannot cut.
@@ -133,7 +99,9 @@ def build(
         for each, structure in run_passes(PASSES, graph, settings, observers())
         if each.name in ("place", "liveness")
     }
-    return Built(made["liveness"], made["place"], Source.now(graph, settings))
+    mesh = jax.sharding.get_abstract_mesh()
+    x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+    return Built(made["liveness"], made["place"], graph, settings, None if mesh.empty else mesh, x64)
 
 
 def _blocks(loop: OpenLoop, arguments: Mapping[Value, tuple[int, PartitionSpec]], shards: ShardCounts) -> Blocks:

@@ -126,11 +126,6 @@ class Leaf:
     weak_type: bool
     spec: PartitionSpec
 
-    @classmethod
-    def of(cls, path: str, struct: jax.ShapeDtypeStruct, spec: PartitionSpec) -> Leaf:
-        """Make a leaf from a type that tracing takes."""
-        return cls(path, tuple(struct.shape), struct.dtype, struct.weak_type, spec)
-
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
 
@@ -149,15 +144,36 @@ class Signature:
     function: str = ""
     made: Literal["compiled", "lowered"] = "compiled"
 
-    def check(self, leaves: Sequence[Any], tree: Any) -> None:
-        """Refuse a call with other arguments.
+    @classmethod
+    def of(
+        cls,
+        call: Call,
+        types: Iterable[jax.ShapeDtypeStruct],
+        specs: Iterable[PartitionSpec],
+        out_tree: Any,
+        donated: tuple[bool, ...],
+        *,
+        function: str = "",
+        made: Literal["compiled", "lowered"] = "compiled",
+    ) -> Signature:
+        """Make the signature of a call from the types and the specs of its leaves."""
+        leaves = tuple(
+            Leaf(path, tuple(struct.shape), struct.dtype, struct.weak_type, spec)
+            for path, struct, spec in zip(call.paths(), types, specs, strict=True)
+        )
+        return cls(call.tree, leaves, out_tree, donated, function, made)
 
-        Args:
-          leaves, tree: the leaves and the structure of `(args, kwargs)`.
+    def specs(self, num_constants: int) -> list[PartitionSpec]:
+        """Return the specs of a program's inputs: of captured constants, which are whole, and of the leaves."""
+        return [PartitionSpec()] * num_constants + [leaf.spec for leaf in self.leaves]
+
+    def leaves_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+        """Return the leaves of a call.
 
         Raises:
-          TypeError: naming the difference.
+          TypeError: if the call has other arguments, naming the difference.
         """
+        leaves, tree = jax.tree_util.tree_flatten((tuple(args), kwargs))
         if tree != self.tree:
             raise self._refusal("of another structure", self._first_difference(_paths(tree, leaves)))
         wrong: list[str] = []
@@ -172,6 +188,7 @@ class Signature:
         if wrong:
             more = f"; and {len(wrong) - 10} more" if len(wrong) > 10 else ""
             raise self._refusal("of other types", "; ".join(wrong[:10]) + more)
+        return leaves
 
     def _refusal(self, which: str, differs: str) -> TypeError:
         again = {"compiled": "Compile", "lowered": "Lower"}[self.made]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from jaxpp_flax.engine.blocks import indexed_operands
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.pipeline import Built
-from jaxpp_flax.engine.program.program import Free, Program, Run, Transfer
+from jaxpp_flax.engine.program.program import Free, Instruction, Program, Run, Transfer
 from jaxpp_flax.engine.runtime.executables import Executables
 from jaxpp_flax.engine.tracing.ir import Value, memory_kind_of
 from jaxpp_flax.engine.tracing.markers import segment_names
@@ -143,59 +144,77 @@ def analyse_memory(
     built: Built, program: Program, executables: Executables, mesh: MpmdMesh
 ) -> tuple[MemoryAnalysis, ...]:
     """Walk the program and count what is live on each rank."""
+    memory = _Memory(program)
     argument = [0] * program.num_ranks
-    held: dict[int, tuple[int, int]] = {}  # arguments too: a donated argument frees memory
     for ranks, spec, value in zip(program.arguments, executables.in_specs, built.placed.inputs, strict=True):
+        on_device = memory_kind_of(value.aval) is None
         for rank, slot in ranks.items():
             shape = NamedSharding(mesh.unstack[rank], spec).shard_shape(tuple(value.aval.shape))
-            size = int(getattr(value.aval.dtype, "itemsize", 0)) if memory_kind_of(value.aval) is None else 0
-            for dim in shape:
-                size *= dim
+            size = math.prod(shape) * int(getattr(value.aval.dtype, "itemsize", 0)) if on_device else 0
             argument[rank] += size
-            held[slot] = (rank, size)
-    activations: dict[int, tuple[int, int]] = {}
-    live = [0] * program.num_ranks
-    peak = [0] * program.num_ranks
-    most: dict[int, int] = {}
+            memory.held[slot] = (rank, size)
     for number, instruction in enumerate(program.instructions):
-        if isinstance(instruction, Free):
-            for slot in instruction.slots:
-                rank, size = held.pop(slot, (instruction.rank, 0))
-                live[rank] -= size
-                activations.pop(slot, None)
-            continue
-        rank = instruction.target if isinstance(instruction, Transfer) else instruction.rank
-        if isinstance(instruction, Run):  # its outputs take the memory of its donated inputs
-            for position in program.tasks[instruction.task].donate:
-                slot = instruction.inputs[position]
-                owner, size = held.pop(slot, (rank, 0))
-                live[owner] -= size
-                activations.pop(slot, None)
-        for slot, size in zip(instruction.writes(), executables.written_bytes[number], strict=True):
-            held[slot] = (rank, size)
-            live[rank] += size
-        peak[rank] = max(peak[rank], live[rank])
-        if isinstance(instruction, Run):
-            task = program.tasks[instruction.task]
-            if task.stage is not None and "fwd" in task.name:
-                going_round = {output for output, _ in task.pins}
-                for position, slot in enumerate(instruction.outputs):
-                    if position not in going_round:
-                        activations[slot] = (task.stage, instruction.microbatch)
-                count = len({m for s, m in activations.values() if s == task.stage})
-                most[task.stage] = max(most.get(task.stage, 0), count)
+        memory.step(instruction, executables.written_bytes.get(number, ()))
+    temporary = [[0] for _ in argument]
+    for task, executable in zip(program.tasks, executables.tasks, strict=True):
+        temporary[task.rank].append(_temp(executable))
+    schedule = built.loops[0].schedule
     return tuple(
         MemoryAnalysis(
             rank=rank,
             argument_bytes=argument[rank],
-            peak_bytes=peak[rank],
-            temp_bytes=max(
-                (_temp(executables.tasks[n]) for n, t in enumerate(program.tasks) if t.rank == rank), default=0
-            ),
-            live_microbatches={s: m for s, m in sorted(most.items()) if built.loops[0].schedule.rank_of(s) == rank},
+            peak_bytes=memory.peak[rank],
+            temp_bytes=max(temporary[rank]),
+            live_microbatches={s: m for s, m in sorted(memory.most.items()) if schedule.rank_of(s) == rank},
         )
         for rank in range(program.num_ranks)
     )
+
+
+class _Memory:
+    """The memory of the ranks while a program runs.
+
+    `held` gives the rank and the bytes of each slot (an argument frees memory too, if it is donated), `activations` the
+    stage and the microbatch of a forward's results, `most` the largest number of microbatches that a stage holds.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.tasks = program.tasks
+        self.held: dict[int, tuple[int, int]] = {}
+        self.activations: dict[int, tuple[int, int]] = {}
+        self.live, self.peak = [0] * program.num_ranks, [0] * program.num_ranks
+        self.most: dict[int, int] = {}
+
+    def step(self, instruction: Instruction, written: Sequence[int]) -> None:
+        if isinstance(instruction, Free):
+            self._drop(instruction.slots)
+            return
+        rank = instruction.target if isinstance(instruction, Transfer) else instruction.rank
+        if isinstance(instruction, Run):  # its outputs take the memory of its donated inputs
+            self._drop(instruction.inputs[position] for position in self.tasks[instruction.task].donate)
+        for slot, size in zip(instruction.writes(), written, strict=True):
+            self.held[slot] = (rank, size)
+            self.live[rank] += size
+        self.peak[rank] = max(self.peak[rank], self.live[rank])
+        if isinstance(instruction, Run):
+            self._count_microbatches(instruction)
+
+    def _drop(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            rank, size = self.held.pop(slot, (0, 0))
+            self.live[rank] -= size
+            self.activations.pop(slot, None)
+
+    def _count_microbatches(self, run: Run) -> None:
+        task = self.tasks[run.task]
+        if task.stage is None or "fwd" not in task.name:
+            return
+        going_round = {output for output, _ in task.pins}
+        for position, slot in enumerate(run.outputs):
+            if position not in going_round:
+                self.activations[slot] = (task.stage, run.microbatch)
+        count = len({microbatch for stage, microbatch in self.activations.values() if stage == task.stage})
+        self.most[task.stage] = max(self.most.get(task.stage, 0), count)
 
 
 def _temp(executable: Any) -> int:

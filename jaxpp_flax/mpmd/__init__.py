@@ -17,11 +17,16 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from jaxpp_flax.mpmd.config import MpmdConfig, make_config
+from jaxpp_flax.mpmd.config import (
+    PIPELINE_SCHEDULES,
+    MpmdConfig,
+    PartitioningOptions,
+    make_config,
+    make_partitioning_options,
+)
 from jaxpp_flax.mpmd.jit import MpmdWrapped, jit
 from jaxpp_flax.mpmd.lowered import FunctionMeshAssignment, FunctionNamedShardings, MpmdCompiled, MpmdLowered
 from jaxpp_flax.mpmd.ops import broadcast, call, enumerated_for, fori_loop, named_computation, named_tensor, reduce
-from jaxpp_flax.mpmd.options import PIPELINE_SCHEDULES, PartitioningOptions, make_partitioning_options
 
 __all__ = [
     "PIPELINE_SCHEDULES",

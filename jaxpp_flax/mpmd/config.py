@@ -1,21 +1,180 @@
-"""`make_config`: the mesh and the stage of each name, and the schedule."""
+"""`make_config`: named meshes, the mesh and the stage of each name, and options under Shardy's names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jaxpp_flax.engine.arrays.mesh import RankMeshes
 from jaxpp_flax.messages import known_names
-from jaxpp_flax.mpmd.options import PartitioningOptions, schedule_name
-from jaxpp_flax.mpmd.topology import Topology, topology_of
 from jaxpp_flax.schedules.schedule import Schedule
 
-__all__ = ["MpmdConfig", "make_config"]
+__all__ = [
+    "PIPELINE_SCHEDULES",
+    "MpmdConfig",
+    "PartitioningOptions",
+    "Topology",
+    "make_config",
+    "make_partitioning_options",
+]
+
+
+# In programs written for Shardy, these suffixes of mesh names give a kind of memory.
+_MEMORY_KINDS = ("#pinned_host", "#device")
+
+
+@dataclass(frozen=True)
+class Topology(RankMeshes):
+    """Meshes in order; their positions are the engine's ranks. A device may belong to several meshes."""
+
+    names: tuple[str, ...]
+    meshes: tuple[Mesh, ...]
+
+    @cached_property
+    def unstack(self) -> Sequence[Mesh]:
+        """The meshes, under the name that the engine uses."""
+        return self.meshes
+
+    def rank(self, name: str) -> int:
+        """Return the position of a mesh."""
+        return self.names.index(name)
+
+
+def topology_of(meshes: Mapping[str, Mesh] | None) -> Topology:
+    """Check a topology from the user.
+
+    Raises:
+      TypeError: if it is not a mapping from names to `jax.sharding.Mesh`.
+      ValueError: if it is empty, a name is reserved, or an axis is not of type Auto.
+    """
+    if not meshes:
+        raise ValueError(
+            f"topology must name at least one mesh, got {meshes!r}. "
+            'Pass e.g. `{"m0": Mesh(devices[:2], ("data",)), "m1": Mesh(devices[2:], ("data",))}`.'
+        )
+    if not isinstance(meshes, Mapping):
+        raise TypeError(
+            f"topology must be a mapping from names to meshes, got {type(meshes).__name__}. "
+            'Pass e.g. `{"m0": mesh_0, "m1": mesh_1}`.'
+        )
+    for name, mesh in meshes.items():
+        if not isinstance(mesh, Mesh):
+            raise TypeError(
+                f"topology[{name!r}] must be a jax.sharding.Mesh, got {type(mesh).__name__}. "
+                'Build one: `Mesh(np.array(devices), ("data",))`.'
+            )
+        if "@" in name or name.endswith(_MEMORY_KINDS):
+            raise ValueError(
+                f"a mesh cannot be named {name!r}: '@' and the endings {', '.join(_MEMORY_KINDS)} are reserved. "
+                "Rename it."
+            )
+        other = [
+            f"{axis}: {kind.name}"
+            for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+            if kind is not AxisType.Auto
+        ]
+        if other:
+            raise ValueError(
+                f"topology[{name!r}] has axes that are not Auto ({', '.join(other)}): their shardings are part of the "
+                "arrays' types, which do not change from mesh to mesh. Build the mesh with Auto axes."
+            )
+    return Topology(tuple(meshes), tuple(meshes.values()))
+
+
+# The names of schedules, with their spelling in `mpmd_pipeline_schedule` of newer programs.
+PIPELINE_SCHEDULES = {
+    "GPIPE": "GPipe",
+    "ONE_FWD_ONE_BWD": "1F1B",
+    "CIRCULAR": "Circular",
+    "CIRCULAR_WITH_REVERSED_BACKWARD": "CircularWithReversedBackward",
+    "GPIPE_BUT_1F1B_FOR_LAST_MESH": "GPipeBut1F1BForLastMesh",
+    "ZERO_BUBBLE_H1": "ZeroBubbleH1",
+    "ZERO_BUBBLE_H2_ZERO_TX_LATENCY": "ZeroBubbleH2ZeroTxLatency",
+    "ZERO_BUBBLE_H2_HALF_TX_LATENCY": "ZeroBubbleH2HalfTxLatency",
+    "ZERO_BUBBLE_H2_FULL_TX_LATENCY": "ZeroBubbleH2FullTxLatency",
+    "PARALLEL_PIPELINES_WITH_WRAP_AROUND": "ParallelPipelinesWithWrapAround",
+}
+
+_SCHEDULE = "mpmd_pipeline_schedule"
+# These options of Shardy's compiler change nothing here: the compiler always does the same, or the results do not
+# depend on it. Transfers and sums over meshes are inferred, each user of a region recomputes it, and equal programs are
+# compiled once.
+_SWITCHES = (
+    "mpmd_infer_transfers",
+    "mpmd_infer_cross_mesh_reductions",
+    "mpmd_fragment_remat",
+    "mpmd_merge_remat_fragments",
+    "mpmd_split_bwd_fragments",
+    "mpmd_assume_homogeneous_devices",
+    "mpmd_absorb_inferred_fragments_on_entry_point_function",
+    "mpmd_copy_constant_creation_from_producer_to_consumer",
+    "mpmd_apply_merge_transfers_pass",
+    "mpmd_merge_inferred_after_scheduling",
+)
+
+
+class PartitioningOptions(dict[str, Any]):
+    """Checked options: a dictionary that can also be written with keywords.
+
+    >>> PartitioningOptions(mpmd_pipeline_schedule="1F1B")
+    {'mpmd_pipeline_schedule': '1F1B'}
+    """
+
+    def __init__(self, options: Mapping[str, Any] | None = None, /, **more: Any) -> None:
+        super().__init__({**(options or {}), **more})
+        for key, value in self.items():
+            if key == _SCHEDULE:
+                schedule_name(value)
+            elif key not in _SWITCHES:
+                raise ValueError(f"unknown partitioning option {key!r}.{known_names(key, (_SCHEDULE, *_SWITCHES))}")
+            elif not isinstance(value, bool):
+                raise ValueError(f"partitioning option {key} must be True or False, got {value!r}.")
+
+    @property
+    def schedule(self) -> str | None:
+        """The schedule's name, one of `PIPELINE_SCHEDULES`, or None."""
+        return schedule_name(self.get(_SCHEDULE))
+
+
+def make_partitioning_options(options: Mapping[str, Any] | None = None) -> PartitioningOptions:
+    """Check partitioning options.
+
+    `mpmd_pipeline_schedule` names the schedule (see `PIPELINE_SCHEDULES`). The switches of Shardy's compiler
+    (`mpmd_infer_transfers` and others) are accepted: here transfers and sums over meshes are always inferred, and the
+    backward pass is split if the schedule asks for it.
+
+    Raises:
+      ValueError: for an unknown option or schedule, with similar names, or a switch that is not a bool.
+
+    Example:
+      >>> make_partitioning_options({"mpmd_pipeline_schedule": "ONE_FWD_ONE_BWD"}).schedule
+      'ONE_FWD_ONE_BWD'
+      >>> make_partitioning_options({"mpmd_pipeline_schedule": "ONE_FWD_TWO_BWD"})
+      Traceback (most recent call last):
+      ValueError: unknown schedule 'ONE_FWD_TWO_BWD'. Did you mean 'ONE_FWD_ONE_BWD'? ...
+    """
+    return PartitioningOptions(options)
+
+
+def schedule_name(name: str | None) -> str | None:
+    """Return the upper-case name of a schedule in either spelling; None for no schedule.
+
+    Raises:
+      ValueError: if the name is unknown; the message suggests similar names.
+    """
+    if name is None or name == "None":
+        return None
+    if name in PIPELINE_SCHEDULES:
+        return name
+    for known, spelt in PIPELINE_SCHEDULES.items():
+        if name == spelt:
+            return known
+    raise ValueError(f"unknown schedule {name!r}.{known_names(str(name), PIPELINE_SCHEDULES)}")
 
 
 @dataclass(frozen=True)
@@ -40,15 +199,6 @@ class MpmdConfig:
     def meshes(self) -> Topology:
         """The topology as the engine's ranks."""
         return topology_of(self.topology)
-
-    @property
-    def mesh_and_stage_assignment(self) -> dict[str, str | tuple[str, int]]:
-        """Both assignments in one."""
-        stages = self.name_to_stage_assignment
-        return {
-            name: (mesh, stages[name]) if name in stages else mesh
-            for name, mesh in self.name_to_mesh_assignment.items()
-        }
 
     @property
     def schedule(self) -> str | Schedule | None:

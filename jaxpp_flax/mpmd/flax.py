@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 from flax import linen as nn
 from flax import nnx
 
-from jaxpp_flax.mpmd.labels import computation_scope
-from jaxpp_flax.mpmd.ops import check_name
+from jaxpp_flax.mpmd.ops import check_name, computation_scope
 
 __all__ = ["named_computation"]
 

@@ -9,20 +9,18 @@ from itertools import repeat
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_settings
 from jaxpp_flax.engine.arrays.layouts import memory_wanted, with_memories
+from jaxpp_flax.engine.arrays.mesh import canonical, keep_axes
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.executables import TaskCompiler
-from jaxpp_flax.engine.signature import Call, Leaf, Parameters, Signature, not_an_array, type_of
+from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_array, type_of
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
-from jaxpp_flax.mpmd.config import MpmdConfig
+from jaxpp_flax.mpmd.config import MpmdConfig, PartitioningOptions, Topology
 from jaxpp_flax.mpmd.lowered import MpmdCompiled, MpmdLowered
-from jaxpp_flax.mpmd.options import PartitioningOptions
 from jaxpp_flax.mpmd.partitioning.build import build
 from jaxpp_flax.mpmd.shardings import memories_of, mesh_ranks, ranks_of_shardings, spec_of, specs_of
-from jaxpp_flax.mpmd.topology import Topology
 
 __all__ = ["MpmdWrapped", "jit"]
 
@@ -73,9 +71,8 @@ class MpmdWrapped:
         config = self.mpmd_config
         _check_processes(config.meshes)
         paths = list(call.paths())
-        structs = _structs(call, paths)
-        memories = memories_of(self._in_shardings, _arguments(call, structs), "in_shardings")
-        structs = [_moved(struct, kind) for struct, kind in zip(structs, memories, strict=True)]
+        memories = memories_of(self._in_shardings, _arguments(call, call.leaves), "in_shardings")
+        structs = _structs(call, paths, memories)
         shapes = _arguments(call, structs)
         with context_mesh(config.sharding_mesh):
             traced = self._jitted.trace(*shapes)
@@ -91,26 +88,17 @@ class MpmdWrapped:
         built = build(graph, len(constants), config, in_ranks, out_ranks, donated)
         homes = [config.meshes.unstack[ranks[0]] for ranks in built.placement.arguments[len(constants) :]]
         in_specs = [
-            spec if spec is not None else _followed(spec_of(leaf), home.axis_names)
+            spec if spec is not None else canonical(keep_axes(spec_of(leaf), home.axis_names.__contains__))
             for spec, leaf, home in zip(asked, call.leaves, homes, strict=True)
         ]
-        leaves = tuple(Leaf.of(*found) for found in zip(paths, structs, in_specs, strict=True))
         out_tree = jax.tree.structure(traced.out_info)
-        signature = Signature(call.tree, leaves, out_tree, donated, function=self._name, made="lowered")
+        signature = Signature.of(call, structs, in_specs, out_tree, donated, function=self._name, made="lowered")
         return MpmdLowered(built, signature, config.meshes, out_specs, tuple(constants), self._compiler)
 
 
 def _arguments(call: Call, leaves: Sequence[Any]) -> tuple[Any, ...]:
     args, _ = call.with_leaves(leaves)
     return tuple(args)
-
-
-def _followed(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
-    """Return an argument's spec without the axes that its home mesh lacks."""
-    entries = [tuple(a for a in (e if isinstance(e, tuple) else (e,)) if a in axes) or None for e in spec]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*(e[0] if e is not None and len(e) == 1 else e for e in entries))
 
 
 def _check_processes(topology: Topology) -> None:
@@ -123,29 +111,26 @@ def _check_processes(topology: Topology) -> None:
             )
 
 
-def _structs(call: Call, paths: Iterable[str] = repeat("")) -> list[jax.ShapeDtypeStruct]:
-    """Return the types of the arguments: with their memory, but without their partition.
+def _structs(
+    call: Call, paths: Iterable[str] = repeat(""), memories: Iterable[str | None] = repeat(None)
+) -> list[jax.ShapeDtypeStruct]:
+    """Return the types of the arguments: with the requested memory or their own, but without their partition.
 
     Raises:
       TypeError: if an argument is not an array.
     """
     try:
-        return [_struct_of(leaf, path) for leaf, path in zip(call.leaves, paths, strict=False)]
+        return [_struct_of(*found) for found in zip(call.leaves, paths, memories, strict=False)]
     except TypeError as error:
         raise not_an_array(call, "close over it") from error
 
 
-def _struct_of(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
+def _struct_of(leaf: Any, path: str, wanted: str | None) -> jax.ShapeDtypeStruct:
     shape, dtype, weak_type = type_of(leaf)
-    struct = jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type)
-    return _moved(struct, memory_wanted(getattr(leaf, "sharding", None), f"argument{path}"))
-
-
-def _moved(struct: jax.ShapeDtypeStruct, kind: str | None) -> jax.ShapeDtypeStruct:
-    """Return the type in another kind of memory; None keeps the type."""
-    if kind is None or (kind == "device" and struct.sharding is None):
-        return struct
-    return struct.update(sharding=None if kind == "device" else in_memory(None, kind))
+    own = memory_wanted(getattr(leaf, "sharding", None), f"argument{path}")
+    kind = own if wanted is None else wanted
+    sharding = None if kind in (None, "device") else in_memory(None, kind)
+    return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak_type, sharding=sharding)
 
 
 def jit(

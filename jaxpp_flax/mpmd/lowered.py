@@ -9,20 +9,19 @@ from functools import cached_property
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
-from jaxpp_flax.engine.arrays.placing import place
-from jaxpp_flax.engine.binding import Binding
+from jaxpp_flax.engine.binding import Binding, wanted_inputs
 from jaxpp_flax.engine.runtime.executables import Executables, TaskCompiler, compile_program
 from jaxpp_flax.engine.runtime.fetching import Wanted
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
 from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.tracing.ir import Constant, memory_kind_of
+from jaxpp_flax.mpmd.config import Topology
 from jaxpp_flax.mpmd.partitioning.build import Built
-from jaxpp_flax.mpmd.shardings import within
+from jaxpp_flax.mpmd.shardings import check_within
 from jaxpp_flax.mpmd.text import as_text
-from jaxpp_flax.mpmd.topology import Topology
 
 __all__ = ["FunctionMeshAssignment", "FunctionNamedShardings", "MpmdCompiled", "MpmdLowered"]
 
@@ -71,13 +70,11 @@ class MpmdLowered:
         self.signature, self._out_specs, self._constants = signature, out_specs, constants
         placement, names = built.placement, topology.names
         self._homes = [ranks[0] for ranks in placement.arguments[len(constants) :]]
-        specs = [
-            within(leaf.spec, topology.unstack[home], f"argument{leaf.path}", names[home])
-            for leaf, home in zip(signature.leaves, self._homes, strict=True)
-        ]
+        for leaf, home in zip(signature.leaves, self._homes, strict=True):
+            check_within(leaf.spec, topology.unstack[home], f"argument{leaf.path}", names[home])
         for position, (spec, rank) in enumerate(zip(out_specs, placement.results, strict=True)):
-            within(spec, topology.unstack[rank], f"result {position}", names[rank])
-        self._specs = [*(PartitionSpec() for _ in constants), *specs]
+            check_within(spec, topology.unstack[rank], f"result {position}", names[rank])
+        self._specs = signature.specs(len(constants))
 
     @property
     def name(self) -> str:
@@ -112,12 +109,8 @@ class MpmdLowered:
     @cached_property
     def _wanted(self) -> list[Wanted]:
         """The ranks and the shardings with which the program reads its constants and arguments."""
-        inputs, placement = self.built.step.inputs, self.built.placement
-        names = [""] * len(self._constants) + [leaf.path for leaf in self.signature.leaves]
-        return [
-            Wanted(self.topology, tuple(ranks), spec, name, memory_kind_of(value.aval))
-            for ranks, spec, name, value in zip(placement.arguments, self._specs, names, inputs, strict=True)
-        ]
+        avals = [value.aval for value in self.built.step.inputs]
+        return wanted_inputs(self.topology, self.built.placement.arguments, self._specs, self.signature, avals)
 
     @property
     def output_shardings(self) -> Any:
@@ -144,13 +137,8 @@ class MpmdLowered:
     def _bind(self) -> Binding:
         program = self._executables.program
         # A returned constant has no sharding of its own: it gets the requested one.
-        specs = [spec or PartitionSpec() for spec in self._out_specs]
-        meshes = [self.topology.unstack[rank] for rank in self.built.placement.results]
-        results = [
-            _result(result, NamedSharding(mesh, spec))
-            for result, mesh, spec in zip(program.results, meshes, specs, strict=True)
-        ]
-        return Binding(program, self.signature, self._constants, self._wanted, results, place=_place)
+        results = [_result(*found) for found in zip(program.results, self._result_shardings, strict=True)]
+        return Binding(program, self.signature, self._constants, self._wanted, results)
 
     @cached_property
     def _executables(self) -> Executables:
@@ -206,9 +194,7 @@ class MpmdCompiled:
           TypeError: if an argument differs in structure or type from the lowered program.
           RuntimeError: if an argument was donated to an earlier call.
         """
-        leaves, tree = jax.tree_util.tree_flatten((args, {}))
-        self._lowered.signature.check(leaves, tree)
-        return self.run(leaves)
+        return self.run(self._lowered.signature.leaves_of(args, {}))
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on flat arguments whose types fit the program; the types are not checked."""
@@ -222,12 +208,3 @@ def _result(result: Mapping[int, int] | Constant, sharding: NamedSharding) -> Ca
     if isinstance(result, Constant):
         return lambda _: jax.device_put(jax.numpy.asarray(result.value, result.aval.dtype), sharding)
     return operator.itemgetter(next(iter(result.values())))
-
-
-def _place(value: Any, sharding: Sharding, *, may_alias: bool | None = None) -> jax.Array:
-    """Place a value like the engine's `place`; an array that already has the sharding is used without a copy."""
-    if isinstance(value, jax.Array) and value.sharding == sharding and may_alias is not False:
-        if value.is_deleted():
-            raise RuntimeError("an argument has been deleted")  # the binding names it
-        return value
-    return place(value, sharding, may_alias=may_alias)

@@ -1,13 +1,20 @@
 """Annotations of a program: names of computations and arrays, calls for microbatches, loops over microbatches.
 
 Under plain `jax.jit`, and outside any `jit`, an annotation changes no result.
+
+A named computation is a `jax.jit` under a scope with its name in JAX's name stack, which every transformation of JAX
+preserves; its transpose is a `jit` under that scope inside `transpose(...)`. So JAX applies all its rules of `jax.jit`
+(differentiation, batching, rematerialisation, dead code). A label can only misplace work, never change a number.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
+from urllib.parse import quote, unquote
 
 import jax
 import jax.numpy as jnp
@@ -16,24 +23,57 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from jaxpp_flax.engine.tracing.equation_parameters import COSMETIC
-from jaxpp_flax.mpmd.labels import call_scope, computation_scope
 
 __all__ = [
     "broadcast",
     "call",
+    "calls_in",
+    "computation_scope",
+    "computations_in",
     "enumerated_for",
     "fori_loop",
     "named_computation",
     "named_tensor",
     "named_tensor_p",
     "reduce",
+    "transposes_in",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
+_COMPUTATION = re.compile(r"mpmd\.named\[([^\]]*)\]")
+_CALL = re.compile(r"mpmd\.call\[(\d+)\]")
+
 RESERVED_NAMES = ("main",)
 RESERVED_PREFIX = "partir."
+
+
+def computation_scope(name: str, transpose_count: int = 0) -> AbstractContextManager[Any]:
+    """Return the scope of a named computation; `transpose_count` marks a backward pass that is written by hand."""
+    # Brackets, slashes and parentheses have a meaning in name stacks.
+    return jax.named_scope(f"mpmd.named[{quote(name, safe=' ')};{transpose_count}]")
+
+
+def call_scope(call_counter: int) -> AbstractContextManager[Any]:
+    """Return the scope of a call for one microbatch."""
+    return jax.named_scope(f"mpmd.call[{call_counter}]")
+
+
+def computations_in(stack: str) -> list[tuple[str, int]]:
+    """Return the named computations around an equation, outermost first, with the transpose counts in their scopes."""
+    labels = [label.rpartition(";") for label in _COMPUTATION.findall(stack)]
+    return [(unquote(name), int(count)) for name, _, count in labels]
+
+
+def calls_in(stack: str) -> list[int]:
+    """Return the call counters around an equation, outermost first."""
+    return [int(counter) for counter in _CALL.findall(stack)]
+
+
+def transposes_in(stack: str) -> int:
+    """Count the transpositions of an equation."""
+    return stack.count("transpose(")
 
 
 def check_name(name: Any) -> str:
@@ -204,10 +244,7 @@ def reduce(arr: T) -> T:
 
 
 def broadcast(arr: T) -> T:
-    """Say that `arr` may be read on several meshes.
-
-    This package does not need the annotation: a value computed from constants is computed on every mesh that reads
-    it, and an array is sent to each mesh once. The function exists for programs that call it; it returns its argument.
+    """Say that `arr` may be read on several meshes; return it, as `reduce` does: every array is sent to a mesh once.
 
     Example:
       >>> import jax.numpy as jnp

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from jaxpp_flax.engine.program.program import Free, Run, Transfer
+from jaxpp_flax.engine.program.program import Run, Transfer
 from jaxpp_flax.engine.tracing.ir import Value
 from jaxpp_flax.mpmd.partitioning.build import Built
 
@@ -28,12 +29,10 @@ def as_text(built: Built, meshes: tuple[str, ...], name: str, specs: list[Partit
     program = built.program
     names: dict[int, str] = {}
     avals: dict[int, Any] = {}
-    count = 0
+    numbers = itertools.count()
 
     def define(slot: int, aval: Any) -> str:
-        nonlocal count
-        names[slot], avals[slot] = f"%{count}", aval
-        count += 1
+        names[slot], avals[slot] = f"%{next(numbers)}", aval
         return names[slot]
 
     arguments: list[str] = []
@@ -60,8 +59,6 @@ def as_text(built: Built, meshes: tuple[str, ...], name: str, specs: list[Partit
                 source, aval = names[sent], avals[sent]
                 ends = [_mesh_tensor(meshes[end], aval) for end in (instruction.source, instruction.target)]
                 lines.append(f"    {define(received, aval)} = mpmd.transfer {source} : {' -> '.join(ends)}")
-        elif isinstance(instruction, Free):
-            continue
     results = [
         names[next(iter(result.values()))] if isinstance(result, dict) else str(getattr(result, "value", result))
         for result in program.results

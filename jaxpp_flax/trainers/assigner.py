@@ -17,8 +17,7 @@ from jaxpp_flax.assignment.memory import Held, MemoryModel, live_counts
 from jaxpp_flax.assignment.policies import cuts_of
 from jaxpp_flax.assignment.step_time import StepTime
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, axes_in
-from jaxpp_flax.engine.blocks import Marks
-from jaxpp_flax.engine.costs import Work
+from jaxpp_flax.engine.blocks import Marks, Work
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.messages import amount, near_names
 from jaxpp_flax.schedules import Schedule

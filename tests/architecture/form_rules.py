@@ -32,8 +32,6 @@ NONE = Exceptions({}, {}, {}, {})
 EXCEPTIONS = Exceptions(
     files={
         "_compat.py": 489,
-        "engine/arrays/mesh.py": 401,
-        "engine/arrays/mpmd_array.py": 467,
         "trainers/trainer.py": 478,
     },
     functions={
@@ -46,8 +44,6 @@ EXCEPTIONS = Exceptions(
         "assignment/balancing.py: _chain": 5,
         "doctor.py: measure": 5,
         "engine/runtime/profile.py: run_profiled.run": 5,
-        "engine/summary.py: analyse_memory": 5,
-        "mpmd/partitioning/infer.py: _follow_data": 5,
         "schedules/progress.py: advance": 6,
         "schedules/tools/automatic/problem.py: evaluate": 5,
     },

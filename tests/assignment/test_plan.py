@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from jaxpp_flax.assignment import AssignmentError, Plan, PlannedBlock, resolve
-from jaxpp_flax.engine.costs import Work
+from jaxpp_flax.engine.blocks import Work
 from jaxpp_flax.engine.tracing.markers import Mark
 
 MARKS = [Mark(name, True, "m.py:1") for name in ("embed", "block_0", "block_1", "block_2", "head")]

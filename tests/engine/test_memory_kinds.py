@@ -176,4 +176,4 @@ def test_an_argument_in_another_memory_is_not_what_the_step_wants():
     with pytest.raises(ValueError, match=r"argument\['m'\], float32\[8\], lies in 'pinned_host' memory on rank 1"):
         fetching._origin(on_host, Wanted(mesh, (0,), P("x"), "['m']"), 0)
     with pytest.raises(ValueError, match=r"leaf \['m'\] lies in 'pinned_host' memory.*out_shardings"):
-        reshard._refuse_other_memory("mpmd_to_spmd_reshard", ["['m']"], [on_host], collective=True)
+        reshard._refuse_collectives("mpmd_to_spmd_reshard", ["['m']"], [on_host])

@@ -444,5 +444,6 @@ def test_specs_that_do_not_fit():
     refused(ValueError, call(in_specs=(P(), P()), in_shardings=(P(), P())), "in_specs", "in_shardings", "one of them")
 
 
-def test_as_text_of_nothing():
-    refused(RuntimeError, lambda: mpmd_jit_with_loop(sgd_step(Std1F1B(2)), mesh_of(2)).as_text(), "nothing is compiled")
+def test_shardings_of_nothing():
+    step = mpmd_jit_with_loop(sgd_step(Std1F1B(2)), mesh_of(2))
+    refused(RuntimeError, lambda: step.in_shardings, "nothing is compiled")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpp_flax.engine.signature import Leaf, Parameters, Signature
+from jaxpp_flax.engine.signature import Parameters, Signature
 
 
 def function(params: Any, batch: Any, power: Any = 1, *, scale: Any = 1.0) -> Any:
@@ -50,8 +50,8 @@ def test_static_arguments_are_no_leaves():
 )
 def test_messages_name_the_front(words: dict[str, Any], text: str):
     call = Parameters().split(function, (jnp.ones(2),), {})
-    leaf = Leaf.of(call.paths()[0], jax.ShapeDtypeStruct((2,), jnp.float32), jax.sharding.PartitionSpec())
-    signature = Signature(call.tree, (leaf,), call.tree, (False,), **words)
-    signature.check(call.leaves, call.tree)
+    struct = jax.ShapeDtypeStruct((2,), jnp.float32)
+    signature = Signature.of(call, [struct], [jax.sharding.PartitionSpec()], call.tree, (False,), **words)
+    assert signature.leaves_of(call.leaves, {}) == call.leaves
     with pytest.raises(TypeError, match=text):
-        signature.check([jnp.ones(3)], call.tree)
+        signature.leaves_of([jnp.ones(3)], {})

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.cut_at_every_mark import cut_at_every_mark
+from jaxpp_flax.engine.blocks import cut_at_every_mark
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes.loop.label import Labels, label
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition

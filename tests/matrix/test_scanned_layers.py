@@ -13,7 +13,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxpp_flax import linen
-from jaxpp_flax.engine.cut_at_every_mark import cut_at_every_mark
+from jaxpp_flax.engine.blocks import cut_at_every_mark
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.tracing.inline import MarkerPlacementError
 from jaxpp_flax.engine.tracing.markers import mark_stage_end

@@ -52,10 +52,6 @@ def trace_for_stages(trace: Callable[[AbstractMesh], T], mesh: MpmdMesh) -> T:
     In `jax.shard_map` and in shardings that are types, JAX lets a step name only the mesh of the context. A step that
     names the whole mesh is therefore traced again, under the whole mesh; `on_submesh` then moves the result.
 
-    Args:
-      trace: traces the step for one of the two meshes.
-      mesh: the whole mesh.
-
     Raises:
       ValueError: the step's own, from the trace under the submesh. If a stage lacks the mesh or axis that the step
         names, the message says what to change.

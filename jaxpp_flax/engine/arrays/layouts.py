@@ -6,18 +6,27 @@ The memory of an array is part of its type, as in JAX: JAX carries it from an ar
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import keystr
 
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh, axes_in
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, axes_in, canonical, keep_axes
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 
-__all__ = ["Layout", "broadcast_layouts", "layout_of", "memory_wanted", "with_memories"]
+__all__ = [
+    "Layout",
+    "broadcast_layouts",
+    "broadcast_prefix",
+    "check_divides",
+    "layout_of",
+    "memory_wanted",
+    "with_memories",
+]
 
 _SPACES = {"device": jax.memory.Space.Device, "pinned_host": jax.memory.Space.Host}
 
@@ -77,17 +86,7 @@ def memory_wanted(sharding: Any, where: str) -> str | None:
 
 def _within_submesh(spec: PartitionSpec, mesh: MpmdMesh) -> PartitionSpec:
     names = set(mesh.jax_mesh.axis_names) - {mesh.mpmd_axis_name}
-
-    def keep(entry: Any) -> Any:
-        if isinstance(entry, tuple):
-            kept = tuple(name for name in entry if name in names)
-            return kept or None
-        return entry if entry in names else None
-
-    kept = [keep(entry) for entry in spec]
-    while kept and kept[-1] is None:
-        kept.pop()
-    return PartitionSpec(*kept)
+    return canonical(keep_axes(spec, names.__contains__))
 
 
 def broadcast_layouts(prefix: Any, tree: Any, what: str, mesh: MpmdMesh) -> list[Layout]:
@@ -98,7 +97,7 @@ def broadcast_layouts(prefix: Any, tree: Any, what: str, mesh: MpmdMesh) -> list
     """
     names = set(mesh.jax_mesh.axis_names)
     layouts: list[Layout] = []
-    for where, node, count in _broadcast(prefix, tree, what):
+    for where, node in broadcast_prefix(prefix, tree, what):
         spec: PartitionSpec | None = node if isinstance(node, PartitionSpec) else getattr(node, "spec", None)
         for name in axes_in(spec or ()):
             if name not in names:
@@ -106,20 +105,23 @@ def broadcast_layouts(prefix: Any, tree: Any, what: str, mesh: MpmdMesh) -> list
                     f"{where} is {spec}, but the mesh has no axis {name!r}: its axes are "
                     f"{sorted(names)}. Use one of these, or make a mesh that has it."
                 )
-        kept = None if spec is None else _within_submesh(spec, mesh)
-        layouts += [Layout(kept, memory_wanted(node, where))] * count
+        layouts.append(Layout(None if spec is None else _within_submesh(spec, mesh), memory_wanted(node, where)))
     return layouts
 
 
-def _broadcast(prefix: Any, tree: Any, what: str) -> Iterator[tuple[str, Any, int]]:
-    """Return each leaf of a prefix tree with its name, and the number of leaves of `tree` that it covers."""
+def broadcast_prefix(prefix: Any, tree: Any, what: str) -> list[tuple[str, Any]]:
+    """Return, for each leaf of `tree`, the node of a prefix tree that covers it, and the node's name.
+
+    Raises:
+      ValueError: if `prefix` is not a prefix of `tree`.
+    """
     if prefix is None:
-        return iter([(what, None, len(jax.tree.leaves(tree)))])
+        return [(what, None)] * len(jax.tree.leaves(tree))
     is_leaf = lambda x: x is None or isinstance(x, (PartitionSpec, Sharding))  # noqa: E731
-    found: list[tuple[str, Any, int]] = []
+    found: list[tuple[str, Any]] = []
 
     def add(path: Any, node: Any, sub: Any) -> None:
-        found.append((f"{what}{keystr(path)}", node, len(jax.tree.leaves(sub))))
+        found.extend([(f"{what}{keystr(path)}", node)] * len(jax.tree.leaves(sub)))
 
     try:
         jax.tree_util.tree_map_with_path(add, prefix, tree, is_leaf=is_leaf)
@@ -127,7 +129,7 @@ def _broadcast(prefix: Any, tree: Any, what: str) -> Iterator[tuple[str, Any, in
         raise ValueError(
             f"{what} is not a prefix of the tree it describes: {prefix!r} against {jax.tree.structure(tree)}."
         ) from error
-    return iter(found)
+    return found
 
 
 def with_memories(fun: Callable[..., Any], out_shardings: Any) -> Callable[..., Any]:
@@ -141,9 +143,7 @@ def with_memories(fun: Callable[..., Any], out_shardings: Any) -> Callable[..., 
     def moving(*args: Any, **kwargs: Any) -> Any:
         results = fun(*args, **kwargs)
         wanted = [
-            memory_wanted(node, where)
-            for where, node, count in _broadcast(out_shardings, results, "out_shardings")
-            for _ in range(count)
+            memory_wanted(node, where) for where, node in broadcast_prefix(out_shardings, results, "out_shardings")
         ]
         leaves, tree = jax.tree.flatten(results)
         return jax.tree.unflatten(tree, map(_moved, leaves, wanted))
@@ -154,3 +154,42 @@ def with_memories(fun: Callable[..., Any], out_shardings: Any) -> Callable[..., 
 def _moved(leaf: Any, kind: str | None) -> Any:
     there = (memory_kind_of(jax.typeof(leaf)) or "device") if isinstance(leaf, jax.Array) else "device"
     return leaf if kind is None or kind == there else jax.device_put(leaf, _SPACES[kind])
+
+
+def check_divides(
+    names: Sequence[str], values: Sequence[Any], specs: Sequence[PartitionSpec | None], sizes: Mapping[str, int]
+) -> None:
+    """Refuse specs that cannot cut arguments or results into equal parts over axes of these sizes.
+
+    Raises:
+      ValueError: naming the value, the dimension and the axes.
+
+    Example:
+      >>> import jax
+      >>> check_divides(["argument[0]"], [jax.ShapeDtypeStruct((3, 4), "int8")], [PartitionSpec("data")], {"data": 2})
+      Traceback (most recent call last):
+        ...
+      ValueError: argument[0] has shape (3, 4), and ... cuts its dimension 0 into 2 equal parts (data: 2); 3 is no...
+    """
+    for name, value, spec in zip(names, values, specs, strict=True):
+        if spec is not None:
+            _check_one(name, value.shape, spec, sizes)
+
+
+def _check_one(name: str, shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, int]) -> None:
+    if len(spec) > len(shape):
+        raise ValueError(
+            f"{name} has shape {tuple(shape)}, but {spec} says how {len(spec)} dimensions are cut. Give an entry for "
+            "each dimension at most."
+        )
+    for dimension, (size, entry) in enumerate(zip(shape, spec, strict=False)):
+        axes = entry if isinstance(entry, tuple) else (entry,)
+        parts = math.prod(sizes[axis] for axis in axes if axis in sizes)
+        if size % parts:
+            lower = size - size % parts
+            fits = " or ".join(str(n) for n in (lower, lower + parts) if n)
+            raise ValueError(
+                f"{name} has shape {tuple(shape)}, and {spec} cuts its dimension {dimension} into {parts} equal parts "
+                f"({', '.join(f'{axis}: {sizes[axis]}' for axis in axes if axis in sizes)}); {size} is no multiple of "
+                f"{parts}. Make the dimension {fits}, or leave it whole: None in its place."
+            )

@@ -6,10 +6,11 @@ axes (data, fsdp, tensor, expert), which shard the arrays inside each rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ __all__ = [
     "axes_in",
     "canonical",
     "carried_over",
+    "keep_axes",
     "lies_alike",
     "named_memory",
     "spec_on",
@@ -31,26 +33,35 @@ __all__ = [
 Device: TypeAlias = Any
 
 
-class RankMeshes(Protocol):
+class RankMeshes(ABC):
     """The ranks of a program, each with a mesh of its own: an `MpmdMesh`, or meshes of different shapes."""
 
     @cached_property
+    @abstractmethod
     def unstack(self) -> Sequence[Mesh]:
         """The mesh of each rank."""
-        ...
 
     @cached_property
-    def local_ranks(self) -> tuple[int, ...]:
-        """The ranks with at least one device in this process."""
-        ...
+    def _rank_devices(self) -> tuple[tuple[Device, ...], ...]:
+        return tuple(tuple(mesh.devices.flat) for mesh in self.unstack)
 
     def rank_devices(self, rank: int) -> tuple[Device, ...]:
         """Return the devices of one rank, in the order of its mesh."""
-        ...
+        return self._rank_devices[rank]
+
+    @cached_property
+    def local_ranks(self) -> tuple[int, ...]:
+        """The ranks with at least one device in this process: the process takes part in their tasks."""
+        process = jax.process_index()
+        return tuple(
+            rank
+            for rank, devices in enumerate(self._rank_devices)
+            if any(device.process_index == process for device in devices)
+        )
 
 
 @dataclass(frozen=True, repr=False)
-class MpmdMesh:
+class MpmdMesh(RankMeshes):
     """A `jax.sharding.Mesh` with the name of the axis along which different programs run.
 
     Args:
@@ -89,6 +100,12 @@ class MpmdMesh:
                 f"{dict(mesh.shape)}. Pass the name of the axis that counts the pipeline ranks as `mpmd_axis_name`."
             )
 
+    def __eq__(self, other: object) -> bool:
+        # Also equal to a mesh of a subclass, such as `jaxpp_flax.api.MpmdMesh`.
+        if not isinstance(other, MpmdMesh):
+            return NotImplemented
+        return (self.jax_mesh, self.mpmd_axis_name) == (other.jax_mesh, other.mpmd_axis_name)
+
     def __repr__(self) -> str:
         return f"MpmdMesh({dict(self.jax_mesh.shape)}, mpmd_axis_name={self.mpmd_axis_name!r})"
 
@@ -112,30 +129,6 @@ class MpmdMesh:
         types[axis] = AxisType.Explicit if AxisType.Explicit in others else AxisType.Auto
         parts = np.split(self.jax_mesh.devices, self.mpmd_dim, axis)
         return [Mesh(part, self.jax_mesh.axis_names, axis_types=tuple(types)) for part in parts]
-
-    @property
-    def mpmd_idx_for_mesh(self) -> Mapping[Mesh, int]:
-        """The rank of each submesh of `unstack`; the first one if ranks share their devices."""
-        return {mesh: rank for rank, mesh in reversed(list(enumerate(self.unstack)))}
-
-    @property
-    def device_mpmd_idx(self) -> Mapping[Device, int]:
-        """The rank of each device; the first one if a device stands at several ranks."""
-        return {device: rank for rank in reversed(range(self.mpmd_dim)) for device in self.rank_devices(rank)}
-
-    def mpmd_indices_for_mesh(self, mesh: Mesh) -> tuple[int, ...] | None:
-        """Return the ranks, ascending, whose devices make up `mesh`; None if there are no such ranks.
-
-        Example:
-          >>> import jax, numpy as np
-          >>> mesh = MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:4]), ("stage",)), "stage")
-          >>> mesh.mpmd_indices_for_mesh(mesh.mpmd_submesh([1, 2]).jax_mesh)
-          (1, 2)
-        """
-        devices = set(mesh.devices.flat)
-        ranks = [rank for rank in range(self.mpmd_dim) if devices.issuperset(self.rank_devices(rank))]
-        covered = {device for rank in ranks for device in self.rank_devices(rank)}
-        return tuple(ranks) if ranks and covered == devices else None
 
     @cached_property
     def abstract_submesh(self) -> AbstractMesh:
@@ -163,48 +156,15 @@ class MpmdMesh:
             raise ValueError(f"mpmd_submesh of {self!r} got no rank: a mesh needs at least one device.")
         devices = np.take(self.jax_mesh.devices, indices, self.mpmd_axis)
         mesh = Mesh(devices, self.jax_mesh.axis_names, axis_types=self.jax_mesh.axis_types)
-        return MpmdMesh(mesh, self.mpmd_axis_name)
+        return type(self)(mesh, self.mpmd_axis_name)
 
     def rank_devices(self, rank: int) -> tuple[Device, ...]:
         """Return the devices of one rank, in the order of its submesh."""
-        return self._rank_devices[self.check_rank(rank)]
-
-    @cached_property
-    def _rank_devices(self) -> tuple[tuple[Device, ...], ...]:
-        return tuple(tuple(mesh.devices.flat) for mesh in self.unstack)
-
-    @cached_property
-    def local_ranks(self) -> tuple[int, ...]:
-        """The ranks with at least one device in this process: the process takes part in their tasks."""
-        process = jax.process_index()
-        return tuple(
-            rank
-            for rank, devices in enumerate(self._rank_devices)
-            if any(device.process_index == process for device in devices)
-        )
+        return super().rank_devices(self.check_rank(rank))
 
     def is_local(self, rank: int) -> bool:
         """Return whether this process owns a device of `rank`."""
         return self.check_rank(rank) in self.local_ranks
-
-    @property
-    def my_mpmd_axis_index(self) -> int:
-        """This process's only rank.
-
-        Raises:
-          ValueError: if the process owns devices of no rank, or of several (as a single process does).
-        """
-        if len(self.local_ranks) != 1:
-            raise ValueError(
-                f"process {jax.process_index()} owns devices of the ranks {self.local_ranks} of {self!r}, so it has "
-                "no single rank. Use `local_ranks`, or `is_local(rank)` for one of them."
-            )
-        return self.local_ranks[0]
-
-    @property
-    def my_mpmd_group_mesh(self) -> Mesh:
-        """The submesh of this process's only rank; raises as `my_mpmd_axis_index` does."""
-        return self.unstack[self.my_mpmd_axis_index]
 
     def check_rank(self, rank: int) -> int:
         """Return `rank` if the mesh has it.
@@ -262,7 +222,7 @@ class MpmdSharding(NamedSharding):
                 f"MpmdSharding over {mpmd_mesh!r} got no rank in mesh_ids: an array lives on at least one. "
                 "Pass {0} for an array that nothing uses."
             )
-        spec = _without_axis(spec, mpmd_mesh.mpmd_axis_name)
+        spec = keep_axes(spec, lambda axis: axis != mpmd_mesh.mpmd_axis_name)
         seen: set[Device] = set()
         union_ranks: list[int] = []
         for rank in ranks:
@@ -307,18 +267,16 @@ class MpmdSharding(NamedSharding):
         return f"MpmdSharding(mesh_ids={ranks}, spec={self.spec}, mesh={dict(self.mpmd_mesh.jax_mesh.shape)})"
 
 
-def _without_axis(spec: PartitionSpec, name: str) -> PartitionSpec:
-    """Return `spec` without the mesh axis `name`."""
-    if not any(name == part or (isinstance(part, tuple) and name in part) for part in spec):
-        return spec
-    parts: list[Any] = []
-    for part in spec:
-        if isinstance(part, tuple):
-            rest = tuple(axis for axis in part if axis != name)
-            parts.append(rest[0] if len(rest) == 1 else rest or None)
-        else:
-            parts.append(None if part == name else part)
-    return PartitionSpec(*parts, unreduced=spec.unreduced - {name}, reduced=spec.reduced - {name})
+def keep_axes(spec: PartitionSpec, keep: Callable[[str], bool]) -> PartitionSpec:
+    """Return `spec` without the mesh axes that are not to be kept.
+
+    Example:
+      >>> keep_axes(PartitionSpec(("stage", "data"), "stage"), {"data"}.__contains__)
+      P('data', None)
+    """
+    entries = (tuple(filter(keep, axes_in((entry,)))) for entry in spec)
+    unreduced, reduced = (frozenset(filter(keep, axes)) for axes in (spec.unreduced, spec.reduced))
+    return PartitionSpec(*entries, unreduced=unreduced, reduced=reduced)
 
 
 def spec_on(mesh: Mesh, sharding: Any, shape: tuple[int, ...]) -> PartitionSpec | None:
@@ -394,8 +352,8 @@ def axes_in(spec: Iterable[Any]) -> list[str]:
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:
-    """Write a partition in one standard way, for comparing: no single names in tuples, no trailing None."""
-    entries = [e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in spec]
+    """Write a partition in one standard way, for comparing: without trailing None."""
+    entries = list(spec)
     while entries and not entries[-1]:
         entries.pop()
     return PartitionSpec(*entries)

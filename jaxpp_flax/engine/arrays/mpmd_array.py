@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -10,11 +11,12 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray, Tracer
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax import _compat
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding, named_memory
+from jaxpp_flax.engine.arrays import replicas
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.processes import errors_naming_failed_process
 
 __all__ = ["MpmdArray", "MpmdSharding"]
@@ -39,7 +41,6 @@ class MpmdArray:
     processes. As a leaf of a pytree it behaves like an array: NumPy, `jax.numpy` functions, operators, `float(x)` and
     printing work wherever a replica is local. `jax.jit` and the rest of JAX see `x.as_jax_array()`, the one array over
     all its ranks. The operators and `jnp.asarray(x)` see this array too if all ranks are local.
-    `x.first_mpmd_replica` is the array of one rank.
 
     Args:
       partially_addressable_arrays: the local replicas: a mapping from ranks, or a sequence (the devices then tell the
@@ -90,32 +91,12 @@ class MpmdArray:
         spec: PartitionSpec | None = None,
     ) -> None:
         if mpmd_mesh is not None or mpmd_sharding is None:
-            mpmd_sharding = _from_pieces(partially_addressable_arrays, mpmd_sharding, mpmd_mesh, mpmd_idxs, spec)
-        parts = _assign_ranks(partially_addressable_arrays, mpmd_sharding)
-        first = next(iter(parts.values()), None)
-        if first is not None:
-            shape = first.shape if shape is None else tuple(shape)
-            dtype = first.dtype if dtype is None else dtype
-        if shape is None or dtype is None:
-            raise ValueError(
-                f"MpmdArray on the ranks {mpmd_sharding.ranks} got no local array, so its type is unknown here: "
-                f"pass `shape` and `dtype` (got shape={shape}, dtype={dtype})."
+            mpmd_sharding = replicas.sharding_of_pieces(
+                partially_addressable_arrays, mpmd_sharding, mpmd_mesh, mpmd_idxs, spec
             )
         self._sharding = mpmd_sharding
-        self._parts = parts
-        self.aval = ShapedArray(tuple(shape), dtype)
-        for rank, part in parts.items():
-            if (part.shape, part.dtype) != (self.shape, self.dtype):
-                raise ValueError(
-                    f"MpmdArray: the array of rank {rank} is {_type(part)}, the whole one is {_type(self)}. "
-                    "All replicas have one shape and one dtype."
-                )
-            wanted = mpmd_sharding.local_sharding(rank)
-            if not part.sharding.is_equivalent_to(wanted, part.ndim):
-                raise ValueError(
-                    f"MpmdArray: the array of rank {rank}, {_type(part)}, is sharded as {part.sharding}; the sharding "
-                    f"asks for {wanted}. Move it there with `jax.device_put(array, sharding.local_sharding({rank}))`."
-                )
+        self._parts = replicas.replicas_by_rank(partially_addressable_arrays, mpmd_sharding)
+        self.aval = replicas.checked_type(self._parts, mpmd_sharding, shape, dtype)
 
     @classmethod
     def _from_parts(cls, sharding: MpmdSharding, parts: Mapping[int, jax.Array], aval: Any) -> MpmdArray:
@@ -149,7 +130,7 @@ class MpmdArray:
     @property
     def size(self) -> int:
         """The number of elements."""
-        return int(np.prod(self.aval.shape, dtype=np.int64))
+        return math.prod(self.aval.shape)
 
     @property
     def nbytes(self) -> int:
@@ -204,21 +185,26 @@ class MpmdArray:
     @property
     def _value(self) -> jax.Array:
         """The first local replica; an error if there is none, or if it is deleted."""
-        for rank, part in self._parts.items():
-            if part.is_deleted():
-                raise RuntimeError(self._deleted_message(rank))
-            return part
-        owners = sorted({device.process_index for device in self._sharding.device_set})
+        if self._parts:
+            return self._alive(next(iter(self._parts)))
+        here, owners = jax.process_index(), sorted({device.process_index for device in self._sharding.device_set})
         raise RuntimeError(
-            f"MpmdArray {_type(self)} has no values in process {jax.process_index()}: it lives on rank "
-            f"{_listing(self.mpmd_idxs)}, whose devices belong to process {_listing(owners)}. Read it there (check "
-            "`x.is_partially_addressable`), or bring it here with `mpmd_to_spmd_reshard`."
+            f"MpmdArray {replicas.type_text(self)} has no values in process {here}: it lives on rank "
+            f"{replicas.ranks_text(self.mpmd_idxs)}, whose devices belong to process {replicas.ranks_text(owners)}. "
+            "Read it there (check `x.is_partially_addressable`), or bring it here with `mpmd_to_spmd_reshard`."
         )
+
+    def _alive(self, rank: int) -> jax.Array:
+        """Return the replica of a local rank; an error if it is deleted."""
+        part = self._parts[rank]
+        if part.is_deleted():
+            raise RuntimeError(self._deleted_message(rank))
+        return part
 
     def _deleted_message(self, rank: int) -> str:
         return (
-            f"MpmdArray {_type(self)} on rank {rank} has been deleted: it was donated to a call that reuses its "
-            "memory (`donate_argnums`, a train step's state), or `.delete()` was called. Use what that call "
+            f"MpmdArray {replicas.type_text(self)} on rank {rank} has been deleted: it was donated to a call that "
+            "reuses its memory (`donate_argnums`, a train step's state), or `.delete()` was called. Use what that call "
             "returned in its place, or hand in a copy: `jax.tree.map(jnp.copy, state)`."
         )
 
@@ -237,10 +223,12 @@ class MpmdArray:
             if common is not None:
                 return self._parts[common], other._parts[common]
             if mine.devices() != theirs.devices():
+                first, second = (
+                    f"{replicas.type_text(x)} on rank {replicas.ranks_text(x.mpmd_idxs)}" for x in (self, other)
+                )
                 raise ValueError(
-                    f"an operation takes {_type(self)} on rank {_listing(self.mpmd_idxs)} and {_type(other)} on rank "
-                    f"{_listing(other.mpmd_idxs)}: no rank has both. Fetch them first (`jax.device_get(tree)`), or do "
-                    "it inside the step, which moves what it needs."
+                    f"an operation takes {first} and {second}: no rank has both. Fetch them first "
+                    "(`jax.device_get(tree)`), or do it inside the step, which moves what it needs."
                 )
             return mine, theirs
         if len(self._parts) > 1 and isinstance(other, jax.Array) and not isinstance(other, Tracer):
@@ -261,10 +249,8 @@ class MpmdArray:
     @property
     def first_mpmd_replica(self) -> jax.Array | None:
         """The replica on the first of `mpmd_idxs`, or None if this replica is not local."""
-        part = self._parts.get(self._sharding.ranks[0])
-        if part is not None and part.is_deleted():
-            raise RuntimeError(self._deleted_message(self._sharding.ranks[0]))
-        return part
+        first = self._sharding.ranks[0]
+        return self._alive(first) if first in self._parts else None
 
     def as_jax_array(self) -> jax.Array:
         """Return one `jax.Array` over the mesh of all its ranks; it shares memory with the replicas.
@@ -277,9 +263,8 @@ class MpmdArray:
         return jax.make_array_from_single_device_arrays(self.shape, self._sharding, shards, dtype=self.dtype)
 
     def _check_alive(self) -> None:
-        for rank, part in self._parts.items():
-            if part.is_deleted():
-                raise RuntimeError(self._deleted_message(rank))
+        for rank in self._parts:
+            self._alive(rank)
 
     # Memory.
 
@@ -301,9 +286,8 @@ class MpmdArray:
 
     def copy_to_host_async(self) -> None:
         """Begin to copy the first local replica to the host, so that a later read does not wait."""
-        for part in self._parts.values():
-            part.copy_to_host_async()
-            break
+        if self._parts:
+            next(iter(self._parts.values())).copy_to_host_async()
 
     # Protocols of NumPy, JAX and Python.
 
@@ -371,7 +355,8 @@ class MpmdArray:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a NumPy array: devices of this process mean nothing to another process."""
         if jnp.issubdtype(self.dtype, jax.dtypes.prng_key):
-            raise TypeError(f"MpmdArray {_type(self)} holds PRNG keys, which cannot be pickled: pickle their key_data.")
+            text = replicas.type_text(self)
+            raise TypeError(f"MpmdArray {text} holds PRNG keys, which cannot be pickled: pickle their key_data.")
         return (np.asarray, (np.asarray(self),))
 
     # Operators work element by element, as for a jax.Array. So `==` gives an array, and an MpmdArray has no hash.
@@ -405,61 +390,6 @@ _METHODS = frozenset(
     "mT max mean min prod ravel real repeat reshape round sort squeeze std sum swapaxes take tolist trace transpose "
     "var view".split()
 )
-
-
-def _from_pieces(
-    arrays: Mapping[int, jax.Array] | Sequence[jax.Array],
-    sharding: Any,
-    mesh: MpmdMesh | None,
-    ranks: Iterable[int] | None,
-    spec: PartitionSpec | None,
-) -> MpmdSharding:
-    """Make the sharding from its parts."""
-    if sharding is not None or mesh is None or ranks is None:
-        raise TypeError(
-            "MpmdArray needs either `mpmd_sharding` (an `MpmdSharding(mpmd_mesh, ranks, spec)`) or both `mpmd_mesh` "
-            f"and `mpmd_idxs`, with `spec`; it got mpmd_sharding={sharding!r}, mpmd_mesh={mesh!r}, "
-            f"mpmd_idxs={ranks!r}."
-        )
-    first = next(iter(arrays.values() if isinstance(arrays, Mapping) else arrays), None)
-    if spec is None and first is not None and isinstance(first.sharding, NamedSharding):
-        spec = first.sharding.spec
-    memory_kind = named_memory(getattr(first, "sharding", None))
-    return MpmdSharding(mesh, ranks, PartitionSpec() if spec is None else spec, memory_kind)
-
-
-def _assign_ranks(
-    arrays: Mapping[int, jax.Array] | Sequence[jax.Array], sharding: MpmdSharding
-) -> dict[int, jax.Array]:
-    """Return the arrays by rank, ascending; in a sequence the devices tell the rank, and each rank is used once."""
-    parts: dict[int, jax.Array] = {}
-    if isinstance(arrays, Mapping):
-        parts = {rank: arrays[rank] for rank in sorted(arrays)}
-        for rank in parts:
-            if rank not in sharding.mesh_ids:
-                raise ValueError(
-                    f"MpmdArray got an array for rank {rank}; its sharding has the ranks {sharding.ranks}."
-                )
-        return parts
-    for position, array in enumerate(arrays):
-        devices = array.devices()
-        fitting = [r for r in sharding.ranks if set(sharding.mpmd_mesh.rank_devices(r)) == devices and r not in parts]
-        if not fitting:
-            raise ValueError(
-                f"MpmdArray: array {position}, {_type(array)} on {sorted(map(str, devices))}, is on the devices of "
-                f"none of the ranks {sharding.ranks} that have no array yet. Put it on one of them first: "
-                "`jax.device_put(array, sharding.local_sharding(rank))`."
-            )
-        parts[fitting[0]] = array
-    return {rank: parts[rank] for rank in sorted(parts)}
-
-
-def _type(array: Any) -> str:
-    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
-
-
-def _listing(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))
 
 
 _compat.register_array_type(

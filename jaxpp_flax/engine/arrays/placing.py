@@ -31,7 +31,12 @@ def place(value: Any, sharding: Sharding, *, may_alias: bool | None = None) -> j
 
     Raises:
       ValueError: if this process needs a part that lies in another process.
+      RuntimeError: if the value has been deleted.
     """
+    if isinstance(value, jax.Array) and may_alias is not False and value.sharding == sharding:
+        if value.is_deleted():
+            raise RuntimeError(f"an array to be placed, {value.dtype}{list(value.shape)}, has been deleted.")
+        return value
     if sharding.is_fully_addressable:
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             value = _own_part(value, sharding)

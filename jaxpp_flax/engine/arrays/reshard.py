@@ -74,8 +74,8 @@ def spmd_to_mpmd_reshard(
                 f"{mpmd_mesh!r}. Build it with the mesh that you pass."
             )
     collective = mpmd_mesh.jax_mesh.is_multi_process
-    _refuse_keys("spmd_to_mpmd_reshard", paths, leaves, collective=collective)
-    _refuse_other_memory("spmd_to_mpmd_reshard", paths, leaves, collective=collective)
+    if collective:
+        _refuse_collectives("spmd_to_mpmd_reshard", paths, leaves)
     ranks = range(mpmd_mesh.mpmd_dim)
     costs = [
         _cost(path, leaf, {r: target.local_sharding(r) for r in (ranks if collective else target.ranks)})
@@ -125,8 +125,8 @@ def mpmd_to_spmd_reshard(
                 "pass a `jax.sharding.NamedSharding`."
             )
     collective = mpmd_mesh.jax_mesh.is_multi_process
-    _refuse_keys("mpmd_to_spmd_reshard", paths, leaves, collective=collective)
-    _refuse_other_memory("mpmd_to_spmd_reshard", paths, leaves, collective=collective)
+    if collective:
+        _refuse_collectives("mpmd_to_spmd_reshard", paths, leaves)
     costs: list[Mapping[Hashable, int]] = []
     for path, leaf, target in zip(paths, leaves, targets, strict=True):
         cost = _cost(path, leaf, {None: target})
@@ -163,18 +163,15 @@ def _flatten(function: str, tree: Any, shardings: Any) -> tuple[list[str], list[
     return paths, leaves, targets, treedef
 
 
-def _refuse_keys(function: str, paths: list[str], leaves: list[Any], *, collective: bool) -> None:
+def _refuse_collectives(function: str, paths: list[str], leaves: list[Any]) -> None:
+    """Refuse leaves that cannot move between processes."""
     for path, leaf in zip(paths, leaves, strict=True):
-        if collective and jnp.issubdtype(getattr(leaf, "dtype", np.dtype(object)), jax.dtypes.prng_key):
+        if jnp.issubdtype(getattr(leaf, "dtype", np.dtype(object)), jax.dtypes.prng_key):
             raise TypeError(
                 f"{function}: leaf {path} holds PRNG keys, which cannot move between processes. Pass "
                 "`jax.random.key_data(keys)` and wrap the result with `jax.random.wrap_key_data`."
             )
-
-
-def _refuse_other_memory(function: str, paths: list[str], leaves: list[Any], *, collective: bool) -> None:
-    for path, leaf in zip(paths, leaves, strict=True):
-        if collective and isinstance(leaf, MpmdArray) and leaf.sharding.memory_kind == "pinned_host":
+        if isinstance(leaf, MpmdArray) and leaf.sharding.memory_kind == "pinned_host":
             raise ValueError(
                 f"{function}: leaf {path} lies in 'pinned_host' memory, and with several processes only what is in the "
                 "devices' own memory is moved. Return it there from the step that makes it (`out_shardings`)."

@@ -15,7 +15,7 @@ from jaxpp_flax.engine.analyses.result_ranks import Audience
 from jaxpp_flax.engine.analyses.shards import ShardCounts
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
 
-__all__ = ["Observer", "Pass", "Settings", "observers", "run_passes"]
+__all__ = ["Observer", "Pass", "Settings", "observers", "run_passes", "wants_verification"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -83,9 +83,14 @@ def observers() -> list[Observer]:
     found: list[Observer] = []
     if folder := os.environ.get("JAXPP_FLAX_DUMP"):
         found.append(_write_into(_new_folder(Path(folder))))
-    if os.environ.get("JAXPP_FLAX_VERIFY", "0") not in ("", "0"):
+    if wants_verification():
         found.append(lambda _, each, structure: each.verify(structure))
     return found
+
+
+def wants_verification() -> bool:
+    """Return whether the environment asks for checks between passes."""
+    return os.environ.get("JAXPP_FLAX_VERIFY", "0") not in ("", "0")
 
 
 def _new_folder(parent: Path) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask
 from jaxpp_flax.engine.passes.placed import Loop, Move, Placed, Segment
@@ -15,7 +15,7 @@ from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.order import merge_order
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 
-__all__ = ["unroll"]
+__all__ = ["Unroller", "unroll"]
 
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
 # The tasks of a stage that replace a scheduled one; a stage may lack some (no gradient flows to a frozen stage).
@@ -23,7 +23,9 @@ _STANDS_FOR = {_F: (_F,), _B: (_B, _I, _W), _I: (_I, _B), _W: (_W,)}
 
 
 @dataclass
-class _Unroller:
+class Unroller:
+    """A program while it is written, with a slot for every value on every rank."""
+
     slots: dict[tuple[Atom, int], int] = field(default_factory=dict)  # of values outside loops, by rank
     instructions: list[Instruction] = field(default_factory=list)
     tasks: list[ProgramTask] = field(default_factory=list)
@@ -52,6 +54,17 @@ class _Unroller:
         outputs = tuple(self.new(v, segment.rank) for v in segment.graph.outputs)
         task = self.add_task(ProgramTask(f"outer_{number}", segment.rank, segment.graph))
         self.instructions.append(Run(task, -1, segment.rank, inputs, outputs))
+
+    def finished(self, arguments: Sequence[dict[int, int]], results: Sequence[Any], num_ranks: int) -> Program:
+        return Program(
+            tuple(self.instructions),
+            tuple(self.tasks),
+            tuple(arguments),
+            tuple(results),
+            dict(self.indices),
+            self.count,
+            num_ranks,
+        )
 
     def move(self, moves: Sequence[Move]) -> None:
         batches: dict[tuple[int, int], list[Move]] = {}
@@ -155,7 +168,7 @@ class _Wiring:
 
 
 class _LoopUnroller:
-    def __init__(self, program: _Unroller, loop: Loop, number: int) -> None:
+    def __init__(self, program: Unroller, loop: Loop, number: int) -> None:
         self.program, self.loop, self.part = program, loop, loop.partition
         self.name = f"loop{number}_" if number else ""
         self.number = number
@@ -327,11 +340,11 @@ class _LoopUnroller:
 
 def unroll(placed: Placed, num_ranks: int) -> Program:
     """Turn a placed step into a program in which every value has a slot of its own (see `liveness` for reuse)."""
-    program = _Unroller()
-    arguments = tuple(
+    program = Unroller()
+    arguments = [
         {rank: program.new(value, rank) for rank in sorted(ranks)}
         for value, ranks in zip(placed.inputs, placed.arguments, strict=True)
-    )
+    ]
     loops = segments = 0
     pending: list[Move] = []
     for step in placed.steps:
@@ -347,16 +360,8 @@ def unroll(placed: Placed, num_ranks: int) -> Program:
             _LoopUnroller(program, step, loops).run()
             loops += 1
     program.move(pending)
-    results = tuple(
+    results = [
         atom if isinstance(atom, Constant) else {rank: program.slots[atom, rank] for rank in sorted(ranks)}
         for atom, ranks in zip(placed.outputs, placed.results, strict=True)
-    )
-    return Program(
-        tuple(program.instructions),
-        tuple(program.tasks),
-        arguments,
-        results,
-        dict(program.indices),
-        program.count,
-        num_ranks,
-    )
+    ]
+    return program.finished(arguments, results, num_ranks)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.tracing.equation_parameters import telling
-from jaxpp_flax.engine.tracing.ir import Atom, Constant, Graph, Value, memory_kind_of, opened
+from jaxpp_flax.engine.tracing.ir import Atom, Constant, Graph, Value, from_jaxpr, memory_kind_of
 from jaxpp_flax.processes import value_hash
 
 __all__ = ["describe_graph", "describe_program"]
@@ -77,9 +77,8 @@ def _params(primitive: Any, params: Mapping[str, Any]) -> str:
 def _text(value: Any) -> str:
     """Return a parameter as text that is equal in every process."""
     if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-        inner = opened(value)
-        # Before JAX 0.12 the outer jaxpr holds the arrays that a call closes over; later the inner one does.
-        return "{" + "; ".join([*map(_text, getattr(value, "consts", ())), *_inner_lines(inner)]) + "}"
+        graph, constants = from_jaxpr(value)
+        return "{" + "; ".join([*map(_text, constants), *describe_graph(graph)]) + "}"
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(map(_text, value)) + ")"
     if isinstance(value, Mapping):
@@ -94,19 +93,3 @@ def _text(value: Any) -> str:
     if callable(value) and hasattr(value, "__qualname__"):
         return str(value.__qualname__)
     return _ADDRESS.sub("", str(value))
-
-
-def _inner_lines(jaxpr: Any) -> Iterator[str]:
-    numbers: dict[Any, int] = {}
-
-    def name(atom: Any) -> str:
-        if hasattr(atom, "val"):  # a literal
-            return _text(atom.val)
-        return f"%{numbers.setdefault(atom, len(numbers))}"
-
-    yield ", ".join(f"{name(v)}:{_aval(v.aval)}" for v in [*jaxpr.constvars, *jaxpr.invars])
-    for equation in jaxpr.eqns:
-        results = ", ".join(f"{name(v)}:{_aval(v.aval)}" for v in equation.outvars)
-        operands = ", ".join(name(a) for a in equation.invars)
-        yield f"{results} = {equation.primitive.name}[{_params(equation.primitive, equation.params)}]({operands})"
-    yield ", ".join(name(a) for a in jaxpr.outvars)

@@ -22,10 +22,7 @@ __all__ = ["ProgramListing"]
 class ProgramListing:
     """The program of a compiled step; `str(listing)` prints it.
 
-    Args:
-      program: with its slots allocated.
-      transfer_specs: for each number of a transfer among the instructions, the sharding of each value it carries.
-      mesh: the ranks.
+    `transfer_specs` holds, by the number of a transfer's instruction, the sharding of each value that it carries.
     """
 
     program: Program

@@ -1,12 +1,12 @@
 """The program of a compiled step: a flat list of instructions over numbered slots.
 
-Each slot belongs to one rank and holds one array. A process that owns only some ranks runs `Program.for_rank`.
+Each slot belongs to one rank and holds one array.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jaxpp_flax.engine.tracing.ir import Graph, VerificationError
@@ -110,17 +110,6 @@ class Program:
     num_slots: int
     num_ranks: int
 
-    def for_rank(self, *ranks: int) -> Program:
-        """Return the instructions in which any of `ranks` takes part, in the same order."""
-        mine = set(ranks)
-
-        def concerns(instruction: Instruction) -> bool:
-            if isinstance(instruction, Transfer):
-                return bool(mine & {instruction.source, instruction.target})
-            return instruction.rank in mine
-
-        return replace(self, instructions=tuple(i for i in self.instructions if concerns(i)))
-
     def preset(self) -> dict[int, int]:
         """Return the slots that are filled before the first instruction, with their ranks."""
         slots = {slot: rank for ranks in self.arguments for rank, slot in ranks.items()}
@@ -128,11 +117,13 @@ class Program:
         return slots
 
     def verify(self) -> None:
-        """Check that each slot is defined on its rank before use and never read after it is freed or donated.
+        """Check all tasks, and that slots are defined on their rank before use, and not read once freed or donated.
 
         Raises:
           VerificationError: naming the instruction and the slot.
         """
+        for task in self.tasks:
+            task.graph.verify()
         defined = self.preset()
         for number, instruction in enumerate(self.instructions):
             where = f"instruction {number} ({self._describe(instruction)})"

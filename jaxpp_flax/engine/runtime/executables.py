@@ -22,10 +22,8 @@ from jaxpp_flax._compat import needs_devices, trace_context
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical, carried_over, spec_on
 from jaxpp_flax.engine.passes.loop.wide_sums import with_wide_sums
-from jaxpp_flax.engine.program.accumulators import initial_spec
 from jaxpp_flax.engine.program.program import Program, ProgramTask, Run, Transfer
-from jaxpp_flax.engine.program.results import specs_wanted, with_own_results
-from jaxpp_flax.engine.program.shard_donations import usable_donations
+from jaxpp_flax.engine.program.specs import initial_spec, specs_wanted, usable_donations, with_own_results
 from jaxpp_flax.engine.runtime.shared_specs import SharedSpecs
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, everywhere, memory_kind_of, struct_of

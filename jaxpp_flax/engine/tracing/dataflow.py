@@ -1,12 +1,12 @@
-"""The producer of each value, and the number of its reads."""
+"""The producer of each value, the number of its reads, and the work that values need."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value
 
-__all__ = ["producers", "use_counts"]
+__all__ = ["needed_by", "producers", "use_counts"]
 
 
 def producers(equations: Iterable[Equation]) -> dict[Value, Equation]:
@@ -24,3 +24,19 @@ def use_counts(
             if isinstance(atom, Value):
                 counts[atom] = counts.get(atom, 0) + 1
     return counts
+
+
+def needed_by(
+    equations: Sequence[Equation], wanted: Iterable[Value], resolve: Callable[[Atom], Atom] = lambda atom: atom
+) -> set[Equation]:
+    """Return those of some equations that make the wanted values.
+
+    Of a backward task, these make the cotangents that leave the stage; the others make weight gradients.
+    """
+    values: set[Atom] = set(wanted)
+    found: set[Equation] = set()
+    for equation in reversed(equations):
+        if not values.isdisjoint(equation.outputs):
+            found.add(equation)
+            values.update(map(resolve, equation.inputs))
+    return found

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxpp_flax.engine.passes.liveness import allocate
+from jaxpp_flax.engine.passes.runner import wants_verification
 from jaxpp_flax.engine.passes.submesh_constraints import onto_mesh
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.tracing.effects import refuse_ordered_effects
@@ -17,20 +17,18 @@ from jaxpp_flax.mpmd.partitioning.fragments import Fragment, fragments_of
 from jaxpp_flax.mpmd.partitioning.infer import Placement, infer
 from jaxpp_flax.mpmd.partitioning.nodes import Node, Step, nodes_of
 from jaxpp_flax.mpmd.partitioning.program import unroll
-from jaxpp_flax.mpmd.partitioning.split import split_backward
-from jaxpp_flax.mpmd.partitioning.stages import Order, Stages, order_of, stages_of
+from jaxpp_flax.mpmd.partitioning.stages import Order, Stages, order_of, split_backward, stages_of
 
 __all__ = ["Built", "build"]
 
 
 @dataclass(frozen=True)
 class Built:
-    """The program, with the step, placement, stages and fragments from which it was made."""
+    """The program, with the step, placement and fragments from which it was made."""
 
     program: Program
     step: Step
     placement: Placement
-    stages: Stages
     fragments: tuple[Fragment, ...]
 
 
@@ -42,13 +40,7 @@ def build(
     result_ranks: Sequence[int | None],
     donated: Sequence[bool],
 ) -> Built:
-    """Turn a traced step into a program for the meshes of a topology.
-
-    Args:
-      graph: the step; its first `num_constants` inputs are captured arrays.
-      config: the result of `make_config`.
-      argument_ranks, result_ranks: meshes given to arguments and results, or None.
-      donated: for each argument, whether its buffers may be reused.
+    """Turn a traced step, whose first `num_constants` inputs are captured arrays, into a program for named meshes.
 
     Raises:
       ValueError: if a name is not assigned, nested names are assigned to different meshes or stages, or a `scan`,
@@ -63,7 +55,7 @@ def build(
     given = {v: r for v, r in zip(step.inputs[num_constants:], argument_ranks, strict=True) if r is not None}
     placement = infer(step, fixed, constants, given, result_ranks)
     stages = stages_of(step.nodes, fixed, config.name_to_stage_assignment, meshes.names)
-    step = _number_calls(step)
+    _number_calls(step.nodes)
     order = _order(step.nodes, stages, config)
     weights: frozenset[Node] = frozenset()
     if order is not None and order.split_stages:
@@ -72,19 +64,13 @@ def build(
         placed = {**placement.nodes, **{half: placement.nodes[whole] for half, whole in halves.items()}}
         placement = replace(placement, nodes={node: placed[node] for node in nodes})
     fragments = fragments_of(step, placement, stages, order, weights)
-    unrolled = unroll(step, placement, fragments, _rewrites(config))
-    program = allocate(unrolled.program, [False] * num_constants + list(donated))
-    if os.environ.get("JAXPP_FLAX_VERIFY", "0") not in ("", "0"):
-        for task in program.tasks:
-            task.graph.verify()
-        unrolled.program.verify()
+    rewrites = [onto_mesh(meshes.unstack, mesh.abstract_mesh) for mesh in meshes.unstack]
+    unrolled = unroll(step, placement, fragments, rewrites)
+    program = allocate(unrolled, [False] * num_constants + list(donated))
+    if wants_verification():
+        unrolled.verify()
         program.verify()
-    return Built(program, step, placement, stages, unrolled.fragments)
-
-
-def _rewrites(config: MpmdConfig) -> list[Callable[[Graph], Graph]]:
-    meshes = config.meshes.unstack
-    return [onto_mesh(meshes, mesh.abstract_mesh) for mesh in meshes]
+    return Built(program, step, placement, tuple(fragments))
 
 
 def _fixed(nodes: Sequence[Node], config: MpmdConfig) -> dict[Node, int]:
@@ -128,19 +114,16 @@ def _assignment(name: str, config: MpmdConfig) -> str:
     return f"{mesh!r}" if stage is None else f"{mesh!r} in stage {stage}"
 
 
-def _number_calls(step: Step) -> Step:
+def _number_calls(nodes: Sequence[Node]) -> None:
     """Renumber the program's call counters as microbatches from 0 on."""
-    calls = sorted({node.call for node in step.nodes if node.call is not None})
-    if calls == list(range(len(calls))):
-        return step
+    calls = sorted({node.call for node in nodes if node.call is not None})
     number = {call: k for k, call in enumerate(calls)}
-    for node in step.nodes:
+    for node in nodes:
         node.call = None if node.call is None else number[node.call]
-    return step
 
 
 def _order(nodes: Sequence[Node], stages: Stages, config: MpmdConfig) -> Order | None:
-    named = [n for n in nodes if n.call is not None and n.origin is not None and not n.tensor]
+    named = [n for n in nodes if n.call is not None and n.computation is not None]
     if config.schedule is None or not named:
         return None
     microbatches = 1 + max(n.call for n in nodes if n.call is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jaxpp_flax.engine.tracing.ir import Value
@@ -29,19 +29,25 @@ class Key:
     kind: TaskKind | None = None
     call: int | None = None
 
+    @property
+    def task(self) -> Task | None:
+        """The schedule's task for this work, if there is one."""
+        if self.kind is None or self.stage is None or self.call is None:
+            return None
+        return Task(self.kind, self.stage, self.call)
+
 
 @dataclass(eq=False, slots=True)
 class Fragment:
     """Nodes that one mesh runs as one program."""
 
     key: Key
-    number: int
     nodes: list[Node] = field(default_factory=list)
 
     @property
     def origins(self) -> tuple[Origin, ...]:
         """The named computations in the fragment."""
-        return tuple(dict.fromkeys(n.origin for n in self.nodes if n.origin is not None and not n.tensor))
+        return tuple(dict.fromkeys(n.origin for n in self.nodes if n.origin is not None and n.computation is not None))
 
     @property
     def label(self) -> str:
@@ -69,14 +75,7 @@ class _Piece:
 def fragments_of(
     step: Step, placement: Placement, stages: Stages, order: Order | None, weights: frozenset[Node]
 ) -> list[Fragment]:
-    """Return the fragments in an order in which they can run.
-
-    Args:
-      step: the step as nodes.
-      placement: the ranks of the nodes.
-      stages: the stages of the program.
-      order: the schedule's order, or None for program order.
-      weights: nodes that hold only weight gradients.
+    """Return the fragments in an order in which they can run: the schedule's, or program order if `order` is None.
 
     Raises:
       ScheduleError: if the program's data cannot follow the schedule.
@@ -108,11 +107,10 @@ def _pieces(
                 made = native.get(value)
                 if made:
                     before.append(made[rank] if rank in made else made[min(made)])
-            named = node.origin is not None and not node.tensor
-            stage = stages.of_name.get(node.origin.name) if named and node.origin is not None else None
-            key = (
-                Key(rank, stage, _kind(node, stage, order, weights), node.call) if named else Key(rank, call=node.call)
-            )
+            key = Key(rank, call=node.call)
+            if node.computation is not None:
+                stage = stages.of_name.get(node.computation)
+                key = Key(rank, stage, _kind(node, stage, order, weights), node.call)
             pieces.append(_Piece(node, rank, index, key, _START, list(dict.fromkeys(before))))
             readers.append([])
             for p in pieces[-1].before:
@@ -126,38 +124,35 @@ def _pieces(
 def _set_positions(pieces: Sequence[_Piece], readers: Sequence[Sequence[int]], order: Order | None) -> None:
     """Set the time at which each piece should run; a microbatch's unnamed work goes with the named work around it."""
 
-    def task_position(key: Key) -> float:
-        if order is None or key.stage is None or key.kind is None or key.call is None:
-            return _START
-        return float(order.position.get(Task(key.kind, key.stage, key.call), _START))
-
     placed: set[int] = set()
     for piece in pieces:
         if piece.key.kind is not None and (order is None or piece.key.call is not None):
-            piece.position = task_position(piece.key) if order is not None else float(piece.index)
+            task = piece.key.task
+            if order is None:
+                piece.position = float(piece.index)
+            elif task is not None:
+                piece.position = float(order.position.get(task, _START))
             placed.add(piece.index)
 
-    def alike(piece: _Piece, others: Sequence[int]) -> list[_Piece]:
-        same = (pieces[o] for o in others if o in placed)
-        return [
-            o
-            for o in same
-            if o.rank == piece.rank
-            and o.key.kind is not None
-            and o.key.call == piece.node.call
-            and (o.key.kind is not _F) == piece.node.backward
+    def adopt(piece: _Piece, others: Sequence[int], choose: Callable[..., _Piece]) -> None:
+        if piece.key.kind is not None or piece.node.call is None:
+            return
+        around = (pieces[other] for other in others if other in placed)
+        alike = [
+            other
+            for other in around
+            if (other.rank, other.key.call) == (piece.rank, piece.node.call)
+            and (other.key.kind is not _F) == piece.node.backward
         ]
-
-    def adopt(piece: _Piece, other: _Piece) -> None:
-        piece.key, piece.position = other.key, other.position
-        placed.add(piece.index)
+        if alike:
+            chosen = choose(alike, key=lambda other: (other.position, other.index))
+            piece.key, piece.position = chosen.key, chosen.position
+            placed.add(piece.index)
 
     for piece in pieces:
-        if piece.key.kind is None and piece.node.call is not None and (found := alike(piece, piece.before)):
-            adopt(piece, max(found, key=lambda o: (o.position, o.index)))
+        adopt(piece, piece.before, max)
     for piece in reversed(pieces):
-        if piece.key.kind is None and piece.node.call is not None and (found := alike(piece, readers[piece.index])):
-            adopt(piece, min(found, key=lambda o: (o.position, o.index)))
+        adopt(piece, readers[piece.index], min)
     for piece in pieces:
         if piece.index in placed:
             continue
@@ -178,10 +173,8 @@ def _scheduled_edges(pieces: Sequence[_Piece], order: Order | None) -> list[tupl
         return []
     of_task: dict[Task, list[int]] = {}
     for piece in pieces:
-        key = piece.key
-        named = piece.node.origin is not None and not piece.node.tensor
-        if named and key.kind is not None and key.stage is not None and key.call is not None:
-            of_task.setdefault(Task(key.kind, key.stage, key.call), []).append(piece.index)
+        if piece.node.computation is not None and piece.key.task is not None:
+            of_task.setdefault(piece.key.task, []).append(piece.index)
     edges: list[tuple[list[int], list[int], str]] = []
     for tasks in order.tasks.values():
         present = [task for task in tasks if task in of_task]
@@ -251,7 +244,7 @@ def _join(order: Sequence[_Piece], fused: frozenset[Task]) -> list[Fragment]:
         if current is not None and joins:
             joins = not any(f != current and ancestors[f] >> current & 1 for f in before)
         if current is None or not joins:
-            fragments.append(Fragment(piece.key, len(fragments)))
+            fragments.append(Fragment(piece.key))
             ancestors.append(0 if current is None else ancestors[current] | 1 << current)
             current = open_[piece.rank] = len(fragments) - 1
         elif fragments[current].key.stage is None:
@@ -266,14 +259,9 @@ def _compatible(key: Key, other: Key, fused: frozenset[Task]) -> bool:
     if key == other:
         return True
     if key.call is not None and (key.stage, key.call) == (other.stage, other.call):
-        return _task(key) in fused and _task(other) in fused
+        return key.task in fused and other.task in fused
     # Outside microbatches, all consecutive work of one mesh is one program.
     return key.call is None and other.call is None
-
-
-def _task(key: Key) -> Task | None:
-    known = key.kind is not None and key.stage is not None and key.call is not None
-    return Task(key.kind, key.stage, key.call) if known else None  # type: ignore[arg-type]
 
 
 def _add_ancestors(ancestors: list[int], fragment: int, before: set[int]) -> None:

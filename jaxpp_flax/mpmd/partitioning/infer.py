@@ -52,17 +52,24 @@ class _Search:
     consumers: dict[Value, list[Node]] = field(default_factory=dict)
     readers: dict[Value, Counter[int]] = field(default_factory=dict)
 
+    def home(self, value: Value) -> int | None:
+        """Return the rank that makes a value, or that was given to an argument; None if it is not known."""
+        producer = self.producer.get(value)
+        return self.fixed_arguments.get(value) if producer is None else self.rank.get(producer)
+
+    def readers_of(self, value: Value) -> list[int]:
+        """Return the ranks that read a value."""
+        return [rank for rank, count in self.readers.get(value, Counter()).items() if count > 0]
+
     def cost_of(self, value: Value) -> int:
         """Return the bytes sent of one value."""
-        readers = self.readers.get(value)
-        if value in self.copied or not readers:
+        there = self.readers_of(value)
+        if value in self.copied or not there:
             return 0
-        producer = self.producer.get(value)
-        home = self.fixed_arguments.get(value) if producer is None else self.rank.get(producer)
-        there = sum(count > 0 for count in readers.values())
+        home = self.home(value)
         if home is None:
-            return value.nbytes * (there - 1 if producer is None else 0)
-        return value.nbytes * (there - (readers[home] > 0))
+            return value.nbytes * (0 if value in self.producer else len(there) - 1)
+        return value.nbytes * (len(there) - (home in there))
 
     def cost_around(self, nodes: Iterable[Node]) -> int:
         """Return the bytes sent of all values that touch the nodes."""
@@ -78,23 +85,33 @@ class _Search:
             readers[rank] += 1
         self.rank[node] = rank
 
-    def neighbours(self, node: Node) -> set[int]:
-        """Return the ranks that hold the node's inputs, or read its outputs."""
-        found: set[int] = set()
+    def put_all(self, nodes: Sequence[Node], ranks: Sequence[int]) -> None:
+        """Move each node to its rank."""
+        for node, rank in zip(nodes, ranks, strict=True):
+            self.put(node, rank)
+
+    def holding(self, node: Node) -> Counter[int]:
+        """Return the bytes of the node's inputs on each rank; a free argument is on all ranks that read it."""
+        found: Counter[int] = Counter()
         for value in node.inputs:
-            if value in self.copied:
+            home = self.home(value)
+            if value in self.copied or (home is None and value in self.producer):
                 continue
-            if (home := self._home(value)) is not None:
-                found.add(home)
-            elif value not in self.producer:  # an argument lives on the ranks of its other readers
-                found.update(r for r, count in self.readers.get(value, Counter()).items() if count > 0)
-        for value in node.outputs:
-            found.update(r for r, count in self.readers.get(value, Counter()).items() if count > 0)
+            for rank in self.readers_of(value) if home is None else [home]:
+                found[rank] += value.nbytes + 1
         return found
 
-    def _home(self, value: Value) -> int | None:
-        producer = self.producer.get(value)
-        return self.fixed_arguments.get(value) if producer is None else self.rank.get(producer)
+    def reading(self, node: Node) -> Counter[int]:
+        """Return the bytes of the node's outputs that each rank reads."""
+        found: Counter[int] = Counter()
+        for value in node.outputs:
+            for rank in self.readers_of(value):
+                found[rank] += value.nbytes + 1
+        return found
+
+    def neighbours(self, node: Node) -> set[int]:
+        """Return the ranks that hold the node's inputs, or read its outputs."""
+        return {*self.holding(node), *self.reading(node)}
 
     def best_move(self, nodes: Sequence[Node], ranks: Iterable[int]) -> bool:
         """Move nodes together to the cheapest of `ranks`, if that saves bytes."""
@@ -102,12 +119,10 @@ class _Search:
         cost = start = self.cost_around(nodes)
         best: int | None = None
         for rank in sorted(ranks):
-            for node in nodes:
-                self.put(node, rank)
+            self.put_all(nodes, [rank] * len(nodes))
             if (found := self.cost_around(nodes)) < cost:
                 cost, best = found, rank
-        for node, old in zip(nodes, before, strict=True):
-            self.put(node, old if best is None else best)
+        self.put_all(nodes, before if best is None else [best] * len(nodes))
         return cost < start
 
 
@@ -134,12 +149,8 @@ def infer(
 ) -> Placement:
     """Place the nodes that are not fixed.
 
-    Args:
-      step: the step as nodes.
-      fixed: the ranks of named nodes.
-      constants: the inputs that are captured arrays: a copy on every rank costs nothing per step.
-      argument_ranks: the ranks of arguments, if given.
-      result_ranks: for each result, its rank, or None if no rank is given.
+    `constants` are the inputs that are captured arrays: a copy on every rank costs nothing per step. `argument_ranks`
+    and `result_ranks` hold the ranks that the user gave.
     """
     copied = _copied(step, fixed, constants)
     search = _Search(step, {}, argument_ranks, {*constants, *(v for n in copied for v in n.outputs)})
@@ -155,38 +166,23 @@ def infer(
     free = [node for node in step.nodes if node not in fixed and node not in copied]
     _follow_data(search, free)
     _improve(search, free)
-    return _finish(search, copied, constants, argument_ranks, result_ranks)
+    return _finish(search, copied, constants, result_ranks)
 
 
 def _follow_data(search: _Search, free: Sequence[Node]) -> None:
     """Make a first placement: on the rank that holds most of a node's inputs, else that reads most of its outputs."""
+
+    def put(node: Node, weights: Counter[int]) -> None:
+        search.put(node, min(weights, key=lambda rank: (-weights[rank], rank), default=0))
+
     waiting: list[Node] = []
     for node in free:
-        held: Counter[int] = Counter()
-        for value in node.inputs:
-            if value in search.copied:
-                continue
-            producer = search.producer.get(value)
-            if producer is not None:
-                if producer in search.rank:
-                    held[search.rank[producer]] += value.nbytes + 1
-            elif value in search.fixed_arguments:
-                held[search.fixed_arguments[value]] += value.nbytes + 1
-            else:
-                for rank, count in search.readers.get(value, Counter()).items():
-                    if count > 0:
-                        held[rank] += value.nbytes + 1
-        if held:
-            search.put(node, min(held, key=lambda r: (-held[r], r)))
+        if held := search.holding(node):
+            put(node, held)
         else:
             waiting.append(node)
     for node in reversed(waiting):
-        wanted: Counter[int] = Counter()
-        for value in node.outputs:
-            for rank, count in search.readers.get(value, Counter()).items():
-                if count > 0:
-                    wanted[rank] += value.nbytes + 1
-        search.put(node, min(wanted, key=lambda r: (-wanted[r], r)) if wanted else 0)
+        put(node, search.reading(node))
 
 
 def _regions(search: _Search, free: Sequence[Node], *, same_rank: bool) -> list[list[Node]]:
@@ -221,9 +217,9 @@ def _improve(search: _Search, free: Sequence[Node]) -> None:
         for region in _regions(search, free, same_rank=False):
             ranks = sorted(set[int]().union(*map(search.neighbours, region)))
             if len(ranks) > 1 and len(ranks) ** len(region) <= _EXHAUSTIVE:
-                _exhaust(search, region, ranks)
+                _try_all(search, region, itertools.product(ranks, repeat=len(region)))
             elif len(ranks) > 1 and len(region) <= _RESTARTED:
-                _restart(search, region, ranks)
+                _try_all(search, region, _other_starts(region, ranks), descend=True)
         if search.cost_around(free) == before:  # regions share arguments
             break
 
@@ -247,42 +243,30 @@ def _descend(search: _Search, free: Sequence[Node]) -> None:
             break
 
 
-def _restart(search: _Search, region: Sequence[Node], ranks: Sequence[int]) -> None:
-    """Descend from other placements: all of a region on one rank, and some drawn at random (always the same)."""
+def _other_starts(region: Sequence[Node], ranks: Sequence[int]) -> list[list[int]]:
+    """Return placements to descend from: all of a region on one rank, and some drawn at random (always the same)."""
+    draw = random.Random(0)
+    drawn = [[draw.choice(ranks) for _ in region] for _ in range(_RANDOM_STARTS)]
+    return [[rank] * len(region) for rank in ranks] + drawn
+
+
+def _try_all(
+    search: _Search, region: Sequence[Node], placements: Iterable[Sequence[int]], *, descend: bool = False
+) -> None:
+    """Take the cheapest of some placements of a region, or the present one if none is cheaper."""
     best = [search.rank[node] for node in region]
     cost = search.cost_around(region)
-    draw = random.Random(0)
-    starts = [[rank] * len(region) for rank in ranks]
-    starts += [[draw.choice(ranks) for _ in region] for _ in range(_RANDOM_STARTS)]
-    for start in starts:
-        for node, rank in zip(region, start, strict=True):
-            search.put(node, rank)
-        _descend(search, region)
+    for placement in placements:
+        search.put_all(region, placement)
+        if descend:
+            _descend(search, region)
         if (found := search.cost_around(region)) < cost:
             best, cost = [search.rank[node] for node in region], found
-    for node, rank in zip(region, best, strict=True):
-        search.put(node, rank)
-
-
-def _exhaust(search: _Search, region: Sequence[Node], ranks: Sequence[int]) -> None:
-    """Try every placement of a small region."""
-    best = [search.rank[node] for node in region]
-    cost = search.cost_around(region)
-    for candidate in itertools.product(ranks, repeat=len(region)):
-        for node, rank in zip(region, candidate, strict=True):
-            search.put(node, rank)
-        if (found := search.cost_around(region)) < cost:
-            best, cost = list(candidate), found
-    for node, rank in zip(region, best, strict=True):
-        search.put(node, rank)
+    search.put_all(region, best)
 
 
 def _finish(
-    search: _Search,
-    copied: set[Node],
-    constants: frozenset[Value],
-    argument_ranks: Mapping[Value, int],
-    result_ranks: Sequence[int | None],
+    search: _Search, copied: set[Node], constants: frozenset[Value], result_ranks: Sequence[int | None]
 ) -> Placement:
     step = search.step
     need: dict[Value, set[int]] = {}
@@ -295,15 +279,15 @@ def _finish(
         if node in copied:
             ranks = set[int]().union(*(need.get(v, set()) for v in node.outputs))
             if not ranks and results.intersection(node.outputs):
-                ranks = {_default_rank(node, search, argument_ranks)}
+                given = search.fixed_arguments
+                ranks = {next((given[v] for v in node.inputs if v in given), 0)}
         else:
             ranks = {search.rank[node]}
         nodes[node] = tuple(sorted(ranks))
         for value in node.inputs:
             need.setdefault(value, set()).update(ranks)
     arguments = tuple(
-        tuple(sorted(need.get(v, ()))) if v in constants else (_home(v, search, need, argument_ranks),)
-        for v in step.inputs
+        tuple(sorted(need.get(v, ()))) if v in constants else (_argument_rank(v, search, need),) for v in step.inputs
     )
     homes = dict(zip(step.inputs, arguments, strict=True))
     native = {v: ranks for node, ranks in nodes.items() for v in node.outputs}
@@ -315,14 +299,10 @@ def _finish(
     return Placement({node: nodes[node] for node in step.nodes}, arguments, tuple(found), sent)
 
 
-def _default_rank(node: Node, search: _Search, argument_ranks: Mapping[Value, int]) -> int:
-    return next((argument_ranks[v] for v in node.inputs if v in argument_ranks), 0)
-
-
-def _home(value: Value, search: _Search, need: Mapping[Value, set[int]], argument_ranks: Mapping[Value, int]) -> int:
+def _argument_rank(value: Value, search: _Search, need: Mapping[Value, set[int]]) -> int:
     """Return an argument's rank: the rank that updates it, so that the next step finds it there; else a reader's."""
-    if value in argument_ranks:
-        return argument_ranks[value]
+    if value in search.fixed_arguments:
+        return search.fixed_arguments[value]
     updating = [
         search.rank[node]
         for node in search.consumers.get(value, ())

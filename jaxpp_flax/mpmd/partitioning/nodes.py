@@ -25,8 +25,7 @@ from jaxpp_flax.engine.tracing.ir import (
     prune,
     values,
 )
-from jaxpp_flax.mpmd.labels import calls_in, computations_in, transposes_in
-from jaxpp_flax.mpmd.ops import named_tensor_p
+from jaxpp_flax.mpmd.ops import calls_in, computations_in, named_tensor_p, transposes_in
 
 __all__ = ["Node", "Origin", "Step", "nodes_of"]
 
@@ -70,15 +69,19 @@ class Node:
         reads = (a for e in self.equations for a in values(e.inputs) if a not in inside)
         self.inputs = tuple(dict.fromkeys(reads))
 
+    def with_equations(self, equations: tuple[Equation, ...]) -> Node:
+        """Return a node like this one that holds some of its equations."""
+        return Node(equations, self.origin, self.tensor, self.call, self.backward, self.names)
+
+    @property
+    def computation(self) -> str | None:
+        """The name of the computation; None for a named array, and for work without a name."""
+        return None if self.origin is None or self.tensor else self.origin.name
+
     @property
     def where(self) -> str:
         """The line in the user's code."""
         return next((e.where for e in self.equations if e.where != "unknown"), "unknown")
-
-    @property
-    def what(self) -> str:
-        """A description for messages."""
-        return f"{self.origin} at {self.where}" if self.origin else f"`{self.equations[0].name}` at {self.where}"
 
 
 @dataclass(frozen=True)
@@ -242,8 +245,7 @@ def _pruned(nodes: Sequence[Node], outputs: Sequence[Atom]) -> tuple[Node, ...]:
         if not wanted and not any(e.effects for e in node.equations):
             continue
         if len(node.equations) > 1:
-            equations = prune(Graph(node.inputs, wanted, node.equations)).equations
-            node = Node(equations, node.origin, node.tensor, node.call, node.backward, node.names)
+            node = node.with_equations(prune(Graph(node.inputs, wanted, node.equations)).equations)
         kept.append(node)
         needed.update(node.inputs)
     return tuple(reversed(kept))

@@ -4,121 +4,82 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import Any
 
-from jaxpp_flax.engine.program.program import Instruction, Program, ProgramTask, Run, Transfer
+from jaxpp_flax.engine.passes.placed import Move
+from jaxpp_flax.engine.passes.unroll import Unroller
+from jaxpp_flax.engine.program.program import Program, ProgramTask, Run
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Graph, Value, values
 from jaxpp_flax.mpmd.partitioning.fragments import Fragment
 from jaxpp_flax.mpmd.partitioning.infer import Placement
 from jaxpp_flax.mpmd.partitioning.nodes import Node, Step
 
-__all__ = ["Unrolled", "unroll"]
+__all__ = ["unroll"]
 
 
-@dataclass(frozen=True)
-class Unrolled:
-    """The program, and the fragments of its runs in order."""
+class _Unroller(Unroller):
+    """The engine's unroller, which also sends each value to the meshes that read it, once."""
 
-    program: Program
-    fragments: tuple[Fragment, ...]
-
-
-@dataclass
-class _Unroller:
-    step: Step
-    placement: Placement
-    native: dict[Value, tuple[int, ...]] = field(default_factory=dict)
-    slots: dict[tuple[Value, int], int] = field(default_factory=dict)
-    instructions: list[Instruction] = field(default_factory=list)
-    tasks: list[ProgramTask] = field(default_factory=list)
-    known: dict[Hashable, int] = field(default_factory=dict)
-    runs: dict[int, list[Run]] = field(default_factory=dict)
-    count: int = 0
-
-    def new(self, value: Value, rank: int) -> int:
-        self.slots[value, rank] = self.count
-        self.count += 1
-        return self.count - 1
+    def __init__(self, native: Mapping[Value, tuple[int, ...]]) -> None:
+        super().__init__()
+        self.native = native
 
     def send(self, values: Sequence[Value], source: int, target: int) -> None:
         missing = [v for v in values if (v, target) not in self.slots]
-        if missing:
-            sent = tuple(self.slots[v, source] for v in missing)
-            received = tuple(self.new(v, target) for v in missing)
-            self.instructions.append(Transfer(source, target, sent, received))
+        self.move([Move(v, source, target) for v in missing])
 
     def fetch(self, values: Sequence[Value], rank: int) -> None:
         """Send arguments from other meshes before their first use."""
-        by_source: dict[int, list[Value]] = {}
-        for value in values:
-            if (value, rank) not in self.slots:
-                by_source.setdefault(min(self.native[value]), []).append(value)
-        for source, missing in by_source.items():
-            self.send(missing, source, rank)
+        missing = [v for v in values if (v, rank) not in self.slots]
+        self.move([Move(v, min(self.native[v]), rank) for v in missing])
 
 
 def unroll(
     step: Step, placement: Placement, fragments: Sequence[Fragment], rewrite: Sequence[Callable[[Graph], Graph]]
-) -> Unrolled:
+) -> Program:
     """Turn fragments into a program with a slot for every value (see the engine's `liveness` for reuse).
 
-    Args:
-      step: the step as nodes.
-      placement: the ranks of the nodes.
-      fragments: in an order in which they can run.
-      rewrite: for each rank, a function that moves a graph's shardings onto its mesh.
+    The fragments are in an order in which they can run; `rewrite` moves a graph's shardings onto the mesh of a rank.
     """
-    unroller = _Unroller(step, placement)
-    unroller.native.update(zip(step.inputs, placement.arguments, strict=True))
-    unroller.native.update({v: ranks for node, ranks in placement.nodes.items() for v in node.outputs})
-    arguments = tuple(
+    native = dict(zip(step.inputs, placement.arguments, strict=True))
+    native.update({v: ranks for node, ranks in placement.nodes.items() for v in node.outputs})
+    unroller = _Unroller(native)
+    arguments = [
         {rank: unroller.new(value, rank) for rank in ranks}
         for value, ranks in zip(step.inputs, placement.arguments, strict=True)
-    )
+    ]
     readers = _readers(step, placement, fragments)
     fingerprints = Fingerprinter()
     like = _like(step)
+    known: dict[Hashable, int] = {}
+    runs: dict[int, list[Run]] = {}
     for fragment in fragments:
         rank = fragment.key.rank
-        whole = _graph(fragment, readers, unroller.native)
+        whole = _graph(fragment, readers, native)
         graph = rewrite[rank](whole)  # values may be new, with types of the rank's mesh, in the same positions
         unroller.fetch(whole.inputs, rank)
         inputs = tuple(unroller.slots[v, rank] for v in whole.inputs)
-        outputs = tuple(unroller.new(v, rank) for v in values(whole.outputs))
+        outputs = tuple(unroller.new(v, rank) for v in whole.outputs)
         key = rank, fragment.label, fingerprints.graph(graph)
-        if key not in unroller.known:
-            unroller.known[key] = len(unroller.tasks)
-            unroller.tasks.append(_task(fragment, graph, [like.get(v) for v in values(whole.outputs)]))
+        if key not in known:
+            known[key] = unroller.add_task(_task(fragment, graph, [like.get(v) for v in values(whole.outputs)]))
         call = -1 if fragment.key.call is None else fragment.key.call
-        run = Run(unroller.known[key], call, rank, inputs, outputs)
+        run = Run(known[key], call, rank, inputs, outputs)
         unroller.instructions.append(run)
-        unroller.runs.setdefault(run.task, []).append(run)
-        made = [v for v in values(whole.outputs) if min(unroller.native[v]) == rank]
-        for target in sorted({r for v in made for r, _ in readers[v]}):
-            if target != rank:
-                wanted = [
-                    v for v in made if target not in unroller.native[v] and any(r == target for r, _ in readers[v])
-                ]
-                unroller.send(wanted, rank, target)
-    results: list[dict[int, int] | object] = []
+        runs.setdefault(run.task, []).append(run)
+        made = [v for v in values(whole.outputs) if min(native[v]) == rank]
+        for target in sorted({r for v in made for r, _ in readers[v]} - {rank}):
+            wanted = [v for v in made if target not in native[v] and any(r == target for r, _ in readers[v])]
+            unroller.send(wanted, rank, target)
+    results: list[Any] = []
     for atom, rank in zip(step.outputs, placement.results, strict=True):
-        if not isinstance(atom, Value):
-            results.append(atom)
-            continue
-        unroller.fetch([atom], rank)
-        results.append({rank: unroller.slots[atom, rank]})
-    tasks = [_finished(task, unroller.runs[number]) for number, task in enumerate(unroller.tasks)]
-    program = Program(
-        tuple(unroller.instructions),
-        tuple(tasks),
-        arguments,
-        tuple(results),
-        {},
-        unroller.count,
-        len(rewrite),
-    )
-    return Unrolled(program, tuple(fragments))
+        if isinstance(atom, Value):
+            unroller.fetch([atom], rank)
+        results.append({rank: unroller.slots[atom, rank]} if isinstance(atom, Value) else atom)
+    unroller.tasks = [_finished(task, runs[number]) for number, task in enumerate(unroller.tasks)]
+    return unroller.finished(arguments, results, len(rewrite))
 
 
 def _readers(
@@ -148,13 +109,12 @@ def _finished(task: ProgramTask, runs: Sequence[Run]) -> ProgramTask:
     pins: list[tuple[int, int]] = []
     if len(runs) > 1:
         for output, made in enumerate(runs[0].outputs):
-            positions = [i for i, read in enumerate(runs[1].inputs) if read == made]
-            pins += [(output, i) for i in positions if _goes_round(runs, output, i)]
+            pins += [
+                (output, source)
+                for source, read in enumerate(runs[1].inputs)
+                if read == made and all(a.outputs[output] == b.inputs[source] for a, b in itertools.pairwise(runs))
+            ]
     return replace(task, pins=tuple(pins))
-
-
-def _goes_round(runs: Sequence[Run], output: int, source: int) -> bool:
-    return all(a.outputs[output] == b.inputs[source] for a, b in itertools.pairwise(runs))
 
 
 def _like(step: Step) -> dict[Value, int]:

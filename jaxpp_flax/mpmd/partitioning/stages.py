@@ -1,11 +1,13 @@
-"""Stages of a program, and the order in which its schedule runs them on each mesh."""
+"""Stages of a program, the order in which its schedule runs them on each mesh, and the halves of split backwards."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from jaxpp_flax.engine.tracing.dataflow import needed_by
+from jaxpp_flax.engine.tracing.ir import Value
 from jaxpp_flax.messages import listed
 from jaxpp_flax.mpmd.partitioning.nodes import Node
 from jaxpp_flax.schedules import (
@@ -23,7 +25,7 @@ from jaxpp_flax.schedules import (
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 
-__all__ = ["Order", "Stages", "order_of", "stages_of"]
+__all__ = ["Order", "Stages", "order_of", "split_backward", "stages_of"]
 
 
 @dataclass(frozen=True)
@@ -55,20 +57,16 @@ def stages_of(
 ) -> Stages:
     """Find the stages: names of one mesh that follow each other, or that share a stage number.
 
-    Args:
-      nodes: in program order; named computations of microbatches make stages; without these, all named computations.
-      ranks: the mesh of each named node.
-      given: stage numbers by name.
-      meshes: names of the meshes.
+    Named computations of microbatches make stages; without these, all named computations. `given` holds stage numbers.
     """
-    named = [n for n in nodes if n.origin is not None and not n.tensor and not n.backward]
+    named = [n for n in nodes if n.computation is not None and not n.backward]
     members: dict[tuple[int, int], list[str]] = {}
     seen: set[str] = set()
     run = 0
     last: tuple[int, int | None] | None = None
     for node in [n for n in named if n.call is not None] or named:
-        name = node.origin.name if node.origin is not None else ""
-        if name in seen:
+        name = node.computation
+        if name is None or name in seen:
             continue
         seen.add(name)
         number = given.get(name)
@@ -132,13 +130,7 @@ def _schedule(name: str, stages: Stages) -> Schedule:
 
 
 def order_of(schedule: str | Schedule, stages: Stages, num_microbatches: int, *, forward_only: bool) -> Order:
-    """Return the order of a schedule's tasks.
-
-    Args:
-      schedule: a name of `PIPELINE_SCHEDULES`, or a schedule.
-      stages: the stages of the program.
-      num_microbatches: the number of calls in the program.
-      forward_only: whether the program holds no backward pass.
+    """Return the order of a schedule's tasks; `schedule` may be a name of `PIPELINE_SCHEDULES`.
 
     Raises:
       ScheduleError: if the stages do not fit the schedule, or the schedule deadlocks.
@@ -171,11 +163,12 @@ def order_of(schedule: str | Schedule, stages: Stages, num_microbatches: int, *,
     merged = merge_order(made.tasks(num_microbatches))
     tasks: dict[int, list[Task]] = {}
     fused: set[Task] = set()
+    flat: list[Task] = []
     for rank, task in merged:
         parts = (task.forward, task.backward) if isinstance(task, FusedTask) else (task,)
         tasks.setdefault(used[rank], []).extend(parts)
         fused.update(parts if isinstance(task, FusedTask) else ())
-    flat = [p for _, t in merged for p in ((t.forward, t.backward) if isinstance(t, FusedTask) else (t,))]
+        flat.extend(parts)
     split = {t.stage for t in flat if t.kind is TaskKind.BACKWARD_INPUT}
     return Order(
         {rank: tuple(listed) for rank, listed in tasks.items()},
@@ -184,3 +177,47 @@ def order_of(schedule: str | Schedule, stages: Stages, num_microbatches: int, *,
         frozenset(split),
         name,
     )
+
+
+def split_backward(
+    nodes: Sequence[Node], stage_of: Mapping[str, int], stages: Collection[int]
+) -> tuple[tuple[Node, ...], dict[Node, Node], frozenset[Node]]:
+    """Split the backward computations of some stages; `stage_of` gives the stage of each name.
+
+    Returns:
+      All nodes; the original node of each half; and the nodes that hold only weight gradients.
+    """
+    leads = _leads_to_backward(nodes)
+    found: list[Node] = []
+    halves: dict[Node, Node] = {}
+    weights: set[Node] = set()
+    for node in nodes:
+        name = node.computation
+        if name is None or not node.backward or node.call is None or stage_of.get(name) not in stages:
+            found.append(node)
+            continue
+        needed = needed_by(node.equations, leads.intersection(node.outputs))
+        for late in (False, True):
+            if equations := tuple(e for e in node.equations if (e not in needed) == late):
+                half = node.with_equations(equations)
+                halves[half] = node
+                found.append(half)
+                if late:
+                    weights.add(half)
+    return tuple(found), halves, frozenset(weights)
+
+
+def _leads_to_backward(nodes: Sequence[Node]) -> set[Value]:
+    """Find the values that lead, through unnamed work, to named backward work of the same microbatch."""
+    leads: dict[Value, set[int | None]] = {}
+    for node in reversed(nodes):
+        if node.computation is not None:
+            calls = {node.call} if node.backward else set[int | None]()
+        else:
+            calls = set[int | None]().union(*(leads.get(v, set()) for v in node.outputs))
+            # Accumulation takes a value into the next microbatch, which does not wait for it.
+            calls &= {node.call}
+        for value in node.inputs:
+            leads.setdefault(value, set()).update(calls)
+    maker = {v: node for node in nodes for v in node.outputs}
+    return {v for v, calls in leads.items() if v in maker and maker[v].call in calls}

@@ -57,18 +57,6 @@ def test_all_ranks_share_one_abstract_submesh():
     assert mesh.lowering_mesh() == mesh.unstack[0]
 
 
-def test_ranks_are_found_by_mesh_and_by_device():
-    mesh = stage_data()
-    assert [mesh.mpmd_idx_for_mesh[submesh] for submesh in mesh.unstack] == [0, 1, 2, 3]
-    assert mesh.device_mpmd_idx[mesh.rank_devices(2)[1]] == 2
-    assert mesh.mpmd_indices_for_mesh(mesh.unstack[3]) == (3,)
-    assert mesh.mpmd_indices_for_mesh(mesh.mpmd_submesh([3, 1]).jax_mesh) == (1, 3)
-    assert mesh.mpmd_indices_for_mesh(Mesh(grid(3), ("other",))) is None
-    shared = MpmdMesh(Mesh(np.array([jax.devices()[0]] * 2), ("stage",)), "stage")
-    assert shared.device_mpmd_idx == {jax.devices()[0]: 0}
-    assert shared.mpmd_idx_for_mesh == {shared.unstack[0]: 0}
-
-
 def test_submesh_of_some_ranks():
     mesh = stage_data().mpmd_submesh([3, 1])
     assert (mesh.mpmd_dim, mesh.jax_mesh.axis_names, mesh.mpmd_axis_name) == (2, ("stage", "data"), "stage")
@@ -94,11 +82,6 @@ def test_one_process_owns_every_rank():
     mesh = stage_data()
     assert mesh.local_ranks == (0, 1, 2, 3)
     assert mesh.is_local(3)
-    with pytest.raises(ValueError, match=r"owns devices of the ranks \(0, 1, 2, 3\).*Use `local_ranks`"):
-        _ = mesh.my_mpmd_axis_index
-    alone = mesh.mpmd_submesh([2])
-    assert alone.my_mpmd_axis_index == 0
-    assert alone.my_mpmd_group_mesh == alone.unstack[0]
 
 
 def test_errors_name_the_value_and_the_remedy():

@@ -283,7 +283,7 @@ class TestWithSeveralProcesses:
             me = int(sys.argv[2])
             jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, me)
             mesh = MpmdMesh(Mesh(np.array(jax.devices()).reshape(2, 2), ("stage", "fsdp")), "stage")
-            assert mesh.my_mpmd_axis_index == me and mesh.lowering_mesh() == mesh.unstack[me]
+            assert mesh.local_ranks == (me,) and mesh.lowering_mesh() == mesh.unstack[me]
             value = np.arange(16, dtype=np.float32).reshape(8, 2)
             everywhere = NamedSharding(mesh.jax_mesh, P(("stage", "fsdp")))
             spread = jax.make_array_from_callback(value.shape, everywhere, lambda index: value[index])

@@ -123,7 +123,7 @@ def test_each_structure_is_verified_before_the_next_pass(monkeypatch: pytest.Mon
 
     broken = (*PASSES[:at], replace(place, run=without_moves), *PASSES[at + 1 :])
     graph, specs = traced(chain(2), batch_of(2))
-    settings = build(graph, 2, lambda marks, n: [0], [False] * len(specs), specs, {}).source.settings
+    settings = build(graph, 2, lambda marks, n: [0], [False] * len(specs), specs, {}).settings
     ran: list[str] = []
     monkeypatch.setenv("JAXPP_FLAX_VERIFY", "1")
     with pytest.raises(VerificationError, match="a rank does not have"):

@@ -79,7 +79,7 @@ def test_every_rank_runs_its_schedule(schedule: Schedule):
     for rank, tasks in enumerate(schedule.tasks(MICROBATCHES)):
         ran = [
             (made.program.tasks[i.task].stage, i.microbatch)
-            for i in made.program.for_rank(rank).instructions
+            for i in made.program.instructions
             if isinstance(i, Run) and i.rank == rank and i.microbatch >= 0
         ]
         wanted = [(task.stage, task.microbatch) for task in tasks]

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.program.accumulators import initial_spec
 from jaxpp_flax.engine.program.program import ProgramTask, Run
+from jaxpp_flax.engine.program.specs import initial_spec
 from jaxpp_flax.engine.tracing.ir import Graph
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce

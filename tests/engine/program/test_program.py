@@ -1,8 +1,7 @@
-"""Programs: a rank's part of one, verification, text."""
+"""Programs: verification, text."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,21 +15,6 @@ from tests.helpers import batch_of
 ONE = ProgramTask("one", 0, identity((2,)))
 RUN = Run(0, -1, 0, (0,), (1,))
 GIVING = replace(ONE, donate=frozenset({0}))
-
-
-def test_for_rank_keeps_the_order_and_loses_nothing():
-    program = built(sgd_step(Std1F1B(3)), 3, chain(3), batch_of(4)).program
-    # Equal transfers and frees may be one object; here each is told by its own.
-    program = replace(program, instructions=tuple(replace(i) for i in program.instructions))
-    place = {id(i): n for n, i in enumerate(program.instructions)}
-    seen: Counter[int] = Counter()
-    for rank in range(3):
-        order = [place[id(i)] for i in program.for_rank(rank).instructions]
-        assert order == sorted(order)
-        seen.update(order)
-    for number, instruction in enumerate(program.instructions):
-        assert seen[number] == (2 if isinstance(instruction, Transfer) else 1)
-    assert program.for_rank(0, 1, 2).instructions == program.instructions
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from jaxpp_flax.engine.passes.loop.label import LabelledLoop, Labels
 from jaxpp_flax.engine.passes.loop.loop_tasks import Accumulator, Carry, LoopTask, Partial, Partition
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
 from jaxpp_flax.engine.passes.loop.task_drafts import Key, TaskDrafts
+from jaxpp_flax.engine.tracing.dataflow import needed_by
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, VerificationError, emit
 from jaxpp_flax.engine.tracing.markers import marker_p
 from jaxpp_flax.engine.tracing.treduce import AddOp, Op
@@ -133,15 +134,10 @@ def _split(drafts: TaskDrafts) -> None:
             made = drafts.body.producer.get(atom) if isinstance(atom, Value) else None
             if made in key_of and equation in key_of and key_of[made][0] != key_of[equation][0]:
                 leaving.add(atom)  # type: ignore[arg-type]
-    needed = set(leaving)
-    for equation in reversed(drafts.body.equations):
-        key = drafts.key_of.get(equation)
-        if key is None or not drafts.stages <= key[0] < 2 * drafts.stages - 1:
-            continue
-        if not needed.isdisjoint(equation.outputs):
-            needed.update(a for a in map(drafts.labels.resolve, equation.inputs) if isinstance(a, Value))
-        else:
-            drafts.key_of[equation] = (key[0], 1)
+    phases = range(drafts.stages, 2 * drafts.stages - 1)
+    backward = [e for e in drafts.body.equations if e in key_of and key_of[e][0] in phases]
+    needed = needed_by(backward, leaving, drafts.labels.resolve)
+    key_of.update({e: (key_of[e][0], 1) for e in backward if e not in needed})
 
 
 def _drop_unneeded(drafts: TaskDrafts, roots: Sequence[Atom]) -> None:

@@ -1,0 +1,60 @@
+"""`MpmdMesh` with the names by which JaxPP's programs find ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxpp_flax.engine.arrays import mesh as engine
+
+__all__ = ["MpmdMesh"]
+
+
+class MpmdMesh(engine.MpmdMesh):
+    """The engine's `MpmdMesh`, and equal to it; see there for the arguments.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> mesh = MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:4]), ("stage",)), "stage")
+      >>> mesh.mpmd_indices_for_mesh(mesh.mpmd_submesh([1, 2]).jax_mesh)
+      (1, 2)
+    """
+
+    @property
+    def mpmd_idx_for_mesh(self) -> Mapping[Mesh, int]:
+        """The rank of each submesh of `unstack`; the first one if ranks share their devices."""
+        return {mesh: rank for rank, mesh in reversed(list(enumerate(self.unstack)))}
+
+    @property
+    def device_mpmd_idx(self) -> Mapping[Any, int]:
+        """The rank of each device; the first one if a device stands at several ranks."""
+        return {device: rank for rank in reversed(range(self.mpmd_dim)) for device in self.rank_devices(rank)}
+
+    def mpmd_indices_for_mesh(self, mesh: Mesh) -> tuple[int, ...] | None:
+        """Return the ranks, ascending, whose devices make up `mesh`; None if there are no such ranks."""
+        devices = set(mesh.devices.flat)
+        ranks = [rank for rank in range(self.mpmd_dim) if devices.issuperset(self.rank_devices(rank))]
+        covered = {device for rank in ranks for device in self.rank_devices(rank)}
+        return tuple(ranks) if ranks and covered == devices else None
+
+    @property
+    def my_mpmd_axis_index(self) -> int:
+        """This process's only rank.
+
+        Raises:
+          ValueError: if the process owns devices of no rank, or of several (as a single process does).
+        """
+        if len(self.local_ranks) != 1:
+            raise ValueError(
+                f"process {jax.process_index()} owns devices of the ranks {self.local_ranks} of {self!r}, so it has "
+                "no single rank. Use `local_ranks`, or `is_local(rank)` for one of them."
+            )
+        return self.local_ranks[0]
+
+    @property
+    def my_mpmd_group_mesh(self) -> Mesh:
+        """The submesh of this process's only rank; raises as `my_mpmd_axis_index` does."""
+        return self.unstack[self.my_mpmd_axis_index]

@@ -1,0 +1,145 @@
+"""The partitions of a program's values: of accumulators, of results as requested, and of donated inputs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxpp_flax.engine.arrays.mesh import axes_in
+from jaxpp_flax.engine.program.program import Free, Program, ProgramTask, Run, Transfer
+from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, memory_kind_of
+
+__all__ = ["initial_spec", "specs_wanted", "usable_donations", "with_own_results"]
+
+
+def initial_spec(
+    program: Program,
+    number: int,
+    position: int,
+    spec_of: Callable[[int], PartitionSpec | None],
+    wish: PartitionSpec | None,
+) -> PartitionSpec:
+    """Return the spec of an accumulator: its parameter's, or else an array's of the same type in the same stage.
+
+    Instruction `number` makes the accumulator, at `position` among its outputs. `spec_of` returns the spec of a slot's
+    value when this instruction runs (None for an empty slot); `wish` is the parameter's spec, if it is known.
+    """
+    initial = program.instructions[number]
+    if not isinstance(initial, Run):
+        return PartitionSpec()
+    task = program.tasks[initial.task]
+    slot, aval, leading = initial.outputs[position], task.graph.outputs[position].aval, task.leading[position]
+    if wish is None:
+        shape = aval.shape if leading is None else aval.shape[1:]
+        wish = _spec_of_relative(program, number, slot, (shape, aval.dtype), spec_of)
+    if leading is None:
+        return wish
+    # The first dimension is the shards of the batch: a parameter is not partitioned over the same axes.
+    apart = set(axes_in(wish)).isdisjoint(axes_in((leading,)))
+    return PartitionSpec(leading, *wish) if apart else PartitionSpec(leading)
+
+
+def _spec_of_relative(
+    program: Program, number: int, slot: int, wanted: tuple[Any, Any], spec_of: Callable[[int], PartitionSpec | None]
+) -> PartitionSpec:
+    """Return the spec of an input of the same shape and dtype, in the task that first reads the accumulator."""
+    # Slots are reused: if a slot is written from here on, its present value is not the value that the task reads.
+    written = set(program.instructions[number].writes())
+    for instruction in islice(program.instructions, number + 1, None):
+        if not (isinstance(instruction, Run) and slot in instruction.inputs):
+            if slot in instruction.writes():
+                break  # nothing reads the accumulator
+            written.update(instruction.writes())
+            continue
+        for value, read in zip(program.tasks[instruction.task].graph.inputs, instruction.inputs, strict=True):
+            if (value.aval.shape, value.aval.dtype) == wanted and read not in written:
+                spec = spec_of(read)
+                if spec:
+                    return spec
+        break
+    return PartitionSpec()
+
+
+def specs_wanted(
+    program: Program, result_specs: Sequence[PartitionSpec | None], alike: Callable[[Transfer], bool]
+) -> dict[int, dict[int, PartitionSpec]]:
+    """Return the specs that results must have, by instruction and output of their last writers."""
+    wanted = {
+        slot: spec
+        for result, spec in zip(program.results, result_specs, strict=True)
+        if isinstance(result, dict) and spec is not None
+        for slot in result.values()
+    }
+    found: dict[int, dict[int, PartitionSpec]] = {}
+    for number in range(len(program.instructions) - 1, -1, -1):
+        if not wanted:
+            break
+        instruction = program.instructions[number]
+        for position, slot in enumerate(instruction.writes()):
+            if slot in wanted:
+                spec = found.setdefault(number, {})[position] = wanted.pop(slot)
+                if isinstance(instruction, Transfer) and alike(instruction):
+                    wanted[instruction.sent[position]] = spec
+    return found
+
+
+def with_own_results(program: Program, avals: Mapping[int, Any], wanted: Sequence[tuple[int, int]]) -> Program:
+    """Add one more task for each rank that must return some of its results anew, each in a slot of its own.
+
+    `wanted` holds (position of the result, rank); a rank's task returns its results in this order. No task computes an
+    argument that is returned unchanged, a value carried round a loop keeps its sharding there, and a value that is
+    returned twice can have only one partition. `avals` holds the types of the slots of these results.
+    """
+    tasks, instructions = list(program.tasks), list(program.instructions)
+    results: list[Any] = [dict(result) if isinstance(result, dict) else result for result in program.results]
+    count = program.num_slots
+    arguments = {slot for slots in program.arguments for slot in slots.values()}  # these belong to the caller
+    for rank in sorted({rank for _, rank in wanted}):
+        positions = [position for position, of in wanted if of == rank]
+        slots = [results[position][rank] for position in positions]
+        values = {slot: Value(avals[slot]) for slot in slots}
+        outputs = tuple(range(count, count + len(slots)))
+        count += len(slots)
+        instructions.append(Run(len(tasks), -1, rank, tuple(values), outputs))
+        tasks.append(
+            ProgramTask(f"results_{rank}", rank, Graph(tuple(values.values()), tuple(values[s] for s in slots), ()))
+        )
+        for position, slot in zip(positions, outputs, strict=True):
+            results[position][rank] = slot
+        kept = arguments.union(result[rank] for result in results if isinstance(result, dict) and rank in result)
+        if done := tuple(slot for slot in values if slot not in kept):
+            instructions.append(Free(rank, done))
+    return replace(
+        program, tasks=tuple(tasks), instructions=tuple(instructions), results=tuple(results), num_slots=count
+    )
+
+
+def usable_donations(
+    task: ProgramTask, mesh: Mesh, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
+) -> tuple[int, ...]:
+    """Return the positions of a task's donated inputs whose memory an output can take over.
+
+    `task.donate` compares whole arrays. If JAX knows all shardings, it compares shards, and warns of each donated shard
+    that no output can reuse; otherwise XLA decides.
+    """
+    if not task.donate or None in out_specs:
+        return tuple(sorted(task.donate))
+
+    def kind(atom: Atom, spec: PartitionSpec | None) -> Any:
+        shape = NamedSharding(mesh, spec or PartitionSpec()).shard_shape(tuple(atom.aval.shape))
+        return shape, atom.aval.dtype, memory_kind_of(atom.aval)
+
+    room = Counter(map(kind, task.graph.outputs, out_specs))
+    usable: list[int] = []
+    pinned = {position for _, position in task.pins}  # accumulators first: their outputs must take over their memory
+    for position in sorted(task.donate, key=lambda position: (position not in pinned, position)):
+        input_kind = kind(task.graph.inputs[position], in_specs[position])
+        if room[input_kind] > 0:
+            room[input_kind] -= 1
+            usable.append(position)
+    return tuple(sorted(usable))
