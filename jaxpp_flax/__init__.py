@@ -8,6 +8,7 @@ The trainer (`PipelineTrainer`) and the layers (`PipelineStage`) are for Flax mo
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 # Names are imported when they are first used: the launcher, its coordination service and the tools for schedules need
@@ -102,7 +103,7 @@ _HOME = {
     "TrainState": "trainers",
 }
 # What `import jaxpp_flax` alone gives as attributes too.
-_PACKAGES = ("assignment", "checkpoint", "engine", "layers", "schedules", "trainers")
+_PACKAGES = ("api", "assignment", "checkpoint", "compat", "engine", "layers", "schedules", "trainers")
 
 if not TYPE_CHECKING:  # type checkers see the imports above, and would take any name for one of these
 
@@ -111,6 +112,8 @@ if not TYPE_CHECKING:  # type checkers see the imports above, and would take any
             value = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
             globals()[name] = value
             return value
+        if name == "__version__":
+            return version("jaxpp_flax")
         if name in _PACKAGES:
             return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

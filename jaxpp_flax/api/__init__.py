@@ -5,45 +5,59 @@ an `AttributeError` that names its replacement.
 
 Example:
   >>> import jaxpp_flax.api as jaxpp
-  >>> jaxpp.Std1F1B(2).tasks(2)[1]
-  [FusedTask(fwd_1__0, bwd_1__0), FusedTask(fwd_1__1, bwd_1__1)]
+  >>> [str(task) for task in jaxpp.Interleaved1F1B(num_stages=2, mpmd_dim=2).tasks(2)[1]]
+  ['FusedTask(fwd_1__0, bwd_1__0)', 'FusedTask(fwd_1__1, bwd_1__1)']
 """
 
 from typing import Any
 
 from jaxpp_flax.api.cross import cross_mpmd_all_reduce, cross_mpmd_stack
 from jaxpp_flax.api.jit import mpmd_jit_by_yield, mpmd_jit_with_loop
+from jaxpp_flax.api.loop import treduce, treduce_i
+from jaxpp_flax.api.marks import mark_stage_end, pipeline_enter_stage, place_with
 from jaxpp_flax.api.mesh import MpmdMesh
 from jaxpp_flax.api.missing import explain
+from jaxpp_flax.api.remote import ArrayRef, RemoteMpmdMesh
+from jaxpp_flax.api.reverse import mpmd_jit_rev
+from jaxpp_flax.api.schedules import (
+    BaseSchedule,
+    DualPipeV,
+    Eager1F1B,
+    FusedTask,
+    GPipe,
+    Interleaved1F1B,
+    InterleavedBaseSchedule,
+    InterleavedGPipe,
+    InterleavedZeroBubble,
+    KimiK2,
+    ScheduleTasks,
+    Std1F1B,
+    Task,
+    TaskType,
+    ZeroBubble,
+)
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
+from jaxpp_flax.engine.arrays.mesh import MpmdSharding as DistributedSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
 from jaxpp_flax.engine.jit import mpmd_jit
 from jaxpp_flax.engine.runtime.task_times import collect_task_times_ms
-from jaxpp_flax.engine.tracing.hints import place_with
-from jaxpp_flax.engine.tracing.markers import mark_stage_end, pipeline_enter_stage
-from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, Op, treduce, treduce_i
-from jaxpp_flax.schedules import (
-    DualPipeV,
-    Eager1F1B,
-    GPipe,
-    Interleaved1F1B,
-    InterleavedGPipe,
-    KimiK2,
-    Std1F1B,
-    ZeroBubble,
-)
-from jaxpp_flax.schedules import Schedule as BaseSchedule
+from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, Op
 
 __all__ = [
     "Add",
+    "ArrayRef",
     "BaseSchedule",
     "Concat",
+    "DistributedSharding",
     "DualPipeV",
     "Eager1F1B",
+    "FusedTask",
     "GPipe",
     "Interleaved1F1B",
+    "InterleavedBaseSchedule",
     "InterleavedGPipe",
+    "InterleavedZeroBubble",
     "KimiK2",
     "Last",
     "Max",
@@ -51,7 +65,11 @@ __all__ = [
     "MpmdMesh",
     "MpmdSharding",
     "Op",
+    "RemoteMpmdMesh",
+    "ScheduleTasks",
     "Std1F1B",
+    "Task",
+    "TaskType",
     "ZeroBubble",
     "collect_task_times_ms",
     "cross_mpmd_all_reduce",
@@ -59,6 +77,7 @@ __all__ = [
     "mark_stage_end",
     "mpmd_jit",
     "mpmd_jit_by_yield",
+    "mpmd_jit_rev",
     "mpmd_jit_with_loop",
     "mpmd_to_spmd_reshard",
     "pipeline_enter_stage",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxpp_flax.engine import jit as engine
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 
-__all__ = ["mpmd_jit_by_yield", "mpmd_jit_with_loop"]
+__all__ = ["mpmd_jit_by_yield", "mpmd_jit_with_loop", "say_about_pgle"]
 
 
 def mpmd_jit_with_loop(
@@ -25,11 +26,13 @@ def mpmd_jit_with_loop(
     donate_argnames: str | Iterable[str] | None = None,
     abstracted_axes: Any | None = None,
     compiler_options: Mapping[str, Any] | None = None,
+    use_pgle: bool = False,
 ) -> engine.MpmdFunction:
     """Compile a train step with a `treduce` loop into one SPMD program per stage.
 
     Args: as in `jaxpp_flax.mpmd_jit_with_loop`; `in_specs` and `out_specs` are other names of `in_shardings` and
-      `out_shardings`, whose specs may name the ranks' own axis (it is dropped). `abstracted_axes` must be None.
+      `out_shardings`, whose specs may name the ranks' own axis (it is dropped). `abstracted_axes` must be None;
+      `use_pgle` has no effect, and says so once.
 
     Returns:
       A function with `compile(*args)`, whose result has `closed_jaxpr` and `in_shardings` (a tree like
@@ -55,6 +58,7 @@ def mpmd_jit_with_loop(
       ((4,), (0,), (1,))
     """
     _refuse_abstracted_axes("mpmd_jit_with_loop", abstracted_axes)
+    say_about_pgle("mpmd_jit_with_loop", use_pgle)
     return engine.mpmd_jit_with_loop(
         fun,
         mpmd_mesh,
@@ -83,6 +87,7 @@ def mpmd_jit_by_yield(
     donate_argnames: str | Iterable[str] | None = None,
     abstracted_axes: Any | None = None,
     compiler_options: Mapping[str, Any] | None = None,
+    use_pgle: bool = False,
 ) -> engine.MpmdFunction:
     """Compile a marked function without a loop into one SPMD program per stage: a forward pass, or one gradient.
 
@@ -106,6 +111,7 @@ def mpmd_jit_by_yield(
       array([[1., 1.]], dtype=float32)
     """
     _refuse_abstracted_axes("mpmd_jit_by_yield", abstracted_axes)
+    say_about_pgle("mpmd_jit_by_yield", use_pgle)
     return engine.mpmd_jit(
         fun,
         mpmd_mesh,
@@ -125,4 +131,14 @@ def _refuse_abstracted_axes(function: str, abstracted_axes: Any) -> None:
         raise NotImplementedError(
             f"{function} got abstracted_axes={abstracted_axes!r}: shapes are fixed when a step is compiled, and each "
             "new shape compiles once. Leave it out, and pad batches to one shape."
+        )
+
+
+def say_about_pgle(function: str, use_pgle: bool) -> None:
+    """Warn that `use_pgle=True` has no effect."""
+    if use_pgle:
+        warnings.warn(
+            f"{function} got use_pgle=True, which has no effect: each task is compiled on its own. Set the option "
+            "`jax_enable_pgle` of JAX to let XLA schedule by measured latencies.",
+            stacklevel=3,
         )

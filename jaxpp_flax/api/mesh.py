@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxpp_flax.engine.arrays import mesh as engine
@@ -22,6 +23,26 @@ class MpmdMesh(engine.MpmdMesh):
       >>> mesh.mpmd_indices_for_mesh(mesh.mpmd_submesh([1, 2]).jax_mesh)
       (1, 2)
     """
+
+    mesh_stack: ClassVar[list[MpmdMesh]] = []
+    """The meshes of the `with` statements around, the innermost last."""
+
+    def __enter__(self) -> MpmdMesh:
+        self.mesh_stack.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.mesh_stack.pop()
+
+    @property
+    def as_mpmd_mesh(self) -> MpmdMesh:
+        """The mesh itself: of a mesh of Ray workers, JaxPP's older versions gave an ordinary one."""
+        return self
+
+    @property
+    def device_coords(self) -> Mapping[Any, tuple[int, ...]]:
+        """The position of each device in the mesh; the first one if a device stands at several ranks."""
+        return {device: place for place, device in reversed(list(np.ndenumerate(self.jax_mesh.devices)))}
 
     @property
     def mpmd_idx_for_mesh(self) -> Mapping[Mesh, int]:

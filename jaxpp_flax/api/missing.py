@@ -9,12 +9,6 @@ from jaxpp_flax.messages import near_names
 __all__ = ["REMEDIES", "explain"]
 
 REMEDIES: Mapping[str, str] = {
-    "RemoteMpmdMesh": "it starts workers through Ray from one controller. One process drives all of its own devices: "
-    'build `MpmdMesh(jax.sharding.Mesh(devices, ("stage", "data", "model")), "stage")`; with several hosts, run the '
-    "same program on each of them under `jax.distributed.initialize()`",
-    "ArrayRef": "it names an array of a Ray worker. A step returns `MpmdArray`s, which can be read in this process",
-    "mpmd_jit_rev": "it places a function's work backwards from the ranks of its results. Compute the values with "
-    "`jax.jit` and move them with `spmd_to_mpmd_reshard(mpmd_mesh, values, compiled.in_shardings[0])`",
     "accumulate_grads": "`treduce` has taken its place: "
     "`treduce(jax.value_and_grad(loss), batch, schedule=Std1F1B(n), operation=(Concat(), Add))`",
     "LoopOutput": "`treduce` has taken its place: give each result its operation, e.g. `operation=(Concat(), Add)`",
@@ -31,8 +25,8 @@ def explain(name: str, known: Sequence[str]) -> str:
     """Return the message for a missing `jaxpp_flax.api.<name>`.
 
     Example:
-      >>> explain("RemoteMpmdMesh", [])[:65]
-      'jaxpp_flax.api has no RemoteMpmdMesh: it starts workers through R'
+      >>> explain("LoopOutput", [])[:65]
+      'jaxpp_flax.api has no LoopOutput: `treduce` has taken its place: '
       >>> explain("treduced", ["treduce", "Add"])
       "module 'jaxpp_flax.api' has no attribute 'treduced'. Did you mean 'treduce'?"
     """

@@ -29,6 +29,16 @@ def test_ranks_are_found_by_mesh_and_by_device():
     assert shared.mpmd_idx_for_mesh == {shared.unstack[0]: 0}
 
 
+def test_names_of_other_versions():
+    mesh = jaxpp.MpmdMesh(grid(4, 2), "stage")
+    assert mesh.as_mpmd_mesh is mesh
+    assert mesh.device_coords[mesh.rank_devices(2)[1]] == (2, 1)
+    with mesh as entered, mesh.mpmd_submesh([1]) as inner:
+        assert entered is mesh
+        assert jaxpp.MpmdMesh.mesh_stack == [mesh, inner]
+    assert jaxpp.MpmdMesh.mesh_stack == []
+
+
 def test_the_only_rank_of_a_process():
     mesh = jaxpp.MpmdMesh(grid(4, 2), "stage")
     with pytest.raises(ValueError, match=r"owns devices of the ranks \(0, 1, 2, 3\).*Use `local_ranks`"):

@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "launch": {"processes", "_compat"},
     "doctor": {"launch", "engine", "processes", "_compat"},
     "api": {"engine", "schedules", "messages"},
+    "compat": {"api", "__init__"},
     "__init__": {"trainers", "layers", "schedules", "engine"},
 }
 # The folders of the engine, from the lowest up: each may import those before it.

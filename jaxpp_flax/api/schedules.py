@@ -1,0 +1,399 @@
+"""JaxPP's schedules: the same classes, tasks and printed forms, over this package's schedules.
+
+A schedule class written for JaxPP works as it stands: a frozen dataclass over `BaseSchedule` with `tasks(n_mubatches)`
+and, if stages are not dealt out one to a rank, `get_mpmd_idx(stage_id)`.
+
+Example:
+  >>> import dataclasses
+  >>> @dataclasses.dataclass(eq=True, frozen=True)
+  ... class OneAtATime(BaseSchedule):
+  ...     def tasks(self, n_mubatches):
+  ...         return [[Task.make(stage, m, kind) for m in range(n_mubatches) for kind in (TaskType.FWD, TaskType.BWD)]
+  ...                 for stage in range(self.num_stages)]
+  >>> [str(task) for task in OneAtATime(2).tasks(2)[1]]
+  ['fwd_1__0', 'bwd_1__0', 'fwd_1__1', 'bwd_1__1']
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from jaxpp_flax import schedules
+from jaxpp_flax.schedules import task as own
+from jaxpp_flax.schedules.errors import ScheduleError
+
+__all__ = [
+    "BaseSchedule",
+    "DualPipeV",
+    "Eager1F1B",
+    "FusedTask",
+    "GPipe",
+    "Interleaved1F1B",
+    "InterleavedBaseSchedule",
+    "InterleavedGPipe",
+    "InterleavedZeroBubble",
+    "KimiK2",
+    "ScheduleTasks",
+    "Std1F1B",
+    "Task",
+    "TaskType",
+    "ZeroBubble",
+    "own_schedule",
+]
+
+
+class TaskType(enum.Enum):
+    """The kind of a task: forward, backward, and the two halves of a split backward.
+
+    Example:
+      >>> TaskType.BWD_I, TaskType.BWD.default_latency
+      (TaskType.BWD_I, 2)
+    """
+
+    FWD = 1
+    BWD = 2
+    BWD_I = 3
+    BWD_W = 4
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    @property
+    def default_latency(self) -> int:
+        """The time of a task in units of a forward."""
+        return 2 if self is TaskType.BWD else 1
+
+
+_PREFIX = {TaskType.FWD: "fwd_", TaskType.BWD: "bwd_", TaskType.BWD_I: "bwdA_", TaskType.BWD_W: "bwdW_"}
+_KIND = {
+    TaskType.FWD: own.TaskKind.FORWARD,
+    TaskType.BWD: own.TaskKind.BACKWARD,
+    TaskType.BWD_I: own.TaskKind.BACKWARD_INPUT,
+    TaskType.BWD_W: own.TaskKind.BACKWARD_WEIGHT,
+}
+_TYPE = {kind: type_ for type_, kind in _KIND.items()}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One pass of a stage over a microbatch. The latency is no part of its identity, and changes no step.
+
+    Example:
+      >>> print(Task.make(2, 0, TaskType.BWD_I))
+      bwdA_2__0
+    """
+
+    stage_id: int
+    mubatch_idx: int
+    fwd_or_bwd: TaskType
+    latency: int = field(compare=False)
+
+    @classmethod
+    def make(cls, stage_id: int, mubatch_idx: int, fwd_or_bwd: TaskType, latency: int | None = None) -> Task:
+        """Make a task; its latency is by default that of its kind."""
+        return cls(stage_id, mubatch_idx, fwd_or_bwd, fwd_or_bwd.default_latency if latency is None else latency)
+
+    def __str__(self) -> str:
+        return f"{_PREFIX[self.fwd_or_bwd]}{self.stage_id}__{self.mubatch_idx}"
+
+
+class FusedTask(tuple[Task, ...]):
+    """Tasks that run directly after one another on one rank, of any stages and microbatches.
+
+    Example:
+      >>> pair = FusedTask((Task.make(1, 1, TaskType.FWD), Task.make(1, 0, TaskType.BWD)))
+      >>> str(pair), pair.latency
+      ('FusedTask(fwd_1__1, bwd_1__0)', 3)
+    """
+
+    __slots__ = ()
+
+    @property
+    def latency(self) -> int:
+        """The sum of its tasks' latencies."""
+        return sum(task.latency for task in self)
+
+    def __str__(self) -> str:
+        return f"FusedTask({', '.join(map(str, self))})"
+
+
+ScheduleTasks = list[list[Task | FusedTask | None]]
+"""The tasks of each rank in order; None is an idle step."""
+
+
+@dataclass(frozen=True)
+class BaseSchedule(abc.ABC):
+    """The order of each rank's tasks; to be subclassed with `tasks`.
+
+    Args:
+      num_stages: number of stages of the model.
+
+    Raises:
+      ScheduleError: if `num_stages` is below 1.
+    """
+
+    num_stages: int
+    is_partial_bwd: bool = field(default=False, init=False)
+    """True if a stage's backward is split into `BWD_I` and `BWD_W`."""
+
+    def __post_init__(self) -> None:
+        schedules.schedule.check_count("num_stages", self.num_stages)
+
+    def get_mpmd_idx(self, stage_id: int) -> int:
+        """Return the rank of a stage."""
+        return stage_id
+
+    @abc.abstractmethod
+    def tasks(self, n_mubatches: int) -> ScheduleTasks:
+        """Return the tasks of each rank in order."""
+
+
+@dataclass(frozen=True)
+class InterleavedBaseSchedule(BaseSchedule):
+    """A schedule of several stages on each rank, dealt out in turn; to be subclassed with `tasks`.
+
+    Args:
+      num_stages: number of stages of the model, a multiple of `mpmd_dim`.
+      mpmd_dim: number of ranks.
+
+    Raises:
+      ScheduleError: if one of the numbers is below 1, or the stages cannot be dealt out evenly.
+    """
+
+    mpmd_dim: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        schedules.schedule.check_count("mpmd_dim", self.mpmd_dim)
+        if self.num_stages % self.mpmd_dim:
+            raise ScheduleError(
+                f"{type(self).__name__}: num_stages={self.num_stages} can not be evenly divided by "
+                f"mpmd_dim={self.mpmd_dim}. Make the number of stages a multiple of the number of ranks"
+            )
+
+    def get_mpmd_idx(self, stage_id: int) -> int:
+        return stage_id % self.mpmd_dim
+
+
+@dataclass(frozen=True)
+class _OneStageEach(BaseSchedule):
+    """One of this package's schedules, of one stage on each rank. `mpmd_dim` is a parameter of ROCm's version."""
+
+    mpmd_dim: int | None = None
+    made_by: ClassVar[type[schedules.Schedule]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        schedule = self.own()
+        object.__setattr__(self, "mpmd_dim", schedule.num_ranks)
+        object.__setattr__(self, "is_partial_bwd", schedule.splits_backward)
+
+    def own(self) -> schedules.Schedule:
+        return self.made_by(self.num_stages, self.mpmd_dim)
+
+    def tasks(self, n_mubatches: int) -> ScheduleTasks:
+        return [_listed(tasks, self.is_partial_bwd) for tasks in self.own().tasks(n_mubatches)]
+
+
+class Std1F1B(_OneStageEach):
+    """`jaxpp_flax.schedules.Std1F1B`, with JaxPP's tasks."""
+
+    made_by = schedules.Std1F1B
+
+
+class Eager1F1B(_OneStageEach):
+    """`jaxpp_flax.schedules.Eager1F1B`, with JaxPP's tasks."""
+
+    made_by = schedules.Eager1F1B
+
+
+class GPipe(_OneStageEach):
+    """`jaxpp_flax.schedules.GPipe`, with JaxPP's tasks."""
+
+    made_by = schedules.GPipe
+
+
+class ZeroBubble(_OneStageEach):
+    """`jaxpp_flax.schedules.ZeroBubble`, with JaxPP's tasks."""
+
+    made_by = schedules.ZeroBubble
+
+
+@dataclass(frozen=True)
+class _SeveralStagesEach(InterleavedBaseSchedule):
+    """One of this package's schedules, of several stages on each rank."""
+
+    made_by: ClassVar[type[schedules.Schedule]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "is_partial_bwd", self.own().splits_backward)
+
+    def own(self) -> schedules.Schedule:
+        return self.made_by(self.num_stages, self.mpmd_dim)
+
+    def get_mpmd_idx(self, stage_id: int) -> int:
+        return self.own().rank_of(stage_id)
+
+    def tasks(self, n_mubatches: int) -> ScheduleTasks:
+        return [_listed(tasks, self.is_partial_bwd) for tasks in self.own().tasks(n_mubatches)]
+
+
+@dataclass(frozen=True)
+class Interleaved1F1B(_SeveralStagesEach):
+    """`jaxpp_flax.schedules.Interleaved1F1B`, with JaxPP's tasks.
+
+    Args:
+      num_stages, mpmd_dim: the numbers of stages and of ranks.
+      fuse_steady_state: lists each forward with the backward after it as one task. They run directly after one
+        another in any case.
+    """
+
+    fuse_steady_state: bool = False
+    made_by: ClassVar[type[schedules.Schedule]] = schedules.Interleaved1F1B
+
+    def tasks(self, n_mubatches: int) -> ScheduleTasks:
+        stages = range(self.num_stages) if self.fuse_steady_state else (self.num_stages - 1,)
+        return [_paired(tasks, stages) for tasks in super().tasks(n_mubatches)]
+
+
+class KimiK2(Interleaved1F1B):
+    """`jaxpp_flax.schedules.KimiK2`, with JaxPP's tasks: the last stage runs a forward with the backward before it."""
+
+    made_by = schedules.KimiK2
+
+
+class InterleavedGPipe(_SeveralStagesEach):
+    """`jaxpp_flax.schedules.InterleavedGPipe`, with JaxPP's tasks."""
+
+    made_by = schedules.InterleavedGPipe
+
+
+class InterleavedZeroBubble(InterleavedBaseSchedule):
+    """Several stages on each rank with a split backward: `Interleaved1F1B` in which weight gradients fill the bubbles.
+
+    Raises:
+      ScheduleError: as `InterleavedBaseSchedule`; by `tasks`, if the microbatches are no multiple of `mpmd_dim`.
+
+    Source: JaxPP's versions up to May 2025, after ZB-H1 (arXiv:2401.10241).
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "is_partial_bwd", True)
+
+    def tasks(self, n_mubatches: int) -> ScheduleTasks:
+        if n_mubatches % self.mpmd_dim:
+            raise ScheduleError(
+                f"InterleavedZeroBubble takes a multiple of mpmd_dim={self.mpmd_dim} microbatches, got {n_mubatches}. "
+                "Use another number of microbatches, or Interleaved1F1B"
+            )
+        lists = schedules.Interleaved1F1B(self.num_stages, self.mpmd_dim).tasks(n_mubatches)
+        return [self._rank_tasks(rank, list(own.flatten(tasks))) for rank, tasks in enumerate(lists)]
+
+    def _rank_tasks(self, rank: int, tasks: list[own.Task]) -> list[Task | FusedTask | None]:
+        forwards = [t for t in tasks if t.kind is own.TaskKind.FORWARD]
+        backwards = [t for t in tasks if t.kind is not own.TaskKind.FORWARD]
+        waiting = {
+            TaskType.FWD: deque(forwards), TaskType.BWD_I: deque(backwards), TaskType.BWD_W: deque(backwards)
+        }  # fmt: skip
+        warmup = [TaskType.FWD] * (self.num_stages - rank) + [TaskType.BWD_I, TaskType.FWD] * rank
+        steady = [TaskType.BWD_I, TaskType.BWD_W, TaskType.FWD] * len(tasks)
+        taken = ((type_, waiting[type_].popleft()) for type_ in [*warmup, *steady] if waiting[type_])
+        return [Task.make(task.stage, task.microbatch, type_) for type_, task in taken]
+
+
+class DualPipeV(_SeveralStagesEach):
+    """`jaxpp_flax.schedules.DualPipeV`, with JaxPP's tasks.
+
+    Raises:
+      ScheduleError: if there are not two stages for each rank; by `tasks`, if there are fewer microbatches than stages.
+    """
+
+    made_by = schedules.DualPipeV
+
+    def tasks(self, n_mubatches: int) -> ScheduleTasks:
+        if n_mubatches < self.num_stages:
+            raise ScheduleError(
+                f"DualPipeV requires n_mubatches={n_mubatches} >= num_stages={self.num_stages} "
+                f"(mpmd_dim={self.mpmd_dim}), as in JaxPP. Use more microbatches, or "
+                "`jaxpp_flax.schedules.DualPipeV`, which takes any number"
+            )
+        return super().tasks(n_mubatches)
+
+
+def own_schedule(schedule: Any, num_microbatches: int) -> Any:
+    """Return this package's schedule with the tasks of a JaxPP schedule; any other value as it is.
+
+    Args:
+      schedule: a schedule of this file, or an object with JaxPP's `num_stages`, `get_mpmd_idx` and `tasks`.
+      num_microbatches: the length of the loop.
+
+    Raises:
+      ScheduleError: if `tasks` lists no legal schedule, or lists a stage on another rank than `get_mpmd_idx` gives.
+
+    Example:
+      >>> own_schedule(Std1F1B(2), 4)
+      Std1F1B(num_stages=2, num_ranks=2)
+    """
+    if isinstance(schedule, schedules.Schedule) or not hasattr(schedule, "get_mpmd_idx"):
+        return schedule
+    listed = schedule.tasks(num_microbatches)
+    if isinstance(schedule, _OneStageEach | _SeveralStagesEach) and type(schedule).__module__ == __name__:
+        return schedule.own()
+    name = type(schedule).__name__
+    lists = [[part for item in tasks for part in _own_tasks(item, name, rank)] for rank, tasks in enumerate(listed)]
+    made = schedules.CustomSchedule(lists)
+    for stage in range(made.num_stages):
+        if made.rank_of(stage) != schedule.get_mpmd_idx(stage):
+            raise ScheduleError(
+                f"{name}.tasks lists stage {stage} on rank {made.rank_of(stage)}, but {name}.get_mpmd_idx({stage}) is "
+                f"{schedule.get_mpmd_idx(stage)}. Make the two agree"
+            )
+    return made
+
+
+def _own_tasks(item: Any, schedule: str, rank: int) -> Iterator[own.AnyTask]:
+    """Yield the tasks of one item of a JaxPP schedule's list."""
+    if isinstance(item, FusedTask):
+        for part in item:
+            yield from _own_tasks(part, schedule, rank)
+    elif isinstance(item, Task):
+        yield own.Task(_KIND[item.fwd_or_bwd], item.stage_id, item.mubatch_idx)
+    elif isinstance(item, own.Task | own.FusedTask):
+        yield item
+    elif item is not None:
+        raise ScheduleError(
+            f"{schedule}.tasks lists {item!r} for rank {rank}. Its items are `Task`s, `FusedTask`s, or None for an "
+            "idle step"
+        )
+
+
+def _listed(tasks: list[own.AnyTask], is_partial_bwd: bool) -> list[Task | FusedTask | None]:
+    """Return one rank's tasks as JaxPP lists them: stage 0's backward, which stays whole here, is in two halves too."""
+    found: list[Task | FusedTask | None] = []
+    for task in own.flatten(tasks):
+        split = is_partial_bwd and task.kind is own.TaskKind.BACKWARD
+        types = (TaskType.BWD_I, TaskType.BWD_W) if split else (_TYPE[task.kind],)
+        found.extend(Task.make(task.stage, task.microbatch, type_) for type_ in types)
+    return found
+
+
+def _paired(tasks: list[Task | FusedTask | None], stages: range | tuple[int, ...]) -> list[Task | FusedTask | None]:
+    """Fuse each forward of `stages` with the backward directly after it: so it is in the steady state alone."""
+    found: list[Task | FusedTask | None] = []
+    for task in tasks:
+        before = found[-1] if found else None
+        if (
+            isinstance(task, Task) and isinstance(before, Task) and before.stage_id in stages
+            and (before.fwd_or_bwd, task.fwd_or_bwd) == (TaskType.FWD, TaskType.BWD)
+        ):  # fmt: skip
+            found[-1] = FusedTask((before, task))
+        else:
+            found.append(task)
+    return found

@@ -1,0 +1,54 @@
+"""`mpmd_jit_rev`: results are made on the ranks that are to hold them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxpp_flax.api as jaxpp
+
+MESH = jaxpp.MpmdMesh(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "data")), "stage")
+
+
+def init(key: jax.Array) -> dict[str, Any]:
+    keys = jax.random.split(key, 2)
+    return {"first": {"w": jax.random.normal(keys[0], (4, 6))}, "last": jax.random.normal(keys[1], (4, 6)), "step": 0}
+
+
+def test_each_rank_makes_its_own():
+    replicated = NamedSharding(MESH.lowering_mesh(), P())
+    made = jaxpp.mpmd_jit_rev(
+        init,
+        MESH,
+        out_refs={"first": {"w": {0}}, "last": {1}, "step": {0, 1}},
+        in_shardings=replicated,
+        out_shardings={"first": P("data"), "last": NamedSharding(MESH.unstack[0], P("stage", "data")), "step": None},
+    )(jax.random.key(3))
+    plain = jax.jit(init)(jax.random.key(3))
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, made), plain)
+    assert made["first"]["w"].mpmd_idxs == (0,)
+    assert made["last"].mpmd_idxs == (1,)
+    assert made["step"].mpmd_idxs == (0, 1)
+    assert made["first"]["w"].spec == P("data")
+    assert made["last"].spec == P(None, "data")  # the ranks' axis is dropped
+    assert {d.id for d in made["last"].first_mpmd_replica.sharding.device_set} == {2, 3}
+
+
+def test_a_result_of_no_rank_goes_to_rank_0():
+    made = jaxpp.mpmd_jit_rev(lambda x: x + 1, MESH, out_refs=set())(jnp.ones(2))
+    assert made.mpmd_idxs == (0,)
+
+
+def test_what_is_refused():
+    with pytest.raises(NotImplementedError, match=r"mpmd_jit_rev got donate_argnums=0: .* Leave it out"):
+        jaxpp.mpmd_jit_rev(init, MESH, out_refs={}, donate_argnums=0)
+    with pytest.warns(UserWarning, match="mpmd_jit_rev got use_pgle=True, which has no effect"):
+        jaxpp.mpmd_jit_rev(init, MESH, out_refs={}, use_pgle=True)
+    with pytest.raises(ValueError, match="key"):
+        jaxpp.mpmd_jit_rev(init, MESH, out_refs={"first": {0}})(jax.random.key(0))
