@@ -357,7 +357,8 @@ def process_group() -> ProcessGroup:
     """
     connection = _compat.coordination_client()
     if connection is not None:
-        group = ProcessGroup(JaxKeyValueStore(connection.client), connection.process_index, connection.process_count)
+        client, index, count = connection
+        group = ProcessGroup(JaxKeyValueStore(client), index, count)
         group.service = f"the coordination service at {_compat.coordinator_address()} (the host of process 0)"
         return group
     if jax.distributed.is_initialized():
