@@ -61,13 +61,7 @@ class LaunchSettings:
             raise LaunchError(f"coordinator_address={self.coordinator_address!r}: it must be 'host:port'.")
 
     def for_every_process(self) -> list[LaunchSettings]:
-        """These settings for each process of the run, in order.
-
-        Example:
-          >>> first = LaunchSettings(coordinator_address="127.0.0.1:4000", num_processes=2, process_id=0)
-          >>> [settings.process_id for settings in first.for_every_process()]
-          [0, 1]
-        """
+        """These settings for each process of the run, in order."""
         return [replace(self, process_id=index) for index in range(self.num_processes)]
 
     def to_environment(self) -> dict[str, str]:
@@ -84,11 +78,7 @@ class LaunchSettings:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> LaunchSettings | None:
-        """The settings in the environment variables, or None if no launcher has set any.
-
-        Raises:
-          LaunchError: if only some are set, or one has an invalid value.
-        """
+        """The settings in the environment variables, or None if no launcher has set any."""
         if not any(name.startswith(_PREFIX) for name in environment):
             return None
         try:
@@ -120,11 +110,8 @@ def join_host_and_port(host: str, port: int | str) -> str:
 def device_environment(environment: Mapping[str, str], devices_per_process: int) -> dict[str, str]:
     """The environment variables that give a process its number of virtual devices on CPU.
 
-    Args:
-      environment: the launcher's own; a number of devices in its `XLA_FLAGS` would count for each process.
-      devices_per_process: the number of devices.
+    A number of devices in the launcher's own `XLA_FLAGS` would count for each process.
 
-    Example:
       >>> device_environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, 2)
       {'JAX_NUM_CPU_DEVICES': '2', 'XLA_FLAGS': ''}
     """

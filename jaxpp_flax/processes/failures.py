@@ -77,7 +77,7 @@ class WatchedGroup(Protocol):
     def idle_reason(self) -> str | None: ...
 
     @property
-    def meeting(self) -> str | None: ...
+    def current_barrier(self) -> str | None: ...
 
     def observe(self, failure: Failure, *, tell: bool = False) -> None: ...
 
@@ -121,7 +121,7 @@ class Watch:
         # Each process's last heartbeat, and when it came. Other threads read the mapping: replace it, never change it.
         self._beats: Mapping[int, tuple[bytes, float]] = {}
         self._beats_change = threading.Lock()
-        # For each process awaited in vain, its state and our meeting: since when, and at which of its heartbeats.
+        # For each process awaited in vain, its state and our barrier: since when, and at which of its heartbeats.
         self._vain_since: dict[tuple[int, bytes, str | None], tuple[float, int]] = {}
         self._peers = [index for index in range(group.process_count) if index != group.process_index]
         self._threads = [
@@ -216,11 +216,11 @@ class Watch:
             return "finished"
         if self._group.idle_reason is not None:
             return f"idle {self._group.runs}: {self._group.idle_reason}"
-        return "running" if self._group.meeting is None else f"meeting: {self._group.meeting}"
+        return "running" if self._group.current_barrier is None else f"barrier: {self._group.current_barrier}"
 
     def _ended_too_early(self, now: float) -> Failure | None:
         """The failure of a process that this one waits for in vain: it has ended its program, or goes no further."""
-        mine, before = self._group.meeting, self._vain_since
+        mine, before = self._group.current_barrier, self._vain_since
         self._vain_since = {}
         for on, run in self._group.awaited_processes():
             number, _, state = self._beats.get(on, (b"0", 0.0))[0].partition(b" ")
@@ -241,7 +241,7 @@ class Watch:
 
         Args:
           state: the state in its last heartbeat.
-          mine: the meeting that this process is at.
+          mine: the barrier that this process is at.
           run: the number of the run that the awaited value comes from.
         """
         kind, _, text = state.decode(errors="replace").partition(": ")
@@ -259,7 +259,7 @@ class Watch:
             # A large value of a run that it took part in may be on its way for long.
             never = mine is not None or (run is not None and last_run.isdigit() and run > int(last_run))
             return f"it goes no further while others wait for it: {text}.", soon if never else self._silence
-        if kind == "meeting" and mine not in (None, text):
+        if kind == "barrier" and mine not in (None, text):
             why = (
                 f"it waits for all processes at {text!r}, while process {self._group.process_index} does so at "
                 f"{mine!r}: every process must make the same calls in the same order."

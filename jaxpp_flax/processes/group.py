@@ -19,6 +19,7 @@ from typing import NoReturn
 import jax
 
 from jaxpp_flax import _compat
+from jaxpp_flax.processes.barriers import Barriers, SharedValues
 from jaxpp_flax.processes.failures import (
     DEFAULT_FAILURE_TIMEOUT,
     PEER_FAILED_STATUS,
@@ -27,7 +28,6 @@ from jaxpp_flax.processes.failures import (
     await_report,
     may_come_from_a_peer,
 )
-from jaxpp_flax.processes.meetings import Meetings, SharedValues
 from jaxpp_flax.processes.store import (
     ROOT,
     CoordinationError,
@@ -53,7 +53,7 @@ class ProcessGroup:
     """All processes of a run, as one of them sees them.
 
     Barriers and exchanges have names. Every process must use the same names in the same order. A name may be used any
-    number of times, and a process may be at several meetings at once, from several threads.
+    number of times, and a process may be at several barriers at once, from several threads.
 
     `watch` starts the heartbeats. From then on, a failure makes every wait here raise `ProcessFailedError`. Code that
     waits for another process by other means does so inside `waiting`, which names the awaited value, and calls `check`.
@@ -64,7 +64,7 @@ class ProcessGroup:
       process_count: how many processes there are.
 
     Attributes:
-      values: small values that one process gives and others read, without a meeting.
+      values: small values that one process gives and others read, without a barrier.
       failed: set once a failure is known.
       service: the coordination service in words, for errors.
       identity: a text that names this process, and no other.
@@ -94,7 +94,7 @@ class ProcessGroup:
         self.step: int | None = None
         self._store = store
         self._waits = Waits()
-        self._meetings = Meetings(store, process_index, process_count, self._waits, self.check)
+        self._barriers = Barriers(store, process_index, process_count, self._waits, self.check)
         self.values = SharedValues(store, process_index, self._waits, self.check)
         self._closing: list[Callable[[], None]] = []
         self._failure: Failure | None = None
@@ -103,7 +103,7 @@ class ProcessGroup:
         self._watch: Watch | None = None
         self._ending, self._observing = threading.Lock(), threading.Lock()
 
-    # -- meeting points
+    # -- barriers
 
     def barrier(
         self,
@@ -126,7 +126,7 @@ class ProcessGroup:
           BarrierTimeoutError: if some processes have not come in time; it names them.
           ProcessFailedError: if one of them has failed.
         """
-        self._meetings.meet(name, None, timeout_s, title=title, idle_reason=idle_reason)
+        self._barriers.wait(name, None, timeout_s, title=title, idle_reason=idle_reason)
 
     def exchange(
         self, name: str, value: bytes, timeout_s: float | None = None, *, idle_reason: str | None = None
@@ -138,26 +138,22 @@ class ProcessGroup:
         Args:
           name: the values in words, for the error.
           value: this process's value; sizes may differ.
-          timeout_s, idle_reason: as in `barrier`.
+          timeout_s, idle_reason: as in `barrier`, whose errors this raises too.
 
         Returns:
           The values in the order of the processes.
-
-        Raises:
-          BarrierTimeoutError: if some processes have not come in time; it names them.
-          ProcessFailedError: if one of them has failed.
         """
-        return self._meetings.meet(name, value, timeout_s, idle_reason=idle_reason)
+        return self._barriers.wait(name, value, timeout_s, idle_reason=idle_reason)
 
     @property
-    def meeting(self) -> str | None:
+    def current_barrier(self) -> str | None:
         """The barrier or exchange that the main thread is at; None if it is at none."""
-        return self._meetings.current
+        return self._barriers.current
 
     @property
     def idle_reason(self) -> str | None:
-        """Why this process sends nothing until all have come to its meeting; None if it goes on."""
-        return self._meetings.idle_reason
+        """Why this process sends nothing until all have come to its barrier; None if it goes on."""
+        return self._barriers.idle_reason
 
     # -- failures
 
@@ -186,20 +182,11 @@ class ProcessGroup:
         return f"{failure}\nProcess {self.process_index} {awaited}."
 
     def report_failure(self, message: str) -> None:
-        """Tell every process that this one cannot go on, and why. Only the first report of a run is kept.
-
-        Args:
-          message: the failure in words, such as a traceback.
-        """
+        """Tell every process that this one cannot go on, and why. Only the first report of a run is kept."""
         self.observe(Failure(self.process_index, message), tell=True)
 
     def observe(self, failure: Failure, *, tell: bool = False) -> None:
-        """Record a failure that the launcher, a transport or the watch has found. The first one counts.
-
-        Args:
-          failure: the failure.
-          tell: also tell the other processes.
-        """
+        """Record a failure that was found here, and `tell` the other processes of it. The first one counts."""
         with self._observing:
             if self._failure is not None:
                 return
@@ -216,11 +203,7 @@ class ProcessGroup:
         call_with_limit(lambda: store.set(f"{ROOT}/failures/{self.process_index}", text.encode()), timeout_s=2.0)
 
     def observe_end(self, failure: Failure) -> None:
-        """Record the end of a process, which the launcher saw; the process's own report, if any, says why it ended.
-
-        Args:
-          failure: the end of the process.
-        """
+        """Record the end of a process, which the launcher saw; the process's own report, if any, says why it ended."""
         reports: list[bytes | None] = []
         if self._store is not None:
             get, key = self._store.get, f"{ROOT}/failures/{failure.process}"
@@ -308,8 +291,7 @@ class ProcessGroup:
     def end_process(self, failure: Failure | str) -> NoReturn:
         """Print the failure and the waits of this process on stderr, and end it, whatever its threads are doing.
 
-        Args:
-          failure: the failure; or the whole message, if it names the waits already.
+        A text is the whole message: it names the waits already.
         """
         with self._ending:
             text = failure if isinstance(failure, str) else self.describe(failure)
@@ -323,14 +305,7 @@ class ProcessGroup:
         self._closing.append(function)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait until every process has ended its program, and stop the watch. Call it once, at the end.
-
-        Args:
-          timeout_s: seconds to wait, or None to wait until a process fails.
-
-        Raises:
-          BarrierTimeoutError, ProcessFailedError: as `barrier`.
-        """
+        """Wait until every process has ended its program, as `barrier` does, and stop the watch; called once."""
         if self._watch is not None:
             self._watch.finished = True
         self.barrier("the end of the program", timeout_s)

@@ -29,7 +29,7 @@ class CoordinationError(RuntimeError):
 
 
 class BarrierTimeoutError(CoordinationError, TimeoutError):
-    """Some processes did not come to a meeting point in time; the message names them."""
+    """Some processes did not come to a barrier in time; the message names them."""
 
 
 class ProcessFailedError(CoordinationError):
@@ -61,11 +61,7 @@ class KeyValueStore(Protocol):
 
 
 class JaxKeyValueStore:
-    """The store of JAX's coordination service, which process 0 (or the launcher) serves.
-
-    Args:
-      client: the client of the service, as `_compat.coordination_client` gives it.
-    """
+    """The store of JAX's coordination service, by its client as `_compat.coordination_client` gives it."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -112,14 +108,8 @@ def _store_errors() -> Generator[None]:
 def claim_index(store: KeyValueStore, index: int, count: int, identity: str) -> None:
     """Make sure that no other process has the index of this one: the store could not tell two of them apart.
 
-    Args:
-      store: of the run.
-      index: of this process.
-      count: the number of processes.
-      identity: a text that names this process, and no other.
-
     Raises:
-      CoordinationError: naming both processes, if another one has the index.
+      CoordinationError: naming both processes, by their `identity`, if another one has the index.
     """
     key = f"{ROOT}/claims/{index}"
     if store.add(f"{key}/count") == 1:
@@ -135,9 +125,6 @@ def claim_index(store: KeyValueStore, index: int, count: int, identity: str) -> 
 
 def own_address(coordinator_address: str) -> str:
     """The address by which this host reaches the coordinator. Other processes can reach it, and it is no wildcard.
-
-    Args:
-      coordinator_address: the coordinator's host name or IP address (version 6 in brackets), and its port.
 
     Raises:
       OSError: if the coordinator's name cannot be resolved, or no route leads to it.

@@ -37,7 +37,6 @@ EXCEPTIONS = Exceptions(
     },
     functions={
         "engine/passes/liveness.py: allocate": 64,
-        "launch/ray.py: run": 67,
         "schedules/progress.py: advance": 121,
         "schedules/tools/automatic/greedy.py: construct": 64,
     },
@@ -50,7 +49,7 @@ EXCEPTIONS = Exceptions(
         "schedules/progress.py: advance": 6,
         "schedules/tools/automatic/problem.py: evaluate": 5,
     },
-    folders={"launch": 13},
+    folders={},
 )
 
 

@@ -265,19 +265,13 @@ def _check_own(bind_address: str) -> None:
 
 
 def _take_place(settings: LaunchSettings, listen_at: str | None) -> socket.socket:
-    """Make sure that no other process of this host has this index in the run.
+    """Make sure that no other process of this host has this index in the run, or its port; returns what holds both.
 
     JAX could not tell two of them apart, or would abort one; and two services on one port would mix two runs.
 
     Args:
       settings: of this process.
       listen_at: the address where this process serves the coordination; None: it does not serve.
-
-    Returns:
-      A socket that holds the index while it is open.
-
-    Raises:
-      LaunchError: if another process has the index, or the port.
     """
     place = socket.socket(socket.AF_UNIX)
     name = f"jaxpp_flax process {settings.process_id} of {settings.coordinator_address}"
