@@ -54,7 +54,6 @@ _array_type = _private("jax._src.array", "ArrayImpl")
 # `jax.device_put` spends most of its time in Python before it reaches this batched copy.
 _batched_copy = _private("jax._src.lib", "xla_client.batched_copy_array_to_devices_with_sharding")
 _always_copy = _private("jax._src.lib", "xla_client.ArrayCopySemantics.ALWAYS_COPY")
-_reuse = _private("jax._src.lib", "xla_client.ArrayCopySemantics.REUSE_INPUT")
 
 # `jax.typeof` finds types here: without an entry, `jax.jit` refuses objects that only have `__jax_array__`.
 _aval_mappings = _private("jax._src.core", "pytype_aval_mappings")
@@ -315,23 +314,13 @@ def _device_list_for(source: Sharding, target: Sharding, shape: tuple[int, ...])
     return getattr(target, "_internal_device_list", None)
 
 
-def copy_arrays(
-    arrays: Sequence[jax.Array], shardings: Sequence[Sharding], *, may_alias: bool = False
-) -> list[jax.Array]:
+def copy_arrays(arrays: Sequence[jax.Array], shardings: Sequence[Sharding]) -> list[jax.Array]:
     """Copy each array to the devices of its sharding, without waiting for any of them.
 
     The results are independent of the sources, which may be donated or deleted as soon as this function returns, even
     if source and target are the same devices. An array that differs from its target in partition is resharded.
 
     Measured with 4 arrays of 4 KiB on 2 busy CPU cores: 80 microseconds, where `copy_arrays_public` takes 320.
-
-    Args:
-      shardings: the target of each array.
-      may_alias: an array that is already on its target's devices may be returned in place of a copy. Then the source
-        must be neither donated nor deleted while the result is in use.
-
-    Returns:
-      One array for each of `arrays`, with its sharding.
 
     Raises:
       ValueError: if the two sequences differ in length.
@@ -345,7 +334,7 @@ def copy_arrays(
       True
     """
     if _batched_copy is None or len(arrays) != len(shardings):
-        return copy_arrays_public(arrays, shardings, may_alias=may_alias)
+        return copy_arrays_public(arrays, shardings)
     device_lists: list[Any] = []
     others: list[int] = []
     for index, array in enumerate(arrays):
@@ -356,33 +345,27 @@ def copy_arrays(
         if devices is None:
             others.append(index)
         device_lists.append(devices)
-    semantics = _reuse if may_alias else _always_copy
     if not others:
-        return _batched_copy(arrays, device_lists, shardings, [semantics] * len(arrays))
-    slow = copy_arrays_public([arrays[i] for i in others], [shardings[i] for i in others], may_alias=may_alias)
+        return _batched_copy(arrays, device_lists, shardings, [_always_copy] * len(arrays))
+    slow = copy_arrays_public([arrays[i] for i in others], [shardings[i] for i in others])
     rest = [i for i, devices in enumerate(device_lists) if devices is not None]
     fast = _batched_copy(
         [arrays[i] for i in rest],
         [device_lists[i] for i in rest],
         [shardings[i] for i in rest],
-        [semantics] * len(rest),
+        [_always_copy] * len(rest),
     )
     results = dict(zip([*others, *rest], [*slow, *fast], strict=True))
     return [results[i] for i in range(len(arrays))]
 
 
-def copy_arrays_public(
-    arrays: Sequence[jax.Array], shardings: Sequence[Sharding], *, may_alias: bool = False
-) -> list[jax.Array]:
+def copy_arrays_public(arrays: Sequence[jax.Array], shardings: Sequence[Sharding]) -> list[jax.Array]:
     """Do `copy_arrays` through `jax.device_put` alone: the same results, three to twenty times slower to dispatch."""
     if len(arrays) != len(shardings):
         raise ValueError(
             f"copy_arrays got {len(arrays)} arrays and {len(shardings)} shardings; pass one for each array."
         )
-    # None leaves the choice to JAX, which aliases where it can.
-    results = jax.device_put(list(arrays), list(shardings), may_alias=None if may_alias else False)
-    if may_alias:
-        return results
+    results = jax.device_put(list(arrays), list(shardings), may_alias=False)
     # If `device_put` has to reshard, it reuses shards that are already in place, even with `may_alias=False`.
     shared = [i for i, array in enumerate(arrays) if _reshards_in_place(array, shardings[i])]
     if shared:

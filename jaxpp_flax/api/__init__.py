@@ -18,7 +18,7 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
 from jaxpp_flax.engine.arrays.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
 from jaxpp_flax.engine.jit import mpmd_jit
-from jaxpp_flax.engine.runtime.task_times import collect_task_times_ms
+from jaxpp_flax.engine.runtime.profile import collect_task_times_ms
 from jaxpp_flax.engine.tracing.hints import place_with
 from jaxpp_flax.engine.tracing.markers import mark_stage_end, pipeline_enter_stage
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, Op, treduce, treduce_i

@@ -20,7 +20,7 @@ from jaxpp_flax.engine.runtime.executables import TaskCompiler, compile_program
 from jaxpp_flax.engine.runtime.fetching import Wanted
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
 from jaxpp_flax.engine.runtime.profile import TaskTiming
-from jaxpp_flax.engine.runtime.startup import compare_values, meet, start
+from jaxpp_flax.engine.runtime.startup import compare_programs, compare_values, start
 from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.summary import MemoryAnalysis, StageSummary, analyse_memory, summarise_stages
 from jaxpp_flax.engine.tracing.ir import Constant, memory_kind_of
@@ -48,21 +48,23 @@ class Compiled:
             spec if spec is not None or not for_all else PartitionSpec()
             for spec, for_all in zip(out_specs, built.placed.for_all, strict=True)
         ]
-        across, shared = meet(mesh, program, specs, out_specs)
+        distributed, shared = compare_programs(mesh, program, specs, out_specs)
         avals = [value.aval for value in built.placed.inputs]
         self._executables = compile_program(program, compiler, specs, out_specs, avals, mesh.local_ranks, shared=shared)
         program = self.program = self._executables.program
-        self._runtime = Runtime(program, self._executables, mesh, across)
-        self._across = across
+        self._runtime = Runtime(program, self._executables, mesh, distributed)
+        self._distributed = distributed
         names = [""] * len(consts) + [leaf.path for leaf in signature.leaves]
         wanted = [
             Wanted(mesh, tuple(ranks), spec, name, memory_kind_of(aval))
             for ranks, spec, name, aval in zip(program.arguments, specs, names, avals, strict=True)
         ]
         results = [self._result(i) for i in range(len(program.results))]
-        self._binding = Binding(program, signature, consts, wanted, results, across)
-        if across is not None:
-            start(across, self._runtime.parcels, {f"constant {i}, {jax.typeof(c)}": c for i, c in enumerate(consts)})
+        self._binding = Binding(program, signature, consts, wanted, results, distributed)
+        if distributed is not None:
+            start(
+                distributed, self._runtime.parcels, {f"constant {i}, {jax.typeof(c)}": c for i, c in enumerate(consts)}
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.
@@ -77,8 +79,8 @@ class Compiled:
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on flat arguments whose types fit the signature; the types are not checked."""
         binding = self._binding
-        if self._across is not None and not binding.calls:
-            compare_values(self._across, "the arguments", binding.in_several_processes(leaves))
+        if self._distributed is not None and not binding.calls:
+            compare_values(self._distributed, "the arguments", binding.in_several_processes(leaves))
         environment = binding.environment(leaves)
         self._runtime.run(environment)
         return binding.collect(environment)
@@ -93,7 +95,7 @@ class Compiled:
           FloatingPointError: if a result holds a value that `jax.debug_nans` or `jax.debug_infs` look for; a call of
             the step also names the task.
         """
-        if self._across is not None:
+        if self._distributed is not None:
             raise ValueError(
                 "a step is measured in one process that owns all ranks, but here each process owns some. Measure it "
                 "there: on one host, or with virtual CPU devices."
@@ -122,7 +124,7 @@ class Compiled:
 
     def _constant_result(self, position: int, constant: Constant) -> MpmdArray:
         # A constant costs no transfer, so every process gets it.
-        ranks = {0} if self._across is None else set(range(self.mpmd_mesh.mpmd_dim))
+        ranks = {0} if self._distributed is None else set(range(self.mpmd_mesh.mpmd_dim))
         sharding = MpmdSharding(self.mpmd_mesh, ranks, self._executables.out_specs[position] or PartitionSpec())
         value = np.asarray(constant.value, constant.aval.dtype)
         local = [rank for rank in sharding.ranks if self.mpmd_mesh.is_local(rank)]

@@ -9,7 +9,7 @@ from functools import cached_property
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxpp_flax.engine.analyses.result_ranks import Audience
+from jaxpp_flax.engine.analyses.result_ranks import ResultRanks
 from jaxpp_flax.engine.analyses.shards import ShardCounts
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.blocks import Blocks, Marks
@@ -97,7 +97,7 @@ def build(
     donated: Sequence[bool],
     specs: Sequence[PartitionSpec],
     axis_sizes: Mapping[str, int],
-    audience: Audience | None = None,
+    result_ranks: ResultRanks | None = None,
 ) -> Built:
     """Run all passes on a traced step.
 
@@ -108,7 +108,7 @@ def build(
       donated: for each input, whether its buffers may be reused.
       specs: the partition of each input inside a submesh.
       axis_sizes: the sizes of the submesh's axes.
-      audience: with several processes, the results that all of them get.
+      result_ranks: with several processes, the results that all of them get.
 
     Raises:
       ValueError: if the step holds no loop, a loop's schedule or marks do not fit, or a marker cannot cut.
@@ -126,7 +126,7 @@ def build(
         donated=tuple(donated),
         specs=tuple(specs),
         shards=shards,
-        audience=audience,
+        result_ranks=result_ranks,
     )
     made = {
         each.name: structure

@@ -106,11 +106,6 @@ class _Cause:
 def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = None) -> int:
     """Start the processes, print their output, and end with them.
 
-    Args:
-      job: the program and its processes.
-      out: where their standard output goes; None: this process's.
-      console: where their errors go; None: this process's.
-
     Returns:
       The exit status: 0 if every process ended well; 75 if they were asked to end, and have saved; else that of the
       first that failed (128 + its number if it was a signal).

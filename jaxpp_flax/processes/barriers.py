@@ -22,9 +22,6 @@ class Barriers:
 
     Args:
       store: the store that all processes share, or None for a single process.
-      process_index: this process's index.
-      process_count: how many processes there are.
-      waits: of this process.
       check: raises if a process of the run has failed.
 
     Attributes:
@@ -125,9 +122,6 @@ class Barriers:
 class SharedValues:
     """Values that one process gives and others read, without a wait for all.
 
-    Args:
-      store, process_index, waits, check: as in `Barriers`.
-
     Example:
       >>> values = SharedValues(None, 0, Waits(), lambda: None)
       >>> values.announce("stop", b"7"), values.announce("stop", b"9"), values.announcement("stop")
@@ -147,13 +141,7 @@ class SharedValues:
             self._store.set(f"{ROOT}/published/{key}", value)
 
     def fetch(self, key: str, what: str, on: int, timeout_s: float | None = None) -> bytes:
-        """Wait for a value that process `on` publishes.
-
-        Args:
-          key: the key that it is published under.
-          what: the value in words, for the error.
-          on: the process that publishes it.
-          timeout_s: seconds to wait, or None to wait until a process fails.
+        """Wait for `what`, a value that process `on` publishes under this key; None waits until a process fails.
 
         Raises:
           BarrierTimeoutError: if the value does not come in time.

@@ -163,9 +163,7 @@ def _find_differences(known: Sequence[Mapping[str, str | None]]) -> dict[str, di
 def value_hash(value: Any, max_elements: int | None = None) -> str | None:
     """Sixteen digits for a value's bits; None if this process has only a part of the value, or only its shape.
 
-    Args:
-      value: an array of any dtype, PRNG keys included, or a number.
-      max_elements: hash about so many evenly spread elements of a larger array. None: all elements.
+    Of an array with more than `max_elements`, about so many evenly spread ones are hashed.
 
     >>> value_hash(np.arange(3)) == value_hash(jnp.arange(3)), value_hash(np.arange(3)) == value_hash(np.arange(1, 4))
     (False, False)

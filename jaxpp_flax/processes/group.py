@@ -31,7 +31,6 @@ from jaxpp_flax.processes.failures import (
 from jaxpp_flax.processes.store import (
     ROOT,
     CoordinationError,
-    JaxKeyValueStore,
     KeyValueStore,
     ProcessFailedError,
     claim_index,
@@ -65,6 +64,9 @@ class ProcessGroup:
 
     Attributes:
       values: small values that one process gives and others read, without a barrier.
+      barriers: the barriers and exchanges of this process.
+      waits: the present waits of the threads of this process.
+      failure: the first failure that this process knows of; None while all goes well.
       failed: set once a failure is known.
       service: the coordination service in words, for errors.
       identity: a text that names this process, and no other.
@@ -93,11 +95,11 @@ class ProcessGroup:
         self.runs = 0
         self.step: int | None = None
         self._store = store
-        self._waits = Waits()
-        self._barriers = Barriers(store, process_index, process_count, self._waits, self.check)
-        self.values = SharedValues(store, process_index, self._waits, self.check)
+        self.waits = Waits()
+        self.barriers = Barriers(store, process_index, process_count, self.waits, self.check)
+        self.values = SharedValues(store, process_index, self.waits, self.check)
         self._closing: list[Callable[[], None]] = []
-        self._failure: Failure | None = None
+        self.failure: Failure | None = None
         self._waits_at_failure: list[str] = []
         self._reporter: WaitReporter | None = None
         self._watch: Watch | None = None
@@ -126,7 +128,7 @@ class ProcessGroup:
           BarrierTimeoutError: if some processes have not come in time; it names them.
           ProcessFailedError: if one of them has failed.
         """
-        self._barriers.wait(name, None, timeout_s, title=title, idle_reason=idle_reason)
+        self.barriers.wait(name, None, timeout_s, title=title, idle_reason=idle_reason)
 
     def exchange(
         self, name: str, value: bytes, timeout_s: float | None = None, *, idle_reason: str | None = None
@@ -143,41 +145,22 @@ class ProcessGroup:
         Returns:
           The values in the order of the processes.
         """
-        return self._barriers.wait(name, value, timeout_s, idle_reason=idle_reason)
-
-    @property
-    def current_barrier(self) -> str | None:
-        """The barrier or exchange that the main thread is at; None if it is at none."""
-        return self._barriers.current
-
-    @property
-    def idle_reason(self) -> str | None:
-        """Why this process sends nothing until all have come to its barrier; None if it goes on."""
-        return self._barriers.idle_reason
+        return self.barriers.wait(name, value, timeout_s, idle_reason=idle_reason)
 
     # -- failures
 
-    @property
-    def failure(self) -> Failure | None:
-        """The first failure that this process knows of; None while all goes well."""
-        return self._failure
-
     def check(self, cause: BaseException | None = None) -> None:
-        """Raise if a process of the run has failed. Call it while you wait: it costs one attribute's lookup.
+        """Raise `ProcessFailedError` if a process of the run has failed, which has caused the error `cause` here.
 
-        Args:
-          cause: an error here that the failure has caused.
-
-        Raises:
-          ProcessFailedError: naming the process that failed, and the wait of this one.
+        Call it while you wait: it costs one attribute's lookup.
         """
-        if self._failure is not None:
-            raise ProcessFailedError(self.describe(self._failure)) from cause
+        if self.failure is not None:
+            raise ProcessFailedError(self.describe(self.failure)) from cause
 
     def describe(self, failure: Failure) -> str:
         """The failure and the waits of this process, in a sentence or two."""
         # A wait may have been given up since the failure became known.
-        waits = self.waits() or self._waits_at_failure
+        waits = self.waits.texts() or self._waits_at_failure
         awaited = f"was waiting for {'; and for '.join(waits)}" if waits else f"was at {main_thread_location()}"
         return f"{failure}\nProcess {self.process_index} {awaited}."
 
@@ -188,14 +171,14 @@ class ProcessGroup:
     def observe(self, failure: Failure, *, tell: bool = False) -> None:
         """Record a failure that was found here, and `tell` the other processes of it. The first one counts."""
         with self._observing:
-            if self._failure is not None:
+            if self.failure is not None:
                 return
-            waits = self.waits()
+            waits = self.waits.texts()
             if tell and self._store is not None:
                 # Before the waits of this process raise, which may end it.
                 self._tell(self._store, failure)
             self._waits_at_failure = waits
-            self._failure = failure
+            self.failure = failure
             self.failed.set()
 
     def _tell(self, store: KeyValueStore, failure: Failure) -> None:
@@ -233,20 +216,12 @@ class ProcessGroup:
         """
         if self._store is None and self._reporter is None:
             self._report_waits("this process")  # with several processes `watch` does
-        return self._waits.waiting(what, on, run)
+        return self.waits.waiting(what, on, run)
 
     def _report_waits(self, process: str) -> None:
         after = seconds_from_environment(os.environ, "JAXPP_FLAX_REPORT_AFTER", REPORT_SECONDS)
-        self._reporter = WaitReporter(self._waits, process, after)
+        self._reporter = WaitReporter(self.waits, process, after)
         self._reporter.start()
-
-    def waits(self) -> list[str]:
-        """The present waits of the threads of this process, in words."""
-        return self._waits.texts()
-
-    def awaited_processes(self) -> list[tuple[int, int | None]]:
-        """The processes that the threads of this one wait for now, each with the run that sends the awaited value."""
-        return [(process, wait.run) for wait in self._waits.now() for process in wait.on]
 
     # -- the watch
 
@@ -297,7 +272,7 @@ class ProcessGroup:
             text = failure if isinstance(failure, str) else self.describe(failure)
             print_notice(f"the run has ended: {text}")
             sys.stdout.flush()
-            own = self._failure is not None and self._failure.process == self.process_index
+            own = self.failure is not None and self.failure.process == self.process_index
             os._exit(1 if own else PEER_FAILED_STATUS)
 
     def when_closed(self, function: Callable[[], None]) -> None:
@@ -333,7 +308,7 @@ def process_group() -> ProcessGroup:
     connection = _compat.coordination_client()
     if connection is not None:
         client, index, count = connection
-        group = ProcessGroup(JaxKeyValueStore(client), index, count)
+        group = ProcessGroup(KeyValueStore(client), index, count)
         group.service = f"the coordination service at {_compat.coordinator_address()} (the host of process 0)"
         return group
     if jax.distributed.is_initialized():

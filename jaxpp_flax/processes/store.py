@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -13,7 +13,6 @@ __all__ = [
     "ROOT",
     "BarrierTimeoutError",
     "CoordinationError",
-    "JaxKeyValueStore",
     "KeyValueStore",
     "ProcessFailedError",
     "claim_index",
@@ -36,41 +35,23 @@ class ProcessFailedError(CoordinationError):
     """Another process of the run was killed, was stopped, or has failed; the message names it."""
 
 
-class KeyValueStore(Protocol):
-    """The operations that this package needs of a store shared by all processes. Keys are paths with slashes."""
+class KeyValueStore:
+    """The store of JAX's coordination service, which process 0 (or the launcher) serves; keys are paths with slashes.
 
-    def set(self, key: str, value: bytes) -> None:
-        """Write an entry, replacing the one that is there."""
-        ...
-
-    def get(self, key: str, timeout_s: float) -> bytes | None:
-        """Wait for an entry; None if it does not come in time."""
-        ...
-
-    def list(self, folder: str) -> Mapping[str, bytes]:
-        """The entries whose keys begin with `folder` and a slash, by the rest of the key."""
-        ...
-
-    def add(self, key: str) -> int:
-        """Add one to a counter that begins at zero; returns the sum."""
-        ...
-
-    def delete(self, key: str) -> None:
-        """Delete an entry, and all entries below it."""
-        ...
-
-
-class JaxKeyValueStore:
-    """The store of JAX's coordination service, by its client as `_compat.coordination_client` gives it."""
+    Args:
+      client: the client of the service, as `_compat.coordination_client` gives it.
+    """
 
     def __init__(self, client: Any) -> None:
         self._client = client
 
     def set(self, key: str, value: bytes) -> None:
+        """Write an entry, replacing the one that is there."""
         with _store_errors():
             self._client.key_value_set_bytes(key, value, allow_overwrite=True)
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
+        """Wait for an entry; None if it does not come in time."""
         with _store_errors():
             try:
                 return self._client.blocking_key_value_get_bytes(key, max(1, int(timeout_s * 1000)))
@@ -80,15 +61,18 @@ class JaxKeyValueStore:
                 raise
 
     def list(self, folder: str) -> dict[str, bytes]:
+        """The entries whose keys begin with `folder` and a slash, by the rest of the key."""
         with _store_errors():
             entries: list[tuple[str, bytes]] = self._client.key_value_dir_get_bytes(folder + "/")
         return {key.removeprefix(folder + "/"): value for key, value in entries}
 
     def add(self, key: str) -> int:
+        """Add one to a counter that begins at zero; returns the sum."""
         with _store_errors():
             return self._client.key_value_increment(key, 1)
 
     def delete(self, key: str) -> None:
+        """Delete an entry, and all entries below it."""
         with _store_errors():
             self._client.key_value_delete(key)
 

@@ -101,6 +101,10 @@ class Waits:
         """All waits at the moment: a copy, made in one operation."""
         return list(self._by_thread.copy().values())
 
+    def awaited_processes(self) -> list[tuple[int, int | None]]:
+        """The processes that are waited for now, each with the run that sends the awaited value."""
+        return [(process, wait.run) for wait in self.now() for process in wait.on]
+
     def texts(self) -> list[str]:
         """All waits in words; equal texts of several threads stand there once."""
         return list(dict.fromkeys(map(str, self.now())))

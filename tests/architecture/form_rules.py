@@ -43,7 +43,6 @@ EXCEPTIONS = Exceptions(
     nesting={
         "assignment/balancing.py: _chain": 5,
         "doctor.py: measure": 5,
-        "engine/runtime/profile.py: run_profiled.run": 5,
         "engine/summary.py: analyse_memory": 5,
         "mpmd/partitioning/infer.py: _follow_data": 5,
         "schedules/progress.py: advance": 6,

@@ -77,9 +77,9 @@ def test_all_sockets_listen_on_loopback(tmp_path: Path):
         + """
 import jax
 from jax.experimental import multihost_utils
-from jaxpp_flax.engine.runtime.transport.connection import process_link
+from jaxpp_flax.engine.runtime.transport.connection import process_connection
 multihost_utils.process_allgather(jax.numpy.zeros(1))
-process_link()
+process_connection()
 print("ready")
 while not os.path.exists("looked"):
     time.sleep(0.05)

@@ -212,7 +212,7 @@ def test_a_store_that_hangs_is_a_failure_too():
 def test_a_thread_of_the_watch_that_fails_ends_the_process_and_is_told(monkeypatch: pytest.MonkeyPatch):
     store = MemoryStore()
     members = groups(2, store)
-    monkeypatch.setattr(members[0], "awaited_processes", lambda: 1 / 0)
+    monkeypatch.setattr(members[0].waits, "awaited_processes", lambda: 1 / 0)
     ended: list[Failure] = []
     for member in members:
         member.watch(4.0, ended.append)
@@ -268,7 +268,7 @@ def meet_as_main(group: ProcessGroup, name: str, messages: list[str], *, idle: s
     """A thread that plays a process's main thread, and comes to a barrier; it notes the error."""
 
     def meet() -> None:
-        group._barriers._main_thread = threading.current_thread()
+        group.barriers._main_thread = threading.current_thread()
         with pytest.raises(ProcessFailedError) as caught:
             group.exchange(name, b"", idle_reason=idle)
         messages.append(str(caught.value))
@@ -330,7 +330,7 @@ def test_a_barrier_of_a_background_thread_is_no_sign_of_a_deadlock():
         threading.Thread(target=lambda m=m: m.barrier("the end of fit", idle_reason="done"), daemon=True)
         for m in members
     ]
-    members[1]._barriers._main_thread = ended[1]
+    members[1].barriers._main_thread = ended[1]
     ended[1].start()
     time.sleep(2.0)  # process 1's own thread is to come, however long it writes
     assert members[0].failure is None
@@ -348,10 +348,10 @@ def test_waits_nest_and_end():
     group = ProcessGroup(None, 0, 1)
     with group.waiting("a"):
         with group.waiting(lambda: "b", on=3):
-            assert group.waits() == ["a: b (from process 3)"]
-            assert group.awaited_processes() == [(3, None)]
-        assert group.waits() == ["a"]
-    assert group.waits() == []
+            assert group.waits.texts() == ["a: b (from process 3)"]
+            assert group.waits.awaited_processes() == [(3, None)]
+        assert group.waits.texts() == ["a"]
+    assert group.waits.texts() == []
 
 
 def test_a_timeout_must_be_positive():

@@ -57,8 +57,7 @@ class ProcessEnd:
     """The end of this process; to be installed once.
 
     Args:
-      group: all processes of the run.
-      failure_timeout: seconds within which a failure has ended every process.
+      group, failure_timeout: all processes of the run, and the seconds within which a failure has ended them.
       leave: disconnects this process after a good end.
       control_fd: the connection to the launcher, which hears of a good end; None if there is no launcher.
     """

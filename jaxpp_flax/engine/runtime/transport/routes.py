@@ -1,4 +1,4 @@
-"""The plan of one transfer: the source and target device of each shard, and the work of this process.
+"""One transfer between ranks of different processes: its plan for each shard, and the work of this process.
 
 Both ends hold their replica with the same spec. So every device of the target needs a part that some device of the
 source has. If the target's process already has a part, it copies the part. Any other part is sent once to each
@@ -7,7 +7,7 @@ process that needs it, and copied on inside that process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,9 +18,10 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxpp_flax._compat import copy_arrays
 from jaxpp_flax.engine.arrays.placing import key_impl
-from jaxpp_flax.engine.runtime.transport.base import Parcel
+from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag
+from jaxpp_flax.engine.runtime.transport.connection import Connection
 
-__all__ = ["Leaf", "Route", "plan"]
+__all__ = ["Crossing", "Leaf", "Route", "plan", "standard_index"]
 
 Device: TypeAlias = Any
 
@@ -65,14 +66,6 @@ class Route:
         """Return the parcels that this process sends or receives."""
         return [parcel for parcel, _ in self.parcels if self.process in (parcel.source, parcel.target)]
 
-    def outgoing(self) -> Iterator[tuple[Parcel, tuple[_Hop, ...]]]:
-        """Yield the parcels that this process sends."""
-        return ((parcel, hops) for parcel, hops in self.parcels if parcel.source == self.process)
-
-    def incoming(self) -> Iterator[tuple[Parcel, tuple[_Hop, ...]]]:
-        """Yield the parcels that this process receives."""
-        return ((parcel, hops) for parcel, hops in self.parcels if parcel.target == self.process)
-
     def pack(self, arrays: Sequence[jax.Array], hops: Sequence[_Hop], *, private: Sequence[bool]) -> list[jax.Array]:
         """Return the parts of `arrays` (one for each leaf) for a parcel; parts of `private` leaves are copied."""
         values = [to_wire(_shard_on(arrays[hop.leaf], hop.source)) for hop in hops]
@@ -105,14 +98,38 @@ class Route:
         return [_joined(leaf, part, self.process) for leaf, part in zip(self.leaves, parts, strict=True)]
 
 
-def plan(leaves: Sequence[Leaf], process: int, what: str) -> Route:
-    """Plan a transfer as `process` sees it; all processes make the same parcels in the same order.
+class Crossing:
+    """The work of this process in a transfer: it sends, receives or passes by; called once per step.
 
     Args:
-      leaves: the arrays of the transfer.
-      process: the index of this process.
-      what: for errors: a description of what the receiver waits for.
+      connection: to the other processes.
+      route: the plan of the transfer.
+      private: for each leaf, whether others may give the sender's array away: then a copy is sent.
     """
+
+    def __init__(self, connection: Connection, route: Route, private: Sequence[bool]) -> None:
+        self._connection, self._route, self._private = connection, route, private
+        self._process, self._parcels = route.process, route.parcels
+        if not connection.transport.needs_global_order:
+            own = [entry for entry in route.parcels if self._process in (entry[0].source, entry[0].target)]
+            # Sends come first: a receive may wait.
+            self._parcels = tuple(sorted(own, key=lambda entry: entry[0].source != self._process))
+
+    def __call__(self, arrays: Sequence[Any], tag: Tag) -> list[Any]:
+        """Move the arrays from source to target; return the target's, None for those without parts in this process."""
+        arrived: list[tuple[_Hop, jax.Array]] = []
+        for parcel, hops in self._parcels:
+            if parcel.source == self._process:
+                self._connection.transport.send(self._route.pack(arrays, hops, private=self._private), parcel, tag)
+            elif parcel.target == self._process:
+                arrived += zip(hops, self._connection.recv(parcel, tag), strict=True)
+            else:
+                self._connection.transport.pass_by(parcel, tag)
+        return self._route.assemble(arrays, arrived)
+
+
+def plan(leaves: Sequence[Leaf], process: int, what: str) -> Route:
+    """Plan a transfer as `process` sees it; all processes make the same parcels in the same order."""
     crossing: dict[tuple[int, int], list[_Hop]] = {}
     local: list[_Hop] = []
     for number, leaf in enumerate(leaves):
@@ -135,21 +152,21 @@ def plan(leaves: Sequence[Leaf], process: int, what: str) -> Route:
 def _hops(number: int, leaf: Leaf) -> list[_Hop]:
     sources: dict[Any, list[Device]] = {}
     for device, index in leaf.source.devices_indices_map(leaf.shape).items():
-        sources.setdefault(_key(index, leaf.shape), []).append(device)
+        sources.setdefault(standard_index(index, leaf.shape), []).append(device)
     chosen: dict[tuple[Device, int], list[Device]] = {}
     first: dict[tuple[Any, int], Device] = {}
     for place, (device, index) in enumerate(leaf.target.devices_indices_map(leaf.shape).items()):
-        process, candidates = device.process_index, sources[_key(index, leaf.shape)]
+        process, candidates = device.process_index, sources[standard_index(index, leaf.shape)]
         near = [source for source in candidates if source.process_index == process]
-        if not near and (_key(index, leaf.shape), process) not in first:
+        if not near and (standard_index(index, leaf.shape), process) not in first:
             # The devices that hold this part take turns as the sender.
-            first[_key(index, leaf.shape), process] = candidates[place % len(candidates)]
-        source = near[0] if near else first[_key(index, leaf.shape), process]
+            first[standard_index(index, leaf.shape), process] = candidates[place % len(candidates)]
+        source = near[0] if near else first[standard_index(index, leaf.shape), process]
         chosen.setdefault((source, process), []).append(device)
     return [_Hop(number, source, tuple(devices)) for (source, _), devices in chosen.items()]
 
 
-def _key(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+def standard_index(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     """Write a part of an array in one standard way: on an axis of size 1 a sharding may say `0:8` for all of 8."""
     return tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
 
