@@ -61,7 +61,7 @@ _aval_mappings = _private("jax._src.core", "pytype_aval_mappings")
 _canonicalize_handlers = _private("jax._src.dtypes", "canonicalize_value_handlers")
 
 # JAX's own list of primitives that cannot be lowered for a mesh without devices; libraries add to this list.
-_device_primitives = _private("jax._src.dispatch", "prim_requires_devices_during_lowering") or frozenset()
+_device_primitives = _private("jax._src.dispatch", "prim_requires_devices_during_lowering")
 # The primitives of this kind that have a public name; those of cuDNN, on GPUs, have none.
 _NEED_DEVICES = frozenset({"pure_callback", "io_callback", "custom_partitioning", "inspect_sharding"})
 
@@ -276,7 +276,7 @@ def register_array_type(cls: type[Any], abstract: Callable[[Any], Any], convert:
 
 def needs_devices(primitive: Any) -> bool:
     """Return whether JAX lowers this primitive only for known devices; public names are a part of JAX's own list."""
-    return primitive in _device_primitives or primitive.name in _NEED_DEVICES
+    return primitive in (_device_primitives or ()) or primitive.name in _NEED_DEVICES
 
 
 def context_on_mesh(context: Any, mesh: Any) -> Any:

@@ -62,9 +62,8 @@ class Compiled:
         results = [self._result(i) for i in range(len(program.results))]
         self._binding = Binding(program, signature, consts, wanted, results, distributed)
         if distributed is not None:
-            start(
-                distributed, self._runtime.parcels, {f"constant {i}, {jax.typeof(c)}": c for i, c in enumerate(consts)}
-            )
+            constants = {f"constant {i}, {jax.typeof(c)}": c for i, c in enumerate(consts)}
+            start(distributed, self._runtime.parcels, constants)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.

@@ -48,18 +48,9 @@ _SECONDS_IN_SILENCE = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class LocalJob:
-    """What to start.
+    """What to start: the options of the command line, as `cli.py` describes them.
 
-    Args:
-      program: a file's path, or "-m" and a module's name; then its arguments.
-      num_processes: how many processes.
-      devices_per_process: devices of each: virtual ones on CPU, else the accelerators in order.
-      address: the local address that all sockets listen on.
-      failure_timeout: seconds within which a failure of one process has ended all.
-      grace: seconds that the processes have to end after Ctrl-C or SIGTERM, for a last checkpoint, and after the end
-        of their programs.
-      log_dir: a folder for each process's output; None: none.
-      split_cores: give each process its share of the cores that this one may use, if there are enough.
+    The program is a file's path, or "-m" and a module's name; then its arguments.
     """
 
     program: Sequence[str]

@@ -20,8 +20,6 @@ class SupervisedProcess:
     """One process of the run.
 
     Attributes:
-      index: its index in the run.
-      popen: the process of the operating system.
       control: the launcher's end of the connection to it.
       status: as `Popen.returncode`, once it has ended.
       over_since: the time when its program was over: from then on the other processes need nothing of it.

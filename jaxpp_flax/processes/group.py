@@ -247,9 +247,8 @@ class ProcessGroup:
           failure_timeout_s: seconds within which a failure anywhere has ended every process. A process counts as
             lost after 60 % of it without a heartbeat. A heartbeat needs Python's lock for a moment: a call that holds
             the lock longer than that (few do) needs a higher value.
-          on_failure: called in a background thread, once, 10 % of the timeout after a failure became known, if the
-            process still lives then. It should end the process, since the main thread may be in a call that never
-            returns. None: `end_process`.
+          on_failure: called once, 10 % of the timeout after a failure became known, if the process still lives then. It
+            should end the process, since the main thread may be in a call that never returns. None: `end_process`.
 
         Raises:
           ValueError: if the timeout is not positive.

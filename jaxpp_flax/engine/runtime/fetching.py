@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpp_flax.engine.arrays.mesh import RankMeshes, named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
-from jaxpp_flax.engine.runtime.transport.routes import Crossing, Leaf, plan, standard_index
+from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan, standard_index
 
 __all__ = ["Wanted", "bring", "check_parts"]
 
@@ -65,7 +65,7 @@ def bring(
             if part is not None and part.is_deleted():
                 raise RuntimeError(leaf._deleted_message(source))  # pyright: ignore[reportPrivateUsage]
             tag = distributed.tag(0, call, f"/argument-{argument}-to-{rank}")
-            (part,) = Crossing(distributed.connection, route, [True])([part], tag)
+            (part,) = route.move(distributed.connection, [part], [True], tag)
         if part is not None and rank in wanted.mesh.local_ranks:
             found[rank] = part
     return found

@@ -19,7 +19,7 @@ from jaxpp_flax.engine.runtime.profile import TaskTiming, collector, run_profile
 from jaxpp_flax.engine.runtime.shared_buffers import handed_over
 from jaxpp_flax.engine.runtime.transport.base import Parcel
 from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
-from jaxpp_flax.engine.runtime.transport.routes import Crossing, Leaf, plan
+from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 
 __all__ = ["Runtime"]
@@ -81,11 +81,9 @@ class Runtime:
         if isinstance(instruction, Run):
             executable = self._executables.variants.get(number, self._executables.tasks[instruction.task])
             run = self._step_of(_run, executable, instruction.inputs, instruction.outputs)
-            return (
-                run
-                if self._distributed is None
-                else self._step_of(_after, self._distributed.connection.window.before_task, run)
-            )
+            if self._distributed is None:
+                return run
+            return self._step_of(_after, self._distributed.connection.window.before_task, run)
         return self._step_of(_free, instruction.slots, instruction.delete)
 
     def _bind_any_transfer(self, number: int, instruction: Transfer, local: set[int]) -> Step | None:
@@ -110,12 +108,12 @@ class Runtime:
         ]
         route = plan(leaves, jax.process_index(), self._awaiting[number])
         self.parcels += route.own_parcels()
-        crossing = Crossing(connection, route, self._given_away[number])
+        private = self._given_away[number]
         sent = instruction.sent if instruction.source in local else (None,) * len(leaves)
 
         def step(environment: Environment) -> None:
             arrays = [None if slot is None else environment[slot] for slot in sent]
-            arrived = crossing(arrays, distributed.tag(number, self._calls))
+            arrived = route.move(connection, arrays, private, distributed.tag(number, self._calls))
             for slot, array in zip(instruction.received, arrived, strict=True):
                 environment[slot] = array
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 from jax.sharding import Sharding
@@ -104,8 +104,3 @@ class Transport:
 
     def close(self) -> None:
         """Close connections and listening sockets."""
-
-
-def describe_type(value: Any) -> str:
-    """Describe a type for messages, such as `float32[2,3]`."""
-    return f"{value.dtype}[{','.join(map(str, value.shape))}]"

@@ -21,12 +21,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, Transport, TransportError, describe_type
+from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, Transport, TransportError
 from jaxpp_flax.engine.runtime.transport.cupy_nccl import Buffer, Communicator, Cupy
 from jaxpp_flax.processes.group import ProcessGroup, process_group
 from jaxpp_flax.processes.waits import call_with_limit
 
-__all__ = ["NcclTransport", "from_bytes"]
+__all__ = ["NcclTransport"]
 
 _POLL_SECONDS = 50e-6
 # The interval at which the creation of a communicator looks for failures.
@@ -161,7 +161,8 @@ class NcclTransport(Transport):
                 self._wait(communicator, parcel, tag)
             for i, buffer in buffers:
                 shape = parcel.shapes[i]
-                arrays[i] = jax.device_put(from_bytes(buffer.as_jax(), shape.shape, shape.dtype), shape.sharding)
+                array = buffer.as_jax().view(shape.dtype).reshape(shape.shape)
+                arrays[i] = jax.device_put(array, shape.sharding)
         return arrays
 
     def _wait(self, communicator: Communicator, parcel: Parcel, tag: Tag) -> None:
@@ -225,29 +226,11 @@ def _by_pair(parcel: Parcel) -> Mapping[tuple[int, int], list[int]]:
 def _checked(value: Any) -> Any:
     if jnp.dtype(value.dtype).name in ("int2", "uint2", "int4", "uint4", "float4_e2m1fn"):
         raise TypeError(
-            f"transport 'nccl' moves whole bytes, and cannot move {describe_type(value)}. Convert it to int8 before "
-            "the end of the stage, or use transport 'transfer'."
+            f"transport 'nccl' moves whole bytes, and cannot move {value.dtype}{list(value.shape)}. Convert it to int8 "
+            "before the end of the stage, or use transport 'transfer'."
         )
     return value
 
 
 def _nbytes(shape: Any) -> int:
     return int(shape.size) * int(shape.dtype.itemsize)
-
-
-def from_bytes(data: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Read bytes as an array of another type.
-
-    Example:
-      >>> from_bytes(jnp.array([1, 0, 0, 1], jnp.uint8), (2,), jnp.int16).tolist()
-      [1, 256]
-    """
-    dtype = jnp.dtype(dtype)
-    if dtype == jnp.bool_:
-        return data.reshape(shape) != 0
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        half = jnp.finfo(dtype).dtype
-        parts = from_bytes(data, (*shape, 2), half)
-        return jax.lax.complex(parts[..., 0], parts[..., 1])
-    size = dtype.itemsize
-    return jax.lax.bitcast_convert_type(data.reshape((*shape, size) if size > 1 else shape), dtype)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import jax
@@ -21,7 +22,7 @@ from jaxpp_flax.engine.arrays.placing import key_impl
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag
 from jaxpp_flax.engine.runtime.transport.connection import Connection
 
-__all__ = ["Crossing", "Leaf", "Route", "plan", "standard_index"]
+__all__ = ["Leaf", "Route", "plan", "standard_index"]
 
 Device: TypeAlias = Any
 
@@ -64,7 +65,31 @@ class Route:
 
     def own_parcels(self) -> list[Parcel]:
         """Return the parcels that this process sends or receives."""
-        return [parcel for parcel, _ in self.parcels if self.process in (parcel.source, parcel.target)]
+        return [parcel for parcel, _ in self._own]
+
+    @cached_property
+    def _own(self) -> list[tuple[Parcel, tuple[_Hop, ...]]]:
+        own = [entry for entry in self.parcels if self.process in (entry[0].source, entry[0].target)]
+        # Sends come first: a receive may wait.
+        return sorted(own, key=lambda entry: entry[0].source != self.process)
+
+    def move(self, connection: Connection, arrays: Sequence[Any], private: Sequence[bool], tag: Tag) -> list[Any]:
+        """Send, receive or pass by: move the arrays, one for each leaf, from source to target.
+
+        Of a `private` array others may give the buffer away, so a copy is sent.
+
+        Returns:
+          The arrays at the target; None for those without parts in this process.
+        """
+        arrived: list[tuple[_Hop, jax.Array]] = []
+        for parcel, hops in self.parcels if connection.transport.needs_global_order else self._own:
+            if parcel.source == self.process:
+                connection.transport.send(self.pack(arrays, hops, private=private), parcel, tag)
+            elif parcel.target == self.process:
+                arrived += zip(hops, connection.recv(parcel, tag), strict=True)
+            else:
+                connection.transport.pass_by(parcel, tag)
+        return self.assemble(arrays, arrived)
 
     def pack(self, arrays: Sequence[jax.Array], hops: Sequence[_Hop], *, private: Sequence[bool]) -> list[jax.Array]:
         """Return the parts of `arrays` (one for each leaf) for a parcel; parts of `private` leaves are copied."""
@@ -98,36 +123,6 @@ class Route:
         return [_joined(leaf, part, self.process) for leaf, part in zip(self.leaves, parts, strict=True)]
 
 
-class Crossing:
-    """The work of this process in a transfer: it sends, receives or passes by; called once per step.
-
-    Args:
-      connection: to the other processes.
-      route: the plan of the transfer.
-      private: for each leaf, whether others may give the sender's array away: then a copy is sent.
-    """
-
-    def __init__(self, connection: Connection, route: Route, private: Sequence[bool]) -> None:
-        self._connection, self._route, self._private = connection, route, private
-        self._process, self._parcels = route.process, route.parcels
-        if not connection.transport.needs_global_order:
-            own = [entry for entry in route.parcels if self._process in (entry[0].source, entry[0].target)]
-            # Sends come first: a receive may wait.
-            self._parcels = tuple(sorted(own, key=lambda entry: entry[0].source != self._process))
-
-    def __call__(self, arrays: Sequence[Any], tag: Tag) -> list[Any]:
-        """Move the arrays from source to target; return the target's, None for those without parts in this process."""
-        arrived: list[tuple[_Hop, jax.Array]] = []
-        for parcel, hops in self._parcels:
-            if parcel.source == self._process:
-                self._connection.transport.send(self._route.pack(arrays, hops, private=self._private), parcel, tag)
-            elif parcel.target == self._process:
-                arrived += zip(hops, self._connection.recv(parcel, tag), strict=True)
-            else:
-                self._connection.transport.pass_by(parcel, tag)
-        return self._route.assemble(arrays, arrived)
-
-
 def plan(leaves: Sequence[Leaf], process: int, what: str) -> Route:
     """Plan a transfer as `process` sees it; all processes make the same parcels in the same order."""
     crossing: dict[tuple[int, int], list[_Hop]] = {}
@@ -156,12 +151,11 @@ def _hops(number: int, leaf: Leaf) -> list[_Hop]:
     chosen: dict[tuple[Device, int], list[Device]] = {}
     first: dict[tuple[Any, int], Device] = {}
     for place, (device, index) in enumerate(leaf.target.devices_indices_map(leaf.shape).items()):
-        process, candidates = device.process_index, sources[standard_index(index, leaf.shape)]
-        near = [source for source in candidates if source.process_index == process]
-        if not near and (standard_index(index, leaf.shape), process) not in first:
-            # The devices that hold this part take turns as the sender.
-            first[standard_index(index, leaf.shape), process] = candidates[place % len(candidates)]
-        source = near[0] if near else first[standard_index(index, leaf.shape), process]
+        process, part = device.process_index, standard_index(index, leaf.shape)
+        near = [source for source in sources[part] if source.process_index == process]
+        # The devices that hold this part take turns as the sender.
+        turn = sources[part][place % len(sources[part])]
+        source = near[0] if near else first.setdefault((part, process), turn)
         chosen.setdefault((source, process), []).append(device)
     return [_Hop(number, source, tuple(devices)) for (source, _), devices in chosen.items()]
 
