@@ -73,7 +73,7 @@ _distributed_state = _private("jax._src.distributed", "global_state")
 # Sets the address on which gloo's collectives on CPU listen.
 _xla_bridge = _private("jax._src", "xla_bridge")
 # The place in a run that SLURM, Open MPI or Kubernetes give this process, before any connection.
-_ClusterEnv = _private("jax._src.clusters.cluster", "ClusterEnv")
+_detect_cluster = _private("jax._src.clusters.cluster", "ClusterEnv.auto_detect_unset_distributed_params")
 # `jax.distributed` can only run its coordination service inside process 0. If process 0 dies, all others end before
 # they can say why. With this name the service runs in a process of its own.
 _runtime = _private("jax._src.lib", "_jax")
@@ -213,14 +213,13 @@ def detect_cluster(timeout_s: int) -> ClusterPlace | None:
     """
     chosen = os.environ.get("JAX_LOCAL_DEVICE_IDS")
     devices = [int(number) for number in chosen.split(",")] if chosen else None
-    detect = getattr(_ClusterEnv, "auto_detect_unset_distributed_params", None)
     arguments = (os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, devices, None, timeout_s)
     try:
-        inspect.signature(detect).bind(*arguments)
+        inspect.signature(_detect_cluster).bind(*arguments)
     except TypeError:
         return None
-    # Errors of `detect` pass through: they say what is wrong with the cluster.
-    address, count, index, devices = detect(*arguments)
+    # Its own errors pass through: they say what is wrong with the cluster.
+    address, count, index, devices = _detect_cluster(*arguments)
     if address is None or count is None or index is None:
         return None
     return ClusterPlace(address, count, index, None if devices is None else tuple(devices))

@@ -206,7 +206,7 @@ def test_registering_reports_when_it_cannot(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_without_private_names_every_other_feature_says_that_it_is_not_there(monkeypatch: pytest.MonkeyPatch):
-    for name in ("_distributed_state", "_runtime", "_xla_bridge", "_ClusterEnv"):
+    for name in ("_distributed_state", "_runtime", "_xla_bridge", "_detect_cluster"):
         monkeypatch.setattr(_compat, name, None)
     monkeypatch.setenv("SLURM_JOB_ID", "3")  # JAX would look further
     assert _compat.coordination_client() is None

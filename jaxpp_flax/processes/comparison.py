@@ -96,9 +96,7 @@ def _first_difference(programs: Sequence[bytes]) -> int:
 
 
 def _describe_difference(name: str, texts: Sequence[str]) -> str:
-    versions: dict[str, list[int]] = {}
-    for process, text in enumerate(texts):
-        versions.setdefault(text, []).append(process)
+    versions = _find_differences([{name: text} for text in texts])[name]
     return (
         f"the processes of this run do not agree on {name}. The first difference:\n{_list_versions(versions)}\n"
         "Every process must run the same script with the same model, batch shapes, schedule and versions; look for "
