@@ -110,9 +110,9 @@ def round_trips(arguments: Any) -> dict[str, dict[str, float]]:
     from jax.sharding import SingleDeviceSharding
 
     from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag
-    from jaxpp_flax.engine.runtime.transport.connection import process_link
+    from jaxpp_flax.engine.runtime.transport.connection import process_connection
 
-    link, me = process_link(), jax.process_index()
+    link, me = process_connection(), jax.process_index()
     devices = [next(d for d in jax.devices() if d.process_index == process) for process in (0, 1)]
     places = [SingleDeviceSharding(device) for device in devices]
     server = transfer.start_transfer_server(
@@ -131,11 +131,11 @@ def round_trips(arguments: Any) -> dict[str, dict[str, float]]:
         def ours(number: int, x: Any, parcels: Any = parcels, name: str = name) -> Any:
             tags = [Tag(f"bench-{name}", number, way) for way in (0, 1)]
             if me == 0:
-                link.send([x], parcels[0], tags[0])
+                link.transport.send([x], parcels[0], tags[0])
                 return link.recv(parcels[1], tags[1])[0]
             got = link.recv(parcels[0], tags[0])[0]
             got.block_until_ready()
-            link.send([got], parcels[1], tags[1])
+            link.transport.send([got], parcels[1], tags[1])
             return got
 
         def bare(number: int, x: Any, shapes: Any = shapes, offset: int = nbytes << 20) -> Any:

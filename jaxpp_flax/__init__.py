@@ -32,6 +32,8 @@ if TYPE_CHECKING:
         TrainState,
     )
 
+    __version__: str
+
 __all__ = [
     # training a Flax model
     "PipelineTrainer",

@@ -6,18 +6,19 @@ moves or renames these private names.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import jax
 from jax.sharding import Sharding
 
 __all__ = [
-    "CoordinationClient",
     "ClusterPlace",
     "bind_cpu_collectives",
     "context_on_mesh",
@@ -37,87 +38,49 @@ __all__ = [
 
 PUBLIC_API_ONLY = os.environ.get("JAXPP_FLAX_PUBLIC_API_ONLY", "") not in ("", "0")
 
-_batched_copy: Any = None
-_always_copy: Any = None
-_reuse: Any = None
-_array_type: Any = None
-if not PUBLIC_API_ONLY:
+
+def _private(module: str, name: str) -> Any:
+    """Return a private object of JAX; None if this JAX lacks it, or if only public names may be used."""
+    if PUBLIC_API_ONLY:
+        return None
     try:
-        # The copy takes only this concrete class. It refuses PRNG key arrays, which are jax.Arrays too.
-        from jax._src.array import ArrayImpl
-
-        # `jax.device_put` spends most of its time in Python before it reaches this batched copy.
-        from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPrivateImportUsage]
-
-        _array_type = ArrayImpl
-        _always_copy = _xla_client.ArrayCopySemantics.ALWAYS_COPY
-        _reuse = _xla_client.ArrayCopySemantics.REUSE_INPUT
-        _batched_copy = _xla_client.batched_copy_array_to_devices_with_sharding
+        return attrgetter(name)(importlib.import_module(module))
     except (ImportError, AttributeError):
-        _batched_copy = None
+        return None
 
-_aval_mappings: Any = None
-_canonicalize_handlers: Any = None
-if not PUBLIC_API_ONLY:
-    try:
-        # `jax.typeof` finds types here: without an entry, `jax.jit` refuses objects that only have `__jax_array__`.
-        from jax._src.core import pytype_aval_mappings as _aval_mappings
 
-        # By these functions `jax.jit` turns an argument of a registered type into a jax.Array before the call.
-        from jax._src.dtypes import canonicalize_value_handlers as _canonicalize_handlers
-    except (ImportError, AttributeError):
-        _aval_mappings = _canonicalize_handlers = None
+# The copy takes only this concrete class. It refuses PRNG key arrays, which are jax.Arrays too.
+_array_type = _private("jax._src.array", "ArrayImpl")
+# `jax.device_put` spends most of its time in Python before it reaches this batched copy.
+_batched_copy = _private("jax._src.lib", "xla_client.batched_copy_array_to_devices_with_sharding")
+_always_copy = _private("jax._src.lib", "xla_client.ArrayCopySemantics.ALWAYS_COPY")
 
-# The primitives whose lowering asks for devices, as far as they have a public name; those of cuDNN, on GPUs, have none.
+# `jax.typeof` finds types here: without an entry, `jax.jit` refuses objects that only have `__jax_array__`.
+_aval_mappings = _private("jax._src.core", "pytype_aval_mappings")
+# By these functions `jax.jit` turns an argument of a registered type into a jax.Array before the call.
+_canonicalize_handlers = _private("jax._src.dtypes", "canonicalize_value_handlers")
+
+# JAX's own list of primitives that cannot be lowered for a mesh without devices; libraries add to this list.
+_device_primitives = _private("jax._src.dispatch", "prim_requires_devices_during_lowering")
+# The primitives of this kind that have a public name; those of cuDNN, on GPUs, have none.
 _NEED_DEVICES = frozenset({"pure_callback", "io_callback", "custom_partitioning", "inspect_sharding"})
-_device_primitives: Any = frozenset[Any]()
-if not PUBLIC_API_ONLY:
-    try:
-        # JAX's own list of primitives that cannot be lowered for a mesh without devices; libraries add to this list.
-        from jax._src.dispatch import prim_requires_devices_during_lowering as _device_primitives
-    except (ImportError, AttributeError):
-        _device_primitives = frozenset()
-_trace_context: Any = None
-if not PUBLIC_API_ONLY:
-    try:
-        # All settings that make `jax.jit` trace again. Some have no public name, and new versions add settings.
-        from jax._src.config import trace_context as _trace_context
-    except (ImportError, AttributeError):
-        _trace_context = None
 
-_distributed_state: Any = None
-if not PUBLIC_API_ONLY:
-    try:
-        # The key-value store of `jax.distributed` has no public name. It tells who lives, and why a run ended.
-        from jax._src.distributed import global_state as _distributed_state
-    except (ImportError, AttributeError):
-        _distributed_state = None
+# All settings that make `jax.jit` trace again. Some have no public name, and new versions add settings.
+_trace_context = _private("jax._src.config", "trace_context")
 
-_runtime: Any = None
-_xla_bridge: Any = None
-_ClusterEnv: Any = None
-if not PUBLIC_API_ONLY:
-    try:
-        # Sets the address on which gloo's collectives on CPU listen.
-        from jax._src import xla_bridge as _xla_bridge
-
-        # The place in a run that SLURM, Open MPI or Kubernetes give this process, before any connection.
-        from jax._src.clusters.cluster import ClusterEnv as _ClusterEnv
-
-        # `jax.distributed` can only run its coordination service inside process 0. If process 0 dies, all others end
-        # before they can say why. With this name the service runs in a process of its own.
-        from jax._src.lib import _jax as _runtime  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-    except (ImportError, AttributeError):
-        _runtime = _xla_bridge = _ClusterEnv = None
+# The key-value store of `jax.distributed` has no public name. It tells who lives, and why a run ended.
+_distributed_state = _private("jax._src.distributed", "global_state")
+# Sets the address on which gloo's collectives on CPU listen.
+_xla_bridge = _private("jax._src", "xla_bridge")
+# The place in a run that SLURM, Open MPI or Kubernetes give this process, before any connection.
+_detect_cluster = _private("jax._src.clusters.cluster", "ClusterEnv.auto_detect_unset_distributed_params")
+# `jax.distributed` can only run its coordination service inside process 0. If process 0 dies, all others end before
+# they can say why. With this name the service runs in a process of its own.
+_runtime = _private("jax._src.lib", "_jax")
 
 
 def private_names_in_use() -> dict[str, bool]:
-    """Return the private features of JAX that this process uses; False means that the public fallback runs.
-
-    Example:
-      >>> sorted(private_names_in_use())
-      ['array_type', 'batched_copy', 'coordination', 'coordination_service', 'device_primitives', 'trace_context']
-    """
+    """Return the private features of JAX that this process uses; False means that the public fallback runs."""
     return {
         "array_type": _aval_mappings is not None,
         "batched_copy": _batched_copy is not None,
@@ -181,38 +144,22 @@ def why_one_process() -> str | None:
     )
 
 
-@dataclass(frozen=True)
-class CoordinationClient:
-    """The client of JAX's coordination service (its class is private), and this process's place in the run."""
+def coordination_client() -> tuple[Any, int, int] | None:
+    """Return the client of JAX's coordination service, this process's index, and the number of processes.
 
-    client: Any
-    process_index: int
-    process_count: int
+    `jax.process_index` also gives the index, but it starts the backend, which waits for every process.
 
-
-def coordination_client() -> CoordinationClient | None:
-    """Return the client of JAX's coordination service; None in a single process, or if this JAX hides the service.
-
-    `jax.process_index` also gives this process's place, but it starts the backend, which waits for every process.
-
-    Example:
-      >>> coordination_client() is None
-      True
+    Returns:
+      None in a single process, or if this JAX hides the service.
     """
-    if getattr(_distributed_state, "client", None) is None:
+    state = _distributed_state
+    if getattr(state, "client", None) is None:
         return None
-    return CoordinationClient(
-        _distributed_state.client, _distributed_state.process_id, _distributed_state.num_processes
-    )
+    return state.client, state.process_id, state.num_processes
 
 
 def coordinator_address() -> str | None:
-    """Return host and port of JAX's coordination service; None in a single process, or if this JAX hides the service.
-
-    Example:
-      >>> coordinator_address() is None
-      True
-    """
+    """Return host and port of JAX's coordination service; None in a single process, or if this JAX hides it."""
     return getattr(_distributed_state, "coordinator_address", None)
 
 
@@ -234,10 +181,7 @@ def poison(connection: Any) -> bool:
 def start_coordination_service(address: str, process_count: int, heartbeat_timeout_s: int) -> Callable[[], None] | None:
     """Serve JAX's coordination service in this process, for other processes to connect to.
 
-    Args:
-      address: host and port to listen on.
-      process_count: how many processes will connect.
-      heartbeat_timeout_s: seconds of silence until a process counts as lost; this ends no other process.
+    After `heartbeat_timeout_s` seconds of silence a process counts as lost; this ends no other process.
 
     Returns:
       A function that ends the service; None if this JAX hides the service: then process 0 serves it.
@@ -266,21 +210,16 @@ def detect_cluster(timeout_s: int) -> ClusterPlace | None:
 
     Returns:
       None outside of a cluster, or if this JAX hides its detection: then `jax.distributed.initialize` detects it.
-
-    Example:
-      >>> detect_cluster(1) is None
-      True
     """
     chosen = os.environ.get("JAX_LOCAL_DEVICE_IDS")
     devices = [int(number) for number in chosen.split(",")] if chosen else None
-    detect = getattr(_ClusterEnv, "auto_detect_unset_distributed_params", None)
     arguments = (os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, devices, None, timeout_s)
     try:
-        inspect.signature(detect).bind(*arguments)  # pyright: ignore[reportArgumentType]
+        inspect.signature(_detect_cluster).bind(*arguments)
     except TypeError:
         return None
-    # Errors of `detect` pass through: they say what is wrong with the cluster.
-    address, count, index, devices = detect(*arguments)  # pyright: ignore[reportOptionalCall]
+    # Its own errors pass through: they say what is wrong with the cluster.
+    address, count, index, devices = _detect_cluster(*arguments)
     if address is None or count is None or index is None:
         return None
     return ClusterPlace(address, count, index, None if devices is None else tuple(devices))
@@ -308,9 +247,9 @@ def bind_cpu_collectives(host: str) -> bool:
 
     try:
         _xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
+        return True
     except (AttributeError, TypeError, RuntimeError):
         return False
-    return True
 
 
 def register_array_type(cls: type[Any], abstract: Callable[[Any], Any], convert: Callable[[Any], jax.Array]) -> bool:
@@ -318,7 +257,7 @@ def register_array_type(cls: type[Any], abstract: Callable[[Any], Any], convert:
 
     Args:
       cls: the type.
-      abstract: returns an instance's type for JAX: the same as `jax.typeof(convert(instance))`.
+      abstract: returns an instance's type for JAX, that of `convert(instance)`.
       convert: returns the array that stands for an instance.
 
     Returns:
@@ -335,11 +274,8 @@ def register_array_type(cls: type[Any], abstract: Callable[[Any], Any], convert:
 
 
 def needs_devices(primitive: Any) -> bool:
-    """Return whether JAX lowers this primitive only for known devices.
-
-    Without JAX's own list, only the primitives with public names are found.
-    """
-    return primitive in _device_primitives or primitive.name in _NEED_DEVICES
+    """Return whether JAX lowers this primitive only for known devices; public names are a part of JAX's own list."""
+    return primitive in (_device_primitives or ()) or primitive.name in _NEED_DEVICES
 
 
 def context_on_mesh(context: Any, mesh: Any) -> Any:
@@ -377,26 +313,13 @@ def _device_list_for(source: Sharding, target: Sharding, shape: tuple[int, ...])
     return getattr(target, "_internal_device_list", None)
 
 
-def copy_arrays(
-    arrays: Sequence[jax.Array], shardings: Sequence[Sharding], *, may_alias: bool = False
-) -> list[jax.Array]:
+def copy_arrays(arrays: Sequence[jax.Array], shardings: Sequence[Sharding]) -> list[jax.Array]:
     """Copy each array to the devices of its sharding, without waiting for any of them.
 
     The results are independent of the sources, which may be donated or deleted as soon as this function returns, even
     if source and target are the same devices. An array that differs from its target in partition is resharded.
 
-    Measured on 2 busy CPU cores with arrays of 4 KiB, JAX 0.10.2 and 0.12.0.1 alike: 5 to 20 microseconds for 1
-    array, 80 for 4 and 300 for 16; the checks here take 0.5 of this for each array. `copy_arrays_public` takes 130,
-    320 and 1,100.
-
-    Args:
-      arrays: arrays of any shapes and dtypes.
-      shardings: the target of each array.
-      may_alias: an array that is already on its target's devices may be returned in place of a copy. Then the source
-        must be neither donated nor deleted while the result is in use.
-
-    Returns:
-      One array for each of `arrays`, with its sharding.
+    Measured with 4 arrays of 4 KiB on 2 busy CPU cores: 80 microseconds, where `copy_arrays_public` takes 320.
 
     Raises:
       ValueError: if the two sequences differ in length.
@@ -409,10 +332,8 @@ def copy_arrays(
       >>> copy.devices() == {jax.devices()[1]}
       True
     """
-    if _batched_copy is None:
-        return copy_arrays_public(arrays, shardings, may_alias=may_alias)
-    if len(arrays) != len(shardings):
-        raise _unequal_lengths(arrays, shardings)
+    if _batched_copy is None or len(arrays) != len(shardings):
+        return copy_arrays_public(arrays, shardings)
     device_lists: list[Any] = []
     others: list[int] = []
     for index, array in enumerate(arrays):
@@ -423,51 +344,27 @@ def copy_arrays(
         if devices is None:
             others.append(index)
         device_lists.append(devices)
-    semantics = _reuse if may_alias else _always_copy
     if not others:
-        return _batched_copy(arrays, device_lists, shardings, [semantics] * len(arrays))
-    return _copy_mixed(arrays, shardings, device_lists, others, semantics, may_alias=may_alias)
-
-
-def _copy_mixed(
-    arrays: Sequence[jax.Array],
-    shardings: Sequence[Sharding],
-    device_lists: Sequence[Any],
-    others: Sequence[int],
-    semantics: Any,
-    *,
-    may_alias: bool,
-) -> list[jax.Array]:
-    """Copy one batch in both ways: the arrays at `others` through public API, the rest through the batched copy."""
-    slow = copy_arrays_public([arrays[i] for i in others], [shardings[i] for i in others], may_alias=may_alias)
+        return _batched_copy(arrays, device_lists, shardings, [_always_copy] * len(arrays))
+    slow = copy_arrays_public([arrays[i] for i in others], [shardings[i] for i in others])
     rest = [i for i, devices in enumerate(device_lists) if devices is not None]
     fast = _batched_copy(
         [arrays[i] for i in rest],
         [device_lists[i] for i in rest],
         [shardings[i] for i in rest],
-        [semantics] * len(rest),
+        [_always_copy] * len(rest),
     )
-    results = dict(zip(others, slow, strict=True)) | dict(zip(rest, fast, strict=True))
+    results = dict(zip([*others, *rest], [*slow, *fast], strict=True))
     return [results[i] for i in range(len(arrays))]
 
 
-def copy_arrays_public(
-    arrays: Sequence[jax.Array], shardings: Sequence[Sharding], *, may_alias: bool = False
-) -> list[jax.Array]:
-    """Do `copy_arrays` through `jax.device_put` alone: the same results, three to twenty times slower to dispatch.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> [copy] = copy_arrays_public([jnp.arange(3)], [jax.sharding.SingleDeviceSharding(jax.devices()[1])])
-      >>> copy.devices() == {jax.devices()[1]}
-      True
-    """
+def copy_arrays_public(arrays: Sequence[jax.Array], shardings: Sequence[Sharding]) -> list[jax.Array]:
+    """Do `copy_arrays` through `jax.device_put` alone: the same results, three to twenty times slower to dispatch."""
     if len(arrays) != len(shardings):
-        raise _unequal_lengths(arrays, shardings)
-    # None leaves the choice to JAX, which aliases where it can.
-    results = jax.device_put(list(arrays), list(shardings), may_alias=None if may_alias else False)
-    if may_alias:
-        return results
+        raise ValueError(
+            f"copy_arrays got {len(arrays)} arrays and {len(shardings)} shardings; pass one for each array."
+        )
+    results = jax.device_put(list(arrays), list(shardings), may_alias=False)
     # If `device_put` has to reshard, it reuses shards that are already in place, even with `may_alias=False`.
     shared = [i for i, array in enumerate(arrays) if _reshards_in_place(array, shardings[i])]
     if shared:
@@ -483,7 +380,3 @@ def _reshards_in_place(array: jax.Array, target: Sharding) -> bool:
     if source is None or source.device_set.isdisjoint(target.device_set):
         return False
     return not source.is_equivalent_to(target, array.ndim)
-
-
-def _unequal_lengths(arrays: Sequence[Any], shardings: Sequence[Any]) -> ValueError:
-    return ValueError(f"copy_arrays got {len(arrays)} arrays and {len(shardings)} shardings; pass one for each array.")

@@ -73,9 +73,9 @@ RULES: list[tuple[Callable[..., Iterator[str]], Mapping[str, str], list[str]]] =
         imports.private_jax_is_touched_in_one_file,
         {
             "_compat.py": "import jax._src",
-            "engine/jit.py": "from jax._src import core\nfrom jaxlib import xla\nx = jax._src.core",
+            "engine/jit.py": "from jax._src import core\nfrom jaxlib import xla\nx = jax._src.core\nf('jax._src.core')",
         },
-        [f"engine/jit.py:{line}: " for line in (1, 2, 3)],
+        [f"engine/jit.py:{line}: " for line in (1, 2, 3, 4)],
     ),
     (
         imports.nothing_is_unpickled,

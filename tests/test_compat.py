@@ -144,15 +144,6 @@ def test_the_copy_may_go_while_the_source_stays(copy: Copy):
 
 
 @both_ways
-def test_may_alias_spares_the_copy_on_the_same_device(copy: Copy):
-    source = jax.device_put(jnp.arange(4.0), jax.devices()[0])
-    [same] = copy([source], [SingleDeviceSharding(jax.devices()[0])], may_alias=True)
-    assert same.unsafe_buffer_pointer() == source.unsafe_buffer_pointer()
-    [other] = copy([source], [SingleDeviceSharding(jax.devices()[1])], may_alias=True)
-    assert other.unsafe_buffer_pointer() != source.unsafe_buffer_pointer()
-
-
-@both_ways
 def test_a_deleted_source_is_an_error_not_a_crash(copy: Copy):
     array = jnp.arange(3.0)
     array.delete()
@@ -215,7 +206,7 @@ def test_registering_reports_when_it_cannot(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_without_private_names_every_other_feature_says_that_it_is_not_there(monkeypatch: pytest.MonkeyPatch):
-    for name in ("_distributed_state", "_runtime", "_xla_bridge", "_ClusterEnv"):
+    for name in ("_distributed_state", "_runtime", "_xla_bridge", "_detect_cluster"):
         monkeypatch.setattr(_compat, name, None)
     monkeypatch.setenv("SLURM_JOB_ID", "3")  # JAX would look further
     assert _compat.coordination_client() is None

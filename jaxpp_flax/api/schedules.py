@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 from jaxpp_flax import schedules
 from jaxpp_flax.schedules import task as own
 from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.schedule import check_count
 
 __all__ = [
     "BaseSchedule",
@@ -142,7 +143,7 @@ class BaseSchedule(abc.ABC):
     """True if a stage's backward is split into `BWD_I` and `BWD_W`."""
 
     def __post_init__(self) -> None:
-        schedules.schedule.check_count("num_stages", self.num_stages)
+        check_count("num_stages", self.num_stages)
 
     def get_mpmd_idx(self, stage_id: int) -> int:
         """Return the rank of a stage."""
@@ -169,7 +170,7 @@ class InterleavedBaseSchedule(BaseSchedule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        schedules.schedule.check_count("mpmd_dim", self.mpmd_dim)
+        check_count("mpmd_dim", self.mpmd_dim)
         if self.num_stages % self.mpmd_dim:
             raise ScheduleError(
                 f"{type(self).__name__}: num_stages={self.num_stages} can not be evenly divided by "

@@ -19,7 +19,7 @@ from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.runtime.debug_switches import kinds_looked_for, looking_away
 from jaxpp_flax.engine.runtime.fetching import Wanted, bring, check_parts
-from jaxpp_flax.engine.runtime.instruction_loop import Across
+from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
 from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 
@@ -68,9 +68,9 @@ class Binding:
         constants: Sequence[Any],
         wanted: Sequence[Wanted],
         results: Sequence[Callable[[list[Any]], Any]],
-        across: Across | None = None,
+        distributed: DistributedProgram | None = None,
     ) -> None:
-        self._signature, self._num_slots, self._across = signature, program.num_slots, across
+        self._signature, self._num_slots, self._distributed = signature, program.num_slots, distributed
         self._results = tuple(results)
         self.calls = 0
         count = len(constants)
@@ -124,7 +124,7 @@ class Binding:
         return jax.tree_util.tree_unflatten(self._signature.out_tree, [make(environment) for make in self._results])
 
     def _place_value(self, leaf: Any, argument: _Argument, environment: list[Any], given_away: list[jax.Array]) -> None:
-        if self._across is not None and isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        if self._distributed is not None and isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             check_parts(leaf, argument.wanted)
         if argument.targets and isinstance(leaf, jax.ShapeDtypeStruct):
             raise _no_value(leaf, argument)
@@ -142,8 +142,8 @@ class Binding:
 
     def _place_parts(self, leaf: MpmdArray, argument: _Argument, environment: list[Any]) -> None:
         parts = leaf._partially_addressable_arrays  # pyright: ignore[reportPrivateUsage]
-        if self._across is not None and not argument.wanted.is_met_by(leaf):
-            parts = bring(leaf, argument.wanted, self._across, self.calls, argument.position)
+        if self._distributed is not None and not argument.wanted.is_met_by(leaf):
+            parts = bring(leaf, argument.wanted, self._distributed, self.calls, argument.position)
         may_alias = False if argument.has_own_memory else None
         for target in argument.targets:
             rank, sharding = target.rank, target.sharding

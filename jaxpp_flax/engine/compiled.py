@@ -19,7 +19,7 @@ from jaxpp_flax.engine.program.listing import ProgramListing
 from jaxpp_flax.engine.runtime.executables import TaskCompiler, compile_program
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
 from jaxpp_flax.engine.runtime.profile import TaskTiming
-from jaxpp_flax.engine.runtime.startup import compare_values, meet, start
+from jaxpp_flax.engine.runtime.startup import compare_programs, compare_values, start
 from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.summary import MemoryAnalysis, StageSummary, analyse_memory, summarise_stages
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
@@ -47,17 +47,18 @@ class Compiled:
             spec if spec is not None or not for_all else PartitionSpec()
             for spec, for_all in zip(out_specs, built.placed.for_all, strict=True)
         ]
-        across, shared = meet(mesh, program, specs, out_specs)
+        distributed, shared = compare_programs(mesh, program, specs, out_specs)
         avals = [value.aval for value in built.placed.inputs]
         self._executables = compile_program(program, compiler, specs, out_specs, avals, mesh.local_ranks, shared=shared)
         program = self.program = self._executables.program
-        self._runtime = Runtime(program, self._executables, mesh, across)
-        self._across = across
+        self._runtime = Runtime(program, self._executables, mesh, distributed)
+        self._distributed = distributed
         wanted = wanted_inputs(mesh, program.arguments, specs, signature, avals)
         results = [self._result(i) for i in range(len(program.results))]
-        self._binding = Binding(program, signature, consts, wanted, results, across)
-        if across is not None:
-            start(across, self._runtime.parcels, {f"constant {i}, {jax.typeof(c)}": c for i, c in enumerate(consts)})
+        self._binding = Binding(program, signature, consts, wanted, results, distributed)
+        if distributed is not None:
+            constants = {f"constant {i}, {jax.typeof(c)}": c for i, c in enumerate(consts)}
+            start(distributed, self._runtime.parcels, constants)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.
@@ -70,8 +71,8 @@ class Compiled:
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on flat arguments whose types fit the signature; the types are not checked."""
         binding = self._binding
-        if self._across is not None and not binding.calls:
-            compare_values(self._across, "the arguments", binding.in_several_processes(leaves))
+        if self._distributed is not None and not binding.calls:
+            compare_values(self._distributed, "the arguments", binding.in_several_processes(leaves))
         environment = binding.environment(leaves)
         self._runtime.run(environment)
         return binding.collect(environment)
@@ -86,7 +87,7 @@ class Compiled:
           FloatingPointError: if a result holds a value that `jax.debug_nans` or `jax.debug_infs` look for; a call of
             the step also names the task.
         """
-        if self._across is not None:
+        if self._distributed is not None:
             raise ValueError(
                 "a step is measured in one process that owns all ranks, but here each process owns some. Measure it "
                 "there: on one host, or with virtual CPU devices."
@@ -100,7 +101,7 @@ class Compiled:
         if isinstance(result, dict):
             ranks = set(result)
         else:  # a constant costs no transfer, so every process gets it
-            ranks = {0} if self._across is None else set(range(self.mpmd_mesh.mpmd_dim))
+            ranks = {0} if self._distributed is None else set(range(self.mpmd_mesh.mpmd_dim))
         spec = self._executables.out_specs[position] or PartitionSpec()
         return MpmdSharding(self.mpmd_mesh, ranks, spec, memory_kind_of(atom.aval))
 

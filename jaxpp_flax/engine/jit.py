@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
-from jaxpp_flax.engine.analyses.result_ranks import Audience
+from jaxpp_flax.engine.analyses.result_ranks import ResultRanks
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_for_stages, trace_settings
 from jaxpp_flax.engine.arrays.layouts import Layout, broadcast_layouts, check_divides, layout_of, with_memories
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
@@ -167,10 +167,10 @@ class MpmdFunction:
         graph = on_submesh(graph, self.mpmd_mesh)
         donated = self._parameters.donated(call)
         specs = [PartitionSpec()] * len(consts) + list(in_specs)
-        audience = Audience.of(mesh, _broadcast_flags(self._everywhere, traced.out_info))
+        result_ranks = ResultRanks.of(mesh, _broadcast_flags(self._everywhere, traced.out_info))
         with context_mesh(mesh.abstract_submesh if mesh.is_explicit else None):
             given_away = [False] * len(consts) + list(donated)
-            built = build(graph, mesh.mpmd_dim, self._policy, given_away, specs, sizes, audience)
+            built = build(graph, mesh.mpmd_dim, self._policy, given_away, specs, sizes, result_ranks)
         wanted = broadcast_layouts(self._out_specs, traced.out_info, "out_specs", self.mpmd_mesh)
         out_specs = [layout.spec for layout in wanted]
         results = jax.tree_util.tree_leaves_with_path(traced.out_info)

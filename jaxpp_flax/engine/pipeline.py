@@ -10,7 +10,7 @@ from functools import cached_property
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxpp_flax.engine.analyses.result_ranks import Audience
+from jaxpp_flax.engine.analyses.result_ranks import ResultRanks
 from jaxpp_flax.engine.analyses.shards import ShardCounts
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.blocks import Blocks, CutPolicy, Marks
@@ -72,7 +72,7 @@ def build(
     donated: Sequence[bool],
     specs: Sequence[PartitionSpec],
     axis_sizes: Mapping[str, int],
-    audience: Audience | None = None,
+    result_ranks: ResultRanks | None = None,
 ) -> Built:
     """Run all passes on a traced step; `axis_sizes` are those of a submesh. See `Settings` for the other arguments.
 
@@ -92,7 +92,7 @@ def build(
         donated=tuple(donated),
         specs=tuple(specs),
         shards=shards,
-        audience=audience,
+        result_ranks=result_ranks,
     )
     made = {
         each.name: structure

@@ -21,12 +21,7 @@ def main(
     bind_address: str | None = None,
     failure_timeout_s: float | None = None,
 ) -> None:
-    """Connect to the other processes, and run the program: a file, or ``-m`` and a module, with its arguments.
-
-    Args:
-      arguments: the program; None: the command line's.
-      bind_address, failure_timeout_s: as in `initialize`.
-    """
+    """Connect to the other processes, and run the program: a file, or ``-m`` and a module, with its arguments."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # lines come in time, and whole between other processes' lines
     end = connect_program(ConnectionOptions(bind_address=bind_address, failure_timeout_s=failure_timeout_s))
@@ -47,11 +42,7 @@ def main(
 
 
 def run_program(program: Sequence[str]) -> None:
-    """Run a program as Python itself would, with the usual `sys.argv`, `sys.path` and `__name__`.
-
-    Args:
-      program: a file's path, or "-m" and a module's name; then the program's own arguments.
-    """
+    """Run a program as Python itself would, with the usual `sys.argv`, `sys.path` and `__name__`."""
     if program[0] == "-m":
         sys.argv = list(program[1:])
         sys.path.insert(0, os.getcwd())

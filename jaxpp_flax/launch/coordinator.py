@@ -9,18 +9,18 @@ a client that loses its service. Once no process is connected the service ends, 
 
 from __future__ import annotations
 
-import argparse
 import os
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from jaxpp_flax import _compat
 from jaxpp_flax.launch.settings import LaunchError
 
-__all__ = ["heartbeat_timeout", "is_connected", "is_taken", "main", "say_goodbye", "serve", "start"]
+__all__ = ["heartbeat_timeout", "is_connected", "is_taken", "reserve_port", "say_goodbye", "serve", "start"]
 
 _GOODBYE = b"end\n"
 _AFTER_GOODBYE_SECONDS = 5.0
@@ -63,27 +63,26 @@ def _has_socket(port: int, state: str) -> bool | None:
     return found if lines else None
 
 
+def reserve_port(address: str) -> socket.socket:
+    """A socket that holds a free port of this host while it is open; the service may listen there all the same."""
+    reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        # Both holders must say so for two sockets to share a port; JAX's service does.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind((address, 0))
+    except OSError as error:
+        reserved.close()
+        raise LaunchError(f"--address {address}: this machine cannot listen there: {error}") from error
+    return reserved
+
+
 def serve(address: str, num_processes: int, failure_timeout: float) -> Callable[[], None] | None:
-    """Serve in this process.
-
-    Args:
-      address, num_processes, failure_timeout: as in `start`.
-
-    Returns:
-      The function that ends the service; None if this version of JAX hides its service: then process 0 must serve.
-    """
+    """Serve in this process; returns the function that ends the service, None if this version of JAX hides it."""
     return _compat.start_coordination_service(address, num_processes, heartbeat_timeout(failure_timeout))
 
 
 def start(address: str, num_processes: int, failure_timeout: float, linger: float) -> subprocess.Popen[bytes]:
-    """Start the service's process.
-
-    Args:
-      address: the host and port that the service listens on.
-      num_processes: how many processes will connect.
-      failure_timeout: seconds within which a failure has ended every process.
-      linger: seconds that the service stays after the process that started it has died.
-    """
+    """Start the service's process, which stays `linger` seconds after the process that started it has died."""
     command = [sys.executable, "-m", "jaxpp_flax.launch.coordinator", address, str(num_processes)]
     return subprocess.Popen(
         [*command, str(failure_timeout), str(linger)],
@@ -106,25 +105,18 @@ def say_goodbye(service: subprocess.Popen[bytes]) -> None:
             return  # it has ended
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until the standard input ends, and a while longer; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m jaxpp_flax.launch.coordinator", description=__doc__)
-    parser.add_argument("address", help="host and port to listen on")
-    parser.add_argument("num_processes", type=int)
-    parser.add_argument("failure_timeout", type=float)
-    parser.add_argument("linger", type=float)
-    options = parser.parse_args(arguments)
-    stop = serve(options.address, options.num_processes, options.failure_timeout)
+def main(address: str, num_processes: int, failure_timeout: float, linger: float) -> None:
+    """Serve until the standard input ends, and a while longer."""
+    stop = serve(address, num_processes, failure_timeout)
     if stop is None:
         raise LaunchError("this version of JAX hides its coordination service; process 0 must serve it.")
     said = sys.stdin.buffer.read()
-    deadline = time.monotonic() + (_AFTER_GOODBYE_SECONDS if said.endswith(_GOODBYE) else options.linger)
-    port = int(options.address.rpartition(":")[2])
+    deadline = time.monotonic() + (_AFTER_GOODBYE_SECONDS if said.endswith(_GOODBYE) else linger)
+    port = int(address.rpartition(":")[2])
     while time.monotonic() < deadline and is_connected(port):
         time.sleep(_POLL_SECONDS)
     stop()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4]))  # as `start` gives them

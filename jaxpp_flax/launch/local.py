@@ -18,7 +18,6 @@ from rich.console import Console
 
 from jaxpp_flax import _compat
 from jaxpp_flax.launch import coordinator, guard
-from jaxpp_flax.launch.cores import running_on, share_of_cores, usable_cores
 from jaxpp_flax.launch.logs import Logs
 from jaxpp_flax.launch.process.process_end import INTERRUPTED_STATUS
 from jaxpp_flax.launch.settings import (
@@ -28,15 +27,15 @@ from jaxpp_flax.launch.settings import (
     device_environment,
     join_host_and_port,
 )
-from jaxpp_flax.launch.signals import Signals, handled_signals
-from jaxpp_flax.launch.supervised_process import (
-    SupervisedProcess,
+from jaxpp_flax.launch.signals import (
     describe_end,
     exit_status,
+    handled_signals,
     is_stopped,
     kill_group,
     signal_name,
 )
+from jaxpp_flax.launch.supervised_process import SupervisedProcess, running_on
 from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT, PEER_FAILED_STATUS, PREEMPTED_STATUS
 
 __all__ = ["LOOPBACK", "LocalJob", "child_environment", "run"]
@@ -49,18 +48,9 @@ _SECONDS_IN_SILENCE = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class LocalJob:
-    """What to start.
+    """What to start: the options of the command line, as `cli.py` describes them.
 
-    Args:
-      program: a file's path, or "-m" and a module's name; then its arguments.
-      num_processes: how many processes.
-      devices_per_process: devices of each: virtual ones on CPU, else the accelerators in order.
-      address: the local address that all sockets listen on.
-      failure_timeout: seconds within which a failure of one process has ended all.
-      grace: seconds that the processes have to end after Ctrl-C or SIGTERM, for a last checkpoint, and after the end
-        of their programs.
-      log_dir: a folder for each process's output; None: none.
-      split_cores: give each process its share of the cores that this one may use, if there are enough.
+    The program is a file's path, or "-m" and a module's name; then its arguments.
     """
 
     program: Sequence[str]
@@ -107,11 +97,6 @@ class _Cause:
 def run(job: LocalJob, *, out: IO[str] | None = None, console: Console | None = None) -> int:
     """Start the processes, print their output, and end with them.
 
-    Args:
-      job: the program and its processes.
-      out: where their standard output goes; None: this process's.
-      console: where their errors go; None: this process's.
-
     Returns:
       The exit status: 0 if every process ended well; 75 if they were asked to end, and have saved; else that of the
       first that failed (128 + its number if it was a signal).
@@ -142,7 +127,7 @@ class _Job:
         self._processes: list[SupervisedProcess] = []
         self._service: subprocess.Popen[bytes] | None = None
         # The launcher holds the port, also after the service has taken it: no other program gets it.
-        self._reserved = _reserve_port(job.address)
+        self._reserved = coordinator.reserve_port(job.address)
         self._guard = subprocess.Popen(
             [sys.executable, "-I", "-S", guard.__file__], stdin=subprocess.PIPE, text=True, start_new_session=True
         )
@@ -177,8 +162,8 @@ class _Job:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         settings = replace(settings, control_fd=theirs.fileno())
-        cores = share_of_cores(usable_cores(), settings.process_id, self._job.num_processes)
-        with running_on(cores if self._job.split_cores else ()):
+        share = running_on(settings.process_id, self._job.num_processes)
+        with share if self._job.split_cores else contextlib.nullcontext():
             popen = subprocess.Popen(
                 [sys.executable, "-m", "jaxpp_flax.launch.child", *self._job.program],
                 stdin=subprocess.DEVNULL,
@@ -198,7 +183,7 @@ class _Job:
                 self._logs.follow(process.index, stream, errors=errors)
         return process
 
-    def follow(self, signals: Signals) -> _Cause | None:
+    def follow(self, signals: list[int]) -> _Cause | None:
         """Wait until all processes have ended, or end them; returns the cause, if not all ended well."""
         stopping: _Cause | None = None
         deadlines: list[tuple[float, int]] = []  # when to send which signal to those that still live
@@ -206,12 +191,12 @@ class _Job:
             failed = self._reap()
             alive = [process for process in self._processes if process.status is None]
             now = time.monotonic()
-            if signals.received:
-                number = signals.received.pop(0)
+            if signals:
+                number = signals.pop(0)
                 # The first signal asks the processes to end; a second one kills them.
                 patient = stopping is None
                 stopping = stopping or _Cause(None, f"ended by {signal_name(number)}.", 128 + number)
-                self._signal(alive, number if patient else signal.SIGKILL)
+                _signal_all(alive, number if patient else signal.SIGKILL)
                 deadlines = [(now + self._job.grace, signal.SIGKILL)] if patient else []
             elif failed is not None and stopping is None:
                 stopping = failed
@@ -226,7 +211,7 @@ class _Job:
             while deadlines and now >= deadlines[0][0]:
                 _, number = deadlines.pop(0)
                 stopping = self._blame_stopped(stopping, alive)
-                self._signal(alive, number)
+                _signal_all(alive, number)
             if not deadlines:
                 self._end_overdue(alive, now)
             time.sleep(_POLL_SECONDS)
@@ -262,10 +247,14 @@ class _Job:
         """The true cause, if the first process that ended did so because of another one."""
         if cause is None or cause.status != PEER_FAILED_STATUS:
             return cause
+        return self._own_failure() or cause
+
+    def _own_failure(self) -> _Cause | None:
+        """The failure of the first process that has ended by itself, and not well."""
         for process in self._processes:
             if not process.ended_well and process.status not in _CAUSED_STATUSES:
                 return self._cause(process)
-        return cause
+        return None
 
     def _preempted(self, cause: _Cause | None) -> _Cause | None:
         """The cause if all processes have saved after SIGTERM, which is no failure; None if they have not."""
@@ -273,9 +262,8 @@ class _Job:
             return None
         if cause is not None and cause.status != 128 + signal.SIGTERM:
             return None
-        for process in self._processes:
-            if not process.ended_well and process.status not in _CAUSED_STATUSES:
-                return self._cause(process)
+        if (failure := self._own_failure()) is not None:
+            return failure
         if not all(process.ended_well for process in self._processes):
             return None
         return _Cause(None, describe_preemption(self._job.num_processes), PREEMPTED_STATUS)
@@ -297,10 +285,6 @@ class _Job:
         how = cause.message.partition("failed first: ")[2].rstrip(".") or cause.message
         for process in alive:
             process.tell(f"{subject} {how}")
-
-    def _signal(self, processes: Sequence[SupervisedProcess], number: int) -> None:
-        for process in processes:
-            process.signal(number)
 
     def _end_overdue(self, alive: Sequence[SupervisedProcess], now: float) -> None:
         """Wait no longer than `grace` for a process whose program is over: no other process needs it."""
@@ -351,15 +335,15 @@ class _Job:
         self._reserved.close()
 
 
+def _signal_all(processes: Sequence[SupervisedProcess], number: int) -> None:
+    for process in processes:
+        process.signal(number)
+
+
 def child_environment(
     environment: Mapping[str, str], settings: LaunchSettings, devices_per_process: int
 ) -> dict[str, str]:
-    """The environment of one process.
-
-    Args:
-      environment: the launcher's own.
-      settings: the process's place.
-      devices_per_process: how many devices it is to have.
+    """The environment of one process, made from the launcher's own.
 
     Example:
       >>> settings = LaunchSettings(coordinator_address="127.0.0.1:4000", num_processes=2, process_id=1)
@@ -380,16 +364,3 @@ def child_environment(
         "JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(first, first + devices_per_process))),
         **proxies,
     }
-
-
-def _reserve_port(address: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    reserved = socket.socket(family)
-    try:
-        # Both holders must say so for two sockets to share a port; JAX's service does.
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        reserved.bind((address, 0))
-    except OSError as error:
-        reserved.close()
-        raise LaunchError(f"--address {address}: this machine cannot listen there: {error}") from error
-    return reserved

@@ -89,11 +89,7 @@ class Logs:
                     self._files.popitem()[1].close()
 
     def last_error(self, index: int) -> list[str]:
-        """The last lines of a process's standard error: its last traceback, if there is one.
-
-        Returns:
-          Lines, each with its process's number.
-        """
+        """The last lines of a process's standard error: its last traceback, if there is one."""
         with self._lock:
             lines = list(self._errors[index])
         starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]

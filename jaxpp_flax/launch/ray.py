@@ -17,9 +17,9 @@ Ray sends functions and values by pickle: keep its ports, like those of JAX, ins
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
-import socket
 import sys
 import threading
 import traceback
@@ -120,34 +120,15 @@ def run(
     if not ray.is_initialized():
         ray.init()
     resources = {"CPU": cpus, **({"GPU": gpus} if gpus else {})}
-    group = ray.util.placement_group([resources] * num_processes, strategy="STRICT_SPREAD" if one_per_host else "PACK")
-    actors: list[Any] = []
-    queue: Any = None
-    try:
-        if not group.wait(timeout_seconds=initialization_timeout_s):
-            raise LaunchError(
-                f"Ray did not find {num_processes} {'hosts' if one_per_host else 'places'} with {resources} within "
-                f"{initialization_timeout_s:g} s; it has {ray.cluster_resources()}. Ask for less, or pass "
-                "one_per_host=False."
-            )
+    variables = {**device_environment(os.environ, devices_per_process), **(environment or {})}
+    with contextlib.ExitStack() as cleanup:
+        group = _reserve(ray, cleanup, [resources] * num_processes, one_per_host, initialization_timeout_s)
         queue = importlib.import_module("ray.util.queue").Queue(actor_options={"num_cpus": 0})
-        strategy = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
-        variables = {**device_environment(os.environ, devices_per_process), **(environment or {})}
-
-        def start(kind: type[Any], place: int, cpus: float, gpus: float, variables: Mapping[str, str]) -> Any:
-            actor = ray.remote(kind).options(
-                num_cpus=cpus,
-                num_gpus=gpus,
-                max_restarts=0,
-                runtime_env={"env_vars": dict(variables)},
-                scheduling_strategy=strategy(placement_group=group, placement_group_bundle_index=place),
-            )
-            actors.append(actor.remote())
-            return actors[-1]
-
-        workers = [start(_Worker, place, cpus, gpus, variables) for place in range(num_processes)]
+        cleanup.callback(queue.shutdown)
+        actors = _Actors(ray, cleanup, group)
+        workers = [actors.start(_Worker, place, cpus, gpus, variables) for place in range(num_processes)]
         # Not by process 0, which may be killed; and it ends with this driver, or by it.
-        service = start(_Service, 0, 0.0, 0.0, {**variables, "TF_CPP_MIN_LOG_LEVEL": "2"})
+        service = actors.start(_Service, 0, 0.0, 0.0, {**variables, "TF_CPP_MIN_LOG_LEVEL": "2"})
         address, served = ray.get(
             service.serve.remote(num_processes, failure_timeout_s), timeout=initialization_timeout_s
         )
@@ -162,12 +143,42 @@ def run(
             for worker, place in zip(workers, settings.for_every_process(), strict=True)
         ]
         return _follow(ray, calls, queue, _News(on_report), failure_timeout_s)
-    finally:
-        for actor in actors:
-            ray.kill(actor)
-        if queue is not None:
-            queue.shutdown()
-        ray.util.remove_placement_group(group)
+
+
+def _reserve(
+    ray: Any, cleanup: contextlib.ExitStack, bundles: list[dict[str, float]], one_per_host: bool, timeout_s: float
+) -> Any:
+    """Reserve the resources of each process, until the cleanup."""
+    group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD" if one_per_host else "PACK")
+    cleanup.callback(ray.util.remove_placement_group, group)
+    if not group.wait(timeout_seconds=timeout_s):
+        raise LaunchError(
+            f"Ray did not find {len(bundles)} {'hosts' if one_per_host else 'places'} with {bundles[0]} within "
+            f"{timeout_s:g} s; it has {ray.cluster_resources()}. Ask for less, or pass one_per_host=False."
+        )
+    return group
+
+
+@dataclass(frozen=True)
+class _Actors:
+    """Starts actors in the places of a placement group; the cleanup kills them."""
+
+    ray: Any
+    cleanup: contextlib.ExitStack
+    group: Any
+
+    def start(self, kind: type[Any], place: int, cpus: float, gpus: float, variables: Mapping[str, str]) -> Any:
+        strategy = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
+        options = self.ray.remote(kind).options(
+            num_cpus=cpus,
+            num_gpus=gpus,
+            max_restarts=0,
+            runtime_env={"env_vars": dict(variables)},
+            scheduling_strategy=strategy(placement_group=self.group, placement_group_bundle_index=place),
+        )
+        actor = options.remote()
+        self.cleanup.callback(self.ray.kill, actor)
+        return actor
 
 
 def _import_ray() -> Any:
@@ -236,10 +247,8 @@ class _Service:
           The address, and whether the service runs here; if not, process 0 must serve.
         """
         host = importlib.import_module("ray").util.get_node_ip_address()
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-            probe.bind((host, 0))
-            port = probe.getsockname()[1]
-        address = join_host_and_port(host, port)
+        with coordinator.reserve_port(host) as reserved:
+            address = join_host_and_port(host, reserved.getsockname()[1])
         if num_processes == 1:
             return address, False
         # The service lives as long as this function that ends it.

@@ -1,16 +1,17 @@
-"""The settings of a run that its launcher gives to each process, through environment variables."""
+"""The settings of a run that its launcher gives to each process, through an environment variable."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT
 
 __all__ = ["LaunchError", "LaunchSettings", "describe_preemption", "device_environment", "join_host_and_port"]
 
-_PREFIX = "JAXPP_FLAX_LAUNCH_"
+_VARIABLE = "JAXPP_FLAX_LAUNCH"
 
 
 class LaunchError(RuntimeError):
@@ -33,8 +34,6 @@ class LaunchSettings:
 
     Example:
       >>> settings = LaunchSettings(coordinator_address="127.0.0.1:4000", num_processes=2, process_id=1)
-      >>> settings.to_environment()["JAXPP_FLAX_LAUNCH_PROCESS_ID"]
-      '1'
       >>> LaunchSettings.from_environment(settings.to_environment()) == settings
       True
       >>> LaunchSettings.from_environment({}) is None
@@ -61,50 +60,24 @@ class LaunchSettings:
             raise LaunchError(f"coordinator_address={self.coordinator_address!r}: it must be 'host:port'.")
 
     def for_every_process(self) -> list[LaunchSettings]:
-        """These settings for each process of the run, in order.
-
-        Example:
-          >>> first = LaunchSettings(coordinator_address="127.0.0.1:4000", num_processes=2, process_id=0)
-          >>> [settings.process_id for settings in first.for_every_process()]
-          [0, 1]
-        """
+        """These settings for each process of the run, in order."""
         return [replace(self, process_id=index) for index in range(self.num_processes)]
 
     def to_environment(self) -> dict[str, str]:
-        """These settings as environment variables."""
-        values = {
-            "COORDINATOR_ADDRESS": self.coordinator_address,
-            "NUM_PROCESSES": str(self.num_processes),
-            "PROCESS_ID": str(self.process_id),
-            "BIND_ADDRESS": self.bind_address or "",
-            "FAILURE_TIMEOUT": repr(self.failure_timeout),
-            "CONTROL_FD": "" if self.control_fd is None else str(self.control_fd),
-        }
-        return {_PREFIX + name: value for name, value in values.items()}
+        """These settings as an environment variable."""
+        return {_VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> LaunchSettings | None:
-        """The settings in the environment variables, or None if no launcher has set any.
-
-        Raises:
-          LaunchError: if only some are set, or one has an invalid value.
-        """
-        if not any(name.startswith(_PREFIX) for name in environment):
+        """The settings in the environment variable, or None if no launcher has set it."""
+        if _VARIABLE not in environment:
             return None
         try:
-            control = environment[_PREFIX + "CONTROL_FD"]
-            return cls(
-                coordinator_address=environment[_PREFIX + "COORDINATOR_ADDRESS"],
-                num_processes=int(environment[_PREFIX + "NUM_PROCESSES"]),
-                process_id=int(environment[_PREFIX + "PROCESS_ID"]),
-                bind_address=environment[_PREFIX + "BIND_ADDRESS"] or None,
-                failure_timeout=float(environment[_PREFIX + "FAILURE_TIMEOUT"]),
-                control_fd=int(control) if control else None,
-            )
-        except (KeyError, ValueError) as error:
+            return cls(**json.loads(environment[_VARIABLE]))
+        except (TypeError, ValueError) as error:
             raise LaunchError(
-                f"the environment variables {_PREFIX}* are incomplete or wrong ({error}). They are set by "
-                "the launcher; unset them all to run without one."
+                f"the environment variable {_VARIABLE} is incomplete or wrong ({error}). It is set by the launcher; "
+                "unset it to run without one."
             ) from error
 
 
@@ -120,11 +93,8 @@ def join_host_and_port(host: str, port: int | str) -> str:
 def device_environment(environment: Mapping[str, str], devices_per_process: int) -> dict[str, str]:
     """The environment variables that give a process its number of virtual devices on CPU.
 
-    Args:
-      environment: the launcher's own; a number of devices in its `XLA_FLAGS` would count for each process.
-      devices_per_process: the number of devices.
+    A number of devices in the launcher's own `XLA_FLAGS` would count for each process.
 
-    Example:
       >>> device_environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, 2)
       {'JAX_NUM_CPU_DEVICES': '2', 'XLA_FLAGS': ''}
     """

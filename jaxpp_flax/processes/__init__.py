@@ -1,6 +1,6 @@
 """How the processes of a run find, compare, await and end one another.
 
-The files, from the lowest up: `waits` (the waits of a process, in words), `store` (the key-value store), `meetings`
+The files, from the lowest up: `waits` (the waits of a process, in words), `store` (the key-value store), `barriers`
 (barriers, exchanges and shared values in the store), `failures` (heartbeats, and errors that another process's failure
 causes), `group` (`ProcessGroup`, which puts these together), `comparison` (programs and values that must be equal).
 

@@ -26,13 +26,11 @@ from jaxpp_flax.processes.waits import name_processes
 __all__ = [
     "ProgramMismatchError",
     "ValuesMismatchError",
-    "collect_faults",
     "compare_hashes",
     "compare_lines",
     "describe_environment",
     "do_in_process_0",
     "exchange_values",
-    "from_process_that_has_it",
     "value_hash",
     "value_text",
 ]
@@ -68,17 +66,15 @@ def compare_lines(group: ProcessGroup, name: str, lines: Sequence[str], timeout_
     """Make sure that lines of text are equal in all processes.
 
     Args:
-      group: the processes; each calls this at the same point of its program.
+      group, timeout_s: as in `exchange_values`.
       name: the lines in words, such as "program 1", for errors.
       lines: the lines of this process.
-      timeout_s: seconds to wait for the slowest process; None: until a process fails.
 
     Returns:
       The hash of the lines, the same in every process.
 
     Raises:
       ProgramMismatchError: naming the first line that differs, and in which processes.
-      BarrierTimeoutError, ProcessFailedError: if a process does not come.
     """
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8)
     digests = group.exchange(f"the hash of {name}", digest.digest(), timeout_s)
@@ -100,9 +96,7 @@ def _first_difference(programs: Sequence[bytes]) -> int:
 
 
 def _describe_difference(name: str, texts: Sequence[str]) -> str:
-    versions: dict[str, list[int]] = {}
-    for process, text in enumerate(texts):
-        versions.setdefault(text, []).append(process)
+    versions = _find_differences([{name: text} for text in texts])[name]
     return (
         f"the processes of this run do not agree on {name}. The first difference:\n{_list_versions(versions)}\n"
         "Every process must run the same script with the same model, batch shapes, schedule and versions; look for "
@@ -125,16 +119,14 @@ def compare_hashes(
     """Make sure that each value is equal in all processes that have it.
 
     Args:
-      group: the processes; each calls this at the same point of its program.
+      group, idle_reason: as in `exchange_values`.
       name: the values together, such as "the initial state", for errors.
       hashes: by the values' names, their hashes or texts (`value_text`); None for a value that this process lacks.
       remedy: the advice that ends the error.
-      idle_reason: as in `ProcessGroup.barrier`.
       among: the part of the values that is compared this time, such as "steps 3 to 4", for errors.
 
     Raises:
       ValuesMismatchError: naming the first value that differs, and in which processes.
-      ProcessFailedError: if a process does not come.
     """
     everyones = exchange_values(group, f"the hashes of {name}", dict(hashes), timeout_s=None, idle_reason=idle_reason)
     wrong = _find_differences(everyones)
@@ -151,9 +143,6 @@ def compare_hashes(
 
 def _find_differences(known: Sequence[Mapping[str, str | None]]) -> dict[str, dict[str, list[int]]]:
     """The names of values whose hashes differ, each with the hashes and the processes that have them.
-
-    Args:
-      known: for each process, hashes by name; None, or no entry, for a value that the process lacks.
 
     >>> _find_differences([{"x": "a", "y": "b"}, {"x": "c", "y": None}, {"x": "a"}])
     {'x': {'a': [0, 2], 'c': [1]}}
@@ -172,9 +161,7 @@ def _find_differences(known: Sequence[Mapping[str, str | None]]) -> dict[str, di
 def value_hash(value: Any, max_elements: int | None = None) -> str | None:
     """Sixteen digits for a value's bits; None if this process has only a part of the value, or only its shape.
 
-    Args:
-      value: an array of any dtype, PRNG keys included, or a number.
-      max_elements: hash about so many evenly spread elements of a larger array. None: all elements.
+    Of an array with more than `max_elements`, about so many evenly spread ones are hashed.
 
     >>> value_hash(np.arange(3)) == value_hash(jnp.arange(3)), value_hash(np.arange(3)) == value_hash(np.arange(1, 4))
     (False, False)
@@ -260,35 +247,11 @@ def exchange_values(
     return [json.loads(answer) for answer in answers]
 
 
-def collect_faults(group: ProcessGroup, name: str, faults: Sequence[str]) -> list[str]:
-    """The faults that all processes have found, in every process.
-
-    Example:
-      >>> collect_faults(ProcessGroup(None, 0, 1), "the check of files", ["a: missing"])
-      ['a: missing']
-    """
-    return [fault for found in exchange_values(group, name, list(faults)) for fault in found]
-
-
-def from_process_that_has_it(group: ProcessGroup, name: str, value: Any) -> Any:
-    """The value of the first process that has one; None stands for no value.
-
-    Example:
-      >>> from_process_that_has_it(ProcessGroup(None, 0, 1), "the checkpoint's step", 4)
-      4
-    """
-    return next(answer for answer in exchange_values(group, name, value) if answer is not None)
-
-
 def do_in_process_0(group: ProcessGroup, name: str, function: Callable[[], Any], *errors: type[Exception]) -> None:
     """Call `function` in process 0, while the others wait; an error there is raised in all processes.
 
-    Args:
-      group: the processes; each calls this at the same point of its program.
-      name: the work in words, for the errors of the processes that wait.
-      function: its result is dropped.
-      errors: the types that the other processes may raise: the first of them that fits process 0's error, else the
-        last one. The message is that of process 0's error.
+    The other processes raise the first of the types `errors` that fits process 0's error, else the last type, with the
+    same message. `name` is the work in words, for the errors of the processes that wait.
 
     Example:
       >>> do_in_process_0(ProcessGroup(None, 0, 1), "the greeting", lambda: print("done"), OSError)

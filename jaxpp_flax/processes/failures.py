@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from jaxpp_flax.processes.barriers import Barriers
 from jaxpp_flax.processes.store import ROOT, KeyValueStore
-from jaxpp_flax.processes.waits import name_processes, reporting_thread
+from jaxpp_flax.processes.waits import Waits, name_processes, reporting_thread
 
 __all__ = [
     "DEFAULT_FAILURE_TIMEOUT",
@@ -67,23 +68,13 @@ class WatchedGroup(Protocol):
     process_index: int
     process_count: int
     failed: threading.Event
+    failure: Failure | None
     service: str
     runs: int
-
-    @property
-    def failure(self) -> Failure | None: ...
-
-    @property
-    def idle_reason(self) -> str | None: ...
-
-    @property
-    def meeting(self) -> str | None: ...
+    waits: Waits
+    barriers: Barriers
 
     def observe(self, failure: Failure, *, tell: bool = False) -> None: ...
-
-    def awaited_processes(self) -> list[tuple[int, int | None]]: ...
-
-    def waits(self) -> list[str]: ...
 
     def was_heard(self, process: int, within_s: float) -> bool: ...
 
@@ -95,8 +86,7 @@ class Watch:
     """Two threads: one exchanges heartbeats through the store, and may hang with it; the other judges, and never waits.
 
     Args:
-      group: the processes.
-      store: the store that all of them share.
+      group, store: all processes, and what they share.
       timeout_s: seconds within which a failure anywhere has ended every process.
       on_failure: called with a failure that this process has not ended by in time.
     """
@@ -121,7 +111,7 @@ class Watch:
         # Each process's last heartbeat, and when it came. Other threads read the mapping: replace it, never change it.
         self._beats: Mapping[int, tuple[bytes, float]] = {}
         self._beats_change = threading.Lock()
-        # For each process awaited in vain, its state and our meeting: since when, and at which of its heartbeats.
+        # For each process awaited in vain, its state and our barrier: since when, and at which of its heartbeats.
         self._vain_since: dict[tuple[int, bytes, str | None], tuple[float, int]] = {}
         self._peers = [index for index in range(group.process_count) if index != group.process_index]
         self._threads = [
@@ -214,15 +204,15 @@ class Watch:
         """The state of this process, as its heartbeats tell it."""
         if self.finished:
             return "finished"
-        if self._group.idle_reason is not None:
-            return f"idle {self._group.runs}: {self._group.idle_reason}"
-        return "running" if self._group.meeting is None else f"meeting: {self._group.meeting}"
+        if self._group.barriers.idle_reason is not None:
+            return f"idle {self._group.runs}: {self._group.barriers.idle_reason}"
+        return "running" if self._group.barriers.current is None else f"barrier: {self._group.barriers.current}"
 
     def _ended_too_early(self, now: float) -> Failure | None:
         """The failure of a process that this one waits for in vain: it has ended its program, or goes no further."""
-        mine, before = self._group.meeting, self._vain_since
+        mine, before = self._group.barriers.current, self._vain_since
         self._vain_since = {}
-        for on, run in self._group.awaited_processes():
+        for on, run in self._group.waits.awaited_processes():
             number, _, state = self._beats.get(on, (b"0", 0.0))[0].partition(b" ")
             why, patience = self._why_in_vain(state, mine, run)
             if why is None:
@@ -232,17 +222,14 @@ class Watch:
             # The process must have told this state repeatedly, however slow this machine or the store is.
             if now - since > patience and int(number) >= beat + _HEARTBEATS:
                 # The waits go into the message: the process that failed prints it too, and does not know them.
-                waits = "; and for ".join(self._group.waits())
+                waits = "; and for ".join(self._group.waits.texts())
                 return Failure(on, f"{why} Process {self._group.process_index} waits for {waits}.")
         return None
 
     def _why_in_vain(self, state: bytes, mine: str | None, run: int | None) -> tuple[str | None, float]:
         """Why it is vain to wait for a process in this state (None: it is not), and the seconds until that is certain.
 
-        Args:
-          state: the state in its last heartbeat.
-          mine: the meeting that this process is at.
-          run: the number of the run that the awaited value comes from.
+        This process is at barrier `mine`, or awaits a value of the run with number `run`.
         """
         kind, _, text = state.decode(errors="replace").partition(": ")
         kind, _, last_run = kind.partition(" ")
@@ -259,7 +246,7 @@ class Watch:
             # A large value of a run that it took part in may be on its way for long.
             never = mine is not None or (run is not None and last_run.isdigit() and run > int(last_run))
             return f"it goes no further while others wait for it: {text}.", soon if never else self._silence
-        if kind == "meeting" and mine not in (None, text):
+        if kind == "barrier" and mine not in (None, text):
             why = (
                 f"it waits for all processes at {text!r}, while process {self._group.process_index} does so at "
                 f"{mine!r}: every process must make the same calls in the same order."
@@ -311,9 +298,7 @@ def may_come_from_a_peer(error: BaseException) -> bool:
 def await_report(group: WatchedGroup, process: int | None) -> None:
     """Wait until a report says which process failed; at most ten seconds.
 
-    Args:
-      group: the processes.
-      process: the sender of the value that has become an error; None if it is unknown.
+    A value that `process` has sent has become an error; None if the sender is unknown.
     """
     begun = time.monotonic()
     while group.process_count > 1 and not group.failed.wait(_POLL_SECONDS):
@@ -323,14 +308,7 @@ def await_report(group: WatchedGroup, process: int | None) -> None:
 
 
 def observe_broken_connection(group: WatchedGroup, process: int, what: str, error: BaseException) -> None:
-    """Record that the connection to process `process` broke, unless a report names the process that failed first.
-
-    Args:
-      group: the processes.
-      process: the sender of the value that has become an error.
-      what: the value in words.
-      error: the error of JAX.
-    """
+    """Record that the connection to process `process` broke, unless a report names the process that failed first."""
     await_report(group, process)
     group.observe(
         Failure(

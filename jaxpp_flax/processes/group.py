@@ -19,6 +19,7 @@ from typing import NoReturn
 import jax
 
 from jaxpp_flax import _compat
+from jaxpp_flax.processes.barriers import Barriers, SharedValues
 from jaxpp_flax.processes.failures import (
     DEFAULT_FAILURE_TIMEOUT,
     PEER_FAILED_STATUS,
@@ -27,11 +28,9 @@ from jaxpp_flax.processes.failures import (
     await_report,
     may_come_from_a_peer,
 )
-from jaxpp_flax.processes.meetings import Meetings, SharedValues
 from jaxpp_flax.processes.store import (
     ROOT,
     CoordinationError,
-    JaxKeyValueStore,
     KeyValueStore,
     ProcessFailedError,
     claim_index,
@@ -53,7 +52,7 @@ class ProcessGroup:
     """All processes of a run, as one of them sees them.
 
     Barriers and exchanges have names. Every process must use the same names in the same order. A name may be used any
-    number of times, and a process may be at several meetings at once, from several threads.
+    number of times, and a process may be at several barriers at once, from several threads.
 
     `watch` starts the heartbeats. From then on, a failure makes every wait here raise `ProcessFailedError`. Code that
     waits for another process by other means does so inside `waiting`, which names the awaited value, and calls `check`.
@@ -64,7 +63,10 @@ class ProcessGroup:
       process_count: how many processes there are.
 
     Attributes:
-      values: small values that one process gives and others read, without a meeting.
+      values: small values that one process gives and others read, without a barrier.
+      barriers: the barriers and exchanges of this process.
+      waits: the present waits of the threads of this process.
+      failure: the first failure that this process knows of; None while all goes well.
       failed: set once a failure is known.
       service: the coordination service in words, for errors.
       identity: a text that names this process, and no other.
@@ -93,17 +95,17 @@ class ProcessGroup:
         self.runs = 0
         self.step: int | None = None
         self._store = store
-        self._waits = Waits()
-        self._meetings = Meetings(store, process_index, process_count, self._waits, self.check)
-        self.values = SharedValues(store, process_index, self._waits, self.check)
+        self.waits = Waits()
+        self.barriers = Barriers(store, process_index, process_count, self.waits, self.check)
+        self.values = SharedValues(store, process_index, self.waits, self.check)
         self._closing: list[Callable[[], None]] = []
-        self._failure: Failure | None = None
+        self.failure: Failure | None = None
         self._waits_at_failure: list[str] = []
         self._reporter: WaitReporter | None = None
         self._watch: Watch | None = None
         self._ending, self._observing = threading.Lock(), threading.Lock()
 
-    # -- meeting points
+    # -- barriers
 
     def barrier(
         self,
@@ -126,7 +128,7 @@ class ProcessGroup:
           BarrierTimeoutError: if some processes have not come in time; it names them.
           ProcessFailedError: if one of them has failed.
         """
-        self._meetings.meet(name, None, timeout_s, title=title, idle_reason=idle_reason)
+        self.barriers.wait(name, None, timeout_s, title=title, idle_reason=idle_reason)
 
     def exchange(
         self, name: str, value: bytes, timeout_s: float | None = None, *, idle_reason: str | None = None
@@ -138,77 +140,45 @@ class ProcessGroup:
         Args:
           name: the values in words, for the error.
           value: this process's value; sizes may differ.
-          timeout_s, idle_reason: as in `barrier`.
+          timeout_s, idle_reason: as in `barrier`, whose errors this raises too.
 
         Returns:
           The values in the order of the processes.
-
-        Raises:
-          BarrierTimeoutError: if some processes have not come in time; it names them.
-          ProcessFailedError: if one of them has failed.
         """
-        return self._meetings.meet(name, value, timeout_s, idle_reason=idle_reason)
-
-    @property
-    def meeting(self) -> str | None:
-        """The barrier or exchange that the main thread is at; None if it is at none."""
-        return self._meetings.current
-
-    @property
-    def idle_reason(self) -> str | None:
-        """Why this process sends nothing until all have come to its meeting; None if it goes on."""
-        return self._meetings.idle_reason
+        return self.barriers.wait(name, value, timeout_s, idle_reason=idle_reason)
 
     # -- failures
 
-    @property
-    def failure(self) -> Failure | None:
-        """The first failure that this process knows of; None while all goes well."""
-        return self._failure
-
     def check(self, cause: BaseException | None = None) -> None:
-        """Raise if a process of the run has failed. Call it while you wait: it costs one attribute's lookup.
+        """Raise `ProcessFailedError` if a process of the run has failed, which has caused the error `cause` here.
 
-        Args:
-          cause: an error here that the failure has caused.
-
-        Raises:
-          ProcessFailedError: naming the process that failed, and the wait of this one.
+        Call it while you wait: it costs one attribute's lookup.
         """
-        if self._failure is not None:
-            raise ProcessFailedError(self.describe(self._failure)) from cause
+        if self.failure is not None:
+            raise ProcessFailedError(self.describe(self.failure)) from cause
 
     def describe(self, failure: Failure) -> str:
         """The failure and the waits of this process, in a sentence or two."""
         # A wait may have been given up since the failure became known.
-        waits = self.waits() or self._waits_at_failure
+        waits = self.waits.texts() or self._waits_at_failure
         awaited = f"was waiting for {'; and for '.join(waits)}" if waits else f"was at {main_thread_location()}"
         return f"{failure}\nProcess {self.process_index} {awaited}."
 
     def report_failure(self, message: str) -> None:
-        """Tell every process that this one cannot go on, and why. Only the first report of a run is kept.
-
-        Args:
-          message: the failure in words, such as a traceback.
-        """
+        """Tell every process that this one cannot go on, and why. Only the first report of a run is kept."""
         self.observe(Failure(self.process_index, message), tell=True)
 
     def observe(self, failure: Failure, *, tell: bool = False) -> None:
-        """Record a failure that the launcher, a transport or the watch has found. The first one counts.
-
-        Args:
-          failure: the failure.
-          tell: also tell the other processes.
-        """
+        """Record a failure that was found here, and `tell` the other processes of it. The first one counts."""
         with self._observing:
-            if self._failure is not None:
+            if self.failure is not None:
                 return
-            waits = self.waits()
+            waits = self.waits.texts()
             if tell and self._store is not None:
                 # Before the waits of this process raise, which may end it.
                 self._tell(self._store, failure)
             self._waits_at_failure = waits
-            self._failure = failure
+            self.failure = failure
             self.failed.set()
 
     def _tell(self, store: KeyValueStore, failure: Failure) -> None:
@@ -216,11 +186,7 @@ class ProcessGroup:
         call_with_limit(lambda: store.set(f"{ROOT}/failures/{self.process_index}", text.encode()), timeout_s=2.0)
 
     def observe_end(self, failure: Failure) -> None:
-        """Record the end of a process, which the launcher saw; the process's own report, if any, says why it ended.
-
-        Args:
-          failure: the end of the process.
-        """
+        """Record the end of a process, which the launcher saw; the process's own report, if any, says why it ended."""
         reports: list[bytes | None] = []
         if self._store is not None:
             get, key = self._store.get, f"{ROOT}/failures/{failure.process}"
@@ -250,20 +216,12 @@ class ProcessGroup:
         """
         if self._store is None and self._reporter is None:
             self._report_waits("this process")  # with several processes `watch` does
-        return self._waits.waiting(what, on, run)
+        return self.waits.waiting(what, on, run)
 
     def _report_waits(self, process: str) -> None:
         after = seconds_from_environment(os.environ, "JAXPP_FLAX_REPORT_AFTER", REPORT_SECONDS)
-        self._reporter = WaitReporter(self._waits, process, after)
+        self._reporter = WaitReporter(self.waits, process, after)
         self._reporter.start()
-
-    def waits(self) -> list[str]:
-        """The present waits of the threads of this process, in words."""
-        return self._waits.texts()
-
-    def awaited_processes(self) -> list[tuple[int, int | None]]:
-        """The processes that the threads of this one wait for now, each with the run that sends the awaited value."""
-        return [(process, wait.run) for wait in self._waits.now() for process in wait.on]
 
     # -- the watch
 
@@ -289,9 +247,8 @@ class ProcessGroup:
           failure_timeout_s: seconds within which a failure anywhere has ended every process. A process counts as
             lost after 60 % of it without a heartbeat. A heartbeat needs Python's lock for a moment: a call that holds
             the lock longer than that (few do) needs a higher value.
-          on_failure: called in a background thread, once, 10 % of the timeout after a failure became known, if the
-            process still lives then. It should end the process, since the main thread may be in a call that never
-            returns. None: `end_process`.
+          on_failure: called once, 10 % of the timeout after a failure became known, if the process still lives then. It
+            should end the process, since the main thread may be in a call that never returns. None: `end_process`.
 
         Raises:
           ValueError: if the timeout is not positive.
@@ -308,14 +265,13 @@ class ProcessGroup:
     def end_process(self, failure: Failure | str) -> NoReturn:
         """Print the failure and the waits of this process on stderr, and end it, whatever its threads are doing.
 
-        Args:
-          failure: the failure; or the whole message, if it names the waits already.
+        A text is the whole message: it names the waits already.
         """
         with self._ending:
             text = failure if isinstance(failure, str) else self.describe(failure)
             print_notice(f"the run has ended: {text}")
             sys.stdout.flush()
-            own = self._failure is not None and self._failure.process == self.process_index
+            own = self.failure is not None and self.failure.process == self.process_index
             os._exit(1 if own else PEER_FAILED_STATUS)
 
     def when_closed(self, function: Callable[[], None]) -> None:
@@ -323,14 +279,7 @@ class ProcessGroup:
         self._closing.append(function)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait until every process has ended its program, and stop the watch. Call it once, at the end.
-
-        Args:
-          timeout_s: seconds to wait, or None to wait until a process fails.
-
-        Raises:
-          BarrierTimeoutError, ProcessFailedError: as `barrier`.
-        """
+        """Wait until every process has ended its program, as `barrier` does, and stop the watch; called once."""
         if self._watch is not None:
             self._watch.finished = True
         self.barrier("the end of the program", timeout_s)
@@ -357,7 +306,8 @@ def process_group() -> ProcessGroup:
     """
     connection = _compat.coordination_client()
     if connection is not None:
-        group = ProcessGroup(JaxKeyValueStore(connection.client), connection.process_index, connection.process_count)
+        client, index, count = connection
+        group = ProcessGroup(KeyValueStore(client), index, count)
         group.service = f"the coordination service at {_compat.coordinator_address()} (the host of process 0)"
         return group
     if jax.distributed.is_initialized():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -13,7 +13,6 @@ __all__ = [
     "ROOT",
     "BarrierTimeoutError",
     "CoordinationError",
-    "JaxKeyValueStore",
     "KeyValueStore",
     "ProcessFailedError",
     "claim_index",
@@ -29,39 +28,15 @@ class CoordinationError(RuntimeError):
 
 
 class BarrierTimeoutError(CoordinationError, TimeoutError):
-    """Some processes did not come to a meeting point in time; the message names them."""
+    """Some processes did not come to a barrier in time; the message names them."""
 
 
 class ProcessFailedError(CoordinationError):
     """Another process of the run was killed, was stopped, or has failed; the message names it."""
 
 
-class KeyValueStore(Protocol):
-    """The operations that this package needs of a store shared by all processes. Keys are paths with slashes."""
-
-    def set(self, key: str, value: bytes) -> None:
-        """Write an entry, replacing the one that is there."""
-        ...
-
-    def get(self, key: str, timeout_s: float) -> bytes | None:
-        """Wait for an entry; None if it does not come in time."""
-        ...
-
-    def list(self, folder: str) -> Mapping[str, bytes]:
-        """The entries whose keys begin with `folder` and a slash, by the rest of the key."""
-        ...
-
-    def add(self, key: str) -> int:
-        """Add one to a counter that begins at zero; returns the sum."""
-        ...
-
-    def delete(self, key: str) -> None:
-        """Delete an entry, and all entries below it."""
-        ...
-
-
-class JaxKeyValueStore:
-    """The store of JAX's coordination service, which process 0 (or the launcher) serves.
+class KeyValueStore:
+    """The store of JAX's coordination service, which process 0 (or the launcher) serves; keys are paths with slashes.
 
     Args:
       client: the client of the service, as `_compat.coordination_client` gives it.
@@ -71,10 +46,12 @@ class JaxKeyValueStore:
         self._client = client
 
     def set(self, key: str, value: bytes) -> None:
+        """Write an entry, replacing the one that is there."""
         with _store_errors():
             self._client.key_value_set_bytes(key, value, allow_overwrite=True)
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
+        """Wait for an entry; None if it does not come in time."""
         with _store_errors():
             try:
                 return self._client.blocking_key_value_get_bytes(key, max(1, int(timeout_s * 1000)))
@@ -84,15 +61,18 @@ class JaxKeyValueStore:
                 raise
 
     def list(self, folder: str) -> dict[str, bytes]:
+        """The entries whose keys begin with `folder` and a slash, by the rest of the key."""
         with _store_errors():
             entries: list[tuple[str, bytes]] = self._client.key_value_dir_get_bytes(folder + "/")
         return {key.removeprefix(folder + "/"): value for key, value in entries}
 
     def add(self, key: str) -> int:
+        """Add one to a counter that begins at zero; returns the sum."""
         with _store_errors():
             return self._client.key_value_increment(key, 1)
 
     def delete(self, key: str) -> None:
+        """Delete an entry, and all entries below it."""
         with _store_errors():
             self._client.key_value_delete(key)
 
@@ -112,14 +92,8 @@ def _store_errors() -> Generator[None]:
 def claim_index(store: KeyValueStore, index: int, count: int, identity: str) -> None:
     """Make sure that no other process has the index of this one: the store could not tell two of them apart.
 
-    Args:
-      store: of the run.
-      index: of this process.
-      count: the number of processes.
-      identity: a text that names this process, and no other.
-
     Raises:
-      CoordinationError: naming both processes, if another one has the index.
+      CoordinationError: naming both processes, by their `identity`, if another one has the index.
     """
     key = f"{ROOT}/claims/{index}"
     if store.add(f"{key}/count") == 1:
@@ -135,9 +109,6 @@ def claim_index(store: KeyValueStore, index: int, count: int, identity: str) -> 
 
 def own_address(coordinator_address: str) -> str:
     """The address by which this host reaches the coordinator. Other processes can reach it, and it is no wildcard.
-
-    Args:
-      coordinator_address: the coordinator's host name or IP address (version 6 in brackets), and its port.
 
     Raises:
       OSError: if the coordinator's name cannot be resolved, or no route leads to it.

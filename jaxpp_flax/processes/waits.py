@@ -101,19 +101,17 @@ class Waits:
         """All waits at the moment: a copy, made in one operation."""
         return list(self._by_thread.copy().values())
 
+    def awaited_processes(self) -> list[tuple[int, int | None]]:
+        """The processes that are waited for now, each with the run that sends the awaited value."""
+        return [(process, wait.run) for wait in self.now() for process in wait.on]
+
     def texts(self) -> list[str]:
         """All waits in words; equal texts of several threads stand there once."""
         return list(dict.fromkeys(map(str, self.now())))
 
 
 class WaitReporter:
-    """Prints long waits on stderr, from a background thread, since the waiting threads cannot.
-
-    Args:
-      waits: of this process.
-      process: this process in words, such as "process 3".
-      after_s: seconds after which a wait is reported first.
-    """
+    """Prints waits longer than `after_s` on stderr, from a background thread, since the waiting threads cannot."""
 
     def __init__(self, waits: Waits, process: str, after_s: float = REPORT_SECONDS) -> None:
         self._waits, self._process, self._after = waits, process, after_s
@@ -186,11 +184,6 @@ def _is_users(frame: FrameType) -> bool:
 def reporting_thread(name: str, target: Callable[[], None], report: Callable[[str], None]) -> threading.Thread:
     """A thread that reports its own error. Otherwise the thread would end unseen, and its work would stay undone.
 
-    Args:
-      name: of the thread.
-      target: the function that the thread runs.
-      report: called once with the error's text.
-
     >>> thread = reporting_thread("watch", lambda: 1 / 0, lambda failure: print(failure.splitlines()[0]))
     >>> thread.start(), thread.join()
     its thread 'watch' failed: ZeroDivisionError: division by zero
@@ -207,9 +200,7 @@ def reporting_thread(name: str, target: Callable[[], None], report: Callable[[st
 
 
 def call_with_limit(function: Callable[[], None], timeout_s: float) -> None:
-    """Call a function, ignore its error, and wait no longer than `timeout_s` seconds for its end.
-
-    For calls to a service that may be the very thing that failed.
+    """Call a function, such as a call to a service that may have failed; ignore its error, and wait no longer for it.
 
     Example:
       >>> call_with_limit(lambda: time.sleep(60.0), timeout_s=0.01)

@@ -20,7 +20,7 @@ from jaxpp_flax.checkpoint.format.paths import PathFilter, shortened
 from jaxpp_flax.checkpoint.reading import RestorePlan, plan_restore
 from jaxpp_flax.checkpoint.store import CheckpointStore, read_json, save_step
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.processes.comparison import compare_lines, exchange_values, from_process_that_has_it
+from jaxpp_flax.processes.comparison import compare_lines, exchange_values
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.trainers.callbacks.states import CallbackStates
 from jaxpp_flax.trainers.data.position import DataPosition, own_position, together
@@ -201,7 +201,8 @@ class Checkpointing:
             ) from error
         step: Any = self._held.memory.step
         known = None if isinstance(step, MpmdArray) and not step.is_partially_addressable else int(step)
-        known = from_process_that_has_it(process_group(), "the step of the checkpoint", known)
+        answers = exchange_values(process_group(), "the step of the checkpoint", known)
+        known = next(answer for answer in answers if answer is not None)
         self._take_position(known, None if only is not None else position)
 
     def _plan(

@@ -162,6 +162,8 @@ def private_jax_is_touched_in_one_file(sources: Sequence[Source]) -> Iterator[st
         for node in source.nodes:
             if isinstance(node, ast.Attribute) and node.attr == "_src" and ast.unparse(node.value) == "jax":
                 yield f"{source.at(node.lineno)}: jax._src belongs in {ONLY_FILE_WITH_PRIVATE_JAX}"
+            if isinstance(node, ast.Constant) and str(node.value).startswith("jax._src"):
+                yield f"{source.at(node.lineno)}: {node.value!r} belongs in {ONLY_FILE_WITH_PRIVATE_JAX}"
 
 
 def nothing_is_unpickled(sources: Sequence[Source]) -> Iterator[str]:

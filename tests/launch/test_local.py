@@ -77,9 +77,9 @@ def test_all_sockets_listen_on_loopback(tmp_path: Path):
         + """
 import jax
 from jax.experimental import multihost_utils
-from jaxpp_flax.engine.runtime.transport.connection import process_link
+from jaxpp_flax.engine.runtime.transport.connection import process_connection
 multihost_utils.process_allgather(jax.numpy.zeros(1))
-process_link()
+process_connection()
 print("ready")
 while not os.path.exists("looked"):
     time.sleep(0.05)
@@ -352,8 +352,8 @@ def test_a_thread_that_keeps_a_process_from_its_end_is_named_and_ends_all(tmp_pa
         BEGIN
         + """
 import threading
-from jaxpp_flax.launch.process import interpreter_exit
-interpreter_exit._SECONDS_IN_SILENCE, interpreter_exit.EXIT_SECONDS = 1.0, 2.0
+from jaxpp_flax.launch.process import process_end
+process_end._SECONDS_IN_SILENCE, process_end.EXIT_SECONDS = 1.0, 2.0
 if index == 1:
     threading.Thread(target=time.sleep, args=(1000,), name="uploader").start()
 """

@@ -45,7 +45,8 @@ def test_a_hangup_that_is_ignored_stays_so():
         with handled_signals():
             assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        with handled_signals() as signals:
-            assert signal.getsignal(signal.SIGHUP) is signals
+        with handled_signals() as received:
+            signal.raise_signal(signal.SIGHUP)
+            assert received == [signal.SIGHUP]
     finally:
         signal.signal(signal.SIGHUP, before)

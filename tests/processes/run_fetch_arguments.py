@@ -26,8 +26,7 @@ from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding  # noqa:
 from jaxpp_flax.engine.arrays.placing import place_on_ranks  # noqa: E402
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop  # noqa: E402
 from jaxpp_flax.engine.runtime.fetching import Wanted, bring  # noqa: E402
-from jaxpp_flax.engine.runtime.instruction_loop import Across  # noqa: E402
-from jaxpp_flax.engine.runtime.transport.connection import process_link  # noqa: E402
+from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram, process_connection  # noqa: E402
 from jaxpp_flax.schedules import GPipe, Std1F1B  # noqa: E402
 from tests.engine.toys import chain, sgd_step  # noqa: E402
 from tests.helpers import batch_of, tree_allclose  # noqa: E402
@@ -63,7 +62,7 @@ def on_host(value: Any) -> np.ndarray:
 
 def check_moves() -> None:
     """From some ranks to others and back: the same bits, with the same partition."""
-    across = Across(process_link(), "test", "test")
+    distributed = DistributedProgram(process_connection(), "test", "test")
     number = 0
     for mesh_name, mesh in MESHES.items():
         ranks = range(mesh.mpmd_dim)
@@ -72,8 +71,8 @@ def check_moves() -> None:
             for spec in (P(), P("data")) if mesh_name != "single" and np.shape(value) else (P(),):
                 for begin, wanted in moves:
                     leaf = place_on_ranks(value, MpmdSharding(mesh, begin, spec))
-                    there = moved(leaf, wanted, across, number)
-                    back = moved(there, begin, across, number + 1)
+                    there = moved(leaf, wanted, distributed, number)
+                    back = moved(there, begin, distributed, number + 1)
                     number += 2
                     for array in (there, back):
                         for rank, part in array._partially_addressable_arrays.items():
@@ -85,10 +84,10 @@ def check_moves() -> None:
     print(f"{number} moves", flush=True)
 
 
-def moved(leaf: MpmdArray, ranks: Any, across: Across, number: int) -> MpmdArray:
+def moved(leaf: MpmdArray, ranks: Any, distributed: DistributedProgram, number: int) -> MpmdArray:
     """The leaf on the ranks that it is brought to, and no others."""
     mesh = leaf.sharding.mpmd_mesh
-    parts = bring(leaf, Wanted(mesh, tuple(ranks), leaf.spec, "['x']"), across, number, 0)
+    parts = bring(leaf, Wanted(mesh, tuple(ranks), leaf.spec, "['x']"), distributed, number, 0)
     assert set(parts) == {rank for rank in ranks if mesh.is_local(rank)}
     return MpmdArray(parts, MpmdSharding(mesh, ranks, leaf.spec), shape=leaf.shape, dtype=leaf.dtype)
 

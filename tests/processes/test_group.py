@@ -1,4 +1,4 @@
-"""The process group: meetings, failures and the watch, over a store in memory; real processes are in tests/launch."""
+"""The process group: barriers, failures and the watch, over a store in memory; real processes are in tests/launch."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_nobody_leaves_a_barrier_before_everyone_has_come():
     assert not missed
 
 
-def test_the_store_does_not_grow_with_the_number_of_meetings():
+def test_the_store_does_not_grow_with_the_number_of_barriers():
     store = MemoryStore()
     members = groups(2, store)
     sizes: list[int] = []
@@ -212,7 +212,7 @@ def test_a_store_that_hangs_is_a_failure_too():
 def test_a_thread_of_the_watch_that_fails_ends_the_process_and_is_told(monkeypatch: pytest.MonkeyPatch):
     store = MemoryStore()
     members = groups(2, store)
-    monkeypatch.setattr(members[0], "awaited_processes", lambda: 1 / 0)
+    monkeypatch.setattr(members[0].waits, "awaited_processes", lambda: 1 / 0)
     ended: list[Failure] = []
     for member in members:
         member.watch(4.0, ended.append)
@@ -265,10 +265,10 @@ def test_what_a_process_will_never_send_is_not_waited_for_long(run: int):
 
 
 def meet_as_main(group: ProcessGroup, name: str, messages: list[str], *, idle: str | None = None) -> threading.Thread:
-    """A thread that plays a process's main thread, and comes to a meeting; it notes the error."""
+    """A thread that plays a process's main thread, and comes to a barrier; it notes the error."""
 
     def meet() -> None:
-        group._meetings._main_thread = threading.current_thread()
+        group.barriers._main_thread = threading.current_thread()
         with pytest.raises(ProcessFailedError) as caught:
             group.exchange(name, b"", idle_reason=idle)
         messages.append(str(caught.value))
@@ -299,7 +299,7 @@ def test_processes_that_wait_for_all_at_different_places_are_told(idle: str | No
         assert re.search("trainer.save|the end of fit|its data ended", message), message
 
 
-def test_a_process_that_ended_its_program_is_not_waited_for_at_a_meeting():
+def test_a_process_that_ended_its_program_is_not_waited_for_at_a_barrier():
     members = groups(2)
     for member in members:
         member.watch(2.0, nothing)
@@ -320,7 +320,7 @@ def test_a_process_that_ended_its_program_is_not_waited_for_at_a_meeting():
     assert "was waiting for trainer.save (from process 1)" in messages[0]
 
 
-def test_a_meeting_of_a_background_thread_is_no_sign_of_a_deadlock():
+def test_a_barrier_of_a_background_thread_is_no_sign_of_a_deadlock():
     members = groups(2)
     for member in members:
         member.watch(1.0, nothing)
@@ -330,7 +330,7 @@ def test_a_meeting_of_a_background_thread_is_no_sign_of_a_deadlock():
         threading.Thread(target=lambda m=m: m.barrier("the end of fit", idle_reason="done"), daemon=True)
         for m in members
     ]
-    members[1]._meetings._main_thread = ended[1]
+    members[1].barriers._main_thread = ended[1]
     ended[1].start()
     time.sleep(2.0)  # process 1's own thread is to come, however long it writes
     assert members[0].failure is None
@@ -348,10 +348,10 @@ def test_waits_nest_and_end():
     group = ProcessGroup(None, 0, 1)
     with group.waiting("a"):
         with group.waiting(lambda: "b", on=3):
-            assert group.waits() == ["a: b (from process 3)"]
-            assert group.awaited_processes() == [(3, None)]
-        assert group.waits() == ["a"]
-    assert group.waits() == []
+            assert group.waits.texts() == ["a: b (from process 3)"]
+            assert group.waits.awaited_processes() == [(3, None)]
+        assert group.waits.texts() == ["a"]
+    assert group.waits.texts() == []
 
 
 def test_a_timeout_must_be_positive():

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import pytest
 
-from jaxpp_flax.processes.store import CoordinationError, JaxKeyValueStore
+from jaxpp_flax.processes.store import CoordinationError, KeyValueStore
 
 
 class Gone:
@@ -21,7 +21,7 @@ class Gone:
 
 
 def test_a_service_that_is_gone_is_named_with_what_to_do():
-    store = JaxKeyValueStore(Gone())
+    store = KeyValueStore(Gone())
     for call in (
         lambda: store.set("k", b""),
         lambda: store.get("k", 1.0),

@@ -44,12 +44,12 @@ def test_data_that_take_long_are_waited_for_by_name(draw: Any, what: str):
 
     def data() -> Any:
         for batch in range(2):
-            seen.append(process_group().waits())
+            seen.append(process_group().waits.texts())
             yield batch
 
     assert list(draw(data())) == [0, 1]
     assert seen == [[what], [what]]
-    assert process_group().waits() == []
+    assert process_group().waits.texts() == []
 
 
 def test_a_launched_run_with_too_few_devices_is_told_what_its_launcher_takes(monkeypatch: pytest.MonkeyPatch):

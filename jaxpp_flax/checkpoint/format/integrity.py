@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 
 from jaxpp_flax.checkpoint.errors import CorruptCheckpointError
-from jaxpp_flax.processes.comparison import collect_faults
+from jaxpp_flax.processes.comparison import exchange_values
 from jaxpp_flax.processes.group import process_group
 
 __all__ = ["DIGESTS", "check_files", "describe_checkpoint", "write_digests"]
@@ -77,7 +77,8 @@ def check_files(directory: Path) -> None:
             faults.append(f"{name}: {path.stat().st_size} bytes, {size} were written")
         elif _crc(path) != crc:
             faults.append(f"{name}: other bytes than were written")
-    faults = sorted(collect_faults(process_group(), "the comparison of files with their digests", faults))
+    everyones = exchange_values(process_group(), "the comparison of files with their digests", faults)
+    faults = sorted(fault for found in everyones for fault in found)
     if faults:
         raise CorruptCheckpointError(
             "\n  ".join([f"checkpoint {directory} is damaged; restore another one (an earlier step). Files:", *faults])

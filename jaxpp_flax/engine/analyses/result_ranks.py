@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.tracing.ir import Atom, Value
 
-__all__ = ["Audience"]
+__all__ = ["ResultRanks"]
 
 _SMALL_BYTES = 1024  # a vector of losses; larger results are sent to all processes only on request
 
 
 @dataclass(frozen=True)
-class Audience:
+class ResultRanks:
     """The processes that own devices of each rank, and for each result whether every process must get it.
 
     Without a request, a result goes to all processes if it is a scalar, or if it is small and not the new value of an
     argument: a loss for each microbatch, but not the bias of a layer.
 
     Example:
-      >>> audience = Audience(owners=(frozenset({0}), frozenset({0}), frozenset({1})), everywhere=(True,))
-      >>> sorted(audience.reaching_all(frozenset({2})))
+      >>> result_ranks = ResultRanks(owners=(frozenset({0}), frozenset({0}), frozenset({1})), everywhere=(True,))
+      >>> sorted(result_ranks.reaching_all(frozenset({2})))
       [0, 2]
     """
 
@@ -30,8 +30,8 @@ class Audience:
     everywhere: tuple[bool, ...]
 
     @classmethod
-    def of(cls, mesh: MpmdMesh, everywhere: Sequence[bool]) -> Audience | None:
-        """Make the audience of a mesh; None if one process owns the whole mesh."""
+    def of(cls, mesh: MpmdMesh, everywhere: Sequence[bool]) -> ResultRanks | None:
+        """Make the rule for a mesh; None if one process owns the whole mesh."""
         owners = tuple(
             frozenset(device.process_index for device in mesh.rank_devices(rank)) for rank in range(mesh.mpmd_dim)
         )

@@ -95,7 +95,7 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass(
         "place",
-        lambda step, settings: place(step, settings.audience),
+        lambda step, settings: place(step, settings.result_ranks),
         requires="lowered loops",
         ensures="every equation runs on the ranks that read its results; moves bring the rest",
     ),
@@ -107,7 +107,7 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass(
         "liveness",
-        lambda program, settings: allocate(program, settings.donated, keep_received=settings.audience is not None),
+        lambda program, settings: allocate(program, settings.donated, keep_received=settings.result_ranks is not None),
         requires="each slot written once",
         ensures="values are donated or freed at their last use, and slots are used again",
     ),

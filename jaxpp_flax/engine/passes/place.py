@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.analyses.result_ranks import Audience
+from jaxpp_flax.engine.analyses.result_ranks import ResultRanks
 from jaxpp_flax.engine.passes.loop.lower_loops import Lowered
 from jaxpp_flax.engine.passes.placed import Loop, Move, Placed, Segment
 from jaxpp_flax.engine.passes.split_conditions import is_condition, select_between_branches
@@ -34,12 +34,12 @@ class PlacementWarning(UserWarning):
     """Work outside the loop mixes large values of several ranks."""
 
 
-def place(step: Lowered, audience: Audience | None = None) -> Placed:
+def place(step: Lowered, result_ranks: ResultRanks | None = None) -> Placed:
     """Choose the ranks of each outer equation.
 
     Args:
       step: the step's equations and loops.
-      audience: with several processes: the owners of each rank, and the results that all processes get.
+      result_ranks: with several processes: the owners of each rank, and the results that all processes get.
     """
     outputs = step.outputs
     placer = _Placer(step)
@@ -48,11 +48,11 @@ def place(step: Lowered, audience: Audience | None = None) -> Placed:
     placer.demand([frozenset()] * len(outputs))
     wanted = [placer.ranks_of_updated(atom) for atom in outputs]
     for_all = [False] * len(outputs)
-    if audience is not None:
-        for_all = [audience.is_for_all(i, atom, wanted[i]) for i, atom in enumerate(outputs)]
+    if result_ranks is not None:
+        for_all = [result_ranks.is_for_all(i, atom, wanted[i]) for i, atom in enumerate(outputs)]
         for i, atom in enumerate(outputs):
             if for_all[i]:
-                wanted[i] = audience.reaching_all(wanted[i] or frozenset(placer.default_ranks(atom)))
+                wanted[i] = result_ranks.reaching_all(wanted[i] or frozenset(placer.default_ranks(atom)))
     placer.demand(wanted)
     return replace(placer.emit(), for_all=tuple(for_all))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from jaxpp_flax.engine.analyses.result_ranks import Audience
+from jaxpp_flax.engine.analyses.result_ranks import ResultRanks
 from jaxpp_flax.engine.analyses.shards import ShardCounts
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
 
@@ -28,7 +28,7 @@ class Settings:
       donated: for each input of the step, whether its buffers may be reused.
       specs: the partition of each input inside a submesh.
       shards: returns the number of shards over an entry of a spec.
-      audience: with several processes, the results that all of them get.
+      result_ranks: with several processes, the results that all of them get.
     """
 
     num_ranks: int
@@ -36,7 +36,7 @@ class Settings:
     donated: Sequence[bool]
     specs: Sequence[PartitionSpec]
     shards: ShardCounts
-    audience: Audience | None = None
+    result_ranks: ResultRanks | None = None
 
 
 @dataclass(frozen=True)

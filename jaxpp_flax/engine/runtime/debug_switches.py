@@ -21,11 +21,7 @@ Step = Callable[[list[Any]], None]
 
 
 def refuse_disabled_jit(what: str) -> None:
-    """Refuse to compile `what` while `jax.disable_jit` is on.
-
-    Raises:
-      RuntimeError: if `jax.disable_jit` is on.
-    """
+    """Refuse to compile `what` while `jax.disable_jit` is on."""
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise RuntimeError(
             f"jax.disable_jit is on (or JAX_DISABLE_JIT is set), but {what} runs as compiled programs, one for each "
@@ -96,11 +92,7 @@ class SpecialValues:
         return [partial(_looking_away_in, step) for step in steps]
 
     def look_at_results(self, environment: Sequence[Any]) -> None:
-        """Refuse results that hold such a value, after an unwatched step.
-
-        Raises:
-          FloatingPointError: naming the results' ranks; the first task is unknown.
-        """
+        """Refuse results that hold such a value, after an unwatched step: the first task is unknown."""
         made = {slot for i in self.program.instructions for slot in i.writes()}
         for position, result in enumerate(self.program.results):
             for rank, slot in result.items() if isinstance(result, dict) else ():
@@ -126,11 +118,7 @@ class SpecialValues:
             preset.difference_update(given, instruction.writes())
 
     def finish(self) -> None:
-        """Refuse results that hold such a value.
-
-        Raises:
-          FloatingPointError: naming the first task that made one.
-        """
+        """Refuse results that hold such a value, naming the first task that made one."""
         results = {slot for result in self.program.results if isinstance(result, dict) for slot in result.values()}
         if not results.isdisjoint(self._slots):
             raise FloatingPointError(

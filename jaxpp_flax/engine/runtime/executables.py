@@ -24,14 +24,11 @@ from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical, carried_over, s
 from jaxpp_flax.engine.passes.loop.wide_sums import with_wide_sums
 from jaxpp_flax.engine.program.program import Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.program.specs import initial_spec, specs_wanted, usable_donations, with_own_results
-from jaxpp_flax.engine.runtime.shared_specs import SharedSpecs
+from jaxpp_flax.engine.runtime.startup import SharedSpecs
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, everywhere, memory_kind_of, struct_of
 
 __all__ = ["Executables", "TaskCompiler", "compile_program"]
-
-# Called after each compilation with (tasks compiled, tasks in all, name).
-Progress = Callable[[int, int, str], None]
 
 MeshT = TypeVar("MeshT", bound=RankMeshes)
 
@@ -151,7 +148,6 @@ def compile_program(
     result_specs: Sequence[PartitionSpec | None],
     argument_avals: Sequence[Any],
     ranks: Sequence[int],
-    progress: Progress | None = None,
     shared: SharedSpecs | None = None,
 ) -> Executables:
     """Compile the tasks of `ranks` in program order, finding shardings on the way.
@@ -159,14 +155,12 @@ def compile_program(
     Args:
       program: with slots allocated.
       compiler: shared by all programs of one step function, so that identical tasks compile once.
-      argument_specs: for each argument of the program.
+      argument_specs, argument_avals: for each argument of the program.
       result_specs: for each result; `None` keeps the spec that XLA chose.
-      argument_avals: the type of each argument.
       ranks: the ranks of this process.
-      progress: called after each task.
       shared: given if other processes own some ranks: tells how their tasks partition their results.
     """
-    walk = _Walk(program, compiler, argument_specs, result_specs, argument_avals, set(ranks), progress, shared)
+    walk = _Walk(program, compiler, argument_specs, result_specs, argument_avals, set(ranks), shared)
     for number, instruction in enumerate(program.instructions):
         if isinstance(instruction, Run):
             walk.run(number, instruction)
@@ -209,38 +203,35 @@ _AllHeld: TypeAlias = "tuple[_Held, ...]"
 _Result: TypeAlias = "tuple[Any, _AllHeld]"  # of a run: its executable, and the contents of its outputs
 
 
+@dataclass(eq=False)
 class _Walk:
     """Goes through a program in order and keeps the contents of each slot."""
 
-    def __init__(
-        self,
-        program: Program,
-        compiler: TaskCompiler[Any],
-        argument_specs: Sequence[PartitionSpec],
-        result_specs: Sequence[PartitionSpec | None],
-        argument_avals: Sequence[Any],
-        ranks: set[int],
-        progress: Progress | None,
-        shared: SharedSpecs | None,
-    ) -> None:
-        self.program, self.compiler, self.argument_specs = program, compiler, argument_specs
-        self.result_specs = result_specs
-        self.ranks, self.progress, self.shared = ranks, progress, shared
-        self.mesh: RankMeshes = compiler.mesh
+    program: Program
+    compiler: TaskCompiler[Any]
+    argument_specs: Sequence[PartitionSpec]
+    result_specs: Sequence[PartitionSpec | None]
+    argument_avals: Sequence[Any]
+    ranks: set[int]
+    shared: SharedSpecs | None
+    first: dict[int, _Result] = field(default_factory=dict)  # of each task's first run
+    by_specs: dict[tuple[int, tuple[PartitionSpec, ...]], _Result] = field(default_factory=dict)
+    by_held: dict[tuple[int, _AllHeld], _Result] = field(default_factory=dict)
+    carried: dict[tuple[_Held, int], _Held] = field(default_factory=dict)  # to ranks with meshes of other shapes
+    sent: dict[int, _AllHeld] = field(default_factory=dict)
+    received: dict[int, _AllHeld] = field(default_factory=dict)
+    written: dict[int, _AllHeld] = field(default_factory=dict)
+    variants: dict[int, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        program = self.program
+        self.mesh: RankMeshes = self.compiler.mesh
         self.mesh_shapes = [dict(mesh.shape) for mesh in self.mesh.unstack]
-        self.wanted = specs_wanted(program, result_specs, self._alike)
+        self.wanted = specs_wanted(program, self.result_specs, self._alike)
         self.held: dict[int, _Held] = dict.fromkeys(program.indices.values(), _Held(PartitionSpec()))
-        for slots, spec, aval in zip(program.arguments, argument_specs, argument_avals, strict=True):
+        for slots, spec, aval in zip(program.arguments, self.argument_specs, self.argument_avals, strict=True):
             self.held.update(dict.fromkeys(slots.values(), _Held(spec, aval)))
         self.compiled: list[Any] = [None] * len(program.tasks)
-        self.first: dict[int, _Result] = {}  # of each task's first run
-        self.by_specs: dict[tuple[int, tuple[PartitionSpec, ...]], _Result] = {}
-        self.by_held: dict[tuple[int, _AllHeld], _Result] = {}
-        self.carried: dict[tuple[_Held, int], _Held] = {}  # to ranks with meshes of other shapes
-        self.sent: dict[int, _AllHeld] = {}
-        self.received: dict[int, _AllHeld] = {}
-        self.written: dict[int, _AllHeld] = {}
-        self.variants: dict[int, Any] = {}
 
     def run(self, number: int, run: Run) -> None:
         key = run.task, tuple(map(self.held.__getitem__, run.inputs))
@@ -275,9 +266,6 @@ class _Walk:
         self.compiled[run.task] = executable
         if shared is not None:
             shared.publish(program, run.task, [held.spec for held in made])
-        if self.progress is not None:
-            count = sum(task.rank in self.ranks for task in program.tasks)
-            self.progress(len(self.compiled) - self.compiled.count(None), count, task.name)
         return executable, made
 
     def _compile(self, number: int, run: Run) -> _Result:

@@ -9,9 +9,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import RankMeshes, named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.runtime.instruction_loop import Across
-from jaxpp_flax.engine.runtime.transport.process_transfer import Crossing
-from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan
+from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
+from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan, standard_index
 
 __all__ = ["Wanted", "bring", "check_parts"]
 
@@ -38,19 +37,16 @@ class Wanted:
         return sharding.spec == self.spec and named_memory(sharding) == self.memory_kind
 
 
-def bring(leaf: MpmdArray, wanted: Wanted, across: Across, call: int, argument: int) -> dict[int, jax.Array]:
+def bring(
+    leaf: MpmdArray, wanted: Wanted, distributed: DistributedProgram, call: int, argument: int
+) -> dict[int, jax.Array]:
     """Return replicas of `leaf` for this process's wanted ranks; a replica is moved if a rank lacks one.
 
     Every process calls this with the same array at the same point, because all of them know where the array lives.
     Connections to new peers are opened on the way. A replica arrives with the partition that the step wants, or with
     its old partition; then this process can repartition it by itself.
 
-    Args:
-      leaf: the argument.
-      wanted: the ranks that read it.
-      across: this process's link.
-      call: counts the calls of the step; no two calls may have the same number.
-      argument: the position of the argument.
+    No two calls of the step may have the same number `call`; `argument` is the position of the argument.
 
     Raises:
       ValueError: in every process, and before anything is sent, if parts of the array in different processes would
@@ -65,11 +61,11 @@ def bring(leaf: MpmdArray, wanted: Wanted, across: Across, call: int, argument: 
             lies = leaf.sharding.local_sharding(source)
             what = f"rank {rank}: argument{wanted.name} of the step, which rank {source} has"
             route = plan([Leaf(leaf.shape, leaf.dtype, lies, target)], jax.process_index(), what)
-            across.link.connect(route.own_parcels())
+            distributed.connection.connect(route.own_parcels())
             if part is not None and part.is_deleted():
                 raise RuntimeError(leaf._deleted_message(source))  # pyright: ignore[reportPrivateUsage]
-            tag = across.tag(0, call, f"/argument-{argument}-to-{rank}")
-            (part,) = Crossing(across.link, route, [True])([part], tag)
+            tag = distributed.tag(0, call, f"/argument-{argument}-to-{rank}")
+            (part,) = route.move(distributed.connection, [part], [True], tag)
         if part is not None and rank in wanted.mesh.local_ranks:
             found[rank] = part
     return found
@@ -121,10 +117,7 @@ def _same_spec(mesh: Mesh, leaf: MpmdArray) -> NamedSharding | None:
 
 def _pieces(sharding: NamedSharding, shape: tuple[int, ...]) -> set[tuple[tuple[int, int, int], ...]]:
     """Return the parts of an array that its devices hold."""
-    return {
-        tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
-        for index in sharding.devices_indices_map(shape).values()
-    }
+    return {standard_index(index, shape) for index in sharding.devices_indices_map(shape).values()}
 
 
 def _processes(sharding: NamedSharding) -> set[int]:
@@ -147,15 +140,7 @@ def _refusal(leaf: MpmdArray, wanted: Wanted, rank: int) -> ValueError:
 
 
 def check_parts(value: jax.Array, wanted: Wanted) -> None:
-    """Refuse an array over several processes if one process lacks parts that it needs; all processes refuse it.
-
-    Args:
-      value: not fully addressable.
-      wanted: the ranks that read it.
-
-    Raises:
-      ValueError: naming the argument and the rank.
-    """
+    """Refuse an array over several processes if one process lacks parts that it needs; all processes refuse it."""
     has = {device.process_index for device in value.sharding.device_set}
     for rank in wanted.ranks:
         target = wanted.on(rank)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -16,42 +15,17 @@ from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.engine.program.program import Free, Program, Run, Transfer
 from jaxpp_flax.engine.runtime.debug_switches import SpecialValues
 from jaxpp_flax.engine.runtime.executables import Executables
-from jaxpp_flax.engine.runtime.profile import TaskTiming, run_profiled
+from jaxpp_flax.engine.runtime.profile import TaskTiming, collector, run_profiled, run_timed
 from jaxpp_flax.engine.runtime.shared_buffers import handed_over
-from jaxpp_flax.engine.runtime.task_times import collector, run_timed
-from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag
-from jaxpp_flax.engine.runtime.transport.connection import Link
-from jaxpp_flax.engine.runtime.transport.process_transfer import Crossing
+from jaxpp_flax.engine.runtime.transport.base import Parcel
+from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
 from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 
-__all__ = ["Across", "Runtime"]
+__all__ = ["Runtime"]
 
 Environment = list[Any]
 Step = Callable[[Environment], None]
-
-
-@dataclass(frozen=True)
-class Across:
-    """This process's part in a program of several processes: its link to the others, and the program's names.
-
-    `title` is for people ("program 2"). `name` is unique to this program, even after a change of the code.
-    """
-
-    link: Link
-    title: str
-    name: str
-
-    def tag(self, number: int, call: int, part: str = "") -> Tag:
-        """Return the name of a transfer.
-
-        Args:
-          number: the place of the transfer in the program.
-          call: the number of the program's call, counted from 1.
-          part: a part of the program's name, for a transfer that is not one of its instructions.
-        """
-        step = self.link.group.step
-        return Tag(f"{self.name}{part}", call if step is None else step, number, call)
 
 
 class Runtime:
@@ -62,17 +36,21 @@ class Runtime:
     """
 
     def __init__(
-        self, program: Program, executables: Executables, mesh: RankMeshes, across: Across | None = None
+        self,
+        program: Program,
+        executables: Executables,
+        mesh: RankMeshes,
+        distributed: DistributedProgram | None = None,
     ) -> None:
         self.program = program
         self.parcels: list[Parcel] = []  # what this process sends and receives in a step
-        self._across = across
+        self._distributed = distributed
         self._calls = 0
         self._mesh, self._executables = mesh, executables
-        if across is not None:
+        if distributed is not None:
             _refuse_other_memory(program, executables)
-        self._given_away = _given_away(program) if across is not None else {}
-        self._awaiting = _awaiting(program) if across is not None else {}
+        self._given_away = _given_away(program) if distributed is not None else {}
+        self._awaiting = _awaiting(program) if distributed is not None else {}
         # Slots are reused, so most instructions equal earlier ones, and share their functions and shardings.
         self._step_of, self._transfer_of, self._shardings_of = cache(partial), cache(_bind_transfer), cache(_shardings)
         local = set(mesh.local_ranks)
@@ -103,7 +81,9 @@ class Runtime:
         if isinstance(instruction, Run):
             executable = self._executables.variants.get(number, self._executables.tasks[instruction.task])
             run = self._step_of(_run, executable, instruction.inputs, instruction.outputs)
-            return run if self._across is None else self._step_of(_after, self._across.link.window.before_task, run)
+            if self._distributed is None:
+                return run
+            return self._step_of(_after, self._distributed.connection.window.before_task, run)
         return self._step_of(_free, instruction.slots, instruction.delete)
 
     def _bind_any_transfer(self, number: int, instruction: Transfer, local: set[int]) -> Step | None:
@@ -112,14 +92,14 @@ class Runtime:
         memories = tuple(memory_kind_of(aval) for aval in types)
         shardings = self._shardings_of(target, self._executables.transfer_specs[number], memories)
         here = {instruction.source, instruction.target} <= local
-        if self._across is None or (here and not (source.is_multi_process or target.is_multi_process)):
+        if self._distributed is None or (here and not (source.is_multi_process or target.is_multi_process)):
             # Only for ranks of one device: with several devices, two ranks may partition a value differently.
             together = source.size == target.size == 1 and source.devices.flat[0] == target.devices.flat[0]
             handed = self._handed_over[number] if together else frozenset[int]()
             return self._transfer_of(instruction, shardings, handed)
-        across, link = self._across, self._across.link
+        distributed, connection = self._distributed, self._distributed.connection
         concerned = not local.isdisjoint((instruction.source, instruction.target))
-        if not concerned and not link.transport.needs_global_order:
+        if not concerned and not connection.transport.needs_global_order:
             return None
         specs = self._executables.source_specs[number]
         leaves = [
@@ -128,12 +108,12 @@ class Runtime:
         ]
         route = plan(leaves, jax.process_index(), self._awaiting[number])
         self.parcels += route.own_parcels()
-        crossing = Crossing(link, route, self._given_away[number])
+        private = self._given_away[number]
         sent = instruction.sent if instruction.source in local else (None,) * len(leaves)
 
         def step(environment: Environment) -> None:
             arrays = [None if slot is None else environment[slot] for slot in sent]
-            arrived = crossing(arrays, across.tag(number, self._calls))
+            arrived = route.move(connection, arrays, private, distributed.tag(number, self._calls))
             for slot, array in zip(instruction.received, arrived, strict=True):
                 environment[slot] = array
 
@@ -146,8 +126,8 @@ class Runtime:
           FloatingPointError: if a result holds a value that `jax.debug_nans` or `jax.debug_infs` look for.
         """
         self._calls += 1
-        if self._across is not None:
-            self._across.link.group.runs += 1
+        if self._distributed is not None:
+            self._distributed.connection.group.runs += 1
         for slot, index in self._indices.items():
             environment[slot] = index
         bound, steps = self._bound, self._steps

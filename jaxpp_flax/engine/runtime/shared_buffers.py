@@ -18,9 +18,6 @@ def handed_over(program: Program) -> dict[int, frozenset[int]]:
     There are two cases. Either the source forgets the value at once: the value moves. Or the source keeps the value (it
     never donates a value that it has sent), and the target neither donates nor returns it. The caller's arguments never
     move. Donated arguments are not shared either, because they are deleted at their last use on the source.
-
-    Args:
-      program: the result of `allocate`.
     """
     results = {slot for result in program.results if isinstance(result, dict) for slot in result.values()}
     deleted = {slot for i in program.instructions if isinstance(i, Free) for slot in i.delete}

@@ -1,8 +1,10 @@
-"""The start of a program in several processes: they compare the program, connect, and wait for one another."""
+"""The start of a program in several processes: they compare the program, compile it, connect, and wait for all."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -11,13 +13,11 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.program.description import describe_program
 from jaxpp_flax.engine.program.program import Program
-from jaxpp_flax.engine.runtime.instruction_loop import Across
-from jaxpp_flax.engine.runtime.shared_specs import SharedSpecs
 from jaxpp_flax.engine.runtime.transport.base import Parcel
-from jaxpp_flax.engine.runtime.transport.connection import process_link
+from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram, process_connection
 from jaxpp_flax.processes.comparison import compare_hashes, compare_lines, describe_environment, value_text
 
-__all__ = ["compare_values", "meet", "start"]
+__all__ = ["SharedSpecs", "compare_programs", "compare_values", "start"]
 
 _REMEDY = (
     "Several processes read it, each its own value. Make it from the same seed and the same files in each, or in one "
@@ -25,12 +25,12 @@ _REMEDY = (
 )
 
 
-def meet(
+def compare_programs(
     mesh: MpmdMesh,
     program: Program,
     argument_specs: Sequence[PartitionSpec],
     result_specs: Sequence[PartitionSpec | None],
-) -> tuple[Across, SharedSpecs] | tuple[None, None]:
+) -> tuple[DistributedProgram, SharedSpecs] | tuple[None, None]:
     """Compare the programs of all processes before any compilation; do nothing in a single process.
 
     Raises:
@@ -47,46 +47,74 @@ def meet(
             f"{mesh!r} has no device of process {process}: all are of {owners} of {jax.process_count()} processes. "
             "Every process of a run takes part in its steps: build the mesh from devices of all of them."
         )
-    link = process_link()
-    title = f"program {link.next_program()}"
-    timeout = link.settings.start_timeout
+    connection = process_connection()
+    title = f"program {connection.next_program()}"
     # Settings first: if they differ, the program mostly differs too, but its difference tells the user less.
     lines = [*describe_environment(), *describe_program(program, argument_specs, result_specs)]
-    digest = compare_lines(link.group, title, lines, timeout)
-    name = f"{title.replace(' ', '-')}-{digest}"
-    return Across(link, title, name), SharedSpecs(link.group, mesh, name, timeout)
+    digest = compare_lines(connection.group, title, lines, connection.settings.start_timeout)
+    distributed = DistributedProgram(connection, title, f"{title.replace(' ', '-')}-{digest}")
+    return distributed, SharedSpecs(distributed, mesh)
 
 
-def start(across: Across, parcels: Sequence[Parcel], constants: Mapping[str, Any]) -> None:
-    """Connect, wait until every process has compiled its tasks and has connected, and compare the constants.
+def start(distributed: DistributedProgram, parcels: Sequence[Parcel], constants: Mapping[str, Any]) -> None:
+    """Connect for the parcels of this process, wait until every process has compiled its tasks and has connected too.
 
-    Args:
-      across: the program.
-      parcels: the parcels that this process sends or receives.
-      constants: by name, the arrays that the step closes over: each process has made its own.
-
-    Raises:
-      ValuesMismatchError: naming the first constant that differs.
-      BarrierTimeoutError: naming the processes that are missing.
-      ProcessFailedError: naming the process that failed.
+    Then compare the constants, the arrays that the step closes over, by name: each process has made its own.
     """
-    across.link.connect(parcels)
-    across.link.group.barrier(f"the start of {across.title}", across.link.settings.start_timeout)
+    connection = distributed.connection
+    connection.connect(parcels)
+    connection.group.barrier(f"the start of {distributed.title}", connection.settings.start_timeout)
     # After the barrier, because this comparison has no deadline.
-    compare_values(across, "the constants", constants)
+    compare_values(distributed, "the constants", constants)
 
 
-def compare_values(across: Across, what: str, values: Mapping[str, Any]) -> None:
+def compare_values(distributed: DistributedProgram, what: str, values: Mapping[str, Any]) -> None:
     """Check that each process has made equal values, for values that several processes read.
 
-    Args:
-      across: the program.
-      what: a name for all the values, such as "the arguments".
-      values: by name; a value is left out if this process has only a part of it.
-
-    Raises:
-      ValuesMismatchError: naming the first value that differs, and the processes.
+    The values are called `what` together, such as "the arguments"; those of which this process has only a part are left
+    out.
     """
     # Also without values: this process may have placed its arrays already, while another one has some to compare.
     hashes = {name: value_text(value) for name, value in values.items()}
-    compare_hashes(across.link.group, f"{what} of {across.title}", hashes, _REMEDY)
+    compare_hashes(distributed.connection.group, f"{what} of {distributed.title}", hashes, _REMEDY)
+
+
+@dataclass(frozen=True)
+class SharedSpecs:
+    """The specs that processes tell one another: how XLA partitioned the results of the tasks that they compile.
+
+    Only the processes of a task's rank compile the task, but its readers need the shardings of its results. On ranks of
+    one device there is nothing to tell.
+    """
+
+    distributed: DistributedProgram
+    mesh: MpmdMesh
+    _known: dict[int, tuple[PartitionSpec, ...]] = field(default_factory=dict)
+
+    def publish(self, program: Program, task: int, specs: Sequence[PartitionSpec]) -> None:
+        """Tell the other processes, if this process speaks for the task's rank."""
+        rank, group = program.tasks[task].rank, self.distributed.connection.group
+        if self.mesh.unstack[rank].size > 1 and self._speaker(rank) == group.process_index:
+            group.values.publish(self._key(task), repr([tuple(spec) for spec in specs]).encode())
+
+    def of(self, program: Program, task: int) -> tuple[PartitionSpec, ...]:
+        """Return the result specs of a task that another process compiles; wait for its compilation."""
+        found = self._known.get(task)
+        if found is None:
+            described = program.tasks[task]
+            if self.mesh.unstack[described.rank].size == 1:
+                found = (PartitionSpec(),) * len(described.graph.outputs)
+            else:
+                what = f"how XLA partitioned the results of task {described.name}"
+                connection, speaker = self.distributed.connection, self._speaker(described.rank)
+                timeout_s = connection.settings.start_timeout
+                text = connection.group.values.fetch(self._key(task), what, speaker, timeout_s).decode()
+                found = tuple(PartitionSpec(*entries) for entries in ast.literal_eval(text))
+            self._known[task] = found
+        return found
+
+    def _key(self, task: int) -> str:
+        return f"{self.distributed.name}/specs/{task}"
+
+    def _speaker(self, rank: int) -> int:
+        return min(device.process_index for device in self.mesh.rank_devices(rank))

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 
@@ -158,15 +159,6 @@ def _ask_cluster(options: ConnectionOptions) -> _compat.ClusterPlace:
     return place
 
 
-def _own_address(coordinator_address: str) -> str:
-    try:
-        return own_address(coordinator_address)
-    except OSError as error:
-        raise LaunchError(
-            f"the coordinator's address {coordinator_address!r} cannot be reached or resolved: {error}"
-        ) from error
-
-
 def connect(
     settings: LaunchSettings,
     local_device_ids: Sequence[int] | None,
@@ -175,17 +167,9 @@ def connect(
     served_elsewhere: bool,
     on_failure: Callable[[Failure], None] | None = None,
 ) -> ProcessEnd:
-    """Connect this process to the others.
+    """Connect this process to the others; returns its end, for the caller to install or to call.
 
-    Args:
-      settings: the place of this process, and the times of the run.
-      local_device_ids: the accelerators of this host that this process uses; None: all.
-      timeout_s: seconds to wait for all processes.
-      served_elsewhere: whether something other than process 0 serves the coordination.
-      on_failure: as in `ProcessGroup.watch`.
-
-    Returns:
-      The end of this process, for the caller to install or to call.
+    If it is served elsewhere, process 0 does not serve the coordination. `on_failure` is as in `ProcessGroup.watch`.
     """
     bind_address, listen_at = _listening_addresses(settings)
     _check_own(bind_address)
@@ -197,9 +181,9 @@ def connect(
     late.start()
     watching = threading.Event()
     if settings.control_fd is not None:
-        listen_to_launcher(
-            settings.control_fd, lambda failure: _on_launcher_news(failure, watching), _end_with_the_launcher
-        )
+        # If the launcher was killed, kill this process and those that it started.
+        on_end = partial(os.killpg, 0, signal.SIGKILL)
+        listen_to_launcher(settings.control_fd, lambda failure: _on_launcher_news(failure, watching), on_end)
     service: subprocess.Popen[bytes] | None = None
     if serves:
         service = coordinator.start(
@@ -246,10 +230,18 @@ def _take_sigterm_back() -> None:
 
 def _listening_addresses(settings: LaunchSettings) -> tuple[str, str]:
     """Where this process's own sockets listen, and where the coordination service would."""
-    if settings.bind_address in ("0.0.0.0", "::"):
-        port = settings.coordinator_address.rpartition(":")[2]
-        return _own_address(settings.coordinator_address), join_host_and_port(settings.bind_address, port)
-    return settings.bind_address or _own_address(settings.coordinator_address), settings.coordinator_address
+    bind_address, coordinator_address = settings.bind_address, settings.coordinator_address
+    if bind_address and bind_address not in ("0.0.0.0", "::"):
+        return bind_address, coordinator_address
+    try:
+        own = own_address(coordinator_address)
+    except OSError as error:
+        raise LaunchError(
+            f"the coordinator's address {coordinator_address!r} cannot be reached or resolved: {error}"
+        ) from error
+    if bind_address:  # all addresses
+        return own, join_host_and_port(bind_address, coordinator_address.rpartition(":")[2])
+    return own, coordinator_address
 
 
 def _check_own(bind_address: str) -> None:
@@ -265,19 +257,13 @@ def _check_own(bind_address: str) -> None:
 
 
 def _take_place(settings: LaunchSettings, listen_at: str | None) -> socket.socket:
-    """Make sure that no other process of this host has this index in the run.
+    """Make sure that no other process of this host has this index in the run, or its port; returns what holds both.
 
     JAX could not tell two of them apart, or would abort one; and two services on one port would mix two runs.
 
     Args:
       settings: of this process.
       listen_at: the address where this process serves the coordination; None: it does not serve.
-
-    Returns:
-      A socket that holds the index while it is open.
-
-    Raises:
-      LaunchError: if another process has the index, or the port.
     """
     place = socket.socket(socket.AF_UNIX)
     name = f"jaxpp_flax process {settings.process_id} of {settings.coordinator_address}"
@@ -320,11 +306,6 @@ def _on_launcher_news(failure: Failure, watching: threading.Event) -> None:
         print_notice(f"the run has ended: {failure}\n(Processes were still connecting.)")
         end_at_once(PEER_FAILED_STATUS)
     process_group().observe_end(failure)
-
-
-def _end_with_the_launcher() -> None:
-    """The launcher was killed: kill this process and those that it started."""
-    os.killpg(0, signal.SIGKILL)
 
 
 def _end_unconnected(settings: LaunchSettings, timeout_s: float) -> None:

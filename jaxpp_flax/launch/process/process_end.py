@@ -13,12 +13,12 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-from jaxpp_flax.launch.process.interpreter_exit import InterpreterExit
 from jaxpp_flax.processes.failures import Failure, may_come_from_a_peer
 from jaxpp_flax.processes.group import ProcessGroup
 from jaxpp_flax.processes.store import ProcessFailedError
@@ -27,6 +27,11 @@ from jaxpp_flax.processes.waits import print_notice
 __all__ = ["INTERRUPTED_STATUS", "ProcessEnd", "ProgramExitError", "end_at_once", "listen_to_launcher"]
 
 INTERRUPTED_STATUS = 128 + signal.SIGINT
+
+EXIT_SECONDS = 600.0
+"""The limit of the exit, for threads and exit handlers: twice the time that a save may take there."""
+
+_SECONDS_IN_SILENCE = 10.0
 
 
 def end_at_once(status: int) -> NoReturn:
@@ -41,11 +46,7 @@ def end_at_once(status: int) -> NoReturn:
 
 
 class ProgramExitError(Exception):
-    """The user's program called `sys.exit` with an error.
-
-    Args:
-      code: the argument of `sys.exit`.
-    """
+    """The user's program called `sys.exit` with an error."""
 
     def __init__(self, code: object) -> None:
         super().__init__(f"its program ended by sys.exit({code!r})")
@@ -56,8 +57,7 @@ class ProcessEnd:
     """The end of this process; to be installed once.
 
     Args:
-      group: all processes of the run.
-      failure_timeout: seconds within which a failure has ended every process.
+      group, failure_timeout: all processes of the run, and the seconds within which a failure has ended them.
       leave: disconnects this process after a good end.
       control_fd: the connection to the launcher, which hears of a good end; None if there is no launcher.
     """
@@ -66,7 +66,7 @@ class ProcessEnd:
         self, group: ProcessGroup, failure_timeout: float, leave: Callable[[], None], control_fd: int | None = None
     ) -> None:
         self.group, self._timeout, self._leave, self._control = group, failure_timeout, leave, control_fd
-        self._exit = InterpreterExit(group.process_index, self._end_overdue)
+        self._exit_finished = threading.Event()
         self._status = 0
         self._before = sys.excepthook
         self._done = False
@@ -78,25 +78,29 @@ class ProcessEnd:
         atexit.register(self.finish)
 
     def program_is_over(self, status: int = 0) -> None:
-        """The program has come to a good end, and Python waits for its threads and exit handlers.
-
-        Args:
-          status: the exit status of the process.
-        """
+        """The program has come to a good end with this exit status; Python waits for its threads and exit handlers."""
         self._status = status
-        self._exit.begin()
+        threading.Thread(target=self._watch_exit, name="jaxpp_flax exit", daemon=True).start()
 
-    def _end_overdue(self, why: str) -> None:
-        self.group.report_failure(why)
-        print_notice(f"{why}: it ends.")
-        end_at_once(1)
+    def _watch_exit(self) -> None:
+        """End the process if its exit takes too long: then all other processes would wait for this one."""
+        begun = time.monotonic()
+        if self._exit_finished.wait(_SECONDS_IN_SILENCE):
+            return
+        text = f"the program of process {self.group.process_index} is over, but {_what_holds_the_exit()}"
+        print_notice(f"{text}. The other processes wait for it; after {EXIT_SECONDS:g} s it ends.")
+        if not self._exit_finished.wait(EXIT_SECONDS - (time.monotonic() - begun)):
+            why = f"{text}, for {EXIT_SECONDS:g} s"
+            self.group.report_failure(why)
+            print_notice(f"{why}: it ends.")
+            end_at_once(1)
 
     def finish(self) -> None:
         """A good end: wait for the other processes, and disconnect. If one of them fails, this one fails too."""
         if self._done:
             return
         self._done = True
-        self._exit.finish()
+        self._exit_finished.set()
         try:
             self.group.close()
         except BaseException as error:
@@ -151,6 +155,18 @@ class ProcessEnd:
         self.fail(error.with_traceback(trace))
 
 
+def _what_holds_the_exit() -> str:
+    # A thread that is no daemon keeps Python from exiting.
+    names = [thread.name for thread in threading.enumerate() if not thread.daemon]
+    others = [name for name in names if name != threading.main_thread().name]
+    if not others:
+        return "an exit handler of it (`atexit`) still runs"
+    listed = ", ".join(map(repr, others))
+    return (
+        f"its thread{'s' if len(others) > 1 else ''} {listed} still run{'' if len(others) > 1 else 's'} (daemon=False)"
+    )
+
+
 def _user_frames(trace: TracebackType | None) -> TracebackType | None:
     """A traceback without the frames of the code that ran the user's program."""
     rest = trace
@@ -168,10 +184,7 @@ def _user_frames(trace: TracebackType | None) -> TracebackType | None:
 def listen_to_launcher(control_fd: int, on_failure: Callable[[Failure], None], on_end: Callable[[], None]) -> None:
     """Read other processes' failures from the launcher, and notice its end, in a background thread.
 
-    Args:
-      control_fd: the connection; a line is a process's index, a space, and its failure.
-      on_failure: called with each failure.
-      on_end: called when the launcher has gone.
+    A line of `control_fd` is a process's index, a space, and its failure.
     """
 
     def listen() -> None:

@@ -14,8 +14,8 @@ from jax.extend import core as jex_core
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.program.description import describe_graph, describe_program
-from jaxpp_flax.engine.runtime.instruction_loop import Across
 from jaxpp_flax.engine.runtime.startup import start
+from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.processes import BarrierTimeoutError, ProcessGroup
 from jaxpp_flax.processes.comparison import ProgramMismatchError, ValuesMismatchError, compare_lines
@@ -140,11 +140,11 @@ def test_the_first_difference_is_named_with_the_process(last: list[str], shown: 
 def started(store: MemoryStore, index: int, count: int, constant: float, seconds: float) -> Any:
     """What `start` raises in a process with this constant, or None."""
     settings = SimpleNamespace(start_timeout=seconds)
-    link: Any = SimpleNamespace(
+    connection: Any = SimpleNamespace(
         group=ProcessGroup(store, index, count), settings=settings, connect=lambda parcels: None
     )
     try:
-        return start(Across(link, "program 1", "p"), [], {"constant 0": jnp.full(3, constant)})
+        return start(DistributedProgram(connection, "program 1", "p"), [], {"constant 0": jnp.full(3, constant)})
     except (BarrierTimeoutError, ValuesMismatchError) as error:
         return error
 

@@ -210,8 +210,8 @@ def test_a_port_that_another_run_has_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_settings_that_are_incomplete_are_refused():
-    with pytest.raises(LaunchError, match=r"JAXPP_FLAX_LAUNCH_.* are incomplete or wrong"):
-        LaunchSettings.from_environment({"JAXPP_FLAX_LAUNCH_PROCESS_ID": "1"})
+    with pytest.raises(LaunchError, match="JAXPP_FLAX_LAUNCH is incomplete or wrong"):
+        LaunchSettings.from_environment({"JAXPP_FLAX_LAUNCH": '{"process_id": 1}'})
 
 
 def test_one_process_needs_no_connection():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 import jax
 from jax.sharding import Sharding
@@ -65,52 +65,42 @@ class Parcel:
     origins: tuple[Sharding, ...]
     what: str
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all its arrays."""
-        return sum(shape.size * shape.dtype.itemsize for shape in self.shapes)
+    def awaited(self, tag: Tag) -> str:
+        """Describe what the receiver waits for in one step."""
+        return f"{self.what}, in step {tag.step}"
 
 
-class Transport(Protocol):
+class Transport:
     """Moves parcels between this process and others; one object for each process.
 
     No method waits for a peer unless its docstring says so: `send` returns at once, and `recv` returns arrays that
     become ready when they arrive, like the results of any computation. Arrays have a plain dtype and at least one
     element; the caller handles PRNG keys and empty arrays (see `routes`).
+
+    A transport may still read a value after `send` returns, unknown to JAX. So the value must be neither donated nor
+    deleted, and the caller sends a private copy of any value that others may give away.
     """
 
-    name: ClassVar[str]
     # Whether every process must walk all parcels in one order, even parcels between two other processes.
-    needs_global_order: ClassVar[bool]
-    # Whether the transport may still read a value after `send` returns, unknown to JAX. Then the value must be neither
-    # donated nor deleted, and the caller sends a private copy of any value that others may give away.
-    reads_later: ClassVar[bool]
+    needs_global_order: ClassVar[bool] = False
 
     def connect(self, parcels: Sequence[Parcel], timeout_s: float) -> None:
         """Open the connections that these parcels of this process need; every process calls it at the same point."""
-        ...
+        raise NotImplementedError
 
     def send(self, values: Sequence[jax.Array], parcel: Parcel, tag: Tag) -> None:
         """Send `values` to `parcel.target`."""
-        ...
+        raise NotImplementedError
 
     def recv(self, parcel: Parcel, tag: Tag) -> list[jax.Array]:
         """Receive the arrays that `parcel.source` sends under this tag."""
-        ...
+        raise NotImplementedError
 
     def pass_by(self, parcel: Parcel, tag: Tag) -> None:
         """Take note of a parcel between two other processes; called only where `needs_global_order`."""
-        ...
 
     def abandon(self, peer: int) -> None:
         """Give up on a peer: arrays still awaited from it become errors, and every wait for them raises."""
-        ...
 
     def close(self) -> None:
         """Close connections and listening sockets."""
-        ...
-
-
-def describe_type(value: Any) -> str:
-    """Describe a type for messages, such as `float32[2,3]`."""
-    return f"{value.dtype}[{','.join(map(str, value.shape))}]"

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -23,7 +23,7 @@ from jaxpp_flax.processes.group import ProcessGroup, process_group
 from jaxpp_flax.processes.store import CoordinationError, own_address
 from jaxpp_flax.processes.waits import seconds_from_environment
 
-__all__ = ["Link", "Settings", "process_link"]
+__all__ = ["Connection", "DistributedProgram", "Settings", "process_connection"]
 
 _NAMES = ("transfer", "device_put", "nccl")
 
@@ -39,7 +39,7 @@ class Settings:
         loopback if the coordinator's is (`JAXPP_FLAX_BIND_ADDRESS`).
       start_timeout: seconds that processes wait for one another before the first step; the slowest compilation must
         fit (`JAXPP_FLAX_START_TIMEOUT`).
-      receive_timeout: seconds that one receive may take although its sender lives; None: no limit, because a failed
+      receive_timeout: seconds that one receive may take although its sender lives; by default no limit: a failed
         process is found by other means (`JAXPP_FLAX_RECEIVE_TIMEOUT`).
 
     Example:
@@ -50,7 +50,7 @@ class Settings:
     transport: str | None = None
     bind_address: str | None = None
     start_timeout: float = 1800.0
-    receive_timeout: float | None = None
+    receive_timeout: float = math.inf
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Settings:
@@ -62,35 +62,24 @@ class Settings:
         transport = environment.get("JAXPP_FLAX_TRANSPORT") or None
         if transport is not None and transport not in _NAMES:
             raise ValueError(f"JAXPP_FLAX_TRANSPORT={transport!r}: it must be one of {', '.join(_NAMES)}.")
-        receive = seconds_from_environment(environment, "JAXPP_FLAX_RECEIVE_TIMEOUT", math.inf)
         return cls(
             transport=transport,
             bind_address=environment.get("JAXPP_FLAX_BIND_ADDRESS") or None,
             start_timeout=seconds_from_environment(environment, "JAXPP_FLAX_START_TIMEOUT", cls.start_timeout),
-            receive_timeout=None if receive == math.inf else receive,
+            receive_timeout=seconds_from_environment(environment, "JAXPP_FLAX_RECEIVE_TIMEOUT", cls.receive_timeout),
         )
 
 
-class Link:
-    """Moves arrays between processes for the runtime.
-
-    Args:
-      group: all processes.
-      transport: moves the arrays.
-      settings: the deadlines.
-    """
+class Connection:
+    """Moves arrays between this process and the others, for the runtime."""
 
     def __init__(self, group: ProcessGroup, transport: Transport, settings: Settings) -> None:
         self.group, self.transport, self.settings = group, transport, settings
         # Until all processes have ended their programs, others may still receive parcels of this process.
         group.when_closed(transport.close)
-        self._watchdog = Watchdog(transport, group, settings.receive_timeout)
+        self.watchdog = Watchdog(transport, group, settings.receive_timeout)
         self.window = Window(group)
         self._programs = 0
-
-    def stop_watching(self) -> None:
-        """End the thread that follows receives; called at the end of the program."""
-        self._watchdog.stop()
 
     def next_program(self) -> int:
         """Return the number of a new program; programs are compiled in the same order on every process."""
@@ -101,37 +90,50 @@ class Link:
         """Open connections for this process's parcels; every process calls it at the same point of its program."""
         self.transport.connect(tuple(parcels), self.settings.start_timeout)
 
-    def send(self, values: Sequence[jax.Array], parcel: Parcel, tag: Tag) -> None:
-        """Send a parcel of this process."""
-        self.transport.send(values, parcel, tag)
-
     def recv(self, parcel: Parcel, tag: Tag) -> list[jax.Array]:
         """Receive a parcel for this process; the watchdog follows it until it has arrived."""
         arrays = self.transport.recv(parcel, tag)
-        self._watchdog.follow(parcel, tag, arrays)
+        self.watchdog.follow(parcel, tag, arrays)
         self.window.received(arrays[-1], parcel, tag)
         return arrays
 
 
+@dataclass(frozen=True)
+class DistributedProgram:
+    """A program of several processes: this process's connection to the others, and the program's names.
+
+    `title` is for people ("program 2"). `name` is unique to this program, even after a change of the code.
+    """
+
+    connection: Connection
+    title: str
+    name: str
+
+    def tag(self, number: int, call: int, part: str = "") -> Tag:
+        """Return the name of a transfer in one call; `part` names one that is no instruction of the program."""
+        step = self.connection.group.step
+        return Tag(f"{self.name}{part}", call if step is None else step, number, call)
+
+
 @cache
-def process_link() -> Link:
-    """Return the one link of this process; the first call makes it, when JAX's processes and devices exist."""
+def process_connection() -> Connection:
+    """Return the one connection of this process; the first call makes it, when JAX's processes and devices exist."""
     group = process_group()
     mine = not group.is_watched  # else the code that began the watch ends it
     group.watch()
     settings = Settings.read(os.environ)
-    link = Link(group, _make(settings, group), settings)
+    connection = Connection(group, _make(settings, group), settings)
     # Threads that are inside JAX when Python ends would abort the process.
-    atexit.register(_end, link, end_watch=mine)
-    return link
+    atexit.register(_end, connection, end_watch=mine)
+    return connection
 
 
-def _end(link: Link, *, end_watch: bool) -> None:
-    link.stop_watching()
+def _end(connection: Connection, *, end_watch: bool) -> None:
+    connection.watchdog.stop()
     if end_watch:
         # A failure has been reported by then: the watch ends the process.
         with contextlib.suppress(CoordinationError):
-            link.group.close()
+            connection.group.close()
 
 
 def _make(settings: Settings, group: ProcessGroup) -> Transport:

@@ -21,7 +21,10 @@ from typing import Any
 
 import jax
 
-__all__ = ["Cupy", "decode_name", "encode_name", "load_cupy", "local_ordinal", "make_one_alone", "nccl_version"]
+__all__ = [
+    "Buffer", "Communicator", "Cupy", "decode_name", "encode_name", "load_cupy", "local_ordinal", "make_one_alone",
+    "nccl_version",
+]  # fmt: skip
 
 _CUDA_DONE, _CUDA_NOT_READY = 0, 600
 _NCCL_IN_PROGRESS = 7
@@ -85,36 +88,31 @@ def decode_name(text: bytes) -> bytes | tuple[int, ...]:
 
 
 def make_one_alone(cupy: Any, nccl: Any, ordinal: int) -> None:
-    """Make a communicator of one process on this device, and destroy it again.
-
-    Raises:
-      RuntimeError: if CUDA or NCCL fails.
-    """
+    """Make a communicator of one process on this device, and destroy it again; a failure is a `RuntimeError`."""
     with cupy.cuda.Device(ordinal), _named_errors():
         nccl.NcclCommunicator(1, nccl.get_unique_id(), 0).destroy()
 
 
 class Cupy:
-    """The functions of NCCL and CUDA that `NcclTransport` needs.
-
-    Raises:
-      ImportError: as `load_cupy`.
-    """
+    """The functions of NCCL and CUDA that `NcclTransport` needs."""
 
     def __init__(self) -> None:
         self._cupy, self._nccl = load_cupy()
 
     def unique_id(self) -> bytes:
+        """Make a new name for a communicator."""
         with _named_errors():
             return encode_name(self._nccl.get_unique_id())
 
-    def communicator(self, unique_id: bytes, *, sending: bool, device: Any) -> _Communicator:
+    def communicator(self, unique_id: bytes, *, sending: bool, device: Any) -> Communicator:
+        """Join the communicator of two with that name, and wait for the other end."""
         name, rank = decode_name(unique_id), 0 if sending else 1
-        return _Communicator(self._cupy, self._nccl, name, rank, local_ordinal(device))
+        return Communicator(self._cupy, self._nccl, name, rank, local_ordinal(device))
 
-    def empty(self, nbytes: int, device: Any) -> _Buffer:
+    def empty(self, nbytes: int, device: Any) -> Buffer:
+        """Allocate memory on a local device."""
         with self._cupy.cuda.Device(local_ordinal(device)):
-            return _Buffer(self._cupy.empty(nbytes, dtype="uint8"))
+            return Buffer(self._cupy.empty(nbytes, dtype="uint8"))
 
 
 def local_ordinal(device: Any) -> int:
@@ -132,19 +130,25 @@ def _named_errors() -> Generator[None]:
         raise RuntimeError(f"NCCL's error {error}, which this version of CuPy has no name for") from error
 
 
-class _Buffer:
+class Buffer:
+    """Device memory that a receive writes to."""
+
     def __init__(self, array: Any) -> None:
         self._array = array
 
     @property
     def pointer(self) -> int:
+        """The address of its first byte on the device."""
         return int(self._array.data.ptr)
 
     def as_jax(self) -> jax.Array:
+        """Return the same memory as a `uint8` array."""
         return jax.dlpack.from_dlpack(self._array)
 
 
-class _Communicator:
+class Communicator:
+    """One end of an ordered pair of devices."""
+
     def __init__(self, cupy: Any, nccl: Any, name: bytes | tuple[int, ...], rank: int, ordinal: int) -> None:
         self._nccl, self._runtime, self._rank = nccl, cupy.cuda.runtime, rank
         self._device = cupy.cuda.Device(ordinal)
@@ -161,6 +165,7 @@ class _Communicator:
                 ) from error
 
     def group(self, moves: Sequence[tuple[int, int]], *, sending: bool) -> None:
+        """Queue sends (or receives) of (pointer, bytes) on the stream, as one group, without waiting."""
         with self._inside():
             move = self._communicator.send if sending else self._communicator.recv
             self._nccl.groupStart()
@@ -172,6 +177,7 @@ class _Communicator:
                 self._nccl.groupEnd()
 
     def is_done(self) -> bool:
+        """Return whether all queued sends and receives are done; an error of NCCL is a `RuntimeError`."""
         with self._inside():
             try:
                 self._communicator.check_async_error()
@@ -197,9 +203,11 @@ class _Communicator:
                     self._communicator.abort()
 
     def abort(self) -> None:
+        """End pending moves with an error; any thread may call this at any time, more than once."""
         self._end(lambda: self._communicator.abort())
 
     def close(self) -> None:
+        """Free the communicator; all queued moves are done by then."""
         self._end(lambda: self._communicator.destroy())
 
     def _end(self, end: Any) -> None:

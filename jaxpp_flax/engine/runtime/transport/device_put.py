@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import jax
 
-from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, TransportError
+from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, Transport, TransportError
 
 __all__ = ["CrossHostDevicePut"]
 
@@ -22,7 +22,7 @@ _REMEDY = (
 )
 
 
-class CrossHostDevicePut:
+class CrossHostDevicePut(Transport):
     """Transport by `jax.device_put`.
 
     GPU and TPU backends offer it by themselves. On CPU, and between slices, it needs
@@ -32,16 +32,10 @@ class CrossHostDevicePut:
     A silent peer cannot be abandoned: arrays awaited from it never become ready, so the process must end.
     """
 
-    name: ClassVar[str] = "device_put"
     needs_global_order: ClassVar[bool] = True
-    reads_later: ClassVar[bool] = True
 
     def connect(self, parcels: Sequence[Parcel], timeout_s: float) -> None:
-        """Refuse parcels that JAX would refuse at the first transfer, when it connects.
-
-        Raises:
-          TransportError: on CPU, without the setting.
-        """
+        """Refuse, on CPU without the setting, parcels that JAX would refuse at the first transfer."""
         origins = {device.platform for of in parcels for sharding in of.origins for device in sharding.device_set}
         if "cpu" in origins and _setting() == "":
             raise TransportError(f"transport 'device_put' cannot copy between processes on CPU. {_REMEDY}")
@@ -57,12 +51,6 @@ class CrossHostDevicePut:
     def pass_by(self, parcel: Parcel, tag: Tag) -> None:
         """Take part in the copies without arrays, to advance JAX's counter."""
         self._copy(parcel, [[] for _ in parcel.shapes])
-
-    def abandon(self, peer: int) -> None:
-        """Do nothing: JAX cannot abandon a peer. The process ends a little later (see `watchdog`)."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to close."""
 
     def _copy(self, parcel: Parcel, shards: Sequence[list[jax.Array]]) -> list[jax.Array]:
         sources = [

@@ -24,12 +24,7 @@ _MAX_TASKS_AHEAD = 16
 
 
 class Window:
-    """Counts the tasks dispatched since the oldest receive that has not arrived.
-
-    Args:
-      group: the window reports its waits to it; it knows the processes that have failed.
-      max_tasks: the most tasks that may be dispatched since that receive.
-    """
+    """Counts the tasks dispatched since the oldest receive that has not arrived, and waits at `max_tasks`."""
 
     def __init__(self, group: ProcessGroup, max_tasks: int = _MAX_TASKS_AHEAD) -> None:
         self._group = group
@@ -58,7 +53,7 @@ class Window:
             self._pending.popleft()
 
     def _wait(self, array: Any, parcel: Parcel, tag: Tag, run: int) -> None:
-        what = f"{parcel.what}, in step {tag.step}"
+        what = parcel.awaited(tag)
         try:
             with self._group.waiting(what, parcel.source, run):
                 array.block_until_ready()

@@ -16,17 +16,17 @@ from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, TransportError, describe_type
-from jaxpp_flax.engine.runtime.transport.cupy_nccl import Cupy
+from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, Transport, TransportError
+from jaxpp_flax.engine.runtime.transport.cupy_nccl import Buffer, Communicator, Cupy
 from jaxpp_flax.processes.group import ProcessGroup, process_group
 from jaxpp_flax.processes.waits import call_with_limit
 
-__all__ = ["Buffer", "Communicator", "Library", "NcclTransport", "from_bytes"]
+__all__ = ["NcclTransport"]
 
 _POLL_SECONDS = 50e-6
 # The interval at which the creation of a communicator looks for failures.
@@ -34,59 +34,6 @@ _JOIN_POLL_SECONDS = 0.05
 # If a send fails because its peer failed, the sender waits this long for the peer's own report.
 _REPORT_SECONDS = 2.0
 _CLOSE_SECONDS = 10.0
-
-
-class Buffer(Protocol):
-    """Device memory that a receive writes to."""
-
-    @property
-    def pointer(self) -> int:
-        """The address of its first byte on the device."""
-        ...
-
-    def as_jax(self) -> jax.Array:
-        """Return the same memory as a `uint8` array."""
-        ...
-
-
-class Communicator(Protocol):
-    """One end of an ordered pair of devices."""
-
-    def group(self, moves: Sequence[tuple[int, int]], *, sending: bool) -> None:
-        """Queue sends (or receives) of (pointer, bytes) on the stream, as one group, without waiting."""
-        ...
-
-    def is_done(self) -> bool:
-        """Return whether all queued sends and receives are done.
-
-        Raises:
-          RuntimeError: if NCCL reports an error.
-        """
-        ...
-
-    def abort(self) -> None:
-        """End pending moves with an error; any thread may call this at any time, more than once."""
-        ...
-
-    def close(self) -> None:
-        """Free the communicator; all queued moves are done by then."""
-        ...
-
-
-class Library(Protocol):
-    """The functions of NCCL and CUDA that this transport needs."""
-
-    def unique_id(self) -> bytes:
-        """Make a new name for a communicator."""
-        ...
-
-    def communicator(self, unique_id: bytes, *, sending: bool, device: Any) -> Communicator:
-        """Join the communicator of two with that name, and wait for the other end."""
-        ...
-
-    def empty(self, nbytes: int, device: Any) -> Buffer:
-        """Allocate memory on a local device."""
-        ...
 
 
 @dataclass
@@ -99,7 +46,7 @@ class _Pair:
     latest: Future[None] | None = None
 
 
-class NcclTransport:
+class NcclTransport(Transport):
     """Transport over NCCL.
 
     `recv` waits until the parcel has arrived: JAX cannot make an array while NCCL still fills its memory. Sends never
@@ -110,12 +57,8 @@ class NcclTransport:
       group: the processes; through it they exchange names and learn of failures.
     """
 
-    name: ClassVar[str] = "nccl"
-    needs_global_order: ClassVar[bool] = False
-    reads_later: ClassVar[bool] = True
-
-    def __init__(self, library: Library | None = None, group: ProcessGroup | None = None) -> None:
-        self._library: Library = Cupy() if library is None else library
+    def __init__(self, library: Cupy | None = None, group: ProcessGroup | None = None) -> None:
+        self._library = Cupy() if library is None else library
         self._group = process_group() if group is None else group
         self._pairs: dict[tuple[int, int], _Pair] = {}
 
@@ -123,9 +66,6 @@ class NcclTransport:
         """Open a communicator for each ordered pair of devices in the parcels of this process.
 
         All processes go through their pairs in ascending order, so that no two of them wait for each other.
-
-        Raises:
-          TransportError: if NCCL cannot open one, or a peer does not come in time.
         """
         me = self._group.process_index
         wanted: dict[tuple[int, int], tuple[Parcel, Any]] = {}
@@ -213,15 +153,16 @@ class NcclTransport:
             communicator = self._pairs[pair].communicator
             moves = [(buffer.pointer, _nbytes(parcel.shapes[i])) for i, buffer in buffers]
             # NCCL connects the two ends at their first group, and may wait for the sender there.
-            with self._group.waiting(lambda: f"{parcel.what}, in step {tag.step}", on=parcel.source):
+            with self._group.waiting(lambda: parcel.awaited(tag), on=parcel.source):
                 self._move(communicator, moves, parcel, tag)
             queued.append((communicator, buffers))
         for communicator, buffers in queued:
-            with self._group.waiting(lambda: f"{parcel.what}, in step {tag.step}", on=parcel.source):
+            with self._group.waiting(lambda: parcel.awaited(tag), on=parcel.source):
                 self._wait(communicator, parcel, tag)
             for i, buffer in buffers:
                 shape = parcel.shapes[i]
-                arrays[i] = jax.device_put(from_bytes(buffer.as_jax(), shape.shape, shape.dtype), shape.sharding)
+                array = buffer.as_jax().view(shape.dtype).reshape(shape.shape)
+                arrays[i] = jax.device_put(array, shape.sharding)
         return arrays
 
     def _wait(self, communicator: Communicator, parcel: Parcel, tag: Tag) -> None:
@@ -240,14 +181,11 @@ class NcclTransport:
             failure = self._group.failure
             why = error if failure is None else self._group.describe(failure)
             raise TransportError(
-                f"NCCL could not move {parcel.what}, in step {tag.step}, from process {parcel.source} to process "
+                f"NCCL could not move {parcel.awaited(tag)}, from process {parcel.source} to process "
                 f"{parcel.target}: {why}. Look for the first error in the logs of both processes; NCCL_DEBUG=INFO "
                 "makes NCCL say more. Then start the run again, from its last checkpoint; "
                 "JAXPP_FLAX_TRANSPORT=device_put does without NCCL."
             ) from error
-
-    def pass_by(self, parcel: Parcel, tag: Tag) -> None:
-        """Do nothing: each pair has a channel of its own."""
 
     def abandon(self, peer: int) -> None:
         """Abort the pending moves to and from a peer."""
@@ -288,29 +226,11 @@ def _by_pair(parcel: Parcel) -> Mapping[tuple[int, int], list[int]]:
 def _checked(value: Any) -> Any:
     if jnp.dtype(value.dtype).name in ("int2", "uint2", "int4", "uint4", "float4_e2m1fn"):
         raise TypeError(
-            f"transport 'nccl' moves whole bytes, and cannot move {describe_type(value)}. Convert it to int8 before "
-            "the end of the stage, or use transport 'transfer'."
+            f"transport 'nccl' moves whole bytes, and cannot move {value.dtype}{list(value.shape)}. Convert it to int8 "
+            "before the end of the stage, or use transport 'transfer'."
         )
     return value
 
 
 def _nbytes(shape: Any) -> int:
     return int(shape.size) * int(shape.dtype.itemsize)
-
-
-def from_bytes(data: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Read bytes as an array of another type.
-
-    Example:
-      >>> from_bytes(jnp.array([1, 0, 0, 1], jnp.uint8), (2,), jnp.int16).tolist()
-      [1, 256]
-    """
-    dtype = jnp.dtype(dtype)
-    if dtype == jnp.bool_:
-        return data.reshape(shape) != 0
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        half = jnp.finfo(dtype).dtype
-        parts = from_bytes(data, (*shape, 2), half)
-        return jax.lax.complex(parts[..., 0], parts[..., 1])
-    size = dtype.itemsize
-    return jax.lax.bitcast_convert_type(data.reshape((*shape, size) if size > 1 else shape), dtype)

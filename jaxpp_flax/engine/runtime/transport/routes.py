@@ -1,4 +1,4 @@
-"""The plan of one transfer: the source and target device of each shard, and the work of this process.
+"""One transfer between ranks of different processes: its plan for each shard, and the work of this process.
 
 Both ends hold their replica with the same spec. So every device of the target needs a part that some device of the
 source has. If the target's process already has a part, it copies the part. Any other part is sent once to each
@@ -7,8 +7,9 @@ process that needs it, and copied on inside that process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import jax
@@ -18,9 +19,10 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from jaxpp_flax._compat import copy_arrays
 from jaxpp_flax.engine.arrays.placing import key_impl
-from jaxpp_flax.engine.runtime.transport.base import Parcel
+from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag
+from jaxpp_flax.engine.runtime.transport.connection import Connection
 
-__all__ = ["Leaf", "Route", "plan"]
+__all__ = ["Leaf", "Route", "plan", "standard_index"]
 
 Device: TypeAlias = Any
 
@@ -63,15 +65,31 @@ class Route:
 
     def own_parcels(self) -> list[Parcel]:
         """Return the parcels that this process sends or receives."""
-        return [parcel for parcel, _ in self.parcels if self.process in (parcel.source, parcel.target)]
+        return [parcel for parcel, _ in self._own]
 
-    def outgoing(self) -> Iterator[tuple[Parcel, tuple[_Hop, ...]]]:
-        """Yield the parcels that this process sends."""
-        return ((parcel, hops) for parcel, hops in self.parcels if parcel.source == self.process)
+    @cached_property
+    def _own(self) -> list[tuple[Parcel, tuple[_Hop, ...]]]:
+        own = [entry for entry in self.parcels if self.process in (entry[0].source, entry[0].target)]
+        # Sends come first: a receive may wait.
+        return sorted(own, key=lambda entry: entry[0].source != self.process)
 
-    def incoming(self) -> Iterator[tuple[Parcel, tuple[_Hop, ...]]]:
-        """Yield the parcels that this process receives."""
-        return ((parcel, hops) for parcel, hops in self.parcels if parcel.target == self.process)
+    def move(self, connection: Connection, arrays: Sequence[Any], private: Sequence[bool], tag: Tag) -> list[Any]:
+        """Send, receive or pass by: move the arrays, one for each leaf, from source to target.
+
+        Of a `private` array others may give the buffer away, so a copy is sent.
+
+        Returns:
+          The arrays at the target; None for those without parts in this process.
+        """
+        arrived: list[tuple[_Hop, jax.Array]] = []
+        for parcel, hops in self.parcels if connection.transport.needs_global_order else self._own:
+            if parcel.source == self.process:
+                connection.transport.send(self.pack(arrays, hops, private=private), parcel, tag)
+            elif parcel.target == self.process:
+                arrived += zip(hops, connection.recv(parcel, tag), strict=True)
+            else:
+                connection.transport.pass_by(parcel, tag)
+        return self.assemble(arrays, arrived)
 
     def pack(self, arrays: Sequence[jax.Array], hops: Sequence[_Hop], *, private: Sequence[bool]) -> list[jax.Array]:
         """Return the parts of `arrays` (one for each leaf) for a parcel; parts of `private` leaves are copied."""
@@ -106,13 +124,7 @@ class Route:
 
 
 def plan(leaves: Sequence[Leaf], process: int, what: str) -> Route:
-    """Plan a transfer as `process` sees it; all processes make the same parcels in the same order.
-
-    Args:
-      leaves: the arrays of the transfer.
-      process: the index of this process.
-      what: for errors: a description of what the receiver waits for.
-    """
+    """Plan a transfer as `process` sees it; all processes make the same parcels in the same order."""
     crossing: dict[tuple[int, int], list[_Hop]] = {}
     local: list[_Hop] = []
     for number, leaf in enumerate(leaves):
@@ -135,21 +147,20 @@ def plan(leaves: Sequence[Leaf], process: int, what: str) -> Route:
 def _hops(number: int, leaf: Leaf) -> list[_Hop]:
     sources: dict[Any, list[Device]] = {}
     for device, index in leaf.source.devices_indices_map(leaf.shape).items():
-        sources.setdefault(_key(index, leaf.shape), []).append(device)
+        sources.setdefault(standard_index(index, leaf.shape), []).append(device)
     chosen: dict[tuple[Device, int], list[Device]] = {}
     first: dict[tuple[Any, int], Device] = {}
     for place, (device, index) in enumerate(leaf.target.devices_indices_map(leaf.shape).items()):
-        process, candidates = device.process_index, sources[_key(index, leaf.shape)]
-        near = [source for source in candidates if source.process_index == process]
-        if not near and (_key(index, leaf.shape), process) not in first:
-            # The devices that hold this part take turns as the sender.
-            first[_key(index, leaf.shape), process] = candidates[place % len(candidates)]
-        source = near[0] if near else first[_key(index, leaf.shape), process]
+        process, part = device.process_index, standard_index(index, leaf.shape)
+        near = [source for source in sources[part] if source.process_index == process]
+        # The devices that hold this part take turns as the sender.
+        turn = sources[part][place % len(sources[part])]
+        source = near[0] if near else first.setdefault((part, process), turn)
         chosen.setdefault((source, process), []).append(device)
     return [_Hop(number, source, tuple(devices)) for (source, _), devices in chosen.items()]
 
 
-def _key(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
+def standard_index(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
     """Write a part of an array in one standard way: on an axis of size 1 a sharding may say `0:8` for all of 8."""
     return tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 
 from jaxpp_flax import _compat
-from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, TransportError
+from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, Transport, TransportError
 from jaxpp_flax.processes.group import ProcessGroup
 
 __all__ = ["TransferServer"]
@@ -27,17 +27,13 @@ _STREAMS = 4
 _REACH_SECONDS = 10.0
 
 
-class TransferServer:
+class TransferServer(Transport):
     """Transport over `jax.experimental.transfer`.
 
     Args:
       address: the host or IP address to listen on, without a port; a free port is taken.
       group: the processes, for the exchange of addresses.
     """
-
-    name: ClassVar[str] = "transfer"
-    needs_global_order: ClassVar[bool] = False
-    reads_later: ClassVar[bool] = True
 
     def __init__(self, address: str, group: ProcessGroup) -> None:
         from jax.experimental import transfer
@@ -53,12 +49,7 @@ class TransferServer:
         self._reached: set[int] = set()
 
     def connect(self, parcels: Sequence[Parcel], timeout_s: float) -> None:
-        """Tell all processes this process's address, and connect to the processes from which it receives.
-
-        Raises:
-          TransportError: if this process cannot reach the address of a process to which it sends, or from which it
-            receives: JAX would wait without end.
-        """
+        """Tell all processes this process's address, and connect to the processes from which it receives."""
         if not self._addresses:
             mine = self._server.address().encode()
             every = self._group.exchange("the addresses of transfer servers", mine, timeout_s)
@@ -72,7 +63,7 @@ class TransferServer:
             self._connections[peer] = self._server.connect(self._addresses[peer])
 
     def _reach(self, peer: int, timeout_s: float) -> None:
-        """Check that a process can be reached; the transfer servers of both ends connect to each other."""
+        """Check that a peer can be reached, else JAX would wait without end; the servers connect to each other."""
         address = self._addresses[peer]
         host, _, port = address.rpartition(":")
         try:
@@ -94,9 +85,6 @@ class TransferServer:
         """Fetch a parcel; its arrays become ready when they arrive."""
         connection = self._connections[parcel.source]
         return connection.pull(tag.id(parcel.source, parcel.target), list(parcel.shapes))
-
-    def pass_by(self, parcel: Parcel, tag: Tag) -> None:
-        """Do nothing: parcels have ids, so their order is free."""
 
     def abandon(self, peer: int) -> None:
         """Turn the arrays awaited from `peer` into errors."""

@@ -7,12 +7,11 @@ errors name it. When a process of the run has failed, the thread turns all await
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import deque
 from typing import Any
-
-import jax
 
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, Transport
 from jaxpp_flax.processes.failures import Failure, observe_broken_connection
@@ -31,13 +30,12 @@ class Watchdog:
     Args:
       transport: abandons its peers after a failure.
       group: knows the processes that have failed; the watchdog reports the awaited parcels to it.
-      deadline_s: seconds that one parcel may take although its sender lives, or None for no such limit: a peer may
-        compile, load data or save for a long time.
+      deadline_s: seconds that one parcel may take although its sender lives.
     """
 
-    def __init__(self, transport: Transport, group: ProcessGroup, deadline_s: float | None = None) -> None:
+    def __init__(self, transport: Transport, group: ProcessGroup, deadline_s: float = math.inf) -> None:
         self._transport, self._group, self._deadline = transport, group, deadline_s
-        self._pending: deque[tuple[Parcel, Tag, Any, float, int]] = deque()
+        self._pending: deque[tuple[Parcel, Tag, Any, int]] = deque()
         self._wake = threading.Event()
         self._stopped = False
         self._thread = reporting_thread("jaxpp_flax watchdog", self._run, self._report)
@@ -45,7 +43,7 @@ class Watchdog:
 
     def follow(self, parcel: Parcel, tag: Tag, arrays: list[Any]) -> None:
         """Watch a receive whose arrays are not ready yet."""
-        self._pending.append((parcel, tag, arrays[-1], time.monotonic(), self._group.runs))
+        self._pending.append((parcel, tag, arrays[-1], self._group.runs))
         self._wake.set()
 
     def stop(self) -> None:
@@ -62,21 +60,21 @@ class Watchdog:
                 self._wake.wait(timeout=_POLL_SECONDS)
                 self._wake.clear()
                 continue
-            parcel, tag, array, begun, run = self._pending[0]
+            parcel, tag, array, run = self._pending[0]
             if not _arrived(array):
-                self._await(parcel, tag, array, begun, run)
+                self._await(parcel, tag, array, run)
             self._pass_on_error(parcel, tag, array)
             if not self._group.failed.is_set():
                 self._pending.popleft()
             del array
 
-    def _await(self, parcel: Parcel, tag: Tag, array: Any, begun: float, run: int) -> None:
+    def _await(self, parcel: Parcel, tag: Tag, array: Any, run: int) -> None:
         # All earlier receives have arrived. So the wait for this one begins now.
-        since = time.monotonic()
-        with self._group.waiting(lambda: f"{parcel.what}, in step {tag.step}", parcel.source, run):
+        begun = time.monotonic()
+        with self._group.waiting(lambda: parcel.awaited(tag), parcel.source, run):
             while not (self._stopped or _arrived(array) or self._group.failed.wait(_POLL_SECONDS)):
-                waited = time.monotonic() - max(since, begun)
-                if self._deadline is not None and waited > self._deadline:
+                waited = time.monotonic() - begun
+                if waited > self._deadline:
                     self._group.observe(
                         Failure(
                             parcel.source,
@@ -92,9 +90,9 @@ class Watchdog:
             return
         try:
             array.block_until_ready()
-        except (jax.errors.JaxRuntimeError, RuntimeError) as error:
+        except RuntimeError as error:
             # The group describes the failure by the wait of this thread.
-            what = f"{parcel.what}, in step {tag.step}"
+            what = parcel.awaited(tag)
             with self._group.waiting(what, on=parcel.source):
                 observe_broken_connection(self._group, parcel.source, what, error)
 

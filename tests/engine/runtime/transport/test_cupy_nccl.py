@@ -166,7 +166,7 @@ def test_an_abort_waits_until_nobody_is_inside(sent: Parcel, monkeypatch: pytest
 
 def test_the_transport_is_closed_behind_the_meeting_at_the_end():
     """Until then others may still receive what this process has sent."""
-    from jaxpp_flax.engine.runtime.transport import connection as links
+    from jaxpp_flax.engine.runtime.transport import connection
 
     closed: list[str] = []
 
@@ -177,8 +177,8 @@ def test_the_transport_is_closed_behind_the_meeting_at_the_end():
             closed.append("transport")
 
     group: Any = ProcessGroup(None, 0, 1)
-    link = links.Link(group, Closing(), links.Settings())  # type: ignore[arg-type]
-    links._end(link, end_watch=False)
+    closing = connection.Connection(group, Closing(), connection.Settings())  # type: ignore[arg-type]
+    connection._end(closing, end_watch=False)
     assert closed == []
     group.close()
     assert closed == ["transport"]

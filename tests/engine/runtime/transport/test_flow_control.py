@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxpp_flax.engine.runtime.instruction_loop import Across
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag
+from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
 from jaxpp_flax.engine.runtime.transport.flow_control import Window
 from jaxpp_flax.processes import ProcessFailedError, ProcessGroup
 
@@ -48,12 +48,12 @@ def test_tasks_wait_for_the_oldest_receive_once_too_many_hang_on_it():
 
 def test_messages_name_the_step_that_the_user_counts():
     group = ProcessGroup(None, 0, 1)
-    across = Across(SimpleNamespace(group=group), "program 1", "program-1-0f")  # type: ignore[arg-type]
-    assert across.tag(7, call=1).step == 1  # nobody counts steps: the first call
+    program = DistributedProgram(SimpleNamespace(group=group), "program 1", "program-1-0f")  # type: ignore[arg-type]
+    assert program.tag(7, call=1).step == 1  # nobody counts steps: the first call
     group.step = 13  # a run that goes on after step 12
-    assert across.tag(7, call=1) == Tag("program-1-0f", 13, 7, 1)
+    assert program.tag(7, call=1) == Tag("program-1-0f", 13, 7, 1)
     # A restore takes the steps back, but no parcel may have the name of another.
-    assert across.tag(7, call=2).id(0, 1) != across.tag(7, call=1).id(0, 1)
+    assert program.tag(7, call=2).id(0, 1) != program.tag(7, call=1).id(0, 1)
 
 
 def test_what_does_not_arrive_is_named_with_what_to_do():

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag, TransportError
-from jaxpp_flax.engine.runtime.transport.nccl import NcclTransport, from_bytes
+from jaxpp_flax.engine.runtime.transport.nccl import NcclTransport
 from jaxpp_flax.processes import ProcessGroup
 from jaxpp_flax.processes.failures import Failure
 
@@ -231,11 +231,6 @@ def test_half_bytes_are_refused():
     _, sender, _ = two_ends(sent)
     with pytest.raises(TypeError, match=r"whole bytes.*int4\[4\]"):
         sender.send([value], sent, Tag("p", 0, 1))
-
-
-def test_bytes_of_the_wrong_size_do_not_fit():
-    with pytest.raises(TypeError):
-        from_bytes(jnp.zeros(5, jnp.uint8), (2,), jnp.float32)
 
 
 def test_cupy_is_named_where_it_is_missing():

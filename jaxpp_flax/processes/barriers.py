@@ -1,4 +1,4 @@
-"""The meeting points of the processes of a run, and the small values that they share, all kept in the store."""
+"""The barriers of the processes of a run, and the small values that they share, all kept in the store."""
 
 from __future__ import annotations
 
@@ -11,25 +11,22 @@ from contextlib import contextmanager
 from jaxpp_flax.processes.store import ROOT, BarrierTimeoutError, CoordinationError, KeyValueStore
 from jaxpp_flax.processes.waits import Waits, name_processes
 
-__all__ = ["Meetings", "SharedValues"]
+__all__ = ["Barriers", "SharedValues"]
 
 # How often a wait looks for failures; short against every deadline, long against a call to the store (0.2 ms).
 _POLL_SECONDS = 0.2
 
 
-class Meetings:
-    """The barriers and exchanges of one process: each waits until all processes have come.
+class Barriers:
+    """The barriers of one process: each waits until all processes have come, and may exchange their values.
 
     Args:
       store: the store that all processes share, or None for a single process.
-      process_index: this process's index.
-      process_count: how many processes there are.
-      waits: of this process.
       check: raises if a process of the run has failed.
 
     Attributes:
-      current: the meeting that the main thread is at; None if it is at none.
-      idle_reason: why this process sends nothing until all have come to the meeting; None if it goes on.
+      current: the barrier that the main thread is at; None if it is at none.
+      idle_reason: why this process sends nothing until all have come to its barrier; None if it goes on.
     """
 
     def __init__(
@@ -47,7 +44,7 @@ class Meetings:
         self._uses: Counter[str] = Counter()
         self._main_thread = threading.main_thread()
 
-    def meet(
+    def wait(
         self,
         name: str,
         value: bytes | None,
@@ -56,25 +53,20 @@ class Meetings:
         title: str | None = None,
         idle_reason: str | None = None,
     ) -> list[bytes]:
-        """Wait until every process has come to this meeting; returns the processes' values.
+        """Wait until every process has come; returns their values. No process may give a value if one gives None.
 
-        Args:
-          name: of the meeting; the store keeps each name for as long as the run.
-          value: this process's value; None in all processes: no values are exchanged.
-          timeout_s: seconds to wait, or None to wait until a process fails.
-          title: the text for errors, where it differs from use to use; None: the name.
-          idle_reason: why this process sends nothing until all have come.
+        The arguments are those of `ProcessGroup.barrier`.
         """
         if self._store is None:
             return [b"" if value is None else value]
         self._uses[name] += 1
         use, title = self._uses[name], title or name
-        here = f"{ROOT}/meet/{name}/{use}"
+        here = f"{ROOT}/barriers/{name}/{use}"
         with self._at(f"{title} ({use})", idle_reason):
             values = self._come_and_wait(self._store, here, value, timeout_s, title)
         # All processes have come to this use, so all of them have left the one before.
         if use > 1 and self._index == 0:
-            self._store.delete(f"{ROOT}/meet/{name}/{use - 1}")
+            self._store.delete(f"{ROOT}/barriers/{name}/{use - 1}")
         return [values[str(index)] for index in range(self._count)] if value is not None else []
 
     def _come_and_wait(
@@ -106,11 +98,11 @@ class Meetings:
         return threading.current_thread() is self._main_thread
 
     @contextmanager
-    def _at(self, meeting: str, idle_reason: str | None) -> Generator[None]:
+    def _at(self, barrier: str, idle_reason: str | None) -> Generator[None]:
         if idle_reason is not None:
             self.idle_reason = idle_reason
         if self._is_main():
-            self.current = meeting
+            self.current = barrier
         try:
             yield
         finally:
@@ -128,10 +120,7 @@ class Meetings:
 
 
 class SharedValues:
-    """Values that one process gives and others read, without a meeting of all.
-
-    Args:
-      store, process_index, waits, check: as in `Meetings`.
+    """Values that one process gives and others read, without a wait for all.
 
     Example:
       >>> values = SharedValues(None, 0, Waits(), lambda: None)
@@ -147,23 +136,12 @@ class SharedValues:
         self._announced: dict[str, bytes] = {}
 
     def publish(self, key: str, value: bytes) -> None:
-        """Leave a value for the processes that call `fetch`; the value stays for as long as the run.
-
-        Args:
-          key: a path with slashes, used once.
-          value: small: a hash, an address, a description.
-        """
+        """Leave a small value for the processes that call `fetch`, under a path that is used once in the run."""
         if self._store is not None:
             self._store.set(f"{ROOT}/published/{key}", value)
 
     def fetch(self, key: str, what: str, on: int, timeout_s: float | None = None) -> bytes:
-        """Wait for a value that process `on` publishes.
-
-        Args:
-          key: the key that it is published under.
-          what: the value in words, for the error.
-          on: the process that publishes it.
-          timeout_s: seconds to wait, or None to wait until a process fails.
+        """Wait for `what`, a value that process `on` publishes under this key; None waits until a process fails.
 
         Raises:
           BarrierTimeoutError: if the value does not come in time.
@@ -183,12 +161,7 @@ class SharedValues:
         return value
 
     def announce(self, name: str, value: bytes) -> None:
-        """Tell every process a value without waiting; only the first announcement of a name counts.
-
-        Args:
-          name: of the announcement.
-          value: the result of `announcement` in every process, from now on.
-        """
+        """Tell every process a value without waiting; only the first announcement of a name counts."""
         if self._store is None:
             self._announced.setdefault(name, value)
         elif self._store.add(f"{ROOT}/announcements/{name}/count") == 1:
