@@ -28,7 +28,16 @@ from jaxpp_flax.checkpoint.format.orbax_io import (
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, rename_path
 from jaxpp_flax.processes.group import process_group
 
-__all__ = ["RestorePlan", "StoredLeaf", "abstract_state", "leaves_of", "plan_restore", "restore", "stored_leaves"]
+__all__ = [
+    "RestorePlan",
+    "StoredLeaf",
+    "abstract_state",
+    "leaves_of",
+    "plan_restore",
+    "read_json",
+    "restore",
+    "stored_leaves",
+]
 
 
 def abstract_state(tree: Any) -> Any:
@@ -294,3 +303,22 @@ def _read(directory: Path, metadata: Any, wants: Mapping[str, Wanted]) -> dict[s
     found: dict[str, Any] = {}
     map_metadata(restored, lambda path, leaf: found.update({path: leaf}) if path in wants else None)
     return found
+
+
+def read_json(path: str | os.PathLike[str], name: str) -> Any:
+    """Read the JSON called `name` in a step's directory; return None if it does not exist.
+
+    Raises:
+      CorruptCheckpointError: if the JSON cannot be read.
+    """
+    item = absolute(path) / name
+    if not item.is_dir():
+        return None
+    with (
+        process_group().waiting(f"the restore of {name_checkpoint(item.parent)} ({name})"),
+        ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer,
+    ):
+        try:
+            return checkpointer.restore(item)
+        except Exception as error:
+            raise damaged(item, error) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from jaxpp_flax.checkpoint.errors import CheckpointSaveError, CorruptCheckpointE
 from jaxpp_flax.checkpoint.format.integrity import write_digests
 from jaxpp_flax.checkpoint.format.leaves import is_empty, to_disk
 from jaxpp_flax.checkpoint.format.orbax_io import (
+    TREE_ITEM,
     absolute,
     find_tree,
     multiprocessing_options,
@@ -26,7 +28,7 @@ from jaxpp_flax.checkpoint.shared_directory import check_shared
 from jaxpp_flax.processes.comparison import do_in_process_0
 from jaxpp_flax.processes.group import process_group
 
-__all__ = ["complete", "save", "save_failed", "to_tree", "write_and_check"]
+__all__ = ["complete", "save", "save_failed", "save_step", "step_arguments", "step_registry", "to_tree"]
 
 
 def to_tree(tree: Any) -> dict[str, Any]:
@@ -71,11 +73,40 @@ def save(path: str | os.PathLike[str], tree: Any) -> Path:
     content = to_tree(tree)
     if not content:
         raise ValueError(f"cannot save to {path}: the tree has no leaves.")
-    write_and_check(path, pytree_handler(), ocp.args.PyTreeSave(content), flatten(content)[0])
+    _write_and_check(path, pytree_handler(), ocp.args.PyTreeSave(content), flatten(content)[0])
     return path
 
 
-def write_and_check(path: Path, handler: Any, arguments: Any, leaves: Any) -> None:
+def save_step(path: str | os.PathLike[str], tree: Any, beside: Mapping[str, Any]) -> Path:
+    """Write the directory of one step to any path, and wait for the end of the save.
+
+    Raises:
+      CheckpointSaveError: if the path exists, or cannot be written.
+    """
+    path = absolute(path)
+    if path.exists():
+        raise CheckpointSaveError(f"cannot save to {path}: it exists, and is left as it is. Choose another path.")
+    content = to_tree(tree)
+    options = ocp.CompositeOptions(multiprocessing_options=multiprocessing_options(f"jaxpp_flax.{path.name}"))
+    handler = ocp.CompositeCheckpointHandler(handler_registry=step_registry(), composite_options=options)
+    _write_and_check(path, handler, step_arguments(content, beside), frozenset(flatten(content)[0]))
+    return path
+
+
+def step_arguments(content: Any, beside: Mapping[str, Any]) -> ocp.args.Composite:
+    json = {name: ocp.args.JsonSave(value) for name, value in beside.items()}
+    return ocp.args.Composite(**{TREE_ITEM: ocp.args.PyTreeSave(content)}, **json)
+
+
+def step_registry() -> Any:
+    handler = pytree_handler()
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    registry.add(TREE_ITEM, ocp.args.PyTreeSave, handler)
+    registry.add(TREE_ITEM, ocp.args.PyTreeRestore, handler)
+    return registry
+
+
+def _write_and_check(path: Path, handler: Any, arguments: Any, leaves: Any) -> None:
     """Save without the background, and check the written files; with several processes, all of them call this.
 
     Args:

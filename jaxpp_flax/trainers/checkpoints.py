@@ -15,16 +15,17 @@ from jaxpp_flax.checkpoint import (
     CorruptCheckpointError,
     UnfinishedCheckpointError,
 )
+from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.checkpoint.format.integrity import describe_checkpoint
 from jaxpp_flax.checkpoint.format.paths import PathFilter, shortened
-from jaxpp_flax.checkpoint.reading import RestorePlan, plan_restore
-from jaxpp_flax.checkpoint.store import CheckpointStore, read_json, save_step
+from jaxpp_flax.checkpoint.reading import RestorePlan, plan_restore, read_json
+from jaxpp_flax.checkpoint.writing import save_step
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.processes.comparison import compare_lines, exchange_values, from_process_that_has_it
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.trainers.callbacks.states import CallbackStates
 from jaxpp_flax.trainers.data.position import DataPosition, own_position, together
-from jaxpp_flax.trainers.data.tracking import DataTracking
+from jaxpp_flax.trainers.data.stream import DataTracking
 from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay, check_parameters
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.loop.progress import Display

@@ -20,7 +20,7 @@ import os, resource, signal, sys, time
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpp_flax.checkpoint import reading, store as store_module
-from jaxpp_flax.checkpoint.store import CheckpointStore
+from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 
 def half(seed):
     sharding = NamedSharding(Mesh(np.array(jax.devices()), "x"), PartitionSpec("x"))

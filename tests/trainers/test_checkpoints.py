@@ -25,7 +25,7 @@ from jaxpp_flax.trainers.callbacks import OnMetrics
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.stream import batches
 from jaxpp_flax.trainers.loop.progress import NoMeter
-from jaxpp_flax.trainers.step.compilation import to_ordinary
+from jaxpp_flax.trainers.state.weights import to_ordinary
 from tests.checkpoint import program
 from tests.helpers import tree_allclose
 from tests.trainers.models import Model, make_batch, mean_loss
@@ -212,7 +212,7 @@ def test_a_failed_background_save_is_told_by_the_next_step(tmp_path: Path, monke
     fit(trainer, OTHER, steps=1)
     trainer.save()
     trainer.train_step(OTHER[0])
-    monkeypatch.setattr("jaxpp_flax.checkpoint.store.complete", _fail)
+    monkeypatch.setattr("jaxpp_flax.checkpoint.checkpoint_store.complete", _fail)
     trainer.save(wait=False)
     while trainer._checkpoints.store._manager.is_saving_in_progress():
         pass

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from jax.sharding import Sharding
 
 from jaxpp_flax.checkpoint.format.leaves import assemble, is_key
-from jaxpp_flax.checkpoint.format.shards import has_local_devices, shards_of
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 
 __all__ = ["MpmdArrayHandler", "register"]
+
+# The replica number of a stand-in for other processes' shards. Orbax writes only the first replicas.
+_NEVER_WRITTEN = 1 << 30
 
 
 class MpmdArrayHandler(ocp.type_handlers.ArrayHandler):
@@ -41,7 +45,7 @@ class MpmdArrayHandler(ocp.type_handlers.ArrayHandler):
                         f"{info.name} holds random keys, which several processes cannot write as such. Save "
                         "`jax.random.key_data(keys)`, as jaxpp_flax.checkpoint.save does."
                     )
-            arrays = [shards_of(array) for array in arrays]
+            arrays = [_shards_of(array) for array in arrays]
         return await super().serialize(arrays, infos, args)  # pyright: ignore[reportArgumentType]
 
     async def deserialize(self, infos: Any, args: Any = None) -> Any:
@@ -50,7 +54,7 @@ class MpmdArrayHandler(ocp.type_handlers.ArrayHandler):
         Of those that live in other processes alone, nothing is read.
         """
         shardings = [getattr(arg, "sharding", None) for arg in args or [None] * len(infos)]
-        elsewhere = [isinstance(s, MpmdSharding) and not has_local_devices(s) for s in shardings]
+        elsewhere = [isinstance(s, MpmdSharding) and not _has_local_devices(s) for s in shardings]
         here = [i for i, is_elsewhere in enumerate(elsewhere) if not is_elsewhere]
         read = await super().deserialize([infos[i] for i in here], [args[i] for i in here]) if here else []
         found: dict[int, Any] = dict(zip(here, read, strict=True))
@@ -122,3 +126,81 @@ def _replace(tree: Any, function: Any) -> Any:
 
 def _abstract(array: MpmdArray) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardsOf:
+    """The parts of an array that Orbax's handler needs to write it. Not a `jax.Array`, so Orbax needs no other process.
+
+    Args:
+      shape, dtype, sharding: the values of the whole array, the same in every process.
+      addressable_shards: this process's shards, or one shard without data if the process has none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Sharding
+    addressable_shards: Sequence[Any]
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array."""
+        return self.size * self.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NoData:
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NoShard:
+    """A shard that has only a shape: all processes must compute the same chunks on disk."""
+
+    index: tuple[slice, ...]
+    data: _NoData
+    replica_id: int = _NEVER_WRITTEN
+
+
+def _shards_of(array: jax.Array) -> ShardsOf:
+    """Return the shards of an array that this process writes.
+
+    Process 0 writes an array that each process holds as a whole (fully addressable, and not an `MpmdArray`), as it
+    writes NumPy arrays and numbers.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> [shard] = _shards_of(jnp.arange(3)).addressable_shards
+      >>> shard.index, shard.replica_id, shard.data.shape
+      ((slice(None, None, None),), 0, (3,))
+    """
+    shards: Sequence[Any] = array.addressable_shards
+    everywhere = array.is_fully_addressable and not isinstance(array.sharding, MpmdSharding)
+    if not shards or (everywhere and jax.process_index() != 0):
+        shape = array.sharding.shard_shape(array.shape)
+        shards = [_NoShard(index=tuple(slice(0, size) for size in shape), data=_NoData(shape=shape))]
+    return ShardsOf(shape=array.shape, dtype=array.dtype, sharding=array.sharding, addressable_shards=shards)
+
+
+def _has_local_devices(sharding: Any) -> bool:
+    """Return True if some devices of a sharding belong to this process."""
+    return any(device.process_index == jax.process_index() for device in sharding.device_set)

@@ -5,7 +5,6 @@ A leaf is an array of examples, of shape (batch, ...), or a scalar: a constant o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -259,15 +258,16 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype_of(leaf))
 
 
-def count_units(batch: Any) -> tuple[int, str]:
+def count_units(batch: Any, global_batch_size: int | None = None) -> tuple[int, str]:
     """Count units for the progress: the tokens of the first integer leaf with two axes, or else examples.
+
+    `global_batch_size` is the number of examples of the whole batch, if `batch` has only this process's rows.
 
     Example:
       >>> count_units({"tokens": np.zeros((4, 8), np.int32)}), count_units(np.zeros((4, 8)))
       ((32, 'tokens'), (4, 'examples'))
     """
-    leaves = jax.tree.leaves(batch)
-    for leaf in leaves:
+    for leaf in jax.tree.leaves(batch):
         if len(np.shape(leaf)) == 2 and jnp.issubdtype(leaf.dtype, jnp.integer):
-            return math.prod(leaf.shape), "tokens"
-    return first_examples(batch)[1].shape[0], "examples"
+            return (global_batch_size or leaf.shape[0]) * leaf.shape[1], "tokens"
+    return global_batch_size or first_examples(batch)[1].shape[0], "examples"

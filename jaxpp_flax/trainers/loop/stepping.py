@@ -9,16 +9,15 @@ from typing import Any
 import jax
 
 from jaxpp_flax.trainers.assigner import Assigner
-from jaxpp_flax.trainers.data.loading import Rows, rows_alike
+from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, compared_rows
 from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison, await_same_end
 from jaxpp_flax.trainers.loop.progress import Display
 from jaxpp_flax.trainers.model.adapter import parameter_count
 from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.step.executables import Executables
-from jaxpp_flax.trainers.tuning.profiling import StepProfile, profile_of
+from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps, stage_table
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling, no_pipeline
-from jaxpp_flax.trainers.tuning.stage_table import stage_table
+from jaxpp_flax.trainers.tuning.step_profile import StepProfile, profile_of
 
 __all__ = ["Stepping"]
 
@@ -44,8 +43,8 @@ class Stepping:
         self,
         scheduling: Scheduling,
         assigner: Assigner,
-        rows: Rows,
-        executables: Executables,
+        rows: BatchSharding,
+        executables: CompiledSteps,
         held: StateHolder,
         *,
         under_way: StepsUnderWay,
@@ -95,7 +94,7 @@ class Stepping:
         if whole is batch:
             self._trained_on.before(microbatches)
         else:
-            microbatches = rows_alike(compiled, batch, microbatches, self._trained_on)
+            microbatches = compared_rows(compiled, batch, microbatches, self._trained_on)
         return self.finish(compiled(self._held.memory, microbatches), microbatches)
 
     def finish(self, results: Any, microbatches: Any) -> dict[str, Any]:

@@ -7,11 +7,10 @@ from typing import Any
 
 from jaxpp_flax.trainers.callbacks.states import CallbackStates
 from jaxpp_flax.trainers.checkpoints import Checkpointing
-from jaxpp_flax.trainers.data.loading import Rows
+from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.remainder import Remainder, RemainderRule, check_mask, check_masked
-from jaxpp_flax.trainers.data.stream import Batches, batches
-from jaxpp_flax.trainers.data.tracking import DataTracking
+from jaxpp_flax.trainers.data.stream import Batches, DataTracking, batches
 from jaxpp_flax.trainers.loop.fit import FitArguments, FitLoop
 from jaxpp_flax.trainers.loop.progress import Display
 from jaxpp_flax.trainers.loop.saving import Saving
@@ -39,7 +38,7 @@ class Training:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: BatchSharding,
         *,
         checkpoints: Checkpointing,
         saving: Saving,
@@ -86,7 +85,7 @@ class Training:
                 return True
 
             try:
-                for record in steps_of(trainer, source, self._rows, global_batch_size, begin=begin):
+                for record in steps_of(trainer, source, global_batch_size, begin=begin):
                     self._saving.after_step(record)
                     yield trainer.step, dict(record.metrics)
             except BaseException as error:  # `break` in the user's loop comes here too

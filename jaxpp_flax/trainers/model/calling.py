@@ -11,7 +11,7 @@ from flax.errors import FlaxError
 
 from jaxpp_flax.trainers.errors import LossError
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
-from jaxpp_flax.trainers.model.linen import LinenCall
+from jaxpp_flax.trainers.model.linen_model import LinenCall
 
 __all__ = ["asked_for", "call_function", "call_model"]
 

@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxpp_flax.checkpoint import abstract_state
 from jaxpp_flax.checkpoint.reading import plan_restore
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.arrays.placing import place_on_ranks
+from jaxpp_flax.engine.arrays.reshard import spmd_to_mpmd_reshard
 from jaxpp_flax.trainers.loop.process_synchronization import compare_initial_states
-from jaxpp_flax.trainers.state.placing import is_abstract, place_state
+from jaxpp_flax.trainers.state.optimizer_state import make_on_ranks
 from jaxpp_flax.trainers.state.train_state import TrainState
-from jaxpp_flax.trainers.step.compilation import copied
 
-__all__ = ["Beginning", "Made", "OnDisk", "Placed", "StateHolder"]
+__all__ = ["Beginning", "Made", "OnDisk", "Placed", "StateHolder", "copied", "is_abstract"]
 
 # Larger first parameters are not kept for the diagnosis of a first loss that is not finite.
 _KEPT_FOR_DIAGNOSIS = 256 << 20
@@ -136,7 +138,7 @@ class StateHolder:
                 placed, self._beginning = stored.read(shardings()), None
             case Made(state) if mesh is not None:
                 compare_initial_states(mesh, state, self._init)
-                placed = place_state(mesh, state, shardings(), self._init)
+                placed = _place_state(mesh, state, shardings(), self._init)
             case _:
                 placed = jax.tree.map(copied, self.whole())
         self._now = Placed(placed)
@@ -161,6 +163,37 @@ class StateHolder:
         """Return the inputs of the first step once: later calls, and a state from a checkpoint, give None."""
         beginning, self._beginning = self._beginning, None
         return beginning
+
+
+def is_abstract(tree: Any) -> bool:
+    """Return True if some leaf is a shape without a value."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def copied(leaf: Any) -> jax.Array:
+    """Return a copy that shares no memory with `leaf`."""
+    return jnp.array(leaf, copy=True)
+
+
+def _place_state(mesh: MpmdMesh, state: TrainState, shardings: TrainState, init: Callable[[Any], Any]) -> TrainState:
+    """Copy `state` to its ranks. A step may donate the copies: the user's arrays stay valid.
+
+    Args:
+      mesh: the mesh of all ranks.
+      state: arrays; `opt_state` may have only shapes.
+      shardings: an `MpmdSharding` for each leaf.
+      init: makes the `opt_state` from parameters; `init` runs on the ranks.
+    """
+    placed = _put(mesh, replace(state, opt_state=()), replace(shardings, opt_state=()))
+    if is_abstract(state.opt_state):
+        return replace(placed, opt_state=make_on_ranks(init, placed.params, shardings.opt_state))
+    return replace(placed, opt_state=_put(mesh, state.opt_state, shardings.opt_state))
+
+
+def _put(mesh: MpmdMesh, tree: Any, shardings: Any) -> Any:
+    if not mesh.jax_mesh.is_multi_process:
+        return spmd_to_mpmd_reshard(mesh, tree, shardings, donate=False)
+    return jax.tree.map(place_on_ranks, tree, shardings)  # every process has the values: nothing is sent
 
 
 def _num_bytes(tree: Any) -> int:

@@ -13,7 +13,7 @@ from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.checkpoint.reading import RestorePlan
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr, values
-from jaxpp_flax.trainers.state.placing import NOT_TRACEABLE
+from jaxpp_flax.trainers.state.optimizer_state import NOT_TRACEABLE
 from jaxpp_flax.trainers.state.train_state import TrainState
 
 __all__ = ["copies_in", "with_copies"]

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpp_flax.trainers.model.adapter import ModelAdapter
-from jaxpp_flax.trainers.model.linen import LinenModel
-from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.step.compilation import to_ordinary
+import jax
 
-__all__ = ["Weights"]
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.arrays.placing import on_every_process
+from jaxpp_flax.trainers.model.adapter import ModelAdapter
+from jaxpp_flax.trainers.model.linen_model import LinenModel
+from jaxpp_flax.trainers.state.holder import StateHolder, copied
+
+__all__ = ["Weights", "to_ordinary"]
 
 
 @dataclass(frozen=True)
@@ -59,3 +62,20 @@ class Weights:
         state = self.held.weights()
         self.meet("trainer.variables")
         return self.adapter.variables_of(to_ordinary(state.params), to_ordinary(state.model_state))
+
+
+def to_ordinary(tree: Any) -> Any:
+    """Copy every leaf to a new `jax.Array` on the default device.
+
+    If the ranks belong to several processes, all of them must call this function.
+    """
+    device = jax.local_devices()[0]
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, MpmdArray):
+            return copied(leaf)
+        if leaf.sharding.mpmd_mesh.jax_mesh.is_multi_process:
+            return copied(jax.device_put(on_every_process(leaf), device))
+        return copied(jax.device_put(leaf.as_jax_array(), device))
+
+    return jax.tree.map(one, tree)

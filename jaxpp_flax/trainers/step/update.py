@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpp_flax.trainers.state.placing import shapes_or_values
+from jaxpp_flax.trainers.state.optimizer_state import shapes_or_values
 from jaxpp_flax.trainers.state.train_state import TrainState
 
 __all__ = ["DynamicLossScale", "Update", "choose_loss_scale"]

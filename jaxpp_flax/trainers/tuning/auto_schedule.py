@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from jaxpp_flax.assignment import AssignmentError
 from jaxpp_flax.schedules import Costs, Found, Schedule, ScheduleError, Transfer, by_name, search, simulate
 from jaxpp_flax.trainers.data.batch import signature
-from jaxpp_flax.trainers.tuning.profiling import StepProfile, task_costs
+from jaxpp_flax.trainers.tuning.step_profile import StepProfile, task_costs
 
 __all__ = ["AutoSchedule", "ScheduleReport", "ScheduleTuner"]
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from jaxpp_flax import DictTracker, JsonlTracker, PipelineTrainer
 from jaxpp_flax.trainers import Callback, CompositeTracker, Logging
 from jaxpp_flax.trainers.callbacks import EarlyStopping, OnMetrics, PrintLoss
+from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from jaxpp_flax.trainers.data.stream import batches
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loop.progress import BarMeter, PlainMeter
@@ -258,3 +259,11 @@ def test_one_process_reads_every_row():
         sut.fit(DATA, global_batch_size=8)
     with pytest.raises(ValueError, match="global_batch_size=0: it must be"):
         sut.train_step(DATA[0], global_batch_size=0)
+
+
+def test_the_shape_of_the_whole_batch_is_found_once_a_step(monkeypatch):
+    found = []
+    whole = BatchSharding.whole
+    monkeypatch.setattr(BatchSharding, "whole", lambda *arguments: found.append(1) or whole(*arguments))
+    trainer().fit(DATA, global_batch_size=4)
+    assert len(found) == 1 + len(DATA)  # once for the compilation

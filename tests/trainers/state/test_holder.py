@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpp_flax.checkpoint.store import save_step
-from jaxpp_flax.trainers.state.holder import Beginning, StateHolder
-from jaxpp_flax.trainers.state.placing import is_abstract
+from jaxpp_flax.checkpoint.writing import save_step
+from jaxpp_flax.trainers.state.holder import Beginning, StateHolder, is_abstract
 from jaxpp_flax.trainers.step.update import Update
 
 

@@ -1,9 +1,8 @@
-"""Place the state on the ranks: each leaf goes directly to its devices, and the optimizer state is made there."""
+"""The first state of the optimizer: its shapes, its hash for comparisons, and its values, made on the ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,17 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
+from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.arrays.placing import place_on_ranks
-from jaxpp_flax.engine.arrays.reshard import spmd_to_mpmd_reshard
 from jaxpp_flax.engine.program.description import describe_graph
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.processes import value_hash, value_text
-from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.loss_trace import used_inputs
 
-__all__ = ["hash_of_init", "is_abstract", "make_on_ranks", "numbers_of_init", "place_state", "shapes_or_values"]
+__all__ = ["NOT_TRACEABLE", "hash_of_init", "make_on_ranks", "numbers_of_init", "shapes_or_values"]
 
 
 # JAX raises these errors if an optimizer's `init` reads values. Such an `init` is called instead of traced.
@@ -81,26 +77,6 @@ def numbers_of_init(init: Callable[[Any], Any], params: Any) -> dict[str, str | 
     return dict(zip(single, map(value_text, values), strict=True))
 
 
-def is_abstract(tree: Any) -> bool:
-    """Return True if some leaf is a shape without a value."""
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
-
-
-def place_state(mesh: MpmdMesh, state: TrainState, shardings: TrainState, init: Callable[[Any], Any]) -> TrainState:
-    """Copy `state` to its ranks. A step may donate the copies: the user's arrays stay valid.
-
-    Args:
-      mesh: the mesh of all ranks.
-      state: arrays; `opt_state` may have only shapes.
-      shardings: an `MpmdSharding` for each leaf.
-      init: makes the `opt_state` from parameters; `init` runs on the ranks.
-    """
-    placed = _put(mesh, replace(state, opt_state=()), replace(shardings, opt_state=()))
-    if is_abstract(state.opt_state):
-        return replace(placed, opt_state=make_on_ranks(init, placed.params, shardings.opt_state))
-    return replace(placed, opt_state=_put(mesh, state.opt_state, shardings.opt_state))
-
-
 @context_mesh(None)  # with a context mesh, JAX would compare each rank's devices with the devices of that mesh
 def make_on_ranks(function: Callable[[Any], Any], argument: Any, shardings: Any) -> Any:
     """Compute `function(argument)` for a tree of `MpmdArray`s: each leaf of the result on its own ranks.
@@ -153,9 +129,3 @@ def make_on_ranks(function: Callable[[Any], Any], argument: Any, shardings: Any)
 def _on_rank(leaf: MpmdArray, rank: int) -> jax.Array:
     part = leaf._partially_addressable_arrays.get(rank)
     return part if part is not None else jax.device_put(leaf._value, leaf.sharding.local_sharding(rank))
-
-
-def _put(mesh: MpmdMesh, tree: Any, shardings: Any) -> Any:
-    if not mesh.jax_mesh.is_multi_process:
-        return spmd_to_mpmd_reshard(mesh, tree, shardings, donate=False)
-    return jax.tree.map(place_on_ranks, tree, shardings)  # every process has the values: nothing is sent

@@ -8,32 +8,34 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxpp_flax.checkpoint.barriers import background_barrier, name_checkpoint, poll, shared_work
+from jaxpp_flax.checkpoint.barriers import background_barrier, poll, shared_work
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CheckpointSaveError, DirectoryInUseError
 from jaxpp_flax.checkpoint.finish_at_exit import finish_at_exit
 from jaxpp_flax.checkpoint.format.orbax_io import (
-    TREE_ITEM,
     absolute,
-    damaged,
     multiprocessing_options,
-    pytree_handler,
     under_way,
 )
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.checkpoint.owner import Ownership
-from jaxpp_flax.checkpoint.policies import KeepPolicy, SavePolicy, check_interval
 from jaxpp_flax.checkpoint.shared_directory import check_shared
-from jaxpp_flax.checkpoint.writing import complete, save_failed, to_tree, write_and_check
+from jaxpp_flax.checkpoint.writing import complete, save_failed, step_arguments, step_registry, to_tree
 from jaxpp_flax.processes.comparison import do_in_process_0, exchange_values
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.processes.waits import print_notice
 
-__all__ = ["CheckpointStore", "read_json", "save_step"]
+__all__ = ["CheckpointStore", "KeepPolicy", "SavePolicy", "check_interval"]
+
+
+SavePolicy: TypeAlias = int | policies.SaveDecisionPolicy
+"""An interval in steps, or an Orbax save decision policy."""
+KeepPolicy: TypeAlias = int | policies.PreservationPolicy
+"""The number of latest checkpoints to keep, or an Orbax preservation policy."""
 
 # The seconds that a failed process waits for the other processes' parts of a save.
 _PATIENCE = 60.0
@@ -50,6 +52,7 @@ class CheckpointStore:
 
     Example:
       >>> import tempfile, jax.numpy as jnp
+      >>> from jaxpp_flax.checkpoint.reading import read_json
       >>> store = CheckpointStore(tempfile.mkdtemp(), every=2, keep=2)
       >>> for step in range(1, 8):
       ...     if store.wants(step):
@@ -203,7 +206,7 @@ class CheckpointStore:
                 manager.reload()
         with shared_work(self._what(), lambda error: self._failed(step, error)):
             self._writing = (step, frozenset(flatten(content)[0]))
-            manager.save(step, args=_arguments(content, beside), force=True)
+            manager.save(step, args=step_arguments(content, beside), force=True)
         if wait or not self._asynchronous:
             self.wait()
         elif not self._finishes_at_exit:
@@ -333,7 +336,7 @@ class CheckpointStore:
                         ),
                         multiprocessing_options=multiprocessing_options("jaxpp_flax"),
                     ),
-                    handler_registry=_registry(),
+                    handler_registry=step_registry(),
                 )
         return self._manager
 
@@ -347,49 +350,11 @@ class CheckpointStore:
             complete(under_way(self.directory / str(step)), leaves)
 
 
-def save_step(path: str | os.PathLike[str], tree: Any, beside: Mapping[str, Any]) -> Path:
-    """Write the directory of one step to any path, and wait for the end of the save.
+def check_interval(name: str, value: object) -> None:
+    """Refuse a number that is not a count.
 
     Raises:
-      CheckpointSaveError: if the path exists, or cannot be written.
+      ValueError: the message names the argument.
     """
-    path = absolute(path)
-    if path.exists():
-        raise CheckpointSaveError(f"cannot save to {path}: it exists, and is left as it is. Choose another path.")
-    content = to_tree(tree)
-    options = ocp.CompositeOptions(multiprocessing_options=multiprocessing_options(f"jaxpp_flax.{path.name}"))
-    handler = ocp.CompositeCheckpointHandler(handler_registry=_registry(), composite_options=options)
-    write_and_check(path, handler, _arguments(content, beside), frozenset(flatten(content)[0]))
-    return path
-
-
-def read_json(path: str | os.PathLike[str], name: str) -> Any:
-    """Read the JSON called `name` in a step's directory; return None if it does not exist.
-
-    Raises:
-      CorruptCheckpointError: if the JSON cannot be read.
-    """
-    item = absolute(path) / name
-    if not item.is_dir():
-        return None
-    with (
-        process_group().waiting(f"the restore of {name_checkpoint(item.parent)} ({name})"),
-        ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer,
-    ):
-        try:
-            return checkpointer.restore(item)
-        except Exception as error:
-            raise damaged(item, error) from error
-
-
-def _arguments(content: Any, beside: Mapping[str, Any]) -> ocp.args.Composite:
-    json = {name: ocp.args.JsonSave(value) for name, value in beside.items()}
-    return ocp.args.Composite(**{TREE_ITEM: ocp.args.PyTreeSave(content)}, **json)
-
-
-def _registry() -> Any:
-    handler = pytree_handler()
-    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    registry.add(TREE_ITEM, ocp.args.PyTreeSave, handler)
-    registry.add(TREE_ITEM, ocp.args.PyTreeRestore, handler)
-    return registry
+    if isinstance(value, (bool, float)) or (isinstance(value, int) and value < 1):
+        raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1, a policy, or None.")
