@@ -24,7 +24,7 @@ from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.processes.comparison import compare_lines, exchange_values, from_process_that_has_it
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.trainers.callbacks.states import CallbackStates
-from jaxpp_flax.trainers.data.position import DataPosition, own_position, together
+from jaxpp_flax.trainers.data.position import DataPosition, gather_positions, own_position
 from jaxpp_flax.trainers.data.stream import DataTracking
 from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay, check_parameters
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
@@ -125,7 +125,7 @@ class Checkpointing:
         self._meet("trainer.save")
         self._trained_on.check(self._held.step)
         with process_group().waiting(f"the save of step {self._held.step}"):
-            data = together(None if (at := self._tracking.position()) is None else at.to_json())
+            data = gather_positions(None if (at := self._tracking.position()) is None else at.to_json())
         beside = {"data": data, "about": {"model": self._model_name}}
         if states := self._callbacks.to_json():
             beside["callbacks"] = states

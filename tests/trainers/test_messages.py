@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from jaxpp_flax.processes import process_group, value_hash, value_text
-from jaxpp_flax.trainers.data.stream import awaited, batches
+from jaxpp_flax.trainers.data.stream import Batches, awaited
 from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.mesh import build_mesh
 from jaxpp_flax.trainers.model.sharding import AxisRules
@@ -34,7 +34,7 @@ def test_the_step_in_messages_is_the_trainer_s(kind: str, step: int):
 @pytest.mark.parametrize(
     ("draw", "what"),
     [
-        (lambda data: batches(data), "the next batch of the data"),
+        (lambda data: Batches(data), "the next batch of the data"),
         (lambda data: awaited(data, "the next batch to evaluate"), "the next batch to evaluate"),
     ],
 )

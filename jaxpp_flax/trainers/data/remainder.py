@@ -36,9 +36,6 @@ class RemainderRule:
       divisor: the size of a batch must be a multiple of this number.
       meter: prints a message about the first batch that is left out.
 
-    Raises:
-      ValueError: if `how` has another value.
-
     Example:
       >>> rule = RemainderRule(how="drop", divisor=4)
       >>> [size for size in (8, 8, 5, 4) if rule.fitted(np.zeros(size), 8) is not None]
@@ -58,11 +55,7 @@ class RemainderRule:
     def of(
         cls, remainder: Remainder | None, global_batch_size: int | None, divisor: int, meter: Meter
     ) -> RemainderRule:
-        """Make the rule from the arguments of `fit`.
-
-        Raises:
-          ValueError: if the arguments contradict each other.
-        """
+        """Make the rule from the arguments of `fit`, or raise a `ValueError` if they contradict each other."""
         if global_batch_size is not None and remainder is not None:
             raise ValueError(
                 f"remainder={remainder!r} and global_batch_size={global_batch_size}: every batch then has so many "
@@ -73,9 +66,7 @@ class RemainderRule:
     def left_out(self, data: Any, begin: int, end: int | None) -> int:
         """Before the first step, count the batches of a pass, from `begin` to `end`, that will be left out.
 
-        Args:
-          data: a list or tuple of batches; for other data the count is 0.
-          begin, end: positions in `data`; None for the end of `data`.
+        For data that is not a list or tuple the count is 0.
 
         Raises:
           BatchError: if a batch cannot be cut and none may be left out; the message names the first such batch.
@@ -97,9 +88,7 @@ class RemainderRule:
     def fitted(self, batch: Any, full: int | None) -> Any:
         """Return the batch to train on: unchanged or filled; None to leave the batch out.
 
-        Args:
-          batch: the next batch.
-          full: the number of examples of the first batch of the pass; None for the first batch itself.
+        `full` is the number of examples of the first batch of the pass; None for the first batch itself.
         """
         size = examples_in(batch)
         if not size or full is None or size >= full:
@@ -147,11 +136,7 @@ def filled(batch: Any, size: int) -> Any:
 
 
 def check_mask(batch: Any) -> None:
-    """Refuse a batch that cannot be filled.
-
-    Raises:
-      BatchError: the message names the missing part.
-    """
+    """Refuse a batch that cannot be filled: raise a `BatchError` that names the missing part."""
     mask = batch.get(MASK) if isinstance(batch, Mapping) else None
     if mask is None or not np.shape(mask):
         kind = f"a dict of {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"

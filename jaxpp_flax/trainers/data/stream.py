@@ -21,21 +21,11 @@ from jaxpp_flax.trainers.data.remainder import RemainderRule
 from jaxpp_flax.trainers.loop.progress import Meter, NoMeter
 from jaxpp_flax.trainers.state.holder import StateHolder
 
-__all__ = ["Batches", "DataTracking", "awaited", "batches"]
+__all__ = ["Batches", "DataTracking", "awaited"]
 
 
-def batches(
-    data: Iterable[Any],
-    *,
-    steps: int | None = None,
-    epochs: int | None = None,
-    position: DataPosition | None = None,
-    resume_data: ResumeData = "fast_forward",
-    meter: Meter | None = None,
-    drawn: Drawn | Literal[0] = 0,
-    remainder: RemainderRule | None = None,
-) -> Batches:
-    """Iterate over the batches of `data`: at most `steps` batches, in at most `epochs` passes.
+class Batches(Iterator[Any]):
+    """The batches of `data`, at most `steps` of them, in at most `epochs` passes; the iterator knows its position.
 
     Without `steps` and `epochs`: one pass. With `steps` alone, a list or dataset is repeated as needed; a generator
     ends when it has no more batches.
@@ -56,77 +46,53 @@ def batches(
       TypeError: if `data` cannot be iterated.
 
     Example:
-      >>> list(batches([1, 2, 3], steps=5)), list(batches([1, 2], epochs=2))
+      >>> list(Batches([1, 2, 3], steps=5)), list(Batches([1, 2], epochs=2))
       ([1, 2, 3, 1, 2], [1, 2, 1, 2])
-    """
-    for name, value in (("steps", steps), ("epochs", epochs)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1.")
-    try:
-        first = iter(data)
-    except TypeError as error:
-        raise TypeError(
-            f"data is a {type(data).__name__}, which cannot be iterated. Pass an iterable of batches: a list, a "
-            "generator, a grain dataset or loader."
-        ) from error
-    if isinstance(data, dict):
-        raise TypeError("data is a dict: a single batch? Pass an iterable of batches, e.g. `[batch]`.")
-    if first is data and epochs is not None and epochs > 1:
-        raise ValueError(
-            f"epochs={epochs} needs data that can be iterated again, but a {type(data).__name__} runs once. Pass a "
-            "list or an object whose __iter__ starts anew, or give `steps` instead."
-        )
-    if resume_data not in ("fast_forward", "refuse", "restart"):
-        raise ValueError(f"resume_data={resume_data!r}: it must be 'fast_forward', 'refuse' or 'restart'.")
-    passes = epochs if epochs is not None or steps is not None else 1
-    start = None if resume_data == "restart" else position
-    left_out = 0
-    if remainder is not None:
-        begin = 0 if start is None else start.in_epoch
-        once = steps is not None and isinstance(data, Sequence) and begin + steps <= len(data)
-        left_out = remainder.left_out(data, begin if once else 0, begin + steps if once and steps else None)
-    return Batches(data, first, steps, passes, start, resume_data, meter, drawn or Drawn(), remainder, left_out)
-
-
-class Batches(Iterator[Any]):
-    """An iterator over batches that knows its position; `batches` makes it.
-
-    Example:
-      >>> source = batches([5, 6, 7], steps=5)
+      >>> source = Batches([5, 6, 7], steps=5)
       >>> [next(source) for _ in range(4)], source.position().epoch, source.position().in_epoch
       ([5, 6, 7, 5], 1, 1)
-      >>> list(batches([5, 6, 7], steps=1, position=source.position()))
+      >>> list(Batches([5, 6, 7], steps=1, position=source.position()))
       [6]
-      >>> list(batches([5, 6, 7], steps=1, position=source.position(used=3)))
+      >>> list(Batches([5, 6, 7], steps=1, position=source.position(used=3)))
       [5]
     """
 
     def __init__(
         self,
         data: Iterable[Any],
-        first: Iterator[Any],
-        steps: int | None,
-        epochs: int | None,
-        position: DataPosition | None,
-        resume_data: ResumeData,
-        meter: Meter | None,
-        drawn: Drawn,
-        remainder: RemainderRule | None,
-        left_out: int,
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+        position: DataPosition | None = None,
+        resume_data: ResumeData = "fast_forward",
+        meter: Meter | None = None,
+        drawn: Drawn | Literal[0] = 0,
+        remainder: RemainderRule | None = None,
     ) -> None:
-        self._data, self._iterator, self._steps, self._epochs = data, first, steps, epochs
-        self._start, self._meter = position, meter or NoMeter()
+        first = _iterator_of(data, steps, epochs)
+        if resume_data not in ("fast_forward", "refuse", "restart"):
+            raise ValueError(f"resume_data={resume_data!r}: it must be 'fast_forward', 'refuse' or 'restart'.")
+        start = None if resume_data == "restart" else position
+        self._data, self._iterator, self._steps = data, first, steps
+        self._epochs = epochs if epochs is not None or steps is not None else 1
+        self._start, self._meter = start, meter or NoMeter()
         self._how: ResumeData = resume_data
-        self._remainder, self.left_out = remainder, left_out  # `left_out` counts the batches of a pass
+        self._remainder = remainder
+        self.left_out = 0
+        """The number of batches of a pass that `remainder` leaves out."""
+        if remainder is not None:
+            begin = 0 if start is None else start.in_epoch
+            once = steps is not None and isinstance(data, Sequence) and begin + steps <= len(data)
+            self.left_out = remainder.left_out(data, begin if once else 0, begin + steps if once and steps else None)
         self.given = 0
         self._taken = 0  # counts the batches that are left out too
-        self._full = position.batch_size if position is not None and position.in_epoch else None
-        self._before = position.batches if position is not None else 0
-        self._epoch = position.epoch if position is not None else 0
-        self._drawn = drawn  # in the current pass
+        self._full = start.batch_size if start is not None and start.in_epoch else None
+        self._before = start.batches if start is not None else 0
+        self._epoch = start.epoch if start is not None else 0
+        self._drawn = drawn or Drawn()  # in the current pass
         # The size of the first batch given in the pass. An iterator's own state counts batches of this size.
-        self._batch_size = position.batch_size if position is not None and has_own_state(first, position) else None
-        self._position = self._position_before = position or self._here()
+        self._batch_size = start.batch_size if start is not None and has_own_state(first, start) else None
+        self._position = self._position_before = start or self._here()
         self._run = self._generate()
 
     def __next__(self) -> Any:
@@ -207,13 +173,30 @@ class Batches(Iterator[Any]):
         return batch
 
 
-def awaited(data: Iterable[Any], what: str) -> Iterator[Any]:
-    """Iterate over `data`; if an item takes long, print that the process waits for `what`.
+def _iterator_of(data: Iterable[Any], steps: int | None, epochs: int | None) -> Iterator[Any]:
+    """Return an iterator over `data`, after checks of the arguments."""
+    for name, value in (("steps", steps), ("epochs", epochs)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1.")
+    try:
+        first = iter(data)
+    except TypeError as error:
+        raise TypeError(
+            f"data is a {type(data).__name__}, which cannot be iterated. Pass an iterable of batches: a list, a "
+            "generator, a grain dataset or loader."
+        ) from error
+    if isinstance(data, dict):
+        raise TypeError("data is a dict: a single batch? Pass an iterable of batches, e.g. `[batch]`.")
+    if first is data and epochs is not None and epochs > 1:
+        raise ValueError(
+            f"epochs={epochs} needs data that can be iterated again, but a {type(data).__name__} runs once. Pass a "
+            "list or an object whose __iter__ starts anew, or give `steps` instead."
+        )
+    return first
 
-    Example:
-      >>> list(awaited([1, 2], "the next batch of eval_data"))
-      [1, 2]
-    """
+
+def awaited(data: Iterable[Any], what: str) -> Iterator[Any]:
+    """Iterate over `data`; if an item takes long, print that the process waits for `what`."""
     iterator, end = iter(data), object()
     while True:
         with process_group().waiting(what):
@@ -224,11 +207,7 @@ def awaited(data: Iterable[Any], what: str) -> Iterator[Any]:
 
 
 class DataTracking:
-    """Tracks the position in the data that belongs to the step in memory, for checkpoints.
-
-    Args:
-      held: counts the steps.
-    """
+    """Tracks the position in the data that belongs to the step in memory, for checkpoints; `held` counts the steps."""
 
     def __init__(self, held: StateHolder) -> None:
         self._held = held
@@ -247,7 +226,7 @@ class DataTracking:
         """Note that batches do not come from `source` any more: later steps do not belong to `source`."""
         if self._source is source:
             position = self.position()
-            self._source, self._position = None, None if position is None else (self._held.step, position)
+            self.restored(position)
 
     def drawn_from(self, data: Any) -> Drawn | Literal[0]:
         """Return the batches that the last loop has drawn from `data`, if `data` is the same iterator; else 0."""

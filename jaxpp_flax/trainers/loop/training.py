@@ -10,7 +10,7 @@ from jaxpp_flax.trainers.checkpoints import Checkpointing
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.remainder import Remainder, RemainderRule, check_mask, check_masked
-from jaxpp_flax.trainers.data.stream import Batches, DataTracking, batches
+from jaxpp_flax.trainers.data.stream import Batches, DataTracking
 from jaxpp_flax.trainers.loop.fit import FitArguments, FitLoop
 from jaxpp_flax.trainers.loop.progress import Display
 from jaxpp_flax.trainers.loop.saving import Saving
@@ -78,7 +78,7 @@ class Training:
         with self._saving.owned():
             self._saving.refuse_later_checkpoints(only_where_it_saves=True)
             drawn = self._tracking.drawn_from(data)
-            source = self._tracking.enter(batches(data, steps=steps, epochs=epochs, drawn=drawn, remainder=rule))
+            source = self._tracking.enter(Batches(data, steps=steps, epochs=epochs, drawn=drawn, remainder=rule))
 
             def begin(batch: Any) -> bool:
                 self._check_filling(rule, batch)
@@ -133,7 +133,7 @@ class Training:
         """Run the loop from `position` on; `steps` is the number of remaining steps."""
         rule = self._rule(arguments.remainder, arguments.global_batch_size)
         source = self._tracking.enter(
-            batches(
+            Batches(
                 data, steps=steps, epochs=arguments.epochs, position=position, resume_data=arguments.resume_data,
                 meter=self._display.meter, drawn=self._tracking.drawn_from(data), remainder=rule,
             )

@@ -14,6 +14,7 @@ from jaxpp_flax.assignment import CutPolicy, even
 from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
+from jaxpp_flax.engine.summary import StageSummary
 from jaxpp_flax.messages import amount
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.trainers.assigner import Assigner, Pipeline, kept_bytes
@@ -78,7 +79,7 @@ class CompiledSteps:
           kind: "train", or a kind of inference.
           microbatches: leaves of shape (num_microbatches, microbatch, ...), or their shapes.
           build: makes the pure function; called only if the step is not compiled yet.
-          donate: True if the step reuses the state's memory.
+          donate: the step reuses the state's memory.
         """
         held, scheduling = self._held, self._scheduling
         process_group().step = held.step + (kind == "train")  # for messages
@@ -96,7 +97,6 @@ class CompiledSteps:
         return (kind, self._scheduling.schedule, signature(microbatches), trace_settings())
 
     def _cut_policy(self, kind: str, microbatches: Any) -> CutPolicy:
-        """Return the policy that chooses the marks that cut the step of this kind."""
         schedule, mesh, specs = self._scheduling.schedule, self._scheduling.mesh, self.state_specs
         if schedule is None or mesh is None:
             return even()  # plain `jax.jit` uses no policy
@@ -109,11 +109,7 @@ class CompiledSteps:
         return self._assigner.policy(pipeline, training=kind == "train")
 
     def _compile(self, function: Callable[..., Any], state: Any, batch: Any, policy: CutPolicy, *, donate: bool) -> Any:
-        """Compile `function(state, batch)` for arguments like these; with `donate` the state's memory is reused.
-
-        `policy` chooses the marks that cut. With several processes, all of them get the function's results other than a
-        new state.
-        """
+        """Compile `function(state, batch)`. All processes get the function's results other than a new state."""
         donated = (0,) if donate else ()
         specs, mesh = self.state_specs, self._scheduling.mesh
         if specs is not None and not donate:
@@ -142,16 +138,10 @@ class CompiledSteps:
             return step.compile(state, batch)
 
 
-def stage_table(stages: Sequence[Any], memory: Mapping[int, int], title: str = "Pipeline") -> Table:
-    """Make a table of the engine's summaries: FLOPs and bytes sent for one microbatch, memory of the rank.
+def stage_table(stages: Sequence[StageSummary], memory: Mapping[int, int], title: str) -> Table:
+    """Make the table that is printed before the first step.
 
-    Args:
-      stages: `StageSummary`s.
-      memory: the maximum bytes of each rank.
-
-    Example:
-      >>> stage_table([], {}).row_count
-      0
+    It has the FLOPs and the sent bytes of one microbatch, and `memory`, the maximum bytes of each rank.
     """
     table = Table(title=title, title_justify="left")
     for column, side in (("stage", "right"), ("rank", "right"), ("blocks", "left"), ("parameters", "right")):
@@ -162,24 +152,12 @@ def stage_table(stages: Sequence[Any], memory: Mapping[int, int], title: str = "
         table.add_row(
             str(stage.stage),
             str(stage.rank),
-            _blocks(stage.blocks),
+            ", ".join(names) if len(names := stage.blocks) <= 3 else f"{names[0]} … {names[-1]} ({len(names)})",
             f"{stage.parameter_count:,}",
             amount(stage.parameter_bytes, "B"),
             amount(stage.flops, ""),
             amount(stage.sent_bytes, "B"),
             amount(memory.get(stage.rank), "B"),
-            _devices(stage.devices),
+            ", ".join(str(getattr(device, "id", device)) for device in stage.devices),
         )
     return table
-
-
-def _blocks(names: Sequence[str]) -> str:
-    if len(names) <= 3:
-        return ", ".join(names)
-    return f"{names[0]} … {names[-1]} ({len(names)})"
-
-
-def _devices(devices: Any) -> str:
-    if isinstance(devices, (tuple, list)):
-        return ", ".join(str(getattr(device, "id", device)) for device in devices)
-    return str(devices)

@@ -100,29 +100,17 @@ def _wanted(error: Exception) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """The part of a step that changes the state: it uses the summed gradients.
-
-    Args:
-      tx: the optimizer.
-      loss_scale: None, a constant, or a `DynamicLossScale`. With one, gradients that are not finite skip the step.
-      gradient_dtype: the type in which gradients are summed over the microbatches. None: their own type.
-      ema_decay: the decay of the exponential moving average of the weights. None: no average is kept.
-      skips_nonfinite: True if a loss or gradients that are not finite skip the step, without a loss scale too.
-    """
+    """The part of a step that changes the state: it uses the summed gradients."""
 
     tx: optax.GradientTransformation
-    loss_scale: DynamicLossScale | float | None = None
-    gradient_dtype: Any = None
-    ema_decay: float | None = None
-    skips_nonfinite: bool = False
+    loss_scale: DynamicLossScale | float | None = None  # with one, gradients that are not finite skip the step
+    gradient_dtype: Any = None  # the type in which gradients are summed over the microbatches; None: their own type
+    ema_decay: float | None = None  # of the exponential moving average of the weights; None: no average is kept
+    skips_nonfinite: bool = False  # a loss or gradients that are not finite skip the step, without a loss scale too
 
     @classmethod
     def of(cls, tx: Any, loss_scale: Any, gradient_dtype: Any, ema_decay: Any, *, skips_nonfinite: bool) -> Update:
-        """Make an `Update` from the trainer's arguments.
-
-        Raises:
-          TypeError: if `tx` is not an optimizer.
-        """
+        """Make an `Update` from the trainer's arguments; raise a `TypeError` if `tx` is not an optimizer."""
         if not hasattr(tx, "init") or not hasattr(tx, "update"):
             inner = f" Pass the Optax optimizer that it holds, its `.tx`. {_ITS_STATE}" if hasattr(tx, "tx") else ""
             raise TypeError(f"tx must be an Optax optimizer such as optax.adamw(3e-4), got {type(tx).__name__}.{inner}")
@@ -168,9 +156,8 @@ class Update:
         """Return the new state and its metrics.
 
         Args:
-          grads: the gradients, summed over the microbatches.
+          grads: the gradients, summed over the microbatches, before the division by `divisor`.
           loss: the loss of the whole batch, for optimizers that ask for `value`.
-          divisor: the gradients are divided by this number.
           carried: the leaves of the model's state that the step has written: a pair of lists, before and after.
           new_model_state: makes the model's state from these leaves.
         """
@@ -224,8 +211,7 @@ class Update:
     def _updates(self, grads: Any, state: TrainState, loss: Any) -> tuple[Any, Any]:
         """Return the optimizer's updates and its new state.
 
-        Raises:
-          TypeError: if the optimizer needs more than gradients, parameters and the loss.
+        Raise a `TypeError` if the optimizer needs more than gradients, parameters and the loss.
         """
         more = {"value": loss} if _takes_value(self.tx) else {}
         try:
