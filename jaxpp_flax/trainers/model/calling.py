@@ -34,15 +34,8 @@ def call_function(
 ) -> tuple[Any, Any]:
     """Call `function(bound model, batch)`, with `training=` and `rngs=` if the function takes them.
 
-    Args:
-      function: a loss function, or `predict_fn`.
-      model, params, rest: the model's adapter, its trained parameters and the rest of its state.
-      batch: one microbatch.
-      step, microbatch: the numbers that random keys depend on.
-      training: True if gradients are computed.
-
-    Returns:
-      The result of the function, and the bound model after the call.
+    Random keys depend on the numbers `step` and `microbatch`. Return the result of the function, and the bound model
+    after the call.
 
     Raises:
       LossError: if the function fails because it treats the model as parameters.

@@ -24,11 +24,7 @@ def path_text(path: Iterable[Any]) -> str:
 
 
 def check_frozen(frozen: object) -> None:
-    """Refuse a value that does not name parameters.
-
-    Raises:
-      TypeError: if `frozen` is not a glob, a sequence of globs or a function.
-    """
+    """Raise a `TypeError` if `frozen` is not a glob, a sequence of globs or a function."""
     if callable(frozen) or isinstance(frozen, str):
         return
     if not isinstance(frozen, Sequence) or not all(isinstance(pattern, str) for pattern in frozen):
@@ -44,7 +40,6 @@ def frozen_filter(frozen: NameFilter, paths: Sequence[str]) -> Callable[[str], b
 
     Raises:
       ModelError: if a glob matches no parameter.
-      TypeError: see `check_frozen`.
 
     Example:
       >>> is_frozen = frozen_filter("blocks/[01]", ["blocks/0/kernel", "blocks/1/kernel", "head/kernel"])

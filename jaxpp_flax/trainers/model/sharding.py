@@ -20,7 +20,7 @@ from jaxpp_flax.trainers.mesh import inner_sizes
 from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["Annotation", "AxisRules", "AxisRulesLike", "annotations_of", "state_specs", "unboxed"]
+__all__ = ["Annotation", "AxisRules", "AxisRulesLike", "annotations_of", "is_box", "state_specs", "unboxed"]
 
 Pairs = tuple[tuple[Any, Any], ...]  # each pair: a name, and a mesh axis, several axes, or None
 MeshAxes: TypeAlias = str | Sequence[str] | None
@@ -33,24 +33,15 @@ _METADATA = ("out_sharding", "sharding_names", "sharding")
 
 @dataclass(frozen=True)
 class Annotation:
-    """The annotation that the model's author wrote on a leaf.
+    """The annotation that the model's author wrote on a leaf."""
 
-    Args:
-      names: for each dimension: a name, several names, or None.
-      rules: the meanings of names for this leaf only.
-    """
-
-    names: tuple[Any, ...]
-    rules: Pairs = ()
+    names: tuple[Any, ...]  # for each dimension: a name, several names, or None
+    rules: Pairs = ()  # the meanings of names for this leaf only
 
 
 @dataclass(frozen=True)
 class AxisRules:
     """The meanings of axis names. A name has the first of these meanings: `given`, the leaf's own, `active`, itself.
-
-    Args:
-      given: the rules of `MeshOptions(sharding_rules=)`.
-      active: the rules of Flax's `logical_axis_rules`, the context in which the trainer is made.
 
     Example:
       >>> with nn.logical_axis_rules([("embed", "fsdp"), ("mlp", "tensor")]):
@@ -61,16 +52,12 @@ class AxisRules:
       (('embed', None), ('mlp', None))
     """
 
-    given: Pairs = ()
-    active: Pairs = ()
+    given: Pairs = ()  # the rules of `MeshOptions(sharding_rules=)`
+    active: Pairs = ()  # the rules of Flax's `logical_axis_rules`, the context in which the trainer is made
 
     @classmethod
     def of(cls, sharding_rules: AxisRulesLike | None) -> AxisRules:
-        """Combine the trainer's argument and the rules of the context.
-
-        Raises:
-          TypeError: if the rules are not pairs.
-        """
+        """Combine the trainer's argument and the rules of the context; raise a `TypeError` if rules are not pairs."""
         return cls(_pairs(sharding_rules), _pairs(nn.get_logical_axis_rules()))
 
     def pairs(self, own: Pairs = ()) -> Pairs:
@@ -92,14 +79,15 @@ def _present(axes: Any, sizes: Mapping[str, int]) -> Any:
     return axes if axes in sizes else None
 
 
-def _is_annotated(node: Any) -> bool:
-    return isinstance(node, (nnx.Variable, core.meta.AxisMetadata))
+def is_box(node: Any) -> bool:
+    """Return True for a Linen box, which holds a leaf and its annotation."""
+    return isinstance(node, core.meta.AxisMetadata)
 
 
 def annotations_of(tree: Any) -> list[Annotation | None]:
     """Return the annotation of each leaf of a tree of NNX variables or Linen boxes; None for a leaf without one."""
     found: list[Annotation | None] = []
-    for node in jax.tree.leaves(tree, is_leaf=_is_annotated):
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Variable) or is_box(node)):
         found += [_annotation_of(node)] * len(jax.tree.leaves(node))
     return found
 
@@ -117,7 +105,6 @@ def _annotation_of(node: Any) -> Annotation | None:
 
 def unboxed(tree: Any) -> Any:
     """Return Linen's variables without the boxes that hold annotations: paths are as in a model without boxes."""
-    is_box = lambda node: isinstance(node, core.meta.AxisMetadata)  # noqa: E731
     return jax.tree.map(lambda node: jax.tree.leaves(node)[0] if is_box(node) else node, tree, is_leaf=is_box)
 
 
@@ -133,12 +120,8 @@ def state_specs(
     only some of the parameter's dimensions, such as Adafactor's factored statistics, has the spec of these dimensions.
     Where every axis except the stage axis has one device, names without a meaning are ignored: they cut nothing.
 
-    Args:
-      notes: the annotations of parameters and of the model's other state.
-      rules: the meanings of names.
-
-    Returns:
-      None if nothing is annotated, or there is no mesh.
+    Return None if nothing is annotated, or there is no mesh. `notes` are the annotations of parameters and of the
+    model's other state.
 
     Raises:
       MeshError: if names are neither axes (except the stage axis) nor in the rules (the message lists all of them), or
@@ -180,9 +163,8 @@ def state_specs(
 def _spec_of_part(shape: tuple[int, ...], whole: tuple[int, ...], spec: PartitionSpec, number: int) -> PartitionSpec:
     """Return the spec of a value with some of a parameter's dimensions; a value with none of them is on every device.
 
-    Args:
-      number: the number of earlier values with this shape. Where several choices of dimensions fit, as in a square
-        matrix, optimizers keep one value for each choice, in order.
+    `number` counts the earlier values with this shape. Where several choices of dimensions fit, as in a square matrix,
+    optimizers keep one value for each choice, in order.
 
     Example:
       >>> _spec_of_part((4,), (4, 6), PartitionSpec("fsdp", "tensor"), 0) == PartitionSpec("fsdp")
@@ -274,11 +256,7 @@ class _Reader:
         return math.prod(self.sizes.values()) > 1
 
     def refuse_missing(self) -> None:
-        """Refuse all names and axes without a meaning, unless they cannot cut anything.
-
-        Raises:
-          MeshError: the message lists them.
-        """
+        """Refuse all names and axes without a meaning, unless they cannot cut anything."""
         if not self._matters:
             return
         stage = f"no axis of a stage: these are {dict(self.sizes)}"
@@ -306,11 +284,7 @@ class _Reader:
         )
 
     def spec(self, path: str, shape: tuple[int, ...], dimensions: Sequence[tuple[Any, tuple[str, ...]]]) -> Any:
-        """Return the spec of a leaf.
-
-        Raises:
-          MeshError: if the axes do not divide a dimension.
-        """
+        """Return the spec of a leaf; raise a `MeshError` if the axes do not divide a dimension."""
         entries: list[Any] = []
         for size, (name, axes) in zip(shape, dimensions, strict=False):
             parts = math.prod(self.sizes[axis] for axis in axes)

@@ -27,32 +27,23 @@ _KEPT_FOR_DIAGNOSIS = 256 << 20
 
 @dataclass(frozen=True)
 class Made:
-    """The state before a step is compiled: the user's own arrays, or arrays on the default device.
+    """The state before a step is compiled: the user's own arrays, or arrays on the default device."""
 
-    Args:
-      state: the state; `opt_state` may have only shapes.
-    """
-
-    state: TrainState
+    state: TrainState  # `opt_state` may have only shapes
 
 
 @dataclass(frozen=True)
 class OnDisk:
-    """The state is a checkpoint with checked files. The checkpoint is read once the target shardings are known.
-
-    Args:
-      path: the path of the checkpoint.
-      state: the state in memory, with the same shapes and dtypes; the checkpoint will replace it.
-    """
+    """The state is a checkpoint with checked files. The checkpoint is read once the target shardings are known."""
 
     path: Path
-    state: TrainState
+    state: TrainState  # in memory, with the same shapes and dtypes; the checkpoint will replace it
 
     def read(self, shardings: TrainState | None = None) -> TrainState:
         """Read the checkpoint's state: to the default device, or to `shardings`."""
         target = abstract_state(self.state)
         if shardings is not None:
-            target = jax.tree.map(_with_sharding, target, shardings)
+            target = jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), target, shardings)
         return plan_restore(self.path, target, check=False).read()
 
 
@@ -65,12 +56,9 @@ class Placed:
 
 @dataclass(frozen=True)
 class Beginning:
-    """The inputs of the first step, for the diagnosis of a first loss that is not finite.
+    """The inputs of the first step, for the diagnosis of a first loss that is not finite."""
 
-    Args:
-      values: parameters and the rest of the model's state; None if they are too large to keep beside the state.
-    """
-
+    # Parameters and the rest of the model's state; None if they are too large to keep beside the state.
     values: tuple[Any, Any] | None
 
 
@@ -125,11 +113,9 @@ class StateHolder:
         return self._now.state
 
     def place(self, mesh: MpmdMesh | None, shardings: Callable[[], TrainState]) -> None:
-        """Place the state for the compiled step; later calls do nothing.
+        """Place the state for the compiled step; without a mesh, copy it to the default device. Later calls do nothing.
 
-        Args:
-          mesh: the mesh of all ranks; None copies the state to the default device.
-          shardings: returns an `MpmdSharding` for each leaf.
+        `shardings` returns an `MpmdSharding` for each leaf.
         """
         match self._now:
             case Placed():
@@ -178,11 +164,7 @@ def copied(leaf: Any) -> jax.Array:
 def _place_state(mesh: MpmdMesh, state: TrainState, shardings: TrainState, init: Callable[[Any], Any]) -> TrainState:
     """Copy `state` to its ranks. A step may donate the copies: the user's arrays stay valid.
 
-    Args:
-      mesh: the mesh of all ranks.
-      state: arrays; `opt_state` may have only shapes.
-      shardings: an `MpmdSharding` for each leaf.
-      init: makes the `opt_state` from parameters; `init` runs on the ranks.
+    If `opt_state` has only shapes, `init` makes it on the ranks.
     """
     placed = _put(mesh, replace(state, opt_state=()), replace(shardings, opt_state=()))
     if is_abstract(state.opt_state):
@@ -198,7 +180,3 @@ def _put(mesh: MpmdMesh, tree: Any, shardings: Any) -> Any:
 
 def _num_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -19,7 +19,6 @@ from jaxpp_flax.trainers.step.loss_trace import used_inputs
 
 __all__ = ["NOT_TRACEABLE", "hash_of_init", "make_on_ranks", "numbers_of_init", "shapes_or_values"]
 
-
 # JAX raises these errors if an optimizer's `init` reads values. Such an `init` is called instead of traced.
 NOT_TRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 
@@ -33,7 +32,7 @@ def shapes_or_values(init: Callable[[Any], Any], params: Any) -> Any:
 
 
 def hash_of_init(init: Callable[[Any], Any], params: Any) -> str | None:
-    """Return a hash (sixteen digits) of the program of `init` for parameters of these shapes, with its constants.
+    """Return a hash of the program of `init` for parameters of these shapes, with its constants.
 
     Return None if `init` cannot be traced.
 
@@ -82,11 +81,7 @@ def make_on_ranks(function: Callable[[Any], Any], argument: Any, shardings: Any)
     """Compute `function(argument)` for a tree of `MpmdArray`s: each leaf of the result on its own ranks.
 
     Every rank runs its own program for its leaves. The inputs of this program are copied to the rank if needed.
-
-    Args:
-      function: from a tree of arrays to a tree of arrays; the function is traced.
-      argument: a tree of `MpmdArray`s.
-      shardings: an `MpmdSharding` for each leaf of the result.
+    `shardings` has an `MpmdSharding` for each leaf of the result.
     """
     leaves, tree = jax.tree.flatten(argument)
     wanted: list[MpmdSharding]

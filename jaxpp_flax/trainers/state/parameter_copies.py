@@ -25,13 +25,8 @@ _COPIES = {"copy", "copy_p", "optimization_barrier"}
 def copies_in(init: Any, params: Any) -> dict[str, str | None]:
     """Return the leaves of an optimizer's first state that depend on the parameters' values, by path.
 
-    Args:
-      init: the optimizer's `init`.
-      params: the parameters, or their shapes.
-
-    Returns:
-      For a plain copy of a parameter, the parameter's path; for any other function of parameters, None. A leaf that
-      only has a parameter's shape, such as a moment, is left out. An optimizer that cannot be traced gives no leaves.
+    A plain copy of a parameter has the parameter's path; any other function of parameters has None. A leaf that only
+    has a parameter's shape, such as a moment, is left out. An optimizer that cannot be traced gives no leaves.
 
     Example:
       >>> import jax.numpy as jnp, optax

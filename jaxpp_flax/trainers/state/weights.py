@@ -19,30 +19,18 @@ __all__ = ["Weights", "to_ordinary"]
 
 @dataclass(frozen=True)
 class Weights:
-    """Copies the weights of a state for the user.
-
-    Args:
-      adapter: the adapter of the model.
-      held: the state.
-      meet: a function of the name of a call that every process must make after the same step.
-    """
+    """Copies the weights of a state for the user, for the attributes of `PipelineTrainer`."""
 
     adapter: ModelAdapter
     held: StateHolder
-    meet: Callable[[str], None]
+    meet: Callable[[str], None]  # waits until every process has made the call of this name
 
     def model(self) -> Any:
-        """Make an ordinary module with the current weights (NNX: a new module; Linen: bound to its variables)."""
         state = self.held.weights()
         self.meet("trainer.model")
         return self.adapter.rebuild(to_ordinary(state.params), to_ordinary(state.model_state))
 
     def ema_model(self) -> Any:
-        """Make an ordinary module with the moving average of the weights instead of the trained weights.
-
-        Raises:
-          ValueError: if no average is kept.
-        """
         state = self.held.weights()
         if state.ema is None:
             raise ValueError(
@@ -52,11 +40,6 @@ class Weights:
         return self.adapter.rebuild(to_ordinary(state.ema), to_ordinary(state.model_state))
 
     def variables(self) -> dict[str, Any]:
-        """Return the current variables of a Linen model, in the form that `module.apply` takes.
-
-        Raises:
-          TypeError: for an NNX model.
-        """
         if not isinstance(self.adapter, LinenModel):
             raise TypeError("trainer.variables is for Linen models; an NNX model's are in `trainer.model`.")
         state = self.held.weights()

@@ -74,27 +74,16 @@ class AutoSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleReport:
-    """The result of `schedule="auto"`. Times are seconds of a step, without the work before and after the pipeline.
+    """The result of `schedule="auto"`. Times are seconds of a step, without the work before and after the pipeline."""
 
-    Attributes:
-      first: the schedule that training began with.
-      chosen: the schedule that training continues with.
-      origin: the origin of the chosen schedule: the name of a schedule, or the action of the search.
-      costs: measured times of the tasks of the chosen schedule's stages.
-      found: the result of the search, for each measured number of stages.
-      predicted: seconds of the first schedule and of the best one found, from measured times of tasks.
-      measured: measured seconds of the first schedule and, once it ran, of the best one found.
-      skipped: numbers of stages that were left out, each with the reason.
-    """
-
-    first: Schedule
-    chosen: Schedule
-    origin: str
-    costs: Costs = field(repr=False)
-    found: Mapping[int, Found] = field(repr=False)
-    predicted: tuple[float, float]
-    measured: tuple[float, float | None]
-    skipped: Mapping[int, str] = field(default_factory=dict)
+    first: Schedule  # the training began with this one
+    chosen: Schedule  # the training continues with this one
+    origin: str  # of the chosen schedule: the name of a schedule, or the action of the search
+    costs: Costs = field(repr=False)  # measured times of the tasks of the chosen schedule's stages
+    found: Mapping[int, Found] = field(repr=False)  # the result of the search, for each measured number of stages
+    predicted: tuple[float, float]  # of the first schedule and of the best one found, from measured times of tasks
+    measured: tuple[float, float | None]  # of the first schedule and, once it ran, of the best one found
+    skipped: Mapping[int, str] = field(default_factory=dict)  # numbers of stages left out, each with the reason
 
     @property
     def predicted_gain(self) -> float:
@@ -107,7 +96,6 @@ class ScheduleReport:
         return None if self.measured[1] is None else 1.0 - self.measured[1] / self.measured[0]
 
     def __str__(self) -> str:
-        """Return a line for people."""
         first, best = (1e3 * seconds for seconds in self.predicted)
         text = (
             f"schedule: {self.chosen!r} ({self.origin}); predicted {first:.3g} ms a step for the first one, "
@@ -133,12 +121,7 @@ class Tunable(Protocol):
 
 
 class ScheduleTuner:
-    """Runs the first steps of a training in place of `train_step`, until `done`.
-
-    Args:
-      options: the options of the search.
-      first: the schedule that the trainer begins with.
-    """
+    """Runs the first steps of a training in place of `train_step`, until `done`; the trainer begins with `first`."""
 
     def __init__(self, options: AutoSchedule, first: Schedule) -> None:
         self.options, self.first = options, first

@@ -16,12 +16,7 @@ __all__ = ["Scheduling", "no_pipeline"]
 class Scheduling:
     """The current schedule and its ranks; for `"auto"`, also the tuner that finds a better schedule.
 
-    Args:
-      num_microbatches: the number of microbatches of a training step.
-      schedule, num_stages, num_ranks, mesh, mesh_axes: as in the trainer.
-
-    Raises:
-      ValueError, MeshError: see `choose_ranks`.
+    The arguments are those of the trainer.
 
     Example:
       >>> scheduling = Scheduling(4, "1f1b", num_stages=2)
@@ -59,7 +54,7 @@ class Scheduling:
 
     @property
     def report(self) -> ScheduleReport | None:
-        """The result of the search of `"auto"`, predicted and measured; None before the search."""
+        """The result of the search of `"auto"`; None before the search."""
         return self.tuner.report if self.tuner is not None else None
 
     def use(self, schedule: Any, num_stages: int | None = None) -> None:
