@@ -132,34 +132,21 @@ def restore(
 
 @dataclass(frozen=True, kw_only=True)
 class RestorePlan:
-    """A checked restore, before the values are read: every leaf fits, and every file is whole.
+    """A checked restore, before the values are read: every leaf fits, and every file is whole."""
 
-    Args:
-      directory: the directory of the tree on disk.
-      metadata: Orbax's metadata of each leaf.
-      leaves: the target's leaves, by path.
-      structure: the target's structure.
-      chosen: a mapping from paths of the target to paths on disk.
-      wants: the requested shape, dtype and sharding of each chosen leaf.
-    """
-
-    directory: Path
-    metadata: Any
-    leaves: dict[str, Any]
-    structure: Any
-    chosen: Mapping[str, str]
-    wants: Mapping[str, Wanted]
+    directory: Path  # of the tree on disk
+    metadata: Any  # Orbax's metadata of each leaf
+    leaves: dict[str, Any]  # the target's leaves, by path
+    structure: Any  # the target's structure
+    chosen: Mapping[str, str]  # from paths of the target to paths on disk
+    wants: Mapping[str, Wanted]  # the requested shape, dtype and sharding of each chosen leaf
 
     def replaced(self) -> list[Any]:
         """Return the leaves of the target that `read` will replace: their memory may be freed before."""
         return [self.leaves[name] for name in self.chosen]
 
     def read(self) -> Any:
-        """Read a new tree like the target.
-
-        Raises:
-          CorruptCheckpointError: if a file cannot be read in spite of the checks.
-        """
+        """Read a new tree like the target; raise a `CorruptCheckpointError` if a file cannot be read all the same."""
         new = dict(self.leaves)
         for names in self._rounds():
             arrays = _read(self.directory, self.metadata, {found: self.wants[name] for found, name in names.items()})
@@ -190,11 +177,7 @@ def plan_restore(
     extra: Literal["error", "ignore"] = "error",
     check: bool = True,
 ) -> RestorePlan:
-    """Do all checks of `restore` without reading the values; arguments and errors are the same.
-
-    Args:
-      check: compare the files with their digests; False if this has just been done.
-    """
+    """Do all checks of `restore`, without reading the values. `check=False` does not compare files with digests."""
     for name, value, known in (("missing", missing, ("error", "keep")), ("extra", extra, ("error", "ignore"))):
         if value not in known:
             raise ValueError(f"restore got {name}={value!r}; it must be one of {known}.")
@@ -217,9 +200,8 @@ def plan_restore(
             leaves[name] = empty(leaf)
         elif missing == "error" or isinstance(leaf, jax.ShapeDtypeStruct):
             renamed = rename_path(name, rename)
-            faults.append(
-                f"{name}: missing in the checkpoint" + (f" (looked for {renamed})" if renamed != name else "")
-            )
+            looked = f" (looked for {renamed})" if renamed != name else ""
+            faults.append(f"{name}: missing in the checkpoint{looked}")
     wants = {name: Wanted.of(leaves[name]) for name in chosen}
     for name, found in chosen.items():
         if wrong := wants[name].faults(stored[found].shape, stored[found].dtype):
@@ -306,11 +288,7 @@ def _read(directory: Path, metadata: Any, wants: Mapping[str, Wanted]) -> dict[s
 
 
 def read_json(path: str | os.PathLike[str], name: str) -> Any:
-    """Read the JSON called `name` in a step's directory; return None if it does not exist.
-
-    Raises:
-      CorruptCheckpointError: if the JSON cannot be read.
-    """
+    """Read the JSON called `name` in a step's directory; return None if it does not exist."""
     item = absolute(path) / name
     if not item.is_dir():
         return None

@@ -21,8 +21,9 @@ from jaxpp_flax.checkpoint.format.orbax_io import (
     multiprocessing_options,
     pytree_handler,
     read_metadata,
+    short,
 )
-from jaxpp_flax.checkpoint.format.paths import flatten, listing, nest
+from jaxpp_flax.checkpoint.format.paths import flatten, nest, shortened
 from jaxpp_flax.checkpoint.reading import stored_leaves
 from jaxpp_flax.checkpoint.shared_directory import check_shared
 from jaxpp_flax.processes.comparison import do_in_process_0
@@ -67,9 +68,7 @@ def save(path: str | os.PathLike[str], tree: Any) -> Path:
       ...     print(stock.restore(path, {"layers": {"0": jnp.zeros(2)}}))
       {'layers': {'0': Array([1., 1.], dtype=float32)}}
     """
-    path = absolute(path)
-    if path.exists():
-        raise CheckpointSaveError(f"cannot save to {path}: it exists, and is left as it is. Choose another path.")
+    path = _new_path(path)
     content = to_tree(tree)
     if not content:
         raise ValueError(f"cannot save to {path}: the tree has no leaves.")
@@ -77,15 +76,16 @@ def save(path: str | os.PathLike[str], tree: Any) -> Path:
     return path
 
 
-def save_step(path: str | os.PathLike[str], tree: Any, beside: Mapping[str, Any]) -> Path:
-    """Write the directory of one step to any path, and wait for the end of the save.
+def _new_path(path: str | os.PathLike[str]) -> Path:
+    new = absolute(path)
+    if new.exists():
+        raise CheckpointSaveError(f"cannot save to {new}: it exists, and is left as it is. Choose another path.")
+    return new
 
-    Raises:
-      CheckpointSaveError: if the path exists, or cannot be written.
-    """
-    path = absolute(path)
-    if path.exists():
-        raise CheckpointSaveError(f"cannot save to {path}: it exists, and is left as it is. Choose another path.")
+
+def save_step(path: str | os.PathLike[str], tree: Any, beside: Mapping[str, Any]) -> Path:
+    """Write the directory of one step to any path, and wait for the end of the save; see `save`."""
+    path = _new_path(path)
     content = to_tree(tree)
     options = ocp.CompositeOptions(multiprocessing_options=multiprocessing_options(f"jaxpp_flax.{path.name}"))
     handler = ocp.CompositeCheckpointHandler(handler_registry=step_registry(), composite_options=options)
@@ -94,11 +94,13 @@ def save_step(path: str | os.PathLike[str], tree: Any, beside: Mapping[str, Any]
 
 
 def step_arguments(content: Any, beside: Mapping[str, Any]) -> ocp.args.Composite:
+    """Return Orbax's arguments to save the items of a step: the tree, and some JSON beside it."""
     json = {name: ocp.args.JsonSave(value) for name, value in beside.items()}
     return ocp.args.Composite(**{TREE_ITEM: ocp.args.PyTreeSave(content)}, **json)
 
 
 def step_registry() -> Any:
+    """Return Orbax's handlers for the items of a step."""
     handler = pytree_handler()
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add(TREE_ITEM, ocp.args.PyTreeSave, handler)
@@ -107,16 +109,10 @@ def step_registry() -> Any:
 
 
 def _write_and_check(path: Path, handler: Any, arguments: Any, leaves: Any) -> None:
-    """Save without the background, and check the written files; with several processes, all of them call this.
-
-    Args:
-      path: the path of the new checkpoint, which does not exist yet.
-      handler: Orbax's handler.
-      arguments: the arguments of the handler.
-      leaves: the paths that the checkpoint must have.
+    """Save without the background, and check that the checkpoint has `leaves`; all processes call this.
 
     Raises:
-      CheckpointSaveError: if anything goes wrong; nothing is left at the path.
+      CheckpointSaveError: if the save fails; nothing is left at the path.
     """
     options = multiprocessing_options(f"jaxpp_flax.{path.name}")
     what = f"the save to {path}"
@@ -139,18 +135,16 @@ def _write_and_check(path: Path, handler: Any, arguments: Any, leaves: Any) -> N
 
 
 def complete(directory: Path, leaves: Any) -> None:
-    """Read back the list of written leaves, compare it with `leaves`, and write the digests of the files.
+    """Check that a written checkpoint has `leaves`, and write the digests of its files.
 
-    Args:
-      directory: the whole checkpoint, under its final name or its temporary name.
-      leaves: the paths of the leaves.
+    The directory has its final name or its temporary name.
 
     Raises:
       CorruptCheckpointError: if the checkpoint lacks some leaves.
     """
     absent = set(leaves) - set(stored_leaves(read_metadata(find_tree(directory, unfinished=True))))
     if absent:
-        raise CorruptCheckpointError(f"checkpoint {directory} was written without {listing(absent)}.")
+        raise CorruptCheckpointError(f"checkpoint {directory} was written without {shortened(sorted(absent), 5)}.")
     write_digests(directory)
 
 
@@ -163,10 +157,9 @@ def save_failed(path: Path, error: BaseException) -> CheckpointSaveError:
         cause = cause.__cause__ or cause.__context__
     text = " ".join(chain)
     reason = next((remedy for words, remedy in _REASONS if any(word in text for word in words)), "")
-    shown = str(error) if len(str(error)) <= 600 else str(error)[:600] + " ..."
     return CheckpointSaveError(
         f"saving to {path} failed{reason}. Checkpoints that were complete before are untouched, and so is the state in "
-        f"memory. The reason given: {type(error).__name__}: {shown}"
+        f"memory. The reason given: {type(error).__name__}: {short(error)}"
     )
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from jax.sharding import Sharding
 
 from jaxpp_flax.checkpoint.format.leaves import assemble, is_key
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
@@ -23,12 +23,12 @@ _NEVER_WRITTEN = 1 << 30
 
 
 class MpmdArrayHandler(ocp.type_handlers.ArrayHandler):
-    """Orbax's handler of arrays, which also writes `MpmdArray`s and restores them where the sharding asks for one.
+    """Orbax's handler of arrays, which also writes `MpmdArray`s. A leaf with an `MpmdSharding` is restored as one.
 
-    On disk they are arrays like all others. Plain arrays are treated as before.
+    On disk an `MpmdArray` is an ordinary array. The handler does not change the treatment of other arrays.
 
     Args:
-      stock: the handler whose settings it takes over; exactly one handler may keep Orbax's metadata of arrays.
+      stock: the handler to take the settings from. Only one handler may keep Orbax's metadata of arrays.
     """
 
     def __init__(self, stock: ocp.type_handlers.ArrayHandler | None = None) -> None:
@@ -36,7 +36,7 @@ class MpmdArrayHandler(ocp.type_handlers.ArrayHandler):
         vars(self).update(vars(stock or ocp.type_handlers.get_type_handler(jax.Array)))
 
     async def serialize(self, values: Sequence[Any], infos: Any, args: Any = None) -> Any:
-        """Write each as the one array over all its ranks; with several processes, each writes the shards it has."""
+        """Write each value as one array over all its ranks. Each process writes the shards that it has."""
         arrays = [value.as_jax_array() if isinstance(value, MpmdArray) else value for value in values]
         if jax.process_count() > 1:
             for array, info in zip(arrays, infos, strict=True):
@@ -49,9 +49,9 @@ class MpmdArrayHandler(ocp.type_handlers.ArrayHandler):
         return await super().serialize(arrays, infos, args)  # pyright: ignore[reportArgumentType]
 
     async def deserialize(self, infos: Any, args: Any = None) -> Any:
-        """Read the shards of all ranks, and give those with an `MpmdSharding` back as `MpmdArray`s.
+        """Read the leaves; a leaf with an `MpmdSharding` becomes an `MpmdArray`.
 
-        Of those that live in other processes alone, nothing is read.
+        This process reads nothing of a leaf whose devices all belong to other processes.
         """
         shardings = [getattr(arg, "sharding", None) for arg in args or [None] * len(infos)]
         elsewhere = [isinstance(s, MpmdSharding) and not _has_local_devices(s) for s in shardings]
@@ -72,10 +72,11 @@ class MpmdArrayHandler(ocp.type_handlers.ArrayHandler):
 
 
 def register() -> None:
-    """Let Orbax's checkpointers take `MpmdArray`s as leaves, in this process; doing it again changes nothing.
+    """Let Orbax's checkpointers in this process save and restore `MpmdArray`s; a second call changes nothing.
 
-    `StandardCheckpointer`, `CheckpointManager` with `StandardSave` or `PyTreeSave`, and their restoring twins then work
-    on trees of `MpmdArray`s. A target's leaf may be an `MpmdArray` or a `jax.ShapeDtypeStruct` with an `MpmdSharding`.
+    This covers `StandardCheckpointer`, and `CheckpointManager` with `StandardSave` or `PyTreeSave` and their
+    counterparts for restoring. A leaf of the target may be an `MpmdArray`, or a `jax.ShapeDtypeStruct` with an
+    `MpmdSharding`.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, numpy as np
@@ -101,7 +102,7 @@ def register() -> None:
 
 
 def _teach_standard_handler() -> None:
-    """Patch `StandardCheckpointHandler`: it accepts few types, so it gets arrays in place of `MpmdArray`s."""
+    """Patch `StandardCheckpointHandler`, which accepts few types: convert `MpmdArray`s to arrays first."""
     cls: Any = ocp.StandardCheckpointHandler
     save, restore = cls.async_save, cls.restore
 
@@ -128,61 +129,11 @@ def _abstract(array: MpmdArray) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardsOf:
-    """The parts of an array that Orbax's handler needs to write it. Not a `jax.Array`, so Orbax needs no other process.
+def _shards_of(array: jax.Array) -> SimpleNamespace:
+    """Return the attributes of an array that Orbax reads, with the shards that this process writes.
 
-    Args:
-      shape, dtype, sharding: the values of the whole array, the same in every process.
-      addressable_shards: this process's shards, or one shard without data if the process has none.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-    sharding: Sharding
-    addressable_shards: Sequence[Any]
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole array."""
-        return self.size * self.itemsize
-
-
-@dataclass(frozen=True, kw_only=True)
-class _NoData:
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _NoShard:
-    """A shard that has only a shape: all processes must compute the same chunks on disk."""
-
-    index: tuple[slice, ...]
-    data: _NoData
-    replica_id: int = _NEVER_WRITTEN
-
-
-def _shards_of(array: jax.Array) -> ShardsOf:
-    """Return the shards of an array that this process writes.
+    Stock Orbax refuses an array that one process owns, and cannot handle an array without a shard in this process. Such
+    a process gets one shard without data: all processes must compute the same chunks on disk.
 
     Process 0 writes an array that each process holds as a whole (fully addressable, and not an `MpmdArray`), as it
     writes NumPy arrays and numbers.
@@ -197,10 +148,12 @@ def _shards_of(array: jax.Array) -> ShardsOf:
     everywhere = array.is_fully_addressable and not isinstance(array.sharding, MpmdSharding)
     if not shards or (everywhere and jax.process_index() != 0):
         shape = array.sharding.shard_shape(array.shape)
-        shards = [_NoShard(index=tuple(slice(0, size) for size in shape), data=_NoData(shape=shape))]
-    return ShardsOf(shape=array.shape, dtype=array.dtype, sharding=array.sharding, addressable_shards=shards)
+        index = tuple(slice(0, size) for size in shape)
+        data = SimpleNamespace(shape=shape, size=math.prod(shape))
+        shards = [SimpleNamespace(index=index, data=data, replica_id=_NEVER_WRITTEN)]
+    names = ("shape", "dtype", "sharding", "ndim", "size", "itemsize", "nbytes")
+    return SimpleNamespace(**{name: getattr(array, name) for name in names}, addressable_shards=shards)
 
 
 def _has_local_devices(sharding: Any) -> bool:
-    """Return True if some devices of a sharding belong to this process."""
     return any(device.process_index == jax.process_index() for device in sharding.device_set)

@@ -6,7 +6,7 @@ restored checkpoint. An `nnx.Variable` adds nothing to the path of its value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -47,7 +47,7 @@ def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
 
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dictionaries from leaves by path.
+    """Make nested dictionaries of leaves by path.
 
     Raises:
       ValueError: if one leaf's path runs through another leaf.
@@ -71,9 +71,7 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def choose(only: PathFilter | None) -> Callable[[str], bool]:
-    """Return the function that selects paths by one glob or several, or a function; None selects all paths.
-
-    See `jaxpp_flax.globs`.
+    """Return the function that selects paths by one glob or several (`jaxpp_flax.globs`); None selects all paths.
 
     Example:
       >>> wanted = choose("params/*")
@@ -103,13 +101,8 @@ def rename_path(path: str, rename: Mapping[str, str] | None) -> str:
 
 
 def shortened(paths: Sequence[str], most: int) -> str:
-    """Paths for a message, the first few."""
+    """Return the first `most` paths as text for a message, and the number of the others."""
     return ", ".join(paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")
-
-
-def listing(paths: Iterable[str]) -> str:
-    """Paths for a message, the first few in their order."""
-    return shortened(sorted(paths), 5)
 
 
 def _part(key: Any) -> str:
