@@ -106,11 +106,7 @@ def background_barrier(
 
 
 def poll(busy: Callable[[], Any]) -> None:
-    """Wait while `busy()` is true for the threads of this process; end early if a process fails.
-
-    Raises:
-      ProcessFailedError: if another process has failed.
-    """
+    """Wait while `busy()` is true for the threads of this process; end early if a process fails."""
     group = process_group()
     while group.process_count > 1 and busy():
         if group.failure is not None and group.failure.process == group.process_index:

@@ -130,11 +130,7 @@ class CheckpointStore:
         return ", ".join(f"{name}={of}" for name, of in plain.items())
 
     def steps(self) -> tuple[int, ...]:
-        """Return the steps with complete checkpoints, ascending; saves that were cut off are left out.
-
-        Raises:
-          CheckpointNotFoundError: if the directory cannot be read.
-        """
+        """Return the steps with complete checkpoints, ascending; saves that were cut off are left out."""
         try:
             return self._list()
         except OSError as error:
@@ -152,11 +148,7 @@ class CheckpointStore:
         return max(self.steps(), default=None)
 
     def path(self, step: int | str) -> Path:
-        """Return the directory of a step, or of the "latest".
-
-        Raises:
-          CheckpointNotFoundError: if the step has no complete checkpoint.
-        """
+        """Return the directory of a step, or of the "latest"."""
         steps = self.steps()
         if step == "latest" and not steps:
             raise CheckpointNotFoundError(
@@ -214,11 +206,7 @@ class CheckpointStore:
             self._finishes_at_exit = True
 
     def check(self) -> None:
-        """Raise the error of a save in the background since the last call, if any; never wait.
-
-        Raises:
-          CheckpointSaveError: the message names the step.
-        """
+        """Raise the error of a save in the background since the last call, if any; never wait."""
         if self._writing is not None and not self.is_writing():
             self.wait()
 
@@ -227,11 +215,7 @@ class CheckpointStore:
         return self._manager is not None and self._manager.is_saving_in_progress()
 
     def wait(self) -> None:
-        """Wait for the save under way.
-
-        Raises:
-          CheckpointSaveError: if the save failed.
-        """
+        """Wait for the save under way."""
         if self._writing is None or self._manager is None:
             return
         step, manager = self._writing[0], self._manager
@@ -351,10 +335,6 @@ class CheckpointStore:
 
 
 def check_interval(name: str, value: object) -> None:
-    """Refuse a number that is not a count.
-
-    Raises:
-      ValueError: the message names the argument.
-    """
+    """Refuse a number that is not a count."""
     if isinstance(value, (bool, float)) or (isinstance(value, int) and value < 1):
         raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1, a policy, or None.")

@@ -124,11 +124,7 @@ class Ownership:
         self._thread.start()
 
     def check(self) -> None:
-        """Make sure that this process still owns the directory: it may have been stopped for some time.
-
-        Raises:
-          DirectoryInUseError: if another job is the owner now; the message names the job.
-        """
+        """Make sure that this process still owns the directory: it may have been stopped for some time."""
         owner = self._owner()
         if self._own is not None and owner is not None and not owner.is_same_process(self._own):
             raise DirectoryInUseError(
@@ -172,11 +168,7 @@ class Ownership:
         return True
 
     def _displace(self, found: tuple[Owner | None, str], tell: Callable[[str], None]) -> None:
-        """Remove the file of an owner that has died.
-
-        Raises:
-          DirectoryInUseError: if the owner is alive.
-        """
+        """Remove the file of an owner that has died."""
         owner = found[0]
         lives = None if owner is None else owner.lives()
         if lives is None:

@@ -109,11 +109,7 @@ def step_registry() -> Any:
 
 
 def _write_and_check(path: Path, handler: Any, arguments: Any, leaves: Any) -> None:
-    """Save without the background, and check that the checkpoint has `leaves`; all processes call this.
-
-    Raises:
-      CheckpointSaveError: if the save fails; nothing is left at the path.
-    """
+    """Save without the background, and check that the checkpoint has `leaves`; all processes call this."""
     options = multiprocessing_options(f"jaxpp_flax.{path.name}")
     what = f"the save to {path}"
     check_shared(path.parent)
@@ -138,9 +134,6 @@ def complete(directory: Path, leaves: Any) -> None:
     """Check that a written checkpoint has `leaves`, and write the digests of its files.
 
     The directory has its final name or its temporary name.
-
-    Raises:
-      CorruptCheckpointError: if the checkpoint lacks some leaves.
     """
     absent = set(leaves) - set(stored_leaves(read_metadata(find_tree(directory, unfinished=True))))
     if absent:

@@ -42,9 +42,6 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 def absolute(path: str | os.PathLike[str]) -> Path:
     """Return `path`, or a URL such as `file:///runs/gpt`, as an absolute path for Orbax.
 
-    Raises:
-      ValueError: for other URLs: checkpoints need a file system that all processes see.
-
     Example:
       >>> absolute("file:///runs/gpt").as_posix()
       '/runs/gpt'

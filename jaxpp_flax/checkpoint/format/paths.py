@@ -22,9 +22,6 @@ PathFilter: TypeAlias = NameFilter
 def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
     """Return leaves by logical path, and the structure; `jax.tree.unflatten(structure, leaves.values())` inverts.
 
-    Raises:
-      ValueError: if two leaves have the same path.
-
     Example:
       >>> leaves, structure = flatten({"a": [1, {"b": 2}], "c": None})
       >>> leaves
@@ -48,9 +45,6 @@ def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """Make nested dictionaries of leaves by path.
-
-    Raises:
-      ValueError: if one leaf's path runs through another leaf.
 
     Example:
       >>> nest({"a/b": 1, "a/c/0": 2})

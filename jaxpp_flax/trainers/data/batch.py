@@ -88,9 +88,6 @@ def split_batch(batch: Any, num_microbatches: int, shards: int = 1) -> Any:
     A scalar gets the shape (num_microbatches,): the same value for each microbatch. `shards` is the number of devices
     in a stage that divide the examples of one microbatch.
 
-    Raises:
-      BatchError: if the batch cannot be cut evenly.
-
     Example:
       >>> split_batch(np.zeros((6, 3)), 2).shape
       (2, 3, 3)
@@ -147,9 +144,6 @@ def split_for_inference(batch: Any, num_microbatches: int, shards: int = 1) -> l
     """Cut a batch of any size into at most `num_microbatches` parts that the shards divide, and the remaining examples.
 
     The remaining examples are fewer than the shards. They are not padded, since padding would change a mean.
-
-    Raises:
-      BatchError: if the batch is empty, or its leaves do not fit each other.
 
     Example:
       >>> [part.microbatches.shape for part in split_for_inference(np.zeros((6, 3)), 4)]

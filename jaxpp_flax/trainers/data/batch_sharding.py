@@ -76,11 +76,7 @@ class BatchSharding:
         return jax.tree.map(lambda leaf, sharding, here: rows(leaf, sharding, read=here), batch, shardings, read)
 
     def inference_parts(self, whole: Any, *, rows_only: bool) -> list[InferencePart]:
-        """Cut a batch for inference; with `rows_only`, each process that shares the batch passes only its rows.
-
-        Raises:
-          BatchError: if the batch is empty, or these processes cannot have equal numbers of rows.
-        """
+        """Cut a batch for inference; with `rows_only`, each process that shares the batch passes only its rows."""
         parts = split_for_inference(whole, self.num_microbatches, self.batch_shards)
         if rows_only and self.is_across and not all(part.is_shared for part in parts):
             size = batch_size(whole)
@@ -92,11 +88,7 @@ class BatchSharding:
         return parts
 
     def whole(self, batch: Any, global_batch_size: int | None) -> Any:
-        """Return the batch; or the shapes of the whole batch, if `batch` has only this process's rows.
-
-        Raises:
-          BatchError: if a leaf is not an array, or a single process does not pass the whole batch.
-        """
+        """Return the batch; or the shapes of the whole batch, if `batch` has only this process's rows."""
         if global_batch_size is None:
             return batch
         check_count("global_batch_size", global_batch_size)
@@ -129,9 +121,6 @@ def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
       compiled: the step.
       batch: leaves of shape (rows, ...); for a leaf that this process does not read, only shape and dtype count.
       microbatches: the shapes of the whole batch: (num_microbatches, microbatch, ...).
-
-    Raises:
-      BatchError: if the number of rows differs from `rows_read`.
     """
     shardings, read = compiled.in_shardings[0][1], compiled.read_here[0][1]
 

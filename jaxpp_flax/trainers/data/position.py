@@ -189,11 +189,7 @@ def _drop(iterator: Iterator[Any], position: DataPosition, drawn: Drawn, tell: C
 
 
 def check_batch_size(iterator: Any, position: DataPosition, batch: Any) -> None:
-    """Refuse the first batch after `set_state` if the batch size has changed: the state counts batches of the old size.
-
-    Raises:
-      DataPositionError: the message names both sizes.
-    """
+    """Refuse another batch size in the first batch after `set_state`: the state counts batches of the old size."""
     size, before = examples_in(batch), position.batch_size
     if not has_own_state(iterator, position):
         return  # examples were counted

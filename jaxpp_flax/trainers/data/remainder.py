@@ -110,9 +110,6 @@ class RemainderRule:
 def filled(batch: Any, size: int) -> Any:
     """Repeat the last example of a batch up to `size` examples, with a mask of 0 for the repeated ones.
 
-    Raises:
-      BatchError: if the batch has no mask, or its leaves do not fit each other.
-
     Example:
       >>> filled({"x": np.array([5, 7]), "mask": np.ones(2)}, 3)
       {'x': array([5, 7, 7]), 'mask': array([1., 1., 0.])}
@@ -152,9 +149,6 @@ def check_masked(weighed_by: Sequence[str], unweighted: Sequence[str] | None) ->
     Args:
       weighed_by: the leaves of the batch that loss and weight depend on, such as "['mask']".
       unweighted: the metrics that are not pairs (sum, weight); None if the loss itself is not such a pair.
-
-    Raises:
-      LossError: if the loss, or a metric, does not use the mask.
     """
     if unweighted is None or f"[{MASK!r}]" not in weighed_by:
         given = "the loss is a mean" if unweighted is None else f"loss and weight do not both use batch[{MASK!r}]"

@@ -38,9 +38,6 @@ def frozen_filter(frozen: NameFilter, paths: Sequence[str]) -> Callable[[str], b
       frozen: one glob or several (see `jaxpp_flax.globs`), or a function of the path.
       paths: the paths of all parameters.
 
-    Raises:
-      ModelError: if a glob matches no parameter.
-
     Example:
       >>> is_frozen = frozen_filter("blocks/[01]", ["blocks/0/kernel", "blocks/1/kernel", "head/kernel"])
       >>> is_frozen("blocks/0/kernel"), is_frozen("head/kernel")

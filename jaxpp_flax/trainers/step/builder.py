@@ -171,11 +171,7 @@ class StepBuilderCache:
         return replace(self._untraced, carried=found.carried, unused=found.unused)
 
     def trace(self, state: TrainState, microbatches: Any) -> LossTrace:
-        """Trace the training loss for such batches; each structure of a batch is traced once.
-
-        Raises:
-          LossError: if the loss function returns none of the documented forms.
-        """
+        """Trace the training loss for such batches; each structure of a batch is traced once."""
         key = signature(microbatches)
         if key not in self._traced:
             one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], dtype_of(x)), microbatches)

@@ -40,11 +40,7 @@ class LossTrace:
 
 
 def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any) -> LossTrace:
-    """Trace the loss function for microbatches of this structure, arrays or shapes; nothing is computed.
-
-    Raises:
-      LossError: if the loss function returns none of the documented forms.
-    """
+    """Trace the loss function for microbatches of this structure, arrays or shapes; nothing is computed."""
     leaves, tree = jax.tree.flatten(state.model_state)
     kinds: list[tuple[str, ...] | None] = []
 
