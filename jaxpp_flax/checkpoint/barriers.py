@@ -17,8 +17,6 @@ from typing import Any
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.processes.store import ProcessFailedError
 
-__all__ = ["background_barrier", "name_checkpoint", "poll", "report_alone", "shared_work"]
-
 # The purposes of Orbax's barriers, by a part of the barrier's name; all other barriers are Orbax's bookkeeping.
 _PURPOSES = {"async_write_complete": "every process's part of it", "async_commit_complete": "commit"}
 

@@ -29,9 +29,6 @@ from jaxpp_flax.processes.comparison import do_in_process_0, exchange_values
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.processes.waits import print_notice
 
-__all__ = ["CheckpointStore", "KeepPolicy", "SavePolicy", "check_interval"]
-
-
 SavePolicy: TypeAlias = int | policies.SaveDecisionPolicy
 """An interval in steps, or an Orbax save decision policy."""
 KeepPolicy: TypeAlias = int | policies.PreservationPolicy

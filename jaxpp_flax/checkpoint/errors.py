@@ -4,16 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = [
-    "CheckpointError",
-    "CheckpointMismatchError",
-    "CheckpointNotFoundError",
-    "CheckpointSaveError",
-    "CorruptCheckpointError",
-    "DirectoryInUseError",
-    "UnfinishedCheckpointError",
-]
-
 
 class CheckpointError(Exception):
     """The base class of all errors of checkpoints."""

@@ -17,8 +17,6 @@ from jaxpp_flax.checkpoint.format.orbax_io import absolute
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, nest, rename_path
 from jaxpp_flax.checkpoint.reading import leaves_of, restore
 
-__all__ = ["export_safetensors", "load_linen", "load_nnx"]
-
 
 def export_safetensors(
     tree: Any,

@@ -12,8 +12,6 @@ from typing import Protocol
 
 from jaxpp_flax.processes.waits import print_notice
 
-__all__ = ["ABANDONED_STATUS", "EXIT_SECONDS", "finish_at_exit"]
-
 EXIT_SECONDS = 300.0
 """The seconds that the end of a program waits for a save."""
 

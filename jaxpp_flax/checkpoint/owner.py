@@ -20,8 +20,6 @@ from pathlib import Path
 
 from jaxpp_flax.checkpoint.errors import DirectoryInUseError
 
-__all__ = ["FILE_NAME", "Owner", "Ownership"]
-
 FILE_NAME = ".owner"
 
 _BEAT_SECONDS = 5.0

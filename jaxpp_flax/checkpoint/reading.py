@@ -28,17 +28,6 @@ from jaxpp_flax.checkpoint.format.orbax_io import (
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, rename_path
 from jaxpp_flax.processes.group import process_group
 
-__all__ = [
-    "RestorePlan",
-    "StoredLeaf",
-    "abstract_state",
-    "leaves_of",
-    "plan_restore",
-    "read_json",
-    "restore",
-    "stored_leaves",
-]
-
 
 def abstract_state(tree: Any) -> Any:
     """Return the tree with a `jax.ShapeDtypeStruct` (shape, dtype, sharding) for each leaf: a target without memory.

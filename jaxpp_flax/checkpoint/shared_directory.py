@@ -11,8 +11,6 @@ from jaxpp_flax.processes.comparison import exchange_values
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.processes.waits import name_processes
 
-__all__ = ["check_shared"]
-
 # Seconds. A network file system may show a new file late.
 _PATIENCE = 60.0
 

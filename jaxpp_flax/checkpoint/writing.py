@@ -29,8 +29,6 @@ from jaxpp_flax.checkpoint.shared_directory import check_shared
 from jaxpp_flax.processes.comparison import do_in_process_0
 from jaxpp_flax.processes.group import process_group
 
-__all__ = ["complete", "save", "save_failed", "save_step", "step_arguments", "step_registry", "to_tree"]
-
 
 def to_tree(tree: Any) -> dict[str, Any]:
     """Convert `tree` for writing: nested dictionaries of global arrays, with logical paths as keys.

@@ -57,7 +57,7 @@ from jaxpp_flax.trainers.state.weights import Weights
 from jaxpp_flax.trainers.step.builder import StepBuilder, StepBuilderCache
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 from jaxpp_flax.trainers.step.diagnosis import first_loss_error
-from jaxpp_flax.trainers.step.update import Update
+from jaxpp_flax.trainers.step.update import Update, choose_loss_scale
 from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
 from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling
@@ -159,9 +159,10 @@ class PipelineTrainer:
         devices, assigned, streams = MeshOptions.of(mesh), Assignment.of(assignment), RandomStreams.of(seed)
         trained, numbers = Parameters.of(parameters), Precision.of(precision)
         on_nonfinite = choose_on_nonfinite(numbers.on_nonfinite, numbers.loss_scale)
-        update = Update.of(
-            tx, numbers.loss_scale, numbers.gradient_dtype, trained.ema_decay, skips_nonfinite=on_nonfinite == "skip"
-        )
+        update = Update(
+            tx=tx, loss_scale=choose_loss_scale(numbers.loss_scale), gradient_dtype=numbers.gradient_dtype,
+            ema_decay=trained.ema_decay, skips_nonfinite=on_nonfinite == "skip",
+        )  # fmt: skip
         adapter, params, rest, notes = choose_model(
             model, variables, trained.wrt, trained.frozen, streams.seed, streams.names
         )

@@ -16,8 +16,6 @@ from jaxpp_flax.checkpoint.format.leaves import assemble, is_key
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 
-__all__ = ["MpmdArrayHandler", "register"]
-
 # The replica number of a stand-in for other processes' shards. Orbax writes only the first replicas.
 _NEVER_WRITTEN = 1 << 30
 

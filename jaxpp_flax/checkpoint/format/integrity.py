@@ -11,8 +11,6 @@ from jaxpp_flax.checkpoint.errors import CorruptCheckpointError
 from jaxpp_flax.processes.comparison import collect_faults
 from jaxpp_flax.processes.group import process_group
 
-__all__ = ["DIGESTS", "check_files", "describe_checkpoint", "write_digests"]
-
 DIGESTS = "file_digests.json"
 """A file beside Orbax's files, with the size and CRC-32 of each. Without it, a checkpoint is read unchecked."""
 

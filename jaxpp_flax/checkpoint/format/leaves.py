@@ -14,8 +14,6 @@ from jax.sharding import SingleDeviceSharding
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 
-__all__ = ["Wanted", "abstract_leaf", "assemble", "empty", "is_empty", "is_key", "to_disk"]
-
 
 def to_disk(leaf: Any) -> Any:
     """Convert a leaf for Orbax: to a global array; random keys to their data."""

@@ -16,19 +16,6 @@ from etils import epath
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, UnfinishedCheckpointError
 from jaxpp_flax.checkpoint.format.handler import MpmdArrayHandler
 
-__all__ = [
-    "TREE_ITEM",
-    "absolute",
-    "damaged",
-    "find_tree",
-    "map_metadata",
-    "multiprocessing_options",
-    "pytree_handler",
-    "read_metadata",
-    "short",
-    "under_way",
-]
-
 TREE_ITEM = "state"
 """The folder of arrays in a step's directory; a `CheckpointManager` with one item names this folder `default`."""
 

@@ -14,8 +14,6 @@ from flax import nnx
 
 from jaxpp_flax.globs import NameFilter, matches_any
 
-__all__ = ["PathFilter", "choose", "flatten", "nest", "rename_path", "shortened"]
-
 PathFilter: TypeAlias = NameFilter
 
 

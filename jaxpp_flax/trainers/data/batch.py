@@ -15,23 +15,6 @@ import numpy as np
 
 from jaxpp_flax.trainers.errors import BatchError
 
-__all__ = [
-    "InferencePart",
-    "batch_size",
-    "check_leaf",
-    "count_units",
-    "describe_batch",
-    "dtype_of",
-    "first_examples",
-    "join_parts",
-    "leaf_name",
-    "repeated",
-    "shape_of",
-    "signature",
-    "split_batch",
-    "split_for_inference",
-]
-
 
 def leaf_name(path: Any) -> str:
     """Return the name of a batch leaf for messages, such as "batch['x']"."""

@@ -34,8 +34,6 @@ from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.setup import check_count
 
-__all__ = ["BatchSharding", "InferenceKind", "ProcessInputs", "compared_rows", "own_rows"]
-
 InferenceKind = Literal["evaluate", "predict"]
 """The calls that do not change the state."""
 

@@ -14,19 +14,6 @@ from jaxpp_flax.processes import exchange_values, process_group
 from jaxpp_flax.trainers.errors import DataPositionError
 from jaxpp_flax.trainers.loop.progress import Meter
 
-__all__ = [
-    "DataPosition",
-    "Drawn",
-    "ResumeData",
-    "check_batch_size",
-    "examples_in",
-    "gather_positions",
-    "has_own_state",
-    "own_position",
-    "seek",
-    "state_of",
-]
-
 ResumeData = Literal["fast_forward", "refuse", "restart"]
 
 # No bar is shown for fewer batches than this.

@@ -14,8 +14,6 @@ from jaxpp_flax.trainers.data.position import examples_in
 from jaxpp_flax.trainers.errors import BatchError, LossError
 from jaxpp_flax.trainers.loop.progress import Meter, NoMeter
 
-__all__ = ["MASK", "Remainder", "RemainderRule", "check_mask", "check_masked", "filled"]
-
 Remainder = Literal["drop", "pad", "error"]
 
 MASK = "mask"

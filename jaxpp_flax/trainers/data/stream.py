@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.trainers.data.position import (
@@ -20,8 +20,6 @@ from jaxpp_flax.trainers.data.position import (
 from jaxpp_flax.trainers.data.remainder import RemainderRule
 from jaxpp_flax.trainers.loop.progress import Meter, NoMeter
 from jaxpp_flax.trainers.state.holder import StateHolder
-
-__all__ = ["Batches", "DataTracking", "awaited"]
 
 
 class Batches(Iterator[Any]):
@@ -53,7 +51,7 @@ class Batches(Iterator[Any]):
       ([5, 6, 7, 5], 1, 1)
       >>> list(Batches([5, 6, 7], steps=1, position=source.position()))
       [6]
-      >>> list(Batches([5, 6, 7], steps=1, position=source.position(used=3)))
+      >>> list(Batches([5, 6, 7], steps=1, position=source.position_after(3)))
       [5]
     """
 
@@ -99,17 +97,13 @@ class Batches(Iterator[Any]):
         with process_group().waiting("the next batch of the data"):
             return next(self._run)
 
-    @overload
-    def position(self) -> DataPosition: ...
+    def position(self) -> DataPosition:
+        """Return the position after all given batches."""
+        return self._position
 
-    @overload
-    def position(self, used: int) -> DataPosition | None: ...
-
-    def position(self, used: int | None = None) -> DataPosition | None:
+    def position_after(self, used: int) -> DataPosition | None:
         """Return the position after `used` batches, if these are all given batches, or all but the last; else None."""
-        if used is None or used == self.given:
-            return self._position
-        return self._position_before if used == self.given - 1 else None
+        return {self.given - 1: self._position_before, self.given: self._position}.get(used)
 
     def drawn_from(self, data: Any) -> Drawn | Literal[0]:
         """Return the batches drawn from `data`, if `data` is the same iterator that these batches came from; else 0."""
@@ -241,6 +235,6 @@ class DataTracking:
         """Return the position in the data after the step in memory, if known."""
         if self._source is not None:
             # If the user took steps with other batches, there is no position. A drawn batch may wait for its step.
-            return self._source.position(self._held.step - self._source_begin)
+            return self._source.position_after(self._held.step - self._source_begin)
         at_step, position = self._position or (None, None)
         return position if at_step == self._held.step else None

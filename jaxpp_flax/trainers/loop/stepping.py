@@ -13,7 +13,6 @@ from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, compared_rows
 from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison, await_same_end
 from jaxpp_flax.trainers.loop.progress import Display
-from jaxpp_flax.trainers.model.adapter import parameter_count
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps, stage_table
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling, no_pipeline
@@ -75,7 +74,7 @@ class Stepping:
         if self._executables.has_training(microbatches):
             return self._executables.for_training(microbatches)
         scheduling, display = self._scheduling, self._display
-        count = parameter_count(self._held.memory.params)
+        count = sum(leaf.size for leaf in jax.tree.leaves(self._held.memory.params))
         with display.meter.phase(f"compiling {scheduling.num_stages} stages, {count:,} parameters"):
             compiled = self._executables.for_training(microbatches)
         if scheduling.mesh is not None:

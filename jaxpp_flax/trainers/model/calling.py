@@ -13,8 +13,6 @@ from jaxpp_flax.trainers.errors import LossError
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.linen_model import LinenCall
 
-__all__ = ["asked_for", "call_function", "call_model"]
-
 # A first argument with one of these names is meant for parameters.
 _NAMES_OF_PARAMETERS = ("params", "parameters", "param", "variables", "weights", "theta")
 # The arguments that tell a model's `__call__` that it does not train, by the names in Flax's models.

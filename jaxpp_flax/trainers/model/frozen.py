@@ -10,8 +10,6 @@ import jax
 from jaxpp_flax.globs import NameFilter, matches, matches_any
 from jaxpp_flax.trainers.errors import ModelError
 
-__all__ = ["check_frozen", "frozen_filter", "merge_frozen", "path_text", "split_frozen"]
-
 
 def path_text(path: Iterable[Any]) -> str:
     """Convert a path of JAX or NNX to text: `blocks/0/widen/kernel`."""

@@ -15,8 +15,6 @@ from jaxpp_flax.trainers.model.adapter import fold
 from jaxpp_flax.trainers.model.frozen import frozen_filter, merge_frozen, path_text, split_frozen
 from jaxpp_flax.trainers.model.sharding import is_box
 
-__all__ = ["LinenModel", "LinenCall"]
-
 
 class LinenCall:
     """A Linen module with the variables and keys of one microbatch: the `model` that a loss function is given.

@@ -11,8 +11,6 @@ from flax import nnx
 from jaxpp_flax.trainers.model.adapter import fold
 from jaxpp_flax.trainers.model.frozen import frozen_filter, path_text
 
-__all__ = ["NnxModel"]
-
 # Makes these keys differ from the streams of a module with the same seed.
 _OF_THE_CALL = 1
 

@@ -20,8 +20,6 @@ from jaxpp_flax.trainers.mesh import inner_sizes
 from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["Annotation", "AxisRules", "AxisRulesLike", "annotations_of", "is_box", "state_specs", "unboxed"]
-
 Pairs = tuple[tuple[Any, Any], ...]  # each pair: a name, and a mesh axis, several axes, or None
 MeshAxes: TypeAlias = str | Sequence[str] | None
 AxisRulesLike: TypeAlias = Mapping[str, MeshAxes] | Sequence[tuple[str, MeshAxes]]

@@ -19,8 +19,6 @@ from jaxpp_flax.trainers.loop.process_synchronization import compare_initial_sta
 from jaxpp_flax.trainers.state.optimizer_state import make_on_ranks
 from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["Beginning", "Made", "OnDisk", "Placed", "StateHolder", "copied", "is_abstract"]
-
 # Larger first parameters are not kept for the diagnosis of a first loss that is not finite.
 _KEPT_FOR_DIAGNOSIS = 256 << 20
 
@@ -76,7 +74,7 @@ class StateHolder:
     Example:
       >>> import jax.numpy as jnp, optax
       >>> from jaxpp_flax.trainers.step.update import Update
-      >>> update = Update.of(optax.sgd(0.1, momentum=0.9), None, None, None, skips_nonfinite=False)
+      >>> update = Update(tx=optax.sgd(0.1, momentum=0.9))
       >>> held = StateHolder(update.first_state({"w": jnp.ones(2)}, {}), update.tx.init)
       >>> is_abstract(held.memory.opt_state), is_abstract(held.whole().opt_state), held.is_placed
       (True, False, False)

@@ -17,8 +17,6 @@ from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.processes import value_hash, value_text
 from jaxpp_flax.trainers.step.loss_trace import used_inputs
 
-__all__ = ["NOT_TRACEABLE", "hash_of_init", "make_on_ranks", "numbers_of_init", "shapes_or_values"]
-
 # JAX raises these errors if an optimizer's `init` reads values. Such an `init` is called instead of traced.
 NOT_TRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 

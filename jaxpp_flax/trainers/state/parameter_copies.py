@@ -16,8 +16,6 @@ from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr, values
 from jaxpp_flax.trainers.state.optimizer_state import NOT_TRACEABLE
 from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["copies_in", "with_copies"]
-
 # These operations return their operand unchanged.
 _COPIES = {"copy", "copy_p", "optimization_barrier"}
 

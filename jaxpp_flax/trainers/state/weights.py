@@ -14,8 +14,6 @@ from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.state.holder import StateHolder, copied
 
-__all__ = ["Weights", "to_ordinary"]
-
 
 @dataclass(frozen=True)
 class Weights:

@@ -19,8 +19,6 @@ from jaxpp_flax.trainers.step.loss import LossTerms, read_loss, whole_batch
 from jaxpp_flax.trainers.step.loss_trace import LossTrace, check_used, trace_loss, warn_of_batch_statistics
 from jaxpp_flax.trainers.step.update import Update
 
-__all__ = ["ForwardOnly", "Loop", "StepBuilder", "StepBuilderCache"]
-
 StepFunction = Callable[[TrainState, Any], Any]
 
 

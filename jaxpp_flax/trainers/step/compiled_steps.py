@@ -27,8 +27,6 @@ from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.builder import Loop, StepBuilderCache
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 
-__all__ = ["CompiledSteps", "stage_table"]
-
 
 class CompiledSteps:
     """Compiles a step if its key is new.

@@ -22,8 +22,6 @@ from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.step.loss import read_loss
 
-__all__ = ["diagnose", "first_loss_error"]
-
 
 def first_loss_error(
     value: float,

@@ -24,8 +24,6 @@ import jax.numpy as jnp
 
 from jaxpp_flax.trainers.errors import LossError
 
-__all__ = ["LossTerms", "read_loss", "whole_batch"]
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)

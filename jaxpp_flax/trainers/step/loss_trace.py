@@ -21,8 +21,6 @@ from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.loss import read_loss
 
-__all__ = ["LossTrace", "check_used", "trace_loss", "used_inputs", "warn_of_batch_statistics"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LossTrace:

@@ -16,8 +16,6 @@ import optax
 from jaxpp_flax.trainers.state.optimizer_state import shapes_or_values
 from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["DynamicLossScale", "Update", "choose_loss_scale"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicLossScale:
@@ -108,19 +106,11 @@ class Update:
     ema_decay: float | None = None  # of the exponential moving average of the weights; None: no average is kept
     skips_nonfinite: bool = False  # a loss or gradients that are not finite skip the step, without a loss scale too
 
-    @classmethod
-    def of(cls, tx: Any, loss_scale: Any, gradient_dtype: Any, ema_decay: Any, *, skips_nonfinite: bool) -> Update:
-        """Make an `Update` from the trainer's arguments; raise a `TypeError` if `tx` is not an optimizer."""
-        if not hasattr(tx, "init") or not hasattr(tx, "update"):
-            inner = f" Pass the Optax optimizer that it holds, its `.tx`. {_ITS_STATE}" if hasattr(tx, "tx") else ""
-            raise TypeError(f"tx must be an Optax optimizer such as optax.adamw(3e-4), got {type(tx).__name__}.{inner}")
-        return cls(
-            tx=tx,
-            loss_scale=choose_loss_scale(loss_scale),
-            gradient_dtype=gradient_dtype,
-            ema_decay=ema_decay,
-            skips_nonfinite=skips_nonfinite,
-        )
+    def __post_init__(self) -> None:
+        if not hasattr(self.tx, "init") or not hasattr(self.tx, "update"):
+            kind, held = type(self.tx).__name__, hasattr(self.tx, "tx")
+            inner = f" Pass the Optax optimizer that it holds, its `.tx`. {_ITS_STATE}" if held else ""
+            raise TypeError(f"tx must be an Optax optimizer such as optax.adamw(3e-4), got {kind}.{inner}")
 
     def first_state(self, params: Any, model_state: Any) -> TrainState:
         """Return the state before the first step; `opt_state` has only shapes if the optimizer can be traced."""
@@ -140,9 +130,7 @@ class Update:
 
     def summand(self, grads: Any) -> Any:
         """Convert one microbatch's gradients to the type of the sum."""
-        if self.gradient_dtype is None:
-            return grads
-        return jax.tree.map(lambda g: g.astype(self.gradient_dtype), grads)
+        return optax.tree_utils.tree_cast(grads, self.gradient_dtype)
 
     def apply(
         self,

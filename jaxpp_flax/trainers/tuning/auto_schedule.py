@@ -12,8 +12,6 @@ from jaxpp_flax.schedules import Costs, Found, Schedule, ScheduleError, Transfer
 from jaxpp_flax.trainers.data.batch import signature
 from jaxpp_flax.trainers.tuning.step_profile import StepProfile, task_costs
 
-__all__ = ["AutoSchedule", "ScheduleReport", "ScheduleTuner"]
-
 # Schedules that run to measure their tasks, by stages on a rank: with whole backwards, and with split backwards.
 _WHOLE, _SPLIT = {1: "1f1b"}, {1: "zero_bubble", 2: "zbv"}
 _WHOLE_OF_SEVERAL = "interleaved_1f1b"

@@ -10,8 +10,6 @@ from jaxpp_flax.trainers.mesh import num_batch_shards, wrap_mesh
 from jaxpp_flax.trainers.setup import choose_ranks
 from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport, ScheduleTuner
 
-__all__ = ["Scheduling", "no_pipeline"]
-
 
 class Scheduling:
     """The current schedule and its ranks; for `"auto"`, also the tuner that finds a better schedule.

@@ -24,8 +24,6 @@ from jaxpp_flax.schedules import (
     simulate,
 )
 
-__all__ = ["StepProfile", "profile_of", "task_costs"]
-
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
 
 

@@ -14,7 +14,7 @@ from jaxpp_flax.trainers.step.update import Update
 
 
 def held(value: float) -> StateHolder:
-    update = Update.of(optax.sgd(0.1, momentum=0.9), None, None, None, skips_nonfinite=False)
+    update = Update(tx=optax.sgd(0.1, momentum=0.9))
     return StateHolder(update.first_state({"w": jnp.full(2, value)}, {}), update.tx.init)
 
 
