@@ -73,9 +73,7 @@ def background_barrier(
 ) -> Callable[..., None] | None:
     """Make the barrier for Orbax's background threads; a failure of a process ends it. None for a single process.
 
-    Args:
-      what: returns the name of the save under way, such as "the save of step 40".
-      described: makes the error to report from the error of a thread.
+    `what` and `described` are as in `shared_work`; `what` is called during the save under way.
     """
     group = process_group()
     if group.process_count == 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Generator, Mapping
@@ -95,20 +94,19 @@ class CheckpointStore:
             self._give_up_claim()
 
     def _claim(self, place: Path) -> None:
+        def take() -> None:
+            try:
+                self._ownership.take(print_notice)
+            except DirectoryInUseError:
+                raise
+            except OSError as error:
+                raise save_failed(place, error) from error
+
         if not self._claims:
-            take = functools.partial(self._take, place)
             do_in_process_0(
                 process_group(), "the claim of the checkpoint directory", take, DirectoryInUseError, CheckpointSaveError
             )
         self._claims += 1
-
-    def _take(self, place: Path) -> None:
-        try:
-            self._ownership.take(print_notice)
-        except DirectoryInUseError:
-            raise
-        except OSError as error:
-            raise save_failed(place, error) from error
 
     def _give_up_claim(self) -> None:
         self._claims -= 1
@@ -116,12 +114,7 @@ class CheckpointStore:
             self._ownership.release()
 
     def describe(self) -> str:
-        """Describe the steps to save and to keep, with the same text in every process.
-
-        Example:
-          >>> CheckpointStore("anywhere", every=2, keep=3).describe()
-          'every=2, keep=3'
-        """
+        """Describe the steps to save and to keep, such as "every=2, keep=3", with the same text in every process."""
         named = {"every": self._every, "keep": self._keep}
         plain = {name: of if of is None or isinstance(of, int) else type(of).__name__ for name, of in named.items()}
         return ", ".join(f"{name}={of}" for name, of in plain.items())
@@ -294,17 +287,14 @@ class CheckpointStore:
         if self._manager is None:
             do_in_process_0(process_group(), "making the checkpoint directory", self._make_directory, OSError)
             check_shared(self.directory)
-            every, keep = self._every, self._keep
-            if every is None:
-                every = 1
-            if keep is not None and isinstance(keep, int):
-                keep = policies.LatestN(keep)
+            every = 1 if self._every is None else self._every
+            keep = policies.LatestN(self._keep) if self._keep is None or isinstance(self._keep, int) else self._keep
             with shared_work(f"the opening of {self.directory}", lambda error: error):
                 self._manager = ocp.CheckpointManager(
                     self.directory,
                     options=ocp.CheckpointManagerOptions(
                         save_decision_policy=policies.FixedIntervalPolicy(every) if isinstance(every, int) else every,
-                        preservation_policy=keep if keep is not None else policies.LatestN(None),
+                        preservation_policy=keep,
                         create=False,
                         cleanup_tmp_directories=True,
                         # Synchronous saves also write in the background and wait: so both kinds fail in the same way.

@@ -24,13 +24,8 @@ _SECONDS_IN_SILENCE = 2.0
 class Writer(Protocol):
     """An object that writes in the background."""
 
-    def is_writing(self) -> bool:
-        """Return True while the object writes."""
-        ...
-
-    def wait(self) -> None:
-        """Wait for the end of the work."""
-        ...
+    def is_writing(self) -> bool: ...
+    def wait(self) -> None: ...
 
 
 def finish_at_exit(writer: Writer) -> None:

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from jaxpp_flax.checkpoint.errors import DirectoryInUseError
@@ -30,21 +30,13 @@ _DIGITS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """A process, described so that any other process can find out if it is alive.
-
-    Args:
-      host: the name of the host.
-      place: the boot of the machine and the container; a process number is unique in them.
-      process: the process number in this place.
-      started: the start time of the process, in the clock of its kernel; "" if not known.
-      since: the time when the process became the owner, in its own clock.
-    """
+    """A process, described so that any other process can find out if it is alive."""
 
     host: str
-    place: str
-    process: int
-    started: str
-    since: str
+    place: str  # the boot of the machine and the container; a process number is unique in them
+    process: int  # the process number in this place
+    started: str  # the start time of the process, in the clock of its kernel; "" if not known
+    since: str  # the time when the process became the owner, in its own clock
 
     @classmethod
     def of(cls, process: int) -> Owner:
@@ -59,9 +51,7 @@ class Owner:
 
     def is_same_process(self, other: Owner) -> bool:
         """Return True if both describe one process; the time when it became the owner does not count."""
-        return (self.host, self.place, self.process, self.started) == (
-            other.host, other.place, other.process, other.started,
-        )  # fmt: skip
+        return replace(self, since="") == replace(other, since="")
 
     def lives(self) -> bool | None:
         """Return True if the process is alive and running, False if not; None if this machine cannot tell."""
@@ -79,9 +69,6 @@ class Owner:
 class Ownership:
     """This process's claim to a directory: `take` makes the claim, a thread keeps it, `release` ends it.
 
-    Args:
-      directory: the directory of checkpoints; made if it does not exist.
-
     Example:
       >>> import tempfile
       >>> ownership = Ownership(Path(tempfile.mkdtemp()))
@@ -97,10 +84,9 @@ class Ownership:
         self._thread: threading.Thread | None = None
 
     def take(self, tell: Callable[[str], None]) -> None:
-        """Become the owner; replace a dead owner.
+        """Become the owner of the directory, which is made if it does not exist; replace a dead owner.
 
-        Args:
-          tell: called with a message if the wait takes long, and with the name of the earlier owner.
+        `tell` is called with a message if the wait takes long, and with the name of the earlier owner.
 
         Raises:
           DirectoryInUseError: if another owner is alive; the message names the owner.
@@ -261,12 +247,8 @@ def _status(process: int) -> tuple[str, str]:
 def _place() -> str:
     """Return the boot and the container: process numbers are unique in them."""
     parts: list[str] = []
-    for read in (
-        lambda: Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),
-        lambda: os.readlink("/proc/self/ns/pid"),
-    ):
-        try:
-            parts.append(read())
-        except OSError:
-            continue
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)

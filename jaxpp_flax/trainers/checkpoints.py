@@ -31,7 +31,7 @@ from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.loop.progress import Display
 from jaxpp_flax.trainers.options import Checkpoints
 from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.state.parameter_copies import with_copies
+from jaxpp_flax.trainers.state.optimizer_state import with_copies
 
 __all__ = ["Checkpointing", "Resume", "check_resume", "open_store"]
 

@@ -63,15 +63,15 @@ class BatchSharding:
         if not self.is_across:
             return jax.tree.map(lambda leaf: np.arange(leaf.shape[0]) if np.shape(leaf) else ..., batch)
 
-        def rows(leaf: Any, sharding: MpmdSharding, *, read: bool) -> Any:
+        def rows(leaf: Any, sharding: MpmdSharding, here: bool) -> Any:
             if not np.shape(leaf):
                 return ...
             shape = (num_microbatches, leaf.shape[0] // num_microbatches, *leaf.shape[1:])
             starts = np.arange(shape[0]) * shape[1]
-            return (starts[:, None] + _places(sharding, shape, read=read)).ravel()
+            return (starts[:, None] + _places(sharding, shape, read=here)).ravel()
 
         shardings, read = compiled.in_shardings[0][1], compiled.read_here[0][1]
-        return jax.tree.map(lambda leaf, sharding, here: rows(leaf, sharding, read=here), batch, shardings, read)
+        return jax.tree.map(rows, batch, shardings, read)
 
     def inference_parts(self, whole: Any, *, rows_only: bool) -> list[InferencePart]:
         """Cut a batch for inference; with `rows_only`, each process that shares the batch passes only its rows."""
@@ -201,18 +201,18 @@ class ProcessInputs:
     """Finds the leaves and the examples of a batch that this process reads, so that users load only these.
 
     Args:
-      rows: the division of a batch.
+      sharding: the division of a batch.
       compile: returns the training step for a batch.
       compile_inference: returns a step of inference for a part of a batch.
     """
 
     def __init__(
         self,
-        rows: BatchSharding,
+        sharding: BatchSharding,
         compile: Callable[[Any], Any],
         compile_inference: Callable[[InferenceKind, InferencePart], Any],
     ) -> None:
-        self._rows, self._compile, self._compile_inference = rows, compile, compile_inference
+        self._sharding, self._compile, self._compile_inference = sharding, compile, compile_inference
 
     def leaves_read(self, batch: Any) -> Any:
         """Return, for each leaf of a batch of these shapes, True if this process reads the leaf in training.
@@ -259,6 +259,6 @@ class ProcessInputs:
         if call not in ("train", "evaluate", "predict"):
             raise ValueError(f"rows_read knows no call {call!r}; use 'train', 'evaluate' or 'predict'.")
         if call == "train":
-            return self._rows.read(self._compile(batch), batch, self._rows.num_microbatches)
-        part = self._rows.inference_parts(jax.tree.map(shape_of, batch), rows_only=True)[0]
-        return self._rows.read(self._compile_inference(call, part), batch, part.num_microbatches)
+            return self._sharding.read(self._compile(batch), batch, self._sharding.num_microbatches)
+        part = self._sharding.inference_parts(jax.tree.map(shape_of, batch), rows_only=True)[0]
+        return self._sharding.read(self._compile_inference(call, part), batch, part.num_microbatches)

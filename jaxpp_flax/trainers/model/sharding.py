@@ -127,10 +127,9 @@ def state_specs(
     """
     if mesh is None or not any(note is not None for half in notes for note in half):
         return None
-    reader = _Reader(inner_sizes(mesh), rules, {}, {})
-    read = [reader.leaves(tree, half) for tree, half in zip((state.params, state.model_state), notes, strict=True)]
-    reader.refuse_missing()
-    params, rest = ([leaf and reader.spec(*leaf) for leaf in half] for half in read)
+    reader = _Reader(inner_sizes(mesh), rules)
+    params, rest = reader.specs(state.params, notes[0]), reader.specs(state.model_state, notes[1])
+    reader.refuse_faults()
     with_path = jax.tree_util.tree_leaves_with_path(state.params)
     known = {path: (leaf.shape, spec) for (path, leaf), spec in zip(with_path, params, strict=True)}
 
@@ -191,27 +190,27 @@ def _pairs(rules: Any) -> Pairs:
     return tuple((name, axes) for name, axes in pairs)
 
 
-# The path and shape of a leaf; and for each annotated dimension, its name and the mesh axes of this name.
-_Leaf = tuple[str, tuple[int, ...], list[tuple[Any, tuple[str, ...]]]]
-
-
-@dataclass(frozen=True)
 class _Reader:
-    """Reads annotations on the axes of a stage; collects names and axes without meaning, each with its first path."""
+    """Reads annotations on the axes of a stage; collects faults, so that a message has all names without a meaning."""
 
-    sizes: Mapping[str, int]
-    rules: AxisRules
-    unknown: dict[str, str]
-    absent: dict[tuple[Any, str], str]  # by rule and axis
+    def __init__(self, sizes: Mapping[str, int], rules: AxisRules) -> None:
+        self.sizes, self.rules = sizes, rules
+        # Each name or axis with the first path that has it.
+        self.unknown: dict[str, str] = {}
+        self.absent: dict[tuple[Any, str], str] = {}  # by rule and axis
+        self.undivided: str | None = None
+        self.matters = math.prod(sizes.values()) > 1
+        """True if a stage has several devices, so that an axis can cut a dimension."""
 
-    def leaves(self, tree: Any, notes: Sequence[Annotation | None]) -> list[_Leaf | None]:
+    def specs(self, tree: Any, notes: Sequence[Annotation | None]) -> list[PartitionSpec | None]:
+        """Return the spec of each leaf; None for a leaf without an annotation."""
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         return [
-            None if note is None else self._leaf(path_text(path), leaf.shape, note)
+            None if note is None else self._spec(path_text(path), leaf.shape, note)
             for (path, leaf), note in zip(leaves, notes, strict=True)
         ]
 
-    def _leaf(self, path: str, shape: tuple[int, ...], note: Annotation) -> _Leaf:
+    def _spec(self, path: str, shape: tuple[int, ...], note: Annotation) -> PartitionSpec:
         names, pairs = note.names, self.rules.pairs(note.rules)
         if len(names) > len(shape):
             raise MeshError(
@@ -219,13 +218,19 @@ class _Reader:
                 "or None, for each dimension."
             )
         taken: set[str] = set()
-        dimensions: list[tuple[Any, tuple[str, ...]]] = []
-        for name in names:
+        entries: list[Any] = []
+        for size, name in zip(shape, names, strict=False):
             parts = name if isinstance(name, tuple) else (name,)
             axes = tuple(axis for part in parts for axis in self._axes(part, path, taken, pairs))
             taken.update(axes)
-            dimensions.append((name, axes))
-        return path, shape, dimensions
+            count = math.prod(self.sizes[axis] for axis in axes)
+            if size % count:
+                self.undivided = self.undivided or (
+                    f"the parameter {path} of shape {shape} cannot be cut into {count} equal parts along {name!r}: "
+                    f"{size} is no multiple of {count}. Change the width, the mesh, or the rule for {name!r}."
+                )
+            entries.append(None if not axes else axes[0] if len(axes) == 1 else axes)
+        return _trimmed(entries)
 
     def _axes(self, name: Any, path: str, taken: set[str], pairs: Pairs) -> tuple[str, ...]:
         """Return the mesh axes of a name: from the first rule whose axes are still free, else the axis of this name."""
@@ -241,21 +246,16 @@ class _Reader:
                 return tuple(axis for axis in chosen if axis in self.sizes)
         if meanings:
             return ()
-        if name in taken and self._matters:
+        if name in taken and self.matters:
             raise MeshError(f"the parameter {path} is annotated with {name!r} in two dimensions. Keep one of them.")
         if name in self.sizes and name not in taken:
             return (name,)
         self.unknown.setdefault(name, path)
         return ()
 
-    @property
-    def _matters(self) -> bool:
-        """True if a stage has several devices, so that an axis can cut a dimension."""
-        return math.prod(self.sizes.values()) > 1
-
-    def refuse_missing(self) -> None:
-        """Refuse all names and axes without a meaning, unless they cannot cut anything."""
-        if not self._matters:
+    def refuse_faults(self) -> None:
+        """Refuse all names and axes without a meaning, unless they cannot cut anything; then uneven dimensions."""
+        if not self.matters:
             return
         stage = f"no axis of a stage: these are {dict(self.sizes)}"
         if self.unknown:
@@ -270,6 +270,8 @@ class _Reader:
             )
         if self.absent:
             raise MeshError(f"{self._absent_text('')} These are no axes of a stage, which has {dict(self.sizes)}.")
+        if self.undivided is not None:
+            raise MeshError(self.undivided)
 
     def _absent_text(self, begin: str) -> str:
         if not self.absent:
@@ -280,16 +282,3 @@ class _Reader:
             f"{begin}rules lead names to axes that the mesh lacks: {listing}. Add the axis to the mesh "
             f"(mesh={{{axis!r}: 2}}), or let the rule leave the dimension whole: ({name!r}, None)."
         )
-
-    def spec(self, path: str, shape: tuple[int, ...], dimensions: Sequence[tuple[Any, tuple[str, ...]]]) -> Any:
-        """Return the spec of a leaf; raise a `MeshError` if the axes do not divide a dimension."""
-        entries: list[Any] = []
-        for size, (name, axes) in zip(shape, dimensions, strict=False):
-            parts = math.prod(self.sizes[axis] for axis in axes)
-            if size % parts:
-                raise MeshError(
-                    f"the parameter {path} of shape {shape} cannot be cut into {parts} equal parts along {name!r}: "
-                    f"{size} is no multiple of {parts}. Change the width, the mesh, or the rule for {name!r}."
-                )
-            entries.append(None if not axes else axes[0] if len(axes) == 1 else axes)
-        return _trimmed(entries)

@@ -12,9 +12,8 @@ from jaxpp_flax.schedules import Costs, Found, Schedule, ScheduleError, Transfer
 from jaxpp_flax.trainers.data.batch import signature
 from jaxpp_flax.trainers.tuning.step_profile import StepProfile, task_costs
 
-# Schedules that run to measure their tasks, by stages on a rank: with whole backwards, and with split backwards.
-_WHOLE, _SPLIT = {1: "1f1b"}, {1: "zero_bubble", 2: "zbv"}
-_WHOLE_OF_SEVERAL = "interleaved_1f1b"
+# Schedules with split backwards that run to measure their tasks, by stages on a rank.
+_SPLIT = {1: "zero_bubble", 2: "zbv"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +56,7 @@ class AutoSchedule:
 
     def first(self, num_stages: int, num_ranks: int) -> str:
         """Return the name of the schedule that training begins with."""
-        return _WHOLE.get(num_stages // num_ranks, _WHOLE_OF_SEVERAL)
+        return "1f1b" if num_stages // num_ranks == 1 else "interleaved_1f1b"
 
     def trials(self, num_stages: int, num_ranks: int) -> list[tuple[int, str]]:
         """List the schedules to measure, as (number of stages, name), the first schedule first."""
@@ -198,7 +197,8 @@ class ScheduleTuner:
         fits = _fits(now.peak_memory, options.memory_limit)
         keep = fits and best.makespan > now.makespan * (1.0 - options.minimum_gain)
         chosen, origin = (first, "kept") if keep else _as_named(best, stages, first.num_ranks)
-        measured = median(profile.measured.makespan for profile in self._profiles[self._key(first)])
+        key = first.num_stages, options.first(first.num_stages, first.num_ranks)
+        measured = median(profile.measured.makespan for profile in self._profiles[key])
         self.report = ScheduleReport(
             first=first,
             chosen=chosen,
@@ -219,17 +219,14 @@ class ScheduleTuner:
         """Measure the gain; if it is a loss, go back to the first schedule, unless that takes too much memory."""
         measured = median(profile.measured.makespan for profile in self._final)
         chosen, origin = report.chosen, report.origin
-        step = simulate(
-            report.first,
-            self._costs(report.first.num_stages),
-            self.options.transfer,
-            num_microbatches=trainer.num_microbatches,
-        )
+        costs, count = self._costs(report.first.num_stages), trainer.num_microbatches
+        step = simulate(report.first, costs, self.options.transfer, num_microbatches=count)
         if measured > report.measured[0] and _fits(step.peak_memory, self.options.memory_limit):
             chosen, origin = report.first, "the best one found was not faster"
             trainer.use_schedule(chosen)
-        of = self._costs(chosen.num_stages)
-        self.report = replace(report, chosen=chosen, origin=origin, costs=of, measured=(report.measured[0], measured))
+        costs = self._costs(chosen.num_stages)
+        times = report.measured[0], measured
+        self.report = replace(report, chosen=chosen, origin=origin, costs=costs, measured=times)
         self.done = True
         trainer.message(str(self.report))
 
@@ -237,9 +234,6 @@ class ScheduleTuner:
         profiles = [p for (stages, _), listed in self._profiles.items() if stages == num_stages for p in listed]
         # The last profile is of a split schedule, if any is: such a profile shows the last stage's activations too.
         return task_costs([profile.measured.events for profile in profiles], profiles[-1].stages)
-
-    def _key(self, schedule: Schedule) -> tuple[int, str]:
-        return schedule.num_stages, self.options.first(schedule.num_stages, schedule.num_ranks)
 
 
 def _fits(peaks: Sequence[float], limit: float | Sequence[float] | None) -> bool:
