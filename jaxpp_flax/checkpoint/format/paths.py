@@ -31,7 +31,8 @@ def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, nnx.Variable)):
         inner = jax.tree_util.tree_leaves_with_path(leaf) if isinstance(leaf, nnx.Variable) else [((), leaf)]
         for rest, value in inner:
-            name = "/".join(_part(key) for key in (path if len(inner) == 1 else (*path, *rest)))
+            whole = path if len(inner) == 1 else (*path, *rest)
+            name = jax.tree_util.keystr(whole, simple=True, separator="/")
             if name in leaves:
                 raise ValueError(
                     f"two leaves of the tree have the path {name!r}, so a checkpoint cannot tell them apart. Rename "
@@ -95,10 +96,3 @@ def rename_path(path: str, rename: Mapping[str, str] | None) -> str:
 def shortened(paths: Sequence[str], most: int) -> str:
     """Return the first `most` paths as text for a message, and the number of the others."""
     return ", ".join(paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")
-
-
-def _part(key: Any) -> str:
-    for name in ("key", "name", "idx"):
-        if hasattr(key, name):
-            return str(getattr(key, name))
-    return str(key)

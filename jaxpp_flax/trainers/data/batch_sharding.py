@@ -113,12 +113,8 @@ class BatchSharding:
 def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
     """Convert a batch of this process's rows to the step's input: `MpmdArray`s with this process's parts.
 
-    A leaf that this process does not read becomes a `jax.ShapeDtypeStruct`.
-
-    Args:
-      compiled: the step.
-      batch: leaves of shape (rows, ...); for a leaf that this process does not read, only shape and dtype count.
-      microbatches: the shapes of the whole batch: (num_microbatches, microbatch, ...).
+    `batch` has leaves of shape (rows, ...), and `microbatches` the shapes of the whole batch: (num_microbatches,
+    microbatch, ...). A leaf that this process does not read becomes a `jax.ShapeDtypeStruct`.
     """
     shardings, read = compiled.in_shardings[0][1], compiled.read_here[0][1]
 
@@ -198,13 +194,7 @@ def _places(sharding: MpmdSharding, shape: tuple[int, ...], *, read: bool) -> np
 
 
 class ProcessInputs:
-    """Finds the leaves and the examples of a batch that this process reads, so that users load only these.
-
-    Args:
-      sharding: the division of a batch.
-      compile: returns the training step for a batch.
-      compile_inference: returns a step of inference for a part of a batch.
-    """
+    """Finds the leaves and the examples of a batch that this process reads, so that users load only these."""
 
     def __init__(
         self,

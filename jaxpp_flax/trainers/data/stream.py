@@ -29,13 +29,11 @@ class Batches(Iterator[Any]):
     ends when it has no more batches.
 
     Args:
-      data: an iterable of batches.
-      steps: the maximum number of batches, without the batches before `position`.
-      epochs: the maximum number of passes, with the passes before `position`.
-      position: the position to begin at; see `jaxpp_flax.trainers.data.position`.
+      steps: counts without the batches before `position`.
+      epochs: counts with the passes before `position`.
       resume_data: how to reach the position if `data` has no `set_state`.
       meter: shows the progress towards the position.
-      drawn: from `Batches.drawn_from`, if `data` is an iterator that has been used before; else 0.
+      drawn: from `drawn_from`, if `data` is an iterator that has been used before; else 0.
       remainder: the rule for smaller batches; None: smaller batches are not changed.
 
     Raises:

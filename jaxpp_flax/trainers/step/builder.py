@@ -151,12 +151,7 @@ class StepBuilder:
 
 
 class StepBuilderCache:
-    """Returns the builder for a batch. The leaves that a loss writes or does not use depend on the batch.
-
-    Args:
-      untraced: a builder with the model, the update and the training loss.
-      num_microbatches: the number of microbatches of a training step.
-    """
+    """Returns the builder for a batch. The leaves that a loss writes or does not use depend on the batch."""
 
     def __init__(self, untraced: StepBuilder, num_microbatches: int) -> None:
         self._untraced, self._num_microbatches = untraced, num_microbatches

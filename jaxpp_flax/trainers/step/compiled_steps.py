@@ -29,15 +29,10 @@ from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 
 
 class CompiledSteps:
-    """Compiles a step if its key is new.
+    """Compiles a step if its key is new. Without ranks, steps run under `jax.jit`.
 
-    Args:
-      scheduling: the schedule, which may change, and the ranks. Without ranks, steps run under `jax.jit`.
-      assigner: chooses the marks that cut.
-      builders: make the training step.
-      held: the state that steps read.
-      state_specs: the specs of the state's leaves, if any are annotated.
-      rules: the meanings of logical axis names.
+    The schedule and the place of the state may change between two calls. `state_specs` has the specs of annotated
+    leaves of the state; `rules` has the meanings of logical axis names.
     """
 
     def __init__(
@@ -71,13 +66,10 @@ class CompiledSteps:
         return self._key("train", microbatches) in self.compiled
 
     def get(self, kind: str, microbatches: Any, build: Callable[[], Any], *, donate: bool) -> Any:
-        """Return the compiled step of this kind for such batches.
+        """Return the compiled step of this kind, "train" or a kind of inference, for such batches.
 
-        Args:
-          kind: "train", or a kind of inference.
-          microbatches: leaves of shape (num_microbatches, microbatch, ...), or their shapes.
-          build: makes the pure function; called only if the step is not compiled yet.
-          donate: the step reuses the state's memory.
+        `build` makes the pure function, if the step is not compiled yet. With `donate`, the step reuses the state's
+        memory.
         """
         held, scheduling = self._held, self._scheduling
         process_group().step = held.step + (kind == "train")  # for messages

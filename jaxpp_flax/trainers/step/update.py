@@ -143,11 +143,9 @@ class Update:
     ) -> tuple[TrainState, dict[str, Any]]:
         """Return the new state and its metrics.
 
-        Args:
-          grads: the gradients, summed over the microbatches, before the division by `divisor`.
-          loss: the loss of the whole batch, for optimizers that ask for `value`.
-          carried: the leaves of the model's state that the step has written: a pair of lists, before and after.
-          new_model_state: makes the model's state from these leaves.
+        `grads` are summed over the microbatches, before the division by `divisor`. `loss` is the loss of the whole
+        batch, for optimizers that ask for `value`. `carried` has the leaves of the model's state that the step writes,
+        before and after; `new_model_state` makes the model's state from them.
         """
         scale = self._scale(state)
         total = divisor if scale is None else divisor * scale
