@@ -40,11 +40,8 @@ _PATIENCE = 60.0
 class CheckpointStore:
     """Checkpoints of one run: `directory/<step>`, each with a tree of arrays and some JSON.
 
-    Args:
-      directory: the first save makes this directory.
-      every: an interval in steps, an Orbax save decision policy, or None for explicit saves only.
-      keep: the number of latest checkpoints to keep, an Orbax preservation policy, or None for all.
-      asynchronous: write in the background; then `save` only copies to the host.
+    The first save makes the directory. `every=None` writes explicit saves only, and `keep=None` keeps all checkpoints.
+    With `asynchronous`, `save` only copies to the host, and the rest is done in the background.
 
     Example:
       >>> import tempfile, jax.numpy as jnp
@@ -80,12 +77,7 @@ class CheckpointStore:
 
     @contextmanager
     def owned(self) -> Generator[None]:
-        """Keep other jobs from writing here; all processes call this before the directory is read for the first time.
-
-        Raises:
-          DirectoryInUseError: if a running job writes here; the message names the job.
-          CheckpointSaveError: if the directory cannot be written.
-        """
+        """Keep other jobs from writing here; all processes call this before the first read of the directory."""
         self.wait()  # else a save under way could have a claim in some processes and not in others
         self._claim(self.directory)
         try:
@@ -215,12 +207,7 @@ class CheckpointStore:
         self._written()
 
     def finish(self) -> None:
-        """Wait for the save under way when this process fails: other processes may never write their parts.
-
-        Raises:
-          CheckpointSaveError: if the save failed, or is not complete within a minute.
-          ProcessFailedError: if another process has failed too.
-        """
+        """Wait for the save under way when this process fails: other processes may never write their parts."""
         group = process_group()
         if group.process_count == 1:
             return self.wait()

@@ -225,22 +225,17 @@ def _status(process: int) -> tuple[str, str]:
 
     The state is "" if there is no such process, and "?" if the system only tells that the process exists.
     """
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        if Path("/proc/self/stat").exists():
+    if Path("/proc/self/stat").exists():
+        try:
+            text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
             return "", ""
-    except OSError:
-        return "", ""
-    else:
         fields = text.rpartition(")")[2].split()
         return fields[0], fields[19]
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return "", ""
-    except OSError:
-        return "?", ""
+    except OSError as error:
+        return "" if isinstance(error, ProcessLookupError) else "?", ""
     return "?", ""
 
 

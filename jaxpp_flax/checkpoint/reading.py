@@ -213,7 +213,6 @@ def plan_restore(
 
 
 def stored_leaves(metadata: Any) -> dict[str, StoredLeaf]:
-    """Return the leaves of a checkpoint's metadata by path."""
     found: dict[str, StoredLeaf] = {}
 
     def note(path: str, leaf: Any) -> None:
@@ -226,7 +225,7 @@ def stored_leaves(metadata: Any) -> dict[str, StoredLeaf]:
 
 
 def _find(path: str, stored: Mapping[str, StoredLeaf]) -> str | None:
-    """Find a leaf on disk. Stock Orbax writes an `nnx.Variable` as a node with the child `value`."""
+    # Stock Orbax writes an `nnx.Variable` as a node with the child `value`.
     return next((name for name in (path, f"{path}/value") if name in stored), None)
 
 

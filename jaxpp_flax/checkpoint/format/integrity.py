@@ -45,9 +45,6 @@ def check_files(directory: Path) -> None:
     """Compare the files with their digests. A checkpoint without digests, as stock Orbax writes it, is not checked.
 
     Several processes divide the files among themselves, and each process gets all faults.
-
-    Raises:
-      CorruptCheckpointError: the message names every file that is missing, cut off or changed.
     """
     record = directory / DIGESTS
     if not record.is_file():

@@ -40,9 +40,6 @@ def first_examples(batch: Any) -> tuple[Any, Any]:
 def batch_size(batch: Any) -> int:
     """Return the common size of the leaves of `batch` along their first axis; scalars do not count.
 
-    Raises:
-      BatchError: if a leaf is not an array, the sizes differ, or there is no array of examples.
-
     Example:
       >>> batch_size({"x": np.zeros((6, 3)), "y": np.zeros(6)})
       6

@@ -64,10 +64,7 @@ class RemainderRule:
     def left_out(self, data: Any, begin: int, end: int | None) -> int:
         """Before the first step, count the batches of a pass, from `begin` to `end`, that will be left out.
 
-        For data that is not a list or tuple the count is 0.
-
-        Raises:
-          BatchError: if a batch cannot be cut and none may be left out; the message names the first such batch.
+        For data that is not a list or tuple the count is 0. Refuse a batch that can neither be cut nor left out.
         """
         if not isinstance(data, (list, tuple)) or self.how == "pad":  # another sequence may load each batch anew
             return 0

@@ -56,10 +56,8 @@ class LinenCall:
         """Call `module.apply`; `rngs=`, `mutable=`, `method=` as there. Return only outputs, unless `mutable=`."""
         rngs = kwargs.pop("rngs", None) or self.rngs
         self._calls += 1
-        if "mutable" in kwargs:
-            return self.module.apply(self.variables, *args, rngs=rngs, **kwargs)
         mutable = [name for name in self.variables if name != "params"]
-        if not mutable:
+        if "mutable" in kwargs or not mutable:
             return self.module.apply(self.variables, *args, rngs=rngs, **kwargs)
         outputs, written = self.module.apply(self.variables, *args, rngs=rngs, mutable=mutable, **kwargs)
         self.variables.update(written)

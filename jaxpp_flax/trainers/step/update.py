@@ -59,9 +59,6 @@ class DynamicLossScale:
 def choose_loss_scale(value: Any) -> DynamicLossScale | float | None:
     """Convert the trainer's `loss_scale=`: "dynamic" becomes a `DynamicLossScale()`.
 
-    Raises:
-      ValueError: if the value is not a loss scale.
-
     Example:
       >>> choose_loss_scale("dynamic").initial, choose_loss_scale(128.0), choose_loss_scale(None)
       (65536.0, 128.0, None)

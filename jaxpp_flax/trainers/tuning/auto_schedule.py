@@ -132,11 +132,7 @@ class ScheduleTuner:
         self._final: list[StepProfile] = []
 
     def step(self, trainer: Tunable, batch: Any) -> dict[str, Any]:
-        """Run one training step; change to the next schedule when the current one has been measured.
-
-        Raises:
-          ScheduleError: if no schedule keeps within the memory limit.
-        """
+        """Run one training step; change to the next schedule when the current one has been measured."""
         profile = trainer.profile_step(batch)
         self._shapes = self._shapes or signature(batch)
         if signature(batch) != self._shapes:  # a batch of another size has other times

@@ -38,8 +38,7 @@ class Scheduling:
             schedule = auto.first(num_stages, num_ranks if num_ranks is not None else of_mesh)
         self.schedule, self.mesh = choose_ranks(schedule, num_stages, num_microbatches, num_ranks, mesh, mesh_axes)
         self.num_stages, self.num_microbatches = num_stages, num_microbatches
-        self.batch_shards = num_batch_shards(self.mesh)
-        """The number of devices of a stage that divide the examples of a microbatch."""
+        self.batch_shards = num_batch_shards(self.mesh)  # the devices of a stage that divide a microbatch's examples
         self.tuner: ScheduleTuner | None = None
         if isinstance(auto, AutoSchedule) and self.schedule is not None and self.mesh is not None:
             if self.mesh.jax_mesh.is_multi_process:
