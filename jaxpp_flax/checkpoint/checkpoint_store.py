@@ -153,11 +153,7 @@ class CheckpointStore:
         return self._open().should_save(step)
 
     def save(self, step: int, tree: Any, beside: Mapping[str, Any], *, wait: bool = False) -> None:
-        """Begin a save, after the end of an earlier save; return when the arrays may change.
-
-        Raises:
-          CheckpointSaveError: if the checkpoint cannot be written, or the earlier save failed in the background.
-        """
+        """Begin a save, after the end of an earlier save; return when the arrays may change."""
         self.wait()
         try:
             latest = max((of for of in self._list() if of >= step), default=None)

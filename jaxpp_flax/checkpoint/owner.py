@@ -84,13 +84,9 @@ class Ownership:
         self._thread: threading.Thread | None = None
 
     def take(self, tell: Callable[[str], None]) -> None:
-        """Become the owner of the directory, which is made if it does not exist; replace a dead owner.
+        """Become the owner of the directory, which is made if it does not exist; a living owner is never replaced.
 
-        `tell` is called with a message if the wait takes long, and with the name of the earlier owner.
-
-        Raises:
-          DirectoryInUseError: if another owner is alive; the message names the owner.
-          OSError: if the directory cannot be written.
+        `tell` is called with a message if the wait takes long, and with the name of a dead owner that is replaced.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         own = Owner.of(os.getpid())

@@ -77,7 +77,7 @@ def restore(
     missing: Literal["error", "keep"] = "error",
     extra: Literal["error", "ignore"] = "error",
 ) -> Any:
-    """Read a checkpoint into a tree like `target`, each leaf with the target's sharding.
+    """Read a checkpoint into a new tree like `target`, each leaf with the target's sharding.
 
     The run that wrote the checkpoint may have had another layout, or no pipeline: leaves are found by their logical
     paths (`jaxpp_flax.checkpoint.format.paths`). No value is read before every leaf has been compared.
@@ -94,9 +94,6 @@ def restore(
         adapters).
       extra: "ignore" ignores leaves of the checkpoint that the target lacks. Leaves outside of `only` are always
         ignored.
-
-    Returns:
-      A new tree like `target`.
 
     Raises:
       CheckpointMismatchError: the message lists every leaf whose path, shape, dtype or sharding does not fit.

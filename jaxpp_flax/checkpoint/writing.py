@@ -44,7 +44,7 @@ def to_tree(tree: Any) -> dict[str, Any]:
 
 
 def save(path: str | os.PathLike[str], tree: Any) -> Path:
-    """Write `tree` to `path` as an Orbax checkpoint, and wait for the end of the save.
+    """Write `tree` to `path` as an Orbax checkpoint, wait for the end of the save, and return the absolute path.
 
     Stock Orbax reads the checkpoint as nested dictionaries of arrays; random keys are written as their data. The
     directory gets its name when it is complete.
@@ -52,9 +52,6 @@ def save(path: str | os.PathLike[str], tree: Any) -> Path:
     Args:
       path: a directory that does not exist yet.
       tree: a pytree of `MpmdArray`s, `jax.Array`s, NumPy arrays and numbers.
-
-    Returns:
-      The absolute path.
 
     Raises:
       CheckpointSaveError: if the path exists, or cannot be written.

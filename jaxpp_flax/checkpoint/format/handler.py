@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jaxpp_flax.checkpoint.format.leaves import assemble, is_key
+from jaxpp_flax.checkpoint.format.leaves import abstract_leaf, assemble, is_key
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 
@@ -113,18 +113,14 @@ def _teach_standard_handler() -> None:
     @functools.wraps(restore)
     def restore_(self: Any, directory: Any, item: Any = None, args: Any = None) -> Any:
         if args is not None:
-            args = replace(args, item=_replace(args.item, _abstract))
-        return restore(self, directory, _replace(item, _abstract), args)
+            args = replace(args, item=_replace(args.item, abstract_leaf))
+        return restore(self, directory, _replace(item, abstract_leaf), args)
 
     cls.async_save, cls.restore = async_save, restore_
 
 
 def _replace(tree: Any, function: Any) -> Any:
     return jax.tree.map(lambda leaf: function(leaf) if isinstance(leaf, MpmdArray) else leaf, tree)
-
-
-def _abstract(array: MpmdArray) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _shards_of(array: jax.Array) -> SimpleNamespace:

@@ -88,12 +88,7 @@ def under_way(path: Path) -> Path:
 
 
 def find_tree(path: Path, *, unfinished: bool = False) -> Path:
-    """Find the directory of arrays: `path` itself, or one item in it. `unfinished` allows a save under way.
-
-    Raises:
-      CheckpointNotFoundError: if there is nothing, or no checkpoint of a tree.
-      UnfinishedCheckpointError: if a save to this path never ended.
-    """
+    """Find the directory of arrays: `path` itself, or one item in it. `unfinished` allows a save under way."""
     if not path.exists():
         parts = list(path.parent.glob(f"{path.name}{_TMP_MARK}*")) if path.parent.is_dir() else []
         if parts:

@@ -108,11 +108,7 @@ def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, meter
     """Move an iterator to `position`, and update `drawn`, the batches that it has given in this pass.
 
     If batches are arrays, their examples are counted, so that the batch size may change between runs. `how` is the
-    method for an iterator without `set_state`.
-
-    Raises:
-      DataPositionError: if the iterator has no `set_state` and `how` is "refuse"; or the iterator ends before the
-        position, or is past it; or no batch ends at the position.
+    method for an iterator without `set_state`. Refuse an iterator that ends before the position, or is past it.
     """
     if has_own_state(iterator, position):
         iterator.set_state(position.iterator)  # pyright: ignore[reportAttributeAccessIssue]

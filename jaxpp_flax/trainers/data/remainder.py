@@ -29,20 +29,15 @@ _CHOICES = (
 class RemainderRule:
     """The rule for a batch that is smaller than the batches before.
 
-    Args:
-      how: "drop", "pad" or "error". None: "error" if all sizes are known before the first step, else "drop".
-      divisor: the size of a batch must be a multiple of this number.
-      meter: prints a message about the first batch that is left out.
-
     Example:
       >>> rule = RemainderRule(how="drop", divisor=4)
       >>> [size for size in (8, 8, 5, 4) if rule.fitted(np.zeros(size), 8) is not None]
       [8, 8, 4]
     """
 
-    how: Remainder | None
-    divisor: int
-    meter: Meter = field(default_factory=NoMeter)
+    how: Remainder | None  # None: "error" if all sizes are known before the first step, else "drop"
+    divisor: int  # the size of a batch must be a multiple of this number
+    meter: Meter = field(default_factory=NoMeter)  # prints a message about the first batch that is left out
     _has_told: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:

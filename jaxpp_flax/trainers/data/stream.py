@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.trainers.data.position import (
@@ -26,20 +26,16 @@ class Batches(Iterator[Any]):
     """The batches of `data`, at most `steps` of them, in at most `epochs` passes; the iterator knows its position.
 
     Without `steps` and `epochs`: one pass. With `steps` alone, a list or dataset is repeated as needed; a generator
-    ends when it has no more batches.
+    ends when it has no more batches. Data that cannot be iterated, or iterated again as often as `epochs` asks, are
+    refused.
 
     Args:
       steps: counts without the batches before `position`.
       epochs: counts with the passes before `position`.
       resume_data: how to reach the position if `data` has no `set_state`.
       meter: shows the progress towards the position.
-      drawn: from `drawn_from`, if `data` is an iterator that has been used before; else 0.
+      drawn: from `drawn_from`, if `data` is an iterator that has been used before.
       remainder: the rule for smaller batches; None: smaller batches are not changed.
-
-    Raises:
-      BatchError: if `remainder` refuses a batch of a list.
-      ValueError: if `steps` or `epochs` is below 1, `data` is empty, or `data` is a generator and `epochs` above 1.
-      TypeError: if `data` cannot be iterated.
 
     Example:
       >>> list(Batches([1, 2, 3], steps=5)), list(Batches([1, 2], epochs=2))
@@ -62,7 +58,7 @@ class Batches(Iterator[Any]):
         position: DataPosition | None = None,
         resume_data: ResumeData = "fast_forward",
         meter: Meter | None = None,
-        drawn: Drawn | Literal[0] = 0,
+        drawn: Drawn | None = None,
         remainder: RemainderRule | None = None,
     ) -> None:
         first = _iterator_of(data, steps, epochs)
@@ -103,9 +99,9 @@ class Batches(Iterator[Any]):
         """Return the position after `used` batches, if these are all given batches, or all but the last; else None."""
         return {self.given - 1: self._position_before, self.given: self._position}.get(used)
 
-    def drawn_from(self, data: Any) -> Drawn | Literal[0]:
-        """Return the batches drawn from `data`, if `data` is the same iterator that these batches came from; else 0."""
-        return self._drawn if data is self._iterator else 0
+    def drawn_from(self, data: Any) -> Drawn | None:
+        """Return the batches drawn from `data`, if these batches came from this very iterator; else None."""
+        return self._drawn if data is self._iterator else None
 
     def _here(self) -> DataPosition:
         """Return the position between two draws. If a draw is interrupted, the iterator may have moved on."""
@@ -220,9 +216,9 @@ class DataTracking:
             position = self.position()
             self.restored(position)
 
-    def drawn_from(self, data: Any) -> Drawn | Literal[0]:
-        """Return the batches that the last loop has drawn from `data`, if `data` is the same iterator; else 0."""
-        return 0 if self._last_source is None else self._last_source.drawn_from(data)
+    def drawn_from(self, data: Any) -> Drawn | None:
+        """Return the batches that the last loop has drawn from `data`, if `data` is the same iterator; else None."""
+        return None if self._last_source is None else self._last_source.drawn_from(data)
 
     def restored(self, position: DataPosition | None) -> None:
         """Note that the step in memory comes from a checkpoint with this position in the data."""

@@ -33,10 +33,7 @@ def call_function(
     """Call `function(bound model, batch)`, with `training=` and `rngs=` if the function takes them.
 
     Random keys depend on the numbers `step` and `microbatch`. Return the result of the function, and the bound model
-    after the call.
-
-    Raises:
-      LossError: if the function fails because it treats the model as parameters.
+    after the call. A function that fails because it treats the model as parameters is told so by a `LossError`.
     """
     bound = model.bind(params, rest, step=step, microbatch=microbatch, training=training)
     asked = asked_for(function)

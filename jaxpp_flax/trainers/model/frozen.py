@@ -27,11 +27,7 @@ def check_frozen(frozen: object) -> None:
 
 
 def frozen_filter(frozen: NameFilter, paths: Sequence[str]) -> Callable[[str], bool]:
-    """Return a function that is True for the path of a frozen parameter.
-
-    Args:
-      frozen: one glob or several (see `jaxpp_flax.globs`), or a function of the path.
-      paths: the paths of all parameters.
+    """Return a function that is True for the path of a frozen parameter; `paths` has the paths of all parameters.
 
     Example:
       >>> is_frozen = frozen_filter("blocks/[01]", ["blocks/0/kernel", "blocks/1/kernel", "head/kernel"])

@@ -120,10 +120,8 @@ def state_specs(
 
     Return None if nothing is annotated, or there is no mesh. `notes` are the annotations of parameters and of the
     model's other state.
-
-    Raises:
-      MeshError: if names are neither axes (except the stage axis) nor in the rules (the message lists all of them), or
-        if an axis does not divide a dimension.
+    Names that are neither axes (except the stage axis) nor in the rules are refused, and axes that do not divide a
+    dimension.
     """
     if mesh is None or not any(note is not None for half in notes for note in half):
         return None

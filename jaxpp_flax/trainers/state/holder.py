@@ -67,9 +67,7 @@ class StateHolder:
     shapes. Then each leaf is copied, or made, directly on the devices of its ranks. A run that resumes reads its
     checkpoint directly onto these devices. A call of `whole` before that makes the state on the default device.
 
-    Args:
-      first: the state before the first step; `opt_state` may have only shapes.
-      init: makes the `opt_state` from parameters.
+    `init` makes the optimizer's state from parameters.
 
     Example:
       >>> import jax.numpy as jnp, optax

@@ -180,9 +180,7 @@ def _sources(graph: Graph, names: dict[Value, str]) -> dict[Value, str | None]:
 def with_copies(plan: RestorePlan, state: TrainState, init: Any) -> tuple[RestorePlan, list[str]]:
     """Add the copies of restored parameters to a plan; return the new plan and the paths of these copies.
 
-    Raises:
-      CheckpointMismatchError: if a leaf was computed from a restored parameter other than by a copy, and would keep its
-        old value.
+    Refuse a leaf that was computed from a restored parameter other than by a copy: it would keep its old value.
     """
     made = {f"opt_state/{path}": of for path, of in copies_in(init, state.params).items()}
     made |= {f"ema/{path}": path for path in (flatten(state.params)[0] if state.ema is not None else ())}

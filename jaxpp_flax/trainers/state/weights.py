@@ -55,8 +55,7 @@ def to_ordinary(tree: Any) -> Any:
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, MpmdArray):
             return copied(leaf)
-        if leaf.sharding.mpmd_mesh.jax_mesh.is_multi_process:
-            return copied(jax.device_put(on_every_process(leaf), device))
-        return copied(jax.device_put(leaf.as_jax_array(), device))
+        several = leaf.sharding.mpmd_mesh.jax_mesh.is_multi_process
+        return copied(jax.device_put(on_every_process(leaf) if several else leaf.as_jax_array(), device))
 
     return jax.tree.map(one, tree)

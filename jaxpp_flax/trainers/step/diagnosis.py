@@ -72,11 +72,8 @@ def diagnose(
     """Describe the origin of a loss that is not finite to the user, in one sentence or two.
 
     If several processes own the mesh, all of them must call `diagnose`, and all return the most precise finding.
-
-    Args:
-      loss_of: `(params, microbatch, index)` -> the result of the user's loss function.
-      batch: leaves of shape (num_microbatches, microbatch, ...); a `jax.ShapeDtypeStruct` for a leaf that only another
-        process has.
+    `loss_of(params, microbatch, index)` returns the result of the user's loss function. `batch` has leaves of shape
+    (num_microbatches, microbatch, ...), and a `jax.ShapeDtypeStruct` for a leaf that only another process has.
     """
     findings = [_find(loss_of, params, batch, num_microbatches)]
     if mesh is not None and mesh.jax_mesh.is_multi_process:

@@ -38,9 +38,6 @@ class LossTerms:
 def read_loss(output: Any) -> LossTerms:
     """Read the terms from the output of a loss function for one microbatch; sums are in float32 or wider.
 
-    Raises:
-      LossError: if the output has none of the documented forms.
-
     Example:
       >>> read_loss((jnp.float32(6.0), 3)).weight.item()
       3.0
