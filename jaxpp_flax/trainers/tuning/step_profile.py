@@ -1,4 +1,7 @@
-"""`trainer.profile_step`: one real training step with the time of each task, beside a simulation of the step."""
+"""`trainer.profile_step`: one real training step with the time of each task, beside a simulation of the step.
+
+The engine measures the tasks (`engine/runtime/profile.py`); their medians are the costs of the simulation.
+"""
 
 from __future__ import annotations
 
