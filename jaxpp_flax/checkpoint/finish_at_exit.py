@@ -12,12 +12,8 @@ from typing import Protocol
 
 from jaxpp_flax.processes.waits import print_notice
 
-EXIT_SECONDS = 300.0
-"""The seconds that the end of a program waits for a save."""
-
-ABANDONED_STATUS = 1
-"""The exit status if this time was not enough."""
-
+EXIT_SECONDS = 300.0  # the time that the end of a program waits for a save
+ABANDONED_STATUS = 1  # the exit status if this time was not enough
 _SECONDS_IN_SILENCE = 2.0
 
 

@@ -34,8 +34,7 @@ from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.setup import check_count
 
-InferenceKind = Literal["evaluate", "predict"]
-"""The calls that do not change the state."""
+InferenceKind = Literal["evaluate", "predict"]  # the calls that do not change the state
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,7 @@ class Batches(Iterator[Any]):
         self._start, self._meter = start, meter or NoMeter()
         self._how: ResumeData = resume_data
         self._remainder = remainder
-        self.left_out = 0
-        """The number of batches of a pass that `remainder` leaves out."""
+        self.left_out = 0  # the number of batches of a pass that `remainder` leaves out
         if remainder is not None:
             begin = 0 if start is None else start.in_epoch
             once = steps is not None and isinstance(data, Sequence) and begin + steps <= len(data)

@@ -79,8 +79,7 @@ class StateHolder:
     """
 
     def __init__(self, first: TrainState, init: Callable[[Any], Any]) -> None:
-        self.step = 0
-        """The number of optimizer steps done."""
+        self.step = 0  # the number of optimizer steps done
         self._now: Made | OnDisk | Placed = Made(first)
         self._init = init
         self._beginning: Beginning | None = Beginning((first.params, first.model_state))  # until the first loss is seen

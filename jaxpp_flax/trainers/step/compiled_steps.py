@@ -47,8 +47,7 @@ class CompiledSteps:
     ) -> None:
         self._scheduling, self._assigner, self._builders, self._held = scheduling, assigner, builders, held
         self.state_specs, self._rules = state_specs, rules
-        self.compiled: dict[Any, Any] = {}
-        """The compiled steps by key; a key begins with the kind of step."""
+        self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
 
     def for_training(self, microbatches: Any) -> Any:
         """Return the training step for such batches, and place the state for this step."""
