@@ -105,7 +105,7 @@ def main() -> None:
     from jaxpp_flax import PipelineTrainer
     from jaxpp_flax.schedules import simulate
     from jaxpp_flax.trainers import Assignment, Balanced, MeshOptions
-    from jaxpp_flax.trainers.tuning.profiling import task_costs
+    from jaxpp_flax.trainers.tuning.step_profile import task_costs
 
     ways = {
         "even": {"assignment": Assignment("even", cost="flops")},

@@ -89,7 +89,7 @@ def measure_save(arguments: argparse.Namespace, root: Path) -> dict[str, float]:
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxpp_flax.checkpoint.store import CheckpointStore
+    from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 
     state = make_state(arguments)
     total = sum(leaf.nbytes for leaf in state.values())

@@ -31,7 +31,7 @@ class Simulated:
         import jax
 
         from jaxpp_flax.schedules import Event, simulate
-        from jaxpp_flax.trainers.tuning.profiling import task_costs
+        from jaxpp_flax.trainers.tuning.step_profile import task_costs
 
         timed = self.contestant
         compiled = timed.step.compile(timed.params, timed.data)  # type: ignore[attr-defined]

@@ -17,8 +17,6 @@ from typing import Any
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.processes.store import ProcessFailedError
 
-__all__ = ["background_barrier", "name_checkpoint", "poll", "report_alone", "shared_work"]
-
 # The purposes of Orbax's barriers, by a part of the barrier's name; all other barriers are Orbax's bookkeeping.
 _PURPOSES = {"async_write_complete": "every process's part of it", "async_commit_complete": "commit"}
 
@@ -75,9 +73,7 @@ def background_barrier(
 ) -> Callable[..., None] | None:
     """Make the barrier for Orbax's background threads; a failure of a process ends it. None for a single process.
 
-    Args:
-      what: returns the name of the save under way, such as "the save of step 40".
-      described: makes the error to report from the error of a thread.
+    `what` and `described` are as in `shared_work`; `what` is called during the save under way.
     """
     group = process_group()
     if group.process_count == 1:
@@ -106,11 +102,7 @@ def background_barrier(
 
 
 def poll(busy: Callable[[], Any]) -> None:
-    """Wait while `busy()` is true for the threads of this process; end early if a process fails.
-
-    Raises:
-      ProcessFailedError: if another process has failed.
-    """
+    """Wait while `busy()` is true for the threads of this process; end early if a process fails."""
     group = process_group()
     while group.process_count > 1 and busy():
         if group.failure is not None and group.failure.process == group.process_index:

@@ -4,16 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = [
-    "CheckpointError",
-    "CheckpointMismatchError",
-    "CheckpointNotFoundError",
-    "CheckpointSaveError",
-    "CorruptCheckpointError",
-    "DirectoryInUseError",
-    "UnfinishedCheckpointError",
-]
-
 
 class CheckpointError(Exception):
     """The base class of all errors of checkpoints."""
@@ -40,11 +30,7 @@ class DirectoryInUseError(CheckpointSaveError):
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
-    """The checkpoint's leaves differ from the target's leaves.
-
-    Args:
-      message: the comparison in words.
-      faults: one line for each wrong leaf, all of them.
+    """The checkpoint's leaves differ from the target's leaves; `faults` has one line for each wrong leaf.
 
     Example:
       >>> print(CheckpointMismatchError("ckpt does not fit.", ["a: missing", "b: shape (2,), wanted (3,)"]))

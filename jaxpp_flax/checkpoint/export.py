@@ -17,8 +17,6 @@ from jaxpp_flax.checkpoint.format.orbax_io import absolute
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, nest, rename_path
 from jaxpp_flax.checkpoint.reading import leaves_of, restore
 
-__all__ = ["export_safetensors", "load_linen", "load_nnx"]
-
 
 def export_safetensors(
     tree: Any,
@@ -28,7 +26,7 @@ def export_safetensors(
     rename: Mapping[str, str] | None = None,
     separator: str = ".",
 ) -> Path:
-    """Write arrays to one safetensors file (extra `safetensors`).
+    """Write arrays to one safetensors file (extra `safetensors`), and return its absolute path.
 
     Args:
       tree: a pytree of arrays, such as `trainer.state.params`; or the path of a checkpoint.
@@ -36,9 +34,6 @@ def export_safetensors(
       only: the leaves to write, by logical path.
       rename: prefixes of paths, from the tree to the file.
       separator: the text between the parts of a name in the file.
-
-    Returns:
-      The absolute path.
 
     Raises:
       ImportError: if safetensors is not installed.
@@ -94,15 +89,12 @@ def read_arrays(path: str | os.PathLike[str], *, only: PathFilter | None = None)
 def load_nnx(
     module: nnx.Module, path: str | os.PathLike[str], *, rename: Mapping[str, str] | None = None
 ) -> nnx.Module:
-    """Put the weights of a trainer's checkpoint into a plain NNX module, on the module's own devices.
+    """Put the weights of a trainer's checkpoint into a plain NNX module, on the module's devices; return the module.
 
     Args:
       module: a module with any weights; its variables are set in place. Random keys and counters do not change.
       path: a checkpoint that a trainer wrote.
       rename: prefixes of paths, from the module to the checkpoint's parameters.
-
-    Returns:
-      `module`.
 
     Raises:
       CheckpointMismatchError: listing the leaves that do not fit.

@@ -12,27 +12,16 @@ from typing import Protocol
 
 from jaxpp_flax.processes.waits import print_notice
 
-__all__ = ["ABANDONED_STATUS", "EXIT_SECONDS", "finish_at_exit"]
-
-EXIT_SECONDS = 300.0
-"""The seconds that the end of a program waits for a save."""
-
-ABANDONED_STATUS = 1
-"""The exit status if this time was not enough."""
-
+EXIT_SECONDS = 300.0  # the time that the end of a program waits for a save
+ABANDONED_STATUS = 1  # the exit status if this time was not enough
 _SECONDS_IN_SILENCE = 2.0
 
 
 class Writer(Protocol):
     """An object that writes in the background."""
 
-    def is_writing(self) -> bool:
-        """Return True while the object writes."""
-        ...
-
-    def wait(self) -> None:
-        """Wait for the end of the work."""
-        ...
+    def is_writing(self) -> bool: ...
+    def wait(self) -> None: ...
 
 
 def finish_at_exit(writer: Writer) -> None:

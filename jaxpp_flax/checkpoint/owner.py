@@ -15,12 +15,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from jaxpp_flax.checkpoint.errors import DirectoryInUseError
-
-__all__ = ["FILE_NAME", "Owner", "Ownership"]
 
 FILE_NAME = ".owner"
 
@@ -32,21 +30,13 @@ _DIGITS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """A process, described so that any other process can find out if it is alive.
-
-    Args:
-      host: the name of the host.
-      place: the boot of the machine and the container; a process number is unique in them.
-      process: the process number in this place.
-      started: the start time of the process, in the clock of its kernel; "" if not known.
-      since: the time when the process became the owner, in its own clock.
-    """
+    """A process, described so that any other process can find out if it is alive."""
 
     host: str
-    place: str
-    process: int
-    started: str
-    since: str
+    place: str  # the boot of the machine and the container; a process number is unique in them
+    process: int  # the process number in this place
+    started: str  # the start time of the process, in the clock of its kernel; "" if not known
+    since: str  # the time when the process became the owner, in its own clock
 
     @classmethod
     def of(cls, process: int) -> Owner:
@@ -61,9 +51,7 @@ class Owner:
 
     def is_same_process(self, other: Owner) -> bool:
         """Return True if both describe one process; the time when it became the owner does not count."""
-        return (self.host, self.place, self.process, self.started) == (
-            other.host, other.place, other.process, other.started,
-        )  # fmt: skip
+        return replace(self, since="") == replace(other, since="")
 
     def lives(self) -> bool | None:
         """Return True if the process is alive and running, False if not; None if this machine cannot tell."""
@@ -81,9 +69,6 @@ class Owner:
 class Ownership:
     """This process's claim to a directory: `take` makes the claim, a thread keeps it, `release` ends it.
 
-    Args:
-      directory: the directory of checkpoints; made if it does not exist.
-
     Example:
       >>> import tempfile
       >>> ownership = Ownership(Path(tempfile.mkdtemp()))
@@ -99,14 +84,9 @@ class Ownership:
         self._thread: threading.Thread | None = None
 
     def take(self, tell: Callable[[str], None]) -> None:
-        """Become the owner; replace a dead owner.
+        """Become the owner of the directory, which is made if it does not exist; a living owner is never replaced.
 
-        Args:
-          tell: called with a message if the wait takes long, and with the name of the earlier owner.
-
-        Raises:
-          DirectoryInUseError: if another owner is alive; the message names the owner.
-          OSError: if the directory cannot be written.
+        `tell` is called with a message if the wait takes long, and with the name of a dead owner that is replaced.
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         own = Owner.of(os.getpid())
@@ -124,11 +104,7 @@ class Ownership:
         self._thread.start()
 
     def check(self) -> None:
-        """Make sure that this process still owns the directory: it may have been stopped for some time.
-
-        Raises:
-          DirectoryInUseError: if another job is the owner now; the message names the job.
-        """
+        """Make sure that this process still owns the directory: it may have been stopped for some time."""
         owner = self._owner()
         if self._own is not None and owner is not None and not owner.is_same_process(self._own):
             raise DirectoryInUseError(
@@ -172,11 +148,7 @@ class Ownership:
         return True
 
     def _displace(self, found: tuple[Owner | None, str], tell: Callable[[str], None]) -> None:
-        """Remove the file of an owner that has died.
-
-        Raises:
-          DirectoryInUseError: if the owner is alive.
-        """
+        """Remove the file of an owner that has died."""
         owner = found[0]
         lives = None if owner is None else owner.lives()
         if lives is None:
@@ -249,34 +221,25 @@ def _status(process: int) -> tuple[str, str]:
 
     The state is "" if there is no such process, and "?" if the system only tells that the process exists.
     """
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        if Path("/proc/self/stat").exists():
+    if Path("/proc/self/stat").exists():
+        try:
+            text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
             return "", ""
-    except OSError:
-        return "", ""
-    else:
         fields = text.rpartition(")")[2].split()
         return fields[0], fields[19]
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
-        return "", ""
-    except OSError:
-        return "?", ""
+    except OSError as error:
+        return "" if isinstance(error, ProcessLookupError) else "?", ""
     return "?", ""
 
 
 def _place() -> str:
     """Return the boot and the container: process numbers are unique in them."""
     parts: list[str] = []
-    for read in (
-        lambda: Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip(),
-        lambda: os.readlink("/proc/self/ns/pid"),
-    ):
-        try:
-            parts.append(read())
-        except OSError:
-            continue
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
+    with contextlib.suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)

@@ -28,8 +28,6 @@ from jaxpp_flax.checkpoint.format.orbax_io import (
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, rename_path
 from jaxpp_flax.processes.group import process_group
 
-__all__ = ["RestorePlan", "StoredLeaf", "abstract_state", "leaves_of", "plan_restore", "restore", "stored_leaves"]
-
 
 def abstract_state(tree: Any) -> Any:
     """Return the tree with a `jax.ShapeDtypeStruct` (shape, dtype, sharding) for each leaf: a target without memory.
@@ -79,7 +77,7 @@ def restore(
     missing: Literal["error", "keep"] = "error",
     extra: Literal["error", "ignore"] = "error",
 ) -> Any:
-    """Read a checkpoint into a tree like `target`, each leaf with the target's sharding.
+    """Read a checkpoint into a new tree like `target`, each leaf with the target's sharding.
 
     The run that wrote the checkpoint may have had another layout, or no pipeline: leaves are found by their logical
     paths (`jaxpp_flax.checkpoint.format.paths`). No value is read before every leaf has been compared.
@@ -96,9 +94,6 @@ def restore(
         adapters).
       extra: "ignore" ignores leaves of the checkpoint that the target lacks. Leaves outside of `only` are always
         ignored.
-
-    Returns:
-      A new tree like `target`.
 
     Raises:
       CheckpointMismatchError: the message lists every leaf whose path, shape, dtype or sharding does not fit.
@@ -123,34 +118,21 @@ def restore(
 
 @dataclass(frozen=True, kw_only=True)
 class RestorePlan:
-    """A checked restore, before the values are read: every leaf fits, and every file is whole.
+    """A checked restore, before the values are read: every leaf fits, and every file is whole."""
 
-    Args:
-      directory: the directory of the tree on disk.
-      metadata: Orbax's metadata of each leaf.
-      leaves: the target's leaves, by path.
-      structure: the target's structure.
-      chosen: a mapping from paths of the target to paths on disk.
-      wants: the requested shape, dtype and sharding of each chosen leaf.
-    """
-
-    directory: Path
-    metadata: Any
-    leaves: dict[str, Any]
-    structure: Any
-    chosen: Mapping[str, str]
-    wants: Mapping[str, Wanted]
+    directory: Path  # of the tree on disk
+    metadata: Any  # Orbax's metadata of each leaf
+    leaves: dict[str, Any]  # the target's leaves, by path
+    structure: Any  # the target's structure
+    chosen: Mapping[str, str]  # from paths of the target to paths on disk
+    wants: Mapping[str, Wanted]  # the requested shape, dtype and sharding of each chosen leaf
 
     def replaced(self) -> list[Any]:
         """Return the leaves of the target that `read` will replace: their memory may be freed before."""
         return [self.leaves[name] for name in self.chosen]
 
     def read(self) -> Any:
-        """Read a new tree like the target.
-
-        Raises:
-          CorruptCheckpointError: if a file cannot be read in spite of the checks.
-        """
+        """Read a new tree like the target; raise a `CorruptCheckpointError` if a file cannot be read all the same."""
         new = dict(self.leaves)
         for names in self._rounds():
             arrays = _read(self.directory, self.metadata, {found: self.wants[name] for found, name in names.items()})
@@ -181,11 +163,7 @@ def plan_restore(
     extra: Literal["error", "ignore"] = "error",
     check: bool = True,
 ) -> RestorePlan:
-    """Do all checks of `restore` without reading the values; arguments and errors are the same.
-
-    Args:
-      check: compare the files with their digests; False if this has just been done.
-    """
+    """Do all checks of `restore`, without reading the values. `check=False` does not compare files with digests."""
     for name, value, known in (("missing", missing, ("error", "keep")), ("extra", extra, ("error", "ignore"))):
         if value not in known:
             raise ValueError(f"restore got {name}={value!r}; it must be one of {known}.")
@@ -208,9 +186,8 @@ def plan_restore(
             leaves[name] = empty(leaf)
         elif missing == "error" or isinstance(leaf, jax.ShapeDtypeStruct):
             renamed = rename_path(name, rename)
-            faults.append(
-                f"{name}: missing in the checkpoint" + (f" (looked for {renamed})" if renamed != name else "")
-            )
+            looked = f" (looked for {renamed})" if renamed != name else ""
+            faults.append(f"{name}: missing in the checkpoint{looked}")
     wants = {name: Wanted.of(leaves[name]) for name in chosen}
     for name, found in chosen.items():
         if wrong := wants[name].faults(stored[found].shape, stored[found].dtype):
@@ -233,7 +210,6 @@ def plan_restore(
 
 
 def stored_leaves(metadata: Any) -> dict[str, StoredLeaf]:
-    """Return the leaves of a checkpoint's metadata by path."""
     found: dict[str, StoredLeaf] = {}
 
     def note(path: str, leaf: Any) -> None:
@@ -246,7 +222,7 @@ def stored_leaves(metadata: Any) -> dict[str, StoredLeaf]:
 
 
 def _find(path: str, stored: Mapping[str, StoredLeaf]) -> str | None:
-    """Find a leaf on disk. Stock Orbax writes an `nnx.Variable` as a node with the child `value`."""
+    # Stock Orbax writes an `nnx.Variable` as a node with the child `value`.
     return next((name for name in (path, f"{path}/value") if name in stored), None)
 
 
@@ -294,3 +270,18 @@ def _read(directory: Path, metadata: Any, wants: Mapping[str, Wanted]) -> dict[s
     found: dict[str, Any] = {}
     map_metadata(restored, lambda path, leaf: found.update({path: leaf}) if path in wants else None)
     return found
+
+
+def read_json(path: str | os.PathLike[str], name: str) -> Any:
+    """Read the JSON called `name` in a step's directory; return None if it does not exist."""
+    item = absolute(path) / name
+    if not item.is_dir():
+        return None
+    with (
+        process_group().waiting(f"the restore of {name_checkpoint(item.parent)} ({name})"),
+        ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer,
+    ):
+        try:
+            return checkpointer.restore(item)
+        except Exception as error:
+            raise damaged(item, error) from error

@@ -11,8 +11,6 @@ from jaxpp_flax.processes.comparison import exchange_values
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.processes.waits import name_processes
 
-__all__ = ["check_shared"]
-
 # Seconds. A network file system may show a new file late.
 _PATIENCE = 60.0
 
@@ -20,16 +18,11 @@ _PATIENCE = 60.0
 def check_shared(directory: Path) -> None:
     """Make sure that every process sees the files that process 0 writes to a directory; all processes call this.
 
-    Nothing is checked in a single process, or if process 0 cannot write: the save then raises the error.
-
-    Args:
-      directory: created if it does not exist.
+    The directory is made if it does not exist. Nothing is checked in a single process, or if process 0 cannot write:
+    the save then raises the error.
 
     Raises:
       CheckpointSaveError: in every process; the message names the processes that do not see the directory.
-
-    Example:
-      >>> check_shared(Path("anywhere"))  # a single process
     """
     group = process_group()
     if group.process_count == 1:
@@ -46,9 +39,8 @@ def check_shared(directory: Path) -> None:
         name = exchange_values(group, "a file that all processes must see", None if mine is None else mine.name)[0]
         if name is None:
             return
-        seen = exchange_values(
-            group, "which processes see that file", str(directory) if not _appears(directory / name) else None
-        )
+        missing_in = None if _appears(directory / name) else str(directory)
+        seen = exchange_values(group, "which processes see that file", missing_in)
     finally:
         if mine is not None:
             mine.unlink(missing_ok=True)

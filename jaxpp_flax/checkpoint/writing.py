@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,19 @@ from jaxpp_flax.checkpoint.errors import CheckpointSaveError, CorruptCheckpointE
 from jaxpp_flax.checkpoint.format.integrity import write_digests
 from jaxpp_flax.checkpoint.format.leaves import is_empty, to_disk
 from jaxpp_flax.checkpoint.format.orbax_io import (
+    TREE_ITEM,
     absolute,
     find_tree,
     multiprocessing_options,
     pytree_handler,
     read_metadata,
+    short,
 )
-from jaxpp_flax.checkpoint.format.paths import flatten, listing, nest
+from jaxpp_flax.checkpoint.format.paths import flatten, nest, shortened
 from jaxpp_flax.checkpoint.reading import stored_leaves
 from jaxpp_flax.checkpoint.shared_directory import check_shared
 from jaxpp_flax.processes.comparison import do_in_process_0
 from jaxpp_flax.processes.group import process_group
-
-__all__ = ["complete", "save", "save_failed", "to_tree", "write_and_check"]
 
 
 def to_tree(tree: Any) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def to_tree(tree: Any) -> dict[str, Any]:
 
 
 def save(path: str | os.PathLike[str], tree: Any) -> Path:
-    """Write `tree` to `path` as an Orbax checkpoint, and wait for the end of the save.
+    """Write `tree` to `path` as an Orbax checkpoint, wait for the end of the save, and return the absolute path.
 
     Stock Orbax reads the checkpoint as nested dictionaries of arrays; random keys are written as their data. The
     directory gets its name when it is complete.
@@ -51,9 +52,6 @@ def save(path: str | os.PathLike[str], tree: Any) -> Path:
     Args:
       path: a directory that does not exist yet.
       tree: a pytree of `MpmdArray`s, `jax.Array`s, NumPy arrays and numbers.
-
-    Returns:
-      The absolute path.
 
     Raises:
       CheckpointSaveError: if the path exists, or cannot be written.
@@ -65,28 +63,48 @@ def save(path: str | os.PathLike[str], tree: Any) -> Path:
       ...     print(stock.restore(path, {"layers": {"0": jnp.zeros(2)}}))
       {'layers': {'0': Array([1., 1.], dtype=float32)}}
     """
-    path = absolute(path)
-    if path.exists():
-        raise CheckpointSaveError(f"cannot save to {path}: it exists, and is left as it is. Choose another path.")
+    path = _new_path(path)
     content = to_tree(tree)
     if not content:
         raise ValueError(f"cannot save to {path}: the tree has no leaves.")
-    write_and_check(path, pytree_handler(), ocp.args.PyTreeSave(content), flatten(content)[0])
+    _write_and_check(path, pytree_handler(), ocp.args.PyTreeSave(content), flatten(content)[0])
     return path
 
 
-def write_and_check(path: Path, handler: Any, arguments: Any, leaves: Any) -> None:
-    """Save without the background, and check the written files; with several processes, all of them call this.
+def _new_path(path: str | os.PathLike[str]) -> Path:
+    new = absolute(path)
+    if new.exists():
+        raise CheckpointSaveError(f"cannot save to {new}: it exists, and is left as it is. Choose another path.")
+    return new
 
-    Args:
-      path: the path of the new checkpoint, which does not exist yet.
-      handler: Orbax's handler.
-      arguments: the arguments of the handler.
-      leaves: the paths that the checkpoint must have.
 
-    Raises:
-      CheckpointSaveError: if anything goes wrong; nothing is left at the path.
-    """
+def save_step(path: str | os.PathLike[str], tree: Any, beside: Mapping[str, Any]) -> Path:
+    """Write the directory of one step to any path, and wait for the end of the save; see `save`."""
+    path = _new_path(path)
+    content = to_tree(tree)
+    options = ocp.CompositeOptions(multiprocessing_options=multiprocessing_options(f"jaxpp_flax.{path.name}"))
+    handler = ocp.CompositeCheckpointHandler(handler_registry=step_registry(), composite_options=options)
+    _write_and_check(path, handler, step_arguments(content, beside), frozenset(flatten(content)[0]))
+    return path
+
+
+def step_arguments(content: Any, beside: Mapping[str, Any]) -> ocp.args.Composite:
+    """Return Orbax's arguments to save the items of a step: the tree, and some JSON beside it."""
+    json = {name: ocp.args.JsonSave(value) for name, value in beside.items()}
+    return ocp.args.Composite(**{TREE_ITEM: ocp.args.PyTreeSave(content)}, **json)
+
+
+def step_registry() -> Any:
+    """Return Orbax's handlers for the items of a step."""
+    handler = pytree_handler()
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    registry.add(TREE_ITEM, ocp.args.PyTreeSave, handler)
+    registry.add(TREE_ITEM, ocp.args.PyTreeRestore, handler)
+    return registry
+
+
+def _write_and_check(path: Path, handler: Any, arguments: Any, leaves: Any) -> None:
+    """Save without the background, and check that the checkpoint has `leaves`; all processes call this."""
     options = multiprocessing_options(f"jaxpp_flax.{path.name}")
     what = f"the save to {path}"
     check_shared(path.parent)
@@ -108,18 +126,13 @@ def write_and_check(path: Path, handler: Any, arguments: Any, leaves: Any) -> No
 
 
 def complete(directory: Path, leaves: Any) -> None:
-    """Read back the list of written leaves, compare it with `leaves`, and write the digests of the files.
+    """Check that a written checkpoint has `leaves`, and write the digests of its files.
 
-    Args:
-      directory: the whole checkpoint, under its final name or its temporary name.
-      leaves: the paths of the leaves.
-
-    Raises:
-      CorruptCheckpointError: if the checkpoint lacks some leaves.
+    The directory has its final name or its temporary name.
     """
     absent = set(leaves) - set(stored_leaves(read_metadata(find_tree(directory, unfinished=True))))
     if absent:
-        raise CorruptCheckpointError(f"checkpoint {directory} was written without {listing(absent)}.")
+        raise CorruptCheckpointError(f"checkpoint {directory} was written without {shortened(sorted(absent), 5)}.")
     write_digests(directory)
 
 
@@ -132,10 +145,9 @@ def save_failed(path: Path, error: BaseException) -> CheckpointSaveError:
         cause = cause.__cause__ or cause.__context__
     text = " ".join(chain)
     reason = next((remedy for words, remedy in _REASONS if any(word in text for word in words)), "")
-    shown = str(error) if len(str(error)) <= 600 else str(error)[:600] + " ..."
     return CheckpointSaveError(
         f"saving to {path} failed{reason}. Checkpoints that were complete before are untouched, and so is the state in "
-        f"memory. The reason given: {type(error).__name__}: {shown}"
+        f"memory. The reason given: {type(error).__name__}: {short(error)}"
     )
 
 

@@ -31,7 +31,7 @@ from jaxpp_flax.trainers.step.update import DynamicLossScale
 from jaxpp_flax.trainers.trackers import CompositeTracker, DictTracker, JsonlTracker, NoopTracker, Tracker
 from jaxpp_flax.trainers.trainer import PipelineTrainer
 from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport
-from jaxpp_flax.trainers.tuning.profiling import StepProfile
+from jaxpp_flax.trainers.tuning.step_profile import StepProfile
 
 # Messages name the user's line, not ours.
 source_info_util.register_exclusion(str(Path(__file__).resolve().parent))

@@ -15,22 +15,23 @@ from jaxpp_flax.checkpoint import (
     CorruptCheckpointError,
     UnfinishedCheckpointError,
 )
+from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.checkpoint.format.integrity import describe_checkpoint
 from jaxpp_flax.checkpoint.format.paths import PathFilter, shortened
-from jaxpp_flax.checkpoint.reading import RestorePlan, plan_restore
-from jaxpp_flax.checkpoint.store import CheckpointStore, read_json, save_step
+from jaxpp_flax.checkpoint.reading import RestorePlan, plan_restore, read_json
+from jaxpp_flax.checkpoint.writing import save_step
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.processes.comparison import compare_lines, exchange_values
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.trainers.callbacks.states import CallbackStates
-from jaxpp_flax.trainers.data.position import DataPosition, own_position, together
-from jaxpp_flax.trainers.data.tracking import DataTracking
+from jaxpp_flax.trainers.data.position import DataPosition, gather_positions, own_position
+from jaxpp_flax.trainers.data.stream import DataTracking
 from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay, check_parameters
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.loop.progress import Display
 from jaxpp_flax.trainers.options import Checkpoints
 from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.state.parameter_copies import with_copies
+from jaxpp_flax.trainers.state.optimizer_state import with_copies
 
 __all__ = ["Checkpointing", "Resume", "check_resume", "open_store"]
 
@@ -124,7 +125,7 @@ class Checkpointing:
         self._meet("trainer.save")
         self._trained_on.check(self._held.step)
         with process_group().waiting(f"the save of step {self._held.step}"):
-            data = together(None if (at := self._tracking.position()) is None else at.to_json())
+            data = gather_positions(None if (at := self._tracking.position()) is None else at.to_json())
         beside = {"data": data, "about": {"model": self._model_name}}
         if states := self._callbacks.to_json():
             beside["callbacks"] = states

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxpp_flax.assignment.resolution import AssignmentLike
-from jaxpp_flax.checkpoint.policies import KeepPolicy, SavePolicy, check_interval
+from jaxpp_flax.checkpoint.checkpoint_store import KeepPolicy, SavePolicy, check_interval
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.globs import NameFilter
 from jaxpp_flax.trainers.assigner import check_cost, check_limit

@@ -18,8 +18,8 @@ from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.mesh import build_mesh, wrap_mesh
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import asked_for
-from jaxpp_flax.trainers.model.linen import LinenModel
-from jaxpp_flax.trainers.model.nnx import NnxModel
+from jaxpp_flax.trainers.model.linen_model import LinenModel
+from jaxpp_flax.trainers.model.nnx_model import NnxModel
 from jaxpp_flax.trainers.model.sharding import annotations_of, unboxed
 
 __all__ = ["check_count", "check_functions", "check_parameters", "choose_model", "choose_ranks"]

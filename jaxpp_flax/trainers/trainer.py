@@ -23,11 +23,10 @@ from jaxpp_flax.trainers.assigner import Assigner
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.callbacks.states import CallbackStates
 from jaxpp_flax.trainers.checkpoints import Checkpointing, Resume, open_store
-from jaxpp_flax.trainers.data.inputs import ProcessInputs
-from jaxpp_flax.trainers.data.loading import InferenceKind, Rows
+from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, InferenceKind, ProcessInputs
 from jaxpp_flax.trainers.data.position import ResumeData
 from jaxpp_flax.trainers.data.remainder import Remainder
-from jaxpp_flax.trainers.data.tracking import DataTracking
+from jaxpp_flax.trainers.data.stream import DataTracking
 from jaxpp_flax.trainers.described import described_by
 from jaxpp_flax.trainers.loop.evaluation import Evaluation
 from jaxpp_flax.trainers.loop.fit import FitArguments
@@ -55,16 +54,14 @@ from jaxpp_flax.trainers.setup import check_count, check_functions, check_parame
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.state.weights import Weights
-from jaxpp_flax.trainers.step.builder import StepBuilder
-from jaxpp_flax.trainers.step.builder_cache import StepBuilderCache
-from jaxpp_flax.trainers.step.compilation import Backend
+from jaxpp_flax.trainers.step.builder import StepBuilder, StepBuilderCache
+from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 from jaxpp_flax.trainers.step.diagnosis import first_loss_error
-from jaxpp_flax.trainers.step.executables import Executables
-from jaxpp_flax.trainers.step.update import Update
+from jaxpp_flax.trainers.step.update import Update, choose_loss_scale
 from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
 from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport
-from jaxpp_flax.trainers.tuning.profiling import StepProfile
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling
+from jaxpp_flax.trainers.tuning.step_profile import StepProfile
 
 __all__ = ["PipelineTrainer"]
 
@@ -162,9 +159,10 @@ class PipelineTrainer:
         devices, assigned, streams = MeshOptions.of(mesh), Assignment.of(assignment), RandomStreams.of(seed)
         trained, numbers = Parameters.of(parameters), Precision.of(precision)
         on_nonfinite = choose_on_nonfinite(numbers.on_nonfinite, numbers.loss_scale)
-        update = Update.of(
-            tx, numbers.loss_scale, numbers.gradient_dtype, trained.ema_decay, skips_nonfinite=on_nonfinite == "skip"
-        )
+        update = Update(
+            tx=tx, loss_scale=choose_loss_scale(numbers.loss_scale), gradient_dtype=numbers.gradient_dtype,
+            ema_decay=trained.ema_decay, skips_nonfinite=on_nonfinite == "skip",
+        )  # fmt: skip
         adapter, params, rest, notes = choose_model(
             model, variables, trained.wrt, trained.frozen, streams.seed, streams.names
         )
@@ -176,12 +174,13 @@ class PipelineTrainer:
         self._held = StateHolder(update.first_state(params, rest), update.tx.init)
         rules = AxisRules.of(devices.sharding_rules)
         specs = state_specs(self._held.memory, notes, self.mesh, rules)
-        self._backend = Backend(mesh=self.mesh, state_specs=specs, rules=rules)
         self._builders = StepBuilderCache(
             StepBuilder(model=adapter, update=update, loss_fn=loss_fn, remat=remat), num_microbatches
         )
-        self._executables = Executables(self._scheduling, self._assigner, self._backend, self._builders, self._held)
-        self._rows = Rows(self.mesh, num_microbatches, self._scheduling.batch_shards)
+        self._executables = CompiledSteps(
+            self._scheduling, self._assigner, self._builders, self._held, state_specs=specs, rules=rules
+        )
+        self._rows = BatchSharding(self.mesh, num_microbatches, self._scheduling.batch_shards)
         self._make_loop(
             adapter, update, loss_fn, on_nonfinite, type(model).__name__,
             inference=Inference.of(inference), logging=Logging.of(logging), checkpoints=Checkpoints.of(checkpoints),

@@ -132,7 +132,7 @@ def restore_params(layout: str, seed: int, path: str) -> None:
 
 def store(layout: str, directory: str, first: int, last: int) -> None:
     """Saves in the background, keeping two; the arrays are given up at once, as steps do."""
-    from jaxpp_flax.checkpoint.store import CheckpointStore
+    from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
     from tests.checkpoint.layouts import make_state
 
     checkpoints = CheckpointStore(directory, every=1, keep=2)

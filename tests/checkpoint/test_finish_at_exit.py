@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jaxpp_flax.checkpoint import CheckpointSaveError, finish_at_exit, store
+from jaxpp_flax.checkpoint import CheckpointSaveError, checkpoint_store, finish_at_exit
 from jaxpp_flax.trainers import Checkpoints
 from jaxpp_flax.trainers.callbacks import Callback
 from tests.checkpoint import program
@@ -18,7 +18,7 @@ from tests.running import run_python
 
 SLOW = 0.3  # seconds: longer than the step in which `fit` ends
 BATCHES = list(program.batches(4))
-_complete = store.complete
+_complete = checkpoint_store.complete
 
 
 def slowly(*arguments: Any) -> None:
@@ -38,7 +38,7 @@ class EndsAfter(Callback):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), slow(ValueError("a callback")), slow(SystemExit(3))], ids=repr)
 def test_a_save_outlives_the_error_that_ends_fit(error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(store, "complete", slowly)
+    monkeypatch.setattr(checkpoint_store, "complete", slowly)
     trainer = program.make_trainer(Checkpoints(tmp_path / "run", every=2), stages=1)
     with pytest.raises(type(error)):
         trainer.fit(BATCHES, callbacks=[EndsAfter(3, error)])
@@ -51,7 +51,7 @@ def test_a_save_outlives_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         yield from BATCHES[:3]
         raise OSError("the disk of the data is gone")
 
-    monkeypatch.setattr(store, "complete", slowly)
+    monkeypatch.setattr(checkpoint_store, "complete", slowly)
     trainer = program.make_trainer(Checkpoints(tmp_path / "run", every=3), stages=1)
     with pytest.raises(OSError, match="the disk of the data"):
         trainer.fit(data())
@@ -64,7 +64,7 @@ def test_a_save_that_fails_meanwhile_is_told_beside(tmp_path: Path, monkeypatch:
         time.sleep(SLOW)
         raise RuntimeError("on purpose")
 
-    monkeypatch.setattr(store, "complete", fails)
+    monkeypatch.setattr(checkpoint_store, "complete", fails)
     trainer = program.make_trainer(Checkpoints(tmp_path / "run", every=2), stages=1)
     with pytest.raises(ValueError, match="a callback") as raised:
         trainer.fit(BATCHES, callbacks=[EndsAfter(3, ValueError("a callback"))])
@@ -120,15 +120,15 @@ def test_a_python_that_cannot_is_told_of(monkeypatch: pytest.MonkeyPatch):
 
 SCRIPT = """
 import sys, time
-from jaxpp_flax.checkpoint import store
+from jaxpp_flax.checkpoint import checkpoint_store
 from tests.checkpoint import program
 from tests.helpers import slow
 
-complete = store.complete
+complete = checkpoint_store.complete
 def slowly(*arguments):
     time.sleep(1.0)
     complete(*arguments)
-store.complete = slowly
+checkpoint_store.complete = slowly
 trainer = program.make_trainer(sys.argv[1], stages=1)
 trainer.train_step(next(program.batches()))
 trainer.save(wait=False)

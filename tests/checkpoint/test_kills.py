@@ -19,7 +19,7 @@ from jaxpp_flax.trainers import KILLED_STATUS, PREEMPTED_STATUS, Checkpoints
 from jaxpp_flax.trainers.ending import preemption as module
 from jaxpp_flax.trainers.ending.preemption import Preemption
 from jaxpp_flax.trainers.ending.stopping import CommonStop, StopReason
-from jaxpp_flax.trainers.step.compilation import to_ordinary
+from jaxpp_flax.trainers.state.weights import to_ordinary
 from tests.checkpoint.program import batches, make_trainer
 from tests.engine.stores import MemoryStore
 from tests.helpers import tree_allclose

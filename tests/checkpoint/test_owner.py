@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpp_flax.checkpoint import CheckpointSaveError, DirectoryInUseError, owner
+from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.checkpoint.owner import FILE_NAME, Owner, Ownership
-from jaxpp_flax.checkpoint.store import CheckpointStore
 from jaxpp_flax.trainers import Callback, Checkpoints, Logging
 from tests.checkpoint.program import batches, make_trainer
 from tests.running import run_python

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint import CheckpointSaveError
-from jaxpp_flax.checkpoint.store import CheckpointStore
+from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.trainers import Checkpoints, DataPositionError, Logging
 from jaxpp_flax.trainers.callbacks import OnMetrics
 from tests.checkpoint import program

@@ -19,8 +19,8 @@ PROGRAM = """
 import os, resource, signal, sys, time
 import jax, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxpp_flax.checkpoint import reading, store as store_module
-from jaxpp_flax.checkpoint.store import CheckpointStore
+from jaxpp_flax.checkpoint import checkpoint_store as store_module, reading
+from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 
 def half(seed):
     sharding = NamedSharding(Mesh(np.array(jax.devices()), "x"), PartitionSpec("x"))
@@ -106,7 +106,7 @@ ERROR_MEANWHILE = """
 import itertools, sys, time
 from pathlib import Path
 import jax
-from jaxpp_flax.checkpoint import store as store_module
+from jaxpp_flax.checkpoint import checkpoint_store as store_module
 from jaxpp_flax.trainers import Checkpoints
 from tests.checkpoint.program import batches, make_trainer
 

@@ -26,7 +26,7 @@ from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, treduce
 from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Schedule, Std1F1B, ZeroBubble
-from jaxpp_flax.trainers.step.forward_only import ForwardOnly
+from jaxpp_flax.trainers.step.builder import ForwardOnly
 from tests.helpers import batch_of, slow, tree_allclose
 from tests.matrix.harness import count, mesh_of, run
 

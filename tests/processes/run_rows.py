@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 from jaxpp_flax import PipelineStage, PipelineTrainer  # noqa: E402
 from jaxpp_flax.processes.comparison import ValuesMismatchError  # noqa: E402
-from jaxpp_flax.trainers.data.loading import own_rows  # noqa: E402
+from jaxpp_flax.trainers.data.batch_sharding import own_rows  # noqa: E402
 from jaxpp_flax.trainers.errors import BatchError  # noqa: E402
 from tests.helpers import tree_allclose  # noqa: E402
 

@@ -23,9 +23,9 @@ from jaxpp_flax.checkpoint import (
 from jaxpp_flax.trainers import Checkpoints, DataPositionError, Logging, Parameters, Precision
 from jaxpp_flax.trainers.callbacks import OnMetrics
 from jaxpp_flax.trainers.data.position import DataPosition
-from jaxpp_flax.trainers.data.stream import batches
+from jaxpp_flax.trainers.data.stream import Batches
 from jaxpp_flax.trainers.loop.progress import NoMeter
-from jaxpp_flax.trainers.step.compilation import to_ordinary
+from jaxpp_flax.trainers.state.weights import to_ordinary
 from tests.checkpoint import program
 from tests.helpers import tree_allclose
 from tests.trainers.models import Model, make_batch, mean_loss
@@ -212,7 +212,7 @@ def test_a_failed_background_save_is_told_by_the_next_step(tmp_path: Path, monke
     fit(trainer, OTHER, steps=1)
     trainer.save()
     trainer.train_step(OTHER[0])
-    monkeypatch.setattr("jaxpp_flax.checkpoint.store.complete", _fail)
+    monkeypatch.setattr("jaxpp_flax.checkpoint.checkpoint_store.complete", _fail)
     trainer.save(wait=False)
     while trainer._checkpoints.store._manager.is_saving_in_progress():
         pass
@@ -316,7 +316,7 @@ class Lines(NoMeter):
 def test_a_long_way_through_the_data_is_shown():
     meter = Lines()
     position = DataPosition(batches=150, epoch=0, in_epoch=150)
-    assert next(batches(range(1000), position=position, meter=meter)) == 150
+    assert next(Batches(range(1000), position=position, meter=meter)) == 150
     assert meter.shown[:2] == ["fast-forwarding the data by 150 batches", ("bar", 150, 0)]
     assert meter.shown[2:] == list(range(1, 151))
 

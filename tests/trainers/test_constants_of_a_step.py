@@ -13,7 +13,7 @@ from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import BatchError, Inference
-from jaxpp_flax.trainers.data.loading import own_rows
+from jaxpp_flax.trainers.data.batch_sharding import own_rows
 from tests.helpers import tree_allclose
 from tests.trainers.models import Layers
 

@@ -12,30 +12,29 @@ import optax
 import pytest
 
 from jaxpp_flax.processes import process_group, value_hash, value_text
-from jaxpp_flax.trainers.data.stream import awaited, batches
+from jaxpp_flax.trainers.data.stream import Batches, awaited
 from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.mesh import build_mesh
-from jaxpp_flax.trainers.state.placing import numbers_of_init
-from jaxpp_flax.trainers.step.executables import Executables
+from jaxpp_flax.trainers.model.sharding import AxisRules
+from jaxpp_flax.trainers.state.optimizer_state import numbers_of_init
+from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 
 
 @pytest.mark.parametrize(("kind", "step"), [("train", 13), ("evaluate", 12)])
 def test_the_step_in_messages_is_the_trainer_s(kind: str, step: int):
-    compiled: Any = SimpleNamespace()
     unused: Any = None
     scheduling = Scheduling(2, "1f1b", num_stages=1)
-    after_step_12: Any = SimpleNamespace(step=12, memory=None, weights=lambda: SimpleNamespace(for_inference=dict))
-    backend: Any = SimpleNamespace(state_specs=None, compile=lambda *arguments, donate: compiled)
-    executables = Executables(scheduling, unused, backend, unused, after_step_12)
-    assert executables.get(kind, {}, lambda: None, donate=kind == "train") is compiled
+    after_step_12: Any = SimpleNamespace(step=12, memory={}, weights=lambda: SimpleNamespace(for_inference=dict))
+    steps = CompiledSteps(scheduling, unused, unused, after_step_12, state_specs=None, rules=AxisRules())
+    assert steps.get(kind, {}, lambda: lambda state, batch: (state, batch), donate=kind == "train")({}, {}) == ({}, {})
     assert process_group().step == step
 
 
 @pytest.mark.parametrize(
     ("draw", "what"),
     [
-        (lambda data: batches(data), "the next batch of the data"),
+        (lambda data: Batches(data), "the next batch of the data"),
         (lambda data: awaited(data, "the next batch to evaluate"), "the next batch to evaluate"),
     ],
 )

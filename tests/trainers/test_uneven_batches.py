@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import BatchError, Inference
-from jaxpp_flax.trainers.data.loading import Rows
+from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
 
@@ -91,6 +91,6 @@ def test_a_batch_without_examples():
 def test_rows_of_single_processes_must_be_equally_many(monkeypatch):
     trainer = make_trainer()
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), m.make_batch(3))
-    monkeypatch.setattr(Rows, "is_across", property(lambda rows: True))
+    monkeypatch.setattr(BatchSharding, "is_across", property(lambda rows: True))
     with pytest.raises(BatchError, match=r"the 3 examples of a batch .* by the 2 data-parallel .* multiple of 2"):
         trainer.rows_read(shapes, "evaluate")

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
-from jaxpp_flax.checkpoint.format.leaves import assemble, is_key
-from jaxpp_flax.checkpoint.format.shards import has_local_devices, shards_of
+from jaxpp_flax.checkpoint.format.leaves import abstract_leaf, assemble, is_key
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 
-__all__ = ["MpmdArrayHandler", "register"]
+# The replica number of a stand-in for other processes' shards. Orbax writes only the first replicas.
+_NEVER_WRITTEN = 1 << 30
 
 
 class MpmdArrayHandler(ocp.type_handlers.ArrayHandler):
-    """Orbax's handler of arrays, which also writes `MpmdArray`s and restores them where the sharding asks for one.
+    """Orbax's handler of arrays, which also writes `MpmdArray`s. A leaf with an `MpmdSharding` is restored as one.
 
-    On disk they are arrays like all others. Plain arrays are treated as before.
+    On disk an `MpmdArray` is an ordinary array. The handler does not change the treatment of other arrays.
 
     Args:
-      stock: the handler whose settings it takes over; exactly one handler may keep Orbax's metadata of arrays.
+      stock: the handler to take the settings from. Only one handler may keep Orbax's metadata of arrays.
     """
 
     def __init__(self, stock: ocp.type_handlers.ArrayHandler | None = None) -> None:
@@ -32,7 +34,7 @@ class MpmdArrayHandler(ocp.type_handlers.ArrayHandler):
         vars(self).update(vars(stock or ocp.type_handlers.get_type_handler(jax.Array)))
 
     async def serialize(self, values: Sequence[Any], infos: Any, args: Any = None) -> Any:
-        """Write each as the one array over all its ranks; with several processes, each writes the shards it has."""
+        """Write each value as one array over all its ranks. Each process writes the shards that it has."""
         arrays = [value.as_jax_array() if isinstance(value, MpmdArray) else value for value in values]
         if jax.process_count() > 1:
             for array, info in zip(arrays, infos, strict=True):
@@ -41,16 +43,16 @@ class MpmdArrayHandler(ocp.type_handlers.ArrayHandler):
                         f"{info.name} holds random keys, which several processes cannot write as such. Save "
                         "`jax.random.key_data(keys)`, as jaxpp_flax.checkpoint.save does."
                     )
-            arrays = [shards_of(array) for array in arrays]
+            arrays = [_shards_of(array) for array in arrays]
         return await super().serialize(arrays, infos, args)  # pyright: ignore[reportArgumentType]
 
     async def deserialize(self, infos: Any, args: Any = None) -> Any:
-        """Read the shards of all ranks, and give those with an `MpmdSharding` back as `MpmdArray`s.
+        """Read the leaves; a leaf with an `MpmdSharding` becomes an `MpmdArray`.
 
-        Of those that live in other processes alone, nothing is read.
+        This process reads nothing of a leaf whose devices all belong to other processes.
         """
         shardings = [getattr(arg, "sharding", None) for arg in args or [None] * len(infos)]
-        elsewhere = [isinstance(s, MpmdSharding) and not has_local_devices(s) for s in shardings]
+        elsewhere = [isinstance(s, MpmdSharding) and not _has_local_devices(s) for s in shardings]
         here = [i for i, is_elsewhere in enumerate(elsewhere) if not is_elsewhere]
         read = await super().deserialize([infos[i] for i in here], [args[i] for i in here]) if here else []
         found: dict[int, Any] = dict(zip(here, read, strict=True))
@@ -68,10 +70,11 @@ class MpmdArrayHandler(ocp.type_handlers.ArrayHandler):
 
 
 def register() -> None:
-    """Let Orbax's checkpointers take `MpmdArray`s as leaves, in this process; doing it again changes nothing.
+    """Let Orbax's checkpointers in this process save and restore `MpmdArray`s; a second call changes nothing.
 
-    `StandardCheckpointer`, `CheckpointManager` with `StandardSave` or `PyTreeSave`, and their restoring twins then work
-    on trees of `MpmdArray`s. A target's leaf may be an `MpmdArray` or a `jax.ShapeDtypeStruct` with an `MpmdSharding`.
+    This covers `StandardCheckpointer`, and `CheckpointManager` with `StandardSave` or `PyTreeSave` and their
+    counterparts for restoring. A leaf of the target may be an `MpmdArray`, or a `jax.ShapeDtypeStruct` with an
+    `MpmdSharding`.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, numpy as np
@@ -97,7 +100,7 @@ def register() -> None:
 
 
 def _teach_standard_handler() -> None:
-    """Patch `StandardCheckpointHandler`: it accepts few types, so it gets arrays in place of `MpmdArray`s."""
+    """Patch `StandardCheckpointHandler`, which accepts few types: convert `MpmdArray`s to arrays first."""
     cls: Any = ocp.StandardCheckpointHandler
     save, restore = cls.async_save, cls.restore
 
@@ -110,8 +113,8 @@ def _teach_standard_handler() -> None:
     @functools.wraps(restore)
     def restore_(self: Any, directory: Any, item: Any = None, args: Any = None) -> Any:
         if args is not None:
-            args = replace(args, item=_replace(args.item, _abstract))
-        return restore(self, directory, _replace(item, _abstract), args)
+            args = replace(args, item=_replace(args.item, abstract_leaf))
+        return restore(self, directory, _replace(item, abstract_leaf), args)
 
     cls.async_save, cls.restore = async_save, restore_
 
@@ -120,5 +123,31 @@ def _replace(tree: Any, function: Any) -> Any:
     return jax.tree.map(lambda leaf: function(leaf) if isinstance(leaf, MpmdArray) else leaf, tree)
 
 
-def _abstract(array: MpmdArray) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+def _shards_of(array: jax.Array) -> SimpleNamespace:
+    """Return the attributes of an array that Orbax reads, with the shards that this process writes.
+
+    Stock Orbax refuses an array that one process owns, and cannot handle an array without a shard in this process. Such
+    a process gets one shard without data: all processes must compute the same chunks on disk.
+
+    Process 0 writes an array that each process holds as a whole (fully addressable, and not an `MpmdArray`), as it
+    writes NumPy arrays and numbers.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> [shard] = _shards_of(jnp.arange(3)).addressable_shards
+      >>> shard.index, shard.replica_id, shard.data.shape
+      ((slice(None, None, None),), 0, (3,))
+    """
+    shards: Sequence[Any] = array.addressable_shards
+    everywhere = array.is_fully_addressable and not isinstance(array.sharding, MpmdSharding)
+    if not shards or (everywhere and jax.process_index() != 0):
+        shape = array.sharding.shard_shape(array.shape)
+        index = tuple(slice(0, size) for size in shape)
+        data = SimpleNamespace(shape=shape, size=math.prod(shape))
+        shards = [SimpleNamespace(index=index, data=data, replica_id=_NEVER_WRITTEN)]
+    names = ("shape", "dtype", "sharding", "ndim", "size", "itemsize", "nbytes")
+    return SimpleNamespace(**{name: getattr(array, name) for name in names}, addressable_shards=shards)
+
+
+def _has_local_devices(sharding: Any) -> bool:
+    return any(device.process_index == jax.process_index() for device in sharding.device_set)

@@ -11,8 +11,6 @@ from jaxpp_flax.checkpoint.errors import CorruptCheckpointError
 from jaxpp_flax.processes.comparison import exchange_values
 from jaxpp_flax.processes.group import process_group
 
-__all__ = ["DIGESTS", "check_files", "describe_checkpoint", "write_digests"]
-
 DIGESTS = "file_digests.json"
 """A file beside Orbax's files, with the size and CRC-32 of each. Without it, a checkpoint is read unchecked."""
 
@@ -31,9 +29,7 @@ def write_digests(directory: Path) -> None:
 
 
 def describe_checkpoint(path: str | os.PathLike[str]) -> str:
-    """Describe a checkpoint, by its digests if it has any: processes that read the same checkpoint get the same text.
-
-    Each host may have its own copy.
+    """Describe a checkpoint, by its digests if it has any. Copies of one checkpoint have the same description.
 
     Example:
       >>> describe_checkpoint("/shared/run/40")
@@ -46,12 +42,9 @@ def describe_checkpoint(path: str | os.PathLike[str]) -> str:
 
 
 def check_files(directory: Path) -> None:
-    """Compare the files with their recorded digests; without digests (stock Orbax writes none) nothing is checked.
+    """Compare the files with their digests. A checkpoint without digests, as stock Orbax writes it, is not checked.
 
-    Several processes divide the files among themselves, and each of them hears of all faults.
-
-    Raises:
-      CorruptCheckpointError: naming every file that is missing, cut off or changed.
+    Several processes divide the files among themselves, and each process gets all faults.
     """
     record = directory / DIGESTS
     if not record.is_file():
@@ -67,7 +60,7 @@ def check_files(directory: Path) -> None:
     found = _files(directory)
     faults: list[str] = []
     group = process_group()
-    # Largest first, so that the processes have about as much to read as each other.
+    # The largest file comes first, so that each process reads about as many bytes.
     ordered = sorted(wanted.items(), key=lambda item: (-item[1][0], item[0]))
     for name, (size, crc) in ordered[group.process_index :: group.process_count]:
         path = found.get(name)
@@ -77,7 +70,7 @@ def check_files(directory: Path) -> None:
             faults.append(f"{name}: {path.stat().st_size} bytes, {size} were written")
         elif _crc(path) != crc:
             faults.append(f"{name}: other bytes than were written")
-    everyones = exchange_values(process_group(), "the comparison of files with their digests", faults)
+    everyones = exchange_values(group, "the comparison of files with their digests", faults)
     faults = sorted(fault for found in everyones for fault in found)
     if faults:
         raise CorruptCheckpointError(
@@ -86,7 +79,7 @@ def check_files(directory: Path) -> None:
 
 
 def _files(directory: Path) -> dict[str, Path]:
-    """Every file that Orbax does not write again after the checkpoint is complete, by name."""
+    """Return the files that Orbax does not write again after the checkpoint is complete, by name."""
     return {
         path.relative_to(directory).as_posix(): path
         for path in sorted(directory.rglob("*"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,6 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-
-__all__ = ["Wanted", "abstract_leaf", "assemble", "empty", "is_empty", "is_key", "to_disk"]
 
 
 def to_disk(leaf: Any) -> Any:
@@ -42,7 +40,7 @@ def abstract_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """The requested form of a leaf on disk: for a random key, `shape` and `dtype` are those of its data."""
+    """The requested form of a leaf on disk. For a random key, this is the form of the key's data."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -59,15 +57,9 @@ class Wanted:
             return cls(shape=leaf.shape, dtype=leaf.dtype, sharding=None, restore_type=np.ndarray, finish=np.asarray)
         sharding = leaf.sharding if leaf.sharding is not None else SingleDeviceSharding(jax.local_devices()[0])
         if not is_key(leaf):
-            return cls(
-                shape=tuple(leaf.shape),
-                dtype=leaf.dtype,
-                sharding=sharding,
-                restore_type=jax.Array,
-                finish=lambda x: x,
-            )
-        implementation = _implementation(leaf.dtype)
-        data = _data_of_keys(leaf)
+            shape = tuple(leaf.shape)
+            return cls(shape=shape, dtype=leaf.dtype, sharding=sharding, restore_type=jax.Array, finish=lambda x: x)
+        implementation, data = _implementation(leaf.dtype), _data_of_keys(leaf)
 
         def wrap(restored: Any) -> Any:
             if is_key(restored):  # stock Orbax saves that a leaf is a key
@@ -77,7 +69,7 @@ class Wanted:
         return cls(shape=data.shape, dtype=data.dtype, sharding=sharding, restore_type=jax.Array, finish=wrap)
 
     def faults(self, shape: Any, dtype: Any) -> list[str]:
-        """List the faults of a leaf on disk with this shape and dtype."""
+        """List the differences from a leaf on disk with this shape and dtype."""
         found: list[str] = []
         if shape is not None and tuple(shape) != tuple(self.shape):
             found.append(f"shape {tuple(shape)} in the checkpoint, wanted {tuple(self.shape)}")
@@ -92,9 +84,9 @@ class Wanted:
 
 
 def assemble(array: jax.Array, sharding: MpmdSharding) -> MpmdArray:
-    """Make an `MpmdArray` from its union array, which Orbax restored.
+    """Make an `MpmdArray` from the array over all its ranks, which Orbax has restored.
 
-    A rank that shares its devices with another rank gets its own copy, since steps donate each rank's memory.
+    If two ranks share a device, each gets its own copy, since steps donate each rank's memory.
     """
     if is_key(array):
         implementation = str(jax.random.key_impl(array))
@@ -115,12 +107,12 @@ def assemble(array: jax.Array, sharding: MpmdSharding) -> MpmdArray:
 
 
 def is_empty(leaf: Any) -> bool:
-    """Return True if a leaf has no elements: Orbax does not write such arrays, and nothing is lost."""
+    """Return True if a leaf has no elements. Orbax does not write such arrays, and nothing is lost."""
     return 0 in np.shape(leaf)
 
 
 def empty(leaf: Any) -> Any:
-    """Make an array without elements for `leaf`."""
+    """Make an array without elements like `leaf`, a shape; return `leaf` itself if it is an array."""
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     sharding = leaf.sharding
@@ -155,11 +147,9 @@ def _on_parts(leaf: Any, function: Callable[[Any], Any]) -> Any:
     """Apply `function` to the array, or to each local replica."""
     if not isinstance(leaf, MpmdArray):
         return function(leaf)
-    parts: Mapping[int, Any] = leaf._partially_addressable_arrays
+    parts = {rank: function(part) for rank, part in leaf._partially_addressable_arrays.items()}
     like = jax.eval_shape(function, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    return MpmdArray(
-        {rank: function(part) for rank, part in parts.items()}, leaf.sharding, shape=like.shape, dtype=like.dtype
-    )
+    return MpmdArray(parts, leaf.sharding, shape=like.shape, dtype=like.dtype)
 
 
 def _implementation(dtype: Any) -> str:

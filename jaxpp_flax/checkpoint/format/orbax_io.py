@@ -16,35 +16,18 @@ from etils import epath
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CorruptCheckpointError, UnfinishedCheckpointError
 from jaxpp_flax.checkpoint.format.handler import MpmdArrayHandler
 
-__all__ = [
-    "TREE_ITEM",
-    "absolute",
-    "damaged",
-    "find_tree",
-    "map_metadata",
-    "multiprocessing_options",
-    "pytree_handler",
-    "read_metadata",
-    "under_way",
-]
-
 TREE_ITEM = "state"
 """The folder of arrays in a step's directory; a `CheckpointManager` with one item names this folder `default`."""
 
 _TMP_MARK = ".orbax-checkpoint-tmp"
 # The bytes that a restore may hold on the host in addition to one leaf.
 _READ_AHEAD_BYTES = 256 << 20
-
-
 # One slash is enough, since `pathlib` turns two slashes into one. A single letter is a drive, not a URL.
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 
 def absolute(path: str | os.PathLike[str]) -> Path:
     """Return `path`, or a URL such as `file:///runs/gpt`, as an absolute path for Orbax.
-
-    Raises:
-      ValueError: for other URLs: checkpoints need a file system that all processes see.
 
     Example:
       >>> absolute("file:///runs/gpt").as_posix()
@@ -68,8 +51,8 @@ def absolute(path: str | os.PathLike[str]) -> Path:
 def multiprocessing_options(prefix: str | None = None) -> ocp.options.MultiprocessingOptions:
     """Return Orbax's options: process 0 writes shared files, and JAX's coordination service synchronizes processes.
 
-    Without the list of processes, Orbax would synchronize with a computation on all devices, which waits for all their
-    earlier work.
+    Without the list of processes, Orbax would synchronize them by a computation on all devices. This computation would
+    wait for all earlier work of the devices.
     """
     count = jax.process_count()
     return ocp.options.MultiprocessingOptions(
@@ -78,10 +61,10 @@ def multiprocessing_options(prefix: str | None = None) -> ocp.options.Multiproce
 
 
 def pytree_handler(largest_leaf: int | None = None) -> ocp.PyTreeCheckpointHandler:
-    """Return Orbax's handler of trees; it restores `MpmdArray`s if shardings ask for them. No global state changes.
+    """Return Orbax's handler of trees, which knows `MpmdArray`s; Orbax's global registry does not change.
 
-    Args:
-      largest_leaf: bytes of the largest leaf to restore. The host holds at most these and a fixed read-ahead at once.
+    `largest_leaf` is the size in bytes of the largest leaf to restore. The host holds at most so many bytes and a fixed
+    read-ahead at once.
     """
     get = ocp.type_handlers.get_type_handler
     array: Any = get(jax.Array)
@@ -105,12 +88,7 @@ def under_way(path: Path) -> Path:
 
 
 def find_tree(path: Path, *, unfinished: bool = False) -> Path:
-    """Find the directory of arrays at `path`: `path`, or its item; `unfinished` allows a checkpoint under way.
-
-    Raises:
-      CheckpointNotFoundError: if there is nothing, or no checkpoint of a tree.
-      UnfinishedCheckpointError: if a save to this path never ended.
-    """
+    """Find the directory of arrays: `path` itself, or one item in it. `unfinished` allows a save under way."""
     if not path.exists():
         parts = list(path.parent.glob(f"{path.name}{_TMP_MARK}*")) if path.parent.is_dir() else []
         if parts:
@@ -137,8 +115,7 @@ def find_tree(path: Path, *, unfinished: bool = False) -> Path:
         )
     if items:
         raise CheckpointNotFoundError(f"{path} holds several trees, {[item.name for item in items]}: pass one of them.")
-    remains = "manifest.ocdbt" if (path / "manifest.ocdbt").exists() else None
-    if remains or (path / TREE_ITEM).is_dir():
+    if (path / "manifest.ocdbt").exists() or (path / TREE_ITEM).is_dir():
         raise CorruptCheckpointError(
             f"checkpoint {path} is damaged: its file _METADATA is missing. Restore another one (an earlier step)."
         )
@@ -150,11 +127,7 @@ def _is_tree(path: Path) -> bool:
 
 
 def read_metadata(path: Path) -> Any:
-    """Read the metadata of each leaf, in the containers that were written.
-
-    Raises:
-      CorruptCheckpointError: if the metadata cannot be read.
-    """
+    """Read Orbax's metadata of each leaf, in the containers that were written."""
     try:
         return pytree_handler().metadata(epath.Path(path)).tree
     except Exception as error:
@@ -165,11 +138,13 @@ def damaged(path: Path, error: BaseException) -> CorruptCheckpointError:
     """Return the error for a checkpoint that Orbax failed to read."""
     return CorruptCheckpointError(
         f"checkpoint {path} cannot be read, so it is damaged or incomplete; restore another one (an earlier step). "
-        f"Orbax says: {type(error).__name__}: {_short(str(error))}"
+        f"Orbax says: {type(error).__name__}: {short(error)}"
     )
 
 
-def _short(text: str) -> str:
+def short(error: BaseException) -> str:
+    """Return the first 600 characters of an error's message."""
+    text = str(error)
     return text if len(text) <= 600 else text[:600] + " ..."
 
 

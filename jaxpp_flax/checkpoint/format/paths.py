@@ -6,7 +6,7 @@ restored checkpoint. An `nnx.Variable` adds nothing to the path of its value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -14,16 +14,11 @@ from flax import nnx
 
 from jaxpp_flax.globs import NameFilter, matches_any
 
-__all__ = ["PathFilter", "choose", "flatten", "nest", "rename_path", "shortened"]
-
 PathFilter: TypeAlias = NameFilter
 
 
 def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
     """Return leaves by logical path, and the structure; `jax.tree.unflatten(structure, leaves.values())` inverts.
-
-    Raises:
-      ValueError: if two leaves have the same path.
 
     Example:
       >>> leaves, structure = flatten({"a": [1, {"b": 2}], "c": None})
@@ -36,7 +31,8 @@ def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, nnx.Variable)):
         inner = jax.tree_util.tree_leaves_with_path(leaf) if isinstance(leaf, nnx.Variable) else [((), leaf)]
         for rest, value in inner:
-            name = "/".join(_part(key) for key in (path if len(inner) == 1 else (*path, *rest)))
+            whole = path if len(inner) == 1 else (*path, *rest)
+            name = jax.tree_util.keystr(whole, simple=True, separator="/")
             if name in leaves:
                 raise ValueError(
                     f"two leaves of the tree have the path {name!r}, so a checkpoint cannot tell them apart. Rename "
@@ -47,10 +43,7 @@ def flatten(tree: Any) -> tuple[dict[str, Any], Any]:
 
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested dictionaries from leaves by path.
-
-    Raises:
-      ValueError: if one leaf's path runs through another leaf.
+    """Make nested dictionaries of leaves by path.
 
     Example:
       >>> nest({"a/b": 1, "a/c/0": 2})
@@ -71,9 +64,7 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def choose(only: PathFilter | None) -> Callable[[str], bool]:
-    """Return the function that selects paths by one glob or several, or a function; None selects all paths.
-
-    See `jaxpp_flax.globs`.
+    """Return the function that selects paths by one glob or several (`jaxpp_flax.globs`); None selects all paths.
 
     Example:
       >>> wanted = choose("params/*")
@@ -103,17 +94,5 @@ def rename_path(path: str, rename: Mapping[str, str] | None) -> str:
 
 
 def shortened(paths: Sequence[str], most: int) -> str:
-    """Paths for a message, the first few."""
+    """Return the first `most` paths as text for a message, and the number of the others."""
     return ", ".join(paths[:most]) + (f" and {len(paths) - most} more" if len(paths) > most else "")
-
-
-def listing(paths: Iterable[str]) -> str:
-    """Paths for a message, the first few in their order."""
-    return shortened(sorted(paths), 5)
-
-
-def _part(key: Any) -> str:
-    for name in ("key", "name", "idx"):
-        if hasattr(key, name):
-            return str(getattr(key, name))
-    return str(key)

@@ -5,7 +5,6 @@ A leaf is an array of examples, of shape (batch, ...), or a scalar: a constant o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,63 +15,30 @@ import numpy as np
 
 from jaxpp_flax.trainers.errors import BatchError
 
-__all__ = [
-    "InferencePart",
-    "batch_size",
-    "check_leaf",
-    "count_units",
-    "describe_batch",
-    "dtype_of",
-    "first_examples",
-    "join_parts",
-    "leaf_name",
-    "repeated",
-    "shape_of",
-    "signature",
-    "split_batch",
-    "split_for_inference",
-]
-
 
 def leaf_name(path: Any) -> str:
-    """Return the name of a batch leaf, for messages.
-
-    Example:
-      >>> [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path({"x": 1})]
-      ["batch['x']"]
-    """
+    """Return the name of a batch leaf for messages, such as "batch['x']"."""
     return f"batch{jax.tree_util.keystr(path)}"
 
 
 def check_leaf(path: Any, leaf: Any) -> None:
-    """Refuse a leaf that is neither an array nor a number.
-
-    Raises:
-      BatchError: the message names the leaf.
-    """
+    """Refuse a leaf that is neither an array nor a number: raise a `BatchError` with its name."""
     if not isinstance(leaf, complex | float | int) and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise BatchError(f"{leaf_name(path)} is a {type(leaf).__name__}, not an array. Convert it with `np.asarray`.")
 
 
 def first_examples(batch: Any) -> tuple[Any, Any]:
-    """Return the path and the leaf of the first array of examples.
-
-    Raises:
-      BatchError: if the batch has no array of examples.
-    """
+    """Return the path and the leaf of the first array of examples; raise a `BatchError` if there is none."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    found = next((leaf for leaf in leaves if np.shape(leaf[1])), None)
-    if found is None:
-        only = f"the batch holds nothing but the scalar {leaf_name(leaves[0][0])}" if leaves else "the batch is empty"
-        raise BatchError(f"{only}. At least one leaf needs the axis of examples first: (batch, ...).")
-    return found
+    for path, leaf in leaves:
+        if np.shape(leaf):
+            return path, leaf
+    only = f"the batch holds nothing but the scalar {leaf_name(leaves[0][0])}" if leaves else "the batch is empty"
+    raise BatchError(f"{only}. At least one leaf needs the axis of examples first: (batch, ...).")
 
 
 def batch_size(batch: Any) -> int:
     """Return the common size of the leaves of `batch` along their first axis; scalars do not count.
-
-    Raises:
-      BatchError: if a leaf is not an array, the sizes differ, or there is no array of examples.
 
     Example:
       >>> batch_size({"x": np.zeros((6, 3)), "y": np.zeros(6)})
@@ -99,12 +65,8 @@ def batch_size(batch: Any) -> int:
 def split_batch(batch: Any, num_microbatches: int, shards: int = 1) -> Any:
     """Reshape each leaf from (batch, ...) to (num_microbatches, batch // num_microbatches, ...).
 
-    A scalar gets the shape (num_microbatches,): the same value for each microbatch.
-
-    `shards` is the number of devices in a stage that divide the examples of one microbatch.
-
-    Raises:
-      BatchError: if the batch cannot be cut evenly.
+    A scalar gets the shape (num_microbatches,): the same value for each microbatch. `shards` is the number of devices
+    in a stage that divide the examples of one microbatch.
 
     Example:
       >>> split_batch(np.zeros((6, 3)), 2).shape
@@ -143,37 +105,25 @@ def repeated(scalar: Any, count: int) -> Any:
     """Return a scalar of a batch in the step's form, of shape (count,): the same value for each microbatch."""
     if isinstance(scalar, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((count,), dtype_of(scalar))
-    return (
-        jnp.broadcast_to(scalar, (count,))
-        if isinstance(scalar, jax.Array)
-        else np.full(count, scalar, dtype_of(scalar))
-    )
+    if isinstance(scalar, jax.Array):
+        return jnp.broadcast_to(scalar, (count,))
+    return np.full(count, scalar, dtype_of(scalar))
 
 
 @dataclass(frozen=True, kw_only=True)
 class InferencePart:
-    """Examples that are computed together without a backward.
+    """Examples that are computed together without a backward."""
 
-    Args:
-      microbatches: leaves of shape (num_microbatches, microbatch, ...).
-      num_microbatches, num_examples: the numbers of microbatches and examples.
-      is_shared: True if the data-parallel devices of a stage divide each microbatch; else each device computes all of
-        it.
-    """
-
-    microbatches: Any
+    microbatches: Any  # leaves of shape (num_microbatches, microbatch, ...)
     num_microbatches: int
     num_examples: int
-    is_shared: bool = True
+    is_shared: bool = True  # the data-parallel devices of a stage divide each microbatch; else each computes all of it
 
 
 def split_for_inference(batch: Any, num_microbatches: int, shards: int = 1) -> list[InferencePart]:
     """Cut a batch of any size into at most `num_microbatches` parts that the shards divide, and the remaining examples.
 
     The remaining examples are fewer than the shards. They are not padded, since padding would change a mean.
-
-    Raises:
-      BatchError: if the batch is empty, or its leaves do not fit each other.
 
     Example:
       >>> [part.microbatches.shape for part in split_for_inference(np.zeros((6, 3)), 4)]
@@ -211,9 +161,7 @@ def _rows(batch: Any, begin: int, end: int) -> Any:
 def join_parts(outputs: Sequence[Any]) -> Any:
     """Invert `split_for_inference`, on the host: each leaf becomes one `jax.Array` of shape (batch, ...).
 
-    Args:
-      outputs: for each part, leaves of shape (num_microbatches, microbatch, ...); leaves of shape (num_microbatches,)
-        keep one value for each microbatch.
+    Leaves of shape (num_microbatches,) keep one value for each microbatch.
     """
 
     def join(*leaves: Any) -> jax.Array:
@@ -250,24 +198,20 @@ def dtype_of(leaf: Any) -> Any:
 
 
 def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape of `leaf`, and the dtype that JAX gives it.
-
-    Example:
-      >>> shape_of(np.zeros(3))
-      ShapeDtypeStruct(shape=(3,), dtype=float32)
-    """
+    """Return the shape of `leaf`, and the dtype that JAX gives it."""
     return jax.ShapeDtypeStruct(np.shape(leaf), dtype_of(leaf))
 
 
-def count_units(batch: Any) -> tuple[int, str]:
+def count_units(batch: Any, global_batch_size: int | None = None) -> tuple[int, str]:
     """Count units for the progress: the tokens of the first integer leaf with two axes, or else examples.
+
+    `global_batch_size` is the number of examples of the whole batch, if `batch` has only this process's rows.
 
     Example:
       >>> count_units({"tokens": np.zeros((4, 8), np.int32)}), count_units(np.zeros((4, 8)))
       ((32, 'tokens'), (4, 'examples'))
     """
-    leaves = jax.tree.leaves(batch)
-    for leaf in leaves:
+    for leaf in jax.tree.leaves(batch):
         if len(np.shape(leaf)) == 2 and jnp.issubdtype(leaf.dtype, jnp.integer):
-            return math.prod(leaf.shape), "tokens"
-    return first_examples(batch)[1].shape[0], "examples"
+            return (global_batch_size or leaf.shape[0]) * leaf.shape[1], "tokens"
+    return global_batch_size or first_examples(batch)[1].shape[0], "examples"

@@ -14,19 +14,6 @@ from jaxpp_flax.processes import exchange_values, process_group
 from jaxpp_flax.trainers.errors import DataPositionError
 from jaxpp_flax.trainers.loop.progress import Meter
 
-__all__ = [
-    "DataPosition",
-    "Drawn",
-    "ResumeData",
-    "check_batch_size",
-    "examples_in",
-    "has_own_state",
-    "own_position",
-    "seek",
-    "state_of",
-    "together",
-]
-
 ResumeData = Literal["fast_forward", "refuse", "restart"]
 
 # No bar is shown for fewer batches than this.
@@ -37,52 +24,42 @@ _WORTH_A_BAR = 100
 class DataPosition:
     """The amount of data that a run has used.
 
-    Args:
-      batches: the number of batches drawn in all.
-      epoch: the number of complete passes before the current pass.
-      in_epoch: the number of batches drawn in the current pass.
-      examples: the number of examples in these batches, if batches are arrays; None for positions of older checkpoints.
-      batch_size: the number of examples in the first of these batches.
-      iterator: the result of the iterator's own `get_state` (grain iterators have it); None without `get_state`.
-
     Example:
       >>> position = DataPosition(batches=7, epoch=1, in_epoch=2, iterator={"seed": b"ab"})
       >>> DataPosition.from_json(position.to_json()) == position
       True
     """
 
-    batches: int
-    epoch: int
-    in_epoch: int
-    examples: int | None = None
-    batch_size: int | None = None
-    iterator: Any = None
+    batches: int  # drawn in all
+    epoch: int  # complete passes before the current pass
+    in_epoch: int  # batches drawn in the current pass
+    examples: int | None = None  # in these batches, if they are arrays; None for positions of older checkpoints
+    batch_size: int | None = None  # the number of examples in the first of these batches
+    iterator: Any = None  # the result of the iterator's `get_state`, which grain iterators have
 
     def to_json(self) -> dict[str, Any]:
-        """Convert the position to JSON."""
         return {**asdict(self), "iterator": _encode(self.iterator)}
 
     @classmethod
     def from_json(cls, value: Any) -> DataPosition | None:
-        """Convert JSON to a position, and None to None."""
         return None if value is None else cls(**{**value, "iterator": _decode(value["iterator"])})
 
 
-def together(mine: Any) -> Any:
+def gather_positions(mine: Any) -> Any:
     """Return the positions of all processes as JSON: one position if all are equal, else a list."""
-    all_of_them = exchange_values(process_group(), "where the data stands", mine)
-    return mine if all(position == mine for position in all_of_them) else {"processes": all_of_them}
+    positions = exchange_values(process_group(), "where the data stands", mine)
+    return mine if all(position == mine for position in positions) else {"processes": positions}
 
 
 def own_position(value: Any) -> DataPosition | None:
-    """Return this process's position from the result of `together`.
+    """Return this process's position from the result of `gather_positions`.
 
     A run with another number of processes divides its data differently. The run continues after the same number of
     batches, and each iterator starts from its own beginning.
 
     Example:
       >>> mine = DataPosition(batches=7, epoch=1, in_epoch=2)
-      >>> own_position(together(mine.to_json())) == mine
+      >>> own_position(gather_positions(mine.to_json())) == mine
       True
     """
     if not isinstance(value, dict) or "processes" not in value:
@@ -116,52 +93,30 @@ def examples_in(batch: Any) -> int | None:
 
 @dataclass
 class Drawn:
-    """The batches that an iterator has given so far in its pass, used or dropped.
-
-    Args:
-      batches: the number of batches.
-      examples: the number of examples in these batches, if batches are arrays; else None.
-
-    Example:
-      >>> drawn = Drawn()
-      >>> drawn.add(np.zeros((4, 2)))
-      >>> drawn
-      Drawn(batches=1, examples=4)
-    """
+    """The batches that an iterator has given so far in its pass, used or dropped."""
 
     batches: int = 0
-    examples: int | None = 0
+    examples: int | None = 0  # None if batches are not arrays
 
     def add(self, batch: Any) -> None:
-        """Add one batch."""
         size = examples_in(batch)
         self.batches += 1
         self.examples = None if size is None or self.examples is None else self.examples + size
 
 
-def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, meter: Meter, drawn: Drawn) -> Drawn:
-    """Move an iterator of a pass to `position`, and return the batches it has given in this pass, at the current size.
+def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, meter: Meter, drawn: Drawn) -> None:
+    """Move an iterator to `position`, and update `drawn`, the batches that it has given in this pass.
 
-    If batches are arrays, their examples are counted, so that the batch size may change between runs.
-
-    Args:
-      iterator: the iterator of the pass.
-      position: the position to reach.
-      how: the method for an iterator without `set_state`.
-      meter: shows progress if many batches are dropped.
-      drawn: the batches that the iterator has given before; `seek` updates it, after an error too.
-
-    Raises:
-      DataPositionError: if the iterator has no `set_state` and `how` is "refuse"; or the iterator ends before the
-        position, or is past it; or no batch ends at the position.
+    If batches are arrays, their examples are counted, so that the batch size may change between runs. `how` is the
+    method for an iterator without `set_state`. Refuse an iterator that ends before the position, or is past it.
     """
     if has_own_state(iterator, position):
         iterator.set_state(position.iterator)  # pyright: ignore[reportAttributeAccessIssue]
         drawn.batches, drawn.examples = position.in_epoch, position.examples
-        return drawn
+        return
     left = _left(position, drawn)
     if not left:
-        return drawn
+        return
     if left < 0:
         raise DataPositionError(
             f"the checkpoint was written after {position.in_epoch} batches of a pass over the data, but "
@@ -184,7 +139,6 @@ def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, meter
     finally:
         if bar:
             meter.stop()
-    return drawn
 
 
 def _left(position: DataPosition, drawn: Drawn) -> int:
@@ -218,13 +172,8 @@ def _drop(iterator: Iterator[Any], position: DataPosition, drawn: Drawn, tell: C
 
 
 def check_batch_size(iterator: Any, position: DataPosition, batch: Any) -> None:
-    """Refuse the first batch after `set_state` if the batch size has changed: the state counts batches of the old size.
-
-    Raises:
-      DataPositionError: the message names both sizes.
-    """
-    size = examples_in(batch)
-    before = position.batch_size
+    """Refuse another batch size in the first batch after `set_state`: the state counts batches of the old size."""
+    size, before = examples_in(batch), position.batch_size
     if not has_own_state(iterator, position):
         return  # examples were counted
     if size is None or before is None or size == before:
@@ -232,9 +181,9 @@ def check_batch_size(iterator: Any, position: DataPosition, batch: Any) -> None:
     if size < before and state_of(iterator) is not None and _is_last(iterator):
         return  # the rest of a pass
     raise DataPositionError(
-        f"the checkpoint was written with batches of {position.batch_size} examples, and this data gives batches of "
+        f"the checkpoint was written with batches of {before} examples, and this data gives batches of "
         f"{size}: the iterator's own state, which was saved, counts batches of before. Use batches of "
-        f'{position.batch_size} examples, or resume_data="restart" to begin the data anew.'
+        f'{before} examples, or resume_data="restart" to begin the data anew.'
     )
 
 

@@ -14,8 +14,6 @@ from jaxpp_flax.trainers.data.position import examples_in
 from jaxpp_flax.trainers.errors import BatchError, LossError
 from jaxpp_flax.trainers.loop.progress import Meter, NoMeter
 
-__all__ = ["MASK", "Remainder", "RemainderRule", "check_mask", "check_masked", "filled"]
-
 Remainder = Literal["drop", "pad", "error"]
 
 MASK = "mask"
@@ -31,23 +29,15 @@ _CHOICES = (
 class RemainderRule:
     """The rule for a batch that is smaller than the batches before.
 
-    Args:
-      how: "drop", "pad" or "error". None: "error" if all sizes are known before the first step, else "drop".
-      divisor: the size of a batch must be a multiple of this number.
-      meter: prints a message about the first batch that is left out.
-
-    Raises:
-      ValueError: if `how` has another value.
-
     Example:
       >>> rule = RemainderRule(how="drop", divisor=4)
       >>> [size for size in (8, 8, 5, 4) if rule.fitted(np.zeros(size), 8) is not None]
       [8, 8, 4]
     """
 
-    how: Remainder | None
-    divisor: int
-    meter: Meter = field(default_factory=NoMeter)
+    how: Remainder | None  # None: "error" if all sizes are known before the first step, else "drop"
+    divisor: int  # the size of a batch must be a multiple of this number
+    meter: Meter = field(default_factory=NoMeter)  # prints a message about the first batch that is left out
     _has_told: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -58,11 +48,7 @@ class RemainderRule:
     def of(
         cls, remainder: Remainder | None, global_batch_size: int | None, divisor: int, meter: Meter
     ) -> RemainderRule:
-        """Make the rule from the arguments of `fit`.
-
-        Raises:
-          ValueError: if the arguments contradict each other.
-        """
+        """Make the rule from the arguments of `fit`, or raise a `ValueError` if they contradict each other."""
         if global_batch_size is not None and remainder is not None:
             raise ValueError(
                 f"remainder={remainder!r} and global_batch_size={global_batch_size}: every batch then has so many "
@@ -73,12 +59,7 @@ class RemainderRule:
     def left_out(self, data: Any, begin: int, end: int | None) -> int:
         """Before the first step, count the batches of a pass, from `begin` to `end`, that will be left out.
 
-        Args:
-          data: a list or tuple of batches; for other data the count is 0.
-          begin, end: positions in `data`; None for the end of `data`.
-
-        Raises:
-          BatchError: if a batch cannot be cut and none may be left out; the message names the first such batch.
+        For data that is not a list or tuple the count is 0. Refuse a batch that can neither be cut nor left out.
         """
         if not isinstance(data, (list, tuple)) or self.how == "pad":  # another sequence may load each batch anew
             return 0
@@ -97,9 +78,7 @@ class RemainderRule:
     def fitted(self, batch: Any, full: int | None) -> Any:
         """Return the batch to train on: unchanged or filled; None to leave the batch out.
 
-        Args:
-          batch: the next batch.
-          full: the number of examples of the first batch of the pass; None for the first batch itself.
+        `full` is the number of examples of the first batch of the pass; None for the first batch itself.
         """
         size = examples_in(batch)
         if not size or full is None or size >= full:
@@ -120,9 +99,6 @@ class RemainderRule:
 
 def filled(batch: Any, size: int) -> Any:
     """Repeat the last example of a batch up to `size` examples, with a mask of 0 for the repeated ones.
-
-    Raises:
-      BatchError: if the batch has no mask, or its leaves do not fit each other.
 
     Example:
       >>> filled({"x": np.array([5, 7]), "mask": np.ones(2)}, 3)
@@ -147,11 +123,7 @@ def filled(batch: Any, size: int) -> Any:
 
 
 def check_mask(batch: Any) -> None:
-    """Refuse a batch that cannot be filled.
-
-    Raises:
-      BatchError: the message names the missing part.
-    """
+    """Refuse a batch that cannot be filled: raise a `BatchError` that names the missing part."""
     mask = batch.get(MASK) if isinstance(batch, Mapping) else None
     if mask is None or not np.shape(mask):
         kind = f"a dict of {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
@@ -167,9 +139,6 @@ def check_masked(weighed_by: Sequence[str], unweighted: Sequence[str] | None) ->
     Args:
       weighed_by: the leaves of the batch that loss and weight depend on, such as "['mask']".
       unweighted: the metrics that are not pairs (sum, weight); None if the loss itself is not such a pair.
-
-    Raises:
-      LossError: if the loss, or a metric, does not use the mask.
     """
     if unweighted is None or f"[{MASK!r}]" not in weighed_by:
         given = "the loss is a mean" if unweighted is None else f"loss and weight do not both use batch[{MASK!r}]"

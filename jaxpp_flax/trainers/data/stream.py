@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.trainers.data.position import (
@@ -19,134 +19,88 @@ from jaxpp_flax.trainers.data.position import (
 )
 from jaxpp_flax.trainers.data.remainder import RemainderRule
 from jaxpp_flax.trainers.loop.progress import Meter, NoMeter
-
-__all__ = ["Batches", "awaited", "batches"]
-
-
-def batches(
-    data: Iterable[Any],
-    *,
-    steps: int | None = None,
-    epochs: int | None = None,
-    position: DataPosition | None = None,
-    resume_data: ResumeData = "fast_forward",
-    meter: Meter | None = None,
-    drawn: Drawn | Literal[0] = 0,
-    remainder: RemainderRule | None = None,
-) -> Batches:
-    """Iterate over the batches of `data`: at most `steps` batches, in at most `epochs` passes.
-
-    Without `steps` and `epochs`: one pass. With `steps` alone, a list or dataset is repeated as needed; a generator
-    ends when it has no more batches.
-
-    Args:
-      data: an iterable of batches.
-      steps: the maximum number of batches, without the batches before `position`.
-      epochs: the maximum number of passes, with the passes before `position`.
-      position: the position to begin at; see `jaxpp_flax.trainers.data.position`.
-      resume_data: how to reach the position if `data` has no `set_state`.
-      meter: shows the progress towards the position.
-      drawn: from `Batches.drawn_from`, if `data` is an iterator that has been used before; else 0.
-      remainder: the rule for smaller batches; None: smaller batches are not changed.
-
-    Raises:
-      BatchError: if `remainder` refuses a batch of a list.
-      ValueError: if `steps` or `epochs` is below 1, `data` is empty, or `data` is a generator and `epochs` above 1.
-      TypeError: if `data` cannot be iterated.
-
-    Example:
-      >>> list(batches([1, 2, 3], steps=5)), list(batches([1, 2], epochs=2))
-      ([1, 2, 3, 1, 2], [1, 2, 1, 2])
-    """
-    for name, value in (("steps", steps), ("epochs", epochs)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1.")
-    try:
-        first = iter(data)
-    except TypeError as error:
-        raise TypeError(
-            f"data is a {type(data).__name__}, which cannot be iterated. Pass an iterable of batches: a list, a "
-            "generator, a grain dataset or loader."
-        ) from error
-    if isinstance(data, dict):
-        raise TypeError("data is a dict: a single batch? Pass an iterable of batches, e.g. `[batch]`.")
-    if first is data and epochs is not None and epochs > 1:
-        raise ValueError(
-            f"epochs={epochs} needs data that can be iterated again, but a {type(data).__name__} runs once. Pass a "
-            "list or an object whose __iter__ starts anew, or give `steps` instead."
-        )
-    if resume_data not in ("fast_forward", "refuse", "restart"):
-        raise ValueError(f"resume_data={resume_data!r}: it must be 'fast_forward', 'refuse' or 'restart'.")
-    passes = epochs if epochs is not None or steps is not None else 1
-    start = None if resume_data == "restart" else position
-    left_out = 0
-    if remainder is not None:
-        begin = 0 if start is None else start.in_epoch
-        once = steps is not None and isinstance(data, Sequence) and begin + steps <= len(data)
-        left_out = remainder.left_out(data, begin if once else 0, begin + steps if once and steps else None)
-    return Batches(data, first, steps, passes, start, resume_data, meter, drawn or Drawn(), remainder, left_out)
+from jaxpp_flax.trainers.state.holder import StateHolder
 
 
 class Batches(Iterator[Any]):
-    """An iterator over batches that knows its position; `batches` makes it.
+    """The batches of `data`, at most `steps` of them, in at most `epochs` passes; the iterator knows its position.
+
+    Without `steps` and `epochs`: one pass. With `steps` alone, a list or dataset is repeated as needed; a generator
+    ends when it has no more batches. Data that cannot be iterated, or iterated again as often as `epochs` asks, are
+    refused.
+
+    Args:
+      steps: counts without the batches before `position`.
+      epochs: counts with the passes before `position`.
+      resume_data: how to reach the position if `data` has no `set_state`.
+      meter: shows the progress towards the position.
+      drawn: from `drawn_from`, if `data` is an iterator that has been used before.
+      remainder: the rule for smaller batches; None: smaller batches are not changed.
 
     Example:
-      >>> source = batches([5, 6, 7], steps=5)
+      >>> list(Batches([1, 2, 3], steps=5)), list(Batches([1, 2], epochs=2))
+      ([1, 2, 3, 1, 2], [1, 2, 1, 2])
+      >>> source = Batches([5, 6, 7], steps=5)
       >>> [next(source) for _ in range(4)], source.position().epoch, source.position().in_epoch
       ([5, 6, 7, 5], 1, 1)
-      >>> list(batches([5, 6, 7], steps=1, position=source.position()))
+      >>> list(Batches([5, 6, 7], steps=1, position=source.position()))
       [6]
-      >>> list(batches([5, 6, 7], steps=1, position=source.position(used=3)))
+      >>> list(Batches([5, 6, 7], steps=1, position=source.position_after(3)))
       [5]
     """
 
     def __init__(
         self,
         data: Iterable[Any],
-        first: Iterator[Any],
-        steps: int | None,
-        epochs: int | None,
-        position: DataPosition | None,
-        resume_data: ResumeData,
-        meter: Meter | None,
-        drawn: Drawn,
-        remainder: RemainderRule | None,
-        left_out: int,
+        *,
+        steps: int | None = None,
+        epochs: int | None = None,
+        position: DataPosition | None = None,
+        resume_data: ResumeData = "fast_forward",
+        meter: Meter | None = None,
+        drawn: Drawn | None = None,
+        remainder: RemainderRule | None = None,
     ) -> None:
-        self._data, self._iterator, self._steps, self._epochs = data, first, steps, epochs
-        self._start, self._meter = position, meter or NoMeter()
+        first = _iterator_of(data, steps, epochs)
+        if resume_data not in ("fast_forward", "refuse", "restart"):
+            raise ValueError(f"resume_data={resume_data!r}: it must be 'fast_forward', 'refuse' or 'restart'.")
+        start = None if resume_data == "restart" else position
+        self._data, self._iterator, self._steps = data, first, steps
+        self._epochs = epochs if epochs is not None or steps is not None else 1
+        self._start, self._meter = start, meter or NoMeter()
         self._how: ResumeData = resume_data
-        self._remainder, self.left_out = remainder, left_out  # `left_out` counts the batches of a pass
+        self._remainder = remainder
+        self.left_out = 0  # the number of batches of a pass that `remainder` leaves out
+        if remainder is not None:
+            begin = 0 if start is None else start.in_epoch
+            once = steps is not None and isinstance(data, Sequence) and begin + steps <= len(data)
+            self.left_out = remainder.left_out(data, begin if once else 0, begin + steps if once and steps else None)
         self.given = 0
         self._taken = 0  # counts the batches that are left out too
-        self._full = position.batch_size if position is not None and position.in_epoch else None
-        self._before = position.batches if position is not None else 0
-        self._epoch = position.epoch if position is not None else 0
-        self._drawn = drawn  # in the current pass
+        self._full = start.batch_size if start is not None and start.in_epoch else None
+        self._before = start.batches if start is not None else 0
+        self._epoch = start.epoch if start is not None else 0
+        self._drawn = drawn or Drawn()  # in the current pass
         # The size of the first batch given in the pass. An iterator's own state counts batches of this size.
-        self._batch_size = position.batch_size if position is not None and has_own_state(first, position) else None
-        self._position = self._position_before = position or self._here()
+        self._batch_size = start.batch_size if start is not None and has_own_state(first, start) else None
+        self._position = self._position_before = start or self._here()
         self._run = self._generate()
 
     def __next__(self) -> Any:
         with process_group().waiting("the next batch of the data"):
             return next(self._run)
 
-    @overload
-    def position(self) -> DataPosition: ...
+    def position(self) -> DataPosition:
+        """Return the position after all given batches."""
+        return self._position
 
-    @overload
-    def position(self, used: int) -> DataPosition | None: ...
-
-    def position(self, used: int | None = None) -> DataPosition | None:
+    def position_after(self, used: int) -> DataPosition | None:
         """Return the position after `used` batches, if these are all given batches, or all but the last; else None."""
-        if used is None or used == self.given:
-            return self._position
-        return self._position_before if used == self.given - 1 else None
+        return {self.given - 1: self._position_before, self.given: self._position}.get(used)
 
-    def drawn_from(self, data: Any) -> Drawn | Literal[0]:
-        """Return the batches drawn from `data`, if `data` is the same iterator that these batches came from; else 0."""
-        return self._drawn if data is self._iterator else 0
+    def drawn_from(self, data: Any) -> Drawn | None:
+        """Return the batches drawn from `data`, if these batches came from this very iterator; else None."""
+        return self._drawn if data is self._iterator else None
 
     def _here(self) -> DataPosition:
         """Return the position between two draws. If a draw is interrupted, the iterator may have moved on."""
@@ -206,13 +160,30 @@ class Batches(Iterator[Any]):
         return batch
 
 
-def awaited(data: Iterable[Any], what: str) -> Iterator[Any]:
-    """Iterate over `data`; if an item takes long, print that the process waits for `what`.
+def _iterator_of(data: Iterable[Any], steps: int | None, epochs: int | None) -> Iterator[Any]:
+    """Return an iterator over `data`, after checks of the arguments."""
+    for name, value in (("steps", steps), ("epochs", epochs)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1.")
+    try:
+        first = iter(data)
+    except TypeError as error:
+        raise TypeError(
+            f"data is a {type(data).__name__}, which cannot be iterated. Pass an iterable of batches: a list, a "
+            "generator, a grain dataset or loader."
+        ) from error
+    if isinstance(data, dict):
+        raise TypeError("data is a dict: a single batch? Pass an iterable of batches, e.g. `[batch]`.")
+    if first is data and epochs is not None and epochs > 1:
+        raise ValueError(
+            f"epochs={epochs} needs data that can be iterated again, but a {type(data).__name__} runs once. Pass a "
+            "list or an object whose __iter__ starts anew, or give `steps` instead."
+        )
+    return first
 
-    Example:
-      >>> list(awaited([1, 2], "the next batch of eval_data"))
-      [1, 2]
-    """
+
+def awaited(data: Iterable[Any], what: str) -> Iterator[Any]:
+    """Iterate over `data`; if an item takes long, print that the process waits for `what`."""
     iterator, end = iter(data), object()
     while True:
         with process_group().waiting(what):
@@ -220,3 +191,43 @@ def awaited(data: Iterable[Any], what: str) -> Iterator[Any]:
         if batch is end:
             return
         yield batch
+
+
+class DataTracking:
+    """Tracks the position in the data that belongs to the step in memory, for checkpoints; `held` counts the steps."""
+
+    def __init__(self, held: StateHolder) -> None:
+        self._held = held
+        self._source: Batches | None = None
+        self._last_source: Batches | None = None  # the source of the last loop; a restore does not change it
+        self._source_begin = 0
+        self._position: tuple[int, DataPosition] | None = None  # a step, and the position after it
+
+    def enter(self, source: Batches) -> Batches:
+        """Note that batches come from `source` from now on."""
+        self._source = self._last_source = source
+        self._source_begin = self._held.step
+        return source
+
+    def leave(self, source: Batches) -> None:
+        """Note that batches do not come from `source` any more: later steps do not belong to `source`."""
+        if self._source is source:
+            position = self.position()
+            self.restored(position)
+
+    def drawn_from(self, data: Any) -> Drawn | None:
+        """Return the batches that the last loop has drawn from `data`, if `data` is the same iterator; else None."""
+        return None if self._last_source is None else self._last_source.drawn_from(data)
+
+    def restored(self, position: DataPosition | None) -> None:
+        """Note that the step in memory comes from a checkpoint with this position in the data."""
+        self._source = None
+        self._position = None if position is None else (self._held.step, position)
+
+    def position(self) -> DataPosition | None:
+        """Return the position in the data after the step in memory, if known."""
+        if self._source is not None:
+            # If the user took steps with other batches, there is no position. A drawn batch may wait for its step.
+            return self._source.position_after(self._held.step - self._source_begin)
+        at_step, position = self._position or (None, None)
+        return position if at_step == self._held.step else None

@@ -6,17 +6,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxpp_flax.trainers.data.batch import InferencePart, join_parts
-from jaxpp_flax.trainers.data.loading import InferenceKind, Rows, rows_alike
+from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, InferenceKind, compared_rows
 from jaxpp_flax.trainers.data.stream import awaited
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loop.averages import Average
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.model.calling import call_model
 from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.step.builder import Loop
-from jaxpp_flax.trainers.step.builder_cache import StepBuilderCache
-from jaxpp_flax.trainers.step.executables import Executables
-from jaxpp_flax.trainers.step.forward_only import ForwardOnly
+from jaxpp_flax.trainers.step.builder import ForwardOnly, Loop, StepBuilderCache
+from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 
 __all__ = ["Evaluation"]
@@ -39,9 +37,9 @@ class Evaluation:
     def __init__(
         self,
         scheduling: Scheduling,
-        rows: Rows,
+        rows: BatchSharding,
         builders: StepBuilderCache,
-        executables: Executables,
+        executables: CompiledSteps,
         held: StateHolder,
         *,
         eval_loss_fn: Callable[..., Any],
@@ -124,7 +122,7 @@ class Evaluation:
             alike.before(part.microbatches)
             return self.compiled(kind, part), part.microbatches
         compiled = self.compiled(kind, part)
-        return compiled, rows_alike(compiled, own, part.microbatches, alike)
+        return compiled, compared_rows(compiled, own, part.microbatches, alike)
 
     def compiled(self, kind: InferenceKind, part: InferencePart) -> Any:
         """Return the compiled step of this kind for a part of a batch.

@@ -9,7 +9,7 @@ from typing import Any
 from jaxpp_flax.processes.group import ProcessGroup, process_group
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.checkpoints import Resume, check_resume
-from jaxpp_flax.trainers.data.loading import Rows
+from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from jaxpp_flax.trainers.data.position import ResumeData
 from jaxpp_flax.trainers.data.remainder import Remainder
 from jaxpp_flax.trainers.ending.end_of_fit import Ending
@@ -79,7 +79,7 @@ class FitLoop:
     def __init__(
         self,
         trainer: TrainerProtocol,
-        rows: Rows,
+        rows: BatchSharding,
         saving: Saving,
         arguments: FitArguments,
         total: int | None,
@@ -90,7 +90,7 @@ class FitLoop:
         first: Callable[[Any], None],
         await_same_end: Callable[[], None],
     ) -> None:
-        self._trainer, self._rows, self._saving, self._arguments = trainer, rows, saving, arguments
+        self._trainer, self._saving, self._arguments = trainer, saving, arguments
         self._meter, self._first, self._await_same_end = meter, first, await_same_end
         self._begin = trainer.step
         self._total = None if total is None else self._begin + total
@@ -158,7 +158,7 @@ class FitLoop:
         )
         size, within = self._arguments.global_batch_size, self._interruption.step
         try:
-            for record in steps_of(trainer, source, self._rows, size, begin=begin, within=within):
+            for record in steps_of(trainer, source, size, begin=begin, within=within):
                 stepped = True
                 for hook in hooks:
                     hook(record)

@@ -20,7 +20,7 @@ from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.data.batch import describe_batch, leaf_name
 from jaxpp_flax.trainers.errors import BatchError
-from jaxpp_flax.trainers.state.placing import hash_of_init, numbers_of_init
+from jaxpp_flax.trainers.state.optimizer_state import hash_of_init, numbers_of_init
 from jaxpp_flax.trainers.state.train_state import TrainState
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "await_same_call",
     "compare_compilations",
     "await_same_end",
-    "leaves_read",
 ]
 
 _STATE_REMEDY = (
@@ -192,23 +191,3 @@ def await_same_end(mesh: MpmdMesh | None, state: Any, step: int, trained_on: Bat
             "every process batches for the same steps, or pass `steps=`."
         )
     trained_on.end(step)
-
-
-def leaves_read(compiled: Any, batch: Any) -> Any:
-    """Return, for each leaf of a batch, True if a stage of this process reads the leaf.
-
-    For any other leaf, a process may pass a `jax.ShapeDtypeStruct` with the whole batch's shape and dtype. The first
-    stage reads inputs and the last stage reads targets, so each of the two loads half; all others load nothing.
-
-    Args:
-      compiled: the step, compiled for batches of these shapes.
-      batch: a batch, or its shapes.
-
-    Returns:
-      A tree like `batch`, of bools.
-    """
-    read = getattr(compiled, "read_here", None)
-    if read is None:  # one stage without a mesh
-        return jax.tree.map(lambda _: True, batch)
-    (_, microbatches), _ = read
-    return microbatches

@@ -9,16 +9,14 @@ from typing import Any
 import jax
 
 from jaxpp_flax.trainers.assigner import Assigner
-from jaxpp_flax.trainers.data.loading import Rows, rows_alike
+from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, compared_rows
 from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison, await_same_end
 from jaxpp_flax.trainers.loop.progress import Display
-from jaxpp_flax.trainers.model.adapter import parameter_count
 from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.step.executables import Executables
-from jaxpp_flax.trainers.tuning.profiling import StepProfile, profile_of
+from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps, stage_table
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling, no_pipeline
-from jaxpp_flax.trainers.tuning.stage_table import stage_table
+from jaxpp_flax.trainers.tuning.step_profile import StepProfile, profile_of
 
 __all__ = ["Stepping"]
 
@@ -44,8 +42,8 @@ class Stepping:
         self,
         scheduling: Scheduling,
         assigner: Assigner,
-        rows: Rows,
-        executables: Executables,
+        rows: BatchSharding,
+        executables: CompiledSteps,
         held: StateHolder,
         *,
         under_way: StepsUnderWay,
@@ -76,7 +74,7 @@ class Stepping:
         if self._executables.has_training(microbatches):
             return self._executables.for_training(microbatches)
         scheduling, display = self._scheduling, self._display
-        count = parameter_count(self._held.memory.params)
+        count = sum(leaf.size for leaf in jax.tree.leaves(self._held.memory.params))
         with display.meter.phase(f"compiling {scheduling.num_stages} stages, {count:,} parameters"):
             compiled = self._executables.for_training(microbatches)
         if scheduling.mesh is not None:
@@ -95,7 +93,7 @@ class Stepping:
         if whole is batch:
             self._trained_on.before(microbatches)
         else:
-            microbatches = rows_alike(compiled, batch, microbatches, self._trained_on)
+            microbatches = compared_rows(compiled, batch, microbatches, self._trained_on)
         return self.finish(compiled(self._held.memory, microbatches), microbatches)
 
     def finish(self, results: Any, microbatches: Any) -> dict[str, Any]:

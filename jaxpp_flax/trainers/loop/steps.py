@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from jaxpp_flax.trainers.data.batch import count_units
-from jaxpp_flax.trainers.data.loading import Rows
 from jaxpp_flax.trainers.trackers import Tracker
 
 __all__ = ["StepHook", "StepRecord", "TrainerProtocol", "steps_of"]
@@ -51,7 +50,6 @@ class TrainerProtocol(Protocol):
 def steps_of(
     trainer: TrainerProtocol,
     source: Iterable[Any],
-    rows: Rows,
     global_batch_size: int | None,
     *,
     begin: Callable[[Any], bool],
@@ -62,7 +60,6 @@ def steps_of(
     Args:
       trainer: takes the steps.
       source: the batches.
-      rows: the examples that this process loads.
       global_batch_size: as in `fit`.
       begin: called with the first batch, before its step; False ends the loop without a step.
       within: makes the context manager to enter around each step.
@@ -72,5 +69,5 @@ def steps_of(
             return
         with within():
             metrics = trainer.train_step(batch, global_batch_size=global_batch_size)
-        units, unit = count_units(rows.whole(batch, global_batch_size))
+        units, unit = count_units(batch, global_batch_size)
         yield StepRecord(trainer.step, metrics, units, unit)

@@ -7,11 +7,10 @@ from typing import Any
 
 from jaxpp_flax.trainers.callbacks.states import CallbackStates
 from jaxpp_flax.trainers.checkpoints import Checkpointing
-from jaxpp_flax.trainers.data.loading import Rows
+from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.remainder import Remainder, RemainderRule, check_mask, check_masked
-from jaxpp_flax.trainers.data.stream import Batches, batches
-from jaxpp_flax.trainers.data.tracking import DataTracking
+from jaxpp_flax.trainers.data.stream import Batches, DataTracking
 from jaxpp_flax.trainers.loop.fit import FitArguments, FitLoop
 from jaxpp_flax.trainers.loop.progress import Display
 from jaxpp_flax.trainers.loop.saving import Saving
@@ -39,7 +38,7 @@ class Training:
 
     def __init__(
         self,
-        rows: Rows,
+        rows: BatchSharding,
         *,
         checkpoints: Checkpointing,
         saving: Saving,
@@ -79,14 +78,14 @@ class Training:
         with self._saving.owned():
             self._saving.refuse_later_checkpoints(only_where_it_saves=True)
             drawn = self._tracking.drawn_from(data)
-            source = self._tracking.enter(batches(data, steps=steps, epochs=epochs, drawn=drawn, remainder=rule))
+            source = self._tracking.enter(Batches(data, steps=steps, epochs=epochs, drawn=drawn, remainder=rule))
 
             def begin(batch: Any) -> bool:
                 self._check_filling(rule, batch)
                 return True
 
             try:
-                for record in steps_of(trainer, source, self._rows, global_batch_size, begin=begin):
+                for record in steps_of(trainer, source, global_batch_size, begin=begin):
                     self._saving.after_step(record)
                     yield trainer.step, dict(record.metrics)
             except BaseException as error:  # `break` in the user's loop comes here too
@@ -134,7 +133,7 @@ class Training:
         """Run the loop from `position` on; `steps` is the number of remaining steps."""
         rule = self._rule(arguments.remainder, arguments.global_batch_size)
         source = self._tracking.enter(
-            batches(
+            Batches(
                 data, steps=steps, epochs=arguments.epochs, position=position, resume_data=arguments.resume_data,
                 meter=self._display.meter, drawn=self._tracking.drawn_from(data), remainder=rule,
             )

@@ -6,8 +6,6 @@ from typing import Any, Protocol
 
 import jax
 
-__all__ = ["ModelAdapter", "fold", "parameter_count"]
-
 
 class ModelAdapter(Protocol):
     """A model as pure functions over two trees: the trained parameters, and the rest of its state.
@@ -44,8 +42,3 @@ def fold(key: jax.Array, *numbers: Any) -> jax.Array:
     for number in numbers:
         key = folded(key, number)
     return key
-
-
-def parameter_count(params: Any) -> int:
-    """Return the number of trained values."""
-    return sum(int(leaf.size) for leaf in jax.tree.leaves(params))

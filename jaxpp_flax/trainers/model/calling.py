@@ -11,9 +11,7 @@ from flax.errors import FlaxError
 
 from jaxpp_flax.trainers.errors import LossError
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
-from jaxpp_flax.trainers.model.linen import LinenCall
-
-__all__ = ["asked_for", "call_function", "call_model"]
+from jaxpp_flax.trainers.model.linen_model import LinenCall
 
 # A first argument with one of these names is meant for parameters.
 _NAMES_OF_PARAMETERS = ("params", "parameters", "param", "variables", "weights", "theta")
@@ -34,18 +32,8 @@ def call_function(
 ) -> tuple[Any, Any]:
     """Call `function(bound model, batch)`, with `training=` and `rngs=` if the function takes them.
 
-    Args:
-      function: a loss function, or `predict_fn`.
-      model, params, rest: the model's adapter, its trained parameters and the rest of its state.
-      batch: one microbatch.
-      step, microbatch: the numbers that random keys depend on.
-      training: True if gradients are computed.
-
-    Returns:
-      The result of the function, and the bound model after the call.
-
-    Raises:
-      LossError: if the function fails because it treats the model as parameters.
+    Random keys depend on the numbers `step` and `microbatch`. Return the result of the function, and the bound model
+    after the call. A function that fails because it treats the model as parameters is told so by a `LossError`.
     """
     bound = model.bind(params, rest, step=step, microbatch=microbatch, training=training)
     asked = asked_for(function)

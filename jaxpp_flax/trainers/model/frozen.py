@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxpp_flax.globs import NameFilter, matches, matches_any
 from jaxpp_flax.trainers.errors import ModelError
 
-__all__ = ["check_frozen", "frozen_filter", "merge_frozen", "path_text", "split_frozen"]
-
 
 def path_text(path: Iterable[Any]) -> str:
-    """Convert a path of JAX or NNX to text: `blocks/0/widen/kernel`."""
-    parts: list[str] = []
-    for key in path:
-        if isinstance(key, jax.tree_util.GetAttrKey) and key.name == "value":
-            continue  # the array in a Variable
-        parts.append(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))))
-    return "/".join(parts)
+    """Convert a path of JAX or NNX to text: `blocks/0/widen/kernel`. The array in a Variable adds nothing."""
+    steps = tuple(key for key in path if key != jax.tree_util.GetAttrKey("value"))
+    return jax.tree_util.keystr(steps, simple=True, separator="/")
 
 
 def check_frozen(frozen: object) -> None:
-    """Refuse a value that does not name parameters.
-
-    Raises:
-      TypeError: if `frozen` is not a glob, a sequence of globs or a function.
-    """
+    """Raise a `TypeError` if `frozen` is not a glob, a sequence of globs or a function."""
     if callable(frozen) or isinstance(frozen, str):
         return
     if not isinstance(frozen, Sequence) or not all(isinstance(pattern, str) for pattern in frozen):
@@ -36,15 +27,7 @@ def check_frozen(frozen: object) -> None:
 
 
 def frozen_filter(frozen: NameFilter, paths: Sequence[str]) -> Callable[[str], bool]:
-    """Return a function that is True for the path of a frozen parameter.
-
-    Args:
-      frozen: one glob or several (see `jaxpp_flax.globs`), or a function of the path.
-      paths: the paths of all parameters.
-
-    Raises:
-      ModelError: if a glob matches no parameter.
-      TypeError: see `check_frozen`.
+    """Return a function that is True for the path of a frozen parameter; `paths` has the paths of all parameters.
 
     Example:
       >>> is_frozen = frozen_filter("blocks/[01]", ["blocks/0/kernel", "blocks/1/kernel", "head/kernel"])
@@ -63,25 +46,13 @@ def frozen_filter(frozen: NameFilter, paths: Sequence[str]) -> Callable[[str], b
 
 def split_frozen(params: Any, is_frozen: Callable[[str], bool]) -> tuple[Any, Any]:
     """Split a nested dict of parameters in two: the trained ones and the frozen ones."""
-
-    def walk(tree: Any, path: tuple[str, ...]) -> tuple[Any, Any]:
-        trained: dict[str, Any] = {}
-        kept: dict[str, Any] = {}
-        for key, node in tree.items():
-            if isinstance(node, Mapping):
-                both = walk(node, (*path, key))
-                trained.update({key: both[0]} if both[0] else {})
-                kept.update({key: both[1]} if both[1] else {})
-            else:
-                (kept if is_frozen("/".join((*path, key))) else trained)[key] = node
-        return trained, kept
-
-    return walk(params, ())
+    trained: dict[Any, Any] = {}
+    frozen: dict[Any, Any] = {}
+    for path, leaf in flatten_dict(params).items():
+        (frozen if is_frozen("/".join(path)) else trained)[path] = leaf
+    return unflatten_dict(trained), unflatten_dict(frozen)
 
 
 def merge_frozen(trained: Any, frozen: Any) -> Any:
     """Merge the two parts from `split_frozen` to one nested dict."""
-    merged = dict(trained)
-    for key, node in frozen.items():
-        merged[key] = merge_frozen(merged.get(key, {}), node) if isinstance(node, Mapping) else node
-    return merged
+    return unflatten_dict({**flatten_dict(trained), **flatten_dict(frozen)})

@@ -20,8 +20,6 @@ from jaxpp_flax.trainers.mesh import inner_sizes
 from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["Annotation", "AxisRules", "AxisRulesLike", "annotations_of", "state_specs", "unboxed"]
-
 Pairs = tuple[tuple[Any, Any], ...]  # each pair: a name, and a mesh axis, several axes, or None
 MeshAxes: TypeAlias = str | Sequence[str] | None
 AxisRulesLike: TypeAlias = Mapping[str, MeshAxes] | Sequence[tuple[str, MeshAxes]]
@@ -33,24 +31,15 @@ _METADATA = ("out_sharding", "sharding_names", "sharding")
 
 @dataclass(frozen=True)
 class Annotation:
-    """The annotation that the model's author wrote on a leaf.
+    """The annotation that the model's author wrote on a leaf."""
 
-    Args:
-      names: for each dimension: a name, several names, or None.
-      rules: the meanings of names for this leaf only.
-    """
-
-    names: tuple[Any, ...]
-    rules: Pairs = ()
+    names: tuple[Any, ...]  # for each dimension: a name, several names, or None
+    rules: Pairs = ()  # the meanings of names for this leaf only
 
 
 @dataclass(frozen=True)
 class AxisRules:
     """The meanings of axis names. A name has the first of these meanings: `given`, the leaf's own, `active`, itself.
-
-    Args:
-      given: the rules of `MeshOptions(sharding_rules=)`.
-      active: the rules of Flax's `logical_axis_rules`, the context in which the trainer is made.
 
     Example:
       >>> with nn.logical_axis_rules([("embed", "fsdp"), ("mlp", "tensor")]):
@@ -61,16 +50,12 @@ class AxisRules:
       (('embed', None), ('mlp', None))
     """
 
-    given: Pairs = ()
-    active: Pairs = ()
+    given: Pairs = ()  # the rules of `MeshOptions(sharding_rules=)`
+    active: Pairs = ()  # the rules of Flax's `logical_axis_rules`, the context in which the trainer is made
 
     @classmethod
     def of(cls, sharding_rules: AxisRulesLike | None) -> AxisRules:
-        """Combine the trainer's argument and the rules of the context.
-
-        Raises:
-          TypeError: if the rules are not pairs.
-        """
+        """Combine the trainer's argument and the rules of the context; raise a `TypeError` if rules are not pairs."""
         return cls(_pairs(sharding_rules), _pairs(nn.get_logical_axis_rules()))
 
     def pairs(self, own: Pairs = ()) -> Pairs:
@@ -92,14 +77,15 @@ def _present(axes: Any, sizes: Mapping[str, int]) -> Any:
     return axes if axes in sizes else None
 
 
-def _is_annotated(node: Any) -> bool:
-    return isinstance(node, (nnx.Variable, core.meta.AxisMetadata))
+def is_box(node: Any) -> bool:
+    """Return True for a Linen box, which holds a leaf and its annotation."""
+    return isinstance(node, core.meta.AxisMetadata)
 
 
 def annotations_of(tree: Any) -> list[Annotation | None]:
     """Return the annotation of each leaf of a tree of NNX variables or Linen boxes; None for a leaf without one."""
     found: list[Annotation | None] = []
-    for node in jax.tree.leaves(tree, is_leaf=_is_annotated):
+    for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Variable) or is_box(node)):
         found += [_annotation_of(node)] * len(jax.tree.leaves(node))
     return found
 
@@ -117,7 +103,6 @@ def _annotation_of(node: Any) -> Annotation | None:
 
 def unboxed(tree: Any) -> Any:
     """Return Linen's variables without the boxes that hold annotations: paths are as in a model without boxes."""
-    is_box = lambda node: isinstance(node, core.meta.AxisMetadata)  # noqa: E731
     return jax.tree.map(lambda node: jax.tree.leaves(node)[0] if is_box(node) else node, tree, is_leaf=is_box)
 
 
@@ -133,23 +118,16 @@ def state_specs(
     only some of the parameter's dimensions, such as Adafactor's factored statistics, has the spec of these dimensions.
     Where every axis except the stage axis has one device, names without a meaning are ignored: they cut nothing.
 
-    Args:
-      notes: the annotations of parameters and of the model's other state.
-      rules: the meanings of names.
-
-    Returns:
-      None if nothing is annotated, or there is no mesh.
-
-    Raises:
-      MeshError: if names are neither axes (except the stage axis) nor in the rules (the message lists all of them), or
-        if an axis does not divide a dimension.
+    Return None if nothing is annotated, or there is no mesh. `notes` are the annotations of parameters and of the
+    model's other state.
+    Names that are neither axes (except the stage axis) nor in the rules are refused, and axes that do not divide a
+    dimension.
     """
     if mesh is None or not any(note is not None for half in notes for note in half):
         return None
-    reader = _Reader(inner_sizes(mesh), rules, {}, {})
-    read = [reader.leaves(tree, half) for tree, half in zip((state.params, state.model_state), notes, strict=True)]
-    reader.refuse_missing()
-    params, rest = ([leaf and reader.spec(*leaf) for leaf in half] for half in read)
+    reader = _Reader(inner_sizes(mesh), rules)
+    params, rest = reader.specs(state.params, notes[0]), reader.specs(state.model_state, notes[1])
+    reader.refuse_faults()
     with_path = jax.tree_util.tree_leaves_with_path(state.params)
     known = {path: (leaf.shape, spec) for (path, leaf), spec in zip(with_path, params, strict=True)}
 
@@ -180,9 +158,8 @@ def state_specs(
 def _spec_of_part(shape: tuple[int, ...], whole: tuple[int, ...], spec: PartitionSpec, number: int) -> PartitionSpec:
     """Return the spec of a value with some of a parameter's dimensions; a value with none of them is on every device.
 
-    Args:
-      number: the number of earlier values with this shape. Where several choices of dimensions fit, as in a square
-        matrix, optimizers keep one value for each choice, in order.
+    `number` counts the earlier values with this shape. Where several choices of dimensions fit, as in a square matrix,
+    optimizers keep one value for each choice, in order.
 
     Example:
       >>> _spec_of_part((4,), (4, 6), PartitionSpec("fsdp", "tensor"), 0) == PartitionSpec("fsdp")
@@ -211,27 +188,27 @@ def _pairs(rules: Any) -> Pairs:
     return tuple((name, axes) for name, axes in pairs)
 
 
-# The path and shape of a leaf; and for each annotated dimension, its name and the mesh axes of this name.
-_Leaf = tuple[str, tuple[int, ...], list[tuple[Any, tuple[str, ...]]]]
-
-
-@dataclass(frozen=True)
 class _Reader:
-    """Reads annotations on the axes of a stage; collects names and axes without meaning, each with its first path."""
+    """Reads annotations on the axes of a stage; collects faults, so that a message has all names without a meaning."""
 
-    sizes: Mapping[str, int]
-    rules: AxisRules
-    unknown: dict[str, str]
-    absent: dict[tuple[Any, str], str]  # by rule and axis
+    def __init__(self, sizes: Mapping[str, int], rules: AxisRules) -> None:
+        self.sizes, self.rules = sizes, rules
+        # Each name or axis with the first path that has it.
+        self.unknown: dict[str, str] = {}
+        self.absent: dict[tuple[Any, str], str] = {}  # by rule and axis
+        self.undivided: str | None = None
+        self.matters = math.prod(sizes.values()) > 1
+        """True if a stage has several devices, so that an axis can cut a dimension."""
 
-    def leaves(self, tree: Any, notes: Sequence[Annotation | None]) -> list[_Leaf | None]:
+    def specs(self, tree: Any, notes: Sequence[Annotation | None]) -> list[PartitionSpec | None]:
+        """Return the spec of each leaf; None for a leaf without an annotation."""
         leaves = jax.tree_util.tree_leaves_with_path(tree)
         return [
-            None if note is None else self._leaf(path_text(path), leaf.shape, note)
+            None if note is None else self._spec(path_text(path), leaf.shape, note)
             for (path, leaf), note in zip(leaves, notes, strict=True)
         ]
 
-    def _leaf(self, path: str, shape: tuple[int, ...], note: Annotation) -> _Leaf:
+    def _spec(self, path: str, shape: tuple[int, ...], note: Annotation) -> PartitionSpec:
         names, pairs = note.names, self.rules.pairs(note.rules)
         if len(names) > len(shape):
             raise MeshError(
@@ -239,13 +216,19 @@ class _Reader:
                 "or None, for each dimension."
             )
         taken: set[str] = set()
-        dimensions: list[tuple[Any, tuple[str, ...]]] = []
-        for name in names:
+        entries: list[Any] = []
+        for size, name in zip(shape, names, strict=False):
             parts = name if isinstance(name, tuple) else (name,)
             axes = tuple(axis for part in parts for axis in self._axes(part, path, taken, pairs))
             taken.update(axes)
-            dimensions.append((name, axes))
-        return path, shape, dimensions
+            count = math.prod(self.sizes[axis] for axis in axes)
+            if size % count:
+                self.undivided = self.undivided or (
+                    f"the parameter {path} of shape {shape} cannot be cut into {count} equal parts along {name!r}: "
+                    f"{size} is no multiple of {count}. Change the width, the mesh, or the rule for {name!r}."
+                )
+            entries.append(None if not axes else axes[0] if len(axes) == 1 else axes)
+        return _trimmed(entries)
 
     def _axes(self, name: Any, path: str, taken: set[str], pairs: Pairs) -> tuple[str, ...]:
         """Return the mesh axes of a name: from the first rule whose axes are still free, else the axis of this name."""
@@ -261,25 +244,16 @@ class _Reader:
                 return tuple(axis for axis in chosen if axis in self.sizes)
         if meanings:
             return ()
-        if name in taken and self._matters:
+        if name in taken and self.matters:
             raise MeshError(f"the parameter {path} is annotated with {name!r} in two dimensions. Keep one of them.")
         if name in self.sizes and name not in taken:
             return (name,)
         self.unknown.setdefault(name, path)
         return ()
 
-    @property
-    def _matters(self) -> bool:
-        """True if a stage has several devices, so that an axis can cut a dimension."""
-        return math.prod(self.sizes.values()) > 1
-
-    def refuse_missing(self) -> None:
-        """Refuse all names and axes without a meaning, unless they cannot cut anything.
-
-        Raises:
-          MeshError: the message lists them.
-        """
-        if not self._matters:
+    def refuse_faults(self) -> None:
+        """Refuse all names and axes without a meaning, unless they cannot cut anything; then uneven dimensions."""
+        if not self.matters:
             return
         stage = f"no axis of a stage: these are {dict(self.sizes)}"
         if self.unknown:
@@ -294,6 +268,8 @@ class _Reader:
             )
         if self.absent:
             raise MeshError(f"{self._absent_text('')} These are no axes of a stage, which has {dict(self.sizes)}.")
+        if self.undivided is not None:
+            raise MeshError(self.undivided)
 
     def _absent_text(self, begin: str) -> str:
         if not self.absent:
@@ -304,20 +280,3 @@ class _Reader:
             f"{begin}rules lead names to axes that the mesh lacks: {listing}. Add the axis to the mesh "
             f"(mesh={{{axis!r}: 2}}), or let the rule leave the dimension whole: ({name!r}, None)."
         )
-
-    def spec(self, path: str, shape: tuple[int, ...], dimensions: Sequence[tuple[Any, tuple[str, ...]]]) -> Any:
-        """Return the spec of a leaf.
-
-        Raises:
-          MeshError: if the axes do not divide a dimension.
-        """
-        entries: list[Any] = []
-        for size, (name, axes) in zip(shape, dimensions, strict=False):
-            parts = math.prod(self.sizes[axis] for axis in axes)
-            if size % parts:
-                raise MeshError(
-                    f"the parameter {path} of shape {shape} cannot be cut into {parts} equal parts along {name!r}: "
-                    f"{size} is no multiple of {parts}. Change the width, the mesh, or the rule for {name!r}."
-                )
-            entries.append(None if not axes else axes[0] if len(axes) == 1 else axes)
-        return _trimmed(entries)

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxpp_flax.checkpoint import abstract_state
 from jaxpp_flax.checkpoint.reading import plan_restore
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.arrays.placing import place_on_ranks
+from jaxpp_flax.engine.arrays.reshard import spmd_to_mpmd_reshard
 from jaxpp_flax.trainers.loop.process_synchronization import compare_initial_states
-from jaxpp_flax.trainers.state.placing import is_abstract, place_state
+from jaxpp_flax.trainers.state.optimizer_state import make_on_ranks
 from jaxpp_flax.trainers.state.train_state import TrainState
-from jaxpp_flax.trainers.step.compilation import copied
-
-__all__ = ["Beginning", "Made", "OnDisk", "Placed", "StateHolder"]
 
 # Larger first parameters are not kept for the diagnosis of a first loss that is not finite.
 _KEPT_FOR_DIAGNOSIS = 256 << 20
@@ -25,32 +25,23 @@ _KEPT_FOR_DIAGNOSIS = 256 << 20
 
 @dataclass(frozen=True)
 class Made:
-    """The state before a step is compiled: the user's own arrays, or arrays on the default device.
+    """The state before a step is compiled: the user's own arrays, or arrays on the default device."""
 
-    Args:
-      state: the state; `opt_state` may have only shapes.
-    """
-
-    state: TrainState
+    state: TrainState  # `opt_state` may have only shapes
 
 
 @dataclass(frozen=True)
 class OnDisk:
-    """The state is a checkpoint with checked files. The checkpoint is read once the target shardings are known.
-
-    Args:
-      path: the path of the checkpoint.
-      state: the state in memory, with the same shapes and dtypes; the checkpoint will replace it.
-    """
+    """The state is a checkpoint with checked files. The checkpoint is read once the target shardings are known."""
 
     path: Path
-    state: TrainState
+    state: TrainState  # in memory, with the same shapes and dtypes; the checkpoint will replace it
 
     def read(self, shardings: TrainState | None = None) -> TrainState:
         """Read the checkpoint's state: to the default device, or to `shardings`."""
         target = abstract_state(self.state)
         if shardings is not None:
-            target = jax.tree.map(_with_sharding, target, shardings)
+            target = jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), target, shardings)
         return plan_restore(self.path, target, check=False).read()
 
 
@@ -63,12 +54,9 @@ class Placed:
 
 @dataclass(frozen=True)
 class Beginning:
-    """The inputs of the first step, for the diagnosis of a first loss that is not finite.
+    """The inputs of the first step, for the diagnosis of a first loss that is not finite."""
 
-    Args:
-      values: parameters and the rest of the model's state; None if they are too large to keep beside the state.
-    """
-
+    # Parameters and the rest of the model's state; None if they are too large to keep beside the state.
     values: tuple[Any, Any] | None
 
 
@@ -79,22 +67,19 @@ class StateHolder:
     shapes. Then each leaf is copied, or made, directly on the devices of its ranks. A run that resumes reads its
     checkpoint directly onto these devices. A call of `whole` before that makes the state on the default device.
 
-    Args:
-      first: the state before the first step; `opt_state` may have only shapes.
-      init: makes the `opt_state` from parameters.
+    `init` makes the optimizer's state from parameters.
 
     Example:
       >>> import jax.numpy as jnp, optax
       >>> from jaxpp_flax.trainers.step.update import Update
-      >>> update = Update.of(optax.sgd(0.1, momentum=0.9), None, None, None, skips_nonfinite=False)
+      >>> update = Update(tx=optax.sgd(0.1, momentum=0.9))
       >>> held = StateHolder(update.first_state({"w": jnp.ones(2)}, {}), update.tx.init)
       >>> is_abstract(held.memory.opt_state), is_abstract(held.whole().opt_state), held.is_placed
       (True, False, False)
     """
 
     def __init__(self, first: TrainState, init: Callable[[Any], Any]) -> None:
-        self.step = 0
-        """The number of optimizer steps done."""
+        self.step = 0  # the number of optimizer steps done
         self._now: Made | OnDisk | Placed = Made(first)
         self._init = init
         self._beginning: Beginning | None = Beginning((first.params, first.model_state))  # until the first loss is seen
@@ -123,11 +108,9 @@ class StateHolder:
         return self._now.state
 
     def place(self, mesh: MpmdMesh | None, shardings: Callable[[], TrainState]) -> None:
-        """Place the state for the compiled step; later calls do nothing.
+        """Place the state for the compiled step; without a mesh, copy it to the default device. Later calls do nothing.
 
-        Args:
-          mesh: the mesh of all ranks; None copies the state to the default device.
-          shardings: returns an `MpmdSharding` for each leaf.
+        `shardings` returns an `MpmdSharding` for each leaf.
         """
         match self._now:
             case Placed():
@@ -136,7 +119,7 @@ class StateHolder:
                 placed, self._beginning = stored.read(shardings()), None
             case Made(state) if mesh is not None:
                 compare_initial_states(mesh, state, self._init)
-                placed = place_state(mesh, state, shardings(), self._init)
+                placed = _place_state(mesh, state, shardings(), self._init)
             case _:
                 placed = jax.tree.map(copied, self.whole())
         self._now = Placed(placed)
@@ -163,9 +146,32 @@ class StateHolder:
         return beginning
 
 
+def is_abstract(tree: Any) -> bool:
+    """Return True if some leaf is a shape without a value."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def copied(leaf: Any) -> jax.Array:
+    """Return a copy that shares no memory with `leaf`."""
+    return jnp.array(leaf, copy=True)
+
+
+def _place_state(mesh: MpmdMesh, state: TrainState, shardings: TrainState, init: Callable[[Any], Any]) -> TrainState:
+    """Copy `state` to its ranks. A step may donate the copies: the user's arrays stay valid.
+
+    If `opt_state` has only shapes, `init` makes it on the ranks.
+    """
+    placed = _put(mesh, replace(state, opt_state=()), replace(shardings, opt_state=()))
+    if is_abstract(state.opt_state):
+        return replace(placed, opt_state=make_on_ranks(init, placed.params, shardings.opt_state))
+    return replace(placed, opt_state=_put(mesh, state.opt_state, shardings.opt_state))
+
+
+def _put(mesh: MpmdMesh, tree: Any, shardings: Any) -> Any:
+    if not mesh.jax_mesh.is_multi_process:
+        return spmd_to_mpmd_reshard(mesh, tree, shardings, donate=False)
+    return jax.tree.map(place_on_ranks, tree, shardings)  # every process has the values: nothing is sent
+
+
 def _num_bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -7,8 +7,6 @@ from typing import Any
 
 import jax
 
-__all__ = ["TrainState"]
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)

@@ -6,40 +6,29 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpp_flax.trainers.model.adapter import ModelAdapter
-from jaxpp_flax.trainers.model.linen import LinenModel
-from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.step.compilation import to_ordinary
+import jax
 
-__all__ = ["Weights"]
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.arrays.placing import on_every_process
+from jaxpp_flax.trainers.model.adapter import ModelAdapter
+from jaxpp_flax.trainers.model.linen_model import LinenModel
+from jaxpp_flax.trainers.state.holder import StateHolder, copied
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Copies the weights of a state for the user.
-
-    Args:
-      adapter: the adapter of the model.
-      held: the state.
-      meet: a function of the name of a call that every process must make after the same step.
-    """
+    """Copies the weights of a state for the user, for the attributes of `PipelineTrainer`."""
 
     adapter: ModelAdapter
     held: StateHolder
-    meet: Callable[[str], None]
+    meet: Callable[[str], None]  # waits until every process has made the call of this name
 
     def model(self) -> Any:
-        """Make an ordinary module with the current weights (NNX: a new module; Linen: bound to its variables)."""
         state = self.held.weights()
         self.meet("trainer.model")
         return self.adapter.rebuild(to_ordinary(state.params), to_ordinary(state.model_state))
 
     def ema_model(self) -> Any:
-        """Make an ordinary module with the moving average of the weights instead of the trained weights.
-
-        Raises:
-          ValueError: if no average is kept.
-        """
         state = self.held.weights()
         if state.ema is None:
             raise ValueError(
@@ -49,13 +38,24 @@ class Weights:
         return self.adapter.rebuild(to_ordinary(state.ema), to_ordinary(state.model_state))
 
     def variables(self) -> dict[str, Any]:
-        """Return the current variables of a Linen model, in the form that `module.apply` takes.
-
-        Raises:
-          TypeError: for an NNX model.
-        """
         if not isinstance(self.adapter, LinenModel):
             raise TypeError("trainer.variables is for Linen models; an NNX model's are in `trainer.model`.")
         state = self.held.weights()
         self.meet("trainer.variables")
         return self.adapter.variables_of(to_ordinary(state.params), to_ordinary(state.model_state))
+
+
+def to_ordinary(tree: Any) -> Any:
+    """Copy every leaf to a new `jax.Array` on the default device.
+
+    If the ranks belong to several processes, all of them must call this function.
+    """
+    device = jax.local_devices()[0]
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, MpmdArray):
+            return copied(leaf)
+        several = leaf.sharding.mpmd_mesh.jax_mesh.is_multi_process
+        return copied(jax.device_put(on_every_process(leaf) if several else leaf.as_jax_array(), device))
+
+    return jax.tree.map(one, tree)

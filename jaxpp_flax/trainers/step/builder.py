@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce_i
 from jaxpp_flax.layers.remat import policy_of
-from jaxpp_flax.schedules import Schedule
+from jaxpp_flax.schedules import Schedule, Task, TaskKind
+from jaxpp_flax.trainers.data.batch import dtype_of, signature
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.loss import LossTerms, read_loss, whole_batch
-from jaxpp_flax.trainers.step.loss_trace import check_used
+from jaxpp_flax.trainers.step.loss_trace import LossTrace, check_used, trace_loss, warn_of_batch_statistics
 from jaxpp_flax.trainers.step.update import Update
-
-__all__ = ["Loop", "StepBuilder"]
 
 StepFunction = Callable[[TrainState, Any], Any]
 
@@ -31,33 +30,51 @@ class Loop:
     schedule: Schedule | None
 
 
+class ForwardOnly(Schedule):
+    """A schedule with only forwards, on the ranks of a training schedule, for any number of microbatches.
+
+    Example:
+      >>> from jaxpp_flax.schedules import ZBV
+      >>> ForwardOnly(ZBV(4, 2)).tasks(1)
+      [[fwd_0__0, fwd_3__0], [fwd_1__0, fwd_2__0]]
+    """
+
+    def __init__(self, training: Schedule) -> None:
+        super().__init__(training.num_stages, training.num_ranks)
+        object.__setattr__(self, "_home", tuple(training.rank_of(stage) for stage in range(training.num_stages)))
+
+    _home: tuple[int, ...]
+
+    def _check_ranks(self) -> None:
+        """Accept all numbers: a user's own schedule may have more stages on one rank than on another."""
+
+    def rank_of(self, stage: int) -> int:
+        return self._home[stage]
+
+    def tasks(self, num_microbatches: int) -> list[list[Task]]:  # type: ignore[override]
+        return [
+            [Task(TaskKind.FORWARD, stage, m) for stage in self.stages_of(rank) for m in range(num_microbatches)]
+            for rank in range(self.num_ranks)
+        ]
+
+
 def _at(batch: Any, index: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), batch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepBuilder:
-    """Builds functions of `(state, batch)`; batch leaves have shape (num_microbatches, microbatch, ...).
-
-    Args:
-      carried: the leaves of `model_state` that go from microbatch to microbatch, from `trace_loss`.
-      unused: the parameters that the loss does not use, from `trace_loss`.
-      remat: None, "full" or a policy: the values of the loss to recompute in backward.
-    """
+    """Builds functions of `(state, batch)`; batch leaves have shape (num_microbatches, microbatch, ...)."""
 
     model: ModelAdapter
     update: Update
     loss_fn: Callable[..., Any]
-    carried: tuple[int, ...] = ()
-    unused: tuple[str, ...] = ()
-    remat: Any = None
+    carried: tuple[int, ...] = ()  # the leaves of `model_state` that go from microbatch to microbatch
+    unused: tuple[str, ...] = ()  # the parameters that the loss does not use
+    remat: Any = None  # None, "full" or a policy: the values of the loss to recompute in backward
 
     def train(self, loop: Loop) -> StepFunction:
-        """Return `step(state, batch) -> (state, metrics)`: one optimizer step on the whole batch.
-
-        Raises:
-          ModelError: if the loss does not depend on some parameter.
-        """
+        """Return `step(state, batch) -> (state, metrics)`: one optimizer step on the whole batch."""
         check_used(self.unused)
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -131,3 +148,33 @@ class StepBuilder:
         if not init:  # without a carry, the microbatches have no order
             return [], treduce_i(lambda i: body([], i)[1], loop.num_microbatches, loop.schedule, operation)
         return treduce_i(body, loop.num_microbatches, loop.schedule, operation, init=list(init))
+
+
+class StepBuilderCache:
+    """Returns the builder for a batch. The leaves that a loss writes or does not use depend on the batch."""
+
+    def __init__(self, untraced: StepBuilder, num_microbatches: int) -> None:
+        self._untraced, self._num_microbatches = untraced, num_microbatches
+        self._traced: dict[Any, LossTrace] = {}
+        self._has_warned = False
+
+    def for_training(self, state: TrainState, microbatches: Any) -> StepBuilder:
+        """Return the builder for batches with the structure, shapes and dtypes of `microbatches`."""
+        found = self.trace(state, microbatches)
+        return replace(self._untraced, carried=found.carried, unused=found.unused)
+
+    def trace(self, state: TrainState, microbatches: Any) -> LossTrace:
+        """Trace the training loss for such batches; each structure of a batch is traced once."""
+        key = signature(microbatches)
+        if key not in self._traced:
+            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], dtype_of(x)), microbatches)
+            found = trace_loss(self._untraced.model, self._untraced.loss_fn, state, one)
+            if found.batch_statistics and self._num_microbatches > 1 and not self._has_warned:
+                self._has_warned = True
+                warn_of_batch_statistics(found.batch_statistics, self._num_microbatches)
+            self._traced[key] = found
+        return self._traced[key]
+
+    def for_inference(self, loss_fn: Callable[..., Any] | None = None) -> StepBuilder:
+        """Return a builder without carried leaves, by default with the training loss; nothing is traced."""
+        return self._untraced if loss_fn is None else replace(self._untraced, loss_fn=loss_fn)

@@ -22,8 +22,6 @@ from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.step.loss import read_loss
 
-__all__ = ["diagnose", "first_loss_error"]
-
 
 def first_loss_error(
     value: float,
@@ -34,13 +32,9 @@ def first_loss_error(
     num_microbatches: int,
     mesh: MpmdMesh | None,
 ) -> NonFiniteLossError:
-    """Return the error for a loss of step 1 that is not finite.
+    """Return the error for a loss of step 1 that is not finite: `value`.
 
-    Args:
-      value: the loss.
-      initial: parameters and the rest of the model's state before that step, or None if they were not kept.
-      model, loss_fn: as in the trainer.
-      batch, num_microbatches, mesh: as in `diagnose`.
+    `initial` has the parameters and the rest of the model's state before that step; None if they were not kept.
     """
     if initial is None:
         return NonFiniteLossError(
@@ -60,11 +54,8 @@ def first_loss_error(
     )
 
 
-class _Unknown:
-    """A value that only other processes can compute; this process treats it as finite."""
-
-
-_UNKNOWN = _Unknown()
+# A value that only other processes can compute; this process treats it as finite.
+_UNKNOWN = object()
 
 # Kinds of findings, the most precise first: with several processes, the most precise finding is used.
 _A_LEAF, _A_BLOCK, _AFTER_THE_BLOCKS, _BEYOND_THE_BLOCKS, _THE_SUM, _NOTHING = range(6)
@@ -80,12 +71,9 @@ def diagnose(
 ) -> str:
     """Describe the origin of a loss that is not finite to the user, in one sentence or two.
 
-    Args:
-      loss_of: `(params, microbatch, index)` -> the result of the user's loss function.
-      batch: leaves of shape (num_microbatches, microbatch, ...); a `jax.ShapeDtypeStruct` for a leaf that only another
-        process has.
-      mesh: the mesh of the run. If several processes own it, all of them must call `diagnose`, and all return the most
-        precise finding.
+    If several processes own the mesh, all of them must call `diagnose`, and all return the most precise finding.
+    `loss_of(params, microbatch, index)` returns the result of the user's loss function. `batch` has leaves of shape
+    (num_microbatches, microbatch, ...), and a `jax.ShapeDtypeStruct` for a leaf that only another process has.
     """
     findings = [_find(loss_of, params, batch, num_microbatches)]
     if mesh is not None and mesh.jax_mesh.is_multi_process:
@@ -110,7 +98,9 @@ def _find(loss_of: Callable[[Any, Any, Any], Any], params: Any, batch: Any, num_
         "is not.",
     )
     for index in range(num_microbatches):
-        microbatch = jax.tree.map(lambda x, i=index: _abstract(x) if _is_elsewhere(x) else x[i], batch)
+        microbatch = jax.tree.map(
+            lambda x, i=index: jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if _is_elsewhere(x) else x[i], batch
+        )
         fault = _first_fault(lambda p, x, i=index: read_loss(loss_of(p, x, i)).total, params, microbatch)
         if fault is None:
             continue
@@ -126,10 +116,6 @@ def _is_elsewhere(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct) or not getattr(leaf, "is_fully_addressable", True)
 
 
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)
-
-
 def _first_fault(function: Callable[[Any, Any], Any], params: Any, microbatch: Any) -> tuple[int, str] | None:
     graph, consts = from_jaxpr(jax.make_jaxpr(function)(params, microbatch))
     watch = _Watch()
@@ -143,15 +129,10 @@ def _first_fault(function: Callable[[Any, Any], Any], params: Any, microbatch: A
     if watch.unknown_block is not None:
         return _NOTHING, f"It cannot be computed up to the block {watch.unknown_block!r}"
     where = f"after the last mark ({watch.last_block!r})" if watch.last_block else "in a model without marks"
+    place = f"it arises {where}, in the head or loss{origin}"
     if loss is _UNKNOWN:
-        return (
-            _BEYOND_THE_BLOCKS,
-            f"Every marked block's output is finite: it arises {where}, in the head or loss{origin}",
-        )
-    return (
-        _AFTER_THE_BLOCKS,
-        f"every marked block's output is finite and the loss is not: it arises {where}, in the head or loss{origin}",
-    )
+        return _BEYOND_THE_BLOCKS, f"Every marked block's output is finite: {place}"
+    return _AFTER_THE_BLOCKS, f"every marked block's output is finite and the loss is not: {place}"
 
 
 class _Watch:

@@ -24,8 +24,6 @@ import jax.numpy as jnp
 
 from jaxpp_flax.trainers.errors import LossError
 
-__all__ = ["LossTerms", "read_loss", "whole_batch"]
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +37,6 @@ class LossTerms:
 
 def read_loss(output: Any) -> LossTerms:
     """Read the terms from the output of a loss function for one microbatch; sums are in float32 or wider.
-
-    Raises:
-      LossError: if the output has none of the documented forms.
 
     Example:
       >>> read_loss((jnp.float32(6.0), 3)).weight.item()

@@ -21,40 +21,25 @@ from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.loss import read_loss
 
-__all__ = ["LossTrace", "check_used", "trace_loss", "used_inputs", "warn_of_batch_statistics"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LossTrace:
     """The properties of a loss function for microbatches of one structure.
 
-    Args:
-      carried: the positions of the leaves of `model_state` that the loss function writes. These leaves go from
-        microbatch to microbatch; all other leaves (frozen parameters, keys) are constants of the loop.
-      unused: the paths of parameters that the loss does not depend on.
-      batch_statistics: the paths of the carried leaves that are statistics of a batch.
-      weighed_by: the leaves of the batch that both the loss and its weight depend on.
-      unweighted: the metrics that are not pairs (sum, weight); None if the loss is not a pair.
+    The carried leaves of `model_state` are those that the loss function writes. They go from microbatch to microbatch;
+    all other leaves (frozen parameters, keys) are constants of the loop.
     """
 
-    carried: tuple[int, ...]
-    unused: tuple[str, ...]
-    batch_statistics: tuple[str, ...]
-    weighed_by: tuple[str, ...]
-    unweighted: tuple[str, ...] | None
+    carried: tuple[int, ...]  # the positions of these leaves
+    unused: tuple[str, ...]  # the paths of parameters that the loss does not depend on
+    batch_statistics: tuple[str, ...]  # the paths of the carried leaves that are statistics of a batch
+    weighed_by: tuple[str, ...]  # the leaves of the batch that both the loss and its weight depend on
+    unweighted: tuple[str, ...] | None  # the metrics that are not pairs (sum, weight); None if the loss is not a pair
 
 
 def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any) -> LossTrace:
-    """Trace the loss function for microbatches of this structure; nothing is computed.
-
-    Args:
-      microbatch: a tree of arrays or `jax.ShapeDtypeStruct`s.
-
-    Raises:
-      LossError: if the loss function returns none of the documented forms.
-    """
+    """Trace the loss function for microbatches of this structure, arrays or shapes; nothing is computed."""
     leaves, tree = jax.tree.flatten(state.model_state)
-
     kinds: list[tuple[str, ...] | None] = []
 
     def run(leaves: Sequence[Any], params: Any, step: Any, index: Any, batch: Any) -> tuple[Sequence[Any], Any, Any]:
@@ -73,7 +58,7 @@ def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainSta
     weights = len(graph.outputs) - len(leaves) - 1
     used = used_inputs(graph, [False] * len(leaves) + [True] + [False] * weights)[len(consts) + len(leaves) :]
     weighing = used_inputs(graph, [False] * len(leaves) + [False] + [True] * weights)[len(consts) + len(leaves) :]
-    of_batch = _paths_of_batch(microbatch)
+    of_batch = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(microbatch)]
     statistics = model.batch_statistics(state.model_state)
     return LossTrace(
         carried=carried,
@@ -83,10 +68,8 @@ def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainSta
         ),
         weighed_by=tuple(
             path
-            for path, in_loss, in_weight in zip(
-                of_batch, used[-len(of_batch) :], weighing[-len(of_batch) :], strict=True
-            )
-            if in_loss and in_weight
+            for path, *uses in zip(of_batch, used[-len(of_batch) :], weighing[-len(of_batch) :], strict=True)
+            if all(uses)
         ),
         unweighted=kinds[-1],
     )
@@ -94,10 +77,6 @@ def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainSta
 
 def _paths(tree: Any) -> list[str]:
     return [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def _paths_of_batch(batch: Any) -> list[str]:
-    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
 
 
 def warn_of_batch_statistics(paths: Sequence[str], num_microbatches: int) -> None:
@@ -115,11 +94,7 @@ def warn_of_batch_statistics(paths: Sequence[str], num_microbatches: int) -> Non
 
 
 def check_used(unused: Sequence[str]) -> None:
-    """Refuse parameters that the loss does not depend on.
-
-    Raises:
-      ModelError: the message names the parameters.
-    """
+    """Refuse parameters that the loss does not depend on: raise a `ModelError` that names them."""
     if unused:
         shown = shortened(unused, 5)
         patterns = ", ".join(repr(path) for path in unused[:3])

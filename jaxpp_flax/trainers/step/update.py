@@ -13,10 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpp_flax.trainers.state.placing import shapes_or_values
+from jaxpp_flax.trainers.state.optimizer_state import shapes_or_values
 from jaxpp_flax.trainers.state.train_state import TrainState
-
-__all__ = ["DynamicLossScale", "Update", "choose_loss_scale"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,9 +59,6 @@ class DynamicLossScale:
 def choose_loss_scale(value: Any) -> DynamicLossScale | float | None:
     """Convert the trainer's `loss_scale=`: "dynamic" becomes a `DynamicLossScale()`.
 
-    Raises:
-      ValueError: if the value is not a loss scale.
-
     Example:
       >>> choose_loss_scale("dynamic").initial, choose_loss_scale(128.0), choose_loss_scale(None)
       (65536.0, 128.0, None)
@@ -100,39 +95,19 @@ def _wanted(error: Exception) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """The part of a step that changes the state: it uses the summed gradients.
-
-    Args:
-      tx: the optimizer.
-      loss_scale: None, a constant, or a `DynamicLossScale`. With one, gradients that are not finite skip the step.
-      gradient_dtype: the type in which gradients are summed over the microbatches. None: their own type.
-      ema_decay: the decay of the exponential moving average of the weights. None: no average is kept.
-      skips_nonfinite: True if a loss or gradients that are not finite skip the step, without a loss scale too.
-    """
+    """The part of a step that changes the state: it uses the summed gradients."""
 
     tx: optax.GradientTransformation
-    loss_scale: DynamicLossScale | float | None = None
-    gradient_dtype: Any = None
-    ema_decay: float | None = None
-    skips_nonfinite: bool = False
+    loss_scale: DynamicLossScale | float | None = None  # with one, gradients that are not finite skip the step
+    gradient_dtype: Any = None  # the type in which gradients are summed over the microbatches; None: their own type
+    ema_decay: float | None = None  # of the exponential moving average of the weights; None: no average is kept
+    skips_nonfinite: bool = False  # a loss or gradients that are not finite skip the step, without a loss scale too
 
-    @classmethod
-    def of(cls, tx: Any, loss_scale: Any, gradient_dtype: Any, ema_decay: Any, *, skips_nonfinite: bool) -> Update:
-        """Make an `Update` from the trainer's arguments.
-
-        Raises:
-          TypeError: if `tx` is not an optimizer.
-        """
-        if not hasattr(tx, "init") or not hasattr(tx, "update"):
-            inner = f" Pass the Optax optimizer that it holds, its `.tx`. {_ITS_STATE}" if hasattr(tx, "tx") else ""
-            raise TypeError(f"tx must be an Optax optimizer such as optax.adamw(3e-4), got {type(tx).__name__}.{inner}")
-        return cls(
-            tx=tx,
-            loss_scale=choose_loss_scale(loss_scale),
-            gradient_dtype=gradient_dtype,
-            ema_decay=ema_decay,
-            skips_nonfinite=skips_nonfinite,
-        )
+    def __post_init__(self) -> None:
+        if not hasattr(self.tx, "init") or not hasattr(self.tx, "update"):
+            kind, held = type(self.tx).__name__, hasattr(self.tx, "tx")
+            inner = f" Pass the Optax optimizer that it holds, its `.tx`. {_ITS_STATE}" if held else ""
+            raise TypeError(f"tx must be an Optax optimizer such as optax.adamw(3e-4), got {kind}.{inner}")
 
     def first_state(self, params: Any, model_state: Any) -> TrainState:
         """Return the state before the first step; `opt_state` has only shapes if the optimizer can be traced."""
@@ -152,9 +127,7 @@ class Update:
 
     def summand(self, grads: Any) -> Any:
         """Convert one microbatch's gradients to the type of the sum."""
-        if self.gradient_dtype is None:
-            return grads
-        return jax.tree.map(lambda g: g.astype(self.gradient_dtype), grads)
+        return optax.tree_utils.tree_cast(grads, self.gradient_dtype)
 
     def apply(
         self,
@@ -167,12 +140,9 @@ class Update:
     ) -> tuple[TrainState, dict[str, Any]]:
         """Return the new state and its metrics.
 
-        Args:
-          grads: the gradients, summed over the microbatches.
-          loss: the loss of the whole batch, for optimizers that ask for `value`.
-          divisor: the gradients are divided by this number.
-          carried: the leaves of the model's state that the step has written: a pair of lists, before and after.
-          new_model_state: makes the model's state from these leaves.
+        `grads` are summed over the microbatches, before the division by `divisor`. `loss` is the loss of the whole
+        batch, for optimizers that ask for `value`. `carried` has the leaves of the model's state that the step writes,
+        before and after; `new_model_state` makes the model's state from them.
         """
         scale = self._scale(state)
         total = divisor if scale is None else divisor * scale
@@ -224,8 +194,7 @@ class Update:
     def _updates(self, grads: Any, state: TrainState, loss: Any) -> tuple[Any, Any]:
         """Return the optimizer's updates and its new state.
 
-        Raises:
-          TypeError: if the optimizer needs more than gradients, parameters and the loss.
+        Raise a `TypeError` if the optimizer needs more than gradients, parameters and the loss.
         """
         more = {"value": loss} if _takes_value(self.tx) else {}
         try:

@@ -10,13 +10,10 @@ from typing import Any, Protocol
 from jaxpp_flax.assignment import AssignmentError
 from jaxpp_flax.schedules import Costs, Found, Schedule, ScheduleError, Transfer, by_name, search, simulate
 from jaxpp_flax.trainers.data.batch import signature
-from jaxpp_flax.trainers.tuning.profiling import StepProfile, task_costs
+from jaxpp_flax.trainers.tuning.step_profile import StepProfile, task_costs
 
-__all__ = ["AutoSchedule", "ScheduleReport", "ScheduleTuner"]
-
-# Schedules that run to measure their tasks, by stages on a rank: with whole backwards, and with split backwards.
-_WHOLE, _SPLIT = {1: "1f1b"}, {1: "zero_bubble", 2: "zbv"}
-_WHOLE_OF_SEVERAL = "interleaved_1f1b"
+# Schedules with split backwards that run to measure their tasks, by stages on a rank.
+_SPLIT = {1: "zero_bubble", 2: "zbv"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +56,7 @@ class AutoSchedule:
 
     def first(self, num_stages: int, num_ranks: int) -> str:
         """Return the name of the schedule that training begins with."""
-        return _WHOLE.get(num_stages // num_ranks, _WHOLE_OF_SEVERAL)
+        return "1f1b" if num_stages // num_ranks == 1 else "interleaved_1f1b"
 
     def trials(self, num_stages: int, num_ranks: int) -> list[tuple[int, str]]:
         """List the schedules to measure, as (number of stages, name), the first schedule first."""
@@ -74,27 +71,16 @@ class AutoSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleReport:
-    """The result of `schedule="auto"`. Times are seconds of a step, without the work before and after the pipeline.
+    """The result of `schedule="auto"`. Times are seconds of a step, without the work before and after the pipeline."""
 
-    Attributes:
-      first: the schedule that training began with.
-      chosen: the schedule that training continues with.
-      origin: the origin of the chosen schedule: the name of a schedule, or the action of the search.
-      costs: measured times of the tasks of the chosen schedule's stages.
-      found: the result of the search, for each measured number of stages.
-      predicted: seconds of the first schedule and of the best one found, from measured times of tasks.
-      measured: measured seconds of the first schedule and, once it ran, of the best one found.
-      skipped: numbers of stages that were left out, each with the reason.
-    """
-
-    first: Schedule
-    chosen: Schedule
-    origin: str
-    costs: Costs = field(repr=False)
-    found: Mapping[int, Found] = field(repr=False)
-    predicted: tuple[float, float]
-    measured: tuple[float, float | None]
-    skipped: Mapping[int, str] = field(default_factory=dict)
+    first: Schedule  # the training began with this one
+    chosen: Schedule  # the training continues with this one
+    origin: str  # of the chosen schedule: the name of a schedule, or the action of the search
+    costs: Costs = field(repr=False)  # measured times of the tasks of the chosen schedule's stages
+    found: Mapping[int, Found] = field(repr=False)  # the result of the search, for each measured number of stages
+    predicted: tuple[float, float]  # of the first schedule and of the best one found, from measured times of tasks
+    measured: tuple[float, float | None]  # of the first schedule and, once it ran, of the best one found
+    skipped: Mapping[int, str] = field(default_factory=dict)  # numbers of stages left out, each with the reason
 
     @property
     def predicted_gain(self) -> float:
@@ -107,7 +93,6 @@ class ScheduleReport:
         return None if self.measured[1] is None else 1.0 - self.measured[1] / self.measured[0]
 
     def __str__(self) -> str:
-        """Return a line for people."""
         first, best = (1e3 * seconds for seconds in self.predicted)
         text = (
             f"schedule: {self.chosen!r} ({self.origin}); predicted {first:.3g} ms a step for the first one, "
@@ -133,12 +118,7 @@ class Tunable(Protocol):
 
 
 class ScheduleTuner:
-    """Runs the first steps of a training in place of `train_step`, until `done`.
-
-    Args:
-      options: the options of the search.
-      first: the schedule that the trainer begins with.
-    """
+    """Runs the first steps of a training in place of `train_step`, until `done`; the trainer begins with `first`."""
 
     def __init__(self, options: AutoSchedule, first: Schedule) -> None:
         self.options, self.first = options, first
@@ -152,11 +132,7 @@ class ScheduleTuner:
         self._final: list[StepProfile] = []
 
     def step(self, trainer: Tunable, batch: Any) -> dict[str, Any]:
-        """Run one training step; change to the next schedule when the current one has been measured.
-
-        Raises:
-          ScheduleError: if no schedule keeps within the memory limit.
-        """
+        """Run one training step; change to the next schedule when the current one has been measured."""
         profile = trainer.profile_step(batch)
         self._shapes = self._shapes or signature(batch)
         if signature(batch) != self._shapes:  # a batch of another size has other times
@@ -217,7 +193,8 @@ class ScheduleTuner:
         fits = _fits(now.peak_memory, options.memory_limit)
         keep = fits and best.makespan > now.makespan * (1.0 - options.minimum_gain)
         chosen, origin = (first, "kept") if keep else _as_named(best, stages, first.num_ranks)
-        measured = median(profile.measured.makespan for profile in self._profiles[self._key(first)])
+        key = first.num_stages, options.first(first.num_stages, first.num_ranks)
+        measured = median(profile.measured.makespan for profile in self._profiles[key])
         self.report = ScheduleReport(
             first=first,
             chosen=chosen,
@@ -238,17 +215,14 @@ class ScheduleTuner:
         """Measure the gain; if it is a loss, go back to the first schedule, unless that takes too much memory."""
         measured = median(profile.measured.makespan for profile in self._final)
         chosen, origin = report.chosen, report.origin
-        step = simulate(
-            report.first,
-            self._costs(report.first.num_stages),
-            self.options.transfer,
-            num_microbatches=trainer.num_microbatches,
-        )
+        costs, count = self._costs(report.first.num_stages), trainer.num_microbatches
+        step = simulate(report.first, costs, self.options.transfer, num_microbatches=count)
         if measured > report.measured[0] and _fits(step.peak_memory, self.options.memory_limit):
             chosen, origin = report.first, "the best one found was not faster"
             trainer.use_schedule(chosen)
-        of = self._costs(chosen.num_stages)
-        self.report = replace(report, chosen=chosen, origin=origin, costs=of, measured=(report.measured[0], measured))
+        costs = self._costs(chosen.num_stages)
+        times = report.measured[0], measured
+        self.report = replace(report, chosen=chosen, origin=origin, costs=costs, measured=times)
         self.done = True
         trainer.message(str(self.report))
 
@@ -256,9 +230,6 @@ class ScheduleTuner:
         profiles = [p for (stages, _), listed in self._profiles.items() if stages == num_stages for p in listed]
         # The last profile is of a split schedule, if any is: such a profile shows the last stage's activations too.
         return task_costs([profile.measured.events for profile in profiles], profiles[-1].stages)
-
-    def _key(self, schedule: Schedule) -> tuple[int, str]:
-        return schedule.num_stages, self.options.first(schedule.num_stages, schedule.num_ranks)
 
 
 def _fits(peaks: Sequence[float], limit: float | Sequence[float] | None) -> bool:

@@ -10,18 +10,11 @@ from jaxpp_flax.trainers.mesh import num_batch_shards, wrap_mesh
 from jaxpp_flax.trainers.setup import choose_ranks
 from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport, ScheduleTuner
 
-__all__ = ["Scheduling", "no_pipeline"]
-
 
 class Scheduling:
     """The current schedule and its ranks; for `"auto"`, also the tuner that finds a better schedule.
 
-    Args:
-      num_microbatches: the number of microbatches of a training step.
-      schedule, num_stages, num_ranks, mesh, mesh_axes: as in the trainer.
-
-    Raises:
-      ValueError, MeshError: see `choose_ranks`.
+    The arguments are those of the trainer.
 
     Example:
       >>> scheduling = Scheduling(4, "1f1b", num_stages=2)
@@ -45,8 +38,7 @@ class Scheduling:
             schedule = auto.first(num_stages, num_ranks if num_ranks is not None else of_mesh)
         self.schedule, self.mesh = choose_ranks(schedule, num_stages, num_microbatches, num_ranks, mesh, mesh_axes)
         self.num_stages, self.num_microbatches = num_stages, num_microbatches
-        self.batch_shards = num_batch_shards(self.mesh)
-        """The number of devices of a stage that divide the examples of a microbatch."""
+        self.batch_shards = num_batch_shards(self.mesh)  # the devices of a stage that divide a microbatch's examples
         self.tuner: ScheduleTuner | None = None
         if isinstance(auto, AutoSchedule) and self.schedule is not None and self.mesh is not None:
             if self.mesh.jax_mesh.is_multi_process:
@@ -59,7 +51,7 @@ class Scheduling:
 
     @property
     def report(self) -> ScheduleReport | None:
-        """The result of the search of `"auto"`, predicted and measured; None before the search."""
+        """The result of the search of `"auto"`; None before the search."""
         return self.tuner.report if self.tuner is not None else None
 
     def use(self, schedule: Any, num_stages: int | None = None) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpp_flax.trainers import DataPositionError
 from jaxpp_flax.trainers.data.position import DataPosition
-from jaxpp_flax.trainers.data.stream import batches
+from jaxpp_flax.trainers.data.stream import Batches
 
 
 def in_batches(size: int, examples: int = 24) -> list[np.ndarray]:
@@ -39,7 +39,7 @@ class WithState:
 
 
 def after(data: object, count: int) -> DataPosition:
-    source = batches(data, steps=100)  # type: ignore[arg-type]
+    source = Batches(data, steps=100)  # type: ignore[arg-type]
     for _ in range(count):
         next(source)
     position = DataPosition.from_json(source.position().to_json())
@@ -52,12 +52,12 @@ def after(data: object, count: int) -> DataPosition:
 )
 def test_no_example_is_skipped_or_drawn_again(before: int, count: int, now: int):
     used = before * count % 24 if count > 3 else before * count
-    rest = next(batches(in_batches(now), steps=1, position=after(in_batches(before), count)))
+    rest = next(Batches(in_batches(now), steps=1, position=after(in_batches(before), count)))
     assert rest[0] == used % 24
 
 
 def test_positions_go_on_in_the_new_size():
-    source = batches(in_batches(4), steps=3, position=after(in_batches(8), 2))
+    source = Batches(in_batches(4), steps=3, position=after(in_batches(8), 2))
     next(source)
     position = source.position()
     assert (position.in_epoch, position.examples, position.batch_size) == (5, 20, 4)
@@ -67,23 +67,23 @@ def test_batches_that_do_not_end_there_are_refused():
     with pytest.raises(
         DataPositionError, match=r"after 12 examples .* in batches of 4\. Batches of 8 do not end there"
     ):
-        next(batches(in_batches(8), steps=1, position=after(in_batches(4), 3)))
+        next(Batches(in_batches(8), steps=1, position=after(in_batches(4), 3)))
 
 
 @pytest.mark.parametrize("now", [4, 16])
 def test_a_state_that_counts_other_batches_is_refused(now: int):
     with pytest.raises(DataPositionError, match=f"batches of 8 examples, and this data gives batches of {now}"):
-        next(batches(WithState(now), steps=1, position=after(WithState(8), 1)))
+        next(Batches(WithState(now), steps=1, position=after(WithState(8), 1)))
 
 
 def test_the_smaller_rest_of_a_pass_is_no_change():
-    rest = list(batches(WithState(8), steps=3, position=after(WithState(8), 6), epochs=1))
+    rest = list(Batches(WithState(8), steps=3, position=after(WithState(8), 6), epochs=1))
     assert [len(batch) for batch in rest] == [6]
 
 
 def test_after_the_smaller_rest_of_a_pass_the_size_is_still_the_full_one():
     data = WithState(8)  # 54 examples: the seventh batch has six
-    rest = batches(data, steps=1, position=after(WithState(8), 6))
+    rest = Batches(data, steps=1, position=after(WithState(8), 6))
     assert len(next(rest)) == 6
     assert rest.position().batch_size == 8
 
@@ -91,20 +91,20 @@ def test_after_the_smaller_rest_of_a_pass_the_size_is_still_the_full_one():
 def test_the_look_whether_a_smaller_batch_is_the_last_moves_no_iterator():
     data = WithState(4)
     with pytest.raises(DataPositionError, match="gives batches of 4"):
-        next(batches(data, steps=1, position=after(WithState(8), 2)))
+        next(Batches(data, steps=1, position=after(WithState(8), 2)))
     assert data.at == 3
 
 
 def test_positions_of_older_checkpoints_count_batches():
     old = {"batches": 2, "epoch": 0, "in_epoch": 2, "iterator": None}
-    assert next(batches(in_batches(4), steps=1, position=DataPosition.from_json(old)))[0] == 8
+    assert next(Batches(in_batches(4), steps=1, position=DataPosition.from_json(old)))[0] == 8
 
 
 @pytest.mark.parametrize("data", [in_batches(8), WithState(8)], ids=["list", "with_state"])
 def test_passes_that_are_done_are_not_begun_again(data: object):
     """A run that has begun its second pass has done the first: nothing is left, and nothing is drawn."""
     position = DataPosition(batches=4, epoch=1, in_epoch=1, examples=8, batch_size=8)
-    source = batches(data, epochs=1, position=position)  # type: ignore[arg-type]
+    source = Batches(data, epochs=1, position=position)  # type: ignore[arg-type]
     assert list(zip(range(9), source, strict=False)) == []
     assert source.position() == position
 
@@ -120,27 +120,27 @@ class Interrupted(WithState):
 
 
 def test_a_batch_that_was_never_given_is_drawn_again():
-    source = batches(Interrupted(8), steps=9)
+    source = Batches(Interrupted(8), steps=9)
     next(source), next(source)
     with pytest.raises(KeyboardInterrupt):
         next(source)
-    assert next(batches(WithState(8), steps=1, position=source.position()))[0] == 16
+    assert next(Batches(WithState(8), steps=1, position=source.position()))[0] == 16
 
 
 def test_a_refused_batch_leaves_the_place_as_it_was():
     before = after(WithState(8), 2)
-    source = batches(WithState(4), steps=9, position=before)
+    source = Batches(WithState(4), steps=9, position=before)
     with pytest.raises(DataPositionError):
         next(source)
     assert source.position() == before
 
 
 def test_data_without_a_state_may_have_other_batches_than_data_with_one():
-    assert next(batches(in_batches(4), steps=1, position=after(WithState(8), 2)))[0] == 16
+    assert next(Batches(in_batches(4), steps=1, position=after(WithState(8), 2)))[0] == 16
 
 
 def in_use(data: object, count: int, **options: object) -> object:
-    source = batches(data, steps=count, **options)  # type: ignore[arg-type]
+    source = Batches(data, steps=count, **options)  # type: ignore[arg-type]
     assert len(list(source)) == count
     return source.drawn_from(data)
 
@@ -148,9 +148,9 @@ def in_use(data: object, count: int, **options: object) -> object:
 def test_an_iterator_in_use_stands_after_all_that_it_has_given():
     data = iter(in_batches(4))
     drawn = in_use(data, 2)
-    source = batches(data, steps=2, drawn=drawn)  # type: ignore[arg-type]
+    source = Batches(data, steps=2, drawn=drawn)  # type: ignore[arg-type]
     assert [batch[0] for batch in source] == [8, 12]
-    assert next(batches(in_batches(4), steps=1, position=source.position()))[0] == 16
+    assert next(Batches(in_batches(4), steps=1, position=source.position()))[0] == 16
 
 
 @pytest.mark.parametrize("given", [2, 4])
@@ -158,7 +158,7 @@ def test_an_iterator_in_use_goes_on_by_examples(given: int):
     """The run used two batches of 8 before; this iterator has given batches of 4."""
     data, position = iter(in_batches(4)), after(in_batches(8), 2)
     drawn = in_use(data, given)
-    assert next(batches(data, steps=1, position=position, drawn=drawn))[0] == 16  # type: ignore[arg-type]
+    assert next(Batches(data, steps=1, position=position, drawn=drawn))[0] == 16  # type: ignore[arg-type]
 
 
 class OnceInterrupted:
@@ -180,7 +180,7 @@ class OnceInterrupted:
 
 def test_a_search_that_was_interrupted_goes_on_where_it_stands():
     data, position = OnceInterrupted(), after(in_batches(4), 3)
-    source = batches(data, steps=1, position=position)
+    source = Batches(data, steps=1, position=position)
     with pytest.raises(KeyboardInterrupt):
         next(source)
-    assert next(batches(data, steps=1, position=position, drawn=source.drawn_from(data)))[0] == 12
+    assert next(Batches(data, steps=1, position=position, drawn=source.drawn_from(data)))[0] == 12

@@ -12,7 +12,7 @@ import pytest
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import Checkpoints
 from jaxpp_flax.trainers.callbacks import Callback
-from jaxpp_flax.trainers.step.compilation import to_ordinary
+from jaxpp_flax.trainers.state.weights import to_ordinary
 from tests.checkpoint import program
 from tests.helpers import tree_allclose
 

@@ -16,7 +16,8 @@ from rich.console import Console
 from jaxpp_flax import DictTracker, JsonlTracker, PipelineTrainer
 from jaxpp_flax.trainers import Callback, CompositeTracker, Logging
 from jaxpp_flax.trainers.callbacks import EarlyStopping, OnMetrics, PrintLoss
-from jaxpp_flax.trainers.data.stream import batches
+from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
+from jaxpp_flax.trainers.data.stream import Batches
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loop.progress import BarMeter, PlainMeter
 from jaxpp_flax.trainers.trackers import TensorBoardTracker
@@ -59,23 +60,23 @@ def test_kinds_of_data():
         (iter(DATA), {}, 3),
         (zip(DATA, strict=True), {}, 3),
     ]:
-        assert len(list(batches(data, **options))) == steps, (data, options)
+        assert len(list(Batches(data, **options))) == steps, (data, options)
 
 
 def test_data_that_runs_once():
     with pytest.raises(ValueError, match=r"epochs=2 needs data that can be iterated again, but a generator runs once"):
-        batches(generator(), epochs=2)
+        Batches(generator(), epochs=2)
     with pytest.warns(UserWarning, match=r"data ended after 3 of 5 steps: a generator runs once"):
-        assert len(list(batches(generator(), steps=5))) == 3
+        assert len(list(Batches(generator(), steps=5))) == 3
     with pytest.raises(ValueError, match=r"data \(a list\) held no batch"):
-        list(batches([], steps=2))
+        list(Batches([], steps=2))
     with pytest.raises(TypeError, match=r"data is a int, which cannot be iterated"):
-        batches(3)
+        Batches(3)
     with pytest.raises(TypeError, match=r"data is a dict: a single batch\?"):
-        batches(DATA[0])
+        Batches(DATA[0])
     for wrong in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match=r"it must be a whole number of at least 1"):
-            batches(DATA, steps=wrong)
+            Batches(DATA, steps=wrong)
 
 
 class Record(Callback):
@@ -258,3 +259,11 @@ def test_one_process_reads_every_row():
         sut.fit(DATA, global_batch_size=8)
     with pytest.raises(ValueError, match="global_batch_size=0: it must be"):
         sut.train_step(DATA[0], global_batch_size=0)
+
+
+def test_the_shape_of_the_whole_batch_is_found_once_a_step(monkeypatch):
+    found = []
+    whole = BatchSharding.whole
+    monkeypatch.setattr(BatchSharding, "whole", lambda *arguments: found.append(1) or whole(*arguments))
+    trainer().fit(DATA, global_batch_size=4)
+    assert len(found) == 1 + len(DATA)  # once for the compilation

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.checkpoint.store import CheckpointStore
+from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.trainers import Checkpoints, Logging, NonFiniteLossError, Parameters, Precision
 from jaxpp_flax.trainers.loop import nonfinite
 from jaxpp_flax.trainers.loop.nonfinite import nonfinite_leaf

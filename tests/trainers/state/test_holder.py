@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxpp_flax.checkpoint.store import save_step
-from jaxpp_flax.trainers.state.holder import Beginning, StateHolder
-from jaxpp_flax.trainers.state.placing import is_abstract
+from jaxpp_flax.checkpoint.writing import save_step
+from jaxpp_flax.trainers.state.holder import Beginning, StateHolder, is_abstract
 from jaxpp_flax.trainers.step.update import Update
 
 
 def held(value: float) -> StateHolder:
-    update = Update.of(optax.sgd(0.1, momentum=0.9), None, None, None, skips_nonfinite=False)
+    update = Update(tx=optax.sgd(0.1, momentum=0.9))
     return StateHolder(update.first_state({"w": jnp.full(2, value)}, {}), update.tx.init)
 
 

@@ -16,7 +16,7 @@ from jaxpp_flax.schedules import Costs, Schedule, ScheduleError, by_name, names,
 from jaxpp_flax.schedules.simulation.simulate import Event
 from jaxpp_flax.trainers import AutoSchedule, Logging
 from jaxpp_flax.trainers.tuning.auto_schedule import ScheduleTuner
-from jaxpp_flax.trainers.tuning.profiling import StepProfile
+from jaxpp_flax.trainers.tuning.step_profile import StepProfile
 from tests.trainers import models as m
 
 

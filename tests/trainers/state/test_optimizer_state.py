@@ -20,7 +20,8 @@ from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
 from jaxpp_flax.trainers import Parameters, Precision
 from jaxpp_flax.trainers.errors import NonFiniteLossError
 from jaxpp_flax.trainers.state import holder
-from jaxpp_flax.trainers.state.placing import is_abstract, make_on_ranks
+from jaxpp_flax.trainers.state.holder import is_abstract
+from jaxpp_flax.trainers.state.optimizer_state import make_on_ranks
 from tests.trainers.models import Layers
 
 STAGES, WIDTH = 4, 64

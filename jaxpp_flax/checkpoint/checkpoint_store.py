@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxpp_flax.checkpoint.barriers import background_barrier, name_checkpoint, poll, shared_work
+from jaxpp_flax.checkpoint.barriers import background_barrier, poll, shared_work
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CheckpointSaveError, DirectoryInUseError
 from jaxpp_flax.checkpoint.finish_at_exit import finish_at_exit
 from jaxpp_flax.checkpoint.format.orbax_io import (
-    TREE_ITEM,
     absolute,
-    damaged,
     multiprocessing_options,
-    pytree_handler,
     under_way,
 )
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.checkpoint.owner import Ownership
-from jaxpp_flax.checkpoint.policies import KeepPolicy, SavePolicy, check_interval
 from jaxpp_flax.checkpoint.shared_directory import check_shared
-from jaxpp_flax.checkpoint.writing import complete, save_failed, to_tree, write_and_check
+from jaxpp_flax.checkpoint.writing import complete, save_failed, step_arguments, step_registry, to_tree
 from jaxpp_flax.processes.comparison import do_in_process_0, exchange_values
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.processes.waits import print_notice
 
-__all__ = ["CheckpointStore", "read_json", "save_step"]
+SavePolicy: TypeAlias = int | policies.SaveDecisionPolicy
+"""An interval in steps, or an Orbax save decision policy."""
+KeepPolicy: TypeAlias = int | policies.PreservationPolicy
+"""The number of latest checkpoints to keep, or an Orbax preservation policy."""
 
 # The seconds that a failed process waits for the other processes' parts of a save.
 _PATIENCE = 60.0
@@ -42,14 +40,12 @@ _PATIENCE = 60.0
 class CheckpointStore:
     """Checkpoints of one run: `directory/<step>`, each with a tree of arrays and some JSON.
 
-    Args:
-      directory: the first save makes this directory.
-      every: an interval in steps, an Orbax save decision policy, or None for explicit saves only.
-      keep: the number of latest checkpoints to keep, an Orbax preservation policy, or None for all.
-      asynchronous: write in the background; then `save` only copies to the host.
+    The first save makes the directory. `every=None` writes explicit saves only, and `keep=None` keeps all checkpoints.
+    With `asynchronous`, `save` only copies to the host, and the rest is done in the background.
 
     Example:
       >>> import tempfile, jax.numpy as jnp
+      >>> from jaxpp_flax.checkpoint.reading import read_json
       >>> store = CheckpointStore(tempfile.mkdtemp(), every=2, keep=2)
       >>> for step in range(1, 8):
       ...     if store.wants(step):
@@ -81,12 +77,7 @@ class CheckpointStore:
 
     @contextmanager
     def owned(self) -> Generator[None]:
-        """Keep other jobs from writing here; all processes call this before the directory is read for the first time.
-
-        Raises:
-          DirectoryInUseError: if a running job writes here; the message names the job.
-          CheckpointSaveError: if the directory cannot be written.
-        """
+        """Keep other jobs from writing here; all processes call this before the first read of the directory."""
         self.wait()  # else a save under way could have a claim in some processes and not in others
         self._claim(self.directory)
         try:
@@ -95,20 +86,19 @@ class CheckpointStore:
             self._give_up_claim()
 
     def _claim(self, place: Path) -> None:
+        def take() -> None:
+            try:
+                self._ownership.take(print_notice)
+            except DirectoryInUseError:
+                raise
+            except OSError as error:
+                raise save_failed(place, error) from error
+
         if not self._claims:
-            take = functools.partial(self._take, place)
             do_in_process_0(
                 process_group(), "the claim of the checkpoint directory", take, DirectoryInUseError, CheckpointSaveError
             )
         self._claims += 1
-
-    def _take(self, place: Path) -> None:
-        try:
-            self._ownership.take(print_notice)
-        except DirectoryInUseError:
-            raise
-        except OSError as error:
-            raise save_failed(place, error) from error
 
     def _give_up_claim(self) -> None:
         self._claims -= 1
@@ -116,22 +106,13 @@ class CheckpointStore:
             self._ownership.release()
 
     def describe(self) -> str:
-        """Describe the steps to save and to keep, with the same text in every process.
-
-        Example:
-          >>> CheckpointStore("anywhere", every=2, keep=3).describe()
-          'every=2, keep=3'
-        """
+        """Describe the steps to save and to keep, such as "every=2, keep=3", with the same text in every process."""
         named = {"every": self._every, "keep": self._keep}
         plain = {name: of if of is None or isinstance(of, int) else type(of).__name__ for name, of in named.items()}
         return ", ".join(f"{name}={of}" for name, of in plain.items())
 
     def steps(self) -> tuple[int, ...]:
-        """Return the steps with complete checkpoints, ascending; saves that were cut off are left out.
-
-        Raises:
-          CheckpointNotFoundError: if the directory cannot be read.
-        """
+        """Return the steps with complete checkpoints, ascending; saves that were cut off are left out."""
         try:
             return self._list()
         except OSError as error:
@@ -149,11 +130,7 @@ class CheckpointStore:
         return max(self.steps(), default=None)
 
     def path(self, step: int | str) -> Path:
-        """Return the directory of a step, or of the "latest".
-
-        Raises:
-          CheckpointNotFoundError: if the step has no complete checkpoint.
-        """
+        """Return the directory of a step, or of the "latest"."""
         steps = self.steps()
         if step == "latest" and not steps:
             raise CheckpointNotFoundError(
@@ -176,11 +153,7 @@ class CheckpointStore:
         return self._open().should_save(step)
 
     def save(self, step: int, tree: Any, beside: Mapping[str, Any], *, wait: bool = False) -> None:
-        """Begin a save, after the end of an earlier save; return when the arrays may change.
-
-        Raises:
-          CheckpointSaveError: if the checkpoint cannot be written, or the earlier save failed in the background.
-        """
+        """Begin a save, after the end of an earlier save; return when the arrays may change."""
         self.wait()
         try:
             latest = max((of for of in self._list() if of >= step), default=None)
@@ -203,7 +176,7 @@ class CheckpointStore:
                 manager.reload()
         with shared_work(self._what(), lambda error: self._failed(step, error)):
             self._writing = (step, frozenset(flatten(content)[0]))
-            manager.save(step, args=_arguments(content, beside), force=True)
+            manager.save(step, args=step_arguments(content, beside), force=True)
         if wait or not self._asynchronous:
             self.wait()
         elif not self._finishes_at_exit:
@@ -211,11 +184,7 @@ class CheckpointStore:
             self._finishes_at_exit = True
 
     def check(self) -> None:
-        """Raise the error of a save in the background since the last call, if any; never wait.
-
-        Raises:
-          CheckpointSaveError: the message names the step.
-        """
+        """Raise the error of a save in the background since the last call, if any; never wait."""
         if self._writing is not None and not self.is_writing():
             self.wait()
 
@@ -224,11 +193,7 @@ class CheckpointStore:
         return self._manager is not None and self._manager.is_saving_in_progress()
 
     def wait(self) -> None:
-        """Wait for the save under way.
-
-        Raises:
-          CheckpointSaveError: if the save failed.
-        """
+        """Wait for the save under way."""
         if self._writing is None or self._manager is None:
             return
         step, manager = self._writing[0], self._manager
@@ -238,12 +203,7 @@ class CheckpointStore:
         self._written()
 
     def finish(self) -> None:
-        """Wait for the save under way when this process fails: other processes may never write their parts.
-
-        Raises:
-          CheckpointSaveError: if the save failed, or is not complete within a minute.
-          ProcessFailedError: if another process has failed too.
-        """
+        """Wait for the save under way when this process fails: other processes may never write their parts."""
         group = process_group()
         if group.process_count == 1:
             return self.wait()
@@ -310,17 +270,14 @@ class CheckpointStore:
         if self._manager is None:
             do_in_process_0(process_group(), "making the checkpoint directory", self._make_directory, OSError)
             check_shared(self.directory)
-            every, keep = self._every, self._keep
-            if every is None:
-                every = 1
-            if keep is not None and isinstance(keep, int):
-                keep = policies.LatestN(keep)
+            every = 1 if self._every is None else self._every
+            keep = policies.LatestN(self._keep) if self._keep is None or isinstance(self._keep, int) else self._keep
             with shared_work(f"the opening of {self.directory}", lambda error: error):
                 self._manager = ocp.CheckpointManager(
                     self.directory,
                     options=ocp.CheckpointManagerOptions(
                         save_decision_policy=policies.FixedIntervalPolicy(every) if isinstance(every, int) else every,
-                        preservation_policy=keep if keep is not None else policies.LatestN(None),
+                        preservation_policy=keep,
                         create=False,
                         cleanup_tmp_directories=True,
                         # Synchronous saves also write in the background and wait: so both kinds fail in the same way.
@@ -333,7 +290,7 @@ class CheckpointStore:
                         ),
                         multiprocessing_options=multiprocessing_options("jaxpp_flax"),
                     ),
-                    handler_registry=_registry(),
+                    handler_registry=step_registry(),
                 )
         return self._manager
 
@@ -347,49 +304,7 @@ class CheckpointStore:
             complete(under_way(self.directory / str(step)), leaves)
 
 
-def save_step(path: str | os.PathLike[str], tree: Any, beside: Mapping[str, Any]) -> Path:
-    """Write the directory of one step to any path, and wait for the end of the save.
-
-    Raises:
-      CheckpointSaveError: if the path exists, or cannot be written.
-    """
-    path = absolute(path)
-    if path.exists():
-        raise CheckpointSaveError(f"cannot save to {path}: it exists, and is left as it is. Choose another path.")
-    content = to_tree(tree)
-    options = ocp.CompositeOptions(multiprocessing_options=multiprocessing_options(f"jaxpp_flax.{path.name}"))
-    handler = ocp.CompositeCheckpointHandler(handler_registry=_registry(), composite_options=options)
-    write_and_check(path, handler, _arguments(content, beside), frozenset(flatten(content)[0]))
-    return path
-
-
-def read_json(path: str | os.PathLike[str], name: str) -> Any:
-    """Read the JSON called `name` in a step's directory; return None if it does not exist.
-
-    Raises:
-      CorruptCheckpointError: if the JSON cannot be read.
-    """
-    item = absolute(path) / name
-    if not item.is_dir():
-        return None
-    with (
-        process_group().waiting(f"the restore of {name_checkpoint(item.parent)} ({name})"),
-        ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer,
-    ):
-        try:
-            return checkpointer.restore(item)
-        except Exception as error:
-            raise damaged(item, error) from error
-
-
-def _arguments(content: Any, beside: Mapping[str, Any]) -> ocp.args.Composite:
-    json = {name: ocp.args.JsonSave(value) for name, value in beside.items()}
-    return ocp.args.Composite(**{TREE_ITEM: ocp.args.PyTreeSave(content)}, **json)
-
-
-def _registry() -> Any:
-    handler = pytree_handler()
-    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    registry.add(TREE_ITEM, ocp.args.PyTreeSave, handler)
-    registry.add(TREE_ITEM, ocp.args.PyTreeRestore, handler)
-    return registry
+def check_interval(name: str, value: object) -> None:
+    """Refuse a number that is not a count."""
+    if isinstance(value, (bool, float)) or (isinstance(value, int) and value < 1):
+        raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1, a policy, or None.")

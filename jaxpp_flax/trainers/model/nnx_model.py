@@ -11,9 +11,6 @@ from flax import nnx
 from jaxpp_flax.trainers.model.adapter import fold
 from jaxpp_flax.trainers.model.frozen import frozen_filter, path_text
 
-__all__ = ["NnxModel"]
-
-
 # Makes these keys differ from the streams of a module with the same seed.
 _OF_THE_CALL = 1
 
@@ -46,11 +43,10 @@ class NnxModel:
         return module
 
     def rngs(self, rest: Any, *, step: Any, microbatch: Any) -> nnx.Rngs:
-        """Return one stream for all names, with keys in the order of calls; the module's streams have other keys."""
+        """Return one stream for all names, with keys in the order of calls."""
         return nnx.Rngs(fold(jax.random.fold_in(jax.random.key(self.seed), _OF_THE_CALL), step, microbatch))
 
     def batch_statistics(self, rest: Any) -> list[bool]:
-        """Mark the leaves in variables of Flax's type `nnx.BatchStat`."""
         variables = jax.tree.leaves(rest, is_leaf=lambda x: isinstance(x, nnx.Variable))
         return [isinstance(variable, nnx.BatchStat) for variable in variables for _ in jax.tree.leaves(variable)]
 
@@ -66,14 +62,12 @@ class NnxModel:
         return nnx.from_flat_state([(path, pick(path, old)) for path, old in nnx.to_flat_state(before)])
 
     def rebuild(self, params: Any, rest: Any) -> nnx.Module:
-        """Make an ordinary module that shares nothing with the trainer."""
         return nnx.merge(self.graphdef, params, rest, copy=True)
 
 
 def _fold_keys(rest: Any, step: Any, microbatch: Any) -> Any:
     def one(variable: Any) -> Any:
-        if isinstance(variable, nnx.RngKey):
-            return variable.replace(fold(variable.get_value(), step, microbatch))
-        return variable
+        is_key = isinstance(variable, nnx.RngKey)
+        return variable.replace(fold(variable.get_value(), step, microbatch)) if is_key else variable
 
     return jax.tree.map(one, rest, is_leaf=lambda x: isinstance(x, nnx.Variable))

@@ -1,4 +1,7 @@
-"""The profile of one real training step: each task measured, beside a simulation of the step."""
+"""`trainer.profile_step`: one real training step with the time of each task, beside a simulation of the step.
+
+The engine measures the tasks (`engine/runtime/profile.py`); their medians are the costs of the simulation.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
+from jaxpp_flax.engine.runtime.profile import TaskTiming
+from jaxpp_flax.engine.summary import StageSummary
 from jaxpp_flax.schedules import (
     Costs,
     Event,
@@ -22,53 +27,22 @@ from jaxpp_flax.schedules import (
     simulate,
 )
 
-__all__ = ["StepProfile", "profile_of", "task_costs"]
-
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
-
-
-class Timing(Protocol):
-    """The start and end of a task: the engine's `TaskTiming`."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def task(self) -> Task | FusedTask: ...
-    @property
-    def start(self) -> float: ...
-    @property
-    def end(self) -> float: ...
-
-
-class Stage(Protocol):
-    """The bytes that a stage holds and sends for one microbatch: the engine's `StageSummary`."""
-
-    @property
-    def sent_bytes(self) -> int: ...
-    @property
-    def activation_bytes(self) -> int: ...
-    @property
-    def weight_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
     """A real training step with the times of its tasks, in seconds and bytes.
 
-    Attributes:
-      metrics: the metrics, as from `train_step`.
-      schedule: the schedule of the step.
-      measured: the measured tasks.
-      simulated: the same schedule in the simulator, with the median times of this step's tasks and free transfers.
-        `measured` takes longer because of transfers, dispatch, and tasks with varying times.
-      stages: the engine's summary of each stage.
+    `simulated` is the same schedule in the simulator, with the median times of this step's tasks and free transfers.
+    `measured` takes longer because of transfers, dispatch, and tasks with varying times.
     """
 
-    metrics: dict[str, Any]
+    metrics: dict[str, Any]  # as from `train_step`
     schedule: Schedule
     measured: Timeline
     simulated: Timeline
-    stages: Sequence[Stage]
+    stages: Sequence[StageSummary]
 
     @property
     def panels(self) -> list[tuple[str, Timeline]]:
@@ -83,24 +57,21 @@ class StepProfile:
         colour: bool = False,
         memory: bool = False,
     ) -> str:
-        """Draw the measured and the simulated timeline, one below the other, with one time scale.
+        """Draw the measured and the simulated timeline, one below the other, with one time scale; return the text.
 
         Args:
           path: a `.svg`, `.png` (extra `plot`), `.json` (Chrome trace, for Perfetto) or `.txt` file to write too.
           width: columns of the text.
           colour: use terminal colours in the text.
           memory: True if a PNG also shows each rank's activation memory.
-
-        Returns:
-          The text.
         """
         return draw(self.panels, path, width=width, colour=colour, memory=memory, microseconds=1e6)
 
 
 def profile_of(
     metrics: dict[str, Any],
-    timings: Iterable[Timing],
-    stages: Sequence[Stage],
+    timings: Iterable[TaskTiming],
+    stages: Sequence[StageSummary],
     schedule: Schedule,
     num_microbatches: int,
 ) -> StepProfile:
@@ -118,16 +89,12 @@ def profile_of(
     )
 
 
-def task_costs(steps: Iterable[Iterable[Iterable[Event]]], stages: Sequence[Stage]) -> Costs:
+def task_costs(steps: Iterable[Iterable[Iterable[Event]]], stages: Sequence[StageSummary]) -> Costs:
     """Return median costs over the events of several steps, of one schedule or several on the same stages.
 
-    A fused task of the last stage is split in two. If the last stage's forward was also measured alone, the split is at
-    that time; else at a third. A stage without a kind of gradient (all its parameters are frozen, say) has zero cost
-    for that kind.
-
-    Args:
-      steps: for each step, each rank's events.
-      stages: the bytes of the stages.
+    `steps` has each rank's events of each step. A fused task of the last stage is split in two. If the last stage's
+    forward was also measured alone, the split is at that time; else at a third. A stage without a kind of gradient (all
+    its parameters are frozen, say) has zero cost for that kind.
     """
     events = [event for step in steps for rank in step for event in rank]
     seen = {(task.kind, task.stage) for task in (e.task for e in events) if isinstance(task, Task)}

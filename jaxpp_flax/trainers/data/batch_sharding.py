@@ -7,7 +7,7 @@ reads one range in each microbatch, not one range of the batch. `rows_read` retu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from jaxpp_flax.trainers.data.batch import (
     first_examples,
     leaf_name,
     repeated,
+    shape_of,
     split_batch,
     split_for_inference,
 )
@@ -33,25 +34,16 @@ from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.setup import check_count
 
-__all__ = ["InferenceKind", "Rows", "own_rows", "rows_alike"]
-
-InferenceKind = Literal["evaluate", "predict"]
-"""The calls that do not change the state."""
+InferenceKind = Literal["evaluate", "predict"]  # the calls that do not change the state
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The rule for the examples of a batch that this process loads.
+class BatchSharding:
+    """The division of a batch among microbatches, devices and processes."""
 
-    Args:
-      mesh: the mesh of all ranks; None without a pipeline.
-      num_microbatches: the number of microbatches of a training step.
-      batch_shards: the number of devices of a stage that divide the examples of a microbatch.
-    """
-
-    mesh: MpmdMesh | None
-    num_microbatches: int
-    batch_shards: int
+    mesh: MpmdMesh | None  # without a pipeline, None
+    num_microbatches: int  # of a training step
+    batch_shards: int  # the devices of a stage that divide the examples of a microbatch
 
     @property
     def is_across(self) -> bool:
@@ -59,40 +51,29 @@ class Rows:
         return self.mesh is not None and self.mesh.jax_mesh.is_multi_process
 
     def split(self, whole: Any) -> Any:
-        """Cut a batch for a training step: leaves of shape (num_microbatches, microbatch, ...).
-
-        Raises:
-          BatchError: if the batch cannot be cut.
-        """
+        """Cut a batch for a training step: leaves of shape (num_microbatches, microbatch, ...)."""
         return split_batch(whole, self.num_microbatches, self.batch_shards)
 
     def read(self, compiled: Any, batch: Any, num_microbatches: int) -> Any:
         """Return the indices of the examples that this process reads of each leaf; `...` for a scalar.
 
-        Args:
-          compiled: the step, compiled for batches of these shapes.
-          batch: a whole batch, or its shapes.
-          num_microbatches: the number of microbatches of that step.
+        `compiled` is a step for batches of these shapes, with `num_microbatches` microbatches.
         """
         if not self.is_across:
             return jax.tree.map(lambda leaf: np.arange(leaf.shape[0]) if np.shape(leaf) else ..., batch)
 
-        def rows(leaf: Any, sharding: MpmdSharding, *, read: bool) -> Any:
+        def rows(leaf: Any, sharding: MpmdSharding, here: bool) -> Any:
             if not np.shape(leaf):
                 return ...
             shape = (num_microbatches, leaf.shape[0] // num_microbatches, *leaf.shape[1:])
             starts = np.arange(shape[0]) * shape[1]
-            return (starts[:, None] + _places(sharding, shape, read=read)).ravel()
+            return (starts[:, None] + _places(sharding, shape, read=here)).ravel()
 
         shardings, read = compiled.in_shardings[0][1], compiled.read_here[0][1]
-        return jax.tree.map(lambda leaf, sharding, here: rows(leaf, sharding, read=here), batch, shardings, read)
+        return jax.tree.map(rows, batch, shardings, read)
 
     def inference_parts(self, whole: Any, *, rows_only: bool) -> list[InferencePart]:
-        """Cut a batch for inference; with `rows_only`, each process that shares the batch passes only its rows.
-
-        Raises:
-          BatchError: if the batch is empty, or these processes cannot have equal numbers of rows.
-        """
+        """Cut a batch for inference; with `rows_only`, each process that shares the batch passes only its rows."""
         parts = split_for_inference(whole, self.num_microbatches, self.batch_shards)
         if rows_only and self.is_across and not all(part.is_shared for part in parts):
             size = batch_size(whole)
@@ -104,11 +85,7 @@ class Rows:
         return parts
 
     def whole(self, batch: Any, global_batch_size: int | None) -> Any:
-        """Return the batch; or the shapes of the whole batch, if `batch` has only this process's rows.
-
-        Raises:
-          BatchError: if a leaf is not an array, or a single process does not pass the whole batch.
-        """
+        """Return the batch; or the shapes of the whole batch, if `batch` has only this process's rows."""
         if global_batch_size is None:
             return batch
         check_count("global_batch_size", global_batch_size)
@@ -133,18 +110,10 @@ class Rows:
 
 
 def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
-    """Convert a batch of this process's rows to the step's input.
+    """Convert a batch of this process's rows to the step's input: `MpmdArray`s with this process's parts.
 
-    Args:
-      compiled: the step.
-      batch: leaves of shape (rows, ...); for a leaf that this process does not read, only shape and dtype count.
-      microbatches: the shapes of the whole batch: (num_microbatches, microbatch, ...).
-
-    Returns:
-      `MpmdArray`s with this process's parts; a `jax.ShapeDtypeStruct` for a leaf that this process does not read.
-
-    Raises:
-      BatchError: if the number of rows differs from `rows_read`.
+    `batch` has leaves of shape (rows, ...), and `microbatches` the shapes of the whole batch: (num_microbatches,
+    microbatch, ...). A leaf that this process does not read becomes a `jax.ShapeDtypeStruct`.
     """
     shardings, read = compiled.in_shardings[0][1], compiled.read_here[0][1]
 
@@ -184,10 +153,10 @@ def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lay_out, batch, microbatches, shardings, read)
 
 
-def rows_alike(compiled: Any, batch: Any, microbatches: Any, alike: BatchComparison) -> Any:
+def compared_rows(compiled: Any, batch: Any, microbatches: Any, comparison: BatchComparison) -> Any:
     """Return `own_rows`, after a comparison with the processes that read the same rows."""
     taken = own_rows(compiled, batch, microbatches)
-    alike.before_these(_named_rows(compiled, batch, microbatches))
+    comparison.before_these(_named_rows(compiled, batch, microbatches))
     return taken
 
 
@@ -202,8 +171,8 @@ def _named_rows(compiled: Any, batch: Any, microbatches: Any) -> dict[str, Any]:
             named[f"{leaf_name(path)} (a scalar)"] = repeated(leaf, 1)
         elif here:
             places = _places(sharding, whole.shape, read=True)
-            together = len(places) == places[-1] - places[0] + 1
-            text = f"{places[0]} to {places[-1]}" if together else ", ".join(map(str, places))
+            is_range = len(places) == places[-1] - places[0] + 1
+            text = f"{places[0]} to {places[-1]}" if is_range else ", ".join(map(str, places))
             named[f"{leaf_name(path)} (places {text} of each microbatch)"] = leaf
 
     jax.tree_util.tree_map_with_path(add, batch, microbatches, shardings, read)
@@ -221,3 +190,64 @@ def _places(sharding: MpmdSharding, shape: tuple[int, ...], *, read: bool) -> np
     places = np.array(sorted(held), np.int64)
     places.flags.writeable = False
     return places
+
+
+class ProcessInputs:
+    """Finds the leaves and the examples of a batch that this process reads, so that users load only these."""
+
+    def __init__(
+        self,
+        sharding: BatchSharding,
+        compile: Callable[[Any], Any],
+        compile_inference: Callable[[InferenceKind, InferencePart], Any],
+    ) -> None:
+        self._sharding, self._compile, self._compile_inference = sharding, compile, compile_inference
+
+    def leaves_read(self, batch: Any) -> Any:
+        """Return, for each leaf of a batch of these shapes, True if this process reads the leaf in training.
+
+        For any other leaf, a process may pass a `jax.ShapeDtypeStruct` with the whole batch's shape and dtype. The
+        first stage reads inputs and the last stage reads targets, so each of the two loads half; all others load
+        nothing.
+        """
+        read = getattr(self._compile(batch), "read_here", None)
+        # A step without a mesh has no `read_here`.
+        return jax.tree.map(lambda _: True, batch) if read is None else read[0][1]
+
+    def rows_read(self, batch: Any, call: Literal["train"] | InferenceKind = "train") -> Any:
+        """Return the examples of a batch that this process reads: the rows to load of each leaf.
+
+        With `fit(..., global_batch_size=)` or `train_step(..., global_batch_size=)`, the process passes only these
+        rows, in this order, as an array of shape (rows, ...). They are the same as the index of the devices' shards in
+        `jax.make_array_from_process_local_data`, in one microbatch after another. Processes may also divide a dataset
+        by other means (such as grain's `ShardOptions`) and pass any examples in these places: each process adds its own
+        examples to every microbatch.
+
+        Args:
+          batch: a whole batch, or its shapes: leaves with `shape` (B, ...) and `dtype`.
+          call: the use of the batch. "evaluate" has the rows of "train" if the batch can be cut into `num_microbatches`
+            parts, except for leaves that only one of the two losses reads.
+
+        Returns:
+          A tree like `batch`, of int64 arrays of shape (rows,): indices along the first axis, ascending; empty for a
+          leaf that this process does not read. `...` for a scalar, which has no rows: pass the scalar itself.
+
+        Raises:
+          ValueError, TypeError: as `compile`; and for an unknown `call`.
+
+        Example:
+          >>> import jax, optax, numpy as np
+          >>> from flax import nnx
+          >>> from jaxpp_flax import PipelineStage, PipelineTrainer
+          >>> model = nnx.Sequential(*[PipelineStage(nnx.Linear(4, 4, rngs=nnx.Rngs(0))) for _ in range(2)])
+          >>> trainer = PipelineTrainer(model, optax.sgd(0.1), lambda model, x: (model(x) ** 2).mean(),
+          ...                           num_stages=2, num_microbatches=2, logging=False)
+          >>> trainer.rows_read(jax.ShapeDtypeStruct((6, 4), np.float32))  # one process reads all of them
+          array([0, 1, 2, 3, 4, 5])
+        """
+        if call not in ("train", "evaluate", "predict"):
+            raise ValueError(f"rows_read knows no call {call!r}; use 'train', 'evaluate' or 'predict'.")
+        if call == "train":
+            return self._sharding.read(self._compile(batch), batch, self._sharding.num_microbatches)
+        part = self._sharding.inference_parts(jax.tree.map(shape_of, batch), rows_only=True)[0]
+        return self._sharding.read(self._compile_inference(call, part), batch, part.num_microbatches)

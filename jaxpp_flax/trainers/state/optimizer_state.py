@@ -1,4 +1,4 @@
-"""Place the state on the ranks: each leaf goes directly to its devices, and the optimizer state is made there."""
+"""The optimizer's state: its shapes, its hash for comparisons, its values on the ranks, its copies of parameters."""
 
 from __future__ import annotations
 
@@ -10,34 +10,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpp_flax.checkpoint import CheckpointMismatchError
+from jaxpp_flax.checkpoint.format.leaves import Wanted
+from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.checkpoint.reading import RestorePlan
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
+from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.arrays.placing import place_on_ranks
-from jaxpp_flax.engine.arrays.reshard import spmd_to_mpmd_reshard
 from jaxpp_flax.engine.program.description import describe_graph
-from jaxpp_flax.engine.tracing.ir import from_jaxpr
+from jaxpp_flax.engine.tracing.inline import inline
+from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr, values
 from jaxpp_flax.processes import value_hash, value_text
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.loss_trace import used_inputs
 
-__all__ = ["hash_of_init", "is_abstract", "make_on_ranks", "numbers_of_init", "place_state", "shapes_or_values"]
-
-
 # JAX raises these errors if an optimizer's `init` reads values. Such an `init` is called instead of traced.
-NOT_TRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+_NOT_TRACEABLE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+# These operations return their operand unchanged.
+_COPIES = {"copy", "copy_p", "optimization_barrier"}
 
 
 def shapes_or_values(init: Callable[[Any], Any], params: Any) -> Any:
     """Return the shapes of `init(params)`; the values, if `init` cannot be traced."""
     try:
         return jax.eval_shape(init, params)
-    except NOT_TRACEABLE:
+    except _NOT_TRACEABLE:
         return init(params)
 
 
 def hash_of_init(init: Callable[[Any], Any], params: Any) -> str | None:
-    """Return a hash (sixteen digits) of the program of `init` for parameters of these shapes, with its constants.
+    """Return a hash of the program of `init` for parameters of these shapes, with its constants.
 
     Return None if `init` cannot be traced.
 
@@ -50,7 +52,7 @@ def hash_of_init(init: Callable[[Any], Any], params: Any) -> str | None:
     """
     try:
         graph, consts = from_jaxpr(jax.make_jaxpr(init)(params))
-    except NOT_TRACEABLE:
+    except _NOT_TRACEABLE:
         return None
     text = "\n".join([*describe_graph(graph), *(str(value_hash(const)) for const in consts)])
     return value_hash(np.frombuffer(text.encode(), np.uint8))
@@ -69,7 +71,7 @@ def numbers_of_init(init: Callable[[Any], Any], params: Any) -> dict[str, str | 
     """
     try:
         shapes = jax.tree.leaves_with_path(jax.eval_shape(init, params))
-    except NOT_TRACEABLE:
+    except _NOT_TRACEABLE:
         return {}
     single = {
         jax.tree_util.keystr(path): i
@@ -81,36 +83,12 @@ def numbers_of_init(init: Callable[[Any], Any], params: Any) -> dict[str, str | 
     return dict(zip(single, map(value_text, values), strict=True))
 
 
-def is_abstract(tree: Any) -> bool:
-    """Return True if some leaf is a shape without a value."""
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
-
-
-def place_state(mesh: MpmdMesh, state: TrainState, shardings: TrainState, init: Callable[[Any], Any]) -> TrainState:
-    """Copy `state` to its ranks. A step may donate the copies: the user's arrays stay valid.
-
-    Args:
-      mesh: the mesh of all ranks.
-      state: arrays; `opt_state` may have only shapes.
-      shardings: an `MpmdSharding` for each leaf.
-      init: makes the `opt_state` from parameters; `init` runs on the ranks.
-    """
-    placed = _put(mesh, replace(state, opt_state=()), replace(shardings, opt_state=()))
-    if is_abstract(state.opt_state):
-        return replace(placed, opt_state=make_on_ranks(init, placed.params, shardings.opt_state))
-    return replace(placed, opt_state=_put(mesh, state.opt_state, shardings.opt_state))
-
-
 @context_mesh(None)  # with a context mesh, JAX would compare each rank's devices with the devices of that mesh
 def make_on_ranks(function: Callable[[Any], Any], argument: Any, shardings: Any) -> Any:
     """Compute `function(argument)` for a tree of `MpmdArray`s: each leaf of the result on its own ranks.
 
     Every rank runs its own program for its leaves. The inputs of this program are copied to the rank if needed.
-
-    Args:
-      function: from a tree of arrays to a tree of arrays; the function is traced.
-      argument: a tree of `MpmdArray`s.
-      shardings: an `MpmdSharding` for each leaf of the result.
+    `shardings` has an `MpmdSharding` for each leaf of the result.
     """
     leaves, tree = jax.tree.flatten(argument)
     wanted: list[MpmdSharding]
@@ -155,7 +133,70 @@ def _on_rank(leaf: MpmdArray, rank: int) -> jax.Array:
     return part if part is not None else jax.device_put(leaf._value, leaf.sharding.local_sharding(rank))
 
 
-def _put(mesh: MpmdMesh, tree: Any, shardings: Any) -> Any:
-    if not mesh.jax_mesh.is_multi_process:
-        return spmd_to_mpmd_reshard(mesh, tree, shardings, donate=False)
-    return jax.tree.map(place_on_ranks, tree, shardings)  # every process has the values: nothing is sent
+def copies_in(init: Any, params: Any) -> dict[str, str | None]:
+    """Return the leaves of an optimizer's first state that depend on the parameters' values, by path.
+
+    A plain copy of a parameter has the parameter's path; any other function of parameters has None. A leaf that only
+    has a parameter's shape, such as a moment, is left out. An optimizer that cannot be traced gives no leaves.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> copies_in(optax.adam(0.1).init, {"w": jnp.ones(2)})
+      {}
+      >>> copies_in(lambda params: {"z": params, "size": abs(params["w"]).sum()}, {"w": jnp.ones(2)})
+      {'size': None, 'z/w': 'w'}
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    try:
+        jaxpr, state = jax.make_jaxpr(init, return_shape=True)(shapes)
+    except _NOT_TRACEABLE:
+        return {}
+    graph, consts = from_jaxpr(jaxpr)
+    graph = inline(graph, flatten=True)
+    names = dict(zip(graph.inputs[len(consts) :], flatten(params)[0], strict=True))
+    source = _sources(graph, names)
+    paths = flatten(state)[0]
+    return {
+        path: source[atom]
+        for path, atom in zip(paths, graph.outputs, strict=True)
+        if isinstance(atom, Value) and atom in source
+    }
+
+
+def _sources(graph: Graph, names: dict[Value, str]) -> dict[Value, str | None]:
+    """Return, for each value that depends on an input, the input that the value is a copy of, or None."""
+    source: dict[Value, str | None] = dict(names)
+    for equation in graph.equations:
+        read = [atom for atom in values(equation.inputs) if atom in source]
+        if not read:
+            continue
+        copies = equation.name in _COPIES and len(equation.inputs) == len(equation.outputs)
+        for atom, output in zip(equation.inputs, equation.outputs, strict=False):
+            source[output] = source.get(atom) if copies and isinstance(atom, Value) else None
+        source |= dict.fromkeys([v for v in equation.outputs if v not in source], None)
+    return source
+
+
+def with_copies(plan: RestorePlan, state: TrainState, init: Any) -> tuple[RestorePlan, list[str]]:
+    """Add the copies of restored parameters to a plan; return the new plan and the paths of these copies.
+
+    Refuse a leaf that was computed from a restored parameter other than by a copy: it would keep its old value.
+    """
+    made = {f"opt_state/{path}": of for path, of in copies_in(init, state.params).items()}
+    made |= {f"ema/{path}": path for path in (flatten(state.params)[0] if state.ema is not None else ())}
+    chosen, wants, faults = dict(plan.chosen), dict(plan.wants), []
+    restored = {path.removeprefix("params/") for path in chosen if path.startswith("params/")}
+    for path, of in made.items():
+        if path in plan.chosen or not restored or (of is not None and of not in restored):
+            continue
+        if of is None or plan.leaves[path].dtype != plan.leaves[f"params/{of}"].dtype:
+            faults.append(f"{path}: the optimizer made it of parameters, other than by copying them")
+            continue
+        chosen[path], wants[path] = plan.chosen[f"params/{of}"], Wanted.of(plan.leaves[path])
+    if faults:
+        raise CheckpointMismatchError(
+            f"{plan.directory} gives the parameters new values, and these leaves would keep what was made of the old "
+            "ones. Restore them too, by `only`; or make a new trainer from a model with the checkpoint's weights.",
+            faults,
+        )
+    return replace(plan, chosen=chosen, wants=wants), [path for path in chosen if path not in plan.chosen]

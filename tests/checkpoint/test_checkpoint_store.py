@@ -20,7 +20,8 @@ from etils import epath
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxpp_flax.checkpoint import CheckpointNotFoundError, CheckpointSaveError, restore, save
-from jaxpp_flax.checkpoint.store import CheckpointStore, read_json
+from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
+from jaxpp_flax.checkpoint.reading import read_json
 
 
 def tree(step: int):

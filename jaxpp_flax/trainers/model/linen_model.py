@@ -13,8 +13,7 @@ from flax import linen as nn
 
 from jaxpp_flax.trainers.model.adapter import fold
 from jaxpp_flax.trainers.model.frozen import frozen_filter, merge_frozen, path_text, split_frozen
-
-__all__ = ["LinenModel", "LinenCall"]
+from jaxpp_flax.trainers.model.sharding import is_box
 
 
 class LinenCall:
@@ -57,10 +56,8 @@ class LinenCall:
         """Call `module.apply`; `rngs=`, `mutable=`, `method=` as there. Return only outputs, unless `mutable=`."""
         rngs = kwargs.pop("rngs", None) or self.rngs
         self._calls += 1
-        if "mutable" in kwargs:
-            return self.module.apply(self.variables, *args, rngs=rngs, **kwargs)
         mutable = [name for name in self.variables if name != "params"]
-        if not mutable:
+        if "mutable" in kwargs or not mutable:
             return self.module.apply(self.variables, *args, rngs=rngs, **kwargs)
         outputs, written = self.module.apply(self.variables, *args, rngs=rngs, mutable=mutable, **kwargs)
         self.variables.update(written)
@@ -76,49 +73,38 @@ class LinenModel:
 
     @classmethod
     def take_apart(
-        cls,
-        module: nn.Module,
-        variables: Mapping[str, Any],
-        key: jax.Array,
-        rng_names: Sequence[str] = ("dropout",),
-        frozen: Any = None,
+        cls, module: nn.Module, variables: Mapping[str, Any], key: jax.Array, rng_names: Sequence[str], frozen: Any
     ) -> tuple[LinenModel, Any, Any]:
         """Return the adapter, the `params` collection without the frozen parameters, and the rest."""
         collections = core.unfreeze(dict(variables))  # type: ignore[arg-type]
         params = collections.pop("params")
         rest = {"collections": collections, "key": key}
         if frozen is not None:
-            is_box = lambda node: isinstance(node, core.meta.AxisMetadata)  # noqa: E731
             leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
-            params, rest["frozen"] = split_frozen(
-                params, frozen_filter(frozen, [path_text(path) for path, _ in leaves])
-            )
+            paths = [path_text(path) for path, _ in leaves]
+            params, rest["frozen"] = split_frozen(params, frozen_filter(frozen, paths))
         return cls(module=module, rng_names=tuple(rng_names)), params, rest
 
     def bind(self, params: Any, rest: Any, *, step: Any, microbatch: Any, training: bool) -> LinenCall:
-        """Return the model of one microbatch. Keys depend on step, microbatch and name; modules fold in their paths."""
+        # Keys depend on step, microbatch and name; modules fold in their paths.
         rngs = self.rngs(rest, step=step, microbatch=microbatch)
         variables = {"params": _all(params, rest), **rest["collections"]}
         return LinenCall(self.module, variables, rngs=rngs, training=training)
 
     def rngs(self, rest: Any, *, step: Any, microbatch: Any) -> dict[str, jax.Array]:
-        """Return the keys of one microbatch, by name."""
         key = fold(rest["key"], step, microbatch)
         names = ("params", *self.rng_names)
         return {name: jax.random.fold_in(key, zlib.crc32(name.encode()) & 0x7FFFFFFF) for name in names}
 
     def batch_statistics(self, rest: Any) -> list[bool]:
-        """Mark the leaves in the collection `batch_stats`."""
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(rest)]
         return [[getattr(step, "key", None) for step in path[:2]] == ["collections", "batch_stats"] for path in paths]
 
     def rest_of(self, bound: LinenCall, before: Any) -> Any:
-        """Return the rest with the collections after the calls."""
         collections = {name: core.unfreeze(bound.variables[name]) for name in before["collections"]}
         return {**before, "collections": collections}
 
     def rebuild(self, params: Any, rest: Any) -> nn.Module:
-        """Return the module, bound to its variables."""
         return self.module.bind(self.variables_of(params, rest))
 
     def variables_of(self, params: Any, rest: Any) -> dict[str, Any]:
