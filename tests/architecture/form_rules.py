@@ -34,7 +34,6 @@ EXCEPTIONS = Exceptions(
         "_compat.py": 489,
         "engine/arrays/mesh.py": 401,
         "engine/arrays/mpmd_array.py": 467,
-        "trainers/trainer.py": 478,
     },
     functions={
         "engine/passes/liveness.py: allocate": 64,

@@ -214,14 +214,14 @@ def test_a_failed_background_save_is_told_by_the_next_step(tmp_path: Path, monke
     trainer.train_step(OTHER[0])
     monkeypatch.setattr("jaxpp_flax.checkpoint.store.complete", _fail)
     trainer.save(wait=False)
-    while trainer._checkpoints.store._manager.is_saving_in_progress():
+    while trainer._parts.checkpoints.store._manager.is_saving_in_progress():
         pass
     with pytest.raises(CheckpointSaveError, match=r"run/2 failed.*on purpose"):
         trainer.train_step(OTHER[1])
     monkeypatch.undo()
     trainer.train_step(OTHER[1])  # the state is intact
     trainer.save()
-    assert trainer._checkpoints.store.steps() == (1, 3)
+    assert trainer._parts.checkpoints.store.steps() == (1, 3)
 
 
 def _fail(*_):

@@ -25,7 +25,9 @@ def test_the_step_in_messages_is_the_trainer_s(kind: str, step: int):
     compiled: Any = SimpleNamespace()
     unused: Any = None
     scheduling = Scheduling(2, "1f1b", num_stages=1)
-    after_step_12: Any = SimpleNamespace(step=12, memory=None, weights=lambda: SimpleNamespace(for_inference=dict))
+    after_step_12: Any = SimpleNamespace(
+        step=12, memory=None, load=lambda: None, weights=lambda: SimpleNamespace(for_inference=dict)
+    )
     backend: Any = SimpleNamespace(state_specs=None, compile=lambda *arguments, donate: compiled)
     executables = Executables(scheduling, unused, backend, unused, after_step_12)
     assert executables.get(kind, {}, lambda: None, donate=kind == "train") is compiled

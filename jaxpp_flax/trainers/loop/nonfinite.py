@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxpp_flax.processes import exchange_values, process_group
 from jaxpp_flax.trainers.errors import NonFiniteLossError
 from jaxpp_flax.trainers.loop.progress import Meter
 
-__all__ = ["OnNonFinite", "StepsUnderWay", "check_parameters", "choose_on_nonfinite", "nonfinite_leaf"]
+__all__ = ["OnNonFinite", "StepsUnderWay", "check_parameters", "nonfinite_leaf"]
 
 OnNonFinite = Literal["stop", "skip", "ignore"]
 
@@ -31,26 +31,6 @@ _ADVICE = (
     "Look at the data of that step, lower the learning rate, clip the gradients. fit(resume=True) goes on from the "
     'latest checkpoint; Precision(on_nonfinite="skip") leaves such steps out, "ignore" goes on.'
 )
-
-
-def choose_on_nonfinite(value: Any, loss_scale: Any) -> OnNonFinite:
-    """Return the trainer's argument. None means "stop", or "skip" with a loss scale, since a loss scale skips steps.
-
-    Raises:
-      ValueError: if the value is unknown, or contradicts the loss scale.
-
-    Example:
-      >>> choose_on_nonfinite(None, None), choose_on_nonfinite(None, "dynamic")
-      ('stop', 'skip')
-    """
-    if value is not None and value not in get_args(OnNonFinite):
-        raise ValueError(f'on_nonfinite={value!r}: it must be "stop", "skip" or "ignore".')
-    if loss_scale is not None and value in ("stop", "ignore"):
-        raise ValueError(
-            f"on_nonfinite={value!r} and loss_scale={loss_scale!r}: a step whose scaled gradients overflow is skipped, "
-            'and the scale adapts by that. Leave on_nonfinite out, or set it to "skip".'
-        )
-    return value or ("stop" if loss_scale is None else "skip")
 
 
 class StepsUnderWay:

@@ -15,7 +15,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-__all__ = ["BarMeter", "Display", "Meter", "NoMeter", "PlainMeter", "Rate", "check_progress", "choose_meter"]
+__all__ = ["BarMeter", "Display", "Meter", "NoMeter", "PlainMeter", "Rate", "choose_meter"]
 
 
 class Rate:
@@ -174,23 +174,8 @@ class BarMeter(Meter):
         self._progress.stop()
 
 
-def check_progress(progress: object) -> None:
-    """Refuse a value of `progress=` that does not show progress.
-
-    Raises:
-      TypeError: if the value is neither a boolean nor a `Meter`.
-    """
-    if not isinstance(progress, (bool, Meter)):
-        raise TypeError(f"progress={progress!r} ({type(progress).__name__}): it must be True, False or a Meter.")
-
-
 def choose_meter(progress: bool | Meter) -> Meter:
-    """Return the meter for `Logging(progress=)`: True chooses by the terminal, False shows nothing; or a `Meter`.
-
-    Raises:
-      TypeError: for any other value.
-    """
-    check_progress(progress)
+    """Return the meter for `Logging(progress=)`: True chooses by the terminal, False shows nothing; or a `Meter`."""
     if isinstance(progress, Meter):
         return progress
     if progress is True and jax.process_index() > 0:  # only process 0 shows progress

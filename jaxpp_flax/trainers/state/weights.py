@@ -29,16 +29,19 @@ class Weights:
     meet: Callable[[str], None]
 
     def model(self) -> Any:
-        """Make an ordinary module with the current weights (NNX: a new module; Linen: bound to its variables)."""
+        """An ordinary module with the current weights (NNX: a new module; Linen: a module bound to its variables).
+
+        With several processes, each process must read `model` after the same step.
+        """
         state = self.held.weights()
         self.meet("trainer.model")
         return self.adapter.rebuild(to_ordinary(state.params), to_ordinary(state.model_state))
 
     def ema_model(self) -> Any:
-        """Make an ordinary module with the moving average of the weights instead of the trained weights.
+        """An ordinary module with the moving average of the weights instead of the trained weights.
 
         Raises:
-          ValueError: if no average is kept.
+          ValueError: without `Parameters(ema_decay=)`.
         """
         state = self.held.weights()
         if state.ema is None:
@@ -49,7 +52,7 @@ class Weights:
         return self.adapter.rebuild(to_ordinary(state.ema), to_ordinary(state.model_state))
 
     def variables(self) -> dict[str, Any]:
-        """Return the current variables of a Linen model, in the form that `module.apply` takes.
+        """The current variables of a Linen model, in the form that `module.apply` takes.
 
         Raises:
           TypeError: for an NNX model.

@@ -16,7 +16,7 @@ import optax
 from jaxpp_flax.trainers.state.placing import shapes_or_values
 from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["DynamicLossScale", "Update", "choose_loss_scale"]
+__all__ = ["DynamicLossScale", "Update"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,23 +56,6 @@ class DynamicLossScale:
         larger = jnp.where(jnp.isfinite(larger), larger, state["scale"])
         smaller = jnp.maximum(state["scale"] / self.factor, jnp.finfo(jnp.float32).tiny)
         return {"scale": jnp.where(finite, larger, smaller), "good_steps": jnp.where(grow, 0, good)}
-
-
-def choose_loss_scale(value: Any) -> DynamicLossScale | float | None:
-    """Convert the trainer's `loss_scale=`: "dynamic" becomes a `DynamicLossScale()`.
-
-    Raises:
-      ValueError: if the value is not a loss scale.
-
-    Example:
-      >>> choose_loss_scale("dynamic").initial, choose_loss_scale(128.0), choose_loss_scale(None)
-      (65536.0, 128.0, None)
-    """
-    scale: Any = DynamicLossScale() if isinstance(value, str) and value == "dynamic" else value
-    number = isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0 < scale < math.inf
-    if not (number or scale is None or isinstance(scale, DynamicLossScale)):
-        raise ValueError(f"loss_scale={value!r}: use None, 'dynamic', DynamicLossScale(...) or a number above 0.")
-    return scale
 
 
 _ITS_STATE = "The trainer keeps a state of its own for it (`trainer.state.opt_state`), and begins with a new one."
@@ -128,7 +111,7 @@ class Update:
             raise TypeError(f"tx must be an Optax optimizer such as optax.adamw(3e-4), got {type(tx).__name__}.{inner}")
         return cls(
             tx=tx,
-            loss_scale=choose_loss_scale(loss_scale),
+            loss_scale=loss_scale,
             gradient_dtype=gradient_dtype,
             ema_decay=ema_decay,
             skips_nonfinite=skips_nonfinite,

@@ -1,4 +1,4 @@
-"""Errors for old arguments of `PipelineTrainer`: each error names the options class that has the argument now."""
+"""Decorators of the methods of `PipelineTrainer`: shared docstrings, and errors for old arguments."""
 
 from __future__ import annotations
 
@@ -7,12 +7,31 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-__all__ = ["RENAMED", "NewPlace", "refuse_renamed"]
+__all__ = ["RENAMED", "NewPlace", "described_by", "refuse_renamed"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _MAX_SHOWN = 60
+
+
+def described_by(method: Callable[..., Any]) -> Callable[[F], F]:
+    """Give a function the docstring of `method`. The function only calls `method`.
+
+    Example:
+      >>> def work(): "Work hard."
+      >>> @described_by(work)
+      ... def hand_on(): work()
+      >>> hand_on.__doc__
+      'Work hard.'
+    """
+
+    def describe(function: F) -> F:
+        function.__doc__ = method.__doc__
+        return function
+
+    return describe
 
 
 @dataclass(frozen=True)
