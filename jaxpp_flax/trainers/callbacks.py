@@ -88,25 +88,14 @@ class OnMetrics(Callback):
         self._function = function
 
     def on_metrics(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        """Call the function."""
         self._function(step, metrics)
 
 
 class PrintLoss(Callback):
-    """Prints a line such as `step 20  loss 2.34567`.
-
-    Args:
-      every: steps between two lines.
-      digits: the number of digits after the point.
-    """
-
-    def __init__(self, *, every: int = 1, digits: int = 5) -> None:
-        super().__init__(every=every)
-        self._digits = digits
+    """Prints a line such as `step 20  loss 2.34567`, every `every` steps."""
 
     def on_metrics(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        """Print the loss."""
-        trainer.message(f"step {step}  loss {metrics['loss']:.{self._digits}f}")
+        trainer.message(f"step {step}  loss {metrics['loss']:.5f}")
 
 
 class EarlyStopping(Callback):
@@ -129,19 +118,15 @@ class EarlyStopping(Callback):
         self.set_state(None)
 
     def get_state(self) -> dict[str, Any]:
-        """Return the best value, and the number of evaluations since."""
         return {"best": self._best, "bad": self._bad}
 
     def set_state(self, state: Any) -> None:
-        """Continue to count from `state`."""
         self._best, self._bad = (math.inf, 0) if state is None else (float(state["best"]), int(state["bad"]))
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Stop again a run that was stopped before."""
         self._stop_where_due(trainer)
 
     def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        """Compare the metric with the best value so far."""
         if self._metric not in metrics:
             raise KeyError(f"EarlyStopping watches {self._metric!r}; the evaluation has {', '.join(sorted(metrics))}.")
         value = float(metrics[self._metric])

@@ -71,15 +71,7 @@ class Checkpointing:
     - `about`: the name of the model.
 
     Args:
-      store: the trainer's directory of checkpoints, if it has one.
-      held: the state.
-      tracking: the position of the run in its data.
-      callbacks: the states of the callbacks of `fit`.
-      under_way: the steps that devices may still run.
-      trained_on: compares the batches of the processes before each save.
-      display: shows messages.
       init: makes the optimizer's state from parameters.
-      model_name: the name to save, for error messages.
       saves_nonfinite: True if parameters that are not finite may be saved.
       is_across: True if the ranks belong to several processes.
       meet: a function of the name of a call that every process must make after the same step.
@@ -128,7 +120,7 @@ class Checkpointing:
         if where is not None and where != self.held.step:
             raise ValueError(f"save({where}): the state in memory is that of step {self.held.step}. Save that one.")
         if not self.saves_nonfinite:  # a bad checkpoint would replace a good one
-            self.under_way.finish(self.display.meter)
+            self.under_way.finish()
             check_parameters(self.held.step, self.held.memory.params)
         store.save(self.held.step, self.held.whole(), beside, wait=wait)
         return store.directory / str(self.held.step)
@@ -169,11 +161,8 @@ class Checkpointing:
         if isinstance(where, int) or where == "latest":
             store = self.need_store("restore")
             store.wait()  # the checkpoint to restore may still be written
-            if where == "latest":
-                latest = _latest(store)
-                path = store.path("latest" if latest is None else latest)
-            else:
-                path = store.path(int(path))
+            latest: Any = _latest(store) if where == "latest" else where
+            path = store.path("latest" if latest is None else latest)
         if self.is_across:
             lines = [describe_checkpoint(path), f"rename={rename}", f"missing={missing}", f"low_memory={low_memory}"]
             lines.append(f"only={'a function' if callable(only) else only}")
@@ -259,16 +248,11 @@ class Checkpointing:
                     "directory, or restore a checkpoint from elsewhere."
                 )
             return self.tracking.position()
-        later = (
-            f"; what was trained after it, up to step {before}, was not saved and is given up"
-            if before > latest
-            else ""
-        )
-        self.display.message(f"resumed from {path}, step {latest}{later}")
+        later = f"; what was trained after it, up to step {before}, was not saved and is given up"
+        self.display.message(f"resumed from {path}, step {latest}{later if before > latest else ''}")
         position = self.tracking.position()
         if position is None:
             self.display.message("the checkpoint holds no position in the data, which begins anew")
-            return None
         return position
 
     def _take_over(self, path: Path) -> None:

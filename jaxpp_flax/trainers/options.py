@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
-from typing import Any, Literal, Self, TypeAlias, get_args
+from typing import Any, Literal, Self, TypeAlias, cast, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -384,7 +384,7 @@ class Logging(_Options):
     @classmethod
     def of(cls, value: Logging | bool | None) -> Logging:
         """Convert the trainer's `logging=`."""
-        return cls(progress=value) if isinstance(value, bool) else super().of(value)
+        return cls(progress=value) if isinstance(value, bool) else super().of(cast(Any, value))
 
 
 def _misfit(name: str, value: object, wanted: str) -> TypeError:

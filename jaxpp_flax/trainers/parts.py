@@ -137,7 +137,7 @@ def make_parts(
     """Make the parts that run the steps of `core`; `options` are those of checkpoints."""
     held, rows, mesh = core.held, core.rows, core.scheduling.mesh
     display, tracking, callbacks = Display(logging.progress), DataTracking(held), CallbackStates()
-    under_way = StepsUnderWay(core.on_nonfinite, tells=core.update.loss_scale is None)
+    under_way = StepsUnderWay(core.on_nonfinite, display, tells=core.update.loss_scale is None)
     trained_on = BatchComparison(mesh, "training")
     is_ignored = core.on_nonfinite == "ignore"
     checkpoints = Checkpointing(

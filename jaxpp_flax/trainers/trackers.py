@@ -67,12 +67,10 @@ class DictTracker(Tracker):
         self.config: dict[str, Any] = {}
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Keep each value under its name and step."""
         for name, value in metrics.items():
             self.metrics.setdefault(name, {})[step] = value
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Keep the config."""
         self.config.update(config)
 
     def __getitem__(self, name: str) -> dict[int, Any]:
@@ -100,11 +98,9 @@ class JsonlTracker(Tracker):
         self.path = Path(path)
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Append a line."""
         self._write({"step": step, **{name: _plain(value) for name, value in metrics.items()}})
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Append a line with `config` in it."""
         self._write({"config": {name: _plain(value) for name, value in config.items()}})
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -128,23 +124,20 @@ class CompositeTracker(Tracker):
         self.trackers = trackers
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Log to each tracker."""
         for tracker in self.trackers:
             tracker.log(metrics, step=step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Pass the config to each tracker."""
         for tracker in self.trackers:
             tracker.log_config(config)
 
     def close(self) -> None:
-        """Close each tracker."""
         for tracker in self.trackers:
             tracker.close()
 
 
 class TensorBoardTracker(Tracker):
-    """Writes scalars for TensorBoard; needs the extra `tensorboard`.
+    """Writes scalars, and no arrays, for TensorBoard; needs the extra `tensorboard`.
 
     Args:
       log_dir: the run's folder.
@@ -157,18 +150,15 @@ class TensorBoardTracker(Tracker):
         self._writer = _load("tensorboardX", "tensorboard").SummaryWriter(os.fspath(log_dir))
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Write scalars; arrays are left out."""
         for name, value in metrics.items():
             if isinstance(value, (int, float)):
                 self._writer.add_scalar(name, value, step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Write the config as text."""
         self._writer.add_text("config", "\n".join(f"- {name}: {value}" for name, value in config.items()))
 
     def close(self) -> None:
-        """Write the queued metrics, and close the file; `flush` alone may leave the last ones in the queue."""
-        self._writer.close()
+        self._writer.close()  # `flush` alone may leave the last metrics in the queue
 
 
 class WandbTracker(Tracker):
@@ -185,15 +175,12 @@ class WandbTracker(Tracker):
         self._run = _load("wandb", "wandb").init(**run_options)
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Log all metrics."""
         self._run.log(dict(metrics), step=step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Save the config as the run's config."""
         self._run.config.update(dict(config), allow_val_change=True)
 
     def close(self) -> None:
-        """End the run."""
         self._run.finish()
 
 

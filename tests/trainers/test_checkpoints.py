@@ -24,7 +24,7 @@ from jaxpp_flax.trainers import Checkpoints, DataPositionError, Logging, Paramet
 from jaxpp_flax.trainers.callbacks import OnMetrics
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.stream import batches
-from jaxpp_flax.trainers.loop.progress import NoMeter
+from jaxpp_flax.trainers.loop.progress import Meter
 from jaxpp_flax.trainers.step.compilation import to_ordinary
 from tests.checkpoint import program
 from tests.helpers import tree_allclose
@@ -297,7 +297,7 @@ def test_data_goes_on_where_it_stood(data, tmp_path: Path):
     assert rest == {step: whole[step] for step in (4, 5)}
 
 
-class Lines(NoMeter):
+class Lines(Meter):
     """Remembers what a bar would have shown."""
 
     def __init__(self):

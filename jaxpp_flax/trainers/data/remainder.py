@@ -12,7 +12,7 @@ import numpy as np
 from jaxpp_flax.trainers.data.batch import batch_size, dtype_of
 from jaxpp_flax.trainers.data.position import examples_in
 from jaxpp_flax.trainers.errors import BatchError, LossError
-from jaxpp_flax.trainers.loop.progress import Meter, NoMeter
+from jaxpp_flax.trainers.loop.progress import Meter
 
 __all__ = ["MASK", "Remainder", "RemainderRule", "check_mask", "check_masked", "filled"]
 
@@ -47,7 +47,7 @@ class RemainderRule:
 
     how: Remainder | None
     divisor: int
-    meter: Meter = field(default_factory=NoMeter)
+    meter: Meter = field(default_factory=Meter)
     _has_told: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:

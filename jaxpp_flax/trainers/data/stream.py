@@ -18,7 +18,7 @@ from jaxpp_flax.trainers.data.position import (
     state_of,
 )
 from jaxpp_flax.trainers.data.remainder import RemainderRule
-from jaxpp_flax.trainers.loop.progress import Meter, NoMeter
+from jaxpp_flax.trainers.loop.progress import Meter
 
 __all__ = ["Batches", "awaited", "batches"]
 
@@ -114,7 +114,7 @@ class Batches(Iterator[Any]):
         left_out: int,
     ) -> None:
         self._data, self._iterator, self._steps, self._epochs = data, first, steps, epochs
-        self._start, self._meter = position, meter or NoMeter()
+        self._start, self._meter = position, meter or Meter()
         self._how: ResumeData = resume_data
         self._remainder, self.left_out = remainder, left_out  # `left_out` counts the batches of a pass
         self.given = 0

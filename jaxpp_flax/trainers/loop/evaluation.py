@@ -67,15 +67,7 @@ class Average:
 class Evaluation:
     """Runs the calls that do not change the state; batches are loaded as in training.
 
-    Args:
-      scheduling: the schedule of training, whose forward tasks run.
-      rows: the examples that this process loads.
-      builders: make the steps.
-      executables: the compiled steps.
-      held: the state.
-      eval_loss_fn: the function of `evaluate`.
-      predict_fn: the function of `predict`.
-      meet: a function of the name of a call that every process must make after the same step.
+    `meet` is called with the name of a call that every process must make after the same step.
     """
 
     scheduling: Scheduling

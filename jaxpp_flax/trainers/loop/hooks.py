@@ -12,7 +12,7 @@ import numpy as np
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.data.batch import count_units
 from jaxpp_flax.trainers.data.loading import Rows
-from jaxpp_flax.trainers.loop.progress import Meter, NoMeter, Rate
+from jaxpp_flax.trainers.loop.progress import Meter, Rate
 from jaxpp_flax.trainers.trackers import Tracker
 
 __all__ = ["Evaluate", "LogMetrics", "LoopHook", "StepHook", "StepRecord", "TrainerProtocol", "run_steps", "to_host"]
@@ -138,7 +138,7 @@ class LogMetrics(LoopHook):
         total: int | None = None,
         meter: Meter | None = None,
     ) -> None:
-        self._trainer, self._callbacks, self._meter = trainer, callbacks, meter or NoMeter()
+        self._trainer, self._callbacks, self._meter = trainer, callbacks, meter or Meter()
         self._first, self._rate = trainer.step + 1, Rate(total)
         self._units = 0  # of all steps
         self._pending: tuple[int, Mapping[str, Any], int, str] | None = None
@@ -146,7 +146,6 @@ class LogMetrics(LoopHook):
         """The metrics that were logged last, with the metrics of evaluations."""
 
     def __call__(self, record: StepRecord) -> None:
-        """Log the metrics of the step before, and keep the metrics of this step."""
         count, unit = record.count_units()
         self._units += count
         before, self._pending = self._pending, (record.step, record.metrics, self._units, unit)
@@ -154,7 +153,6 @@ class LogMetrics(LoopHook):
             self._deliver(*before, is_last=False)
 
     def end(self) -> None:
-        """Log the metrics of the last step."""
         if self._pending is not None:
             self._deliver(*self._pending, is_last=True)
             self._pending = None
@@ -205,14 +203,12 @@ class Evaluate(LoopHook):
         self._log, self._callbacks = log, callbacks
 
     def __call__(self, record: StepRecord) -> None:
-        """Evaluate if an evaluation is due."""
         if self._every is not None and record.step % self._every == 0:
             if self._log is not None:
                 self._log.end()
             self._evaluate()
 
     def end(self) -> None:
-        """Evaluate after the last step, if due."""
         if self._every is None or self._trainer.step % self._every:
             self._evaluate()
 

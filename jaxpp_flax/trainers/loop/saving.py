@@ -73,17 +73,12 @@ class Saving:
                         raise
             yield
 
-    def refuse_later_checkpoints(self, *, only_where_it_saves: bool = False) -> None:
-        """Refuse checkpoints of later steps, before the first step of a run that does not resume.
-
-        Args:
-          only_where_it_saves: do nothing if the loop does not save by itself.
+    def refuse_later_checkpoints(self) -> None:
+        """Before the first step of a run that does not resume, refuse checkpoints of later steps.
 
         Raises:
-          CheckpointSaveError: if the directory holds checkpoints of later steps.
+          CheckpointSaveError: if the directory holds such checkpoints.
         """
-        if only_where_it_saves and not self.by_itself:
-            return
         if self._store is not None and (latest := self._store.latest() or 0) > self._step:
             raise CheckpointSaveError(
                 f"{self._store.directory} holds checkpoints up to step {latest}, and this run begins at step "
@@ -92,11 +87,7 @@ class Saving:
             )
 
     def check(self) -> None:
-        """Raise the error of a failed save in the background; called before each step.
-
-        Raises:
-          CheckpointSaveError: if a save in the background has failed.
-        """
+        """Raise a `CheckpointSaveError` if a save in the background has failed; called before each step."""
         if self._store is not None:
             self._store.check()
 
@@ -144,7 +135,7 @@ class Saving:
         """Wait for the save under way, save the last step, and exit if SIGTERM asked for it."""
         if self._store is not None:
             self._store.wait()  # before a loss may end the run
-        self.checkpoints.under_way.finish(self.checkpoints.display.meter)
+        self.checkpoints.under_way.finish()
         due = self.by_itself or preempted()
         if self._store is None:
             return

@@ -29,14 +29,6 @@ class TrainStep:
     """Compiles and runs training steps.
 
     Args:
-      scheduling: the schedule and the ranks.
-      assigner: gives the new plans to print.
-      rows: the examples that this process loads.
-      executables: the compiled steps.
-      held: the state, which a step reads and replaces.
-      under_way: the steps that devices may still run.
-      trained_on: compares the batches of the processes.
-      display: shows the compilation.
       check_saves: called before each step.
       diagnose: makes the error for a first loss that is not finite, from the loss, the parameters and the rest of the
         model's state before that step, and the microbatches. None if such a loss is not an error.
@@ -117,7 +109,7 @@ class TrainStep:
             if not math.isfinite(loss):
                 raise self.diagnose(loss, beginning.values, microbatches)
         self.trained_on.after(metrics["loss"], self.held.step)
-        self.under_way.add(self.held.step, metrics, self.display.meter)
+        self.under_way.add(self.held.step, metrics)
         return metrics
 
     def profile_step(self, batch: Any) -> StepProfile:

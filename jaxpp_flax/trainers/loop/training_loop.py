@@ -81,13 +81,6 @@ class TrainingLoop:
     """Runs the loops over data: their beginning, their batches, their steps and their end.
 
     Args:
-      rows: the examples that this process loads.
-      held: the state.
-      checkpoints: resumes a run.
-      saving: saves to the trainer's directory of checkpoints.
-      tracking: gets the source of the batches.
-      callbacks: the states of the callbacks.
-      display: shows the progress.
       deadline: seconds from SIGTERM to the end; None does not handle the signal.
       trace: traces the training loss for given microbatches.
       await_same_end: waits, after the last step, until every process has taken the same number of steps.
@@ -146,7 +139,8 @@ class TrainingLoop:
         _check_hooks(hooks)
         rule = self._rule(remainder, global_batch_size)
         with self.saving.owned():
-            self.saving.refuse_later_checkpoints(only_where_it_saves=True)
+            if self.saving.by_itself:
+                self.saving.refuse_later_checkpoints()
             drawn = self.tracking.drawn_from(data)
             source = self.tracking.enter(batches(data, steps=steps, epochs=epochs, drawn=drawn, remainder=rule))
 
