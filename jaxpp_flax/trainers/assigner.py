@@ -205,11 +205,7 @@ class Assigner:
         )
 
     def _check_memory(self, marks: Marks, sizes: Sequence[int], pipeline: Pipeline) -> tuple[float, ...]:
-        """Return the bytes of each rank.
-
-        Raises:
-          AssignmentError: if a rank exceeds its limit.
-        """
+        """Return the bytes of each rank; refuse an assignment in which a rank exceeds its limit."""
         memory = self._memory(marks, pipeline)
         if memory.excess(sizes) > 0:
             raise self._too_large(marks, sizes, pipeline, memory, "the assignment")
@@ -247,13 +243,7 @@ def kept_bytes(state: TrainState, specs: TrainState | None, batch: Any, mesh: Mp
     """Return, for each leaf of `(state, batch)`, the bytes on each device that the optimizer and the average keep.
 
     A leaf of the optimizer belongs to the parameter with the same path. A leaf with the parameter's shape has the
-    parameter's sharding.
-
-    Args:
-      state: the trainer's state.
-      specs: the specs of the state's leaves on a rank, as in `state_specs`.
-      batch: the microbatches.
-      mesh: the mesh of the ranks.
+    parameter's sharding, from `specs` (see `state_specs`).
     """
     sizes = dict(mesh.unstack[0].shape)
     params = jax.tree_util.tree_leaves_with_path(state.params)

@@ -41,21 +41,13 @@ _DAMAGE = (CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpoint
 
 
 def check_resume(value: object) -> None:
-    """Refuse a value that `fit(resume=)` does not know.
-
-    Raises:
-      ValueError: the message names the value.
-    """
+    """Refuse a value that `fit(resume=)` does not know."""
     if not isinstance(value, bool) and value != "latest_valid":
         raise ValueError(f'resume={value!r}: it must be True, False or "latest_valid".')
 
 
 def open_store(options: Checkpoints | None) -> CheckpointStore | None:
-    """Open the trainer's directory of checkpoints; return None without options.
-
-    Raises:
-      ValueError: for options that do not fit.
-    """
+    """Open the trainer's directory of checkpoints; return None without options."""
     if options is None:
         return None
     return CheckpointStore(options.directory, every=options.every, keep=options.keep, asynchronous=options.asynchronous)
@@ -271,11 +263,7 @@ class Checkpointing:
         )[0]
 
     def need_store(self, what: str) -> CheckpointStore:
-        """Return the trainer's directory of checkpoints for the call `what`.
-
-        Raises:
-          CheckpointNotFoundError: if the trainer has no directory.
-        """
+        """Return the trainer's directory of checkpoints; refuse the call `what` without one."""
         if self.store is None:
             raise CheckpointNotFoundError(
                 f"{what} needs a directory of checkpoints: give the trainer checkpoints=, or pass a path."

@@ -56,11 +56,9 @@ class CommonStop:
         self._last: tuple[int, StopReason] | None = None
 
     def after(self, step: int, requested: StopReason | None) -> StopReason | None:
-        """Return the reason if `step` is the last step; None if another step follows.
+        """Return the reason if `step`, which this process has begun, is the last one; None if another step follows.
 
-        Args:
-          step: the last step that this process has begun.
-          requested: the reason why this process has been asked to stop; None if it has not.
+        `requested` is the reason why this process has been asked to stop, if it has.
         """
         if self._group.process_count == 1:
             return requested
@@ -89,13 +87,7 @@ class CommonStop:
 
 
 class Ending(Callback):
-    """A hook that looks for the end after each step, and a callback that decides after each evaluation.
-
-    Args:
-      trainer: `stopping` has the reason that a callback gave.
-      group: the processes that decide together.
-      interruption, preemption: context managers that are entered around the loop.
-    """
+    """A hook that looks for the end after each step, and a callback that decides after each evaluation."""
 
     def __init__(
         self, trainer: TrainerProtocol, group: ProcessGroup, interruption: Interruption, preemption: Preemption
@@ -125,7 +117,6 @@ class Ending(Callback):
         return self._common_stop.decide(self._requested() if self.reason is None else self.reason)
 
     def _requested(self) -> StopReason | None:
-        """Return the reason if this process has been asked to end."""
         if self._preemption.requested:
             return StopReason("preempted")
         if self._interruption.requested:

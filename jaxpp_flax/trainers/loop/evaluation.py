@@ -154,11 +154,7 @@ class Evaluation:
         return compiled, rows_alike(compiled, own, part.microbatches, alike)
 
     def compiled(self, kind: InferenceKind, part: InferencePart) -> Any:
-        """Return the compiled step of this kind for a part of a batch.
-
-        Raises:
-          BatchError: if each data-parallel device must compute all examples, but the model cuts them itself.
-        """
+        """Return the compiled step of this kind for a part of a batch."""
         schedule = self.scheduling.schedule
         forward = ForwardOnly(schedule) if schedule is not None else None
         loop = Loop(num_microbatches=part.num_microbatches, schedule=forward)

@@ -93,11 +93,6 @@ def run_steps(
     """Train on every batch of `source`, and call the hooks; a step runs when the consumer asks for its record.
 
     Args:
-      trainer: takes the steps.
-      source: the batches.
-      rows: the examples that this process loads.
-      global_batch_size: as in `fit`.
-      hooks: called after each step, in this order.
       begin: called with the first batch, before its step; False ends the loop without a step.
       within: makes the context manager to enter around each step.
     """

@@ -68,8 +68,10 @@ class Meter:
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Show work that takes long, such as compilation."""
+        """Show work that takes long, such as compilation, and then its seconds."""
+        begin = time.perf_counter()
         yield
+        self.message(f"{text}: {time.perf_counter() - begin:.1f} s")
 
     def stop(self) -> None:
         """Show that training has ended."""
@@ -101,12 +103,6 @@ class PlainMeter(Meter):
             self._print(text)
         else:
             (self._console or Console(width=120)).print(text)
-
-    @contextmanager
-    def phase(self, text: str) -> Iterator[None]:
-        begin = time.perf_counter()
-        yield
-        self._print(f"{text}: {time.perf_counter() - begin:.1f} s")
 
     def _print(self, text: str) -> None:
         if self._console is not None:

@@ -276,12 +276,7 @@ class _Fit:
             )
 
     def run(self, source: Iterable[Any], first: Callable[[Any], None]) -> dict[str, Any]:
-        """Train on every batch of `source`; return the last metrics (of the evaluation too, as `eval_...`).
-
-        Args:
-          source: the batches.
-          first: called with the first batch, before anything is compiled.
-        """
+        """Train on every batch of `source`; `first` is called with the first one, before anything is compiled."""
         saving = self._loop.saving
         with self._interruption, self._preemption:
             try:
@@ -340,11 +335,7 @@ class _Fit:
                 callback.on_step(self._trainer, record.step)
 
     def _goes_on(self, *, stepped: bool) -> bool:
-        """Return True if the work after the last step is done; print the reason if the loop was stopped.
-
-        Args:
-          stepped: True if there was a step.
-        """
+        """Return True if the work after the last step is done; print the reason if the loop was stopped."""
         trainer, reason = self._trainer, self._ending.reason
         if reason is None:
             return True
