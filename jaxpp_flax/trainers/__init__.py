@@ -15,6 +15,7 @@ from jaxpp_flax.trainers.errors import (
     ModelError,
     NonFiniteLossError,
 )
+from jaxpp_flax.trainers.loop.hooks import Evaluate, LogMetrics, LoopHook, StepHook, StepRecord
 from jaxpp_flax.trainers.options import (
     Assignment,
     Balanced,
@@ -48,10 +49,13 @@ __all__ = [
     "DataPositionError",
     "DictTracker",
     "DynamicLossScale",
+    "Evaluate",
     "Inference",
     "JsonlTracker",
     "KILLED_STATUS",
+    "LogMetrics",
     "Logging",
+    "LoopHook",
     "LossError",
     "MeshError",
     "MeshOptions",
@@ -64,7 +68,9 @@ __all__ = [
     "Precision",
     "RandomStreams",
     "ScheduleReport",
+    "StepHook",
     "StepProfile",
+    "StepRecord",
     "Tracker",
     "TrainState",
 ]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import jax
 
@@ -57,18 +57,17 @@ class Assigner:
 
     Args:
       assignment: see `jaxpp_flax.assignment.resolve`.
-      cost: None, "estimated", "flops", "measured", a number for each block, or a mapping from names of blocks.
-      memory_limit: bytes that each device may hold; one number, or one for each rank.
+      cost, memory_limit: the checked values of `jaxpp_flax.trainers.Assignment`.
 
     Raises:
-      AssignmentError, TypeError, ValueError: for arguments that make no sense by themselves.
+      AssignmentError, TypeError: for an assignment that `resolve` refuses.
     """
 
     def __init__(self, assignment: Any, cost: Any = None, memory_limit: Any = None) -> None:
         self._policy = resolve(assignment)
         self._balances = isinstance(assignment, str) and assignment == "balanced"
-        self._cost = check_cost(cost) if cost is not None else ("estimated" if self._balances else None)
-        self._limit = check_limit(memory_limit)
+        self._cost = "estimated" if cost is None and self._balances else cost
+        self._limit = memory_limit
         self._plans: dict[Any, tuple[tuple[int, ...], Plan]] = {}
         self._works: dict[int, tuple[Work, ...]] = {}
         self._unseen: list[Plan] = []
@@ -87,7 +86,7 @@ class Assigner:
         """Return the policy for a training step; inference uses the cuts of training, once these exist."""
 
         def train(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
-            key = (pipeline.schedule, pipeline.num_microbatches)
+            key, marks = (pipeline.schedule, pipeline.num_microbatches), cast(Marks, marks)
             if key not in self._plans:
                 self._plans[key] = self._make(marks, num_stages, pipeline)
                 self._unseen.append(self._plans[key][1])
@@ -106,23 +105,23 @@ class Assigner:
 
     # ------------------------------------------------------------------ making a plan
 
-    def _make(self, marks: Sequence[Mark], num_stages: int, pipeline: Pipeline) -> tuple[tuple[int, ...], Plan]:
+    def _make(self, marks: Marks, num_stages: int, pipeline: Pipeline) -> tuple[tuple[int, ...], Plan]:
         work, source, unit = self._work(marks, pipeline)
         cuts = () if self._balances else tuple(self._policy(marks, num_stages))
         even_sizes = _sizes(even()(marks, num_stages), marks)  # raises where there are too few marks
         exact = step_gain = None
         if self._balances:
             memory = self._memory(marks, pipeline) if self._limit is not None else None
-            sent = [0.0, *marks.sent] if isinstance(marks, Marks) else None
             step = StepTime(
                 schedule=pipeline.schedule,
                 num_microbatches=pipeline.num_microbatches,
                 forward=[w.forward for w in work],
                 backward=[w.backward for w in work],
             )
-            found = balance([w.total for w in work], pipeline.ranks, memory, sent, even_sizes, step)
-            if found is None:
-                sizes = leanest(len(work), num_stages, memory) if memory is not None else ()
+            found = balance([w.total for w in work], pipeline.ranks, memory, [0.0, *marks.sent], even_sizes, step)
+            if found is None:  # only a limit refuses all assignments
+                memory = self._memory(marks, pipeline)
+                sizes = leanest(len(work), num_stages, memory)
                 raise self._too_large(marks, sizes, pipeline, memory, "no assignment")
             cuts, exact = cuts_of(found.sizes), found.exact
             if len(set(pipeline.ranks)) < num_stages and (even_step := step(even_sizes)):
@@ -144,7 +143,7 @@ class Assigner:
         )
         return cuts, plan
 
-    def _work(self, marks: Sequence[Mark], pipeline: Pipeline) -> tuple[Any, str, str]:
+    def _work(self, marks: Marks, pipeline: Pipeline) -> tuple[Any, str, str]:
         """Return the cost of each block, the source of the costs, and their unit."""
         cost = self._cost
         if cost is None:
@@ -160,8 +159,6 @@ class Assigner:
             return found, plan.source, plan.unit
         if not isinstance(cost, str):
             return _given(cost, segment_names(marks)), "given costs", ""
-        if not isinstance(marks, Marks):
-            raise TypeError(f"cost={cost!r} needs the engine's marks, got a {type(marks).__name__}.")
         if cost == "measured":
             if len(marks) not in self._works:
                 self._works[len(marks)] = self._measure(marks, pipeline.mesh)
@@ -182,9 +179,7 @@ class Assigner:
 
     # ------------------------------------------------------------------ memory
 
-    def _memory(self, marks: Sequence[Mark], pipeline: Pipeline) -> MemoryModel:
-        if not isinstance(marks, Marks):
-            raise TypeError(f"memory_limit needs the engine's marks, got a {type(marks).__name__}.")
+    def _memory(self, marks: Marks, pipeline: Pipeline) -> MemoryModel:
         kept = pipeline.kept()
         found = _at_every_mark(lambda: marks.blocks.holdings, "memory_limit=", "no memory_limit")
         held: list[Held] = []
@@ -194,9 +189,10 @@ class Assigner:
             if extra:
                 held.append(Held(kind="optimizer", nbytes=extra, blocks=item.blocks))
         schedule, limit = pipeline.schedule, self._limit
-        if isinstance(limit, tuple) and len(limit) != schedule.num_ranks:
+        limits = tuple(map(float, limit)) if isinstance(limit, Sequence) else (float(limit),) * schedule.num_ranks
+        if len(limits) != schedule.num_ranks:
             raise AssignmentError(
-                f"memory_limit has {len(limit)} numbers for {schedule.num_ranks} ranks. Give one for each, or one "
+                f"memory_limit has {len(limits)} numbers for {schedule.num_ranks} ranks. Give one for each, or one "
                 "number for all."
             )
         return MemoryModel(
@@ -204,26 +200,20 @@ class Assigner:
             num_blocks=len(marks) + 1,
             rank_of=pipeline.ranks,
             live=live_counts(schedule, pipeline.num_microbatches),
-            limits=limit if isinstance(limit, tuple) else (float(limit or math.inf),) * schedule.num_ranks,
+            limits=limits,
         )
 
-    def _check_memory(self, marks: Sequence[Mark], sizes: Sequence[int], pipeline: Pipeline) -> tuple[float, ...]:
-        """Return the bytes of each rank.
-
-        Raises:
-          AssignmentError: if a rank exceeds its limit.
-        """
+    def _check_memory(self, marks: Marks, sizes: Sequence[int], pipeline: Pipeline) -> tuple[float, ...]:
+        """Return the bytes of each rank; refuse an assignment in which a rank exceeds its limit."""
         memory = self._memory(marks, pipeline)
         if memory.excess(sizes) > 0:
             raise self._too_large(marks, sizes, pipeline, memory, "the assignment")
         return tuple(memory.rank_bytes(sizes))
 
     def _too_large(
-        self, marks: Sequence[Mark], sizes: Sequence[int], pipeline: Pipeline, memory: MemoryModel | None, what: str
+        self, marks: Marks, sizes: Sequence[int], pipeline: Pipeline, memory: MemoryModel, what: str
     ) -> AssignmentError:
         """Return the error: it names the rank furthest above its limit, its contents, and possible changes."""
-        if memory is None:
-            return AssignmentError(f"{what} was found.")
         found = memory.rank_bytes(sizes)
         rank = max(range(len(found)), key=lambda r: found[r] - memory.limits[r])
         names = segment_names(marks)
@@ -252,13 +242,7 @@ def kept_bytes(state: TrainState, specs: TrainState | None, batch: Any, mesh: Mp
     """Return, for each leaf of `(state, batch)`, the bytes on each device that the optimizer and the average keep.
 
     A leaf of the optimizer belongs to the parameter with the same path. A leaf with the parameter's shape has the
-    parameter's sharding.
-
-    Args:
-      state: the trainer's state.
-      specs: the specs of the state's leaves on a rank, as in `state_specs`.
-      batch: the microbatches.
-      mesh: the mesh of the ranks.
+    parameter's sharding, from `specs` (see `state_specs`).
     """
     sizes = dict(mesh.unstack[0].shape)
     params = jax.tree_util.tree_leaves_with_path(state.params)
@@ -272,15 +256,9 @@ def kept_bytes(state: TrainState, specs: TrainState | None, batch: Any, mesh: Mp
             tail = next((path[i:] for i in range(len(path)) if path[i:] in extra), None)
             if tail is not None:
                 extra[tail] += leaf.size * leaf.dtype.itemsize / (shards[tail] if leaf.shape == shapes[tail] else 1)
-    marked = TrainState(
-        step=0.0,
-        params=jax.tree.unflatten(jax.tree.structure(state.params), [extra[path] for path, _ in params]),
-        opt_state=jax.tree.map(lambda _: 0.0, state.opt_state),
-        model_state=jax.tree.map(lambda _: 0.0, state.model_state),
-        ema=jax.tree.map(lambda _: 0.0, state.ema),
-        loss_scale=jax.tree.map(lambda _: 0.0, state.loss_scale),
-    )
-    return jax.tree.leaves((marked, jax.tree.map(lambda _: 0.0, batch)))
+    nothing, nothing_of_batch = jax.tree.map(lambda _: 0.0, (state, batch))
+    of_params = jax.tree.unflatten(jax.tree.structure(state.params), [extra[path] for path, _ in params])
+    return jax.tree.leaves((replace(nothing, params=of_params), nothing_of_batch))
 
 
 def _shards(spec: Any, sizes: Mapping[str, int]) -> int:
@@ -327,8 +305,8 @@ def _given(cost: Any, names: Sequence[str]) -> list[Work]:
     return [Work(float(value), 0.0) for value in (*cost, 0.0)[: len(names)]]
 
 
-def check_cost(cost: Any) -> Any:
-    """Check the costs of blocks, and return them unchanged.
+def check_cost(cost: Any) -> None:
+    """Refuse values that are not costs of blocks.
 
     Raises:
       ValueError, TypeError: if `cost` is not a source of costs, and not numbers of at least 0.
@@ -339,7 +317,7 @@ def check_cost(cost: Any) -> Any:
                 f"cost={cost!r} is unknown.{near_names(cost, _SOURCES)} Use {', '.join(map(repr, _SOURCES))}, a number "
                 "for each block, or a mapping from names of blocks to numbers."
             )
-        return cost
+        return
     numbers = cost.values() if isinstance(cost, Mapping) else cost if isinstance(cost, Sequence) else None
     if numbers is None:
         raise TypeError(
@@ -349,24 +327,22 @@ def check_cost(cost: Any) -> Any:
     for value in numbers:
         if not _is_number(value) or not math.isfinite(float(value)) or float(value) < 0:
             raise ValueError(f"cost= holds {value!r}; costs are numbers of at least 0.")
-    return cost
 
 
-def check_limit(limit: Any) -> Any:
-    """Return the memory limit as a float, a tuple of floats, or None.
+def check_limit(limit: Any) -> None:
+    """Refuse a value that is not a memory limit or None.
 
     Raises:
       ValueError: if a limit is not a number of bytes above 0.
     """
     if limit is None:
-        return None
+        return
     listed = tuple(limit) if isinstance(limit, Sequence) and not isinstance(limit, str) else (limit,)
     for value in listed:
         if not _is_number(value) or not float(value) > 0:
             raise ValueError(
                 f"memory_limit={limit!r}: it must be a number of bytes above 0, or one such number for each rank."
             )
-    return tuple(map(float, listed)) if isinstance(limit, Sequence) else float(limit)
 
 
 def _is_number(value: Any) -> bool:

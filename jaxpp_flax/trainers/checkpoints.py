@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from jaxpp_flax.checkpoint.writing import save_step
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.processes.comparison import compare_lines, exchange_values
 from jaxpp_flax.processes.group import process_group
-from jaxpp_flax.trainers.callbacks.states import CallbackStates
+from jaxpp_flax.trainers.callbacks import CallbackStates
 from jaxpp_flax.trainers.data.position import DataPosition, gather_positions, own_position
 from jaxpp_flax.trainers.data.stream import DataTracking
 from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay, check_parameters
@@ -41,26 +42,19 @@ _DAMAGE = (CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpoint
 
 
 def check_resume(value: object) -> None:
-    """Refuse a value that `fit(resume=)` does not know.
-
-    Raises:
-      ValueError: the message names the value.
-    """
+    """Refuse a value that `fit(resume=)` does not know."""
     if not isinstance(value, bool) and value != "latest_valid":
         raise ValueError(f'resume={value!r}: it must be True, False or "latest_valid".')
 
 
 def open_store(options: Checkpoints | None) -> CheckpointStore | None:
-    """Open the trainer's directory of checkpoints; return None without options.
-
-    Raises:
-      ValueError: for options that do not fit.
-    """
+    """Open the trainer's directory of checkpoints; return None without options."""
     if options is None:
         return None
     return CheckpointStore(options.directory, every=options.every, keep=options.keep, asynchronous=options.asynchronous)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Checkpointing:
     """Saves and restores. A step's directory holds these items of Orbax:
 
@@ -70,41 +64,24 @@ class Checkpointing:
     - `about`: the name of the model.
 
     Args:
-      store: the trainer's directory of checkpoints, if it has one.
-      held: the state.
-      tracking: the position of the run in its data.
-      callbacks: the states of the callbacks of `fit`.
-      under_way: the steps that devices may still run.
-      trained_on: compares the batches of the processes before each save.
-      display: shows messages.
       init: makes the optimizer's state from parameters.
-      model_name: the name to save, for error messages.
       saves_nonfinite: True if parameters that are not finite may be saved.
       is_across: True if the ranks belong to several processes.
       meet: a function of the name of a call that every process must make after the same step.
     """
 
-    def __init__(
-        self,
-        store: CheckpointStore | None,
-        *,
-        held: StateHolder,
-        tracking: DataTracking,
-        callbacks: CallbackStates,
-        under_way: StepsUnderWay,
-        trained_on: BatchComparison,
-        display: Display,
-        init: Callable[[Any], Any],
-        model_name: str,
-        saves_nonfinite: bool,
-        is_across: bool,
-        meet: Callable[[str], None],
-    ) -> None:
-        self.store = store
-        self._held, self._tracking, self._callbacks = held, tracking, callbacks
-        self._under_way, self._trained_on, self._display = under_way, trained_on, display
-        self._init, self._model_name, self._saves_nonfinite = init, model_name, saves_nonfinite
-        self._is_across, self._meet = is_across, meet
+    store: CheckpointStore | None
+    held: StateHolder
+    tracking: DataTracking
+    callbacks: CallbackStates
+    under_way: StepsUnderWay
+    trained_on: BatchComparison
+    display: Display
+    init: Callable[[Any], Any]
+    model_name: str
+    saves_nonfinite: bool
+    is_across: bool
+    meet: Callable[[str], None]
 
     def save(self, where: str | os.PathLike[str] | int | None = None, *, wait: bool = True) -> Path:
         """Write a checkpoint of the whole run: state, random numbers, step, and the position in the data.
@@ -122,23 +99,24 @@ class Checkpointing:
           NonFiniteLossError: if losses or parameters are not finite, unless `on_nonfinite="ignore"` or `where` is a
             path.
         """
-        self._meet("trainer.save")
-        self._trained_on.check(self._held.step)
-        with process_group().waiting(f"the save of step {self._held.step}"):
-            data = gather_positions(None if (at := self._tracking.position()) is None else at.to_json())
-        beside = {"data": data, "about": {"model": self._model_name}}
-        if states := self._callbacks.to_json():
+        self.meet("trainer.save")
+        self.held.load()
+        self.trained_on.check(self.held.step)
+        with process_group().waiting(f"the save of step {self.held.step}"):
+            data = gather_positions(None if (at := self.tracking.position()) is None else at.to_json())
+        beside = {"data": data, "about": {"model": self.model_name}}
+        if states := self.callbacks.to_json():
             beside["callbacks"] = states
         if where is not None and not isinstance(where, int):
-            return save_step(where, self._held.whole(), beside)
+            return save_step(where, self.held.whole(), beside)
         store = self.need_store("save")
-        if where is not None and where != self._held.step:
-            raise ValueError(f"save({where}): the state in memory is that of step {self._held.step}. Save that one.")
-        if not self._saves_nonfinite:  # a bad checkpoint would replace a good one
-            self._under_way.finish(self._display.meter)
-            check_parameters(self._held.step, self._held.memory.params)
-        store.save(self._held.step, self._held.whole(), beside, wait=wait)
-        return store.directory / str(self._held.step)
+        if where is not None and where != self.held.step:
+            raise ValueError(f"save({where}): the state in memory is that of step {self.held.step}. Save that one.")
+        if not self.saves_nonfinite:  # a bad checkpoint would replace a good one
+            self.under_way.finish()
+            check_parameters(self.held.step, self.held.memory.params)
+        store.save(self.held.step, self.held.whole(), beside, wait=wait)
+        return store.directory / str(self.held.step)
 
     def restore(
         self,
@@ -170,37 +148,35 @@ class Checkpointing:
           CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if the checkpoint cannot be read.
             The state in memory does not change when any of these is raised.
         """
-        self._meet("trainer.restore")
+        self.meet("trainer.restore")
+        self.held.load()
         path: Any = where
         if isinstance(where, int) or where == "latest":
             store = self.need_store("restore")
             store.wait()  # the checkpoint to restore may still be written
-            if where == "latest":
-                latest = _latest(store)
-                path = store.path("latest" if latest is None else latest)
-            else:
-                path = store.path(int(path))
-        if self._is_across:
+            latest: Any = _latest(store) if where == "latest" else where
+            path = store.path("latest" if latest is None else latest)
+        if self.is_across:
             lines = [describe_checkpoint(path), f"rename={rename}", f"missing={missing}", f"low_memory={low_memory}"]
             lines.append(f"only={'a function' if callable(only) else only}")
             compare_lines(process_group(), "what to restore", lines, None)
         plan = self._plan(path, only, rename, missing)
         if only is not None or missing == "keep":
-            plan, following = with_copies(plan, self._held.memory, self._init)
+            plan, following = with_copies(plan, self.held.memory, self.init)
             if following:
-                self._display.message(f"copies of parameters take their restored values too: {shortened(following, 3)}")
+                self.display.message(f"copies of parameters take their restored values too: {shortened(following, 3)}")
         position = own_position(read_json(path, "data"))
         if low_memory:
             self._release(plan)
         try:
-            self._held.restored(plan.read())
+            self.held.restored(plan.read())
         except CorruptCheckpointError as error:
             if not low_memory:
                 raise
             raise CorruptCheckpointError(
                 f"{error} The state in memory was given up for it (low_memory=True): restore one before training."
             ) from error
-        step: Any = self._held.memory.step
+        step: Any = self.held.memory.step
         known = None if isinstance(step, MpmdArray) and not step.is_partially_addressable else int(step)
         answers = exchange_values(process_group(), "the step of the checkpoint", known)
         known = next(answer for answer in answers if answer is not None)
@@ -211,39 +187,39 @@ class Checkpointing:
     ) -> RestorePlan:
         """Compare a checkpoint with the state, and the checkpoint's files with their digests."""
         whole = only is None and missing == "error"
-        target = self._held.memory if whole else self._held.whole()  # leaves that are not restored keep their values
+        target = self.held.memory if whole else self.held.whole()  # leaves that are not restored keep their values
         about = read_json(path, "about") or {}
         try:
             # A checkpoint that no trainer wrote may hold other items.
             extra = "ignore" if rename else "error"
             return plan_restore(path, target, only=only, rename=rename, missing=missing, extra=extra)
         except CheckpointMismatchError as error:
-            if about.get("model", self._model_name) == self._model_name:
+            if about.get("model", self.model_name) == self.model_name:
                 raise
             raise CheckpointMismatchError(
-                f"{error.message} It was written for the model {about['model']}; this trainer has {self._model_name}.",
+                f"{error.message} It was written for the model {about['model']}; this trainer has {self.model_name}.",
                 error.faults,
             ) from None
 
     def _release(self, plan: RestorePlan) -> None:
         """Free the arrays that `plan` replaces. The first state holds the user's own arrays: they are not deleted."""
-        if not self._held.is_placed:
+        if not self.held.is_placed:
             return
-        self._under_way.clear()
+        self.under_way.clear()
         for leaf in plan.replaced():
             if isinstance(leaf, (jax.Array, MpmdArray)):
                 leaf.delete()
 
     def _take_position(self, step: int, position: DataPosition | None) -> None:
-        self._held.step = step
-        self._tracking.restored(position)
-        self._under_way.clear()
+        self.held.step = step
+        self.tracking.restored(position)
+        self.under_way.clear()
 
     def resume(self, how: Resume) -> DataPosition | None:
         """Restore the latest checkpoint, if one exists, and return its position in the data."""
         store = self.need_store("fit(resume=True)")
         store.wait()  # the latest checkpoint may still be written
-        before, aside = self._held.step, list[Path]()
+        before, aside = self.held.step, list[Path]()
         while (latest := _latest(store)) is not None:
             path = store.path(latest)
             try:
@@ -254,51 +230,42 @@ class Checkpointing:
                         f'{error} fit(resume="latest_valid") sets {path} aside and goes on from the newest whole one.'
                     ) from error
                 aside.append(store.set_aside(latest))
-                self._display.message(f"{error} It is now {aside[-1]}.")
+                self.display.message(f"{error} It is now {aside[-1]}.")
             else:
                 break
         if latest is None:
-            self._callbacks.restored(None)
+            self.callbacks.restored(None)
             if aside:
                 names = ", ".join(path.name for path in aside)
                 raise CheckpointNotFoundError(
                     f"{store.directory} holds no whole checkpoint: set aside are {names}. Begin anew in another "
                     "directory, or restore a checkpoint from elsewhere."
                 )
-            return self._tracking.position()
-        later = (
-            f"; what was trained after it, up to step {before}, was not saved and is given up"
-            if before > latest
-            else ""
-        )
-        self._display.message(f"resumed from {path}, step {latest}{later}")
-        position = self._tracking.position()
+            return self.tracking.position()
+        later = f"; what was trained after it, up to step {before}, was not saved and is given up"
+        self.display.message(f"resumed from {path}, step {latest}{later if before > latest else ''}")
+        position = self.tracking.position()
         if position is None:
-            self._display.message("the checkpoint holds no position in the data, which begins anew")
-            return None
+            self.display.message("the checkpoint holds no position in the data, which begins anew")
         return position
 
     def _take_over(self, path: Path) -> None:
         """Make a step's checkpoint the state: now, or when the step is compiled and the shardings are known."""
-        self._callbacks.restored(read_json(path, "callbacks") or {})
-        if self._held.is_placed:
+        self.callbacks.restored(read_json(path, "callbacks") or {})
+        if self.held.is_placed:
             return self.restore(int(path.name))
         self._plan(path, None, None, "error")
         self._take_position(int(path.name), own_position(read_json(path, "data")))
-        return self._held.is_on_disk(path)
+        return self.held.is_on_disk(path)
 
     def is_saved(self) -> bool:
         """True if process 0 sees a save of the step in memory: another process may not see the last save yet."""
         return exchange_values(
-            process_group(), "whether the last step is saved", self._held.step in self.need_store("fit").steps()
+            process_group(), "whether the last step is saved", self.held.step in self.need_store("fit").steps()
         )[0]
 
     def need_store(self, what: str) -> CheckpointStore:
-        """Return the trainer's directory of checkpoints for the call `what`.
-
-        Raises:
-          CheckpointNotFoundError: if the trainer has no directory.
-        """
+        """Return the trainer's directory of checkpoints; refuse the call `what` without one."""
         if self.store is None:
             raise CheckpointNotFoundError(
                 f"{what} needs a directory of checkpoints: give the trainer checkpoints=, or pass a path."

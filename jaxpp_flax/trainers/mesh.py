@@ -20,7 +20,7 @@ BATCH_AXES = ("data", "fsdp")
 """The axes of a mesh that divide the examples of a microbatch."""
 
 
-def build_mesh(num_ranks: int, axes: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None) -> MpmdMesh:
+def build_mesh(num_ranks: int, axes: Mapping[str, int] | None = None) -> MpmdMesh:
     """Make a mesh of `num_ranks` ranks, each with `axes` inside; an axis of size -1 takes all remaining devices.
 
     Raises:
@@ -30,8 +30,7 @@ def build_mesh(num_ranks: int, axes: Mapping[str, int] | None = None, devices: S
       >>> build_mesh(4, {"data": 2})
       MpmdMesh({'stage': 4, 'data': 2}, mpmd_axis_name='stage')
     """
-    sizes = dict(axes or {})
-    available = list(jax.devices() if devices is None else devices)
+    sizes, available = dict(axes or {}), jax.devices()
     if STAGE_AXIS in sizes:
         raise MeshError(f"mesh axes {sizes} name {STAGE_AXIS!r}, the axis of the ranks: give num_stages instead.")
     for name, size in sizes.items():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Literal, TypeAlias
+from functools import cached_property
+from typing import Any, Literal, Self, TypeAlias, cast, get_args
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,12 +20,12 @@ from jaxpp_flax.checkpoint.checkpoint_store import KeepPolicy, SavePolicy, check
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.globs import NameFilter
 from jaxpp_flax.trainers.assigner import check_cost, check_limit
-from jaxpp_flax.trainers.loop.nonfinite import OnNonFinite, choose_on_nonfinite
-from jaxpp_flax.trainers.loop.progress import Meter, check_progress
+from jaxpp_flax.trainers.loop.nonfinite import OnNonFinite
+from jaxpp_flax.trainers.loop.progress import Meter
 from jaxpp_flax.trainers.model.frozen import check_frozen
-from jaxpp_flax.trainers.model.sharding import AxisRules, AxisRulesLike
+from jaxpp_flax.trainers.model.sharding import AxisRulesLike, MeshAxes, as_pairs
 from jaxpp_flax.trainers.setup import check_count, check_functions
-from jaxpp_flax.trainers.step.update import DynamicLossScale, choose_loss_scale
+from jaxpp_flax.trainers.step.update import DynamicLossScale
 from jaxpp_flax.trainers.trackers import Tracker
 
 __all__ = [
@@ -39,6 +41,19 @@ __all__ = [
 ]
 
 Directory: TypeAlias = str | os.PathLike[str]
+
+
+class _Options:
+    """Options without a short form: None means the default values."""
+
+    @classmethod
+    def of(cls, value: Self | None) -> Self:
+        """Convert the trainer's argument."""
+        if value is None:
+            return cls()
+        if not isinstance(value, cls):
+            raise _misfit(cls.__name__.lower(), value, f"{cls.__name__}(...)")
+        return value
 
 
 @dataclass(frozen=True)
@@ -73,7 +88,6 @@ class Checkpoints:
     preemption_deadline: float | None = 30.0
 
     def __post_init__(self) -> None:
-        """Refuse a value that is not a directory, an interval or a time."""
         if not isinstance(self.directory, (str, os.PathLike)):
             raise _misfit("directory", self.directory, "a path")
         check_interval("every", self.every)
@@ -92,7 +106,7 @@ class Checkpoints:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision:
+class Precision(_Options):
     """The options of number types, loss scale and numbers that are not finite: `precision=`.
 
     Args:
@@ -117,16 +131,32 @@ class Precision:
     on_nonfinite: OnNonFinite | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a value that is not a type or a scale, and choices that contradict each other."""
-        choose_on_nonfinite(self.on_nonfinite, self.loss_scale)
-        choose_loss_scale(self.loss_scale)
+        if self.on_nonfinite is not None and self.on_nonfinite not in get_args(OnNonFinite):
+            raise ValueError(f'on_nonfinite={self.on_nonfinite!r}: it must be "stop", "skip" or "ignore".')
+        if self.loss_scale is not None and self.on_nonfinite in ("stop", "ignore"):
+            raise ValueError(
+                f"on_nonfinite={self.on_nonfinite!r} and loss_scale={self.loss_scale!r}: a step whose scaled gradients "
+                'overflow is skipped, and the scale adapts by that. Leave on_nonfinite out, or set it to "skip".'
+            )
+        number = isinstance(self.scale, (int, float)) and not isinstance(self.scale, bool) and 0 < self.scale < math.inf
+        if not (number or self.scale is None or isinstance(self.scale, DynamicLossScale)):
+            raise ValueError(
+                f"loss_scale={self.loss_scale!r}: use None, 'dynamic', DynamicLossScale(...) or a number above 0."
+            )
         if self.gradient_dtype is not None and not jnp.issubdtype(self.gradient_dtype, jnp.floating):
             raise ValueError(f"gradient_dtype={self.gradient_dtype!r} is no floating point type. Use e.g. jnp.float32.")
 
-    @classmethod
-    def of(cls, value: Precision | None) -> Precision:
-        """Convert the trainer's `precision=`."""
-        return _chosen(cls, "precision", value)
+    @property
+    def scale(self) -> DynamicLossScale | float | None:
+        """The loss scale: "dynamic" is `DynamicLossScale()`."""
+        return (
+            DynamicLossScale() if isinstance(self.loss_scale, str) and self.loss_scale == "dynamic" else self.loss_scale
+        )
+
+    @property
+    def rule(self) -> OnNonFinite:
+        """`on_nonfinite`, or its default value: "stop", but "skip" with a loss scale, which skips steps anyway."""
+        return self.on_nonfinite or ("stop" if self.loss_scale is None else "skip")
 
 
 @dataclass(frozen=True)
@@ -159,7 +189,6 @@ class Assignment:
     memory_limit: float | Sequence[float] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a value that is not a cost or a limit."""
         if isinstance(self.how, Assignment):
             raise TypeError(f"Assignment({self.how!r}) holds another assignment. Pass that one alone.")
         if self.cost is not None:
@@ -175,13 +204,6 @@ class Assignment:
 @dataclass(frozen=True)
 class Balanced(Assignment):
     """A balanced assignment: short for `Assignment("balanced", cost=..., memory_limit=...)`.
-
-    Args:
-      cost: see `Assignment`.
-      memory_limit: see `Assignment`.
-
-    Raises:
-      TypeError, ValueError: naming the field that does not fit.
 
     Example:
       >>> Balanced(cost="measured", memory_limit=16e9).how
@@ -222,10 +244,14 @@ class MeshOptions:
     sharding_rules: AxisRulesLike | None = None
 
     def __post_init__(self) -> None:
-        """Refuse two descriptions of one mesh, and rules that are not pairs."""
         if self.mesh is not None and self.axes is not None:
             raise ValueError("both mesh= and axes= are given; a mesh already says which axes it has.")
-        AxisRules.of(self.sharding_rules)
+        _ = self.rules
+
+    @cached_property
+    def rules(self) -> tuple[tuple[str, MeshAxes], ...]:
+        """`sharding_rules` as pairs."""
+        return as_pairs(self.sharding_rules)
 
     @classmethod
     def of(cls, value: MeshOptions | Mesh | MpmdMesh | Mapping[str, int] | None) -> MeshOptions:
@@ -240,7 +266,7 @@ class MeshOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parameters:
+class Parameters(_Options):
     """The options of trained parameters and of their moving average: `parameters=`.
 
     Args:
@@ -261,16 +287,10 @@ class Parameters:
     ema_decay: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a value that does not name parameters, and a value that is not a decay."""
         if self.frozen is not None:
             check_frozen(self.frozen)
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
             raise ValueError(f"ema_decay={self.ema_decay!r}: it must lie between 0 and 1, e.g. 0.999, or be None.")
-
-    @classmethod
-    def of(cls, value: Parameters | None) -> Parameters:
-        """Convert the trainer's `parameters=`."""
-        return _chosen(cls, "parameters", value)
 
 
 @dataclass(frozen=True)
@@ -297,7 +317,6 @@ class RandomStreams:
     names: Sequence[str] = ("dropout",)
 
     def __post_init__(self) -> None:
-        """Refuse a value that is not a seed, and a value that is not a list of names."""
         if isinstance(self.seed, bool) or not isinstance(self.seed, (int, np.integer)):
             raise _misfit("seed", self.seed, "a whole number")
         if isinstance(self.names, str) or not all(isinstance(name, str) for name in self.names):
@@ -310,7 +329,7 @@ class RandomStreams:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inference:
+class Inference(_Options):
     """The functions of `evaluate` and `predict`: `inference=`.
 
     Args:
@@ -330,17 +349,11 @@ class Inference:
     predict_fn: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a value that is not a function of a model and a batch."""
         check_functions(eval_loss_fn=self.eval_loss_fn, predict_fn=self.predict_fn)
-
-    @classmethod
-    def of(cls, value: Inference | None) -> Inference:
-        """Convert the trainer's `inference=`."""
-        return _chosen(cls, "inference", value)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logging:
+class Logging(_Options):
     """The options of metrics and of the progress display: `logging=`.
 
     A boolean alone means `Logging(progress=...)`: `logging=False` shows nothing.
@@ -363,23 +376,15 @@ class Logging:
     progress: bool | Meter = True
 
     def __post_init__(self) -> None:
-        """Refuse a value that is not a number of steps, and a value that does not show progress."""
         check_count("every", self.every)
-        check_progress(self.progress)
+        if not isinstance(self.progress, (bool, Meter)):
+            kind = type(self.progress).__name__
+            raise TypeError(f"progress={self.progress!r} ({kind}): it must be True, False or a Meter.")
 
     @classmethod
     def of(cls, value: Logging | bool | None) -> Logging:
         """Convert the trainer's `logging=`."""
-        return cls(progress=value) if isinstance(value, bool) else _chosen(cls, "logging", value)
-
-
-def _chosen(cls: Any, name: str, value: Any) -> Any:
-    """Return the given options, or the default options."""
-    if value is None:
-        return cls()
-    if not isinstance(value, cls):
-        raise _misfit(name, value, f"{cls.__name__}(...)")
-    return value
+        return cls(progress=value) if isinstance(value, bool) else super().of(cast(Any, value))
 
 
 def _misfit(name: str, value: object, wanted: str) -> TypeError:

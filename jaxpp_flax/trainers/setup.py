@@ -26,22 +26,14 @@ __all__ = ["check_count", "check_functions", "check_parameters", "choose_model",
 
 
 def check_count(name: str, value: Any) -> int:
-    """Return `value` as an int.
-
-    Raises:
-      ValueError: if `value` is not a whole number of at least 1.
-    """
+    """Return `value` as an int; refuse all but whole numbers of at least 1."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1.")
     return int(value)
 
 
 def check_functions(**functions: Any) -> None:
-    """Refuse values that are not functions of (model, batch, `training`, `rngs`); all but `loss_fn` may be None.
-
-    Raises:
-      TypeError: the message names the argument.
-    """
+    """Refuse values that are not functions of (model, batch, `training`, `rngs`); all but `loss_fn` may be None."""
     for name, function in functions.items():
         if function is None and name != "loss_fn":
             continue
@@ -69,11 +61,7 @@ def choose_model(
     seed: int,
     rng_names: Sequence[str],
 ) -> tuple[ModelAdapter, Any, Any, tuple[Any, Any]]:
-    """Return a module's adapter, its trained parameters, the rest of its state, and the annotations of both.
-
-    Raises:
-      TypeError: if `model` is not an NNX or Linen module, or `variables` are missing or not needed.
-    """
+    """Return a module's adapter, its trained parameters, the rest of its state, and the annotations of both."""
     if isinstance(model, nnx.Module):
         if variables is not None:
             raise TypeError(
@@ -119,11 +107,7 @@ def _what_to_pass(model: Any) -> str:
 
 
 def check_parameters(params: Any, model: Any) -> None:
-    """Refuse a model without parameters, or with parameters that have no gradient.
-
-    Raises:
-      ModelError: the message names the leaf.
-    """
+    """Refuse a model without parameters, or with parameters that have no gradient."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
         raise ModelError(

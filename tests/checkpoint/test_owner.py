@@ -270,7 +270,7 @@ def test_a_save_that_fails_after_a_loop_was_left_is_told(tmp_path, monkeypatch, 
     trainer = make_trainer(Checkpoints(tmp_path, every=1), logging=Logging(every=1))
     steps = trainer.training_steps(batches())
     next(steps)
-    trainer._checkpoints.store.wait()
+    trainer._parts.checkpoints.store.wait()
     monkeypatch.setattr("jaxpp_flax.checkpoint.writing.stored_leaves", lambda metadata: {})
     next(steps)
     steps.close()

@@ -130,7 +130,7 @@ def test_evaluating_and_predicting_keep_the_stages_of_training():
     after = trainer.predict(tokens(4))
     assert trainer.plan is plan
     np.testing.assert_allclose(before[:4], after, rtol=1e-5, atol=1e-6)
-    compiled = {key[0]: executable for key, executable in trainer._executables.compiled.items()}
+    compiled = {key[0]: executable for key, executable in trainer._core.executables.compiled.items()}
     sizes = [stage.parameter_count for stage in compiled["train"].stages]
     assert [stage.parameter_count for stage in compiled["evaluate"].stages] == sizes
 

@@ -24,7 +24,7 @@ from jaxpp_flax.trainers import Checkpoints, DataPositionError, Logging, Paramet
 from jaxpp_flax.trainers.callbacks import OnMetrics
 from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.stream import Batches
-from jaxpp_flax.trainers.loop.progress import NoMeter
+from jaxpp_flax.trainers.loop.progress import Meter
 from jaxpp_flax.trainers.state.weights import to_ordinary
 from tests.checkpoint import program
 from tests.helpers import tree_allclose
@@ -214,14 +214,14 @@ def test_a_failed_background_save_is_told_by_the_next_step(tmp_path: Path, monke
     trainer.train_step(OTHER[0])
     monkeypatch.setattr("jaxpp_flax.checkpoint.checkpoint_store.complete", _fail)
     trainer.save(wait=False)
-    while trainer._checkpoints.store._manager.is_saving_in_progress():
+    while trainer._parts.checkpoints.store._manager.is_saving_in_progress():
         pass
     with pytest.raises(CheckpointSaveError, match=r"run/2 failed.*on purpose"):
         trainer.train_step(OTHER[1])
     monkeypatch.undo()
     trainer.train_step(OTHER[1])  # the state is intact
     trainer.save()
-    assert trainer._checkpoints.store.steps() == (1, 3)
+    assert trainer._parts.checkpoints.store.steps() == (1, 3)
 
 
 def _fail(*_):
@@ -297,7 +297,7 @@ def test_data_goes_on_where_it_stood(data, tmp_path: Path):
     assert rest == {step: whole[step] for step in (4, 5)}
 
 
-class Lines(NoMeter):
+class Lines(Meter):
     """Remembers what a bar would have shown."""
 
     def __init__(self):

@@ -25,7 +25,9 @@ from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 def test_the_step_in_messages_is_the_trainer_s(kind: str, step: int):
     unused: Any = None
     scheduling = Scheduling(2, "1f1b", num_stages=1)
-    after_step_12: Any = SimpleNamespace(step=12, memory={}, weights=lambda: SimpleNamespace(for_inference=dict))
+    after_step_12: Any = SimpleNamespace(
+        step=12, memory={}, load=lambda: None, weights=lambda: SimpleNamespace(for_inference=dict)
+    )
     steps = CompiledSteps(scheduling, unused, unused, after_step_12, state_specs=None, rules=AxisRules())
     assert steps.get(kind, {}, lambda: lambda state, batch: (state, batch), donate=kind == "train")({}, {}) == ({}, {})
     assert process_group().step == step

@@ -25,8 +25,8 @@ from jaxpp_flax.trainers import (
     Precision,
     RandomStreams,
 )
+from jaxpp_flax.trainers.decorators import RENAMED
 from jaxpp_flax.trainers.mesh import build_mesh
-from jaxpp_flax.trainers.renamed_arguments import RENAMED
 from tests.trainers import models as m
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "trainer.md"

@@ -151,7 +151,7 @@ class Scripts(RuleBasedStateMachine):
         if not hasattr(self, "trainer"):
             return
         assert self.trainer.step == self.run.state.step
-        if self.trainer._held.is_placed:
+        if self.trainer._core.held.is_placed:
             self._look()
         if not self.writing:
             steps = sorted(int(path.name) for path in self.directory.glob("*") if path.name.isdigit())
@@ -227,7 +227,7 @@ class Scripts(RuleBasedStateMachine):
 
     def _interrupt_within(self, event: Event | None) -> None:
         """Ctrl-C once a step has taken the state's memory, and before anything has its results."""
-        trainer, stepping = self.trainer, self.trainer._stepping
+        trainer, train_step = self.trainer, self.trainer._parts.train_step
         waits = event is not None and event.hook == "in_step"
 
         def finish(*arguments: Any) -> Any:
@@ -235,12 +235,12 @@ class Scripts(RuleBasedStateMachine):
             if waits and event is not None and trainer.step + 1 >= event.step:
                 waits = False
                 happen("ctrl_c")
-            return type(stepping).finish(stepping, *arguments)
+            return type(train_step).finish(train_step, *arguments)
 
-        stepping.finish = finish  # type: ignore[method-assign]
+        vars(train_step)["finish"] = finish
 
     def _wait(self) -> None:
-        self.trainer._checkpoints.store.wait()  # type: ignore[union-attr]
+        self.trainer._parts.checkpoints.store.wait()  # type: ignore[union-attr]
         self.writing = False
 
     def _model(self, call: Callable[[], None]) -> Outcome:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxpp_flax.trainers.data.batch import batch_size, dtype_of
 from jaxpp_flax.trainers.data.position import examples_in
 from jaxpp_flax.trainers.errors import BatchError, LossError
-from jaxpp_flax.trainers.loop.progress import Meter, NoMeter
+from jaxpp_flax.trainers.loop.progress import Meter
 
 Remainder = Literal["drop", "pad", "error"]
 
@@ -37,7 +37,7 @@ class RemainderRule:
 
     how: Remainder | None  # None: "error" if all sizes are known before the first step, else "drop"
     divisor: int  # the size of a batch must be a multiple of this number
-    meter: Meter = field(default_factory=NoMeter)  # prints a message about the first batch that is left out
+    meter: Meter = field(default_factory=Meter)  # prints a message about the first batch that is left out
     _has_told: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:

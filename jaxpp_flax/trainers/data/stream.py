@@ -18,7 +18,7 @@ from jaxpp_flax.trainers.data.position import (
     state_of,
 )
 from jaxpp_flax.trainers.data.remainder import RemainderRule
-from jaxpp_flax.trainers.loop.progress import Meter, NoMeter
+from jaxpp_flax.trainers.loop.progress import Meter
 from jaxpp_flax.trainers.state.holder import StateHolder
 
 
@@ -67,7 +67,7 @@ class Batches(Iterator[Any]):
         start = None if resume_data == "restart" else position
         self._data, self._iterator, self._steps = data, first, steps
         self._epochs = epochs if epochs is not None or steps is not None else 1
-        self._start, self._meter = start, meter or NoMeter()
+        self._start, self._meter = start, meter or Meter()
         self._how: ResumeData = resume_data
         self._remainder = remainder
         self.left_out = 0  # the number of batches of a pass that `remainder` leaves out

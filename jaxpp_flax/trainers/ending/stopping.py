@@ -1,15 +1,20 @@
-"""The early end of `fit`: its reason and its last step, the same in all processes of a run."""
+"""The early end of `fit`: SIGTERM, Ctrl-C or `trainer.stop` end all processes of a run after the same step."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxpp_flax.processes.comparison import exchange_values
 from jaxpp_flax.processes.group import ProcessGroup
+from jaxpp_flax.trainers.callbacks import Callback
+from jaxpp_flax.trainers.ending.interruption import Interruption
+from jaxpp_flax.trainers.ending.preemption import Preemption
+from jaxpp_flax.trainers.loop.hooks import StepRecord, TrainerProtocol
 
-__all__ = ["StopReason", "CommonStop"]
+__all__ = ["CommonStop", "Ending", "StopReason"]
 
 _STEPS_AHEAD = 4
 """A process is fewer steps than this ahead of another one, since each waits for the loss of two steps ago."""
@@ -51,11 +56,9 @@ class CommonStop:
         self._last: tuple[int, StopReason] | None = None
 
     def after(self, step: int, requested: StopReason | None) -> StopReason | None:
-        """Return the reason if `step` is the last step; None if another step follows.
+        """Return the reason if `step`, which this process has begun, is the last one; None if another step follows.
 
-        Args:
-          step: the last step that this process has begun.
-          requested: the reason why this process has been asked to stop; None if it has not.
+        `requested` is the reason why this process has been asked to stop, if it has.
         """
         if self._group.process_count == 1:
             return requested
@@ -81,3 +84,42 @@ class CommonStop:
         reasons = [StopReason(*answer) for answer in answers if answer is not None]
         order = ("preempted", "interrupted", "stopped")
         return min(reasons, key=lambda reason: order.index(reason.kind), default=None)
+
+
+class Ending(Callback):
+    """A hook that looks for the end after each step, and a callback that decides after each evaluation."""
+
+    def __init__(
+        self, trainer: TrainerProtocol, group: ProcessGroup, interruption: Interruption, preemption: Preemption
+    ) -> None:
+        super().__init__()
+        self._trainer, self._interruption, self._preemption = trainer, interruption, preemption
+        self._common_stop = CommonStop(group)
+        self.reason: StopReason | None = None
+        """The reason of the loop's end, once the end is decided."""
+
+    def __call__(self, record: StepRecord) -> None:
+        """After a step, look for a decision of any process."""
+        if self.reason is None:
+            self.reason = self._common_stop.after(record.step, self._requested())
+
+    def decide_together(self) -> None:
+        """Decide at once, at a point that all processes reach together: the decision of one holds for all."""
+        if self.reason is None:
+            self.reason = self._common_stop.decide(self._requested())
+
+    def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
+        """Decide: all processes have evaluated."""
+        self.decide_together()
+
+    def after_last_step(self) -> StopReason | None:
+        """Return the reason, also if the data ended before the common step."""
+        return self._common_stop.decide(self._requested() if self.reason is None else self.reason)
+
+    def _requested(self) -> StopReason | None:
+        if self._preemption.requested:
+            return StopReason("preempted")
+        if self._interruption.requested:
+            return StopReason("interrupted")
+        stopping = self._trainer.stopping
+        return None if stopping is None else StopReason("stopped", stopping)

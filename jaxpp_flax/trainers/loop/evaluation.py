@@ -2,53 +2,80 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from jaxpp_flax.trainers.data.batch import InferencePart, join_parts
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, InferenceKind, compared_rows
 from jaxpp_flax.trainers.data.stream import awaited
 from jaxpp_flax.trainers.errors import BatchError
-from jaxpp_flax.trainers.loop.averages import Average
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.model.calling import call_model
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.step.builder import ForwardOnly, Loop, StepBuilderCache
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
+from jaxpp_flax.trainers.step.loss import LossTerms
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 
-__all__ = ["Evaluation"]
+__all__ = ["Average", "Evaluation"]
 
 
+class Average:
+    """Adds up batches on the host, in float64; each batch counts by its weight, or by its number of examples.
+
+    Example:
+      >>> average = Average()
+      >>> average.add(LossTerms(total=4.0, weight=None, metrics={}), num_microbatches=2, num_examples=8)
+      >>> average.add(LossTerms(total=1.0, weight=None, metrics={}), num_microbatches=1, num_examples=4)
+      >>> average.result()["loss"] == (2.0 * 8 + 1.0 * 4) / 12
+      True
+    """
+
+    def __init__(self) -> None:
+        self._sums: defaultdict[str, Any] = defaultdict(float)
+        self._weights: defaultdict[str, Any] = defaultdict(float)
+
+    def add(self, terms: LossTerms, num_microbatches: int, num_examples: int) -> None:
+        """Add a batch's terms, summed over its microbatches."""
+        loss = terms.total if terms.weight is None else (terms.total, terms.weight)
+        for name, value in {"loss": loss, **terms.metrics}.items():
+            if isinstance(value, tuple):
+                total, weight = (np.asarray(part, np.float64) for part in value)
+            else:
+                total = np.asarray(value, np.float64) / num_microbatches * num_examples
+                weight = np.float64(num_examples)
+            self._sums[name] = self._sums[name] + total
+            self._weights[name] = self._weights[name] + weight
+
+    def result(self) -> dict[str, Any]:
+        """Return the averages: floats, or NumPy arrays."""
+        means: dict[str, Any] = {}
+        for name, total in self._sums.items():
+            weight = self._weights[name]
+            mean = np.asarray(total / np.where(weight == 0, 1.0, weight))
+            means[name] = float(mean) if mean.ndim == 0 else mean
+        return means
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Runs the calls that do not change the state; batches are loaded as in training.
 
-    Args:
-      scheduling: the schedule of training, whose forward tasks run.
-      rows: the examples that this process loads.
-      builders: make the steps.
-      executables: the compiled steps.
-      held: the state.
-      eval_loss_fn: the function of `evaluate`.
-      predict_fn: the function of `predict`.
-      meet: a function of the name of a call that every process must make after the same step.
+    `meet` is called with the name of a call that every process must make after the same step.
     """
 
-    def __init__(
-        self,
-        scheduling: Scheduling,
-        rows: BatchSharding,
-        builders: StepBuilderCache,
-        executables: CompiledSteps,
-        held: StateHolder,
-        *,
-        eval_loss_fn: Callable[..., Any],
-        predict_fn: Callable[..., Any],
-        meet: Callable[[str], None],
-    ) -> None:
-        self._scheduling, self._rows, self._builders = scheduling, rows, builders
-        self._executables, self._held, self._meet = executables, held, meet
-        self._eval_loss_fn, self._predict_fn = eval_loss_fn, predict_fn
+    scheduling: Scheduling
+    rows: BatchSharding
+    builders: StepBuilderCache
+    executables: CompiledSteps
+    held: StateHolder
+    eval_loss_fn: Callable[..., Any]
+    predict_fn: Callable[..., Any]
+    meet: Callable[[str], None]
 
     def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None = None) -> dict[str, Any]:
         """Compute the mean loss and metrics over all examples of `data`, pipelined; the state does not change.
@@ -69,14 +96,14 @@ class Evaluation:
           BatchError: if a batch cannot be cut, or lacks the rows that this process reads.
           ValueError: if `data` has no batch.
         """
-        self._meet("trainer.evaluate")
-        average, pending, alike = Average(), None, BatchComparison(self._scheduling.mesh, "evaluation")
+        self.meet("trainer.evaluate")
+        average, pending, alike = Average(), None, BatchComparison(self.scheduling.mesh, "evaluation")
         for batch in [data] if isinstance(data, Mapping) else awaited(data, "the next batch to evaluate"):
-            whole = self._rows.whole(batch, global_batch_size)
+            whole = self.rows.whole(batch, global_batch_size)
             own = batch if whole is not batch else None
-            for part in self._rows.inference_parts(whole, rows_only=own is not None):
+            for part in self.rows.inference_parts(whole, rows_only=own is not None):
                 compiled, taken = self._ready("evaluate", part, own, alike)
-                terms = compiled(self._held.weights().for_inference(), taken)
+                terms = compiled(self.held.weights().for_inference(), taken)
                 if pending is not None:
                     average.add(*pending)
                 pending = (terms, part.num_microbatches, part.num_examples)
@@ -100,20 +127,20 @@ class Evaluation:
           TypeError: if the batch is a dict and there is no `predict_fn` to select the model's input.
           BatchError: if the batch cannot be cut, or lacks the rows that this process reads.
         """
-        if isinstance(batch, Mapping) and self._predict_fn is call_model:
+        if isinstance(batch, Mapping) and self.predict_fn is call_model:
             raise TypeError(
                 f"predict got a dict with {', '.join(map(repr, batch))}, and cannot know what the model takes of it. "
                 "Pass the model's input, or give the trainer a predict_fn: "
                 "inference=Inference(predict_fn=lambda model, batch: model(batch['x']))."
             )
-        whole = self._rows.whole(batch, global_batch_size)
+        whole = self.rows.whole(batch, global_batch_size)
         own = batch if whole is not batch else None
-        parts = self._rows.inference_parts(whole, rows_only=own is not None)
-        self._meet("trainer.predict")
-        alike, outputs = BatchComparison(self._scheduling.mesh, "prediction"), []
+        parts = self.rows.inference_parts(whole, rows_only=own is not None)
+        self.meet("trainer.predict")
+        alike, outputs = BatchComparison(self.scheduling.mesh, "prediction"), []
         for part in parts:
             compiled, taken = self._ready("predict", part, own, alike)
-            outputs.append(compiled(self._held.weights().for_inference(), taken))
+            outputs.append(compiled(self.held.weights().for_inference(), taken))
         return join_parts(outputs)
 
     def _ready(self, kind: InferenceKind, part: InferencePart, own: Any, alike: BatchComparison) -> tuple[Any, Any]:
@@ -125,26 +152,22 @@ class Evaluation:
         return compiled, compared_rows(compiled, own, part.microbatches, alike)
 
     def compiled(self, kind: InferenceKind, part: InferencePart) -> Any:
-        """Return the compiled step of this kind for a part of a batch.
-
-        Raises:
-          BatchError: if each data-parallel device must compute all examples, but the model cuts them itself.
-        """
-        schedule = self._scheduling.schedule
+        """Return the compiled step of this kind for a part of a batch."""
+        schedule = self.scheduling.schedule
         forward = ForwardOnly(schedule) if schedule is not None else None
         loop = Loop(num_microbatches=part.num_microbatches, schedule=forward)
 
         def build() -> Any:  # called only for a new signature, not for each batch
             if kind == "evaluate":
-                return self._builders.for_inference(self._eval_loss_fn).evaluate(loop)
-            return self._builders.for_inference().predict(loop, self._predict_fn)
+                return self.builders.for_inference(self.eval_loss_fn).evaluate(loop)
+            return self.builders.for_inference().predict(loop, self.predict_fn)
 
         try:
-            return self._executables.get(kind, part.microbatches, build, donate=False)
+            return self.executables.get(kind, part.microbatches, build, donate=False)
         except ValueError as error:
             if part.is_shared or "divisible" not in str(error):
                 raise
-            shards = self._rows.batch_shards
+            shards = self.rows.batch_shards
             raise BatchError(
                 f"{part.num_examples} examples of the batch are left over by the {shards} data-parallel devices "
                 "of a stage, and each of these is to compute all of them; but the model cuts the examples itself "

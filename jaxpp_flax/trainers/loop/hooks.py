@@ -1,137 +1,223 @@
-"""The hooks of `fit` after each step: deliver metrics one step late, and run evaluations."""
+"""The steps of a training loop, and hooks: functions of a step's record. The hooks here log metrics, and evaluate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxpp_flax.trainers.callbacks import Callback
+from jaxpp_flax.trainers.data.batch import count_units
 from jaxpp_flax.trainers.loop.progress import Meter, Rate
-from jaxpp_flax.trainers.loop.steps import StepRecord, TrainerProtocol
+from jaxpp_flax.trainers.trackers import Tracker
 
-__all__ = ["EvaluationHook", "MetricsHook", "to_host"]
+__all__ = ["Evaluate", "LogMetrics", "LoopHook", "StepHook", "StepRecord", "TrainerProtocol", "run_steps", "to_host"]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A step that was dispatched.
+
+    Args:
+      step: the number of the step, from 1.
+      metrics: values that may not be ready yet, at least `loss`.
+      batch: the batch of the step: the whole batch, or this process's rows.
+      global_batch_size: the number of examples in the whole batch, if `batch` has only this process's rows.
+    """
+
+    step: int
+    metrics: Mapping[str, Any]
+    batch: Any
+    global_batch_size: int | None = None
+
+    def count_units(self) -> tuple[int, str]:
+        """Return the number of tokens or examples in the whole batch, and the word "tokens" or "examples".
+
+        Example:
+          >>> StepRecord(1, {"loss": 0.5}, np.zeros((4, 8))).count_units()
+          (4, 'examples')
+        """
+        return count_units(self.batch, self.global_batch_size)
+
+
+StepHook = Callable[[StepRecord], None]
+"""A function that is called after each step, before the next batch is drawn. It may be a `LoopHook`."""
+
+
+class LoopHook:
+    """A hook with work after the last step, too.
+
+    Example:
+      >>> class Mean(LoopHook):
+      ...     total = count = 0
+      ...     def __call__(self, record):
+      ...         self.total, self.count = self.total + record.metrics["loss"], self.count + 1
+      ...     def end(self):
+      ...         print(float(self.total / self.count))
+    """
+
+    def __call__(self, record: StepRecord) -> None:
+        """Do the work after a step."""
+
+    def end(self) -> None:
+        """Do the work after the last step; not called after an error, or a `break` in the user's loop."""
+
+
+class TrainerProtocol(Protocol):
+    """The attributes of the trainer that a loop, its hooks and its callbacks use."""
+
+    tracker: Tracker
+    log_every: int
+    stopping: str | None
+
+    @property
+    def step(self) -> int: ...
+    def compile(self, batch: Any, *, global_batch_size: int | None = None) -> Any: ...
+    def train_step(self, batch: Any, *, global_batch_size: int | None = None) -> dict[str, Any]: ...
+    def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None = None) -> dict[str, Any]: ...
+    def message(self, text: str) -> None: ...
+
+
+def run_steps(
+    trainer: TrainerProtocol,
+    source: Iterable[Any],
+    global_batch_size: int | None,
+    hooks: Sequence[StepHook],
+    *,
+    begin: Callable[[Any], bool],
+    within: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Iterator[StepRecord]:
+    """Train on every batch of `source`, and call the hooks; a step runs when the consumer asks for its record.
+
+    Args:
+      begin: called with the first batch, before its step; False ends the loop without a step.
+      within: makes the context manager to enter around each step.
+    """
+    for number, batch in enumerate(source):
+        if not number and not begin(batch):
+            return
+        with within():
+            metrics = trainer.train_step(batch, global_batch_size=global_batch_size)
+        record = StepRecord(trainer.step, metrics, batch, global_batch_size)
+        for hook in hooks:
+            hook(record)
+        yield record
 
 
 def to_host(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Wait for metrics, and return them as floats (scalars) and NumPy arrays."""
-    return {name: _host(value) for name, value in metrics.items()}
+    arrays = {name: np.asarray(value) for name, value in metrics.items()}
+    return {name: float(array) if array.ndim == 0 else array for name, array in arrays.items()}
 
 
-def _host(value: Any) -> Any:
-    array = np.asarray(value)
-    return float(array) if array.ndim == 0 else array
+class LogMetrics(LoopHook):
+    """Logs the metrics of a step to `trainer.tracker`, once the next step is under way: devices never wait for it.
 
-
-class MetricsHook:
-    """Delivers the metrics of a step to meter, tracker and callbacks once the next step is under way.
+    The first step, the last one, and every `Logging(every=)` steps have a row.
 
     Args:
-      trainer: the trainer's tracker gets the metrics; callbacks get the trainer.
-      callbacks: the callbacks of `fit`.
-      meter: shows the metrics.
-      log_every: steps between two rows.
-      total: the number of the last step, if known.
+      trainer: the trainer of the loop.
+      callbacks: their `on_metrics` is called for each step that they want.
+      total: the number of the last step, if known, for the time left.
+      meter: shows the rows; the caller starts and stops it.
     """
 
     def __init__(
-        self, trainer: TrainerProtocol, callbacks: Sequence[Callback], meter: Meter, log_every: int, total: int | None
+        self,
+        trainer: TrainerProtocol,
+        *,
+        callbacks: Sequence[Callback] = (),
+        total: int | None = None,
+        meter: Meter | None = None,
     ) -> None:
-        self._trainer, self._callbacks, self._meter, self._log_every = trainer, callbacks, meter, log_every
-        self._begin, self._total, self._rate = trainer.step, total, Rate(total)
-        self._units = 0
-        self._pending: tuple[StepRecord, int] | None = None  # a step, and the units up to this step
+        self._trainer, self._callbacks, self._meter = trainer, callbacks, meter or Meter()
+        self._first, self._rate = trainer.step + 1, Rate(total)
+        self._units = 0  # of all steps
+        self._pending: tuple[int, Mapping[str, Any], int, str] | None = None
         self.last: dict[str, Any] = {}
-        """The last delivered metrics, with the metrics of evaluations."""
+        """The metrics that were logged last, with the metrics of evaluations."""
 
     def __call__(self, record: StepRecord) -> None:
-        """Deliver the metrics of the step before, and keep the metrics of this step."""
-        self._units += record.units
-        self._deliver((record, self._units))
+        count, unit = record.count_units()
+        self._units += count
+        before, self._pending = self._pending, (record.step, record.metrics, self._units, unit)
+        if before is not None:
+            self._deliver(*before, is_last=False)
 
-    def flush(self) -> None:
-        """Deliver the metrics of the last step."""
-        self._deliver(None)
+    def end(self) -> None:
+        if self._pending is not None:
+            self._deliver(*self._pending, is_last=True)
+            self._pending = None
 
     def add(self, named: Mapping[str, Any]) -> None:
         """Add the metrics of an evaluation; the rate of the steps does not include the evaluation's time."""
         self.last = {**self.last, **named}
         self._rate.resume(self._units)
 
-    def _deliver(self, new: tuple[StepRecord, int] | None) -> None:
-        pending, self._pending = self._pending, new
-        if pending is None:
-            return
-        record, units = pending
-        step = record.step
+    def _deliver(self, step: int, metrics: Mapping[str, Any], units: int, unit: str, *, is_last: bool) -> None:
+        has_row = is_last or step % self._trainer.log_every == 0 or step == self._first
         wanting = [callback for callback in self._callbacks if callback.wants(step)]
-        if not self._logs(step) and new is not None and not any(_overrides_metrics(c) for c in wanting):
+        if not has_row and not any(_overrides_metrics(callback) for callback in wanting):
             return
-        self.last = to_host(record.metrics)
-        if self._logs(step) or new is None:
+        self.last = to_host(metrics)
+        if has_row:
             rate, left = self._rate.read(step, units)
-            self._meter.update(step, self.last, rate, record.unit, left)
-            extra = {} if rate is None else {f"{record.unit}_per_second": rate}
+            self._meter.update(step, self.last, rate, unit, left)
+            extra = {} if rate is None else {f"{unit}_per_second": rate}
             self._trainer.tracker.log({**self.last, **extra}, step=step)
         for callback in wanting:
             callback.on_metrics(self._trainer, step, self.last)
 
-    def _logs(self, step: int) -> bool:
-        return step % self._log_every == 0 or step == self._begin + 1 or step == self._total
 
-
-class EvaluationHook:
-    """Evaluates every `every` steps, and at the end if the last step had no evaluation.
+class Evaluate(LoopHook):
+    """Evaluates every `every` steps, and at the end if the last step had no evaluation; logs to `trainer.tracker`.
 
     Args:
-      trainer: runs the evaluation.
-      data: the data to evaluate; None for no evaluation.
+      trainer: the trainer of the loop.
+      data: the data to evaluate, which can be iterated again.
       every: steps between two evaluations; None for one evaluation at the end.
-      global_batch_size: the batch size of `data`, as in `fit`.
-      metrics: delivers the metrics of the steps before.
-      callbacks: the callbacks of `fit`.
-      meter: shows the result.
-      evaluated: called after the callbacks of an evaluation.
+      global_batch_size: the number of examples in a batch of `data`: see `PipelineTrainer.evaluate`.
+      log: the hook of the steps' metrics, which come before those of an evaluation.
+      callbacks: their `on_evaluate` is called after each evaluation.
     """
 
     def __init__(
         self,
         trainer: TrainerProtocol,
-        data: Iterable[Any] | None,
-        every: int | None,
-        global_batch_size: int | None,
+        data: Iterable[Any],
         *,
-        metrics: MetricsHook,
-        callbacks: Sequence[Callback],
-        meter: Meter,
-        evaluated: Callable[[], None],
+        every: int | None = None,
+        global_batch_size: int | None = None,
+        log: LogMetrics | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         self._trainer, self._data, self._every, self._global_batch_size = trainer, data, every, global_batch_size
-        self._metrics, self._callbacks, self._meter, self._evaluated = metrics, callbacks, meter, evaluated
+        self._log, self._callbacks = log, callbacks
 
     def __call__(self, record: StepRecord) -> None:
-        """Evaluate if an evaluation is due."""
-        if self._data is not None and self._every is not None and record.step % self._every == 0:
-            self._metrics.flush()
-            self._evaluate(self._data)
+        if self._every is not None and record.step % self._every == 0:
+            if self._log is not None:
+                self._log.end()
+            self._evaluate()
 
     def end(self) -> None:
-        """Evaluate after the last step, if due."""
-        if self._data is not None and (self._every is None or self._trainer.step % self._every):
-            self._evaluate(self._data)
+        if self._every is None or self._trainer.step % self._every:
+            self._evaluate()
 
-    def _evaluate(self, data: Iterable[Any]) -> None:
+    def _evaluate(self) -> None:
         trainer = self._trainer
-        metrics = trainer.evaluate(data, global_batch_size=self._global_batch_size)
+        metrics = trainer.evaluate(self._data, global_batch_size=self._global_batch_size)
         named = {f"eval_{name}": value for name, value in metrics.items()}
         shown = "  ".join(f"{name} {value:.4f}" for name, value in named.items() if isinstance(value, float))
-        self._meter.message(f"step {trainer.step}  {shown}")
+        trainer.message(f"step {trainer.step}  {shown}")
         trainer.tracker.log(named, step=trainer.step)
         for callback in self._callbacks:
             callback.on_evaluate(trainer, trainer.step, metrics)
-        self._evaluated()
-        self._metrics.add(named)
+        if self._log is not None:
+            self._log.add(named)
 
 
 def _overrides_metrics(callback: Callback) -> bool:

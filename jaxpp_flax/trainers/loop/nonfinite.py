@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,9 @@ from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.processes import exchange_values, process_group
 from jaxpp_flax.trainers.errors import NonFiniteLossError
-from jaxpp_flax.trainers.loop.progress import Meter
+from jaxpp_flax.trainers.loop.progress import Display
 
-__all__ = ["OnNonFinite", "StepsUnderWay", "check_parameters", "choose_on_nonfinite", "nonfinite_leaf"]
+__all__ = ["OnNonFinite", "StepsUnderWay", "check_parameters", "nonfinite_leaf"]
 
 OnNonFinite = Literal["stop", "skip", "ignore"]
 
@@ -33,40 +33,21 @@ _ADVICE = (
 )
 
 
-def choose_on_nonfinite(value: Any, loss_scale: Any) -> OnNonFinite:
-    """Return the trainer's argument. None means "stop", or "skip" with a loss scale, since a loss scale skips steps.
-
-    Raises:
-      ValueError: if the value is unknown, or contradicts the loss scale.
-
-    Example:
-      >>> choose_on_nonfinite(None, None), choose_on_nonfinite(None, "dynamic")
-      ('stop', 'skip')
-    """
-    if value is not None and value not in get_args(OnNonFinite):
-        raise ValueError(f'on_nonfinite={value!r}: it must be "stop", "skip" or "ignore".')
-    if loss_scale is not None and value in ("stop", "ignore"):
-        raise ValueError(
-            f"on_nonfinite={value!r} and loss_scale={loss_scale!r}: a step whose scaled gradients overflow is skipped, "
-            'and the scale adapts by that. Leave on_nonfinite out, or set it to "skip".'
-        )
-    return value or ("stop" if loss_scale is None else "skip")
-
-
 class StepsUnderWay:
     """The steps that devices may still run: only a few, and each is checked when it is done.
 
     Args:
       how: the reaction to a loss that is not finite.
       tells: True prints messages about skipped steps; with a loss scale, skipped steps are normal.
+      display: shows these messages.
     """
 
-    def __init__(self, how: OnNonFinite, *, tells: bool) -> None:
-        self._how, self._tells = how, tells
+    def __init__(self, how: OnNonFinite, display: Display, *, tells: bool) -> None:
+        self._how, self._display, self._tells = how, display, tells
         self._metrics: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
         self._skipped = self._in_a_row = 0
 
-    def add(self, step: int, metrics: Mapping[str, Any], meter: Meter) -> None:
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Note a step that was dispatched, and wait for the step two before.
 
         Raises:
@@ -75,22 +56,18 @@ class StepsUnderWay:
         kept = {name: metrics[name] for name in ("loss", "skipped_step") if name in metrics}
         self._metrics.append((step, kept))
         while len(self._metrics) > _MAX_AHEAD:
-            self._look(*self._metrics.popleft(), meter)
+            self._look(*self._metrics.popleft())
 
-    def finish(self, meter: Meter) -> None:
-        """Wait for all steps.
-
-        Raises:
-          NonFiniteLossError: as above.
-        """
+    def finish(self) -> None:
+        """Wait for all steps; raises as `add` does."""
         while self._metrics:
-            self._look(*self._metrics.popleft(), meter)
+            self._look(*self._metrics.popleft())
 
     def clear(self) -> None:
         """Forget the steps: their state is given up."""
         self._metrics.clear()
 
-    def _look(self, step: int, metrics: Mapping[str, Any], meter: Meter) -> None:
+    def _look(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self._how == "ignore":
             metrics["loss"].block_until_ready()
         elif self._how == "stop":
@@ -98,9 +75,9 @@ class StepsUnderWay:
             if not math.isfinite(loss):
                 raise NonFiniteLossError(f"the loss of step {step} is {loss}, and training stops. {_ADVICE}")
         else:
-            self._count(step, bool(float(metrics["skipped_step"])), meter)
+            self._count(step, bool(float(metrics["skipped_step"])))
 
-    def _count(self, step: int, is_skipped: bool, meter: Meter) -> None:
+    def _count(self, step: int, is_skipped: bool) -> None:
         self._in_a_row = self._in_a_row + 1 if is_skipped else 0
         if not (is_skipped and self._tells):
             return
@@ -111,7 +88,8 @@ class StepsUnderWay:
                 "finite gradients, and nothing changes any more. Look at the data, lower the learning rate."
             )
         if self._skipped <= 3 or self._skipped & (self._skipped - 1) == 0:
-            meter.message(f"step {step} is skipped: its loss or gradients are not finite ({self._skipped} so far)")
+            text = f"step {step} is skipped: its loss or gradients are not finite ({self._skipped} so far)"
+            self._display.message(text)
 
 
 def nonfinite_leaf(params: Any) -> str | None:
@@ -160,11 +138,7 @@ def _are_finite(arrays: list[jax.Array]) -> jax.Array:
 
 
 def check_parameters(step: int, params: Any) -> None:
-    """Refuse to save parameters that are not finite, in every process.
-
-    Args:
-      step: the step of the parameters.
-      params: the parameters; this process checks its parts.
+    """Refuse to save parameters after a step that are not finite; each process checks its parts.
 
     Raises:
       NonFiniteLossError: the message names one of these parameters.

@@ -53,10 +53,7 @@ _MOST_BETWEEN = 64
 def compare_initial_states(mesh: MpmdMesh, state: TrainState, init: Callable[[Any], Any]) -> None:
     """Before the first step, make sure that every process has made the same parameters and other state.
 
-    Args:
-      mesh: the mesh of all ranks.
-      state: the initial state; the optimizer state may have only shapes.
-      init: the function that makes the optimizer state.
+    The optimizer's state, which `init` makes, may have only shapes.
 
     Raises:
       ValuesMismatchError: the message names the first leaf that differs, and the processes.
@@ -65,9 +62,8 @@ def compare_initial_states(mesh: MpmdMesh, state: TrainState, init: Callable[[An
         leaves = {jax.tree_util.keystr(path): value_text(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
         begins_with = {f".opt_state{name}": text for name, text in numbers_of_init(init, state.params).items()}
         hashes = leaves | {name: text for name, text in begins_with.items() if leaves.get(name) is None}
-        hashes["what the optimizer begins with (its hyperparameters and keys of random numbers)"] = hash_of_init(
-            init, state.params
-        )
+        begins = "what the optimizer begins with (its hyperparameters and keys of random numbers)"
+        hashes[begins] = hash_of_init(init, state.params)
         compare_hashes(process_group(), "the initial state", hashes, _STATE_REMEDY)
 
 
@@ -151,13 +147,7 @@ def await_same_call(mesh: MpmdMesh | None, state: Any, call: str, detail: str = 
 
 
 def compare_compilations(mesh: MpmdMesh | None, state: Any, kind: str, schedule: Schedule | None, batch: Any) -> None:
-    """Wait as in `await_same_call` to compile a step; then make sure that all processes compile the same step.
-
-    Args:
-      mesh, state: as in `await_same_call`.
-      kind: the kind of step, such as "train".
-      schedule: the schedule of the step; None without a pipeline.
-      batch: the microbatches.
+    """Wait as in `await_same_call` to compile a step of this kind; then make sure that all compile the same step.
 
     Raises:
       ProgramMismatchError: the message names the difference, and the processes.

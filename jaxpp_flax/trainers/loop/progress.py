@@ -5,7 +5,6 @@ A meter gets values that are already on the host; it never asks a device for val
 
 from __future__ import annotations
 
-import abc
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-__all__ = ["BarMeter", "Display", "Meter", "NoMeter", "PlainMeter", "Rate", "check_progress", "choose_meter"]
+__all__ = ["BarMeter", "Display", "Meter", "PlainMeter", "Rate", "choose_meter"]
 
 
 class Rate:
@@ -52,40 +51,30 @@ class Rate:
             self._last = (self._clock(), units)
 
 
-class Meter(abc.ABC):
-    """Shows the progress of `fit`."""
+class Meter:
+    """Shows the progress of `fit`; the methods of this class show nothing."""
 
-    @abc.abstractmethod
     def start(self, total: int | None, done: int) -> None:
         """Show that training begins at step `done` and ends at step `total`, if known."""
 
-    @abc.abstractmethod
     def update(self, step: int, metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> None:
         """Show the metrics of `step`, units per second, and seconds left."""
 
-    def advance(self, step: int) -> None:  # noqa: B027 (optional)
+    def advance(self, step: int) -> None:
         """Show that `step` was started; its metrics are not known yet."""
 
-    def message(self, text: Any) -> None:  # noqa: B027 (optional)
+    def message(self, text: Any) -> None:
         """Print a line, or anything that rich can draw, above the bar."""
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Show work that takes long, such as compilation."""
+        """Show work that takes long, such as compilation, and then its seconds."""
+        begin = time.perf_counter()
         yield
+        self.message(f"{text}: {time.perf_counter() - begin:.1f} s")
 
-    def stop(self) -> None:  # noqa: B027 (optional)
+    def stop(self) -> None:
         """Show that training has ended."""
-
-
-class NoMeter(Meter):
-    """Shows nothing."""
-
-    def start(self, total: int | None, done: int) -> None:
-        """Show nothing."""
-
-    def update(self, step: int, metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> None:
-        """Show nothing."""
 
 
 class PlainMeter(Meter):
@@ -103,27 +92,17 @@ class PlainMeter(Meter):
         self._total: int | None = None
 
     def start(self, total: int | None, done: int) -> None:
-        """Remember the total."""
         self._total = total
 
     def update(self, step: int, metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> None:
-        """Print one line."""
         total = f"/{self._total}" if self._total is not None else ""
         self._print("  ".join([f"step {step}{total}", *_fields(metrics, rate, unit, left)]))
 
     def message(self, text: Any) -> None:
-        """Print the text."""
         if isinstance(text, str):
             self._print(text)
         else:
             (self._console or Console(width=120)).print(text)
-
-    @contextmanager
-    def phase(self, text: str) -> Iterator[None]:
-        """Print a line at the end of the phase, with its seconds."""
-        begin = time.perf_counter()
-        yield
-        self._print(f"{text}: {time.perf_counter() - begin:.1f} s")
 
     def _print(self, text: str) -> None:
         if self._console is not None:
@@ -142,25 +121,20 @@ class BarMeter(Meter):
         self._task: Any = None
 
     def start(self, total: int | None, done: int) -> None:
-        """Draw the bar."""
         self._progress.start()
         self._task = self._progress.add_task("", total=total, completed=done)
 
     def advance(self, step: int) -> None:
-        """Move the bar."""
         self._progress.update(self._task, completed=step)
 
     def update(self, step: int, metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> None:
-        """Write the metrics beside the bar."""
         self._progress.update(self._task, description="  ".join(_fields(metrics, rate, unit, left)))
 
     def message(self, text: Any) -> None:
-        """Print above the bar."""
         self._console.print(text)
 
     @contextmanager
     def phase(self, text: str) -> Iterator[None]:
-        """Show a spinner, then the seconds of the phase."""
         begin = time.perf_counter()
         if self._progress.live.is_started:  # a spinner beside a bar needs rich 14.1
             yield
@@ -170,34 +144,16 @@ class BarMeter(Meter):
         self._console.print(f"{text}: {time.perf_counter() - begin:.1f} s", highlight=False)
 
     def stop(self) -> None:
-        """Leave the finished bar."""
         self._progress.stop()
 
 
-def check_progress(progress: object) -> None:
-    """Refuse a value of `progress=` that does not show progress.
-
-    Raises:
-      TypeError: if the value is neither a boolean nor a `Meter`.
-    """
-    if not isinstance(progress, (bool, Meter)):
-        raise TypeError(f"progress={progress!r} ({type(progress).__name__}): it must be True, False or a Meter.")
-
-
 def choose_meter(progress: bool | Meter) -> Meter:
-    """Return the meter for `Logging(progress=)`: True chooses by the terminal, False shows nothing; or a `Meter`.
-
-    Raises:
-      TypeError: for any other value.
-    """
-    check_progress(progress)
+    """Return the meter for `Logging(progress=)`: True chooses by the terminal, False shows nothing; or a `Meter`."""
     if isinstance(progress, Meter):
         return progress
-    if progress is True and jax.process_index() > 0:  # only process 0 shows progress
-        return NoMeter()
-    if progress is True:
-        return BarMeter() if Console().is_terminal else PlainMeter()
-    return NoMeter()
+    if not progress or jax.process_index() > 0:  # only process 0 shows progress
+        return Meter()
+    return BarMeter() if Console().is_terminal else PlainMeter()
 
 
 class Display:

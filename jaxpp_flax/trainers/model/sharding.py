@@ -43,7 +43,7 @@ class AxisRules:
 
     Example:
       >>> with nn.logical_axis_rules([("embed", "fsdp"), ("mlp", "tensor")]):
-      ...     rules = AxisRules.of({"embed": None})
+      ...     rules = AxisRules.in_context(as_pairs({"embed": None}))
       >>> rules.pairs()
       (('embed', None), ('mlp', 'tensor'))
       >>> rules.on({"data": 2})
@@ -54,9 +54,9 @@ class AxisRules:
     active: Pairs = ()  # the rules of Flax's `logical_axis_rules`, the context in which the trainer is made
 
     @classmethod
-    def of(cls, sharding_rules: AxisRulesLike | None) -> AxisRules:
-        """Combine the trainer's argument and the rules of the context; raise a `TypeError` if rules are not pairs."""
-        return cls(_pairs(sharding_rules), _pairs(nn.get_logical_axis_rules()))
+    def in_context(cls, given: Pairs) -> AxisRules:
+        """Combine the trainer's rules and the rules of the context."""
+        return cls(given, as_pairs(nn.get_logical_axis_rules()))
 
     def pairs(self, own: Pairs = ()) -> Pairs:
         """Return all rules for a leaf with its `own` rules, in order."""
@@ -98,7 +98,7 @@ def _annotation_of(node: Any) -> Annotation | None:
     else:
         names, rules = getattr(node, "names", None), getattr(node, "rules", None)
     spec = getattr(names, "spec", names)
-    return None if spec is None else Annotation(tuple(spec), _pairs(rules))
+    return None if spec is None else Annotation(tuple(spec), as_pairs(rules))
 
 
 def unboxed(tree: Any) -> Any:
@@ -180,7 +180,12 @@ def _trimmed(entries: list[Any]) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def _pairs(rules: Any) -> Pairs:
+def as_pairs(rules: Any) -> Pairs:
+    """Return the rules of axis names as pairs.
+
+    Raises:
+      TypeError: if a rule is not a pair.
+    """
     pairs = list(rules.items() if isinstance(rules, Mapping) else rules or ())
     for pair in pairs:
         if not isinstance(pair, Sequence) or isinstance(pair, str) or len(pair) != 2:

@@ -65,7 +65,7 @@ class StateHolder:
 
     Until the first step is compiled, the parameters are the user's own arrays, and the optimizer's state has only
     shapes. Then each leaf is copied, or made, directly on the devices of its ranks. A run that resumes reads its
-    checkpoint directly onto these devices. A call of `whole` before that makes the state on the default device.
+    checkpoint directly onto these devices; `load` before that reads it to the default device.
 
     `init` makes the optimizer's state from parameters.
 
@@ -95,17 +95,33 @@ class StateHolder:
         return isinstance(self._now, Placed)
 
     def whole(self) -> TrainState:
-        """Return all values of the state, with the optimizer's values."""
+        """Return all values of the state, with the optimizer's values.
+
+        Raises:
+          RuntimeError: if the state is on disk: the caller did not `load` it.
+        """
         state = self.weights()
         if is_abstract(state.opt_state):
             self._now = replace(self._now, state=replace(state, opt_state=self._init(state.params)))
         return self._now.state
 
     def weights(self) -> TrainState:
-        """Return the state; `opt_state` may have only shapes."""
+        """Return the state; `opt_state` may have only shapes.
+
+        Raises:
+          RuntimeError: as `whole`.
+        """
+        if isinstance(self._now, OnDisk):
+            raise RuntimeError(
+                f"the state is the checkpoint {self._now.path}, which `fit(resume=True)` reads after it has drawn the "
+                "first batch. Look at the state after that: in `Callback.on_fit_start`, or when `fit` has ended."
+            )
+        return self._now.state
+
+    def load(self) -> None:
+        """Read the state to the default device, if it is on disk."""
         if isinstance(self._now, OnDisk):
             self.restored(self._now.read())
-        return self._now.state
 
     def place(self, mesh: MpmdMesh | None, shardings: Callable[[], TrainState]) -> None:
         """Place the state for the compiled step; without a mesh, copy it to the default device. Later calls do nothing.
@@ -121,6 +137,7 @@ class StateHolder:
                 compare_initial_states(mesh, state, self._init)
                 placed = _place_state(mesh, state, shardings(), self._init)
             case _:
+                self.load()
                 placed = jax.tree.map(copied, self.whole())
         self._now = Placed(placed)
         if self._beginning is not None and _num_bytes(self._beginning.values) > _KEPT_FOR_DIAGNOSIS:

@@ -72,6 +72,8 @@ class CompiledSteps:
         """
         held, scheduling = self._held, self._scheduling
         process_group().step = held.step + (kind == "train")  # for messages
+        if not donate:
+            held.load()  # inference in the data of a resumed `fit`, before its first step
         key = self._key(kind, microbatches)
         if key not in self.compiled:
             if scheduling.mesh is not None:  # without a mesh, `jax.jit` handles this setting

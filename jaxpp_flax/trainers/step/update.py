@@ -56,20 +56,6 @@ class DynamicLossScale:
         return {"scale": jnp.where(finite, larger, smaller), "good_steps": jnp.where(grow, 0, good)}
 
 
-def choose_loss_scale(value: Any) -> DynamicLossScale | float | None:
-    """Convert the trainer's `loss_scale=`: "dynamic" becomes a `DynamicLossScale()`.
-
-    Example:
-      >>> choose_loss_scale("dynamic").initial, choose_loss_scale(128.0), choose_loss_scale(None)
-      (65536.0, 128.0, None)
-    """
-    scale: Any = DynamicLossScale() if isinstance(value, str) and value == "dynamic" else value
-    number = isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0 < scale < math.inf
-    if not (number or scale is None or isinstance(scale, DynamicLossScale)):
-        raise ValueError(f"loss_scale={value!r}: use None, 'dynamic', DynamicLossScale(...) or a number above 0.")
-    return scale
-
-
 _ITS_STATE = "The trainer keeps a state of its own for it (`trainer.state.opt_state`), and begins with a new one."
 
 

@@ -116,7 +116,7 @@ def test_pad_is_the_step_on_the_examples_alone(size):
     assert seen[2]["weight"] == size
     for mine, theirs in zip(weights(padded), weights(plain), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
-    assert len(padded._executables.compiled) == 1  # the filled batch runs on the step of the others
+    assert len(padded._core.executables.compiled) == 1  # the filled batch runs on the step of the others
 
 
 def test_pad_keeps_a_mask_that_the_data_has():
@@ -153,7 +153,7 @@ def test_pad_is_refused_where_the_filling_would_count(loss, mask, error, words, 
     it = trainer(loss)
     with pytest.raises(error, match=words):
         list(getattr(it, call)(stream(data(8, 5, mask=mask)), remainder="pad"))
-    assert (it.step, it._executables.compiled) == (0, {})
+    assert (it.step, it._core.executables.compiled) == (0, {})
 
 
 def test_training_steps_leaves_out_too():

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from jaxpp_flax.checkpoint.writing import save_step
 from jaxpp_flax.trainers.state.holder import Beginning, StateHolder, is_abstract
@@ -28,13 +29,16 @@ def test_a_made_state_is_whole_for_a_caller_and_copied_to_its_place():
     assert made.memory.params["w"] is not users
 
 
-def test_a_state_on_disk_is_read_when_it_is_placed_or_asked_for(tmp_path: Path):
+def test_a_state_on_disk_is_read_when_it_is_placed_or_loaded(tmp_path: Path):
     path = save_step(tmp_path / "saved", held(2.0).whole(), {})
-    for ask in (StateHolder.whole, StateHolder.weights, lambda other: other.place(None, lambda: other.memory)):
+    for read in (StateHolder.load, lambda other: other.place(None, lambda: other.memory)):
         other = held(1.0)
         other.is_on_disk(path)
         assert float(other.memory.params["w"][0]) == 1.0  # right in shapes alone
-        ask(other)
+        for ask in (other.whole, other.weights):
+            with pytest.raises(RuntimeError, match=r"the state is the checkpoint .*/saved, which `fit\(resume=True\)`"):
+                ask()
+        read(other)
         np.testing.assert_array_equal(other.memory.params["w"], [2.0, 2.0])
         assert other.take_beginning() is None  # no first step's
 

@@ -84,8 +84,8 @@ def test_a_checkpoint_is_read_straight_onto_the_ranks(large, tmp_path: Path, mon
     device = jax.devices()[0]
     before = live_bytes(device)
     second = make_trainer(checkpoints=tmp_path / "run")
-    place, seen = second._held.place, []
-    monkeypatch.setattr(second._held, "place", lambda *of: (place(*of), seen.append(live_bytes(device))))
+    place, seen = second._core.held.place, []
+    monkeypatch.setattr(second._core.held, "place", lambda *of: (place(*of), seen.append(live_bytes(device))))
     second.fit([BATCH], steps=3, resume=True)
     # Of the first parameters and the optimizer's state nothing is left: a kernel and its two moments.
     assert seen[0] - before < 3 * KERNEL + 6000
@@ -108,7 +108,7 @@ def test_a_resume_that_never_trains_still_gives_the_state(tmp_path: Path):
 
 def test_before_the_first_step_the_state_is_whole_for_whoever_asks():
     trainer = make_trainer()
-    assert is_abstract(trainer._held.memory.opt_state)
+    assert is_abstract(trainer._core.held.memory.opt_state)
     assert not is_abstract(trainer.state.opt_state)
     trainer.train_step(BATCH)
 
@@ -117,7 +117,7 @@ def test_evaluating_first_needs_no_optimizer():
     trainer = make_trainer(parameters=Parameters(ema_decay=0.5), precision=Precision(loss_scale="dynamic"))
     assert trainer.evaluate([BATCH])["loss"] > 0
     trainer.predict(BATCH)
-    assert is_abstract(trainer._held.memory.opt_state)
+    assert is_abstract(trainer._core.held.memory.opt_state)
 
 
 def test_an_optimizer_that_cannot_be_traced_is_started_eagerly():
@@ -132,7 +132,7 @@ def test_an_optimizer_that_cannot_be_traced_is_started_eagerly():
         return updates, (inner, state[1])
 
     trainer = make_trainer(optax.GradientTransformation(init, update))
-    assert not is_abstract(trainer._held.memory.opt_state)
+    assert not is_abstract(trainer._core.held.memory.opt_state)
     trainer.train_step(BATCH)
 
 

@@ -72,7 +72,7 @@ def test_only_written_state_is_carried():
     trainer = plain_trainer(model=model)
     trainer.train_step(m.make_batch(8))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(trainer.state.model_state)]
-    (builder,) = trainer._builders._traced.values()
+    (builder,) = trainer._core.builders._traced.values()
     carried = {jax.tree_util.keystr(paths[i]) for i in builder.carried}
     assert {path.split("'")[-2] for path in carried} == {"mean", "var"}
     assert len(carried) == 4
@@ -156,7 +156,7 @@ def test_only_the_variables_asked_for_are_trained():
     tree_allclose(np.asarray(after.embed.embedding), np.asarray(model.embed.embedding), rtol=0, atol=0)
     assert not np.allclose(np.asarray(after.head.kernel), np.asarray(model.head.kernel))
     assert len(jax.tree.leaves(trainer.state.params)) == 2
-    assert [builder.carried for builder in trainer._builders._traced.values()] == [()]
+    assert [builder.carried for builder in trainer._core.builders._traced.values()] == [()]
 
 
 def test_sown_values_are_no_obstacle():

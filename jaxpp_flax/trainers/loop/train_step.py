@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,44 +19,29 @@ from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps, stage_table
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling, no_pipeline
 from jaxpp_flax.trainers.tuning.step_profile import StepProfile, profile_of
 
-__all__ = ["Stepping"]
+__all__ = ["TrainStep"]
 
 
-class Stepping:
+@dataclass(frozen=True, kw_only=True)
+class TrainStep:
     """Compiles and runs training steps.
 
     Args:
-      scheduling: the schedule and the ranks.
-      assigner: gives the new plans to print.
-      rows: the examples that this process loads.
-      executables: the compiled steps.
-      held: the state, which a step reads and replaces.
-      under_way: the steps that devices may still run.
-      trained_on: compares the batches of the processes.
-      display: shows the compilation.
       check_saves: called before each step.
       diagnose: makes the error for a first loss that is not finite, from the loss, the parameters and the rest of the
         model's state before that step, and the microbatches. None if such a loss is not an error.
     """
 
-    def __init__(
-        self,
-        scheduling: Scheduling,
-        assigner: Assigner,
-        rows: BatchSharding,
-        executables: CompiledSteps,
-        held: StateHolder,
-        *,
-        under_way: StepsUnderWay,
-        trained_on: BatchComparison,
-        display: Display,
-        check_saves: Callable[[], None],
-        diagnose: Callable[[float, tuple[Any, Any] | None, Any], Exception] | None,
-    ) -> None:
-        self._scheduling, self._assigner, self._rows = scheduling, assigner, rows
-        self._executables, self._held = executables, held
-        self._under_way, self._trained_on, self._display = under_way, trained_on, display
-        self._check_saves, self._diagnose = check_saves, diagnose
+    scheduling: Scheduling
+    assigner: Assigner
+    rows: BatchSharding
+    executables: CompiledSteps
+    held: StateHolder
+    under_way: StepsUnderWay
+    trained_on: BatchComparison
+    display: Display
+    check_saves: Callable[[], None]
+    diagnose: Callable[[float, tuple[Any, Any] | None, Any], Exception] | None
 
     def compile(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
         """Compile the training step for batches like this one, and print the table of stages; nothing runs.
@@ -70,42 +56,58 @@ class Stepping:
         Raises:
           ValueError, TypeError: if model, loss, batch, stages, schedule or devices do not fit.
         """
-        microbatches = self._rows.split(self._rows.whole(batch, global_batch_size))
-        if self._executables.has_training(microbatches):
-            return self._executables.for_training(microbatches)
-        scheduling, display = self._scheduling, self._display
-        count = sum(leaf.size for leaf in jax.tree.leaves(self._held.memory.params))
+        microbatches = self.rows.split(self.rows.whole(batch, global_batch_size))
+        if self.executables.has_training(microbatches):
+            return self.executables.for_training(microbatches)
+        scheduling, display = self.scheduling, self.display
+        count = sum(leaf.size for leaf in jax.tree.leaves(self.held.memory.params))
         with display.meter.phase(f"compiling {scheduling.num_stages} stages, {count:,} parameters"):
-            compiled = self._executables.for_training(microbatches)
+            compiled = self.executables.for_training(microbatches)
         if scheduling.mesh is not None:
             title = f"{scheduling.num_stages} stages on {scheduling.mesh.mpmd_dim} ranks, {scheduling.schedule!r}"
             memory = {of.rank: of.argument_bytes + of.peak_bytes for of in compiled.memory_analysis()}
             display.message(stage_table(compiled.stages, memory, title))
-            for plan in self._assigner.news():
+            for plan in self.assigner.news():
                 display.message(plan.table())
         return compiled
 
     def step(self, batch: Any, whole: Any) -> dict[str, Any]:
-        """Run one step on `batch`: a whole batch, or this process's rows of a batch with the shapes of `whole`."""
-        microbatches = self._rows.split(whole)
-        compiled = self._executables.for_training(microbatches)
-        self._check_saves()
+        """Run one optimizer step on a batch. Batches with new shapes compile a new step first.
+
+        Args:
+          batch: leaves of shape (batch, ...); the whole batch, or this process's rows.
+          global_batch_size: as in `fit`.
+
+        Returns:
+          Metrics of the whole batch, at least `loss`: values that behave like arrays (`float(metrics["loss"])`). The
+          call does not wait for these values, but for the values of two steps before.
+
+        Raises:
+          BatchError: if the batch cannot be cut into microbatches, or lacks the rows that this process reads.
+          NonFiniteLossError: if the first loss is not finite (the message names the origin), or if the loss of two
+            steps before is not finite; see `Precision`.
+          CheckpointSaveError: if a save in the background has failed since the last step.
+          ValueError, TypeError: for other arguments that do not fit, before anything runs.
+        """
+        microbatches = self.rows.split(whole)
+        compiled = self.executables.for_training(microbatches)
+        self.check_saves()
         if whole is batch:
-            self._trained_on.before(microbatches)
+            self.trained_on.before(microbatches)
         else:
-            microbatches = compared_rows(compiled, batch, microbatches, self._trained_on)
-        return self.finish(compiled(self._held.memory, microbatches), microbatches)
+            microbatches = compared_rows(compiled, batch, microbatches, self.trained_on)
+        return self.finish(compiled(self.held.memory, microbatches), microbatches)
 
     def finish(self, results: Any, microbatches: Any) -> dict[str, Any]:
         """Use the results of a step: hold its state, and check its metrics."""
         state, metrics = results
-        self._held.advance(state)
-        if self._diagnose is not None and (beginning := self._held.take_beginning()) is not None:
+        self.held.advance(state)
+        if self.diagnose is not None and (beginning := self.held.take_beginning()) is not None:
             loss = float(metrics["loss"])  # waits for the first step
             if not math.isfinite(loss):
-                raise self._diagnose(loss, beginning.values, microbatches)
-        self._trained_on.after(metrics["loss"], self._held.step)
-        self._under_way.add(self._held.step, metrics, self._display.meter)
+                raise self.diagnose(loss, beginning.values, microbatches)
+        self.trained_on.after(metrics["loss"], self.held.step)
+        self.under_way.add(self.held.step, metrics)
         return metrics
 
     def profile_step(self, batch: Any) -> StepProfile:
@@ -121,16 +123,16 @@ class Stepping:
         Raises:
           ValueError: without a pipeline; also the errors of `train_step`.
         """
-        scheduling = self._scheduling
-        microbatches = self._rows.split(batch)
-        compiled = self._executables.for_training(microbatches)
+        scheduling = self.scheduling
+        microbatches = self.rows.split(batch)
+        compiled = self.executables.for_training(microbatches)
         if scheduling.mesh is None or scheduling.schedule is None:
             raise ValueError(no_pipeline("profile_step"))
-        jax.block_until_ready(jax.tree.leaves(self._held.memory))  # steps under way would be measured with it
-        results, timings = compiled.profile(self._held.memory, microbatches)
+        jax.block_until_ready(jax.tree.leaves(self.held.memory))  # steps under way would be measured with it
+        results, timings = compiled.profile(self.held.memory, microbatches)
         metrics = self.finish(results, microbatches)
         return profile_of(metrics, timings, compiled.stages, scheduling.schedule, scheduling.num_microbatches)
 
     def end(self) -> None:
         """After the last step of a loop, wait until every process has trained the same steps, on the same batches."""
-        await_same_end(self._scheduling.mesh, self._held.memory, self._held.step, self._trained_on)
+        await_same_end(self.scheduling.mesh, self.held.memory, self.held.step, self.trained_on)

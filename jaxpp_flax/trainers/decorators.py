@@ -1,4 +1,4 @@
-"""Errors for old arguments of `PipelineTrainer`: each error names the options class that has the argument now."""
+"""Decorators of the methods of `PipelineTrainer`: shared docstrings, and errors for old arguments."""
 
 from __future__ import annotations
 
@@ -7,12 +7,31 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-__all__ = ["RENAMED", "NewPlace", "refuse_renamed"]
+__all__ = ["RENAMED", "NewPlace", "described_by", "refuse_renamed"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 _MAX_SHOWN = 60
+
+
+def described_by(method: Callable[..., Any]) -> Callable[[F], F]:
+    """Give a function the docstring of `method`. The function only calls `method`.
+
+    Example:
+      >>> def work(): "Work hard."
+      >>> @described_by(work)
+      ... def hand_on(): work()
+      >>> hand_on.__doc__
+      'Work hard.'
+    """
+
+    def describe(function: F) -> F:
+        function.__doc__ = method.__doc__
+        return function
+
+    return describe
 
 
 @dataclass(frozen=True)
@@ -37,30 +56,26 @@ class NewPlace:
 # For each parameter: the field that a plain value sets.
 _PLAIN = {"checkpoints": "directory", "assignment": "how", "mesh": "mesh", "seed": "seed"}
 _POSITIONAL = ("directory", "how", "seed")
+# The fields that have another name than the old argument.
+_FIELDS: Mapping[str, str] = {
+    "checkpoint_dir": "directory", "save_every": "every", "async_save": "asynchronous",
+    "mesh_axes": "axes", "rng_names": "names", "log_every": "every",
+}  # fmt: skip
+_MOVED: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("checkpoints", "Checkpoints"): ("checkpoint_dir", "save_every", "keep", "async_save", "preemption_deadline"),
+    ("precision", "Precision"): ("gradient_dtype", "loss_scale", "on_nonfinite"),
+    ("assignment", "Assignment"): ("cost", "memory_limit"),
+    ("mesh", "MeshOptions"): ("mesh_axes", "num_ranks", "sharding_rules"),
+    ("parameters", "Parameters"): ("wrt", "frozen", "ema_decay"),
+    ("seed", "RandomStreams"): ("rng_names",),
+    ("inference", "Inference"): ("eval_loss_fn", "predict_fn"),
+    ("logging", "Logging"): ("tracker", "log_every", "progress"),
+}
 
 RENAMED: Mapping[str, NewPlace] = {
-    "checkpoint_dir": NewPlace("checkpoints", "Checkpoints", "directory"),
-    "save_every": NewPlace("checkpoints", "Checkpoints", "every"),
-    "keep": NewPlace("checkpoints", "Checkpoints", "keep"),
-    "async_save": NewPlace("checkpoints", "Checkpoints", "asynchronous"),
-    "preemption_deadline": NewPlace("checkpoints", "Checkpoints", "preemption_deadline"),
-    "gradient_dtype": NewPlace("precision", "Precision", "gradient_dtype"),
-    "loss_scale": NewPlace("precision", "Precision", "loss_scale"),
-    "on_nonfinite": NewPlace("precision", "Precision", "on_nonfinite"),
-    "cost": NewPlace("assignment", "Assignment", "cost"),
-    "memory_limit": NewPlace("assignment", "Assignment", "memory_limit"),
-    "mesh_axes": NewPlace("mesh", "MeshOptions", "axes"),
-    "num_ranks": NewPlace("mesh", "MeshOptions", "num_ranks"),
-    "sharding_rules": NewPlace("mesh", "MeshOptions", "sharding_rules"),
-    "wrt": NewPlace("parameters", "Parameters", "wrt"),
-    "frozen": NewPlace("parameters", "Parameters", "frozen"),
-    "ema_decay": NewPlace("parameters", "Parameters", "ema_decay"),
-    "rng_names": NewPlace("seed", "RandomStreams", "names"),
-    "eval_loss_fn": NewPlace("inference", "Inference", "eval_loss_fn"),
-    "predict_fn": NewPlace("inference", "Inference", "predict_fn"),
-    "tracker": NewPlace("logging", "Logging", "tracker"),
-    "log_every": NewPlace("logging", "Logging", "every"),
-    "progress": NewPlace("logging", "Logging", "progress"),
+    old: NewPlace(parameter, options, _FIELDS.get(old, old))
+    for (parameter, options), names in _MOVED.items()
+    for old in names
 }
 """Each old argument of `PipelineTrainer` with its new place."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpp_flax.trainers.loop.steps import StepRecord, steps_of
+from jaxpp_flax.trainers.loop.hooks import run_steps
 
 BATCHES = [np.zeros((4, 2)), np.zeros((2, 2)), np.zeros((4, 2))]
 
@@ -37,22 +37,25 @@ class Counts:
 
 
 def records(trainer: Any, begin: Any) -> Any:
-    return steps_of(trainer, iter(BATCHES), None, begin=begin, within=trainer.within)
+    hooks = [lambda record: trainer.events.append(f"hook {record.step}")]
+    return run_steps(trainer, iter(BATCHES), None, hooks, begin=begin, within=trainer.within)
 
 
 def test_each_batch_is_a_record():
     trainer = Counts()
     found = list(records(trainer, trainer.begin))
-    assert found == [StepRecord(n, {"loss": n / 10}, len(batch), "examples") for n, batch in enumerate(BATCHES, 1)]
-    assert trainer.events == ["begin", *(of for n in (1, 2, 3) for of in ("enter", f"step {n}", "exit"))]
+    assert [(record.step, record.metrics) for record in found] == [(n, {"loss": n / 10}) for n in (1, 2, 3)]
+    assert [record.batch for record in found] == BATCHES
+    assert [record.count_units() for record in found] == [(len(batch), "examples") for batch in BATCHES]
+    assert trainer.events == ["begin", *(of for n in (1, 2, 3) for of in ("enter", f"step {n}", "exit", f"hook {n}"))]
 
 
 def test_units_are_those_of_the_whole_batch():
     tokens = {"tokens": np.zeros((2, 3), np.int32)}  # two of the eight sequences are this process's
-    (of_examples,) = steps_of(Counts(), [np.zeros((2, 2))], 8, begin=lambda batch: True)
-    (of_tokens,) = steps_of(Counts(), [tokens], 8, begin=lambda batch: True)
-    assert (of_examples.units, of_examples.unit) == (8, "examples")
-    assert (of_tokens.units, of_tokens.unit) == (24, "tokens")
+    (of_examples,) = run_steps(Counts(), [np.zeros((2, 2))], 8, [], begin=lambda batch: True)
+    (of_tokens,) = run_steps(Counts(), [tokens], 8, [], begin=lambda batch: True)
+    assert of_examples.count_units() == (8, "examples")
+    assert of_tokens.count_units() == (24, "tokens")
 
 
 def test_a_step_is_taken_when_its_record_is_asked_for():

@@ -1,8 +1,9 @@
-"""Trackers receive metrics. This module has the interface, and the trackers that need no other package."""
+"""Trackers write metrics to memory, a JSONL file, TensorBoard, Weights & Biases, or several of these."""
 
 from __future__ import annotations
 
 import abc
+import importlib
 import json
 import math
 import os
@@ -10,7 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CompositeTracker", "DictTracker", "JsonlTracker", "NoopTracker", "Tracker"]
+__all__ = [
+    "CompositeTracker",
+    "DictTracker",
+    "JsonlTracker",
+    "NoopTracker",
+    "TensorBoardTracker",
+    "Tracker",
+    "WandbTracker",
+]
 
 
 class Tracker(abc.ABC):
@@ -58,12 +67,10 @@ class DictTracker(Tracker):
         self.config: dict[str, Any] = {}
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Keep each value under its name and step."""
         for name, value in metrics.items():
             self.metrics.setdefault(name, {})[step] = value
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Keep the config."""
         self.config.update(config)
 
     def __getitem__(self, name: str) -> dict[int, Any]:
@@ -91,11 +98,9 @@ class JsonlTracker(Tracker):
         self.path = Path(path)
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Append a line."""
         self._write({"step": step, **{name: _plain(value) for name, value in metrics.items()}})
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Append a line with `config` in it."""
         self._write({"config": {name: _plain(value) for name, value in config.items()}})
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -119,19 +124,73 @@ class CompositeTracker(Tracker):
         self.trackers = trackers
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Log to each tracker."""
         for tracker in self.trackers:
             tracker.log(metrics, step=step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Pass the config to each tracker."""
         for tracker in self.trackers:
             tracker.log_config(config)
 
     def close(self) -> None:
-        """Close each tracker."""
         for tracker in self.trackers:
             tracker.close()
+
+
+class TensorBoardTracker(Tracker):
+    """Writes scalars, and no arrays, for TensorBoard; needs the extra `tensorboard`.
+
+    Args:
+      log_dir: the run's folder.
+
+    Raises:
+      ImportError: without `tensorboardX`.
+    """
+
+    def __init__(self, log_dir: str | os.PathLike[str]) -> None:
+        self._writer = _load("tensorboardX", "tensorboard").SummaryWriter(os.fspath(log_dir))
+
+    def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
+        for name, value in metrics.items():
+            if isinstance(value, (int, float)):
+                self._writer.add_scalar(name, value, step)
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        self._writer.add_text("config", "\n".join(f"- {name}: {value}" for name, value in config.items()))
+
+    def close(self) -> None:
+        self._writer.close()  # `flush` alone may leave the last metrics in the queue
+
+
+class WandbTracker(Tracker):
+    """Logs to Weights & Biases; needs the extra `wandb`.
+
+    Args:
+      run_options: arguments of `wandb.init`: `project=`, `name=`, ...
+
+    Raises:
+      ImportError: without `wandb`.
+    """
+
+    def __init__(self, **run_options: Any) -> None:
+        self._run = _load("wandb", "wandb").init(**run_options)
+
+    def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        self._run.config.update(dict(config), allow_val_change=True)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _load(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"this tracker needs the package {module!r}, which is not installed: `pip install 'jaxpp-flax[{extra}]'`."
+        ) from error
 
 
 def _plain(value: Any) -> Any:

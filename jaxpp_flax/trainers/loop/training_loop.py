@@ -1,0 +1,368 @@
+"""The training loop: `training_steps` gives each step to a loop of the user, and `fit` is a loop with hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpp_flax.processes.group import ProcessGroup, process_group
+from jaxpp_flax.trainers.callbacks import Callback, CallbackStates
+from jaxpp_flax.trainers.checkpoints import Checkpointing, Resume, check_resume
+from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
+from jaxpp_flax.trainers.data.position import DataPosition, ResumeData
+from jaxpp_flax.trainers.data.remainder import Remainder, RemainderRule, check_mask, check_masked
+from jaxpp_flax.trainers.data.stream import Batches, DataTracking
+from jaxpp_flax.trainers.ending.interruption import Interruption
+from jaxpp_flax.trainers.ending.preemption import Preemption
+from jaxpp_flax.trainers.ending.stopping import Ending
+from jaxpp_flax.trainers.loop.hooks import (
+    Evaluate,
+    LogMetrics,
+    LoopHook,
+    StepHook,
+    StepRecord,
+    TrainerProtocol,
+    run_steps,
+)
+from jaxpp_flax.trainers.loop.progress import Display
+from jaxpp_flax.trainers.loop.saving import Saving
+from jaxpp_flax.trainers.setup import check_count
+from jaxpp_flax.trainers.state.holder import StateHolder
+from jaxpp_flax.trainers.step.loss_trace import LossTrace
+
+__all__ = ["FitArguments", "TrainingLoop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitArguments:
+    """The checked arguments of `PipelineTrainer.fit`, without the data; see their description there.
+
+    Raises:
+      TypeError, ValueError: the message names the argument that does not fit.
+    """
+
+    steps: int | None
+    epochs: int | None
+    global_batch_size: int | None
+    remainder: Remainder | None
+    eval_data: Iterable[Any] | None
+    eval_every: int | None
+    eval_global_batch_size: int | None
+    callbacks: Sequence[Callback]
+    resume: Resume
+    resume_data: ResumeData
+
+    def __post_init__(self) -> None:
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(
+                    f"callbacks holds a {type(callback).__name__}; subclass jaxpp_flax.trainers.Callback, or wrap a "
+                    "function: OnMetrics(function, every=10)."
+                )
+        check_resume(self.resume)
+        if self.eval_every is not None:
+            check_count("eval_every", self.eval_every)
+        if self.eval_data is not None and self.eval_every is not None and iter(self.eval_data) is self.eval_data:
+            raise ValueError(
+                f"eval_every={self.eval_every} needs eval_data that can be iterated again, but a "
+                f"{type(self.eval_data).__name__} runs once. Pass a list."
+            )
+
+    def common(self) -> Mapping[str, Any]:
+        """Return the arguments that all processes must pass alike."""
+        own = ("eval_data", "callbacks", "resume_data")
+        return {name: value for name, value in vars(self).items() if name not in own}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingLoop:
+    """Runs the loops over data: their beginning, their batches, their steps and their end.
+
+    Args:
+      deadline: seconds from SIGTERM to the end; None does not handle the signal.
+      trace: traces the training loss for given microbatches.
+      await_same_end: waits, after the last step, until every process has taken the same number of steps.
+    """
+
+    rows: BatchSharding
+    held: StateHolder
+    checkpoints: Checkpointing
+    saving: Saving
+    tracking: DataTracking
+    callbacks: CallbackStates
+    display: Display
+    deadline: float | None
+    trace: Callable[[Any], LossTrace]
+    await_same_end: Callable[[], None]
+
+    def steps(
+        self,
+        trainer: TrainerProtocol,
+        data: Iterable[Any],
+        *,
+        steps: int | None,
+        epochs: int | None,
+        global_batch_size: int | None,
+        remainder: Remainder | None,
+        hooks: Sequence[StepHook],
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Train batch by batch in your own loop: yield `(step, metrics)` after each step is dispatched.
+
+        With `Checkpoints(every=)` the loop saves as `fit` does: when a save is due, and after the last step. With the
+        hooks `LogMetrics` and `Evaluate` the loop logs and evaluates as `fit` does.
+
+        Args:
+          data, steps, epochs, global_batch_size, remainder: as in `fit`.
+          hooks: functions of a `StepRecord`, called in this order after each step, before a save and before the loop's
+            body. A `LoopHook` has work after the last step too.
+
+        Raises:
+          TypeError: if a hook is not a function.
+          CheckpointSaveError: if the directory holds later checkpoints.
+
+        Example:
+          >>> import jax.numpy as jnp, optax
+          >>> from flax import nnx
+          >>> from jaxpp_flax import DictTracker, PipelineTrainer
+          >>> from jaxpp_flax.trainers import Logging, LogMetrics
+          >>> tracker = DictTracker()
+          >>> trainer = PipelineTrainer(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1),
+          ...                           lambda model, x: (model(x) ** 2).mean(), num_stages=1, num_microbatches=2,
+          ...                           logging=Logging(tracker=tracker, every=2, progress=False))
+          >>> for step, metrics in trainer.training_steps([jnp.ones((4, 2))], steps=4, hooks=[LogMetrics(trainer)]):
+          ...     pass
+          >>> sorted(tracker["loss"])  # the first step, the last one, and each second one
+          [1, 2, 4]
+        """
+        _check_hooks(hooks)
+        rule = self._rule(remainder, global_batch_size)
+        with self.saving.owned():
+            if self.saving.by_itself:
+                self.saving.refuse_later_checkpoints()
+            drawn = self.tracking.drawn_from(data)
+            source = self.tracking.enter(Batches(data, steps=steps, epochs=epochs, drawn=drawn, remainder=rule))
+
+            def begin(batch: Any) -> bool:
+                self._check_filling(rule, batch)
+                return True
+
+            all_hooks = (*hooks, self.saving.after_step)
+            try:
+                for record in run_steps(trainer, source, global_batch_size, all_hooks, begin=begin):
+                    yield record.step, dict(record.metrics)
+                for hook in hooks:
+                    if isinstance(hook, LoopHook):
+                        hook.end()
+            except BaseException as error:  # `break` in the user's loop comes here too
+                self.saving.finish(error)
+                raise
+            else:
+                self.saving.end(lambda: False)
+            finally:
+                self.tracking.leave(source)
+
+    def fit(self, trainer: TrainerProtocol, data: Iterable[Any], arguments: FitArguments) -> dict[str, Any]:
+        """Train on `data`.
+
+        Args:
+          data: an iterable of batches: a list, a generator, a grain dataset or loader.
+          steps: the number of steps to train. Data that can be iterated again is repeated as needed.
+          epochs: the number of passes over the data, which must allow a new iteration. Without steps and epochs: one.
+          global_batch_size: None: each process passes the whole batches (leaves that it does not read may be shapes). A
+            number: the number of examples in a batch; each process passes only the examples that it reads, `rows_read`.
+          remainder: the rule for a batch with fewer examples than the first one, such as the last one of a pass. "drop"
+            leaves out a batch that cannot be cut into microbatches. "pad" repeats the last example, and the loss
+            ignores these copies by `batch["mask"]` (see `docs/trainer.md`). "error" refuses the batch. None: an error
+            before the first step if data is a list, else "drop", with a message.
+          eval_data: data to evaluate at the end, and every `eval_every` steps.
+          eval_global_batch_size: as `global_batch_size`, for `eval_data`: see `evaluate`.
+          callbacks: see `jaxpp_flax.trainers.callbacks`.
+          resume: True continues from the latest checkpoint, or from the state in memory if there is no checkpoint;
+            `steps` and `epochs` count from the beginning. "latest_valid" sets damaged checkpoints aside and takes the
+            newest whole one.
+          resume_data: how to find the position in data without `set_state`: "fast_forward" draws the used batches and
+            drops them, "refuse" raises, "restart" begins the data again.
+
+        Returns:
+          The last metrics, as floats; the metrics of the last evaluation as `eval_loss`, ...
+
+        Raises:
+          ValueError, TypeError: for arguments that do not fit, before the first step.
+          NonFiniteLossError: see `train_step`.
+          CorruptCheckpointError: if the latest checkpoint is damaged, unless `resume="latest_valid"`.
+        """
+        self.display.renew()
+        self.saving.agree_on_fit(arguments.common(), evaluates=arguments.eval_data is not None)
+        with self.saving.owned():
+            steps, position = arguments.steps, None
+            if not arguments.resume:
+                self.saving.refuse_later_checkpoints()
+            else:
+                position = self.checkpoints.resume(arguments.resume)
+            try:
+                if arguments.resume and steps is not None:
+                    if trainer.step >= steps:
+                        self.display.message(f"nothing to do: step {trainer.step} of {steps} is done")
+                        return {}
+                    steps -= trainer.step
+                return self._fit(trainer, data, arguments, steps, position)
+            finally:
+                self.held.load()  # a checkpoint that no step has read
+
+    def _fit(
+        self,
+        trainer: TrainerProtocol,
+        data: Iterable[Any],
+        arguments: FitArguments,
+        steps: int | None,
+        position: DataPosition | None,
+    ) -> dict[str, Any]:
+        """Run the loop from `position` on; `steps` is the number of remaining steps."""
+        rule = self._rule(arguments.remainder, arguments.global_batch_size)
+        source = self.tracking.enter(
+            Batches(
+                data, steps=steps, epochs=arguments.epochs, position=position, resume_data=arguments.resume_data,
+                meter=self.display.meter, drawn=self.tracking.drawn_from(data), remainder=rule,
+            )
+        )  # fmt: skip
+        trainer.stopping = None
+        total = _steps_left(data, source, steps, arguments.epochs, position)
+        self.callbacks.begin(arguments.callbacks, resumed=bool(arguments.resume))
+        try:
+            return _Fit(self, trainer, arguments, total).run(source, lambda batch: self._check_filling(rule, batch))
+        finally:
+            self.tracking.leave(source)
+
+    def _rule(self, remainder: Remainder | None, global_batch_size: int | None) -> RemainderRule:
+        parts = self.rows.num_microbatches * self.rows.batch_shards
+        return RemainderRule.of(remainder, global_batch_size, parts, self.display.meter)
+
+    def _check_filling(self, rule: RemainderRule, batch: Any) -> None:
+        """Before a first step, make sure that the loss ignores the examples that `rule` adds to batches."""
+        if rule.how == "pad":
+            check_mask(batch)
+            found = self.trace(self.rows.split(batch))
+            check_masked(found.weighed_by, found.unweighted)
+
+
+class _Fit:
+    """One run of `fit` over batches; `total` is the number of steps to take, if known."""
+
+    def __init__(
+        self, loop: TrainingLoop, trainer: TrainerProtocol, arguments: FitArguments, total: int | None
+    ) -> None:
+        self._loop, self._trainer, self._arguments = loop, trainer, arguments
+        self._begin, self._meter = trainer.step, loop.display.meter
+        self._total = None if total is None else self._begin + total
+        # With several processes, one process may train its own model, without the others.
+        alone = not loop.rows.is_across and loop.checkpoints.store is None
+        group = ProcessGroup(None, 0, 1) if alone else process_group()
+        self._is_alone = group.process_count == 1
+        self._interruption = Interruption(raises=self._is_alone)
+        self._preemption = Preemption(loop.deadline)
+        self._ending = Ending(trainer, group, self._interruption, self._preemption)
+        self._log = LogMetrics(trainer, callbacks=arguments.callbacks, total=self._total, meter=self._meter)
+        self._evaluation = LoopHook()
+        if arguments.eval_data is not None:
+            self._evaluation = Evaluate(
+                trainer,
+                arguments.eval_data,
+                every=arguments.eval_every,
+                global_batch_size=arguments.eval_global_batch_size,
+                log=self._log,
+                callbacks=(*arguments.callbacks, self._ending),
+            )
+
+    def run(self, source: Iterable[Any], first: Callable[[Any], None]) -> dict[str, Any]:
+        """Train on every batch of `source`; `first` is called with the first one, before anything is compiled."""
+        saving = self._loop.saving
+        with self._interruption, self._preemption:
+            try:
+                self._train(source, first)
+            except BaseException as error:
+                saving.finish(error)
+                if isinstance(error, KeyboardInterrupt):
+                    saving.interrupted(error, whole=not self._interruption.within_step, together=self._is_alone)
+                raise
+            asked = self._ending.after_last_step()
+            if asked is not None and asked.kind == "interrupted":
+                interrupted = KeyboardInterrupt()
+                saving.interrupted(interrupted, whole=True, together=True)
+                raise interrupted
+            preempted = asked is not None and asked.kind == "preempted"
+            saving.end(lambda: preempted or self._preemption.requested)
+        return self._log.last
+
+    def _train(self, source: Iterable[Any], first: Callable[[Any], None]) -> None:
+        trainer, started, stepped = self._trainer, False, False
+        size, callbacks = self._arguments.global_batch_size, self._arguments.callbacks
+
+        def begin(batch: Any) -> bool:
+            nonlocal started
+            first(batch)
+            trainer.compile(batch, global_batch_size=size)
+            for callback in callbacks:
+                callback.on_fit_start(trainer)
+            self._meter.start(self._total, self._begin)
+            started = True
+            self._ending.decide_together()
+            return self._ending.reason is None
+
+        hooks = (self._show, self._log, self._evaluation, self._loop.saving.after_step, self._ending)
+        steps = run_steps(trainer, source, size, hooks, begin=begin, within=self._interruption.step)
+        try:
+            for _ in steps:
+                stepped = True
+                if self._ending.reason is not None:
+                    break
+            self._log.end()
+            if self._goes_on(stepped=stepped):
+                self._loop.await_same_end()
+                self._evaluation.end()
+        finally:
+            self._meter.stop()
+            if started:
+                for callback in callbacks:
+                    callback.on_fit_end(trainer)
+
+    def _show(self, record: StepRecord) -> None:
+        """Move the bar, and call the callbacks of a step."""
+        self._meter.advance(record.step)
+        for callback in self._arguments.callbacks:
+            if callback.wants(record.step):
+                callback.on_step(self._trainer, record.step)
+
+    def _goes_on(self, *, stepped: bool) -> bool:
+        """Return True if the work after the last step is done; print the reason if the loop was stopped."""
+        trainer, reason = self._trainer, self._ending.reason
+        if reason is None:
+            return True
+        if reason.kind != "stopped":
+            return False
+        trainer.stopping = reason.text
+        said = "stopped after step" if stepped else "nothing to do after step"
+        self._meter.message(f"{said} {trainer.step}: {reason.text}")
+        return stepped
+
+
+def _check_hooks(hooks: Sequence[StepHook]) -> None:
+    for hook in hooks:
+        if not callable(hook):
+            raise TypeError(
+                f"hooks holds a {type(hook).__name__}; a hook is a function of a StepRecord. Pass callbacks to "
+                "LogMetrics(trainer, callbacks=[...])."
+            )
+
+
+def _steps_left(
+    data: Iterable[Any], source: Batches, steps: int | None, epochs: int | None, position: DataPosition | None
+) -> int | None:
+    """Return the number of remaining steps, if known."""
+    if not isinstance(data, Sized):
+        return steps
+    done = 0 if position is None else position.batches - position.epoch * source.left_out
+    whole = (len(data) - source.left_out) * (epochs or 1) - done
+    if steps is None:
+        return whole
+    return min(steps, whole) if epochs is not None else steps

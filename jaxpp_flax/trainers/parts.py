@@ -1,0 +1,170 @@
+"""The parts of a trainer, made from its options: the core compiles steps and holds the state, the others run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpp_flax.trainers.assigner import Assigner
+from jaxpp_flax.trainers.callbacks import CallbackStates
+from jaxpp_flax.trainers.checkpoints import Checkpointing, open_store
+from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, ProcessInputs
+from jaxpp_flax.trainers.data.stream import DataTracking
+from jaxpp_flax.trainers.loop.evaluation import Evaluation
+from jaxpp_flax.trainers.loop.nonfinite import OnNonFinite, StepsUnderWay
+from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison, await_same_call
+from jaxpp_flax.trainers.loop.progress import Display
+from jaxpp_flax.trainers.loop.saving import Saving
+from jaxpp_flax.trainers.loop.train_step import TrainStep
+from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
+from jaxpp_flax.trainers.model.adapter import ModelAdapter
+from jaxpp_flax.trainers.model.calling import call_model
+from jaxpp_flax.trainers.model.sharding import AxisRules, state_specs
+from jaxpp_flax.trainers.options import (
+    Assignment,
+    Checkpoints,
+    Inference,
+    Logging,
+    MeshOptions,
+    Parameters,
+    Precision,
+    RandomStreams,
+)
+from jaxpp_flax.trainers.setup import check_parameters, choose_model
+from jaxpp_flax.trainers.state.holder import StateHolder
+from jaxpp_flax.trainers.state.weights import Weights
+from jaxpp_flax.trainers.step.builder import StepBuilder, StepBuilderCache
+from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
+from jaxpp_flax.trainers.step.diagnosis import first_loss_error
+from jaxpp_flax.trainers.step.update import Update
+from jaxpp_flax.trainers.tuning.scheduling import Scheduling
+
+__all__ = ["Core", "Parts", "make_core", "make_parts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Core:
+    """The parts that make and compile steps, and the state."""
+
+    adapter: ModelAdapter
+    update: Update
+    loss_fn: Callable[..., Any]
+    on_nonfinite: OnNonFinite
+    scheduling: Scheduling
+    assigner: Assigner
+    held: StateHolder
+    builders: StepBuilderCache
+    executables: CompiledSteps
+    rows: BatchSharding
+
+    def meet(self, call: str) -> None:
+        """Wait until every process has made this call after the same step."""
+        await_same_call(self.scheduling.mesh, self.held.memory, call)
+
+    def diagnose(self, loss: float, beginning: tuple[Any, Any] | None, microbatches: Any) -> Exception:
+        """Return the error for a first loss that is not finite."""
+        count, mesh = self.scheduling.num_microbatches, self.scheduling.mesh
+        return first_loss_error(loss, beginning, self.adapter, self.loss_fn, microbatches, count, mesh)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parts that run steps. No part refers to the trainer, so deleting the trainer frees its memory."""
+
+    weights: Weights
+    display: Display
+    evaluation: Evaluation
+    checkpoints: Checkpointing
+    train_step: TrainStep
+    loop: TrainingLoop
+    inputs: ProcessInputs
+
+
+def make_core(
+    model: Any,
+    tx: Any,
+    loss_fn: Callable[..., Any],
+    *,
+    scheduling: Scheduling,
+    devices: MeshOptions,
+    assignment: Assignment,
+    variables: Mapping[str, Any] | None,
+    parameters: Parameters,
+    remat: Any,
+    precision: Precision,
+    streams: RandomStreams,
+) -> Core:
+    """Make the core from the checked options of a trainer.
+
+    Raises:
+      ModelError, AssignmentError, TypeError, ValueError: for a model, optimizer or assignment that does not fit.
+    """
+    skips = precision.rule == "skip"
+    update = Update(
+        tx=tx, loss_scale=precision.scale, gradient_dtype=precision.gradient_dtype, ema_decay=parameters.ema_decay,
+        skips_nonfinite=skips,
+    )  # fmt: skip
+    adapter, params, rest, notes = choose_model(
+        model, variables, parameters.wrt, parameters.frozen, streams.seed, streams.names
+    )
+    check_parameters(params, model)
+    assigner = Assigner(assignment.how, assignment.cost, assignment.memory_limit)
+    held = StateHolder(update.first_state(params, rest), update.tx.init)
+    mesh, rules = scheduling.mesh, AxisRules.in_context(devices.rules)
+    specs = state_specs(held.memory, notes, mesh, rules)
+    builder = StepBuilder(model=adapter, update=update, loss_fn=loss_fn, remat=remat)
+    builders = StepBuilderCache(builder, scheduling.num_microbatches)
+    return Core(
+        adapter=adapter,
+        update=update,
+        loss_fn=loss_fn,
+        on_nonfinite=precision.rule,
+        scheduling=scheduling,
+        assigner=assigner,
+        held=held,
+        builders=builders,
+        executables=CompiledSteps(scheduling, assigner, builders, held, state_specs=specs, rules=rules),
+        rows=BatchSharding(mesh, scheduling.num_microbatches, scheduling.batch_shards),
+    )
+
+
+def make_parts(
+    core: Core, inference: Inference, logging: Logging, options: Checkpoints | None, model_name: str
+) -> Parts:
+    """Make the parts that run the steps of `core`; `options` are those of checkpoints."""
+    held, rows, mesh = core.held, core.rows, core.scheduling.mesh
+    display, tracking, callbacks = Display(logging.progress), DataTracking(held), CallbackStates()
+    under_way = StepsUnderWay(core.on_nonfinite, display, tells=core.update.loss_scale is None)
+    trained_on = BatchComparison(mesh, "training")
+    is_ignored = core.on_nonfinite == "ignore"
+    checkpoints = Checkpointing(
+        store=open_store(options), held=held, tracking=tracking, callbacks=callbacks, under_way=under_way,
+        trained_on=trained_on, display=display, init=core.update.tx.init, model_name=model_name,
+        saves_nonfinite=is_ignored, is_across=rows.is_across, meet=core.meet,
+    )  # fmt: skip
+    saving = Saving(checkpoints=checkpoints, by_itself=options is not None and options.every is not None)
+    train_step = TrainStep(
+        scheduling=core.scheduling, assigner=core.assigner, rows=rows, executables=core.executables, held=held,
+        under_way=under_way, trained_on=trained_on, display=display, check_saves=saving.check,
+        diagnose=None if is_ignored else core.diagnose,
+    )  # fmt: skip
+    evaluation = Evaluation(
+        scheduling=core.scheduling, rows=rows, builders=core.builders, executables=core.executables, held=held,
+        eval_loss_fn=inference.eval_loss_fn or core.loss_fn, predict_fn=inference.predict_fn or call_model,
+        meet=core.meet,
+    )  # fmt: skip
+    loop = TrainingLoop(
+        rows=rows, held=held, checkpoints=checkpoints, saving=saving, tracking=tracking, callbacks=callbacks,
+        display=display, deadline=None if options is None else options.preemption_deadline,
+        trace=lambda microbatches: core.builders.trace(held.memory, microbatches), await_same_end=train_step.end,
+    )  # fmt: skip
+    return Parts(
+        weights=Weights(core.adapter, held, core.meet),
+        display=display,
+        evaluation=evaluation,
+        checkpoints=checkpoints,
+        train_step=train_step,
+        loop=loop,
+        inputs=ProcessInputs(rows, train_step.compile, evaluation.compiled),
+    )
