@@ -30,7 +30,7 @@ def merge_order(task_lists: Sequence[Sequence[AnyTask]]) -> list[tuple[int, AnyT
     def emit(rank: int, task: AnyTask, start: float, end: float) -> None:
         started.append((start, rank, task))
 
-    blocked = advance([iter(tasks) for tasks in task_lists], count_stages(task_lists), emit)
+    blocked = advance(task_lists, count_stages(task_lists), emit)
     if blocked:
         raise deadlock_error(task_lists, blocked)
     # A rank starts one task at a time, so (start, rank) is unique, and a task's inputs ended, and

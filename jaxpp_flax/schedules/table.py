@@ -14,8 +14,9 @@ from pathlib import Path
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.families.custom import CustomSchedule
-from jaxpp_flax.schedules.progress import EvenTimes, advance
+from jaxpp_flax.schedules.progress import advance
 from jaxpp_flax.schedules.schedule import Schedule
+from jaxpp_flax.schedules.simulation.costs import Costs
 from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind, flatten
 from jaxpp_flax.schedules.validate import deadlock_error
 
@@ -96,7 +97,7 @@ def write_csv(
         rows[rank] += [""] * (int(start) - len(rows[rank])) + [task.cell]
 
     num_stages = 1 + max((task.stage for tasks in plain for task in tasks), default=-1)
-    blocked = advance([iter(tasks) for tasks in plain], num_stages, emit, times=EvenTimes.of(num_stages, backward=1.0))
+    blocked = advance(plain, num_stages, emit, table=Costs(backward=1.0).table(num_stages))
     if blocked:
         raise deadlock_error(lists, blocked)
     width = max(map(len, rows), default=0)

@@ -39,7 +39,6 @@ EXCEPTIONS = Exceptions(
     functions={
         "engine/passes/liveness.py: allocate": 64,
         "launch/ray.py: run": 67,
-        "schedules/progress.py: advance": 121,
         "schedules/tools/automatic/greedy.py: construct": 64,
     },
     nesting={
@@ -48,7 +47,6 @@ EXCEPTIONS = Exceptions(
         "engine/runtime/profile.py: run_profiled.run": 5,
         "engine/summary.py: analyse_memory": 5,
         "mpmd/partitioning/infer.py: _follow_data": 5,
-        "schedules/progress.py: advance": 6,
         "schedules/tools/automatic/problem.py: evaluate": 5,
     },
     folders={"launch": 13},

@@ -14,7 +14,6 @@ from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.progress import advance
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulation.costs import Costs, CostTable, Transfer
-from jaxpp_flax.schedules.simulation.processors import advance_on
 from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind
 from jaxpp_flax.schedules.validate import deadlock_error
 
@@ -224,10 +223,7 @@ def _run(
 
     instant = not transfer.links and transfer.default.time(1.0) == 0.0
     waits = None if instant else delay
-    if processors is None:
-        blocked = advance(ranks, num_stages, recorder, times=table, delay=waits)
-    else:
-        blocked = advance_on(processors, ranks, num_stages, recorder, duration=table.duration, delay=waits)
+    blocked = advance(ranks, num_stages, recorder, table=table, delay=waits, processors=processors)
     if blocked:
         lists = schedule.tasks(num_microbatches or 1) if isinstance(schedule, Schedule) else schedule
         raise deadlock_error(lists, blocked)
