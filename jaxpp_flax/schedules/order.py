@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from jaxpp_flax.schedules.progress import advance
+from jaxpp_flax.schedules.schedule import TaskLists, count_stages
 from jaxpp_flax.schedules.task import AnyTask
 from jaxpp_flax.schedules.validate import deadlock_error
 
 
-def count_stages(task_lists: Sequence[Sequence[AnyTask]]) -> int:
-    """Return the number of stages in ``task_lists``."""
-    return 1 + max((task.stage for tasks in task_lists for task in tasks), default=-1)
-
-
-def merge_order(task_lists: Sequence[Sequence[AnyTask]]) -> list[tuple[int, AnyTask]]:
+def merge_order(task_lists: TaskLists) -> list[tuple[int, AnyTask]]:
     """Return all tasks with their ranks, in one order without deadlock.
 
     The order agrees with every rank's own order and with the dependencies. Tasks are sorted by their start

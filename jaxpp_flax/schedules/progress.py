@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from jaxpp_flax.schedules.dependencies import DEPENDENCIES
 from jaxpp_flax.schedules.simulation.costs import Costs, CostTable
@@ -31,22 +30,15 @@ class Blocked:
     awaits: Task
 
 
-class _Row(NamedTuple):
-    """A task's part in the table of dependencies, with microbatch 0.
+_Row = tuple[tuple[tuple[int, TaskKind, int], ...], tuple[int, ...], float]
+"""A task's results read, its results that others read, and its time, for microbatch 0.
 
-    Attributes:
-        reads: the key of each result that the task reads, with the kind and the stage of its maker.
-        writes: the key of each result that another task reads.
-        time: the time of the task.
-    """
-
-    reads: tuple[tuple[int, TaskKind, int], ...]
-    writes: tuple[int, ...]
-    time: float
+A result is read by its key, with the kind and the stage of its maker. A key numbers a dependency and the
+maker's stage: a result has one key for each of its readers.
+"""
 
 
 def _row(task: AnyTask, table: CostTable, num_stages: int) -> _Row:
-    """A key numbers a dependency and the maker's stage: each result has one key for each of its readers."""
     reads: dict[int, tuple[TaskKind, int]] = {}
     writes: list[int] = []
     for part in parts(task):
@@ -56,11 +48,8 @@ def _row(task: AnyTask, table: CostTable, num_stages: int) -> _Row:
                 reads[maker * len(_DEPENDENCIES) + number] = read.makers[0], maker
             if part.kind in read.makers and 0 <= reader < num_stages:
                 writes.append(part.stage * len(_DEPENDENCIES) + number)
-    return _Row(
-        tuple((key, *maker) for key, maker in reads.items() if key not in writes),
-        tuple(key for key in writes if key not in reads),
-        table.duration(task),
-    )
+    read = tuple((key, *maker) for key, maker in reads.items() if key not in writes)
+    return read, tuple(key for key in writes if key not in reads), table.duration(task)
 
 
 class _Run:
@@ -94,16 +83,17 @@ class _Run:
         for position, task in enumerate(tasks):
             kind_rows = fused_rows if isinstance(task, FusedTask) else rows[task.kind]
             reads, writes, time = kind_rows[task.stage]
-            first_key = task.microbatch * keys
+            m = task.microbatch
+            first_key = m * keys
             start = now
             for key, kind, stage in reads:
                 key += first_key
                 while (result := made.pop(key, None)) is None:
                     waiting[key] = rank
-                    yield position, task, Task(kind, stage, task.microbatch)
+                    yield position, task, Task(kind, stage, m)
                 arrived, source = result
                 if delay is not None and source != rank:
-                    arrived += delay(source, rank, Task(kind, stage, task.microbatch))
+                    arrived += delay(source, rank, Task(kind, stage, m))
                 if arrived > start:
                     start = arrived
             if free is not None:
@@ -111,9 +101,10 @@ class _Run:
                 start = yield None
                 heapq.heappush(free, start + time)
             now = start + time
+            result = now, rank
             for key in writes:
                 key += first_key
-                made[key] = now, rank
+                made[key] = result
                 if key in waiting:
                     ready.append(waiting.pop(key))
             if emit is not None:
