@@ -39,15 +39,11 @@ EXCEPTIONS = Exceptions(
     functions={
         "engine/passes/liveness.py: allocate": 64,
         "launch/ray.py: run": 67,
-        "schedules/tools/automatic/greedy.py: construct": 64,
     },
     nesting={
-        "assignment/balancing.py: _chain": 5,
-        "doctor.py: measure": 5,
         "engine/runtime/profile.py: run_profiled.run": 5,
         "engine/summary.py: analyse_memory": 5,
         "mpmd/partitioning/infer.py: _follow_data": 5,
-        "schedules/tools/automatic/problem.py: evaluate": 5,
     },
     folders={"launch": 13},
 )
