@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from jaxpp_flax.assignment.memory import MemoryModel
 from jaxpp_flax.assignment.memory_search import sizes_within_limits
-from jaxpp_flax.assignment.step_time import StepTime
+from jaxpp_flax.assignment.simulated_step import StepTime
 
 __all__ = ["Balance", "balance", "leanest"]
 
