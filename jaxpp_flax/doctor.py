@@ -220,7 +220,6 @@ def surroundings(environment: Mapping[str, str]) -> list[Finding]:
     """What in the environment is known to trouble several processes."""
     findings: list[Finding] = []
     named = {"http_proxy", "https_proxy", "all_proxy", "grpc_proxy"}
-    named = {"http_proxy", "https_proxy", "all_proxy", "grpc_proxy"}
     proxies = sorted(name for name in environment if name.lower() in named)
     direct = environment.get("no_proxy", environment.get("NO_PROXY", ""))
     if proxies and "127.0.0.1" not in direct:
@@ -259,31 +258,35 @@ def measure(group: ProcessGroup, sizes: Sequence[int] = _SIZES) -> list[Measurem
     host = f"[{address}]" if ":" in address else address
     server: Any = transfer.start_transfer_server(device.client, f"{host}:0", [f"{host}:0"])
     addresses = group.exchange("the doctor's addresses", server.address().encode(), _PROBE_TIMEOUT)
-    sharding = jax.sharding.SingleDeviceSharding(device)
     measurements: list[Measurement] = []
     for peer in range(1, group.process_count):
-        other = peer if group.process_index == 0 else 0
         if group.process_index in (0, peer):
-            connection: Any = server.connect(addresses[other].decode())
-            for size in sizes:
-                array = jax.device_put(np.zeros(size // 4, np.float32), sharding)
-                shape = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-                times: list[float] = []
-                for trip in range(_REPETITIONS.get(size, 4) + 1):
-                    there, back = ((peer * 100 + sizes.index(size)) * 10_000 + trip) * 2, 1
-                    begin = time.perf_counter()
-                    if group.process_index == 0:
-                        server.await_pull(there, [array])
-                        _pull(group, connection, there + back, shape, peer)
-                    else:
-                        received = _pull(group, connection, there, shape, 0)
-                        server.await_pull(there + back, [received])
-                    times.append(time.perf_counter() - begin)
-                if group.process_index == 0:
-                    # The first trip opens the connection.
-                    measurements.append(Measurement(0, peer, size, statistics.median(times[1:]) / 2))
+            connection = server.connect(addresses[peer if group.process_index == 0 else 0].decode())
+            for number, size in enumerate(sizes):
+                seconds = _round_trip(group, server, connection, peer, peer * 100 + number, size)
+                measurements.append(Measurement(0, peer, size, seconds / 2))
         group.barrier("the doctor's measurement", _PROBE_TIMEOUT)
-    return measurements
+    return measurements if group.process_index == 0 else []
+
+
+def _round_trip(group: ProcessGroup, server: Any, connection: Any, peer: int, number: int, size: int) -> float:
+    """Send an array from process 0 to ``peer`` and back; return the median of the seconds that this takes."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    array = jax.device_put(np.zeros(size // 4, np.float32), sharding)
+    shape = jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+    times: list[float] = []
+    for trip in range(_REPETITIONS.get(size, 4) + 1):
+        there = (number * 10_000 + trip) * 2
+        back = there + 1
+        begin = time.perf_counter()
+        if group.process_index == 0:
+            server.await_pull(there, [array])
+            _pull(group, connection, back, shape, peer)
+        else:
+            received = _pull(group, connection, there, shape, 0)
+            server.await_pull(back, [received])
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])  # the first trip opens the connection
 
 
 def _pull(group: ProcessGroup, connection: Any, number: int, shape: jax.ShapeDtypeStruct, peer: int) -> jax.Array:

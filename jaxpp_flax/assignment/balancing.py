@@ -12,10 +12,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxpp_flax.assignment.memory import MemoryModel
 from jaxpp_flax.assignment.memory_search import sizes_within_limits
-from jaxpp_flax.assignment.step_time import StepTime
+from jaxpp_flax.assignment.simulated_step import StepTime
 
 __all__ = ["Balance", "balance", "leanest"]
 
@@ -126,26 +127,30 @@ def _chain(
     slowest = max(cost(s, a, b) for s, (a, b) in enumerate(_ranges(found)))
     most = slowest + _TOLERANCE * total[-1]
     crossing = list(sent) if sent is not None else [0.0] * len(costs)
-    # Tuples of sums, compared in order: dynamic programming works with these as with one number.
-    best: list[dict[int, tuple[tuple[float, float], int]]] = [{0: ((0.0, 0.0), 0)}]
+    # The best way to fill the first stages with the first blocks, by the number of these blocks.
+    best = {0: _Filled(0.0, 0.0, ())}
     for stage in range(num_stages):
-        row: dict[int, tuple[tuple[float, float], int]] = {}
-        for end in range(stage + 1, len(costs) + 1):
-            for start in range(end - 1, stage - 1, -1):
-                value = cost(stage, start, end)
-                if value > most:
-                    break
-                if start in best[stage]:
-                    crossed, uneven = best[stage][start][0]
-                    aims = (crossed + (crossing[start] if stage else 0.0), uneven + value * value)
-                    if end not in row or aims < row[end][0]:
-                        row[end] = (aims, start)
-        best.append(row)
-    ends = [len(costs)]
-    for row in reversed(best[1:]):
-        ends.append(row[ends[-1]][1])
-    sizes = tuple(b - a for a, b in itertools.pairwise(ends[::-1]))
+        row: dict[int, _Filled] = {}
+        for start in sorted(best, reverse=True):
+            crossed, uneven, sizes = best[start]
+            crossed += crossing[start] if stage else 0.0
+            for end in range(start + 1, len(costs) - (num_stages - stage - 1) + 1):
+                if cost(stage, start, end) > most:
+                    break  # longer stages cost no less
+                filled = _Filled(crossed, uneven + (total[end] - total[start]) ** 2, (*sizes, end - start))
+                if end not in row or filled[:2] < row[end][:2]:
+                    row[end] = filled
+        best = row
+    sizes = best[len(costs)].sizes
     return Balance(sizes=sizes, slowest=max(rank_loads(costs, sizes, range(num_stages))), exact=True)
+
+
+class _Filled(NamedTuple):
+    """Stages filled with blocks: bytes sent, the sum of squares of the costs (the less, the more even), the sizes."""
+
+    crossed: float
+    uneven: float
+    sizes: tuple[int, ...]
 
 
 def _least_maximum(value: StageValue, count: int, parts: int) -> tuple[int, ...] | None:

@@ -14,16 +14,17 @@ from typing import Any
 from rich.table import Table
 
 from jaxpp_flax.assignment.balancing import rank_loads
-from jaxpp_flax.assignment.plan_table import plan_table
 from jaxpp_flax.assignment.policies import AssignmentError, by_name, segment_names
 from jaxpp_flax.engine.tracing.markers import Mark
-from jaxpp_flax.messages import listed, near_names
+from jaxpp_flax.messages import amount, listed, near_names
 
 __all__ = ["Plan", "PlannedBlock"]
 
 _FORMAT = "jaxpp_flax plan 1"
 _ABOUT = "Which block runs on which stage. Edit the stages, and pass this file as assignment=."
 _UNITS = {"s": "seconds", "FLOP": "floating-point operations", "": "no unit"}
+_MOST_ROWS = 40  # of a table: with more blocks, equal neighbours share a row
+_ALIKE = 0.05  # relative difference of costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +175,7 @@ class Plan:
 
     def table(self) -> Table:
         """Return a table of blocks with cost, stage and rank; below, the imbalance of the ranks, before and after."""
-        return plan_table(self)
+        return _table(self)
 
     def __rich__(self) -> Table:
         return self.table()
@@ -288,3 +289,66 @@ def _imbalance(loads: Sequence[float] | None) -> float | None:
     if loads is None or not sum(loads):
         return None
     return max(loads) * len(loads) / sum(loads)
+
+
+def _table(plan: Plan) -> Table:
+    title = f"assignment of {len(plan.blocks)} blocks to {plan.num_stages} stages"
+    table = Table(title=f"{title}, {plan.source}" if plan.source else title, title_justify="left")
+    table.add_column("block")
+    for column in ("forward", "backward", "cost", "share", "stage", "rank"):
+        table.add_column(column, justify="right")
+    total = sum(block.cost or 0.0 for block in plan.blocks)
+    for stage in range(plan.num_stages):
+        here = [block for block in plan.blocks if block.stage == stage]
+        rank = "?" if plan.ranks is None else str(plan.ranks[stage])
+        for blocks in _rows(here, len(plan.blocks) > _MOST_ROWS):
+            first, last = blocks[0], blocks[-1]
+            name = first.name if len(blocks) == 1 else f"{first.name} … {last.name} ({len(blocks)})"
+            parts = [_sum(getattr(block, part) for block in blocks) for part in ("forward", "backward", "cost")]
+            share = "?" if parts[2] is None or not total else f"{parts[2] / total:.1%}"
+            table.add_row(name, *(amount(part, plan.unit) for part in parts), share, str(stage), rank)
+        table.add_section()
+    table.caption = _caption(plan)
+    table.caption_justify = "left"
+    return table
+
+
+def _rows(blocks: Sequence[PlannedBlock], grouped: bool) -> list[list[PlannedBlock]]:
+    rows: list[list[PlannedBlock]] = []
+    for block in blocks:
+        if grouped and rows and _alike(rows[-1][0], block):
+            rows[-1].append(block)
+        else:
+            rows.append([block])
+    return rows
+
+
+def _alike(one: PlannedBlock, other: PlannedBlock) -> bool:
+    if one.cost is None or other.cost is None:
+        return one.cost is other.cost
+    return abs(one.cost - other.cost) <= _ALIKE * max(one.cost, other.cost)
+
+
+def _sum(values: Any) -> float | None:
+    known = list(values)
+    return None if any(value is None for value in known) else sum(known)
+
+
+def _caption(plan: Plan) -> str:
+    lines: list[str] = []
+    costs = plan.rank_costs
+    if costs is not None and plan.imbalance is not None:
+        lines.append(f"ranks: {', '.join(amount(cost, plan.unit) for cost in costs)}")
+        text = f"slowest rank over the mean: {plan.imbalance:.3f}"
+        if plan.even_imbalance is not None and plan.gain is not None:
+            text = f"slowest rank over the mean: even {plan.even_imbalance:.3f}, here {plan.imbalance:.3f}"
+            change = "less" if plan.gain >= 0 else "more"
+            text += f": {abs(plan.gain):.0%} {change} time for the slowest rank"
+        if plan.step_gain is not None:
+            text += f"; simulated step {plan.step_gain:.0%} shorter than even"
+        if plan.exact is not None:
+            text += "; no other assignment is better" if plan.exact else "; found by local search, not proven best"
+        lines.append(text)
+    if plan.rank_bytes is not None:
+        lines.append(f"bytes on each device: {', '.join(amount(b, 'B') for b in plan.rank_bytes)}")
+    return "\n".join(lines)

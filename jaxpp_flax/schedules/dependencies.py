@@ -7,8 +7,7 @@ For stage ``s`` and microbatch ``m``:
   ``I(s+1, m)`` makes;
 - ``W(s, m)`` reads the values that ``I(s, m)`` keeps.
 
-The validation, the simulator on shared processors, the critical path, and the search call the functions
-below. :func:`progress.advance` has the table written out, for speed; a property test compares the two.
+The simulator, the validation and the search read this table.
 """
 
 from __future__ import annotations

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from jaxpp_flax.schedules.progress import advance
+from jaxpp_flax.schedules.schedule import TaskLists, count_stages
 from jaxpp_flax.schedules.task import AnyTask
 from jaxpp_flax.schedules.validate import deadlock_error
 
 
-def count_stages(task_lists: Sequence[Sequence[AnyTask]]) -> int:
-    """Return the number of stages in ``task_lists``."""
-    return 1 + max((task.stage for tasks in task_lists for task in tasks), default=-1)
-
-
-def merge_order(task_lists: Sequence[Sequence[AnyTask]]) -> list[tuple[int, AnyTask]]:
+def merge_order(task_lists: TaskLists) -> list[tuple[int, AnyTask]]:
     """Return all tasks with their ranks, in one order without deadlock.
 
     The order agrees with every rank's own order and with the dependencies. Tasks are sorted by their start
@@ -30,7 +24,7 @@ def merge_order(task_lists: Sequence[Sequence[AnyTask]]) -> list[tuple[int, AnyT
     def emit(rank: int, task: AnyTask, start: float, end: float) -> None:
         started.append((start, rank, task))
 
-    blocked = advance([iter(tasks) for tasks in task_lists], count_stages(task_lists), emit)
+    blocked = advance(task_lists, count_stages(task_lists), emit)
     if blocked:
         raise deadlock_error(task_lists, blocked)
     # A rank starts one task at a time, so (start, rank) is unique, and a task's inputs ended, and

@@ -1,19 +1,23 @@
 """Run a schedule's ranks with its data dependencies, in one pass.
 
 The validation, the order of dispatch and the simulator use the one function here. Its time is linear in
-the number of tasks, and it holds only the results that another task will still read. The function has the
-table in :mod:`dependencies` written out; ``tests/schedules/test_dependencies.py`` compares the two.
+the number of tasks, and it holds only the results that another task will still read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import heapq
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
-from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind
+from jaxpp_flax.schedules.dependencies import DEPENDENCIES
+from jaxpp_flax.schedules.simulation.costs import Costs, CostTable
+from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind, fused, parts
 
-_F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
+Emit = Callable[[int, AnyTask, float, float], None]
+Delay = Callable[[int, int, Task], float]
+
+_DEPENDENCIES = list(dict.fromkeys(read for reads in DEPENDENCIES.values() for read in reads))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,41 +30,96 @@ class Blocked:
     awaits: Task
 
 
-class Times(Protocol):
-    """The time of each kind of task, by stage."""
+_Row = tuple[tuple[tuple[int, TaskKind, int], ...], tuple[int, ...], float]
+"""A task's results read, its results that others read, and its time, for microbatch 0.
 
-    @property
-    def forward(self) -> Sequence[float]: ...
-    @property
-    def backward(self) -> Sequence[float]: ...
-    @property
-    def backward_input(self) -> Sequence[float]: ...
-    @property
-    def backward_weight(self) -> Sequence[float]: ...
+A result is read by its key, with the kind and the stage of its maker. A key numbers a dependency and the
+maker's stage: a result has one key for each of its readers.
+"""
 
 
-@dataclass(frozen=True, slots=True)
-class EvenTimes:
-    """Equal times for every stage; by default the usual 1 for ``F``, 2 for ``B``."""
+def _row(task: AnyTask, table: CostTable, num_stages: int) -> _Row:
+    reads: dict[int, tuple[TaskKind, int]] = {}
+    writes: list[int] = []
+    for part in parts(task):
+        for number, read in enumerate(_DEPENDENCIES):
+            maker, reader = part.stage + read.stage, part.stage - read.stage
+            if read in DEPENDENCIES[part.kind] and 0 <= maker < num_stages:
+                reads[maker * len(_DEPENDENCIES) + number] = read.makers[0], maker
+            if part.kind in read.makers and 0 <= reader < num_stages:
+                writes.append(part.stage * len(_DEPENDENCIES) + number)
+    read = tuple((key, *maker) for key, maker in reads.items() if key not in writes)
+    return read, tuple(key for key in writes if key not in reads), table.duration(task)
 
-    forward: Sequence[float]
-    backward: Sequence[float]
-    backward_input: Sequence[float]
-    backward_weight: Sequence[float]
 
-    @classmethod
-    def of(cls, num_stages: int, backward: float = 2.0) -> EvenTimes:
-        ones = [1.0] * num_stages
-        return cls(ones, [backward] * num_stages, ones, ones)
+class _Run:
+    """The results and the ranks of one call of :func:`advance`."""
+
+    def __init__(
+        self, num_stages: int, emit: Emit | None, table: CostTable, delay: Delay | None, processors: int | None
+    ) -> None:
+        self.keys = num_stages * len(_DEPENDENCIES)  # of one microbatch
+        self.rows = {
+            kind: [_row(Task(kind, stage, 0), table, num_stages) for stage in range(num_stages)] for kind in TaskKind
+        }
+        self.fused_rows = [_row(fused(stage, 0), table, num_stages) for stage in range(num_stages)]
+        self.emit = emit
+        self.delay = delay
+        self.made: dict[int, tuple[float, int]] = {}  # when and on which rank, until the result is read
+        self.waiting: dict[int, int] = {}  # the rank that waits for a result
+        self.ready: list[int] = []  # the ranks whose result is there
+        self.free = None if processors is None else [0.0] * processors  # when each processor is free
+        self.queue: list[tuple[float, int]] = []  # when each rank that waits for a processor became ready
+
+    def rank(self, rank: int, tasks: Iterable[AnyTask]) -> Generator[tuple[int, AnyTask, Task] | None, float, None]:
+        """Run one rank's tasks; yield the position, the task and what it waits for, or None.
+
+        None means that the rank is in the queue for a processor, and is sent its start; or that it has ended.
+        """
+        # Schedules may have tens of millions of tasks, and attribute look-ups would take much of the time.
+        keys, rows, fused_rows, emit, delay = self.keys, self.rows, self.fused_rows, self.emit, self.delay
+        made, waiting, ready, free = self.made, self.waiting, self.ready, self.free
+        now = 0.0
+        for position, task in enumerate(tasks):
+            kind_rows = fused_rows if isinstance(task, FusedTask) else rows[task.kind]
+            reads, writes, time = kind_rows[task.stage]
+            m = task.microbatch
+            first_key = m * keys
+            start = now
+            for key, kind, stage in reads:
+                key += first_key
+                while (result := made.pop(key, None)) is None:
+                    waiting[key] = rank
+                    yield position, task, Task(kind, stage, m)
+                arrived, source = result
+                if delay is not None and source != rank:
+                    arrived += delay(source, rank, Task(kind, stage, m))
+                if arrived > start:
+                    start = arrived
+            if free is not None:
+                heapq.heappush(self.queue, (start, rank))
+                start = yield None
+                heapq.heappush(free, start + time)
+            now = start + time
+            result = now, rank
+            for key in writes:
+                key += first_key
+                made[key] = result
+                if key in waiting:
+                    ready.append(waiting.pop(key))
+            if emit is not None:
+                emit(rank, task, start, now)
+        yield None
 
 
 def advance(
-    ranks: Iterable[Iterator[AnyTask]],
+    ranks: Iterable[Iterable[AnyTask]],
     num_stages: int,
-    emit: Callable[[int, AnyTask, float, float], None] | None = None,
+    emit: Emit | None = None,
     *,
-    times: Times | None = None,
-    delay: Callable[[int, int, Task], float] | None = None,
+    table: CostTable | None = None,
+    delay: Delay | None = None,
+    processors: int | None = None,
 ) -> list[Blocked]:
     """Run every rank as far as possible, and return the blocked ranks.
 
@@ -69,125 +128,21 @@ def advance(
         num_stages: number of stages; the last stage's backward waits for no other stage.
         emit: called with ``(rank, task, start, end)`` once for each task. The order of calls is
             legal, and each rank's calls are in its own order; across ranks they are not by time.
-        times: the time of each kind of task on each stage; by default :class:`EvenTimes`.
+        table: the time of each kind of task on each stage; by default that of :class:`Costs`.
         delay: ``delay(source, target, task)``, the time that the result of ``task`` takes from
             rank to rank. Not called within a rank. None: no time.
+        processors: the number of tasks that run at once: virtual devices on one machine's cores. The
+            task that has been ready longest gets the next free processor (Graham's list scheduling), as
+            in a thread pool with one queue. By default every rank has a processor of its own.
     """
-    iterators = [iter(tasks) for tasks in ranks]
-    count = len(iterators)
-    heads: list[AnyTask | None] = [None] * count
-    positions = [-1] * count
-    free = [0.0] * count
-    missing: list[Task | None] = [None] * count
-    # The results that are made and not yet read. A key is microbatch * num_stages + stage.
-    activations: dict[int, tuple[float, int]] = {}  # F's output, for the next stage
-    gradients: dict[int, tuple[float, int]] = {}  # the input gradient, for the stage before
-    forwarded: set[int] = set()  # F has run here, and its backward has not
-    split: set[int] = set()  # I has run here, and W has not
-    # The rank that waits for a result; each result has only one reader.
-    wait_activation: dict[int, int] = {}
-    wait_gradient: dict[int, int] = {}
-    last = num_stages - 1
-    times = EvenTimes.of(num_stages) if times is None else times
-    forward, backward = times.forward, times.backward
-    backward_input, backward_weight = times.backward_input, times.backward_weight
-
-    # One long loop on purpose: schedules may have tens of millions of tasks, and calls and attribute
-    # look-ups would take most of the time.
-    ready_ranks = list(range(count - 1, -1, -1))
-    while ready_ranks:
-        rank = ready_ranks.pop()
-        iterator = iterators[rank]
-        task = heads[rank]
-        heads[rank] = None
-        position = positions[rank]
-        now = free[rank]
-        while True:
-            if task is None:
-                task = next(iterator, None)
-                if task is None:
-                    break
-                position += 1
-            stage = task.stage
-            m = task.microbatch
-            key = m * num_stages + stage
-            if isinstance(task, FusedTask):
-                kind, is_fused = _F, True
-            else:
-                kind, is_fused = task.kind, False
-            start = now
-            awaits = None
-            if kind is _F:
-                if is_fused and stage != last:
-                    awaits = Task(_B, stage + 1, m)
-                elif stage:
-                    made = activations.pop(key - 1, None)
-                    if made is None:
-                        wait_activation[key - 1] = rank
-                        awaits = Task(_F, stage - 1, m)
-                    else:
-                        arrived, source = made
-                        if delay is not None and source != rank:
-                            arrived += delay(source, rank, Task(_F, stage - 1, m))
-                        if arrived > start:
-                            start = arrived
-            elif kind is _W:
-                if key in split:
-                    split.discard(key)
-                else:
-                    awaits = Task(_I, stage, m)
-            elif key not in forwarded:
-                awaits = Task(_F, stage, m)
-            else:
-                if stage != last:
-                    made = gradients.pop(key + 1, None)
-                    if made is None:
-                        wait_gradient[key + 1] = rank
-                        awaits = Task(_B, stage + 1, m)
-                    else:
-                        arrived, source = made
-                        if delay is not None and source != rank:
-                            arrived += delay(source, rank, Task(_B, stage + 1, m))
-                        if arrived > start:
-                            start = arrived
-                if awaits is None:
-                    forwarded.discard(key)
-            if awaits is not None:
-                heads[rank], missing[rank] = task, awaits
-                break
-            waiter = None
-            if kind is _F:
-                if is_fused:
-                    now = start + forward[stage] + backward[stage]
-                    if stage:
-                        gradients[key] = (now, rank)
-                        waiter = wait_gradient.pop(key, None)
-                else:
-                    now = start + forward[stage]
-                    forwarded.add(key)
-                    if stage != last:
-                        activations[key] = (now, rank)
-                        waiter = wait_activation.pop(key, None)
-            elif kind is _W:
-                now = start + backward_weight[stage]
-            else:
-                if kind is _I:
-                    now = start + backward_input[stage]
-                    split.add(key)
-                else:
-                    now = start + backward[stage]
-                if stage:
-                    gradients[key] = (now, rank)
-                    waiter = wait_gradient.pop(key, None)
-            if emit is not None:
-                emit(rank, task, start, now)
-            if waiter is not None:
-                ready_ranks.append(waiter)
-            task = None
-        free[rank] = now
-        positions[rank] = position
-    blocked: list[Blocked] = []
-    for rank, (head, awaits) in enumerate(zip(heads, missing, strict=True)):
-        if head is not None and awaits is not None:
-            blocked.append(Blocked(rank, positions[rank], head, awaits))
-    return blocked
+    run = _Run(num_stages, emit, Costs().table(num_stages) if table is None else table, delay, processors)
+    steps = [run.rank(rank, tasks) for rank, tasks in enumerate(ranks)]
+    waits = [next(step) for step in steps]
+    while run.ready or run.queue:
+        if run.ready or run.free is None:
+            rank = run.ready.pop()
+            waits[rank] = next(steps[rank])
+        else:
+            since, rank = heapq.heappop(run.queue)
+            waits[rank] = steps[rank].send(max(since, heapq.heappop(run.free)))
+    return [Blocked(rank, *wait) for rank, wait in enumerate(waits) if wait is not None]

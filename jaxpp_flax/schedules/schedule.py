@@ -13,12 +13,15 @@ within one rank, so it costs no idle time.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.task import AnyTask, FusedTask, TaskKind
+
+TaskLists = Sequence[Sequence[AnyTask]]
+"""Each rank's tasks, in order."""
 
 
 def check_count(what: str, value: object) -> int:
@@ -143,6 +146,21 @@ class StreamedSchedule(Schedule):
     def tasks(self, num_microbatches: int) -> list[list[AnyTask]]:
         self.check(num_microbatches)
         return [list(self.rank_tasks(rank, num_microbatches)) for rank in range(self.num_ranks)]
+
+
+def streams(schedule: Schedule | TaskLists, num_microbatches: int | None) -> tuple[Sequence[Iterable[AnyTask]], int]:
+    """Return each rank's tasks, and the number of stages; the default number of microbatches is the schedule's own."""
+    if not isinstance(schedule, Schedule):
+        return schedule, count_stages(schedule)
+    count = getattr(schedule, "num_microbatches", None) if num_microbatches is None else num_microbatches
+    if count is None:
+        raise ScheduleError(f"{schedule!r} has no number of microbatches of its own: pass num_microbatches=")
+    schedule.check(count)
+    return [schedule.rank_tasks(rank, count) for rank in range(schedule.num_ranks)], schedule.num_stages
+
+
+def count_stages(task_lists: TaskLists) -> int:
+    return 1 + max((task.stage for tasks in task_lists for task in tasks), default=-1)
 
 
 def peak_live(tasks: Iterator[AnyTask], stage: int) -> int:

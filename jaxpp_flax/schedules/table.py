@@ -9,14 +9,15 @@ from __future__ import annotations
 import csv
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.families.custom import CustomSchedule
-from jaxpp_flax.schedules.progress import EvenTimes, advance
-from jaxpp_flax.schedules.schedule import Schedule
-from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind, flatten
+from jaxpp_flax.schedules.progress import advance
+from jaxpp_flax.schedules.schedule import Schedule, TaskLists, streams
+from jaxpp_flax.schedules.simulation.costs import Costs
+from jaxpp_flax.schedules.task import AnyTask, Task, TaskKind, flatten
 from jaxpp_flax.schedules.validate import deadlock_error
 
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
@@ -69,7 +70,7 @@ def read_csv(path: str | os.PathLike[str]) -> CustomSchedule:
 
 
 def write_csv(
-    schedule: Schedule | Sequence[Sequence[AnyTask]],
+    schedule: Schedule | TaskLists,
     path: str | os.PathLike[str],
     num_microbatches: int | None = None,
 ) -> None:
@@ -78,27 +79,18 @@ def write_csv(
     Args:
         schedule: a :class:`Schedule`, or each rank's tasks.
         path: the file, overwritten.
-        num_microbatches: for a :class:`Schedule`.
+        num_microbatches: for a :class:`Schedule`; by default its own number, if it has one.
     """
-    if isinstance(schedule, Schedule):
-        count = num_microbatches or getattr(schedule, "num_microbatches", None)
-        if count is None:
-            raise ScheduleError(f"{schedule!r} has no number of microbatches of its own: pass num_microbatches=")
-        lists = schedule.tasks(count)
-    else:
-        lists = [list(tasks) for tasks in schedule]
-    plain = [list(flatten(tasks)) for tasks in lists]
+    ranks, num_stages = streams(schedule, num_microbatches)
+    plain = [list(flatten(tasks)) for tasks in ranks]
     rows: list[list[str]] = [[] for _ in plain]
 
     def emit(rank: int, task: AnyTask, start: float, end: float) -> None:
-        if isinstance(task, FusedTask):  # all fused tasks were split above
-            return
         rows[rank] += [""] * (int(start) - len(rows[rank])) + [task.cell]
 
-    num_stages = 1 + max((task.stage for tasks in plain for task in tasks), default=-1)
-    blocked = advance([iter(tasks) for tasks in plain], num_stages, emit, times=EvenTimes.of(num_stages, backward=1.0))
+    blocked = advance(plain, num_stages, emit, table=Costs(backward=1.0).table(num_stages))
     if blocked:
-        raise deadlock_error(lists, blocked)
+        raise deadlock_error(plain, blocked)
     width = max(map(len, rows), default=0)
     with Path(path).open("w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(row + [""] * (width - len(row)) for row in rows)

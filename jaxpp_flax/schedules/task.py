@@ -23,6 +23,8 @@ class TaskKind(enum.Enum):
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
 
+    __hash__ = object.__hash__  # enum's own is a Python function: tables by kind are read once for each task
+
 
 _PREFIX = {
     TaskKind.FORWARD: "fwd",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from jaxpp_flax.schedules.dependencies import results
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.progress import Blocked, advance
-from jaxpp_flax.schedules.schedule import Schedule, check_count
+from jaxpp_flax.schedules.schedule import Schedule, TaskLists, check_count, count_stages, streams
 from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind, flatten
 
 _BIT = {
@@ -22,11 +22,9 @@ _CLASH = {1: 1, 2: 2 | 4 | 8, 4: 4 | 2, 8: 8 | 2}
 
 _WINDOW = 5  # tasks shown before a blocked one
 
-Lists = Sequence[Sequence[AnyTask]]
-
 
 def validate(
-    schedule: Schedule | Lists,
+    schedule: Schedule | TaskLists,
     num_microbatches: int,
     *,
     num_stages: int | None = None,
@@ -53,18 +51,13 @@ def validate(
     """
     check_count("num_microbatches", num_microbatches)
     if isinstance(schedule, Schedule):
-        schedule.check(num_microbatches)
-        num_stages = schedule.num_stages
+        ranks, num_stages = streams(schedule, num_microbatches)
         home = [schedule.rank_of(stage) for stage in range(num_stages)]
-        ranks: Iterable[Iterator[AnyTask]] = [
-            schedule.rank_tasks(rank, num_microbatches) for rank in range(schedule.num_ranks)
-        ]
     else:
         _check_types(schedule)
-        seen = 1 + max((t.stage for tasks in schedule for t in tasks), default=-1)
-        num_stages = seen if num_stages is None else num_stages
+        num_stages = count_stages(schedule) if num_stages is None else num_stages
         home = [None] * num_stages  # the rank of a stage's first task
-        ranks = [iter(tasks) for tasks in schedule]
+        ranks = schedule
     if not num_stages:
         raise ScheduleError("a schedule needs at least one task, got none")
     census = _Census(num_stages, num_microbatches, home)
@@ -79,7 +72,7 @@ def validate(
     census.check_complete()
 
 
-def _check_types(lists: Lists) -> None:
+def _check_types(lists: TaskLists) -> None:
     for rank, tasks in enumerate(lists):
         for position, task in enumerate(tasks):
             if not isinstance(task, Task | FusedTask):
@@ -99,7 +92,7 @@ class _Census:
         self.marks = [bytearray(num_microbatches) for _ in range(num_stages)]
         self.watched: list[int] = []
 
-    def watch(self, rank: int, tasks: Iterator[AnyTask]) -> Iterator[AnyTask]:
+    def watch(self, rank: int, tasks: Iterable[AnyTask]) -> Iterator[AnyTask]:
         """Yield ``tasks``, and check each task when it is taken."""
         while len(self.watched) <= rank:
             self.watched.append(0)
@@ -187,12 +180,12 @@ def _is_pair(task: AnyTask) -> bool:
     return same and first.kind is TaskKind.FORWARD and second.kind is TaskKind.BACKWARD
 
 
-def deadlock_error(lists: Lists, blocked: Sequence[Blocked]) -> ScheduleError:
+def deadlock_error(lists: TaskLists, blocked: Sequence[Blocked]) -> ScheduleError:
     """Return the error that shows every rank at its blocked task, with the task it waits for and the reason."""
     return ScheduleError("deadlock: no rank can go on.\n" + blocked_grid(lists, blocked))
 
 
-def blocked_grid(lists: Lists, blocked: Sequence[Blocked]) -> str:
+def blocked_grid(lists: TaskLists, blocked: Sequence[Blocked]) -> str:
     """Draw one row for each rank, lined up at the blocked tasks (``>like this<``), each with its reason."""
     at = {b.rank: b for b in blocked}
     rows: list[tuple[str, str, str, str]] = []
@@ -215,7 +208,7 @@ def blocked_grid(lists: Lists, blocked: Sequence[Blocked]) -> str:
     )
 
 
-def _reason(lists: Lists, b: Blocked | None) -> str:
+def _reason(lists: TaskLists, b: Blocked | None) -> str:
     if b is None:
         return "has run all its tasks"
     wanted = b.awaits

@@ -15,7 +15,7 @@ from jaxpp_flax.assignment.balancing import balance, leanest
 from jaxpp_flax.assignment.block_times import time_blocks
 from jaxpp_flax.assignment.memory import Held, MemoryModel, live_counts
 from jaxpp_flax.assignment.policies import cuts_of
-from jaxpp_flax.assignment.step_time import StepTime
+from jaxpp_flax.assignment.simulated_step import StepTime
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, axes_in
 from jaxpp_flax.engine.blocks import Marks, Work
 from jaxpp_flax.engine.tracing.markers import Mark

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxpp_flax.assignment.balancing import balance, leanest, rank_loads
 from jaxpp_flax.assignment.memory import Held, MemoryModel, live_counts
-from jaxpp_flax.assignment.step_time import StepTime
+from jaxpp_flax.assignment.simulated_step import StepTime
 from jaxpp_flax.schedules import Costs, by_name, simulate
 from tests.helpers import slow
 

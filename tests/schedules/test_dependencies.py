@@ -1,4 +1,4 @@
-"""The table of dependencies, and the fast loops that have it written out."""
+"""The table of dependencies, and the fast loops that follow it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from jaxpp_flax.schedules import Costs, ScheduleError, Transfer, simulate
 from jaxpp_flax.schedules.dependencies import needs, results
 from jaxpp_flax.schedules.progress import advance
 from jaxpp_flax.schedules.schedule import peak_live
-from jaxpp_flax.schedules.simulation.processors import advance_on
 from jaxpp_flax.schedules.task import Task, TaskKind
 from jaxpp_flax.schedules.tools.automatic.greedy import construct, rules
 from jaxpp_flax.schedules.tools.automatic.problem import Problem, evaluate, in_dependency_order
@@ -74,7 +73,9 @@ def run_by_table(lists, num_stages, table, delay):
 
 
 @given(st.data(), schedules(max_ranks=4, max_per_rank=2), st.integers(1, 5), st.integers(0, 12))
-def test_both_loops_of_the_simulator_keep_to_the_table(data, schedule, microbatches, exchanges):
+def test_the_simulator_keeps_to_the_table_with_and_without_a_processor_for_each_rank(
+    data, schedule, microbatches, exchanges
+):
     num_stages = schedule.num_stages
     table = data.draw(costs_for(num_stages)).table(num_stages)
     lists = shuffled(data, schedule.tasks(microbatches), exchanges)
@@ -83,23 +84,22 @@ def test_both_loops_of_the_simulator_keep_to_the_table(data, schedule, microbatc
         return 0.5 + table.sent_bytes(result)
 
     times, stuck, made = run_by_table(lists, num_stages, table, delay)
-    loops = {
-        "advance": lambda ranks, emit: advance(ranks, num_stages, emit, times=table, delay=delay),
-        "advance_on": lambda ranks, emit: advance_on(
-            len(lists), ranks, num_stages, emit, duration=table.duration, delay=delay
-        ),
-    }
-    for name, loop in loops.items():
+    for processors in (None, len(lists)):
         got = {}
-        blocked = loop(
-            [iter(tasks) for tasks in lists], lambda rank, task, start, end, got=got: got.update({task: (start, end)})
+        blocked = advance(
+            lists,
+            num_stages,
+            lambda rank, task, start, end, got=got: got.update({task: (start, end)}),
+            table=table,
+            delay=delay,
+            processors=processors,
         )
-        assert got == times, name
-        assert {b.rank: b.position for b in blocked} == stuck, name
+        assert got == times, processors
+        assert {b.rank: b.position for b in blocked} == stuck, processors
         for b in blocked:
             assert b.task == lists[b.rank][b.position]
-            assert b.awaits in needs(b.task, num_stages), name
-            assert b.awaits not in made, name
+            assert b.awaits in needs(b.task, num_stages), processors
+            assert b.awaits not in made, processors
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 2), st.integers(1, 5), st.booleans(), st.integers(0, 12))

@@ -1,13 +1,14 @@
-"""Schedules with one stage on each rank and a whole backward."""
+"""Schedules with one stage on each rank and a whole backward, and the orders that other families share."""
 
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Iterator
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.schedule import StreamedSchedule
-from jaxpp_flax.schedules.task import AnyTask, backward, forward, fused
+from jaxpp_flax.schedules.task import AnyTask, backward, backward_input, backward_weight, forward, fused
 
 
 class OneStagePerRank(StreamedSchedule):
@@ -50,28 +51,58 @@ class GPipe(OneStagePerRank):
         yield from (backward(rank, m) for m in range(num_microbatches))
 
 
-class WarmedUp1F1B(OneStagePerRank):
-    """Some forwards to warm up, then one forward and one backward in turn, then the remaining tasks."""
+class WarmedUp(OneStagePerRank):
+    """Forwards to warm up; then a forward and a backward in turn; then the remaining backwards.
 
-    fuses_last_stage = True
+    Where the backward is split, each input gradient is followed by an older weight gradient.
+    """
 
     @abc.abstractmethod
     def warmup(self, stage: int) -> int:
         """Return the number of forwards that ``stage`` runs before its first pair of a forward and a backward."""
 
+    def lag(self, stage: int) -> int:
+        """Return the number of input gradients between a microbatch's input gradient and its weight gradient."""
+        return 0
+
     def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
-        if rank == self.num_stages - 1:
+        if self.fuses_last_stage and rank == self.num_stages - 1:
             yield from (fused(rank, m) for m in range(num_microbatches))
             return
-        ahead = min(self.warmup(rank), num_microbatches)
+        splits = self.splits_backward and rank > 0
+        ahead, lag = min(self.warmup(rank), num_microbatches), self.lag(rank)
         yield from (forward(rank, m) for m in range(ahead))
-        for m in range(num_microbatches - ahead):
-            yield forward(rank, m + ahead)
-            yield backward(rank, m)
-        yield from (backward(rank, m) for m in range(num_microbatches - ahead, num_microbatches))
+        for m in range(num_microbatches):
+            if m + ahead < num_microbatches:
+                yield forward(rank, m + ahead)
+            yield backward_input(rank, m) if splits else backward(rank, m)
+            if splits and m >= lag:
+                yield backward_weight(rank, m - lag)
+        if splits:
+            yield from (backward_weight(rank, m) for m in range(max(0, num_microbatches - lag), num_microbatches))
 
 
-class Std1F1B(WarmedUp1F1B):
+class WarmedUpForLatency(WarmedUp):
+    """A warm-up that hides transfers of a known time.
+
+    Args:
+        num_stages: number of stages, one on each rank.
+        latency: time of a transfer as a fraction of a stage's forward, 0 or more.
+    """
+
+    latency: float
+
+    def __init__(self, num_stages: int, latency: float) -> None:
+        super().__init__(num_stages)
+        if not (math.isfinite(latency) and latency >= 0):
+            raise ScheduleError(f"latency is a fraction of a forward's time, 0 or more, got {latency!r}")
+        object.__setattr__(self, "latency", float(latency))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(num_stages={self.num_stages}, latency={self.latency})"
+
+
+class Std1F1B(WarmedUp):
     """One forward, one backward: the bubble of GPipe, with memory that ``m`` does not enter.
 
     With ``p`` stages, ``m`` microbatches and costs ``f``, ``b``: makespan ``(m + p - 1)(f + b)``,
@@ -91,11 +122,13 @@ class Std1F1B(WarmedUp1F1B):
     rank 3 |.........F0-B0====F1-B1====F2-B2====F3-B3====F4-B4====..................
     """
 
+    fuses_last_stage = True
+
     def warmup(self, stage: int) -> int:
         return self.num_stages - 1 - stage
 
 
-class Eager1F1B(WarmedUp1F1B):
+class Eager1F1B(WarmedUp):
     """1F1B with twice the warm-up: transfers hide behind forwards, at twice the memory.
 
     The idle time is that of :class:`Std1F1B` where transfers cost nothing. Where a transfer takes
@@ -113,6 +146,8 @@ class Eager1F1B(WarmedUp1F1B):
     rank 1 |...F0-F1-F2-...B0====F3-B1====F4-B2====...B3====...B4====......
     rank 2 |......F0-B0====F1-B1====F2-B2====F3-B3====F4-B4====............
     """
+
+    fuses_last_stage = True
 
     def warmup(self, stage: int) -> int:
         return 2 * (self.num_stages - 1 - stage)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from jaxpp_flax.schedules.families.basic import GPipe, WarmedUp1F1B
-from jaxpp_flax.schedules.families.zero_bubble import check_latency
-from jaxpp_flax.schedules.schedule import StreamedSchedule
-from jaxpp_flax.schedules.task import AnyTask, backward, forward, fused
+from jaxpp_flax.schedules.families.basic import GPipe, WarmedUpForLatency
+from jaxpp_flax.schedules.families.interleaved import InterleavedGPipe
+from jaxpp_flax.schedules.task import AnyTask, fused
 
 
-class Circular(StreamedSchedule):
+class Circular(InterleavedGPipe):
     """All forwards, then all backwards; rounds of ``p`` microbatches go through all stages in turn.
 
     Where :class:`InterleavedGPipe` takes every microbatch through a rank's first stage before its
@@ -33,23 +32,8 @@ class Circular(StreamedSchedule):
     rank 1 |...F0-F1-f0-f1-F2-F3-f2-f3-b0====b1====B0====B1====b2====b3====B2====B3====......
     """
 
-    def _forwards(self, rank: int, num_microbatches: int) -> Iterator[tuple[int, int]]:
-        stages = range(rank, self.num_stages, self.num_ranks)
-        for first in range(0, num_microbatches, self.num_ranks):
-            for stage in stages:
-                for m in range(first, min(first + self.num_ranks, num_microbatches)):
-                    yield stage, m
-
-    def _backwards(self, rank: int, num_microbatches: int) -> Iterator[tuple[int, int]]:
-        stages = range(rank, self.num_stages, self.num_ranks)[::-1]
-        for first in range(0, num_microbatches, self.num_ranks):
-            for stage in stages:
-                for m in range(first, min(first + self.num_ranks, num_microbatches)):
-                    yield stage, m
-
-    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
-        yield from (forward(stage, m) for stage, m in self._forwards(rank, num_microbatches))
-        yield from (backward(stage, m) for stage, m in self._backwards(rank, num_microbatches))
+    def _round_size(self, num_microbatches: int) -> int:
+        return self.num_ranks
 
 
 class CircularReversed(Circular):
@@ -69,13 +53,7 @@ class CircularReversed(Circular):
     rank 1 |...F0-F1-f0-f1-F2-...f2-b2====......B2====b1====b0====B1====B0====......
     """
 
-    def _backwards(self, rank: int, num_microbatches: int) -> Iterator[tuple[int, int]]:
-        rounds = range(0, num_microbatches, self.num_ranks)[::-1]
-        stages = range(rank, self.num_stages, self.num_ranks)[::-1]
-        for first in rounds:
-            for stage in stages:
-                for m in range(first, min(first + self.num_ranks, num_microbatches))[::-1]:
-                    yield stage, m
+    _newest_first = True
 
 
 class GPipe1F1BLast(GPipe):
@@ -105,7 +83,7 @@ class GPipe1F1BLast(GPipe):
         return (fused(rank, m) for m in range(num_microbatches))
 
 
-class LatencyHiding1F1B(WarmedUp1F1B):
+class LatencyHiding1F1B(WarmedUpForLatency):
     """1F1B with just as many more forwards ahead as hide transfers of a known length.
 
     Two neighbours hold each other up: from a forward of stage ``s`` through ``s + 1`` and back to
@@ -132,14 +110,10 @@ class LatencyHiding1F1B(WarmedUp1F1B):
     rank 2 |......F0-B0====F1-B1====F2-B2====F3-B3====F4-B4====............
     """
 
-    latency: float
+    fuses_last_stage = True
 
     def __init__(self, num_stages: int, latency: float = 0.5) -> None:
-        super().__init__(num_stages)
-        object.__setattr__(self, "latency", check_latency(latency))
-
-    def __repr__(self) -> str:
-        return f"LatencyHiding1F1B(num_stages={self.num_stages}, latency={self.latency})"
+        super().__init__(num_stages, latency)
 
     def warmup(self, stage: int) -> int:
         return (self.num_stages - 1 - stage) * (1 + math.ceil(2 * self.latency / 3))

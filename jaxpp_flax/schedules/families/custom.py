@@ -102,12 +102,6 @@ class CustomSchedule(Schedule):
             f"num_microbatches={self.num_microbatches})"
         )
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, CustomSchedule) and self._lists == other._lists
-
-    def __hash__(self) -> int:
-        return hash((self.num_stages, self.num_ranks, self.num_microbatches))
-
     def rank_of(self, stage: int) -> int:
         return self._home[stage]
 

@@ -138,9 +138,17 @@ class InterleavedGPipe(StreamedSchedule):
     rank 1 |...F0-F1-F2-f0-f1-f2-b0====b1====b2====B0====B1====B2====......
     """
 
+    _newest_first = False  # the order of a rank's backwards
+
+    def _round_size(self, num_microbatches: int) -> int:
+        """Return the number of microbatches that pass a rank's first stage before its second one's turn."""
+        return num_microbatches
+
     def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
         stages = range(rank, self.num_stages, self.num_ranks)
-        for stage in stages:
-            yield from (forward(stage, m) for m in range(num_microbatches))
-        for stage in reversed(stages):
-            yield from (backward(stage, m) for m in range(num_microbatches))
+        size = self._round_size(num_microbatches)
+        rounds = [range(at, min(at + size, num_microbatches)) for at in range(0, num_microbatches, size)]
+        yield from (forward(stage, m) for ms in rounds for stage in stages for m in ms)
+        if self._newest_first:
+            rounds = [ms[::-1] for ms in rounds[::-1]]
+        yield from (backward(stage, m) for ms in rounds for stage in stages[::-1] for m in ms)

@@ -31,16 +31,12 @@ class VShaped(StreamedSchedule):
         return stage if stage < self.num_ranks else self.num_stages - 1 - stage
 
     @abc.abstractmethod
-    def least(self) -> int:
-        """The smallest number of microbatches that the order is written for."""
-
-    @abc.abstractmethod
     def order(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]: ...
 
     def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
-        # With too few microbatches the order is made for more, and what does not exist left out:
-        # a legal schedule without some of its microbatches is legal.
-        full = max(num_microbatches, self.least())
+        # The orders are written for two microbatches for each rank or more. With fewer, the order is made for
+        # more, and tasks that do not exist are left out: a legal schedule without some microbatches is legal.
+        full = max(num_microbatches, 2 * self.num_ranks)
         return (t for t in self.order(rank, full) if t.microbatch < num_microbatches)
 
 
@@ -112,9 +108,6 @@ class ZBV(VShaped):
     rank 1 |...F0-f0-F1-f1-i0~w0:F2-I0~W0:f2-i1~w1:F3-I1~W1:f3-i2~w2:F4-I2~W2:f4-i3~w3:I3~i4~I4~W3:W4:w4:
     """
 
-    def least(self) -> int:
-        return 2 * self.num_ranks
-
     def order(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
         write = _Writer(self, rank, num_microbatches)
         below = self.num_ranks - rank
@@ -162,9 +155,6 @@ class DualPipeV(VShaped):
     rank 0 |F0-F1-F2-f0-i0~w0:f1-F3-i1~w1:f2-B0====F4-i2~w2:f3-B1====i3~w3:f4-B2====i4~w4:B3====...B4====
     rank 1 |...F0-f0-F1-f1-F2-i0~w0:f2-I0~W0:F3-i1~w1:f3-I1~W1:F4-i2~w2:f4-I2~W2:i3~w3:I3~W3:i4~I4~W4:w4:
     """
-
-    def least(self) -> int:
-        return 2 * self.num_ranks
 
     def order(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
         write = _Writer(self, rank, num_microbatches)

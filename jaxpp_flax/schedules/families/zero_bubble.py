@@ -2,51 +2,12 @@
 
 from __future__ import annotations
 
-import abc
 import math
-from collections.abc import Iterator
 
-from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.families.basic import OneStagePerRank
-from jaxpp_flax.schedules.task import AnyTask, backward, backward_input, backward_weight, forward
+from jaxpp_flax.schedules.families.basic import WarmedUp, WarmedUpForLatency
 
 
-class _SplitOnePerRank(OneStagePerRank):
-    """Warm-up; then a forward, an input gradient and an older weight gradient in turn.
-
-    The two numbers below make the schedule. The first stage, whose backward is whole, owes no
-    weight gradients.
-    """
-
-    splits_backward = True
-
-    @abc.abstractmethod
-    def ahead(self, stage: int) -> int:
-        """Return the number of forwards that ``stage`` starts before its first backward."""
-
-    @abc.abstractmethod
-    def lag(self, stage: int) -> int:
-        """Return the number of input gradients between a microbatch's input gradient and its weight gradient."""
-
-    def rank_tasks(self, rank: int, num_microbatches: int) -> Iterator[AnyTask]:
-        warmup = min(self.ahead(rank) - 1, num_microbatches)
-        lag = self.lag(rank)
-        yield from (forward(rank, m) for m in range(warmup))
-        for m in range(num_microbatches):
-            if m + warmup < num_microbatches:
-                yield forward(rank, m + warmup)
-            if rank == 0:
-                yield backward(0, m)
-                continue
-            yield backward_input(rank, m)
-            if m >= lag:
-                yield backward_weight(rank, m - lag)
-        if rank:
-            done = max(0, num_microbatches - lag)
-            yield from (backward_weight(rank, m) for m in range(done, num_microbatches))
-
-
-class ZeroBubble(_SplitOnePerRank):
+class ZeroBubble(WarmedUp):
     """ZB-H1: 1F1B whose weight gradients fill a part of the bubble, in the memory of 1F1B.
 
     With ``p`` stages of costs ``f``, ``i``, ``w`` (equal, or nearly), and ``m >= p``: makespan
@@ -64,14 +25,16 @@ class ZeroBubble(_SplitOnePerRank):
     rank 3 |.........F0-I0~F1-I1~F2-I2~F3-I3~W0:F4-I4~W1:W2:W3:W4:
     """
 
-    def ahead(self, stage: int) -> int:
-        return self.num_stages - stage
+    splits_backward = True
+
+    def warmup(self, stage: int) -> int:
+        return self.num_stages - 1 - stage
 
     def lag(self, stage: int) -> int:
         return stage
 
 
-class ZeroBubbleH2(_SplitOnePerRank):
+class ZeroBubbleH2(WarmedUpForLatency):
     """ZB-H2: twice the warm-up, and from its first task to its last a rank never idles.
 
     The step has the shape of a parallelogram: rank ``r`` starts and ends ``r`` forwards after rank
@@ -101,25 +64,14 @@ class ZeroBubbleH2(_SplitOnePerRank):
     rank 2 |......F0-I0~F1-I1~F2-I2~F3-I3~F4-I4~W0:F5-I5~W1:W2:W3:W4:W5:
     """
 
-    latency: float
+    splits_backward = True
 
     def __init__(self, num_stages: int, latency: float = 0.0) -> None:
-        super().__init__(num_stages)
-        object.__setattr__(self, "latency", check_latency(latency))
+        super().__init__(num_stages, latency)
 
-    def __repr__(self) -> str:
-        return f"ZeroBubbleH2(num_stages={self.num_stages}, latency={self.latency})"
-
-    def ahead(self, stage: int) -> int:
+    def warmup(self, stage: int) -> int:
         hops = self.num_stages - 1 - stage
-        return math.floor(2 * hops + 1 + 2 * hops * self.latency)
+        return math.floor(2 * hops + 2 * hops * self.latency)
 
     def lag(self, stage: int) -> int:
-        return self.ahead(self.num_stages - 1 - stage) - 1
-
-
-def check_latency(latency: float) -> float:
-    """A transfer's time as a fraction of a forward: any finite number from 0."""
-    if not (math.isfinite(latency) and latency >= 0):
-        raise ScheduleError(f"latency is a fraction of a forward's time, 0 or more, got {latency!r}")
-    return float(latency)
+        return self.warmup(self.num_stages - 1 - stage)

@@ -6,19 +6,16 @@ simulation is exact for the model in :mod:`costs`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxpp_flax.schedules.dependencies import needs, results
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.progress import advance
-from jaxpp_flax.schedules.schedule import Schedule
+from jaxpp_flax.schedules.schedule import Schedule, TaskLists, streams
 from jaxpp_flax.schedules.simulation.costs import Costs, CostTable, Transfer
-from jaxpp_flax.schedules.simulation.processors import advance_on
 from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind
 from jaxpp_flax.schedules.validate import deadlock_error
-
-_F, _I, _B = TaskKind.FORWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,37 +130,22 @@ class Timeline(Summary):
             for need in needs(current.task, self.num_stages):
                 maker = made.get(need)
                 if maker is not None:
-                    causes.append((_arrival(maker, current.rank, need, table, self.transfer), maker))
+                    apart = maker.rank != current.rank
+                    wait = self.transfer.time(maker.rank, current.rank, table.sent_bytes(need)) if apart else 0.0
+                    causes.append((maker.end + wait, maker))
             current = max(causes, key=lambda cause: cause[0])[1] if causes else None
         return path[::-1]
-
-
-def _arrival(maker: Event, rank: int, result: Task, table: CostTable, transfer: Transfer) -> float:
-    if maker.rank == rank:
-        return maker.end
-    return maker.end + transfer.time(maker.rank, rank, table.sent_bytes(result))
-
-
-Tasks = Schedule | Sequence[Sequence[AnyTask]]
-
-
-def _ranks(schedule: Tasks, num_microbatches: int | None) -> tuple[list[Iterator[AnyTask]], int]:
-    if isinstance(schedule, Schedule):
-        if num_microbatches is None:
-            raise ScheduleError(f"{schedule!r} has no number of microbatches of its own: pass num_microbatches=")
-        schedule.check(num_microbatches)
-        ranks = [schedule.rank_tasks(rank, num_microbatches) for rank in range(schedule.num_ranks)]
-        return ranks, schedule.num_stages
-    stages = 1 + max((task.stage for tasks in schedule for task in tasks), default=-1)
-    return [iter(tasks) for tasks in schedule], stages
 
 
 class _Recorder:
     """Collects a summary task by task, and the events if requested."""
 
     def __init__(self, num_ranks: int, table: CostTable, keep: bool) -> None:
-        self.activation = table.activation
-        self.kept = table.kept
+        stages = range(len(table.forward))
+        changes = {kind: [table.memory_change(Task(kind, stage, 0)) for stage in stages] for kind in TaskKind}
+        # For each kind and stage: the memory added at the start, and the difference that remains after the end.
+        self.changes = {kind: [(added, added + freed) for added, freed in rows] for kind, rows in changes.items()}
+        self.fused_changes = [(activation, 0.0) for activation in table.activation]
         self.busy = [0.0] * num_ranks
         self.first: list[float | None] = [None] * num_ranks
         self.last = [0.0] * num_ranks
@@ -173,26 +155,17 @@ class _Recorder:
         self.events: list[list[Event]] | None = [[] for _ in range(num_ranks)] if keep else None
 
     def __call__(self, rank: int, task: AnyTask, start: float, end: float) -> None:
-        # CostTable.memory_change, written out for speed: schedules may have very many tasks.
         self.count += 1
         self.busy[rank] += end - start
         if self.first[rank] is None:
             self.first[rank] = start
         self.last[rank] = end
-        stage = task.stage
-        if isinstance(task, FusedTask):
-            self.peak[rank] = max(self.peak[rank], self.held[rank] + self.activation[stage])
-        elif task.kind is _F:
-            held = self.held[rank] + self.activation[stage]
-            self.held[rank] = held
-            if held > self.peak[rank]:
-                self.peak[rank] = held
-        elif task.kind is _B:
-            self.held[rank] -= self.activation[stage]
-        elif task.kind is _I:
-            self.held[rank] -= self.activation[stage] - self.kept[stage]
-        else:
-            self.held[rank] -= self.kept[stage]
+        changes = self.fused_changes if isinstance(task, FusedTask) else self.changes[task.kind]
+        added, difference = changes[task.stage]
+        held = self.held[rank]
+        if held + added > self.peak[rank]:
+            self.peak[rank] = held + added
+        self.held[rank] = held + difference
         if self.events is not None:
             self.events[rank].append(Event(task, rank, start, end))
 
@@ -208,14 +181,14 @@ class _Recorder:
 
 
 def _run(
-    schedule: Tasks,
+    schedule: Schedule | TaskLists,
     costs: Costs,
     transfer: Transfer,
     num_microbatches: int | None,
     keep: bool,
     processors: int | None = None,
 ) -> tuple[_Recorder, int]:
-    ranks, num_stages = _ranks(schedule, num_microbatches)
+    ranks, num_stages = streams(schedule, num_microbatches)
     table = costs.table(num_stages)
     recorder = _Recorder(len(ranks), table, keep)
 
@@ -224,18 +197,14 @@ def _run(
 
     instant = not transfer.links and transfer.default.time(1.0) == 0.0
     waits = None if instant else delay
-    if processors is None:
-        blocked = advance(ranks, num_stages, recorder, times=table, delay=waits)
-    else:
-        blocked = advance_on(processors, ranks, num_stages, recorder, duration=table.duration, delay=waits)
+    blocked = advance(ranks, num_stages, recorder, table=table, delay=waits, processors=processors)
     if blocked:
-        lists = schedule.tasks(num_microbatches or 1) if isinstance(schedule, Schedule) else schedule
-        raise deadlock_error(lists, blocked)
+        raise deadlock_error([list(tasks) for tasks in streams(schedule, num_microbatches)[0]], blocked)
     return recorder, num_stages
 
 
 def simulate(
-    schedule: Tasks,
+    schedule: Schedule | TaskLists,
     costs: Costs | None = None,
     transfer: Transfer | float | None = None,
     *,
@@ -248,7 +217,7 @@ def simulate(
         schedule: a :class:`Schedule`, or each rank's tasks in order.
         costs: times and memory; by default 1 for ``F``, ``I`` and ``W``, 2 for ``B``.
         transfer: the links, or one latency for all of them; by default instant.
-        num_microbatches: for a :class:`Schedule`.
+        num_microbatches: for a :class:`Schedule`; by default its own number, if it has one.
         processors: the number of tasks that can run at once, over all ranks: the cores of a machine
             with virtual devices as ranks. By default every rank has its own processor.
 
@@ -272,7 +241,7 @@ def simulate(
 
 
 def summarize(
-    schedule: Tasks,
+    schedule: Schedule | TaskLists,
     costs: Costs | None = None,
     transfer: Transfer | float | None = None,
     *,

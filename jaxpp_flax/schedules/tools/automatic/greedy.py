@@ -55,73 +55,90 @@ def rules(problem: Problem) -> Iterator[Rule]:
 
 def construct(problem: Problem, rule: Rule) -> Words | None:
     """Return the words that ``rule`` makes, or None if its caps block a rank."""
-    passes, count = problem.passes, problem.num_microbatches
-    ranks = range(problem.num_ranks)
-    mine = [[n for n, p in enumerate(passes) if p.rank == rank] for rank in ranks]
-    users: list[list[tuple[int, float]]] = [[] for _ in passes]
-    for n, p in enumerate(passes):
-        if p.remote >= 0:
-            users[p.remote].append((n, p.wait))
-    # How much each rank must keep free so that what it has begun can reach its later stages.
-    after = [sum(q.hold for q in passes if q.rank == p.rank and q.kind is _F and q.stage > p.stage) for p in passes]
-    priority = _priorities(problem, rule)
-    done = [0] * len(passes)  # passes ended, by pass
-    begun = [0] * len(passes)
-    arrived = [count if p.remote < 0 else 0 for p in passes]  # inputs at hand, by pass
-    coming: list[list[float]] = [[] for _ in ranks]  # known arrival times, by rank
-    held = [0.0] * problem.num_ranks
-    busy = [False] * problem.num_ranks
-    words: Words = [[] for _ in ranks]
-    events: list[tuple[float, int, int, int]] = []  # (time, 0 ends / 1 arrives, pass, rank)
-    left = count * len(passes)
+    step = _Step(problem, rule)
     now = 0.0
     while True:
-        for rank in ranks:
-            if busy[rank]:
-                continue
-            pick = -1
-            for n in mine[rank]:
-                p = passes[n]
-                m = begun[n]
-                if m >= count or m >= arrived[n] or (p.local >= 0 and done[p.local] <= m):
-                    continue
-                if p.kind is _F and held[rank] + p.hold + after[n] > rule.caps[rank] * (1 + 1e-9):
-                    continue
-                if pick < 0 or priority[n] < priority[pick]:
-                    pick = n
-            if pick < 0:
-                continue
-            p = passes[pick]
-            if p.kind is _W and rule.patience and coming[rank]:
-                while coming[rank] and coming[rank][0] <= now:
-                    heapq.heappop(coming[rank])
-                if coming[rank] and coming[rank][0] - now < rule.patience * p.time:
-                    continue
-            begun[pick] += 1
-            busy[rank] = True
-            held[rank] += p.hold
-            words[rank].append(pick)
-            heapq.heappush(events, (now + p.time, 0, pick, rank))
-            for user, wait in users[pick]:
-                heapq.heappush(coming[passes[user].rank], now + p.time + wait)
-        if not events:
+        for rank in range(problem.num_ranks):
+            if not step.busy[rank] and (n := step.choose(rank, now)) is not None:
+                step.start(n, now)
+        if not step.events:
             break
-        now = events[0][0]
-        while events and events[0][0] <= now:
-            _, what, n, rank = heapq.heappop(events)
-            if what:
-                arrived[n] += 1
+        now = step.events[0][0]
+        while step.events and step.events[0][0] <= now:
+            step.take_event()
+    return step.words if all(done == problem.num_microbatches for done in step.done) else None
+
+
+class _Step:
+    """A simulated step in which each rank's order is still open."""
+
+    def __init__(self, problem: Problem, rule: Rule) -> None:
+        self.rule = rule
+        self.passes = passes = problem.passes
+        ranks = range(problem.num_ranks)
+        urgency = _urgencies(problem, rule)
+        by_urgency = sorted(range(len(passes)), key=urgency.__getitem__)
+        self.choices = [[n for n in by_urgency if passes[n].rank == rank] for rank in ranks]
+        self.users: list[list[tuple[int, float]]] = [[] for _ in passes]
+        for n, p in enumerate(passes):
+            if p.remote >= 0:
+                self.users[p.remote].append((n, p.wait))
+        # How much each rank must keep free so that what it has begun can reach its later stages.
+        self.after = [
+            sum(q.hold for q in passes if q.rank == p.rank and q.kind is _F and q.stage > p.stage) for p in passes
+        ]
+        self.done = [0] * len(passes)  # passes ended, by pass
+        self.begun = [0] * len(passes)
+        self.arrived = [problem.num_microbatches if p.remote < 0 else 0 for p in passes]  # inputs at hand, by pass
+        self.coming: list[list[float]] = [[] for _ in ranks]  # known arrival times, by rank
+        self.held = [0.0] * problem.num_ranks
+        self.busy = [False] * problem.num_ranks
+        self.words: Words = [[] for _ in ranks]
+        self.events: list[tuple[float, bool, int]] = []  # (time, True if an input arrives and no pass ends, pass)
+
+    def choose(self, rank: int, now: float) -> int | None:
+        """Return the most urgent pass that ``rank`` can start, or None if it waits."""
+        for n in self.choices[rank]:
+            p = self.passes[n]
+            m = self.begun[n]
+            if m >= self.arrived[n] or (p.local >= 0 and self.done[p.local] <= m):
                 continue
-            busy[rank] = False
-            held[rank] -= passes[n].release
-            done[n] += 1
-            left -= 1
-            for user, wait in users[n]:
-                heapq.heappush(events, (now + wait, 1, user, passes[user].rank))
-    return None if left else words
+            if p.kind is _F and self.held[rank] + p.hold + self.after[n] > self.rule.caps[rank] * (1 + 1e-9):
+                continue
+            return None if p.kind is _W and self._expects(rank, now, self.rule.patience * p.time) else n
+        return None
+
+    def _expects(self, rank: int, now: float, within: float) -> bool:
+        coming = self.coming[rank]
+        while coming and coming[0] <= now:
+            heapq.heappop(coming)
+        return bool(coming) and coming[0] - now < within
+
+    def start(self, n: int, now: float) -> None:
+        p = self.passes[n]
+        self.begun[n] += 1
+        self.busy[p.rank] = True
+        self.held[p.rank] += p.hold
+        self.words[p.rank].append(n)
+        heapq.heappush(self.events, (now + p.time, False, n))
+        for user, wait in self.users[n]:
+            heapq.heappush(self.coming[self.passes[user].rank], now + p.time + wait)
+
+    def take_event(self) -> None:
+        """Note the next arrival of an input, or the next end of a pass."""
+        now, arrives, n = heapq.heappop(self.events)
+        if arrives:
+            self.arrived[n] += 1
+            return
+        p = self.passes[n]
+        self.busy[p.rank] = False
+        self.held[p.rank] -= p.release
+        self.done[n] += 1
+        for user, wait in self.users[n]:
+            heapq.heappush(self.events, (now + wait, True, user))
 
 
-def _priorities(problem: Problem, rule: Rule) -> list[tuple[float, float]]:
+def _urgencies(problem: Problem, rule: Rule) -> list[tuple[float, float]]:
     keys: list[tuple[float, float]] = []
     for p in problem.passes:
         if p.kind is _W:

@@ -151,41 +151,41 @@ class Problem:
 
 def evaluate(problem: Problem, words: Words) -> tuple[float, list[list[float]]] | None:
     """Return the makespan and, for each pass, its end times by microbatch; None if the ranks deadlock."""
-    passes = problem.passes
-    ends: list[list[float]] = [[] for _ in passes]
+    ends: list[list[float]] = [[] for _ in problem.passes]
     at = [0] * len(words)
     free = [0.0] * len(words)
     moved = True
     while moved:
         moved = False
         for rank, word in enumerate(words):
-            position = start = at[rank]
-            now = free[rank]
-            size = len(word)
-            while position < size:
-                n = word[position]
-                p = passes[n]
-                mine = ends[n]
-                m = len(mine)
-                if p.local >= 0 and len(ends[p.local]) <= m:
-                    break
-                if p.remote >= 0:
-                    there = ends[p.remote]
-                    if len(there) <= m:
-                        break
-                    arrived = there[m] + p.wait
-                    if arrived > now:
-                        now = arrived
-                now += p.time
-                mine.append(now)
-                position += 1
-            if position != start:
+            position, free[rank] = _run(problem.passes, word, at[rank], free[rank], ends)
+            if position != at[rank]:
                 at[rank] = position
-                free[rank] = now
                 moved = True
     if any(position < len(word) for position, word in zip(at, words, strict=True)):
         return None
     return max(free), ends
+
+
+def _run(
+    passes: Sequence[Pass], word: Sequence[int], position: int, now: float, ends: list[list[float]]
+) -> tuple[int, float]:
+    """Run a rank's word from ``position`` as far as possible; return the new position and the time."""
+    for n in word[position:]:
+        p = passes[n]
+        mine = ends[n]
+        m = len(mine)
+        if p.local >= 0 and len(ends[p.local]) <= m:
+            break
+        if p.remote >= 0:
+            there = ends[p.remote]
+            if len(there) <= m:
+                break
+            now = max(now, there[m] + p.wait)
+        now += p.time
+        mine.append(now)
+        position += 1
+    return position, now
 
 
 def lower_bound(problem: Problem) -> float:
