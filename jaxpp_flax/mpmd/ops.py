@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
-from jaxpp_flax.engine.tracing.equation_parameters import COSMETIC
+from jaxpp_flax.engine.tracing.canonical_form import COSMETIC
 from jaxpp_flax.mpmd.labels import call_scope, computation_scope
 
 __all__ = [
