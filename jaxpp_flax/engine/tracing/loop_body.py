@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from jaxpp_flax.engine.tracing.dataflow import producers, use_counts
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, values
 from jaxpp_flax.engine.tracing.markers import FORWARD, Mark, marker_p
 from jaxpp_flax.engine.tracing.treduce import Op
 
-__all__ = ["LoopBody"]
+__all__ = ["LoopBody", "sliced_by_index"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -107,3 +107,21 @@ class LoopBody:
         return replace(
             self, equations=graph.equations, next_carry=graph.outputs[:carries], results=graph.outputs[carries:]
         )
+
+
+def sliced_by_index(equations: Iterable[Equation], index: Value) -> set[Value]:
+    """Return the values that equations, with plain calls inlined, slice by the microbatch's index.
+
+    An input of the loop that is sliced is data; the other inputs are parameters.
+    """
+    moving: set[Value] = {index}
+    found: set[Value] = set()
+    for equation in equations:
+        operands = values(equation.inputs)
+        if moving.isdisjoint(operands):
+            continue
+        if equation.name in ("dynamic_slice", "gather"):
+            found.update(v for v in operands if v not in moving)
+        elif all(v.aval.ndim == 0 for v in operands):
+            moving.update(equation.outputs)
+    return found

@@ -21,7 +21,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, propagate
 from jaxpp_flax.engine.analyses.linearity import accumulates
-from jaxpp_flax.engine.analyses.microbatch_data import sliced_by_index
 from jaxpp_flax.engine.analyses.scans import scan_again
 from jaxpp_flax.engine.analyses.shard_maps import shard_map_without_sums
 from jaxpp_flax.engine.analyses.shards import ShardCounts
@@ -31,7 +30,7 @@ from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
 from jaxpp_flax.engine.tracing.hints import without_hints
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, applied, emit, prune, struct_of, values
-from jaxpp_flax.engine.tracing.loop_body import LoopBody
+from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
 from jaxpp_flax.engine.tracing.treduce import AddOp
 
 __all__ = ["defer_in_loops", "defer_reductions"]
@@ -59,7 +58,7 @@ def _defer_in_loop(
     if not batch:
         return loop
     body = loop.body.rewritten(without_hints(inline(loop.body.graph, flatten=True, remat=True)))
-    sliced = sliced_by_index(body)
+    sliced = sliced_by_index(body.equations, body.index)
     batch = {v: dim for v, dim in batch.items() if v in sliced}
     sharded = {
         (v.aval.shape, name)

@@ -81,14 +81,13 @@ def lower_loops(step: Opened[PartedLoop]) -> Lowered:
 
 @dataclass(frozen=True, eq=False)
 class _Lowering:
-    """The equations before and after one loop; `results` and `leading` are by the number of the accumulator."""
+    """The equations before and after one loop; `results` are by the number of the accumulator."""
 
     opened: OpenLoop
     part: Partition
     before: list[Equation] = field(default_factory=list)
     after: list[Equation] = field(default_factory=list)
     results: dict[int, Value] = field(default_factory=dict)
-    leading: dict[int, Any] = field(default_factory=dict)
 
     def loop(self) -> Loop:
         """Make the loop as a node; fill `before` and `after`."""
@@ -96,7 +95,6 @@ class _Lowering:
         operands, carry_init = self._materialise(opened.constants), self._materialise(opened.carry_init)
         for tree, axes, target in zip(part.results, opened.data_axes, opened.results, strict=True):
             self._resolve(tree, axes, target)
-        numbers = range(len(part.accumulators))
         return Loop(
             partition=part,
             schedule=opened.schedule,
@@ -104,8 +102,8 @@ class _Lowering:
             operands=operands,
             carry_init=carry_init,
             carry_results=opened.carry_results,
-            accumulator_results=tuple(self.results[k] for k in numbers),
-            leading=tuple(self.leading.get(k) for k in numbers),
+            accumulator_results=tuple(self.results[k] for k in range(len(part.accumulators))),
+            leading=part.leading_axes(opened.data_axes),
             marks=opened.body.marks,
             cuts=opened.cuts,
         )
@@ -128,7 +126,7 @@ class _Lowering:
             if axes is None:
                 self.results[tree] = target if target is not None else Value(state.aval)
                 return self.results[tree]
-            self.results[tree], self.leading[tree] = Value(state.aval), axes
+            self.results[tree] = Value(state.aval)
             self.after.append(_sum_shards(self.results[tree], target, self.opened.equation))
             return self.after[-1].outputs[0]
         left, right = self._resolve(tree.left, axes, None), self._resolve(tree.right, axes, None)
