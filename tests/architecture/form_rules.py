@@ -37,7 +37,6 @@ EXCEPTIONS = Exceptions(
         "trainers/trainer.py": 478,
     },
     functions={
-        "engine/passes/liveness.py: allocate": 64,
         "launch/ray.py: run": 67,
         "schedules/progress.py: advance": 121,
         "schedules/tools/automatic/greedy.py: construct": 64,

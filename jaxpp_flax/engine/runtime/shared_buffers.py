@@ -20,7 +20,7 @@ def handed_over(program: Program) -> dict[int, frozenset[int]]:
     move. Donated arguments are not shared either, because they are deleted at their last use on the source.
 
     Args:
-      program: the result of `allocate`.
+      program: the result of `allocate_slots`.
     """
     results = {slot for result in program.results if isinstance(result, dict) for slot in result.values()}
     deleted = {slot for i in program.instructions if isinstance(i, Free) for slot in i.delete}

@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from jaxpp_flax.engine.passes.liveness import allocate
+from jaxpp_flax.engine.passes.check_supported import refuse_ordered_effects
+from jaxpp_flax.engine.passes.liveness import allocate_slots
 from jaxpp_flax.engine.passes.submesh_constraints import onto_mesh
 from jaxpp_flax.engine.program.program import Program
-from jaxpp_flax.engine.tracing.effects import refuse_ordered_effects
 from jaxpp_flax.engine.tracing.ir import Graph
 from jaxpp_flax.messages import known_names
 from jaxpp_flax.mpmd.config import MpmdConfig
@@ -73,7 +73,7 @@ def build(
         placement = replace(placement, nodes={node: placed[node] for node in nodes})
     fragments = fragments_of(step, placement, stages, order, weights)
     unrolled = unroll(step, placement, fragments, _rewrites(config))
-    program = allocate(unrolled.program, [False] * num_constants + list(donated))
+    program = allocate_slots(unrolled.program, [False] * num_constants + list(donated))
     if os.environ.get("JAXPP_FLAX_VERIFY", "0") not in ("", "0"):
         for task in program.tasks:
             task.graph.verify()

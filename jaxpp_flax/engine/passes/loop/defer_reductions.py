@@ -36,7 +36,7 @@ from jaxpp_flax.engine.tracing.treduce import AddOp
 __all__ = ["defer_in_loops", "defer_reductions"]
 
 
-def defer_in_loops(step: Opened[OpenLoop], specs: Sequence[PartitionSpec], shards: ShardCounts) -> Opened[OpenLoop]:
+def defer_in_loops(step: Opened, specs: Sequence[PartitionSpec], shards: ShardCounts) -> Opened:
     """Defer the reductions of every loop that slices its microbatches from sharded arguments.
 
     Args:

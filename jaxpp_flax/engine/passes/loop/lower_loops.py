@@ -10,7 +10,6 @@ import jax
 
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partial, Partition
 from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
-from jaxpp_flax.engine.passes.loop.partition import PartedLoop
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, VerificationError, emit, values
 
@@ -63,9 +62,9 @@ def _listing(equations: Sequence[Equation], last: bool, results: Sequence[Atom])
     return Graph(tuple(read), tuple(results if last else made), tuple(equations)).as_text()
 
 
-def lower_loops(step: Opened[PartedLoop]) -> Lowered:
+def lower_loops(step: Opened) -> Lowered:
     """Replace each `treduce` by its loop."""
-    lowerings = {parted.loop.equation: _Lowering(parted.loop, parted.partition) for parted in step.loops}
+    lowerings = {loop.equation: _Lowering(loop, loop.partition) for loop in step.loops if loop.partition is not None}
     nodes: list[Equation | Loop] = []
     sums: set[Equation] = set()
     for equation in step.graph.equations:
