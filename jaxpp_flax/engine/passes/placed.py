@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
-from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, VerificationError
+from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, VerificationError, values
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.schedules.schedule import Schedule
 
@@ -26,8 +27,8 @@ class Loop:
     partition: Partition
     schedule: Schedule
     length: int
-    operands: tuple[Atom, ...]
-    carry_init: tuple[Atom, ...]
+    operands: tuple[Value, ...]
+    carry_init: tuple[Value, ...]
     carry_results: tuple[Value, ...]
     accumulator_results: tuple[Value, ...]
     leading: tuple[Any, ...]
@@ -44,18 +45,23 @@ class Loop:
         """Return the rank that runs a task."""
         return self.schedule.rank_of(self.partition.tasks[task].stage)
 
-    def inputs(self) -> Iterable[tuple[Atom, set[int]]]:
-        """Yield each outer operand with the ranks that read it."""
+    @cached_property
+    def readers(self) -> dict[Value, set[int]]:
+        """The ranks whose tasks read each value."""
         readers: dict[Value, set[int]] = {}
         for index, task in enumerate(self.partition.tasks):
             for value in task.graph.inputs:
                 readers.setdefault(value, set()).add(self.rank_of_task(index))
-        for atom, value in zip(self.operands, self.partition.operands, strict=True):
-            yield atom, readers.get(value, set())
-        for leaf, atom in enumerate(self.carry_init):
+        return readers
+
+    def inputs(self) -> Iterable[tuple[Value, set[int]]]:
+        """Yield each outer operand with the ranks that read it."""
+        for operand, value in zip(self.operands, self.partition.operands, strict=True):
+            yield operand, self.readers.get(value, set())
+        for leaf, initial in enumerate(self.carry_init):
             owners = {self.rank_of_task(c.task) for c in self.partition.carries if c.leaf == leaf}
             states = {c.state for c in self.partition.carries if c.leaf == leaf}
-            yield atom, owners.union(*(readers.get(s, set()) for s in states))
+            yield initial, owners.union(*(self.readers.get(s, set()) for s in states))
 
     def homes(self) -> dict[Value, frozenset[int]]:
         """Return the ranks on which each outer result is made."""
@@ -115,11 +121,10 @@ class Placed:
                 step.graph.verify()
                 if any((v, step.rank) not in have for v in step.graph.inputs):
                     raise VerificationError(f"a segment of rank {step.rank} reads what the rank does not have")
-                have.update((v, step.rank) for v in step.graph.outputs if isinstance(v, Value))
+                have.update((v, step.rank) for v in values(step.graph.outputs))
             else:
-                for atom, ranks in step.inputs():
-                    if isinstance(atom, Value) and any((atom, r) not in have for r in ranks):
-                        raise VerificationError("a loop reads an operand that a rank does not have")
+                if any((value, r) not in have for value, ranks in step.inputs() for r in ranks):
+                    raise VerificationError("a loop reads an operand that a rank does not have")
                 have.update((v, r) for v, ranks in step.homes().items() for r in ranks)
         for atom, ranks in zip(self.outputs, self.results, strict=True):
             if isinstance(atom, Value) and any((atom, r) not in have for r in ranks):

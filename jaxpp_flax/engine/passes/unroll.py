@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask
 from jaxpp_flax.engine.passes.placed import Loop, Move, Placed, Segment
 from jaxpp_flax.engine.program.program import Instruction, Program, ProgramTask, Run, Transfer
-from jaxpp_flax.engine.tracing.ir import Atom, Constant, Graph, Value
+from jaxpp_flax.engine.tracing.ir import Atom, Constant, Graph, Value, values
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.order import merge_order
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
@@ -114,16 +114,10 @@ def _check_order(loop: Loop, order: Sequence[tuple[int, int]]) -> None:
             )
 
 
-# A place where a task reads or writes a microbatch's value: its position, and (value or number of the carry, rank).
-_Place: TypeAlias = "tuple[int, tuple[Atom | int, int]]"
-
-
-@dataclass(frozen=True)
-class _Written:
-    """The values that a run or a transfer writes for its own microbatch, and for the next one."""
-
-    here: tuple[_Place, ...]
-    next: tuple[_Place, ...]
+# The values of a microbatch by (value or number of the carry, rank).
+_Key: TypeAlias = "tuple[Atom | int, int]"
+# A value that is written: its position, its key, and whether it is for the next microbatch.
+_Written: TypeAlias = tuple[int, _Key, bool]
 
 
 @dataclass(frozen=True)
@@ -132,12 +126,12 @@ class _Send:
 
     target: int
     positions: tuple[int, ...]
-    written: _Written
+    written: tuple[_Written, ...]
 
 
 @dataclass(frozen=True)
 class _Wiring:
-    """The places of a loop task's inputs and outputs, computed once for all microbatches.
+    """The inputs and outputs of a loop task by position, computed once for all microbatches.
 
     `fixed` holds the slots of the loop's operands, and -1 for other inputs; `index` is the position of the microbatch's
     index. `accumulators` and `accumulated` are (position, number of the accumulator) among inputs and outputs.
@@ -146,10 +140,9 @@ class _Wiring:
     fixed: tuple[int, ...]
     index: int | None
     accumulators: tuple[tuple[int, int], ...]
-    reads: tuple[_Place, ...]
-    num_outputs: int
+    reads: tuple[tuple[int, _Key], ...]
     accumulated: tuple[tuple[int, int], ...]
-    written: _Written
+    written: tuple[_Written, ...]
     sends: tuple[_Send, ...]
     last_sends: tuple[_Send, ...]  # of the last microbatch, which passes no carry on
 
@@ -158,20 +151,15 @@ class _LoopUnroller:
     def __init__(self, program: _Unroller, loop: Loop, number: int) -> None:
         self.program, self.loop, self.part = program, loop, loop.partition
         self.name = f"loop{number}_" if number else ""
-        self.number = number
         tasks = self.part.tasks
         self.rank = [loop.rank_of_task(i) for i in range(len(tasks))]
         self.operand = dict(zip(self.part.operands, loop.operands, strict=True))
         self.accumulator = {a.state: k for k, a in enumerate(self.part.accumulators)}
         self.accumulated = {a.result: k for k, a in enumerate(self.part.accumulators)}
         self.carried = {c.result: k for k, c in enumerate(self.part.carries)}
-        self.readers: dict[Value, set[int]] = {}
-        for i, task in enumerate(tasks):
-            for value in task.graph.inputs:
-                self.readers.setdefault(value, set()).add(self.rank[i])
         self.current: dict[int, int] = {}  # the slot of each accumulator
         # Slots of each microbatch: its own values, and the carries with which it starts.
-        self.values: list[dict[tuple[Atom | int, int], int]] = [{} for _ in range(loop.length + 1)]
+        self.values: list[dict[_Key, int]] = [{} for _ in range(loop.length + 1)]
         self.wiring: list[_Wiring] = []
         self.carry_of = {i: self._carries_read(i, task) for i, task in enumerate(tasks)}
 
@@ -179,10 +167,9 @@ class _LoopUnroller:
         """Return the copy of each carry leaf that a task reads: its own stage's, or the only one."""
         found: dict[Value, int] = {}
         for k, carry in enumerate(self.part.carries):
-            if carry.state in task.graph.inputs:
-                own = self.part.tasks[carry.task].stage == task.stage
-                if own or carry.state not in found:
-                    found[carry.state] = k
+            own = self.part.tasks[carry.task].stage == task.stage
+            if carry.state in task.graph.inputs and (own or carry.state not in found):
+                found[carry.state] = k
         return found
 
     def run(self) -> None:
@@ -212,45 +199,28 @@ class _LoopUnroller:
         for rank, members in by_rank.items():
             graphs = [self.part.accumulators[k].init for k in members]
             graph = Graph((), tuple(g.outputs[0] for g in graphs), tuple(e for g in graphs for e in g.equations))
-            task = self.program.add_task(
-                ProgramTask(
-                    f"{self.name}init_{rank}",
-                    rank,
-                    graph,
-                    leading=tuple(self.loop.leading[k] for k in members),
-                    like=tuple(self.loop.like[k] for k in members),
-                )
-            )
+            leading, like = (tuple(of[k] for k in members) for of in (self.loop.leading, self.loop.like))
+            task = ProgramTask(f"{self.name}init_{rank}", rank, graph, leading=leading, like=like)
             outputs = self.program.new_slots(len(members))
-            self.program.instructions.append(Run(task, -1, rank, (), outputs))
+            self.program.instructions.append(Run(self.program.add_task(task), -1, rank, (), outputs))
             self.current.update(zip(members, outputs, strict=True))
 
     def _program_task(self, index: int) -> ProgramTask:
         task = self.part.tasks[index]
         inputs = {v: p for p, v in enumerate(task.graph.inputs)}
-        pins = [
-            (position, inputs[state])
-            for position, value in enumerate(task.graph.outputs)
-            for state in [self._state_of(value)]  # type: ignore[arg-type]
-            if state in inputs
-        ]
+        states = {turn.result: turn.state for turn in (*self.part.accumulators, *self.part.carries)}
+        outputs = [(p, states[v]) for p, v in enumerate(values(task.graph.outputs)) if v in states]
+        pins = tuple((p, inputs[state]) for p, state in outputs if state in inputs)
         return ProgramTask(
-            self.name + task.name, self.rank[index], task.graph, task.stage, task.kind, task.fused, pins=tuple(pins)
+            self.name + task.name, self.rank[index], task.graph, task.stage, task.kind, task.fused, pins=pins
         )
-
-    def _state_of(self, result: Value) -> Value | None:
-        if result in self.accumulated:
-            return self.part.accumulators[self.accumulated[result]].state
-        if result in self.carried:
-            return self.part.carries[self.carried[result]].state
-        return None
 
     def _wire(self, index: int) -> _Wiring:
         task, rank, carries = self.part.tasks[index], self.rank[index], self.carry_of[index]
         fixed = [-1] * len(task.graph.inputs)
         counter: int | None = None
         accumulators: list[tuple[int, int]] = []
-        reads: list[_Place] = []
+        reads: list[tuple[int, _Key]] = []
         for position, value in enumerate(task.graph.inputs):
             if value in self.operand:
                 fixed[position] = self.program.slots[self.operand[value], rank]
@@ -260,42 +230,33 @@ class _LoopUnroller:
                 accumulators.append((position, self.accumulator[value]))
             else:
                 reads.append((position, (carries.get(value, value), rank)))
-        outputs = task.graph.outputs
-        accumulated = [(p, self.accumulated[v]) for p, v in enumerate(outputs) if v in self.accumulated]  # type: ignore[index]
-        written = [(p, v) for p, v in enumerate(outputs) if v not in self.accumulated]
+        outputs = list(enumerate(values(task.graph.outputs)))
+        written = [(p, v) for p, v in outputs if v not in self.accumulated]
+        readers = {**self.loop.readers, **{c.result: self._carry_readers(k) for k, c in enumerate(self.part.carries)}}
+        last_readers = {**self.loop.readers, **{c.result: set[int]() for c in self.part.carries}}
         return _Wiring(
             fixed=tuple(fixed),
             index=counter,
             accumulators=tuple(accumulators),
             reads=tuple(reads),
-            num_outputs=len(outputs),
-            accumulated=tuple(accumulated),
+            accumulated=tuple((p, self.accumulated[v]) for p, v in outputs if v in self.accumulated),
             written=self._written(written, rank),
-            sends=self._sends(
-                written,
-                rank,
-                {**self.readers, **{c.result: self._carry_readers(k) for k, c in enumerate(self.part.carries)}},
-            ),
-            last_sends=self._sends(
-                written, rank, {**self.readers, **{c.result: set[int]() for c in self.part.carries}}
-            ),
+            sends=self._sends(written, rank, readers),
+            last_sends=self._sends(written, rank, last_readers),
         )
 
-    def _written(self, values: Sequence[tuple[int, Atom]], rank: int) -> _Written:
-        return _Written(
-            tuple((p, (v, rank)) for p, v in values if v not in self.carried),
-            tuple((p, (self.carried[v], rank)) for p, v in values if v in self.carried),  # type: ignore[index]
-        )
+    def _written(self, outputs: Iterable[tuple[int, Value]], rank: int) -> tuple[_Written, ...]:
+        return tuple((p, (self.carried.get(v, v), rank), v in self.carried) for p, v in outputs)
 
     def _sends(
-        self, values: Sequence[tuple[int, Atom]], rank: int, readers: Mapping[Value, set[int]]
+        self, outputs: Iterable[tuple[int, Value]], rank: int, readers: Mapping[Value, set[int]]
     ) -> tuple[_Send, ...]:
-        leaving: dict[int, list[tuple[int, Atom]]] = {}
-        for position, value in values:
-            for target in sorted(readers.get(value, set()) - {rank}):  # type: ignore[arg-type]
+        leaving: dict[int, list[tuple[int, Value]]] = {}
+        for position, value in outputs:
+            for target in sorted(readers.get(value, set()) - {rank}):
                 leaving.setdefault(target, []).append((position, value))
         return tuple(
-            _Send(target, tuple(p for p, _ in batch), self._written(list(enumerate(v for _, v in batch)), target))
+            _Send(target, tuple(p for p, _ in batch), self._written(enumerate(v for _, v in batch), target))
             for target, batch in leaving.items()
         )
 
@@ -308,7 +269,7 @@ class _LoopUnroller:
             inputs[position] = self.current[k]
         for position, key in wiring.reads:
             inputs[position] = own[key]
-        outputs = program.new_slots(wiring.num_outputs)
+        outputs = program.new_slots(len(program.tasks[number].graph.outputs))
         for position, k in wiring.accumulated:
             self.current[k] = outputs[position]
         self._enter(wiring.written, outputs, microbatch)
@@ -319,10 +280,9 @@ class _LoopUnroller:
             self._enter(send.written, received, microbatch)
             program.instructions.append(Transfer(rank, send.target, sent, received))
 
-    def _enter(self, written: _Written, slots: Sequence[int], microbatch: int) -> None:
-        for values, places in zip(self.values[microbatch : microbatch + 2], (written.here, written.next), strict=True):
-            for position, key in places:
-                values[key] = slots[position]
+    def _enter(self, written: Sequence[_Written], slots: Sequence[int], microbatch: int) -> None:
+        for position, key, is_for_next in written:
+            self.values[microbatch + is_for_next][key] = slots[position]
 
 
 def unroll(placed: Placed, num_ranks: int) -> Program:
@@ -351,12 +311,5 @@ def unroll(placed: Placed, num_ranks: int) -> Program:
         atom if isinstance(atom, Constant) else {rank: program.slots[atom, rank] for rank in sorted(ranks)}
         for atom, ranks in zip(placed.outputs, placed.results, strict=True)
     )
-    return Program(
-        tuple(program.instructions),
-        tuple(program.tasks),
-        arguments,
-        results,
-        dict(program.indices),
-        program.count,
-        num_ranks,
-    )
+    instructions, tasks = tuple(program.instructions), tuple(program.tasks)
+    return Program(instructions, tasks, arguments, results, program.indices, program.count, num_ranks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,13 +29,13 @@ class Lowered:
         """Check that every value is defined once, before its first use."""
         defined: set[Value] = set(self.inputs)
         for number, node in enumerate(self.nodes):
-            reads = node.inputs if isinstance(node, Equation) else [atom for atom, _ in node.inputs()]
-            if any(isinstance(atom, Value) and atom not in defined for atom in reads):
+            reads = values(node.inputs) if isinstance(node, Equation) else [value for value, _ in node.inputs()]
+            if not defined.issuperset(reads):
                 raise VerificationError(f"node {number} of the step reads what no earlier one makes")
             if not defined.isdisjoint(node.outputs):
                 raise VerificationError(f"node {number} of the step defines a value again")
             defined.update(node.outputs)
-        if any(isinstance(atom, Value) and atom not in defined for atom in self.outputs):
+        if not defined.issuperset(values(self.outputs)):
             raise VerificationError("an output of the step is undefined")
 
     def as_text(self) -> str:
@@ -126,15 +126,12 @@ class _Lowering:
                 self.results[tree] = target if target is not None else Value(state.aval)
                 return self.results[tree]
             self.results[tree] = Value(state.aval)
-            self.after.append(_sum_shards(self.results[tree], target, self.opened.equation))
-            return self.after[-1].outputs[0]
+            # The one reduction over the data axis: the sum of the shards' partial gradients.
+            return self._sum(lambda x: jax.lax.reduce_sum(x, (0,)), [self.results[tree]], target)
         left, right = self._resolve(tree.left, axes, None), self._resolve(tree.right, axes, None)
-        (add,), _ = emit(jax.lax.add, [left, right], [target])
-        self.after.append(replace(add, source=self.opened.equation.source))
-        return add.outputs[0]
+        return self._sum(jax.lax.add, [left, right], target)
 
-
-def _sum_shards(partials: Value, target: Value | None, loop: Equation) -> Equation:
-    """Make the one reduction over the data axis: the sum of the shards' partial gradients."""
-    (total,), _ = emit(lambda x: jax.lax.reduce_sum(x, (0,)), [partials], [target])
-    return replace(total, source=loop.source)
+    def _sum(self, function: Callable[..., Any], partials: Sequence[Value], target: Value | None) -> Value:
+        (total,), _ = emit(function, partials, [target])
+        self.after.append(replace(total, source=self.opened.equation.source))
+        return total.outputs[0]
