@@ -9,14 +9,13 @@ from functools import cached_property
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxpp_flax.engine.analyses.result_ranks import Audience
-from jaxpp_flax.engine.analyses.shards import ShardCounts
+from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.blocks import Blocks, Marks
 from jaxpp_flax.engine.cut_at_every_mark import CutPolicy
 from jaxpp_flax.engine.passes import PASSES
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
-from jaxpp_flax.engine.passes.placed import Loop, Placed
+from jaxpp_flax.engine.passes.placed import Audience, Loop, Placed
 from jaxpp_flax.engine.passes.runner import Settings, observers, run_passes
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value
@@ -58,7 +57,7 @@ class Built:
             return "\n".join(loop.partition.as_text() for loop in self.loops)
         made = {"place": self.placed, "liveness": self.program}
         if name in made:
-            return PASSES[names.index(name)].as_text(made[name])
+            return made[name].as_text()
         return self.source.text_after(name, self)
 
 
@@ -87,7 +86,7 @@ class Source:
         passes, start = (PASSES[names.index("unroll") :], built.placed) if placed else (PASSES, self.graph)
         with jax.enable_x64(self.x64), context_mesh(self.mesh):
             found = run_passes(passes, start, settings)
-            return next(each.as_text(structure) for each, structure in found if each.name == name)
+            return next(structure.as_text() for each, structure in found if each.name == name)
 
 
 def build(

@@ -7,12 +7,13 @@ sent value is never donated: the copy may still be reading it.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jaxpp_flax.engine.program.program import Free, Instruction, Program, Run, Transfer
-from jaxpp_flax.engine.tracing.ir import VerificationError, memory_kind_of
+from jaxpp_flax.engine.tracing.ir import Atom, VerificationError, memory_kind_of
 
 __all__ = ["allocate_slots"]
 
@@ -150,16 +151,15 @@ def _donations(program: Program, ends: Sequence[Sequence[int]], never: set[int])
 def _aliasable(program: Program, task: int, positions: set[int]) -> frozenset[int]:
     """Choose the inputs whose memory an output of the same type can reuse; XLA frees the others no earlier than we."""
     graph = program.tasks[task].graph
-    room: dict[tuple[tuple[int, ...], str, str | None], int] = {}
-    for atom in graph.outputs:
-        key = (tuple(atom.aval.shape), str(atom.aval.dtype), memory_kind_of(atom.aval))
-        room[key] = room.get(key, 0) + 1
+
+    def kind(atom: Atom) -> Any:
+        return tuple(atom.aval.shape), str(atom.aval.dtype), memory_kind_of(atom.aval)
+
+    room = Counter(map(kind, graph.outputs))
     pinned = [i for _, i in program.tasks[task].pins if i in positions]
     chosen: set[int] = set()
     for position in [*pinned, *sorted(positions - set(pinned))]:
-        aval = graph.inputs[position].aval
-        key = (tuple(aval.shape), str(aval.dtype), memory_kind_of(aval))
-        if room.get(key, 0) > 0:
-            room[key] -= 1
+        if room[kind(graph.inputs[position])] > 0:
+            room[kind(graph.inputs[position])] -= 1
             chosen.add(position)
     return frozenset(chosen)

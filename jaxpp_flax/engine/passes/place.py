@@ -15,9 +15,8 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.analyses.result_ranks import Audience
 from jaxpp_flax.engine.passes.loop.lower_loops import Lowered
-from jaxpp_flax.engine.passes.placed import Loop, Move, Placed, Segment
+from jaxpp_flax.engine.passes.placed import Audience, Loop, Move, Placed, Segment
 from jaxpp_flax.engine.passes.split_conditions import is_condition, select_between_branches
 from jaxpp_flax.engine.tracing.hints import as_copy, is_mixing_by_design, place_with_p
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, values
@@ -153,7 +152,6 @@ class _Placer:
         return frozenset({best})
 
     def _warn(self) -> None:
-        """Give one warning for all work that mixes ranks."""
         if not self.mixed:
             return
         listing = "; ".join(f"{what} ({moved:,} bytes)" for moved, what in self.mixed[:3])

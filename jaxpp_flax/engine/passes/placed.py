@@ -2,17 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, VerificationError, values
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.schedules.schedule import Schedule
 
-__all__ = ["Loop", "Move", "Placed", "Segment"]
+__all__ = ["Audience", "Loop", "Move", "Placed", "Segment"]
+
+
+_SMALL_BYTES = 1024  # a vector of losses; larger results are sent to all processes only on request
+
+
+@dataclass(frozen=True)
+class Audience:
+    """The processes that own devices of each rank, and for each result whether every process must get it.
+
+    Without a request, a result goes to all processes if it is a scalar, or if it is small and not the new value of an
+    argument: a loss for each microbatch, but not the bias of a layer.
+
+    Example:
+      >>> audience = Audience(owners=(frozenset({0}), frozenset({0}), frozenset({1})), everywhere=(True,))
+      >>> sorted(audience.reaching_all(frozenset({2})))
+      [0, 2]
+    """
+
+    owners: tuple[frozenset[int], ...]
+    everywhere: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, mesh: MpmdMesh, everywhere: Sequence[bool]) -> Audience | None:
+        """Make the audience of a mesh; None if one process owns the whole mesh."""
+        owners = tuple(
+            frozenset(device.process_index for device in mesh.rank_devices(rank)) for rank in range(mesh.mpmd_dim)
+        )
+        return cls(owners, tuple(everywhere)) if len(frozenset.union(*owners)) > 1 else None
+
+    def is_for_all(self, position: int, atom: Atom, updated: frozenset[int]) -> bool:
+        """Return whether every process gets a result; `updated` are the ranks of the argument that it updates."""
+        if not isinstance(atom, Value):  # a constant: every process makes its own
+            return False
+        small = not atom.aval.shape or (atom.nbytes <= _SMALL_BYTES and not updated)
+        return self.everywhere[position] or small
+
+    def reaching_all(self, ranks: frozenset[int]) -> frozenset[int]:
+        """Return `ranks` and further ranks, so that every process owns one of them."""
+        chosen = set(ranks)
+        reached = frozenset[int]().union(*(self.owners[rank] for rank in ranks))
+        for rank, owners in enumerate(self.owners):
+            if not owners <= reached:
+                chosen.add(rank)
+                reached |= owners
+        return frozenset(chosen)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,11 +84,9 @@ class Loop:
 
     @property
     def outputs(self) -> tuple[Value, ...]:
-        """The outer results."""
         return (*self.carry_results, *self.accumulator_results)
 
     def rank_of_task(self, task: int) -> int:
-        """Return the rank that runs a task."""
         return self.schedule.rank_of(self.partition.tasks[task].stage)
 
     @cached_property
@@ -74,7 +118,6 @@ class Loop:
         return homes
 
     def as_text(self) -> str:
-        """Return one line of text."""
         return f"loop over {self.length} microbatches: {type(self.schedule).__name__}"
 
 
@@ -131,7 +174,6 @@ class Placed:
                 raise VerificationError("a result is missing on a rank")
 
     def as_text(self) -> str:
-        """Return the steps in order, as text."""
         lines: list[str] = []
         for step in self.steps:
             if isinstance(step, Move):

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_flax.engine.tracing.dataflow import producers
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import (
     Atom,
@@ -23,10 +22,12 @@ from jaxpp_flax.engine.tracing.ir import (
     Equation,
     Graph,
     Value,
+    ancestors,
     applied,
     emit,
     in_memory,
     memory_kind_of,
+    producers,
     prune,
     values,
 )
@@ -99,14 +100,7 @@ def _groups(branches: Sequence[Graph], count: int) -> list[list[int]]:
         producer = producers(branch.equations)
         owner: dict[Value, int] = {}
         for position in range(count):
-            stack, seen = values(branch.outputs[position : position + 1]), set[Value]()
-            while stack:
-                value = stack.pop()
-                if value in seen:
-                    continue
-                seen.add(value)
-                if made := producer.get(value):
-                    stack.extend(values(made.inputs))
+            for value in ancestors([branch.outputs[position]], producer):
                 if not _is_shared(value, producer):
                     parent[find(position)] = find(owner.setdefault(value, position))
     groups: dict[int, list[int]] = {}
@@ -117,17 +111,8 @@ def _groups(branches: Sequence[Graph], count: int) -> list[list[int]]:
 
 def _is_shared(value: Value, producer: dict[Value, Equation]) -> bool:
     """Return whether a value may be computed twice: a scalar that depends only on scalars."""
-    stack, seen = [value], set[Value]()
-    while stack:
-        current = stack.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        made = producer.get(current)
-        if current.aval.size > 1 and (made is None or made.inputs):
-            return False
-        stack.extend(values(made.inputs) if made else ())
-    return True
+    arrays = [v for v in ancestors([value], producer) if v.aval.size > 1]
+    return all(v in producer and not producer[v].inputs for v in arrays)
 
 
 def _condition(

@@ -62,7 +62,6 @@ class CanonicalForm(NamedTuple):
 
 
 def canonical_form(graph: Graph) -> CanonicalForm:
-    """Return the canonical form of a graph."""
     numbers: dict[Value, int] = {}
 
     def operand(atom: Atom) -> Operand:

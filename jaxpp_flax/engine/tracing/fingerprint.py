@@ -40,7 +40,6 @@ class Fingerprinter:
         self._interned: dict[Hashable, int] = {}
 
     def graph(self, graph: Graph) -> Hashable:
-        """Return the key of a graph."""
         form = canonical_form(graph)
         parts: list[Hashable] = [form.inputs, tuple(map(self._operand, form.outputs))]
         for equation, params, operands, results in form.equations:

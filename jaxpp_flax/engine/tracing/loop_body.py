@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from jaxpp_flax.engine.tracing.dataflow import producers, use_counts
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, values
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, producers, use_counts, values
 from jaxpp_flax.engine.tracing.markers import FORWARD, Mark, marker_p
 from jaxpp_flax.engine.tracing.treduce import Op
 
@@ -68,12 +67,10 @@ class LoopBody:
 
     @property
     def inputs(self) -> tuple[Value, ...]:
-        """All inputs of a microbatch."""
         return (*self.constants, self.index, *self.carry)
 
     @property
     def outputs(self) -> tuple[Atom, ...]:
-        """All outputs of a microbatch."""
         return (*self.next_carry, *self.results)
 
     @cached_property

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
 
+from jaxpp_flax.engine.passes.loop.loop_tasks import Carry
 from jaxpp_flax.engine.passes.loop.task_drafts import Key, TaskDrafts
-from jaxpp_flax.engine.tracing.ir import Atom, Value, values
+from jaxpp_flax.engine.tracing.ir import Atom, values
 
-__all__ = ["CarryError", "DraftCarry", "write_carries"]
+__all__ = ["CarryError", "write_carries"]
 
 
 class CarryError(ValueError):
     """A leaf of the carry flows against the pipeline."""
 
 
-class DraftCarry(NamedTuple):
-    """A `Carry` whose task has no number yet."""
+def write_carries(drafts: TaskDrafts) -> list[tuple[Key, Callable[..., Carry]]]:
+    """Choose the task that writes each leaf of the carry; every stage that reads a counter keeps its own copy.
 
-    leaf: int
-    key: Key
-    state: Value
-    result: Value
-
-
-def write_carries(drafts: TaskDrafts) -> list[DraftCarry]:
-    """Choose the task that writes each leaf of the carry; every stage that reads a counter keeps its own copy."""
+    Return each task with a function that makes its `Carry`, once the task has a number.
+    """
     body, counters = drafts.body, sorted(drafts.labels.counters)
     following = [drafts.labels.resolve(atom) for atom in body.next_carry]
     readers: list[set[Key]] = [set() for _ in body.carry]
-    found: list[DraftCarry] = []
+    found: list[tuple[Key, Callable[..., Carry]]] = []
 
     def note(key: Key, wanted: Sequence[Atom]) -> None:
         read = drafts.free_closure(values(wanted))[1]
@@ -38,7 +33,8 @@ def write_carries(drafts: TaskDrafts) -> list[DraftCarry]:
                 readers[leaf].add(key)
 
     def write(leaf: int, key: Key) -> None:
-        found.append(DraftCarry(leaf, key, body.carry[leaf], drafts.return_copy(key, following[leaf])))
+        result = drafts.return_copy(key, following[leaf])
+        found.append((key, partial(Carry, leaf=leaf, state=body.carry[leaf], result=result)))
 
     for key, wanted in list(drafts.wanted.items()):
         note(key, wanted)
@@ -49,7 +45,7 @@ def write_carries(drafts: TaskDrafts) -> list[DraftCarry]:
             write(leaf, key)
             note(key, [atom])
     # A counter may depend on another one: repeat until no stage needs a further copy.
-    owners: dict[int, dict[int, Key]] = {leaf: {} for leaf in counters}
+    owners: dict[int, dict[int, Key]] = {leaf: {} for leaf in drafts.labels.counters}
     changed = True
     while changed:
         changed = False

@@ -19,11 +19,9 @@ import jax
 from jax.extend.core import primitives
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, propagate
+from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ShardCounts, propagate
+from jaxpp_flax.engine.analyses.inner_bodies import scan_again, shard_map_without_sums
 from jaxpp_flax.engine.analyses.linearity import accumulates
-from jaxpp_flax.engine.analyses.scans import scan_again
-from jaxpp_flax.engine.analyses.shard_maps import shard_map_without_sums
-from jaxpp_flax.engine.analyses.shards import ShardCounts
 from jaxpp_flax.engine.analyses.sums_over_batch import Chain, ChainFinder
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
@@ -39,10 +37,7 @@ __all__ = ["defer_in_loops", "defer_reductions"]
 def defer_in_loops(step: Opened, specs: Sequence[PartitionSpec], shards: ShardCounts) -> Opened:
     """Defer the reductions of every loop that slices its microbatches from sharded arguments.
 
-    Args:
-      step: the step with its loops opened.
-      specs: the partition of each input of the step inside a submesh.
-      shards: returns the number of shards over an entry of a spec.
+    `specs` gives the partition of each input of the step inside a submesh.
     """
     spec_of = dict(zip(step.graph.inputs, specs, strict=True))
     known = {v: dim for v, spec in spec_of.items() if (dim := shards.batch_dim(spec)) is not None}
@@ -91,7 +86,7 @@ def defer_reductions(
 
     Args:
       body: a body with plain calls inlined.
-      known: batch dimensions of the body's inputs.
+      known: the batch dimensions of the body's inputs.
       size: returns the number of shards over given mesh axes.
       may_defer: returns whether a gradient may be kept as one partial sum per shard; not if the parameter itself is
         sharded over the same axes (FSDP): the partial sums would undo the sharding.
@@ -100,11 +95,9 @@ def defer_reductions(
     axes: list[Any] = [None] * len(body.operations)
     chains: dict[int, Chain] = {}
     for k, (atom, op) in enumerate(zip(body.results, body.operations, strict=True)):
-        if type(op) is not AddOp or not isinstance(atom, Value) or not atom.aval.shape:
+        if type(op) is not AddOp or not isinstance(atom, Value):
             continue
-        if not accumulates(atom.aval.dtype):
-            continue
-        chain = finder.chain(atom)
+        chain = finder.chain(atom) if atom.aval.shape and accumulates(atom.aval.dtype) else None
         if chain is not None and may_defer(atom, chain.axes):
             chains[len(body.carry) + k], axes[k] = chain, chain.axes
     if not chains:
@@ -125,18 +118,11 @@ def _rewrite(finder: ChainFinder, chains: Sequence[Chain]) -> tuple[list[Equatio
     for equation in finder.body.equations:
         if scanned.isdisjoint(equation.outputs):
             equations.append(equation)
-        elif equation.name == "shard_map":
-            equations.extend(_without_sums(finder, equation, scanned, partial))
         else:
-            equations.extend(_rebuild(finder, equation, scanned, partial))
-    added: list[Equation] = []
-    sums: list[Value] = []
-    for chain in chains:
-        made = finder.producer[chain.value]
-        more, total = _partial_sums(chain, finder.dims, partial, finder.size(chain.axes), made)
-        added.extend(more)
-        sums.append(total)
-    return equations, added, sums
+            rebuilt = _without_sums if equation.name == "shard_map" else _rebuild
+            equations.extend(rebuilt(finder, equation, scanned, partial))
+    made = [_partial_sums(chain, finder, partial) for chain in chains]
+    return equations, [e for more, _ in made for e in more], [total for _, total in made]
 
 
 def _without_sums(
@@ -181,13 +167,10 @@ def _rebuild(
 
 
 def _partial_sums(
-    chain: Chain,
-    dims: Mapping[Value, BatchDim],
-    partial: Mapping[Value, tuple[Atom, int]],
-    shards: int,
-    made: Equation,
+    chain: Chain, finder: ChainFinder, partial: Mapping[Value, tuple[Atom, int]]
 ) -> tuple[list[Equation], Value]:
-    """Run the chain once for each shard, as one vectorised computation that replaces its last equation, `made`."""
+    """Run the chain once for each shard, as one vectorised computation that replaces its last equation."""
+    dims, made, shards = finder.dims, finder.producer[chain.value], finder.size(chain.axes)
     inside = {v for e in chain.equations for v in e.outputs}
     read = [v for e in chain.equations for v in values(e.inputs)]
     inputs = tuple(v for v in dict.fromkeys([*read, chain.value]) if v not in inside)
@@ -199,8 +182,7 @@ def _partial_sums(
         parts = list(xs)
         for i, (x, axis) in enumerate(zip(xs, axes, strict=True)):
             if inputs[i] in chain.split and axis is not None:
-                shape = x.shape
-                split = (*shape[:axis], shards, shape[axis] // shards, *shape[axis + 1 :])
+                split = (*x.shape[:axis], shards, x.shape[axis] // shards, *x.shape[axis + 1 :])
                 parts[i] = jax.lax.reshape(x, split, out_sharding=_split_sharding(x, axis))
         return jax.vmap(lambda *ys: graph.run(*ys)[0], in_axes=axes)(*parts)
 
@@ -237,11 +219,10 @@ def _ordered(body: Graph, outputs: Sequence[Atom], added: Sequence[Equation]) ->
     defined_at = {v: i for i, e in enumerate(body.equations) for v in e.outputs}
     slots: dict[int, list[Equation]] = {}
     for equation in added:
-        position = max((defined_at.get(a, -1) for a in equation.inputs if isinstance(a, Value)), default=-1)
+        position = max((defined_at.get(v, -1) for v in values(equation.inputs)), default=-1)
         slots.setdefault(position, []).append(equation)
         defined_at.update(dict.fromkeys(equation.outputs, position))
     equations = list(slots.get(-1, []))
     for index, equation in enumerate(body.equations):
-        equations.append(equation)
-        equations.extend(slots.get(index, []))
+        equations += [equation, *slots.get(index, [])]
     return Graph(body.inputs, tuple(outputs), tuple(equations))

@@ -119,5 +119,4 @@ class Partition:
                 made.add(atom)
 
     def as_text(self) -> str:
-        """Return the listing of every task."""
         return "\n".join(f"task {t.name} (stage {t.stage})\n{t.graph.as_text()}" for t in self.tasks)

@@ -63,7 +63,6 @@ def _listing(equations: Sequence[Equation], last: bool, results: Sequence[Atom])
 
 
 def lower_loops(step: Opened) -> Lowered:
-    """Replace each `treduce` by its loop."""
     lowerings = {loop.equation: _Lowering(loop, loop.partition) for loop in step.loops if loop.partition is not None}
     nodes: list[Equation | Loop] = []
     sums: set[Equation] = set()

@@ -33,7 +33,6 @@ class Opened:
         return replace(self, loops=tuple(map(change, self.loops)))
 
     def verify(self) -> None:
-        """Check each loop."""
         for loop in self.loops:
             loop.verify()
 
@@ -81,22 +80,18 @@ class OpenLoop:
 
     @property
     def constants(self) -> tuple[Atom, ...]:
-        """The operands that every microbatch reads."""
         return self.equation.inputs[: len(self.body.constants)]
 
     @property
     def carry_init(self) -> tuple[Atom, ...]:
-        """The carry of the first microbatch."""
         return self.equation.inputs[len(self.body.constants) :]
 
     @property
     def carry_results(self) -> tuple[Value, ...]:
-        """The carry after the last microbatch."""
         return self.equation.outputs[: len(self.body.carry)]
 
     @property
     def results(self) -> tuple[Value, ...]:
-        """The reduced results."""
         return self.equation.outputs[len(self.body.carry) :]
 
     def verify(self) -> None:

@@ -8,16 +8,17 @@ stages has one partial accumulator for each stage; these are added up once after
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.passes.loop.carries import DraftCarry, write_carries
+from jaxpp_flax.engine.passes.loop.carries import write_carries
 from jaxpp_flax.engine.passes.loop.label import Labels
-from jaxpp_flax.engine.passes.loop.loop_tasks import Accumulator, Carry, LoopTask, Partial, Partition
+from jaxpp_flax.engine.passes.loop.loop_tasks import Accumulator, LoopTask, Partial, Partition
 from jaxpp_flax.engine.passes.loop.task_drafts import Key, TaskDrafts
 from jaxpp_flax.engine.tracing.ir import (
     Atom,
@@ -37,14 +38,8 @@ from jaxpp_flax.schedules.task import TaskKind
 __all__ = ["partition", "verify_effects"]
 
 
-class _DraftAccumulator(NamedTuple):
-    """An `Accumulator` whose task has no number yet."""
-
-    key: Key
-    state: Value
-    result: Value
-    init: Graph
-    ordered: bool
+# A task, and a function that makes its accumulator or carry, once the task has a number.
+_Drafts: TypeAlias = Sequence[tuple[Key, Callable[..., Any]]]
 
 
 def partition(labels: Labels, *, fuse_last: bool, split_backward: bool) -> Partition:
@@ -63,19 +58,18 @@ def partition(labels: Labels, *, fuse_last: bool, split_backward: bool) -> Parti
     drafts = TaskDrafts(labels, key_of, fused=(last, 0) if fuse_last else None)
     if split_backward:
         _split(drafts)
+    results, accumulators, roots = _reduce(drafts)
+    _drop_unneeded(drafts, [*map(labels.resolve, body.next_carry), *roots])
     for equation in body.equations:
         if equation in drafts.key_of:
             drafts.equations.setdefault(drafts.key_of[equation], []).append(equation)
-    results, accumulators, roots = _reduce(drafts)
-    _drop_unneeded(drafts, [*map(labels.resolve, body.next_carry), *roots])
-    for key, equations in drafts.equations.items():
-        drafts.wanted.setdefault(key, []).extend(v for e in equations for v in labels.operands(e))
+            drafts.wanted.setdefault(drafts.key_of[equation], []).extend(labels.operands(equation))
     return _number(drafts, results, accumulators, write_carries(drafts))
 
 
-def _reduce(drafts: TaskDrafts) -> tuple[list[Partial | int], list[_DraftAccumulator], list[Atom]]:
+def _reduce(drafts: TaskDrafts) -> tuple[list[Partial | int], _Drafts, list[Atom]]:
     """Make an accumulator for each result, or several with their sum; return the accumulated values too."""
-    labels, accumulators, roots = drafts.labels, list[_DraftAccumulator](), list[Atom]()
+    labels, accumulators, roots = drafts.labels, list[tuple[Key, Callable[..., Any]]](), list[Atom]()
 
     def place(tree: Any, op: Op) -> Partial | int:
         if isinstance(tree, tuple):
@@ -106,7 +100,7 @@ def _split_sums(labels: Labels, value: Value) -> Any:
     return tuple(_split_sums(labels, v) for v in operands)
 
 
-def _accumulate(drafts: TaskDrafts, atom: Atom, op: Op) -> _DraftAccumulator:
+def _accumulate(drafts: TaskDrafts, atom: Atom, op: Op) -> tuple[Key, Callable[..., Accumulator]]:
     """Append `op`'s update of an accumulator to the task that makes `atom`."""
     key, aval = drafts.home(atom), struct_of(atom.aval)
     # Arrays that a user's operation captures become part of the program.
@@ -124,15 +118,10 @@ def _accumulate(drafts: TaskDrafts, atom: Atom, op: Op) -> _DraftAccumulator:
     drafts.wanted.setdefault(key, []).extend(v for e in graph.equations for v in values(e.inputs))
     # A subclass may do something else: it is a user's own operation.
     ordered = type(op) not in (AddOp, MaxOp, Concat)
-    return _DraftAccumulator(key, state, result, init, ordered)
+    return key, partial(Accumulator, state=state, result=result, init=init, ordered=ordered)
 
 
-def _number(
-    drafts: TaskDrafts,
-    results: Sequence[Partial | int],
-    accumulators: Sequence[_DraftAccumulator],
-    carries: Sequence[DraftCarry],
-) -> Partition:
+def _number(drafts: TaskDrafts, results: Sequence[Partial | int], accumulators: _Drafts, carries: _Drafts) -> Partition:
     """Build the finished tasks in the order of phases."""
     keys = sorted({*drafts.equations, *drafts.extra, *drafts.returns})
     position = {key: i for i, key in enumerate(keys)}
@@ -142,8 +131,8 @@ def _number(
         drafts.body.constants,
         drafts.body.index,
         tuple(_task(drafts, key, graph) for key, graph in zip(keys, graphs, strict=True)),
-        tuple(Accumulator(position[a.key], a.state, a.result, a.init, a.ordered) for a in accumulators),
-        tuple(Carry(c.leaf, position[c.key], c.state, c.result) for c in carries),
+        tuple(make(task=position[key]) for key, make in accumulators),
+        tuple(make(task=position[key]) for key, make in carries),
         tuple(results),
     )
 
@@ -177,10 +166,6 @@ def _drop_unneeded(drafts: TaskDrafts, roots: Sequence[Atom]) -> None:
             needed.update(drafts.labels.operands(equation))
         else:
             drafts.key_of.pop(equation, None)
-    for key, equations in list(drafts.equations.items()):
-        drafts.equations[key] = [e for e in equations if e in drafts.key_of]
-        if not drafts.equations[key]:
-            del drafts.equations[key]
 
 
 def _graphs(drafts: TaskDrafts, keys: Sequence[Key]) -> list[Graph]:
@@ -226,19 +211,17 @@ def _task(drafts: TaskDrafts, key: Key, graph: Graph) -> LoopTask:
 
 def _shield_recomputation(equations: Sequence[Equation]) -> list[Equation]:
     """Keep XLA from merging recomputed work with the original inside one fused task: that would undo remat."""
-    if not any(e.late for e in equations):
-        return list(equations)
-    first = next(i for i, e in enumerate(equations) if e.late)
+    first = next((i for i, e in enumerate(equations) if e.late), len(equations))
     after = {v for e in equations[first:] for v in e.outputs}
     entering = [*dict.fromkeys(v for e in equations if e.late for v in values(e.inputs) if v not in after)]
     if not entering:
         return list(equations)
     (barrier,), _ = emit(lambda *xs: jax.lax.optimization_barrier(xs), entering)
     shielded: dict[Atom, Value] = dict(zip(entering, barrier.outputs, strict=True))
-    recomputed = [
+    read_shielded = [
         replace(e, inputs=tuple(shielded.get(a, a) for a in e.inputs)) if e.late else e for e in equations[first:]
     ]
-    return [*equations[:first], barrier, *recomputed]
+    return [*equations[:first], barrier, *read_shielded]
 
 
 def verify_effects(labels: Labels, partitioned: Partition) -> None:

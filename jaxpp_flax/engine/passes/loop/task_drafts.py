@@ -43,12 +43,10 @@ class TaskDrafts:
 
     @property
     def body(self) -> LoopBody:
-        """The loop's body."""
         return self.labels.body
 
     @property
     def stages(self) -> int:
-        """The number of stages."""
         return self.labels.num_stages
 
     def stage_of(self, key: Key) -> int:
