@@ -194,9 +194,7 @@ class _Placer:
 
     def default_ranks(self, value: Atom) -> set[int]:
         """Return the ranks of a result that no other work needs."""
-        if not isinstance(value, Value):
-            return {0}
-        location = self.location[value]
+        location = self.location[value] if isinstance(value, Value) else None
         if location is None:
             return {0}
         return {min(location)} if value in self.producer else set(location)

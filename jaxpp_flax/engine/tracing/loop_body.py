@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, producers, use_counts, values
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, producers, values
 from jaxpp_flax.engine.tracing.markers import FORWARD, Mark, marker_p
 from jaxpp_flax.engine.tracing.treduce import Op
 
@@ -82,11 +82,6 @@ class LoopBody:
     def producer(self) -> dict[Value, Equation]:
         """The equation that makes each value."""
         return producers(self.equations)
-
-    @cached_property
-    def users(self) -> dict[Value, int]:
-        """The number of reads of each value; an output counts as a read."""
-        return use_counts(self.equations, self.outputs)
 
     @cached_property
     def markers(self) -> tuple[Equation, ...]:

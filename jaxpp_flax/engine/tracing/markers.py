@@ -8,7 +8,6 @@ lowers to no operation.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -45,14 +44,8 @@ marker_p.multiple_results = True
 setattr(marker_p, COSMETIC, ("name", "identifier"))
 
 
-@marker_p.def_impl
-def _marker_impl(*operands: Any, **_: Any) -> list[Any]:
-    return list(operands)
-
-
-@marker_p.def_abstract_eval
-def _marker_abstract(*avals: Any, **_: Any) -> list[Any]:
-    return list(avals)
+marker_p.def_impl(lambda *operands, **_: list(operands))
+marker_p.def_abstract_eval(lambda *avals, **_: list(avals))
 
 
 def _marked(xs: Sequence[Any], which: Callable[[Any], bool], **params: Any) -> list[Any]:
@@ -78,13 +71,9 @@ def _marker_transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) 
     return [ct if ad.is_undefined_primal(x) else None for ct, x in zip(marked, operands, strict=True)]
 
 
-def _marker_batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[list[Any], Sequence[Any]]:
-    return marker_p.bind(*operands, **params), dims
-
-
 ad.primitive_jvps[marker_p] = _marker_jvp
 ad.primitive_transposes[marker_p] = _marker_transpose
-batching.primitive_batchers[marker_p] = _marker_batch
+batching.primitive_batchers[marker_p] = lambda operands, dims, **params: (marker_p.bind(*operands, **params), dims)
 mlir.register_lowering(marker_p, lambda ctx, *operands, **_: list(operands))
 
 
@@ -153,13 +142,8 @@ def block_names(marks: Sequence[Mark]) -> tuple[str, ...]:
       ('Block_0', 'Block_1', 'mark_2')
     """
     plain = [mark.name if mark.name is not None else f"mark_{i}" for i, mark in enumerate(marks)]
-    repeated = {name for name, count in Counter(plain).items() if count > 1}
-    seen: Counter[str] = Counter()
-    names: list[str] = []
-    for name in plain:
-        names.append(f"{name}_{seen[name]}" if name in repeated else name)
-        seen[name] += 1
-    return tuple(names)
+    earlier = [plain[:i].count(name) for i, name in enumerate(plain)]
+    return tuple(f"{name}_{n}" if plain.count(name) > 1 else name for name, n in zip(plain, earlier, strict=True))
 
 
 def segment_names(marks: Sequence[Mark]) -> tuple[str, ...]:

@@ -118,22 +118,16 @@ def _rewrite(finder: ChainFinder, chains: Sequence[Chain]) -> tuple[list[Equatio
     for equation in finder.body.equations:
         if scanned.isdisjoint(equation.outputs):
             equations.append(equation)
+        elif equation.name == "shard_map":
+            positions = [k for k, v in enumerate(equation.outputs) if v in scanned]
+            sums = {k: finder.summed_by_shard_map(equation, k) for k in positions}
+            made, parts = shard_map_without_sums(equation, finder.mapped[equation], sums)
+            equations.extend(made)
+            partial.update({equation.outputs[k]: (part, 0) for k, part in parts.items()})
         else:
-            rebuilt = _without_sums if equation.name == "shard_map" else _rebuild
-            equations.extend(rebuilt(finder, equation, scanned, partial))
-    made = [_partial_sums(chain, finder, partial) for chain in chains]
-    return equations, [e for more, _ in made for e in more], [total for _, total in made]
-
-
-def _without_sums(
-    finder: ChainFinder, equation: Equation, scanned: set[Value], partial: dict[Value, tuple[Atom, int]]
-) -> list[Equation]:
-    """Rebuild a shard_map so that its deferred results are the shards' parts, along a first dimension."""
-    positions = [k for k, v in enumerate(equation.outputs) if v in scanned]
-    sums = {k: finder.summed_by_shard_map(equation, k) for k in positions}
-    equations, parts = shard_map_without_sums(equation, finder.mapped[equation], sums)
-    partial.update({equation.outputs[k]: (part, 0) for k, part in parts.items()})
-    return equations
+            equations.extend(_rebuild(finder, equation, scanned, partial))
+    totals = [_partial_sums(chain, finder, partial) for chain in chains]
+    return equations, [e for added, _ in totals for e in added], [total for _, total in totals]
 
 
 def _rebuild(

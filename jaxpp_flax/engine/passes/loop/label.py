@@ -19,10 +19,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from itertools import chain
 
-from jaxpp_flax.engine.tracing.dataflow import use_counts
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, VerificationError, bodies, values
+from jaxpp_flax.engine.tracing.ir import (
+    Atom,
+    Equation,
+    Value,
+    VerificationError,
+    ancestors,
+    inside,
+    producers,
+    use_counts,
+    values,
+)
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import FORWARD, marker_p
 
@@ -106,24 +115,14 @@ def _match_backward(body: LoopBody, cutting: Sequence[int]) -> dict[Equation, in
     return matched
 
 
-def _is_cheap(equation: Equation, memo: dict[tuple[int, bool], bool]) -> bool:
-    if equation.effects:
-        return False
+def _is_cheap(equation: Equation) -> bool:
     tiny = all(v.aval.size <= _TINY for v in equation.outputs)
-    return (tiny and _lacks(equation, _COSTLY_IF_TINY, memo)) or _lacks(equation, _COSTLY, memo)
+    return not equation.effects and (_lacks(equation, _COSTLY) or (tiny and _lacks(equation, _COSTLY_IF_TINY)))
 
 
-def _lacks(equation: Any, costly: frozenset[str], memo: dict[tuple[int, bool], bool]) -> bool:
-    """Return whether an equation, of ours or of JAX, neither is nor holds one of these primitives."""
-    if equation.primitive.name in costly:
-        return False
-    for jaxpr in bodies(equation.params):
-        key = id(jaxpr), costly is _COSTLY
-        if key not in memo:
-            memo[key] = not jaxpr.effects and all(_lacks(inner, costly, memo) for inner in jaxpr.eqns)
-        if not memo[key]:
-            return False
-    return True
+def _lacks(equation: Equation, costly: frozenset[str]) -> bool:
+    """Return whether an equation neither is nor holds one of these primitives, at any depth."""
+    return all(e.primitive.name not in costly for e in chain([equation], inside(equation.params)))
 
 
 def _find_free(body: LoopBody) -> tuple[frozenset[Equation], frozenset[int]]:
@@ -131,8 +130,7 @@ def _find_free(body: LoopBody) -> tuple[frozenset[Equation], frozenset[int]]:
 
     A counter is a leaf of the carry whose next value is free: every stage keeps its own copy, without a transfer.
     """
-    memo: dict[tuple[int, bool], bool] = {}
-    cheap = {e for e in body.equations if e.primitive is not marker_p and _is_cheap(e, memo)}
+    cheap = {e for e in body.equations if e.primitive is not marker_p and _is_cheap(e)}
     counters = set(range(len(body.carry)))
     while True:
         available: set[Value] = {*body.constants, body.index, *(body.carry[j] for j in counters)}
@@ -148,18 +146,11 @@ def _find_free(body: LoopBody) -> tuple[frozenset[Equation], frozenset[int]]:
 
 
 def label(body: LoopBody, cutting: Sequence[int]) -> Labels:
-    """Assign a phase to every equation of an inlined body.
-
-    Args:
-      body: the loop's body.
-      cutting: the indices of the marks that cut; one fewer than there are stages.
-    """
+    """Assign a phase to every equation of an inlined body; `cutting` holds the indices of the marks that cut."""
     cut_of = {body.markers[index]: k for k, index in enumerate(cutting)}
     free, counters = _find_free(body)
-    alias: dict[Value, Atom] = {}
-    for equation in body.equations:
-        if equation.primitive is marker_p:
-            alias.update(zip(equation.outputs, equation.inputs, strict=True))
+    markers = [e for e in body.equations if e.primitive is marker_p]
+    alias = {out: operand for e in markers for out, operand in zip(e.outputs, e.inputs, strict=True)}
     labeller = _Labeller(body, cut_of, _match_backward(body, cutting), free)
     labeller.own_by_marker()
     labeller.follow_operands()
@@ -183,21 +174,13 @@ class _Labeller:
 
     def own_by_marker(self) -> None:
         """Give each equation to the first cutting marker that needs it."""
-        producer, phase = self.body.producer, self.phase
+        # At an earlier cut the search ends: the work before it is labelled already.
+        unlabelled = producers(e for e in self.body.equations if e not in self.free and e not in self.cut_of)
         for marker, k in self.cut_of.items():
-            stack: list[Atom] = list(marker.inputs)
-            seen: set[Equation] = set()
-            while stack:
-                atom = stack.pop()
-                equation = producer.get(atom) if isinstance(atom, Value) else None
-                if equation is None or equation in phase or equation in self.free or equation in seen:
-                    continue
-                seen.add(equation)
-                if equation in self.cut_of:
-                    continue  # an earlier cut: the work before it is labelled already
+            for value in [v for v in ancestors(marker.inputs, unlabelled) if v in unlabelled]:
+                equation = unlabelled.pop(value)
                 if equation.primitive is not marker_p:
-                    phase[equation] = k
-                stack.extend(equation.inputs)
+                    self.phase.setdefault(equation, k)
 
     def follow_operands(self) -> None:
         """Let the other equations follow their operands, in program order."""
