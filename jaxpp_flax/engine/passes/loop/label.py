@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
+from typing import Any
 
 from jaxpp_flax.engine.tracing.ir import (
     Atom,
@@ -27,7 +27,7 @@ from jaxpp_flax.engine.tracing.ir import (
     Value,
     VerificationError,
     ancestors,
-    inside,
+    bodies,
     producers,
     use_counts,
     values,
@@ -120,9 +120,11 @@ def _is_cheap(equation: Equation) -> bool:
     return not equation.effects and (_lacks(equation, _COSTLY) or (tiny and _lacks(equation, _COSTLY_IF_TINY)))
 
 
-def _lacks(equation: Equation, costly: frozenset[str]) -> bool:
-    """Return whether an equation neither is nor holds one of these primitives, at any depth."""
-    return all(e.primitive.name not in costly for e in chain([equation], inside(equation.params)))
+def _lacks(equation: Any, costly: frozenset[str]) -> bool:
+    """Return whether an equation neither is nor holds a costly primitive or a collective, at any depth."""
+    return equation.primitive.name not in costly and all(
+        not jaxpr.effects and all(_lacks(inner, costly) for inner in jaxpr.eqns) for jaxpr in bodies(equation.params)
+    )
 
 
 def _find_free(body: LoopBody) -> tuple[frozenset[Equation], frozenset[int]]:
