@@ -7,7 +7,7 @@ demand: an even assignment needs only the names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, overload
@@ -15,8 +15,9 @@ from typing import Any, overload
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.passes.loop.label import label
-from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask, Partition
+from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.loop.partition import partition
+from jaxpp_flax.engine.program.specs import accumulator_spec
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, bodies, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import Mark
@@ -29,7 +30,6 @@ __all__ = [
     "Marks",
     "Work",
     "cut_at_every_mark",
-    "indexed_operands",
     "work_of_blocks",
 ]
 
@@ -115,22 +115,13 @@ class Blocks:
         return PartitionSpec() if known is None else known[1]
 
     def state_specs(self) -> dict[Value, PartitionSpec]:
-        """Return each accumulator's spec: over the data axes, or as for a parameter of its shape in the same task."""
-        part, found = self.partition, {}
-        axes = dict(enumerate(self.data_axes)) if len(self.data_axes) == len(part.results) else {}
-        for number, result in enumerate(part.results):
-            if isinstance(result, int) and axes.get(number) is not None:
-                found[part.accumulators[result].state] = PartitionSpec(axes[number])
-        for accumulator in part.accumulators:
-            if accumulator.state in found:
-                continue
-            aval = accumulator.state.aval
-            alike = [
-                self.spec_of(v)
-                for v in part.tasks[accumulator.task].graph.inputs
-                if v in self.arguments and v.aval.shape == aval.shape and v.aval.dtype == aval.dtype
-            ]
-            found[accumulator.state] = next((spec for spec in alike if any(spec)), PartitionSpec())
+        """Return the spec of each accumulator; see `accumulator_spec`."""
+        part, found = self.partition, dict[Value, PartitionSpec]()
+        leading = part.leading_axes(self.data_axes or [None] * len(part.results))
+        for accumulator, axes in zip(part.accumulators, leading, strict=True):
+            inputs = part.tasks[accumulator.task].graph.inputs
+            known = [(v.aval, self.spec_of(v)) for v in inputs if v in self.arguments]
+            found[accumulator.state] = accumulator_spec(accumulator.state.aval, axes, None, known)
         return found
 
     @cached_property
@@ -141,7 +132,6 @@ class Blocks:
           ValueError: see `partition`.
         """
         part = self.partition
-        sliced = indexed_operands(part, part.tasks)
         readers: dict[Value, set[int]] = {}
         made: set[Value] = set()
         from_inputs: dict[int, set[Value]] = {}
@@ -165,7 +155,7 @@ class Blocks:
             shards = self._shards(self.spec_of(value))
             found.append(
                 Holding(
-                    kind="data" if value in sliced else "parameters",
+                    kind="data" if value in part.data else "parameters",
                     nbytes=value.nbytes / shards,
                     blocks=tuple(sorted(stages)),
                     argument=None if known is None else known[0],
@@ -197,21 +187,6 @@ class Blocks:
 
     def _shards(self, spec: PartitionSpec) -> int:
         return math.prod(self.shards_of(entry) for entry in spec if entry is not None)
-
-
-def indexed_operands(part: Partition, tasks: Iterable[LoopTask]) -> set[Value]:
-    """Return the loop's operands that some of these tasks index by the microbatch: data, not parameters."""
-    operands = set(part.operands)
-    found: set[Value] = set()
-    for task in tasks:
-        moving: set[Value] = {part.index}
-        for equation in task.graph.equations:
-            read = values(equation.inputs)
-            if any(v in moving for v in read):
-                found.update(v for v in read if v in operands and equation.outputs and v.aval.ndim > 0)
-                if all(v in moving or v in operands for v in read):
-                    moving.update(v for v in equation.outputs if v.aval.ndim == 0)
-    return found
 
 
 class Marks(Sequence[Mark]):

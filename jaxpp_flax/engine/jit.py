@@ -10,12 +10,12 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
-from jaxpp_flax.engine.analyses.result_ranks import ResultRanks
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_for_stages, trace_settings
 from jaxpp_flax.engine.arrays.layouts import Layout, broadcast_layouts, check_divides, layout_of, with_memories
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.compiled import Compiled
+from jaxpp_flax.engine.passes.placed import ResultRanks
 from jaxpp_flax.engine.passes.submesh_constraints import on_submesh
 from jaxpp_flax.engine.pipeline import build
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit

@@ -10,13 +10,12 @@ from functools import cached_property
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxpp_flax.engine.analyses.result_ranks import ResultRanks
-from jaxpp_flax.engine.analyses.shards import ShardCounts
+from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.blocks import Blocks, CutPolicy, Marks
 from jaxpp_flax.engine.passes import PASSES
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
-from jaxpp_flax.engine.passes.placed import Loop, Placed
+from jaxpp_flax.engine.passes.placed import Loop, Placed, ResultRanks
 from jaxpp_flax.engine.passes.runner import Settings, observers, run_passes
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value
@@ -62,7 +61,7 @@ class Built:
         with warnings.catch_warnings(), jax.enable_x64(self.x64), context_mesh(self.mesh):
             warnings.simplefilter("ignore")  # the first run has warned
             found = run_passes(PASSES, self.graph, settings)
-            return next(each.as_text(structure) for each, structure in found if each.name == name)
+            return next(structure.as_text() for each, structure in found if each.name == name)
 
 
 def build(

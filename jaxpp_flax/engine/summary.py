@@ -10,7 +10,6 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.blocks import indexed_operands
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.pipeline import Built
@@ -99,12 +98,11 @@ def summarise_stages(
 
 
 def _parameters(part: Partition, stage: int) -> list[Value]:
-    """Return the loop operands that a stage reads whole; operands indexed by the microbatch are data."""
+    """Return the loop operands that a stage reads whole; the others are data."""
     operands = set(part.operands)
     tasks = [task for task in part.tasks if task.stage == stage]
     read = dict.fromkeys(v for task in tasks for v in task.graph.inputs if v in operands)
-    sliced = indexed_operands(part, tasks)
-    return [v for v in read if v not in sliced and v.aval.ndim > 0]
+    return [v for v in read if v not in part.data and v.aval.ndim > 0]
 
 
 def _flops(executable: Any) -> float | None:

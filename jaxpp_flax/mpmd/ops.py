@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
-from jaxpp_flax.engine.tracing.equation_parameters import COSMETIC
+from jaxpp_flax.engine.tracing.canonical_form import COSMETIC
 
 __all__ = [
     "broadcast",

@@ -9,16 +9,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from jaxpp_flax.engine.analyses.scans import Scan, open_scan
+from jax.sharding import PartitionSpec
+
+from jaxpp_flax.engine.analyses.inner_bodies import Scan, open_scan
+from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.tracing.inline import body_of
 from jaxpp_flax.engine.tracing.ir import Equation, Value
 
-__all__ = ["BatchDim", "inside_scan", "propagate"]
+__all__ = ["BatchDim", "ShardCounts", "inside_scan", "propagate"]
 
 # The dimension, and the mesh axes (as in a PartitionSpec entry) over which it is sharded.
 BatchDim = tuple[int, Any]
+
+
+@dataclass(frozen=True)
+class ShardCounts:
+    """The number of shards over an entry of a PartitionSpec.
+
+    Example:
+      >>> shards = ShardCounts({"data": 4, "tensor": 2, "expert": 1})
+      >>> shards("data"), shards(("data", "tensor")), shards.batch_dim(PartitionSpec("expert", "data"))
+      (4, 8, (1, 'data'))
+    """
+
+    axes: Mapping[str, int]
+
+    def __call__(self, entry: Any) -> int:
+        """Return the product of the sizes of the entry's axes."""
+        return math.prod(self.axes[name] for name in axes_in((entry,)))
+
+    def batch_dim(self, spec: PartitionSpec) -> BatchDim | None:
+        """Return the first dimension of an argument that is really sharded."""
+        return next(((dim, e) for dim, e in enumerate(spec) if e is not None and self(e) > 1), None)
+
 
 _ELEMENTWISE = frozenset(
     {
@@ -110,16 +136,14 @@ def _scan(equation: Equation, at: dict[int, int], axes: Any, size: Callable[[Any
 def _shard_map(equation: Equation, at: dict[int, int], axes: Any, size: Callable[[Any], int]) -> dict[int, int]:
     """Return the dimensions of a shard_map's results: its specs give them for manual axes, its body for others."""
     params = equation.params
-    names = axes if isinstance(axes, tuple) else (axes,)
-    manual = set(params["newly_manual_axes"])
-    if manual.isdisjoint(names):
+    names = axes_in((axes,))
+    if not any(name in params["newly_manual_axes"] for name in names):
         body = body_of(equation)
         dims = propagate(body.equations, {body.inputs[i]: (dim, axes) for i, dim in at.items()}, size)
         return {k: dims[v][0] for k, v in enumerate(body.outputs) if isinstance(v, Value) and v in dims}
 
-    def partitioned(entry: Any) -> tuple[Any, ...]:
-        several = entry if isinstance(entry, tuple) else (entry,)
-        return tuple(name for name in several if name is not None and size(name) > 1)
+    def partitioned(entry: Any) -> list[str]:
+        return [name for name in axes_in((entry,)) if size(name) > 1]
 
     specs = [list(map(partitioned, spec.partitions)) for spec in params["out_specs"]]
     return {k: entries.index(names) for k, entries in enumerate(specs) if names in entries}
@@ -152,17 +176,9 @@ def _rule(equation: Equation, at: dict[int, int]) -> dict[int, int]:
         return {0: tuple(params["permutation"]).index(dim)}
     if name == "reshape":
         return _reshape(shapes[0], out, dim)
-    if name in _REDUCTIONS:
-        axes = tuple(params["axes"])
-        return {} if dim in axes else {0: dim - sum(a < dim for a in axes)}
-    if name == "squeeze":
-        dropped = tuple(params["dimensions"])
-        return {0: dim - sum(a < dim for a in dropped)}
-    if name == "expand_dims":
-        position = dim
-        for added in sorted(params["dimensions"]):
-            position += added <= position
-        return {0: position}
+    if name in _REDUCTIONS or name == "squeeze":
+        dropped = tuple(params["dimensions" if name == "squeeze" else "axes"])
+        return {} if dim in dropped else {0: dim - sum(d < dim for d in dropped)}
     if name in ("slice", "dynamic_slice", "pad"):
         return {0: dim} if out[dim] == shapes[0][dim] else {}
     if name in _ALONG_AXIS:

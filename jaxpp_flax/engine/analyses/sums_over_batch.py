@@ -14,12 +14,20 @@ from typing import Any
 import numpy as np
 
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, inside_scan
+from jaxpp_flax.engine.analyses.inner_bodies import Scan, open_scan, summed_in_shard_map
 from jaxpp_flax.engine.analyses.linearity import LINEAR, Operands, accumulates, summed_in
-from jaxpp_flax.engine.analyses.scans import Scan, open_scan
-from jaxpp_flax.engine.analyses.shard_maps import summed_in_shard_map
-from jaxpp_flax.engine.tracing.dataflow import producers, use_counts
 from jaxpp_flax.engine.tracing.inline import body_of
-from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value
+from jaxpp_flax.engine.tracing.ir import (
+    Atom,
+    Constant,
+    Equation,
+    Graph,
+    Value,
+    ancestors,
+    producers,
+    use_counts,
+    values,
+)
 from jaxpp_flax.engine.tracing.markers import marker_p
 
 __all__ = ["Chain", "ChainFinder"]
@@ -43,7 +51,7 @@ class Chain:
 class _Found:
     """The results of a search for a chain, so far."""
 
-    equations: list[Equation] = field(default_factory=list)
+    equations: set[Equation] = field(default_factory=set)
     axes: set[Any] = field(default_factory=set)
     split: set[Value] = field(default_factory=set)
     scanned: set[Value] = field(default_factory=set)
@@ -59,12 +67,9 @@ class _OpenScan:
 
 
 class ChainFinder:
-    """Finds chains in a graph and in its scans and shard_maps.
+    """Finds chains in a graph with plain calls inlined, and in its scans and shard_maps.
 
-    Args:
-      body: a graph with plain calls inlined.
-      dims: the batch dimensions of its values, see `propagate`.
-      size: returns the number of shards over given mesh axes.
+    `dims` gives the batch dimensions of its values; `size` returns the number of shards over given mesh axes.
     """
 
     def __init__(self, body: Graph, dims: Mapping[Value, BatchDim], size: Callable[[Any], int]) -> None:
@@ -72,6 +77,7 @@ class ChainFinder:
         self.scans: dict[Equation, _OpenScan] = {}
         self.mapped: dict[Equation, Graph] = {}  # bodies of shard_maps
         self.producer = producers(body.equations)
+        self.unmarked = producers(e for e in body.equations if e.primitive is not marker_p)
         self.order = {e: i for i, e in enumerate(body.equations)}
         self.users = use_counts(body.equations, body.outputs)
 
@@ -80,15 +86,22 @@ class ChainFinder:
         found = _Found()
         if self._visit(value, found) is None or len(found.axes) != 1:
             return None
-        ordered = sorted(dict.fromkeys(found.equations), key=self.order.__getitem__)
+        ordered = sorted(found.equations, key=self.order.__getitem__)
         return Chain(value, tuple(ordered), found.axes.pop(), frozenset(found.split), frozenset(found.scanned))
+
+    def _maker(self, atom: Atom) -> Equation | None:
+        return self.producer.get(atom) if isinstance(atom, Value) else None
+
+    def _tagged(self, equation: Equation) -> list[Value]:
+        """Return the operands that have a batch dimension."""
+        return [v for v in values(equation.inputs) if v in self.dims]
 
     def _visit(self, value: Atom, found: _Found) -> Any:
         """Return the dtype that holds the shards' parts of a sum over the batch; None if `value` is no such sum.
 
         Collect the equations between the contractions over the batch and the value.
         """
-        equation = self.producer.get(value) if isinstance(value, Value) else None
+        equation = self._maker(value)
         if not isinstance(value, Value) or equation is None or self.users.get(value, 0) != 1 or value in self.dims:
             return None
         if equation.name == "shard_map":
@@ -101,16 +114,14 @@ class ChainFinder:
             found.axes.update(chain.axes for chain in chains or ())
             found.scanned.add(value)
             return value.aval.dtype if chains is not None else None
-        tagged = [a for a in equation.inputs if isinstance(a, Value) and a in self.dims]
-        if not tagged:
-            kept = self._passed_on(equation, found)
-        else:
-            kept = summed_in(equation)
-            if kept is None or not self._contracts_batch(equation, tagged):
-                return None
+        tagged = self._tagged(equation)
+        if tagged:
+            kept = summed_in(equation) if self._contracts_batch(equation, tagged) else None
             found.split.update(tagged)
-            found.axes.update(self.dims[a][1] for a in tagged)
-        found.equations.append(equation)
+            found.axes.update(self.dims[v][1] for v in tagged)
+        else:
+            kept = self._passed_on(equation, found)
+        found.equations.add(equation)
         return kept
 
     def _passed_on(self, equation: Equation, found: _Found) -> Any:
@@ -155,7 +166,7 @@ class ChainFinder:
 
     def summed_by_shard_map(self, equation: Equation, position: int) -> Any:
         """Return the batch axes over which a shard_map itself sums one of its results, or None."""
-        axes = {self.dims[a][1] for a in equation.inputs if isinstance(a, Value) and a in self.dims}
+        axes = {self.dims[v][1] for v in self._tagged(equation)}
         if equation.effects or len(axes) != 1:
             return None
         if equation not in self.mapped:
@@ -167,8 +178,8 @@ class ChainFinder:
         """Return the summands that the body adds to a carry in each step; none if it uses the carry in another way."""
         summands: list[Atom] = []
         while after is not before:
-            made = self.producer.get(after) if isinstance(after, Value) else None
-            if made is None or made.name not in ("add", "add_any") or self.users.get(after) != 1:  # type: ignore[arg-type]
+            made = self._maker(after)
+            if made is None or made.name not in ("add", "add_any") or self.users.get(made.outputs[0]) != 1:
                 return []
             first, second = made.inputs
             if not self._descends(first, before):
@@ -180,7 +191,7 @@ class ChainFinder:
     def _descends(self, atom: Atom, from_value: Value) -> bool:
         """Return whether a sum has `from_value` among its summands."""
         while atom is not from_value:
-            made = self.producer.get(atom) if isinstance(atom, Value) else None
+            made = self._maker(atom)
             if made is None or made.name not in ("add", "add_any"):
                 return False
             if self._descends(made.inputs[1], from_value):
@@ -190,18 +201,7 @@ class ChainFinder:
 
     def _depends(self, atom: Atom) -> bool:
         """Return whether an operand comes, through untagged values, from a contraction over the batch."""
-        stack, seen = [atom], set[Atom]()
-        while stack:
-            current = stack.pop()
-            if not isinstance(current, Value) or current in seen:
-                continue
-            seen.add(current)
-            if current in self.dims:
-                return True
-            equation = self.producer.get(current)
-            if equation is not None and equation.primitive is not marker_p:
-                stack.extend(equation.inputs)
-        return False
+        return any(value in self.dims for value in ancestors([atom], self.unmarked))
 
     def _contracts_batch(self, equation: Equation, tagged: Sequence[Value]) -> bool:
         if equation.name == "dot_general":

@@ -10,13 +10,11 @@ from dataclasses import replace
 
 from jaxpp_flax.engine.passes.check_supported import check_supported
 from jaxpp_flax.engine.passes.drop_unused import drop_unused_results
-from jaxpp_flax.engine.passes.liveness import allocate
+from jaxpp_flax.engine.passes.liveness import allocate_slots
 from jaxpp_flax.engine.passes.loop.choose_cuts import choose_cuts
 from jaxpp_flax.engine.passes.loop.defer_reductions import defer_in_loops
-from jaxpp_flax.engine.passes.loop.label import label_loop
 from jaxpp_flax.engine.passes.loop.lower_loops import lower_loops
-from jaxpp_flax.engine.passes.loop.open_loops import open_loops
-from jaxpp_flax.engine.passes.loop.partition import partition_loop
+from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop, open_loops
 from jaxpp_flax.engine.passes.place import place
 from jaxpp_flax.engine.passes.runner import Pass
 from jaxpp_flax.engine.passes.split_conditions import split_conditions
@@ -71,13 +69,13 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass(
         "label",
-        lambda step, _: step.each(label_loop),
+        lambda step, _: step.each(OpenLoop.labelled),
         requires="chosen cuts",
         ensures="every equation has a phase no earlier than its operands: S forward, S backward; or every task has it",
     ),
     Pass(
         "partition",
-        lambda step, _: step.each(partition_loop),
+        lambda step, _: step.each(OpenLoop.parted),
         requires="labels",
         ensures="tasks, accumulators and carries; each labelled equation stands in one task",
     ),
@@ -107,7 +105,9 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass(
         "liveness",
-        lambda program, settings: allocate(program, settings.donated, keep_received=settings.result_ranks is not None),
+        lambda program, settings: allocate_slots(
+            program, settings.donated, keep_received=settings.result_ranks is not None
+        ),
         requires="each slot written once",
         ensures="values are donated or freed at their last use, and slots are used again",
     ),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, prune, values
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, prune
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 
 __all__ = ["drop_unused_results"]
@@ -15,19 +15,12 @@ __all__ = ["drop_unused_results"]
 
 def drop_unused_results(graph: Graph) -> Graph:
     """Return the same function; each of its loops returns only its carry and the results that are read."""
-    needed = set(values(graph.outputs))
-    kept: list[Equation] = []
-    for equation in reversed(graph.equations):
-        if not equation.effects and needed.isdisjoint(equation.outputs):
-            continue
-        if equation.primitive is treduce_p:
-            equation = _narrow(equation, needed)
-        kept.append(equation)
-        needed.update(values(equation.inputs))
-    return replace(graph, equations=tuple(reversed(kept)))
+    return prune(graph, _narrowed)
 
 
-def _narrow(equation: Equation, needed: set[Value]) -> Equation:
+def _narrowed(equation: Equation, needed: set[Value]) -> Equation:
+    if equation.primitive is not treduce_p:
+        return equation
     params = equation.params
     carries, body = params["num_carry"], params["body"]
     used = [k for k, v in enumerate(equation.outputs[carries:]) if v in needed]

@@ -7,18 +7,18 @@ sent value is never donated: the copy may still be reading it.
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from jaxpp_flax.engine.program.program import Free, Instruction, Program, Run, Transfer
-from jaxpp_flax.engine.tracing.ir import VerificationError, memory_kind_of
+from jaxpp_flax.engine.tracing.ir import Atom, VerificationError, memory_kind_of
 
-__all__ = ["allocate"]
+__all__ = ["allocate_slots"]
 
 
-def allocate(program: Program, donated_arguments: Sequence[bool], *, keep_received: bool = False) -> Program:
+def allocate_slots(program: Program, donated_arguments: Sequence[bool], *, keep_received: bool = False) -> Program:
     """Add frees and donations to an unrolled program, and renumber its slots so that freed ones are reused.
 
     Args:
@@ -34,73 +34,92 @@ def allocate(program: Program, donated_arguments: Sequence[bool], *, keep_receiv
     given: set[int] = set()
     for ranks, donated in zip(program.arguments, donated_arguments, strict=True):
         (given if donated else kept).update(ranks.values())
-    ends, read = _last_uses(program.instructions, kept)
-    not_given = {slot for i in program.instructions if isinstance(i, Transfer) for slot in i.sent}
+    transfers = [i for i in program.instructions if isinstance(i, Transfer)]
+    not_given = {slot for transfer in transfers for slot in transfer.sent}
     if keep_received:
-        not_given.update(slot for i in program.instructions if isinstance(i, Transfer) for slot in i.received)
+        not_given.update(slot for transfer in transfers for slot in transfer.received)
+    ends, read = _last_uses(program.instructions, kept)
     donate = _donations(program, ends, not_given)
-    tasks = tuple(replace(t, donate=donate.get(i, frozenset())) for i, t in enumerate(program.tasks))
-
-    renamed: dict[int, int] = {}
-    # A slot stays with its rank, so that ranks may run apart: in threads of their own, or in other processes.
-    free: defaultdict[int, list[int]] = defaultdict(list)
-    fresh = itertools.count()
-
-    def define(slots: Sequence[int], rank: int) -> tuple[int, ...]:
-        unused = free[rank]
-        new = tuple([heapq.heappop(unused) if unused else next(fresh) for _ in slots])
-        renamed.update(zip(slots, new, strict=True))
-        return new
-
-    def release(slots: Iterable[int], rank: int) -> None:
-        for slot in slots:
-            heapq.heappush(free[rank], renamed[slot])
-
-    arguments = tuple({rank: define([slot], rank)[0] for rank, slot in ranks.items()} for ranks in program.arguments)
-    indices = {(rank, m): define([slot], rank)[0] for (rank, m), slot in program.indices.items()}
-    instructions: list[Instruction] = []
+    slots = _Slots()
+    arguments = tuple({rank: slots.define([slot], rank)[0] for rank, slot in r.items()} for r in program.arguments)
+    indices = {(rank, m): slots.define([slot], rank)[0] for (rank, m), slot in program.indices.items()}
     # Slots are reused, so most transfers and frees equal earlier ones, and share one object.
     alike: dict[Instruction, Instruction] = {}
-
-    def add(instruction: Transfer | Free) -> None:
-        instructions.append(alike.setdefault(instruction, instruction))
-
-    for instruction, dying in zip(program.instructions, ends, strict=True):
-        old_reads, old_writes = instruction.reads(), instruction.writes()
-        reads = tuple(map(renamed.__getitem__, old_reads))
-        # Outputs get fresh slots before the inputs' slots are released: a runtime may write while it still reads.
-        if isinstance(instruction, Run):
-            rank = target = instruction.rank
-            writes = define(old_writes, rank)
-            instructions.append(Run(instruction.task, instruction.microbatch, rank, reads, writes))
-            gone = {old_reads[position] for position in donate[instruction.task]}
-        elif isinstance(instruction, Transfer):
-            rank, target = instruction.source, instruction.target
-            add(Transfer(rank, target, reads, define(old_writes, target)))
-            gone = set[int]()
-        else:
-            raise VerificationError("slots are allocated once: the program already frees some")
-        freed = [s for s in dying if s not in gone]
-        if freed:
-            delete = tuple(renamed[s] for s in freed if s in given)
-            add(Free(rank, tuple(map(renamed.__getitem__, freed)), delete))
-        release(dying, rank)
-        if not read.issuperset(old_writes):
-            unused = [s for s in old_writes if s not in read]
-            add(Free(target, tuple(map(renamed.__getitem__, unused))))
-            release(unused, target)
+    instructions = tuple(
+        i if isinstance(i, Run) else alike.setdefault(i, i)
+        for i in _with_frees(program.instructions, slots, ends, read, donate, given)
+    )
     results = tuple(
-        {rank: renamed[slot] for rank, slot in r.items()} if isinstance(r, dict) else r for r in program.results
+        {rank: slots.renamed[slot] for rank, slot in r.items()} if isinstance(r, dict) else r for r in program.results
     )
     return replace(
         program,
-        instructions=tuple(instructions),
-        tasks=tasks,
+        instructions=instructions,
+        tasks=tuple(replace(t, donate=donate.get(i, frozenset())) for i, t in enumerate(program.tasks)),
         arguments=arguments,
         results=results,
         indices=indices,
-        num_slots=next(fresh),
+        num_slots=slots.count,
     )
+
+
+@dataclass
+class _Slots:
+    """The new slot of each slot; a freed one is used again on its rank.
+
+    A slot stays with its rank, so that ranks may run apart: in threads of their own, or in other processes.
+    """
+
+    renamed: dict[int, int] = field(default_factory=dict)
+    free: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    count: int = 0
+
+    def define(self, slots: Sequence[int], rank: int) -> tuple[int, ...]:
+        unused = self.free[rank]
+        new = tuple([heapq.heappop(unused) if unused else self._fresh() for _ in slots])
+        self.renamed.update(zip(slots, new, strict=True))
+        return new
+
+    def _fresh(self) -> int:
+        self.count += 1
+        return self.count - 1
+
+    def of(self, slots: Iterable[int]) -> tuple[int, ...]:
+        return tuple(map(self.renamed.__getitem__, slots))
+
+    def release(self, slots: Iterable[int], rank: int) -> None:
+        for slot in slots:
+            heapq.heappush(self.free[rank], self.renamed[slot])
+
+
+def _with_frees(
+    instructions: Sequence[Instruction],
+    slots: _Slots,
+    ends: Sequence[Sequence[int]],
+    read: set[int],
+    donate: Mapping[int, frozenset[int]],
+    given: set[int],
+) -> Iterator[Instruction]:
+    """Yield the instructions over new slots, and after each instruction the frees of the slots that end with it."""
+    for instruction, dying in zip(instructions, ends, strict=True):
+        reads, writes = slots.of(instruction.reads()), instruction.writes()
+        gone: set[int] = set()
+        # Outputs get fresh slots before the inputs' slots are released: a runtime may write while it still reads.
+        if isinstance(instruction, Run):
+            rank = target = instruction.rank
+            yield Run(instruction.task, instruction.microbatch, rank, reads, slots.define(writes, rank))
+            gone.update(instruction.inputs[position] for position in donate[instruction.task])
+        elif isinstance(instruction, Transfer):
+            rank, target = instruction.source, instruction.target
+            yield Transfer(rank, target, reads, slots.define(writes, target))
+        else:
+            raise VerificationError("slots are allocated once: the program already frees some")
+        if freed := [slot for slot in dying if slot not in gone]:
+            yield Free(rank, slots.of(freed), slots.of(slot for slot in freed if slot in given))
+        slots.release(dying, rank)
+        if unused := [slot for slot in writes if slot not in read]:
+            yield Free(target, slots.of(unused))
+            slots.release(unused, target)
 
 
 def _last_uses(instructions: Sequence[Instruction], kept: set[int]) -> tuple[list[tuple[int, ...]], set[int]]:
@@ -132,16 +151,15 @@ def _donations(program: Program, ends: Sequence[Sequence[int]], never: set[int])
 def _aliasable(program: Program, task: int, positions: set[int]) -> frozenset[int]:
     """Choose the inputs whose memory an output of the same type can reuse; XLA frees the others no earlier than we."""
     graph = program.tasks[task].graph
-    room: dict[tuple[tuple[int, ...], str, str | None], int] = {}
-    for atom in graph.outputs:
-        key = (tuple(atom.aval.shape), str(atom.aval.dtype), memory_kind_of(atom.aval))
-        room[key] = room.get(key, 0) + 1
+
+    def kind(atom: Atom) -> Any:
+        return tuple(atom.aval.shape), str(atom.aval.dtype), memory_kind_of(atom.aval)
+
+    room = Counter(map(kind, graph.outputs))
     pinned = [i for _, i in program.tasks[task].pins if i in positions]
     chosen: set[int] = set()
     for position in [*pinned, *sorted(positions - set(pinned))]:
-        aval = graph.inputs[position].aval
-        key = (tuple(aval.shape), str(aval.dtype), memory_kind_of(aval))
-        if room.get(key, 0) > 0:
-            room[key] -= 1
+        if room[kind(graph.inputs[position])] > 0:
+            room[kind(graph.inputs[position])] -= 1
             chosen.add(position)
     return frozenset(chosen)

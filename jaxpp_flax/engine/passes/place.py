@@ -15,19 +15,20 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.analyses.result_ranks import ResultRanks
 from jaxpp_flax.engine.passes.loop.lower_loops import Lowered
-from jaxpp_flax.engine.passes.placed import Loop, Move, Placed, Segment
+from jaxpp_flax.engine.passes.placed import Loop, Move, Placed, ResultRanks, Segment
 from jaxpp_flax.engine.passes.split_conditions import is_condition, select_between_branches
 from jaxpp_flax.engine.tracing.hints import as_copy, is_mixing_by_design, place_with_p
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, values
 
 __all__ = ["PlacementWarning", "place"]
 
 _SMALL_BYTES = 1024  # a smaller value may be copied to every rank
 _SEARCH_DEPTH = 12  # equations between a parameter and its updated value, at most
 
+# Loops passed, and waits for other ranks since then.
 Time = tuple[int, int]
+_END_OF_LOOP = 1 << 30
 
 
 class PlacementWarning(UserWarning):
@@ -60,7 +61,7 @@ def place(step: Lowered, result_ranks: ResultRanks | None = None) -> Placed:
 class _Placer:
     def __init__(self, step: Lowered) -> None:
         self.nodes, self.inputs, self.outputs, self.sums = step.nodes, step.inputs, step.outputs, step.sums
-        self.results = {a for a in self.outputs if isinstance(a, Value)}
+        self.results = set(values(self.outputs))
         self.producer = {v: node for node in self.nodes for v in node.outputs}
         self.loops = [node for node in self.nodes if isinstance(node, Loop)]
         # Ranks that have a value without a transfer; None: any rank (each reader computes the value).
@@ -105,14 +106,14 @@ class _Placer:
                 reads = list(node.inputs())
             else:
                 ranks = {r for v in node.outputs for r in wanted.get(v, ())}
-                reads = [(atom, ranks) for atom in node.inputs]
-            for atom, ranks in reads:
-                if isinstance(atom, Value) and atom not in after_loop:
-                    wanted.setdefault(atom, set()).update(ranks)
+                reads = [(value, ranks) for value in values(node.inputs)]
+            for value, ranks in reads:
+                if value not in after_loop:
+                    wanted.setdefault(value, set()).update(ranks)
         return wanted
 
     def _anchors(self, equation: Equation) -> list[tuple[Value, frozenset[int]]]:
-        return [(v, at) for v in equation.inputs if isinstance(v, Value) and (at := self.location[v]) is not None]
+        return [(v, at) for v in values(equation.inputs) if (at := self.location[v]) is not None]
 
     def _mixes(self, equation: Equation) -> bool:
         """Return whether an equation reads several arrays, and no single rank has them all."""
@@ -151,7 +152,6 @@ class _Placer:
         return frozenset({best})
 
     def _warn(self) -> None:
-        """Give one warning for all work that mixes ranks."""
         if not self.mixed:
             return
         listing = "; ".join(f"{what} ({moved:,} bytes)" for moved, what in self.mixed[:3])
@@ -174,24 +174,15 @@ class _Placer:
                 self.need[atom] |= wanted or self.default_ranks(atom)
         for node in reversed(self.nodes):
             if isinstance(node, Loop):
-                for atom, readers in node.inputs():
-                    if isinstance(atom, Value):
-                        self.need[atom] |= readers
+                for value, readers in node.inputs():
+                    self.need[value] |= readers
                 continue
-            ranks: set[int] = set()
-            for value in node.outputs:
-                ranks |= self._native_ranks(value)
+            ranks = set[int]().union(*map(self._native_ranks, node.outputs))
             if not ranks and node.effects:
-                location = self._locate_of_effect(node)
-                ranks = {min(location) if location else 0}
+                ranks = {min((rank for _, at in self._anchors(node) for rank in at), default=0)}
             self.native[node] = frozenset(ranks)
-            for atom in node.inputs:
-                if isinstance(atom, Value):
-                    self.need[atom] |= ranks
-
-    def _locate_of_effect(self, equation: Equation) -> frozenset[int]:
-        located = [at for a in equation.inputs if isinstance(a, Value) and (at := self.location[a])]
-        return frozenset.union(*located) if located else frozenset()
+            for value in values(node.inputs):
+                self.need[value] |= ranks
 
     def _native_ranks(self, value: Value) -> set[int]:
         need, location = self.need[value], self.location[value]
@@ -203,9 +194,7 @@ class _Placer:
 
     def default_ranks(self, value: Atom) -> set[int]:
         """Return the ranks of a result that no other work needs."""
-        if not isinstance(value, Value):
-            return {0}
-        location = self.location[value]
+        location = self.location[value] if isinstance(value, Value) else None
         if location is None:
             return {0}
         return {min(location)} if value in self.producer else set(location)
@@ -260,7 +249,7 @@ class _Placer:
             at = times[node, source] if isinstance(node, Equation) else time
             steps.append((at, 1, target, Move(value, source, target)))
         for epoch, loop in enumerate(self.loops):
-            steps.append(((epoch, 1 << 30), 0, -1, loop))
+            steps.append(((epoch, _END_OF_LOOP), 0, -1, loop))
         steps.sort(key=lambda item: item[:3])
         results = tuple(frozenset(self.need[a]) if isinstance(a, Value) else frozenset({0}) for a in self.outputs)
         arguments = tuple(frozenset(self.need[v]) for v in self.inputs)
@@ -271,38 +260,35 @@ class _Placer:
         return set(self.native[node]) if isinstance(node, Equation) else set(node.homes()[value])
 
     def _earliest_times(self) -> dict[tuple[Value, int], Time]:
-        """Return the earliest time of each value on each rank: (loops passed, waits for other ranks since)."""
+        """Return the earliest time of each value on each rank."""
         at: dict[tuple[Value, int], Time] = {}
         epoch = 0
         for node in self.nodes:
             if isinstance(node, Loop):
                 for value, ranks in node.homes().items():
-                    at.update({(value, rank): (epoch, 1 << 30) for rank in ranks})
+                    at.update({(value, rank): (epoch, _END_OF_LOOP) for rank in ranks})
                 epoch += 1
                 continue
             for rank in self.native[node]:
-                time = (0, 0)
-                for atom in node.inputs:
-                    if isinstance(atom, Value) and atom in self.producer:
-                        time = max(time, self._arrival(atom, rank, at))
-                at.update({(v, rank): time for v in node.outputs})
+                at.update(dict.fromkeys([(v, rank) for v in node.outputs], self._start(node, rank, at)))
         return at
 
+    def _start(self, node: Equation, rank: int, at: dict[tuple[Value, int], Time]) -> Time:
+        """Return the earliest time at which a rank has the operands of an equation."""
+        made = [v for v in values(node.inputs) if v in self.producer]
+        return max((self._arrival(v, rank, at) for v in made), default=(0, 0))
+
     def _arrival(self, value: Value, rank: int, at: dict[tuple[Value, int], Time]) -> Time:
-        if (value, rank) in at:
-            epoch, level = at[value, rank]
-            return (epoch + 1, 0) if level == 1 << 30 else (epoch, level)
-        epoch, level = at[value, min(self._made_on(value))]
-        return (epoch + 1, 0) if level == 1 << 30 else (epoch, level + 1)
+        waits = (value, rank) not in at
+        epoch, level = at[value, min(self._made_on(value)) if waits else rank]
+        return (epoch + 1, 0) if level == _END_OF_LOOP else (epoch, level + waits)
 
     def _latest_times(
         self, at: dict[tuple[Value, int], Time], moves: dict[tuple[Value, int], tuple[int, Time]]
     ) -> dict[tuple[Equation, int], Time]:
         """Move work as late as its readers on the same rank allow: fewer values live across a wait."""
         fixed = {(value, source) for (value, _), (source, _) in moves.items()}
-        fixed.update((a, r) for a in self.outputs if isinstance(a, Value) for r in self.need[a])
-        for loop in self.loops:
-            fixed.update((a, r) for a, ranks in loop.inputs() if isinstance(a, Value) for r in ranks)
+        fixed |= self._read_by_loops_and_results()
         latest: dict[tuple[Value, int], Time] = {}
         times: dict[tuple[Equation, int], Time] = {}
         for node in reversed(self.nodes):
@@ -311,32 +297,24 @@ class _Placer:
             for rank in self.native[node]:
                 uses = [latest[v, rank] for v in node.outputs if (v, rank) in latest]
                 keep = not uses or any((v, rank) in fixed for v in node.outputs)
-                time = at[node.outputs[0], rank] if node.outputs else self._effect_time(node, rank, at)
+                time = at[node.outputs[0], rank] if node.outputs else self._start(node, rank, at)
                 times[node, rank] = time = time if keep else max(time, min(uses))
-                for atom in node.inputs:
-                    if isinstance(atom, Value):
-                        latest[atom, rank] = min(latest.get((atom, rank), time), time)
+                for value in values(node.inputs):
+                    latest[value, rank] = min(latest.get((value, rank), time), time)
         return times
 
-    def _effect_time(self, node: Equation, rank: int, at: dict[tuple[Value, int], Time]) -> Time:
-        values = [a for a in node.inputs if isinstance(a, Value) and a in self.producer]
-        return max((self._arrival(v, rank, at) for v in values), default=(0, 0))
+    def _read_by_loops_and_results(self) -> set[tuple[Value, int]]:
+        read = {(v, rank) for v in self.results for rank in self.need[v]}
+        return read.union((v, rank) for loop in self.loops for v, ranks in loop.inputs() for rank in ranks)
 
     def _outside_readers(self, times: dict[tuple[Equation, int], Time]) -> set[tuple[Value, int]]:
         """Return the values (with their rank) that are read outside the segment that makes them."""
-        read: set[tuple[Value, int]] = set()
-        for atom in self.outputs:
-            if isinstance(atom, Value):
-                read.update((atom, r) for r in self.need[atom])
-        for node in self.nodes:
-            if isinstance(node, Loop):
-                read.update((a, r) for a, ranks in node.inputs() if isinstance(a, Value) for r in ranks)
-                continue
-            for rank in self.native[node]:
-                for atom in node.inputs:
-                    made = self.producer.get(atom) if isinstance(atom, Value) else None
-                    if isinstance(made, Equation) and times.get((made, rank)) != times[node, rank]:
-                        read.add((atom, rank))  # type: ignore[arg-type]
+        read = self._read_by_loops_and_results()
+        for node, ranks in self.native.items():
+            for value in values(node.inputs):
+                made = self.producer.get(value)
+                if isinstance(made, Equation):
+                    read.update((value, r) for r in ranks if times.get((made, r)) != times[node, r])
         for value, ranks in self.need.items():
             node = self.producer.get(value)
             if isinstance(node, Equation) and ranks - self.native[node]:
@@ -346,6 +324,6 @@ class _Placer:
 
 def _segment_graph(equations: Sequence[Equation], rank: int, read_by: set[tuple[Value, int]]) -> Graph:
     defined = {v for e in equations for v in e.outputs}
-    inputs = dict.fromkeys(a for e in equations for a in e.inputs if isinstance(a, Value) and a not in defined)
+    inputs = dict.fromkeys(v for e in equations for v in values(e.inputs) if v not in defined)
     outputs = tuple(v for e in equations for v in e.outputs if (v, rank) in read_by)
     return Graph(tuple(inputs), outputs, tuple(equations))

@@ -2,16 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
-from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, VerificationError
+from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, VerificationError, values
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.schedules.schedule import Schedule
 
-__all__ = ["Loop", "Move", "Placed", "Segment"]
+__all__ = ["ResultRanks", "Loop", "Move", "Placed", "Segment"]
+
+
+_SMALL_BYTES = 1024  # a vector of losses; larger results are sent to all processes only on request
+
+
+@dataclass(frozen=True)
+class ResultRanks:
+    """The processes that own devices of each rank, and for each result whether every process must get it.
+
+    Without a request, a result goes to all processes if it is a scalar, or if it is small and not the new value of an
+    argument: a loss for each microbatch, but not the bias of a layer.
+
+    Example:
+      >>> result_ranks = ResultRanks(owners=(frozenset({0}), frozenset({0}), frozenset({1})), everywhere=(True,))
+      >>> sorted(result_ranks.reaching_all(frozenset({2})))
+      [0, 2]
+    """
+
+    owners: tuple[frozenset[int], ...]
+    everywhere: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, mesh: MpmdMesh, everywhere: Sequence[bool]) -> ResultRanks | None:
+        """Make the result_ranks of a mesh; None if one process owns the whole mesh."""
+        owners = tuple(
+            frozenset(device.process_index for device in mesh.rank_devices(rank)) for rank in range(mesh.mpmd_dim)
+        )
+        return cls(owners, tuple(everywhere)) if len(frozenset.union(*owners)) > 1 else None
+
+    def is_for_all(self, position: int, atom: Atom, updated: frozenset[int]) -> bool:
+        """Return whether every process gets a result; `updated` are the ranks of the argument that it updates."""
+        if not isinstance(atom, Value):  # a constant: every process makes its own
+            return False
+        small = not atom.aval.shape or (atom.nbytes <= _SMALL_BYTES and not updated)
+        return self.everywhere[position] or small
+
+    def reaching_all(self, ranks: frozenset[int]) -> frozenset[int]:
+        """Return `ranks` and further ranks, so that every process owns one of them."""
+        chosen = set(ranks)
+        reached = frozenset[int]().union(*(self.owners[rank] for rank in ranks))
+        for rank, owners in enumerate(self.owners):
+            if not owners <= reached:
+                chosen.add(rank)
+                reached |= owners
+        return frozenset(chosen)
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,8 +73,8 @@ class Loop:
     partition: Partition
     schedule: Schedule
     length: int
-    operands: tuple[Atom, ...]
-    carry_init: tuple[Atom, ...]
+    operands: tuple[Value, ...]
+    carry_init: tuple[Value, ...]
     carry_results: tuple[Value, ...]
     accumulator_results: tuple[Value, ...]
     leading: tuple[Any, ...]
@@ -37,25 +84,28 @@ class Loop:
 
     @property
     def outputs(self) -> tuple[Value, ...]:
-        """The outer results."""
         return (*self.carry_results, *self.accumulator_results)
 
     def rank_of_task(self, task: int) -> int:
-        """Return the rank that runs a task."""
         return self.schedule.rank_of(self.partition.tasks[task].stage)
 
-    def inputs(self) -> Iterable[tuple[Atom, set[int]]]:
-        """Yield each outer operand with the ranks that read it."""
+    @cached_property
+    def readers(self) -> dict[Value, set[int]]:
+        """The ranks whose tasks read each value."""
         readers: dict[Value, set[int]] = {}
         for index, task in enumerate(self.partition.tasks):
             for value in task.graph.inputs:
                 readers.setdefault(value, set()).add(self.rank_of_task(index))
-        for atom, value in zip(self.operands, self.partition.operands, strict=True):
-            yield atom, readers.get(value, set())
-        for leaf, atom in enumerate(self.carry_init):
+        return readers
+
+    def inputs(self) -> Iterable[tuple[Value, set[int]]]:
+        """Yield each outer operand with the ranks that read it."""
+        for operand, value in zip(self.operands, self.partition.operands, strict=True):
+            yield operand, self.readers.get(value, set())
+        for leaf, initial in enumerate(self.carry_init):
             owners = {self.rank_of_task(c.task) for c in self.partition.carries if c.leaf == leaf}
             states = {c.state for c in self.partition.carries if c.leaf == leaf}
-            yield atom, owners.union(*(readers.get(s, set()) for s in states))
+            yield initial, owners.union(*(self.readers.get(s, set()) for s in states))
 
     def homes(self) -> dict[Value, frozenset[int]]:
         """Return the ranks on which each outer result is made."""
@@ -68,7 +118,6 @@ class Loop:
         return homes
 
     def as_text(self) -> str:
-        """Return one line of text."""
         return f"loop over {self.length} microbatches: {type(self.schedule).__name__}"
 
 
@@ -115,18 +164,16 @@ class Placed:
                 step.graph.verify()
                 if any((v, step.rank) not in have for v in step.graph.inputs):
                     raise VerificationError(f"a segment of rank {step.rank} reads what the rank does not have")
-                have.update((v, step.rank) for v in step.graph.outputs if isinstance(v, Value))
+                have.update((v, step.rank) for v in values(step.graph.outputs))
             else:
-                for atom, ranks in step.inputs():
-                    if isinstance(atom, Value) and any((atom, r) not in have for r in ranks):
-                        raise VerificationError("a loop reads an operand that a rank does not have")
+                if any((value, r) not in have for value, ranks in step.inputs() for r in ranks):
+                    raise VerificationError("a loop reads an operand that a rank does not have")
                 have.update((v, r) for v, ranks in step.homes().items() for r in ranks)
         for atom, ranks in zip(self.outputs, self.results, strict=True):
             if isinstance(atom, Value) and any((atom, r) not in have for r in ranks):
                 raise VerificationError("a result is missing on a rank")
 
     def as_text(self) -> str:
-        """Return the steps in order, as text."""
         lines: list[str] = []
         for step in self.steps:
             if isinstance(step, Move):

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from jaxpp_flax.engine.analyses.result_ranks import ResultRanks
-from jaxpp_flax.engine.analyses.shards import ShardCounts
+from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
+from jaxpp_flax.engine.passes.placed import ResultRanks
 
 __all__ = ["Observer", "Pass", "Settings", "observers", "run_passes", "wants_verification"]
 
@@ -45,19 +44,16 @@ class Pass:
 
     Attributes:
       name: the name of the pass, and of the file that holds it.
-      run: takes the structure before the pass, and returns the structure after it, which is frozen.
+      run: takes the structure before the pass, and returns the structure after it, which is frozen,
+        and has `verify` and `as_text`.
       requires: the conditions on the structure before the pass.
       ensures: the conditions on the structure after the pass.
-      verify: checks the structure after the pass.
-      as_text: prints the structure after the pass.
     """
 
     name: str
     run: Callable[[Any, Settings], Any] = field(repr=False)
     requires: str
     ensures: str
-    verify: Callable[[Any], None] = field(default=methodcaller("verify"), repr=False)
-    as_text: Callable[[Any], str] = field(default=methodcaller("as_text"), repr=False)
 
 
 Observer = Callable[[int, Pass, Any], None]
@@ -84,7 +80,7 @@ def observers() -> list[Observer]:
     if folder := os.environ.get("JAXPP_FLAX_DUMP"):
         found.append(_write_into(_new_folder(Path(folder))))
     if wants_verification():
-        found.append(lambda _, each, structure: each.verify(structure))
+        found.append(lambda _number, _pass, structure: structure.verify())
     return found
 
 
@@ -109,6 +105,6 @@ def _new_folder(parent: Path) -> Path:
 
 def _write_into(folder: Path) -> Observer:
     def write(number: int, each: Pass, structure: Any) -> None:
-        (folder / f"{number:02}_{each.name}.txt").write_text(each.as_text(structure) + "\n", encoding="utf-8")
+        (folder / f"{number:02}_{each.name}.txt").write_text(structure.as_text() + "\n", encoding="utf-8")
 
     return write

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpp_flax.engine.tracing.dataflow import producers
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import (
     Atom,
@@ -23,10 +22,12 @@ from jaxpp_flax.engine.tracing.ir import (
     Equation,
     Graph,
     Value,
+    ancestors,
     applied,
     emit,
     in_memory,
     memory_kind_of,
+    producers,
     prune,
     values,
 )
@@ -62,14 +63,11 @@ def _split_condition(equation: Equation) -> list[Equation]:
 
 def select_between_branches(equation: Equation) -> list[Equation]:
     """Run all branches one after another, and select each output."""
-    equations: list[Equation] = []
     branches = [inline(b, flatten=True) for b in _branches(equation)]
-    for branch in branches:
-        equations.extend(branch.equations)
-    index = equation.inputs[0]
+    equations = [e for branch in branches for e in branch.equations]
     for position, output in enumerate(equation.outputs):
-        cases = [b.outputs[position] for b in branches]
-        (select,), _ = emit(jax.lax.select_n, [index, *cases], struct=_struct)
+        cases = [branch.outputs[position] for branch in branches]
+        (select,), _ = emit(jax.lax.select_n, [equation.inputs[0], *cases], struct=_struct)
         equations.append(replace(select, outputs=(output,), source=equation.source))
     return equations
 
@@ -102,17 +100,9 @@ def _groups(branches: Sequence[Graph], count: int) -> list[list[int]]:
         producer = producers(branch.equations)
         owner: dict[Value, int] = {}
         for position in range(count):
-            stack, seen = [branch.outputs[position]], set[Value]()
-            while stack:
-                atom = stack.pop()
-                if not isinstance(atom, Value) or atom in seen:
-                    continue
-                seen.add(atom)
-                made = producer.get(atom)
-                if made is not None:
-                    stack.extend(made.inputs)
-                if not _is_shared(atom, producer):
-                    parent[find(position)] = find(owner.setdefault(atom, position))
+            for value in ancestors([branch.outputs[position]], producer):
+                if not _is_shared(value, producer):
+                    parent[find(position)] = find(owner.setdefault(value, position))
     groups: dict[int, list[int]] = {}
     for position in range(count):
         groups.setdefault(find(position), []).append(position)
@@ -121,31 +111,17 @@ def _groups(branches: Sequence[Graph], count: int) -> list[list[int]]:
 
 def _is_shared(value: Value, producer: dict[Value, Equation]) -> bool:
     """Return whether a value may be computed twice: a scalar that depends only on scalars."""
-    stack, seen = [value], set[Value]()
-    while stack:
-        current = stack.pop()
-        if current in seen:
-            continue
-        seen.add(current)
-        made = producer.get(current)
-        if current.aval.size > 1 and (made is None or made.inputs):
-            return False
-        stack.extend(values(made.inputs if made is not None else ()))
-    return True
+    arrays = [v for v in ancestors([value], producer) if v.aval.size > 1]
+    return all(v in producer and not producer[v].inputs for v in arrays)
 
 
 def _condition(
     equation: Equation, operands: Sequence[Value], graphs: Sequence[Graph], outputs: Sequence[Value]
 ) -> list[Equation]:
     """Make a condition over other branches, with given outputs."""
-
-    def branch(graph: Graph) -> Any:
-        return lambda *xs: replace(graph, inputs=tuple(operands)).run(*xs)
-
-    def run(index: Any, *xs: Any) -> Any:
-        return jax.lax.switch(index, [branch(g) for g in graphs], *xs)
-
-    equations, _ = emit(run, [equation.inputs[0], *operands], outputs, struct=_struct)
+    branches = [replace(graph, inputs=tuple(operands)).run for graph in graphs]
+    inputs = [equation.inputs[0], *operands]
+    equations, _ = emit(lambda index, *xs: jax.lax.switch(index, branches, *xs), inputs, outputs, struct=_struct)
     return [replace(e, source=equation.source) for e in equations]
 
 

@@ -7,7 +7,7 @@ manual. Meshes are found at any depth: in jits, remats, scans, in the bodies of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +17,10 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jaxpp_flax._compat import context_on_mesh
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, bodies, opened, plain_literal
+from jaxpp_flax.engine.tracing.ir import Graph, inside, plain_literal
+from jaxpp_flax.engine.tracing.rewriting import NestedRewriter, changed, is_same, part_of
 
 __all__ = ["on_submesh", "onto_mesh"]
-
-
-_REWRITTEN = ("params", "context", "inputs", "outputs")
 
 
 def on_submesh(graph: Graph, mesh: MpmdMesh) -> Graph:
@@ -45,7 +43,7 @@ class _Rewriter:
         self.submesh = submesh
         self.stage_axis = stage_axis
         self.axes = {None, *(name for name in submesh.axis_names if name != stage_axis)}
-        self.memo: dict[int, tuple[Any, Any]] = {}  # keeps the original alive, so that no other object gets its id
+        self.nested = NestedRewriter(self._jaxpr, self._leaf)
 
     def mesh(self, mesh: Any) -> Any:
         """Return the mesh that replaces `mesh` in a stage: the submesh, with the same manual axes as `mesh`."""
@@ -58,98 +56,60 @@ class _Rewriter:
         return mesh if moved == mesh else moved
 
     def graph(self, graph: Graph) -> Graph:
-        renamed: dict[Atom, Atom] = {}
-
-        def atoms(old: Sequence[Any]) -> Any:
-            for atom in old:
-                if atom not in renamed:
-                    aval = self._aval(atom.aval)
-                    renamed[atom] = atom if aval is atom.aval else replace(atom, aval=aval)
-            new = tuple(renamed[atom] for atom in old)
-            return old if all(a is b for a, b in zip(new, old, strict=True)) else new
-
-        inputs = atoms(graph.inputs)
+        atoms = self._atoms(lambda old, aval: replace(old, aval=aval))
+        inputs, outputs = atoms(graph.inputs), atoms(graph.outputs)
         equations = tuple(self._equation(e, atoms) for e in graph.equations)
-        outputs = atoms(graph.outputs)
-        unchanged = all(a is b for a, b in zip(equations, graph.equations, strict=True))
-        if unchanged and inputs is graph.inputs and outputs is graph.outputs:
-            return graph
-        return Graph(inputs, outputs, equations)
+        same = is_same((inputs, outputs, *equations), (graph.inputs, graph.outputs, *graph.equations))
+        return graph if same else Graph(inputs, outputs, equations)
 
-    def _equation(self, equation: Equation, atoms: Callable[[Sequence[Any]], Any]) -> Equation:
-        self._check_shard_map(equation.name, equation.params, equation.source)
-        new = replace(
+    def _atoms(self, with_type: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+        """Return a function that moves the types of atoms; a sequence without changes stays the same object."""
+        moved: dict[int, Any] = {}  # by the atom's id: the graph keeps the atom alive
+
+        def move(atom: Any) -> Any:
+            if id(atom) not in moved:
+                aval = self._aval(atom.aval)
+                moved[id(atom)] = atom if aval is atom.aval else with_type(atom, aval)
+            return moved[id(atom)]
+
+        def atoms(old: Any) -> Any:
+            new = list(map(move, old))
+            return old if is_same(new, old) else type(old)(new)
+
+        return atoms
+
+    def _equation(self, equation: Any, atoms: Callable[[Any], Any]) -> Any:
+        self._check_shard_map(equation.primitive.name, equation.params, part_of(equation, "source"))
+        return changed(
             equation,
-            params=self._params(equation.params),
-            context=self._context(equation.context),
-            inputs=atoms(equation.inputs),
-            outputs=atoms(equation.outputs),
+            params=self.nested.params(equation.params),
+            context=self._context(part_of(equation, "context")),
+            inputs=atoms(part_of(equation, "inputs")),
+            outputs=atoms(part_of(equation, "outputs")),
         )
-        changed = any(getattr(new, name) is not getattr(equation, name) for name in _REWRITTEN)
-        return new if changed else equation
 
     def _context(self, context: Any) -> Any:
         mesh = getattr(context, "cur_abstract_mesh", None)
         moved = mesh if mesh is None else self.mesh(mesh)
-        return context if moved is mesh else self._once(context, lambda c: context_on_mesh(c, moved))
+        return context if moved is mesh else self.nested.once(context, lambda c: context_on_mesh(c, moved))
 
-    def _params(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
-        changed = {k: new for k, v in params.items() if (new := self._value(v)) is not v}
-        return {**params, **changed} if changed else params
-
-    def _value(self, value: Any) -> Any:
+    def _leaf(self, value: Any) -> Any:
         if isinstance(value, NamedSharding):
             return self._sharding(value)
         if isinstance(value, (AbstractMesh, Mesh)):
             return self.mesh(value)
-        if isinstance(value, Graph):
-            return self._once(value, self.graph)
-        if hasattr(opened(value), "eqns"):
-            return self._once(value, self._jaxpr)
-        if type(value) in (tuple, list):
-            parts = [self._value(v) for v in value]
-            return value if all(a is b for a, b in zip(parts, value, strict=True)) else type(value)(parts)
-        return value
-
-    def _once(self, value: Any, rewrite: Callable[[Any], Any]) -> Any:
-        if id(value) not in self.memo:
-            self.memo[id(value)] = (value, rewrite(value))
-        return self.memo[id(value)][1]
+        return self.nested.once(value, self.graph) if isinstance(value, Graph) else value
 
     def _jaxpr(self, jaxpr: Any) -> Any:
-        inner = opened(jaxpr)
-        renamed: dict[Any, Any] = {}  # the types of variables hold the mesh too: a loop's results have its body's types
-
-        def atom(old: Any) -> Any:
-            aval, kind = self._aval(old.aval), type(old)
-            if isinstance(old, jex_core.Literal):
-                return old if aval is old.aval else kind(plain_literal(old.val, aval), aval)
-            if old not in renamed:
-                renamed[old] = old if aval is old.aval else kind(aval)
-            return renamed[old]
-
-        def atoms(old: Sequence[Any]) -> Any:
-            new, container = list(map(atom, old)), type(old)
-            return old if all(a is b for a, b in zip(new, old, strict=True)) else container(new)  # pyright: ignore
-
-        constvars, invars = atoms(inner.constvars), atoms(inner.invars)
-        equations: list[Any] = []
-        for equation in inner.eqns:
-            self._check_shard_map(equation.primitive.name, equation.params, equation.source_info)
-            changes = {
-                "params": self._params(equation.params),
-                "ctx": self._context(equation.ctx),
-                "invars": atoms(equation.invars),
-                "outvars": atoms(equation.outvars),
-            }
-            changes = {name: new for name, new in changes.items() if new is not getattr(equation, name)}
-            equations.append(equation.replace(**changes) if changes else equation)
-        outvars = atoms(inner.outvars)
-        same = all(a is b for a, b in zip(equations, inner.eqns, strict=True))
-        if same and (constvars, invars, outvars) == (inner.constvars, inner.invars, inner.outvars):
+        # The types of variables hold the mesh too: a loop's results have its body's types.
+        atoms = self._atoms(_with_type)
+        constvars, invars, outvars = atoms(jaxpr.constvars), atoms(jaxpr.invars), atoms(jaxpr.outvars)
+        equations = [self._equation(e, atoms) for e in jaxpr.eqns]
+        if is_same(
+            (constvars, invars, outvars, *equations), (jaxpr.constvars, jaxpr.invars, jaxpr.outvars, *jaxpr.eqns)
+        ):
             return jaxpr
-        new = inner.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=equations)
-        return new if inner is jaxpr else jaxpr.replace(jaxpr=new)
+        return jaxpr.replace(constvars=constvars, invars=invars, outvars=outvars, eqns=equations)
 
     def _aval(self, aval: Any) -> Any:
         sharding = getattr(aval, "sharding", None)
@@ -178,7 +138,7 @@ class _Rewriter:
         if self.mesh(params["mesh"]).shape.get(axis) == params["mesh"].shape.get(axis):
             return
         specs = [*params["in_specs"], *params["out_specs"]]
-        if any(axis in _names(spec) for spec in specs) or _uses_axis(params["jaxpr"], axis):
+        if any(axis in _names(spec) for spec in specs) or _uses_axis(params, axis):
             where = source_info_util.summarize(source) if source is not None else "unknown"
             raise ValueError(
                 f"the shard_map at {where} is over the whole mesh, {dict(params['mesh'].shape)}, and uses its axis "
@@ -186,6 +146,11 @@ class _Rewriter:
                 f"one rank of that axis, where these numbers would be others. Leave `mesh=` out, or pass the stage's "
                 f"mesh, `mpmd_mesh.lowering_mesh()`, and name other axes of it."
             )
+
+
+def _with_type(atom: Any, aval: Any) -> Any:
+    literal = isinstance(atom, jex_core.Literal)
+    return type(atom)(plain_literal(atom.val, aval), aval) if literal else type(atom)(aval)
 
 
 def _identity(mesh: Mesh | AbstractMesh) -> Any:
@@ -204,10 +169,7 @@ def _names(entries: Any) -> set[Any]:
     return {entries}
 
 
-def _uses_axis(jaxpr: Any, axis: str) -> bool:
-    """Return whether an equation at any depth communicates over a mesh axis, or asks for its index on the axis."""
-    return any(
-        axis in _names(equation.params.get("axes", ())) | _names(equation.params.get("axis_name", ()))
-        or any(_uses_axis(inner, axis) for inner in bodies(equation.params))
-        for equation in opened(jaxpr).eqns
-    )
+def _uses_axis(params: Mapping[str, Any], axis: str) -> bool:
+    """Return whether an equation in the parameters' jaxprs communicates over a mesh axis, or asks for its index."""
+    used = (inner.params.get(name, ()) for inner in inside(params) for name in ("axes", "axis_name"))
+    return any(axis in _names(entries) for entries in used)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask
 from jaxpp_flax.engine.passes.placed import Loop, Move, Placed, Segment
 from jaxpp_flax.engine.program.program import Instruction, Program, ProgramTask, Run, Transfer
-from jaxpp_flax.engine.tracing.ir import Atom, Constant, Graph, Value
+from jaxpp_flax.engine.tracing.ir import Atom, Constant, Graph, Value, values
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.order import merge_order
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
@@ -127,42 +127,29 @@ def _check_order(loop: Loop, order: Sequence[tuple[int, int]]) -> None:
             )
 
 
-# A place where a task reads or writes a microbatch's value: its position, and (value or number of the carry, rank).
-_Place: TypeAlias = "tuple[int, tuple[Atom | int, int]]"
-
-
-@dataclass(frozen=True)
-class _Written:
-    """The values that a run or a transfer writes for its own microbatch, and for the next one."""
-
-    here: tuple[_Place, ...]
-    next: tuple[_Place, ...]
+# The slots of a loop by (value, or number of the carry; rank).
+_Slots: TypeAlias = "dict[tuple[Value | int, int], int]"
+# A key of such slots, and the slots that hold it: those of the microbatch, of the next one, or of the whole loop.
+_Place: TypeAlias = "tuple[tuple[Value | int, int], int]"
+_OWN, _NEXT, _SHARED = range(3)
 
 
 @dataclass(frozen=True)
 class _Send:
-    """The outputs of a task, by position, that are sent to another rank."""
+    """The outputs of a task, by position, that are sent to another rank, and their places there."""
 
     target: int
     positions: tuple[int, ...]
-    written: _Written
+    writes: tuple[_Place, ...]
 
 
 @dataclass(frozen=True)
 class _Wiring:
-    """The places of a loop task's inputs and outputs, computed once for all microbatches.
+    """The places of a loop task's inputs and outputs, computed once for all microbatches."""
 
-    `fixed` holds the slots of the loop's operands, and -1 for other inputs; `index` is the position of the microbatch's
-    index. `accumulators` and `accumulated` are (position, number of the accumulator) among inputs and outputs.
-    """
-
-    fixed: tuple[int, ...]
-    index: int | None
-    accumulators: tuple[tuple[int, int], ...]
     reads: tuple[_Place, ...]
-    num_outputs: int
-    accumulated: tuple[tuple[int, int], ...]
-    written: _Written
+    reads_index: bool
+    writes: tuple[_Place, ...]
     sends: tuple[_Send, ...]
     last_sends: tuple[_Send, ...]  # of the last microbatch, which passes no carry on
 
@@ -171,49 +158,42 @@ class _LoopUnroller:
     def __init__(self, program: Unroller, loop: Loop, number: int) -> None:
         self.program, self.loop, self.part = program, loop, loop.partition
         self.name = f"loop{number}_" if number else ""
-        self.number = number
         tasks = self.part.tasks
         self.rank = [loop.rank_of_task(i) for i in range(len(tasks))]
-        self.operand = dict(zip(self.part.operands, loop.operands, strict=True))
-        self.accumulator = {a.state: k for k, a in enumerate(self.part.accumulators)}
-        self.accumulated = {a.result: k for k, a in enumerate(self.part.accumulators)}
+        self.accumulated = {a.result: a.state for a in self.part.accumulators}
         self.carried = {c.result: k for k, c in enumerate(self.part.carries)}
-        self.readers: dict[Value, set[int]] = {}
-        for i, task in enumerate(tasks):
-            for value in task.graph.inputs:
-                self.readers.setdefault(value, set()).add(self.rank[i])
-        self.current: dict[int, int] = {}  # the slot of each accumulator
-        # Slots of each microbatch: its own values, and the carries with which it starts.
-        self.values: list[dict[tuple[Atom | int, int], int]] = [{} for _ in range(loop.length + 1)]
-        self.wiring: list[_Wiring] = []
-        self.carry_of = {i: self._carries_read(i, task) for i, task in enumerate(tasks)}
+        self.shared: _Slots = {}  # of the operands and the accumulators
+        # The slots of each microbatch: its own values, and the carries with which it starts.
+        self.values: list[_Slots] = [{} for _ in range(loop.length + 1)]
+        self.carry_of = {i: self._carries_read(task) for i, task in enumerate(tasks)}
 
-    def _carries_read(self, index: int, task: LoopTask) -> dict[Value, int]:
+    def _carries_read(self, task: LoopTask) -> dict[Value, int]:
         """Return the copy of each carry leaf that a task reads: its own stage's, or the only one."""
         found: dict[Value, int] = {}
         for k, carry in enumerate(self.part.carries):
-            if carry.state in task.graph.inputs:
-                own = self.part.tasks[carry.task].stage == task.stage
-                if own or carry.state not in found:
-                    found[carry.state] = k
+            own = self.part.tasks[carry.task].stage == task.stage
+            if carry.state in task.graph.inputs and (own or carry.state not in found):
+                found[carry.state] = k
         return found
 
     def run(self) -> None:
-        program = self.program
+        slots = self.program.slots
+        for operand, value in zip(self.loop.operands, self.part.operands, strict=True):
+            self.shared.update({(value, rank): slots[operand, rank] for rank in self.loop.readers.get(value, ())})
         self._initial_accumulators()
         for k, carry in enumerate(self.part.carries):
-            atom = self.loop.carry_init[carry.leaf]
             for rank in {self.rank[carry.task], *self._carry_readers(k)}:
-                self.values[0][k, rank] = program.slots[atom, rank]
-        self.wiring = [self._wire(i) for i in range(len(self.part.tasks))]
-        numbers = [program.add_task(self._program_task(i)) for i in range(len(self.part.tasks))]
+                self.values[0][k, rank] = slots[self.loop.carry_init[carry.leaf], rank]
+        wiring = [self._wire(i) for i in range(len(self.part.tasks))]
+        numbers = [self.program.add_task(self._program_task(i)) for i in range(len(self.part.tasks))]
         for task, microbatch in _scheduled(self.loop):
-            self._run_task(task, numbers[task], microbatch)
-        for k, value in enumerate(self.loop.accumulator_results):
-            program.slots[value, self.rank[self.part.accumulators[k].task]] = self.current[k]
+            self._run_task(wiring[task], numbers[task], self.rank[task], microbatch)
+        for value, accumulator in zip(self.loop.accumulator_results, self.part.accumulators, strict=True):
+            rank = self.rank[accumulator.task]
+            slots[value, rank] = self.shared[accumulator.state, rank]
         for k, carry in enumerate(self.part.carries):
             rank = self.rank[carry.task]
-            program.slots[self.loop.carry_results[carry.leaf], rank] = self.values[self.loop.length][k, rank]
+            slots[self.loop.carry_results[carry.leaf], rank] = self.values[self.loop.length][k, rank]
 
     def _carry_readers(self, k: int) -> set[int]:
         return {self.rank[i] for i, carries in self.carry_of.items() if k in carries.values()}
@@ -225,117 +205,77 @@ class _LoopUnroller:
         for rank, members in by_rank.items():
             graphs = [self.part.accumulators[k].init for k in members]
             graph = Graph((), tuple(g.outputs[0] for g in graphs), tuple(e for g in graphs for e in g.equations))
-            task = self.program.add_task(
-                ProgramTask(
-                    f"{self.name}init_{rank}",
-                    rank,
-                    graph,
-                    leading=tuple(self.loop.leading[k] for k in members),
-                    like=tuple(self.loop.like[k] for k in members),
-                )
-            )
+            leading, like = (tuple(of[k] for k in members) for of in (self.loop.leading, self.loop.like))
+            task = ProgramTask(f"{self.name}init_{rank}", rank, graph, leading=leading, like=like)
             outputs = self.program.new_slots(len(members))
-            self.program.instructions.append(Run(task, -1, rank, (), outputs))
-            self.current.update(zip(members, outputs, strict=True))
+            self.program.instructions.append(Run(self.program.add_task(task), -1, rank, (), outputs))
+            self.shared.update(
+                {(self.part.accumulators[k].state, rank): s for k, s in zip(members, outputs, strict=True)}
+            )
 
     def _program_task(self, index: int) -> ProgramTask:
         task = self.part.tasks[index]
         inputs = {v: p for p, v in enumerate(task.graph.inputs)}
-        pins = [
-            (position, inputs[state])
-            for position, value in enumerate(task.graph.outputs)
-            for state in [self._state_of(value)]  # type: ignore[arg-type]
-            if state in inputs
-        ]
+        states = {turn.result: turn.state for turn in (*self.part.accumulators, *self.part.carries)}
+        outputs = [(p, states[v]) for p, v in enumerate(values(task.graph.outputs)) if v in states]
+        pins = tuple((p, inputs[state]) for p, state in outputs if state in inputs)
         return ProgramTask(
-            self.name + task.name, self.rank[index], task.graph, task.stage, task.kind, task.fused, pins=tuple(pins)
+            self.name + task.name, self.rank[index], task.graph, task.stage, task.kind, task.fused, pins=pins
         )
-
-    def _state_of(self, result: Value) -> Value | None:
-        if result in self.accumulated:
-            return self.part.accumulators[self.accumulated[result]].state
-        if result in self.carried:
-            return self.part.carries[self.carried[result]].state
-        return None
 
     def _wire(self, index: int) -> _Wiring:
         task, rank, carries = self.part.tasks[index], self.rank[index], self.carry_of[index]
-        fixed = [-1] * len(task.graph.inputs)
-        counter: int | None = None
-        accumulators: list[tuple[int, int]] = []
-        reads: list[_Place] = []
-        for position, value in enumerate(task.graph.inputs):
-            if value in self.operand:
-                fixed[position] = self.program.slots[self.operand[value], rank]
-            elif value is self.part.index:
-                counter = position
-            elif value in self.accumulator:
-                accumulators.append((position, self.accumulator[value]))
-            else:
-                reads.append((position, (carries.get(value, value), rank)))
-        outputs = task.graph.outputs
-        accumulated = [(p, self.accumulated[v]) for p, v in enumerate(outputs) if v in self.accumulated]  # type: ignore[index]
-        written = [(p, v) for p, v in enumerate(outputs) if v not in self.accumulated]
+        shared = {*self.part.operands, *self.accumulated.values()}
+        inputs, outputs = task.graph.inputs, values(task.graph.outputs)
+        readers = {**self.loop.readers, **{c.result: self._carry_readers(k) for k, c in enumerate(self.part.carries)}}
+        last_readers = {**self.loop.readers, **{c.result: set[int]() for c in self.part.carries}}
         return _Wiring(
-            fixed=tuple(fixed),
-            index=counter,
-            accumulators=tuple(accumulators),
-            reads=tuple(reads),
-            num_outputs=len(outputs),
-            accumulated=tuple(accumulated),
-            written=self._written(written, rank),
-            sends=self._sends(
-                written,
-                rank,
-                {**self.readers, **{c.result: self._carry_readers(k) for k, c in enumerate(self.part.carries)}},
-            ),
-            last_sends=self._sends(
-                written, rank, {**self.readers, **{c.result: set[int]() for c in self.part.carries}}
-            ),
+            reads=tuple(((carries.get(v, v), rank), _SHARED if v in shared else _OWN) for v in inputs),
+            reads_index=self.part.index in inputs,
+            writes=self._places(outputs, rank),
+            sends=self._sends(outputs, rank, readers),
+            last_sends=self._sends(outputs, rank, last_readers),
         )
 
-    def _written(self, values: Sequence[tuple[int, Atom]], rank: int) -> _Written:
-        return _Written(
-            tuple((p, (v, rank)) for p, v in values if v not in self.carried),
-            tuple((p, (self.carried[v], rank)) for p, v in values if v in self.carried),  # type: ignore[index]
-        )
+    def _places(self, outputs: Iterable[Value], rank: int) -> tuple[_Place, ...]:
+        """Return the places of outputs of a task on a rank."""
+        places: list[_Place] = []
+        for value in outputs:
+            if value in self.accumulated:
+                places.append(((self.accumulated[value], rank), _SHARED))
+            elif value in self.carried:
+                places.append(((self.carried[value], rank), _NEXT))
+            else:
+                places.append(((value, rank), _OWN))
+        return tuple(places)
 
-    def _sends(
-        self, values: Sequence[tuple[int, Atom]], rank: int, readers: Mapping[Value, set[int]]
-    ) -> tuple[_Send, ...]:
-        leaving: dict[int, list[tuple[int, Atom]]] = {}
-        for position, value in values:
-            for target in sorted(readers.get(value, set()) - {rank}):  # type: ignore[arg-type]
-                leaving.setdefault(target, []).append((position, value))
+    def _sends(self, outputs: Sequence[Value], rank: int, readers: Mapping[Value, set[int]]) -> tuple[_Send, ...]:
+        leaving: dict[int, list[int]] = {}
+        for position, value in enumerate(outputs):
+            if value not in self.accumulated:
+                for target in sorted(readers.get(value, set()) - {rank}):
+                    leaving.setdefault(target, []).append(position)
         return tuple(
-            _Send(target, tuple(p for p, _ in batch), self._written(list(enumerate(v for _, v in batch)), target))
-            for target, batch in leaving.items()
+            _Send(target, tuple(positions), self._places([outputs[p] for p in positions], target))
+            for target, positions in leaving.items()
         )
 
-    def _run_task(self, index: int, number: int, microbatch: int) -> None:
-        program, rank, wiring, own = self.program, self.rank[index], self.wiring[index], self.values[microbatch]
-        inputs = list(wiring.fixed)
-        if wiring.index is not None:
-            inputs[wiring.index] = program.index(rank, microbatch)
-        for position, k in wiring.accumulators:
-            inputs[position] = self.current[k]
-        for position, key in wiring.reads:
-            inputs[position] = own[key]
-        outputs = program.new_slots(wiring.num_outputs)
-        for position, k in wiring.accumulated:
-            self.current[k] = outputs[position]
-        self._enter(wiring.written, outputs, microbatch)
-        program.instructions.append(Run(number, microbatch, rank, tuple(inputs), outputs))
+    def _run_task(self, wiring: _Wiring, number: int, rank: int, microbatch: int) -> None:
+        program = self.program
+        slots = (self.values[microbatch], self.values[microbatch + 1], self.shared)
+        if wiring.reads_index:
+            slots[_OWN][self.part.index, rank] = program.index(rank, microbatch)
+        inputs = tuple([slots[where][key] for key, where in wiring.reads])
+        outputs = program.new_slots(len(wiring.writes))
+        for (key, where), slot in zip(wiring.writes, outputs, strict=True):
+            slots[where][key] = slot
+        program.instructions.append(Run(number, microbatch, rank, inputs, outputs))
         for send in wiring.sends if microbatch + 1 < self.loop.length else wiring.last_sends:
+            received = program.new_slots(len(send.positions))
+            for (key, where), slot in zip(send.writes, received, strict=True):
+                slots[where][key] = slot
             sent = tuple(outputs[position] for position in send.positions)
-            received = program.new_slots(len(sent))
-            self._enter(send.written, received, microbatch)
             program.instructions.append(Transfer(rank, send.target, sent, received))
-
-    def _enter(self, written: _Written, slots: Sequence[int], microbatch: int) -> None:
-        for values, places in zip(self.values[microbatch : microbatch + 2], (written.here, written.next), strict=True):
-            for position, key in places:
-                values[key] = slots[position]
 
 
 def unroll(placed: Placed, num_ranks: int) -> Program:

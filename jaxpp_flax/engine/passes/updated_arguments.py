@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxpp_flax.engine.passes.placed import Loop
-from jaxpp_flax.engine.tracing.ir import Equation, Value
+from jaxpp_flax.engine.tracing.ir import Equation, Value, values
 
 __all__ = ["find_relatives"]
 
@@ -19,18 +19,18 @@ def find_relatives(nodes: Sequence[Equation | Loop], inputs: Sequence[Value]) ->
     position = {v: i for i, v in enumerate(inputs)}
     users: dict[Value, list[Equation]] = {}
     for node in nodes:
-        for atom in node.inputs if isinstance(node, Equation) else ():
-            if isinstance(atom, Value):
-                users.setdefault(atom, []).append(node)  # type: ignore[arg-type]
+        if isinstance(node, Equation):
+            for value in values(node.inputs):
+                users.setdefault(value, []).append(node)
 
     def search(result: Value, shape: tuple[int, ...]) -> int | None:
         queue, seen = deque([(result, 0)]), {result}
         while queue:
             value, depth = queue.popleft()
             for equation in users.get(value, ()):
-                for atom in equation.inputs:
-                    if isinstance(atom, Value) and atom in position and tuple(atom.aval.shape) == shape:
-                        return position[atom]
+                for read in values(equation.inputs):
+                    if read in position and tuple(read.aval.shape) == shape:
+                        return position[read]
                 for output in equation.outputs:
                     if tuple(output.aval.shape) == shape and output not in seen and depth < _SEARCH_DEPTH:
                         seen.add(output)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.program.program import Program
-from jaxpp_flax.engine.tracing.equation_parameters import telling
-from jaxpp_flax.engine.tracing.ir import Atom, Constant, Graph, Value, from_jaxpr, memory_kind_of
+from jaxpp_flax.engine.tracing.canonical_form import Operand, Result, canonical_form, is_jaxpr
+from jaxpp_flax.engine.tracing.ir import Constant, Equation, Graph, from_jaxpr
 from jaxpp_flax.processes import value_hash
 
 __all__ = ["describe_graph", "describe_program"]
@@ -42,20 +42,28 @@ def describe_program(
 
 def describe_graph(graph: Graph) -> Iterator[str]:
     """Yield a graph as lines: its inputs, its equations with all parameters, its outputs."""
-    names: dict[Value, str] = {}
+    return _lines(graph, lambda equation: f" at {_place(equation.where)}")
 
-    def name(atom: Atom) -> str:
-        if isinstance(atom, Constant):
-            return _text(atom.value)
-        return names.setdefault(atom, f"%{len(names)}")
 
-    yield "inputs " + ", ".join(f"{name(v)}:{_aval(v.aval)}" for v in graph.inputs)
-    for equation in graph.equations:
-        results = ", ".join(f"{name(v)}:{_aval(v.aval)}" for v in equation.outputs)
-        operands = ", ".join(name(a) for a in equation.inputs)
-        params = _params(equation.primitive, equation.params)
-        yield f"{results} = {equation.name}[{params}]({operands}) at {_place(equation.where)}"
-    yield "outputs " + ", ".join(name(atom) for atom in graph.outputs)
+def _lines(graph: Graph, place: Callable[[Equation], str]) -> Iterator[str]:
+    form = canonical_form(graph)
+    yield "inputs " + ", ".join(map(_result, form.inputs))
+    for equation, params, operands, results in form.equations:
+        telling = ", ".join(f"{name}={_text(value)}" for name, value in params)
+        made, read = ", ".join(map(_result, results)), ", ".join(map(_operand, operands))
+        yield f"{made} = {equation.name}[{telling}]({read}){place(equation)}"
+    yield "outputs " + ", ".join(map(_operand, form.outputs))
+
+
+def _result(result: Result) -> str:
+    number, facts = result
+    spec = getattr(facts.sharding, "spec", None)
+    weak = "~" if facts.weak_type else ""
+    return f"%{number}:{weak}{facts.dtype}{list(facts.shape)}{spec or ''}{facts.memory_kind or ''}"
+
+
+def _operand(operand: Operand) -> str:
+    return _text(operand.value) if isinstance(operand, Constant) else f"%{operand}"
 
 
 def _place(where: str) -> str:
@@ -63,22 +71,12 @@ def _place(where: str) -> str:
     return where.rpartition("/")[2]
 
 
-def _aval(aval: Any) -> str:
-    weak = "~" if getattr(aval, "weak_type", False) else ""
-    spec = getattr(getattr(aval, "sharding", None), "spec", None)
-    memory = memory_kind_of(aval) or ""
-    return f"{weak}{getattr(aval, 'dtype', aval)}{list(getattr(aval, 'shape', ()))}{spec or ''}{memory}"
-
-
-def _params(primitive: Any, params: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={_text(value)}" for key, value in telling(primitive, params))
-
-
 def _text(value: Any) -> str:
     """Return a parameter as text that is equal in every process."""
-    if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-        graph, constants = from_jaxpr(value)
-        return "{" + "; ".join([*map(_text, constants), *describe_graph(graph)]) + "}"
+    if is_jaxpr(value):
+        inner, captured = from_jaxpr(value)
+        # JAX caches inner jaxprs: two processes may have traced them at different places.
+        return "{" + "; ".join([*map(_text, captured), *_lines(inner, lambda _: "")]) + "}"
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(map(_text, value)) + ")"
     if isinstance(value, Mapping):

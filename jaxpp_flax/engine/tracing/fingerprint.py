@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from jax.extend import core as jex_core
 
-from jaxpp_flax.engine.tracing.equation_parameters import telling
-from jaxpp_flax.engine.tracing.ir import Constant, Graph, Value, memory_kind_of, opened
+from jaxpp_flax.engine.tracing.canonical_form import Operand, canonical_form, is_jaxpr, type_facts
+from jaxpp_flax.engine.tracing.ir import Constant, Graph, from_jaxpr
 from jaxpp_flax.engine.tracing.static_arguments import types_within
 
 __all__ = ["Fingerprinter"]
@@ -37,58 +36,30 @@ class Fingerprinter:
     """Makes keys, and remembers the keys of inner jaxprs, which stages share by identity."""
 
     def __init__(self) -> None:
-        self._jaxprs: dict[int, tuple[Any, int]] = {}
+        self._jaxprs: dict[int, tuple[Any, Hashable]] = {}
         self._interned: dict[Hashable, int] = {}
 
     def graph(self, graph: Graph) -> Hashable:
-        """Return the key of a graph."""
-        numbers: dict[Value, int] = {}
-        parts: list[Hashable] = []
+        form = canonical_form(graph)
+        parts: list[Hashable] = [form.inputs, tuple(map(self._operand, form.outputs))]
+        for equation, params, operands, results in form.equations:
+            telling = tuple((name, self._value(value)) for name, value in params)
+            context = self._value(equation.context)
+            parts.append((equation.primitive, telling, tuple(map(self._operand, operands)), results, context))
+        return self._interned.setdefault(tuple(parts), len(self._interned))
 
-        def number(value: Value) -> int:
-            return numbers.setdefault(value, len(numbers))
-
-        def atom(a: Value | Constant) -> Hashable:
-            return self._constant(a.value, a.aval) if isinstance(a, Constant) else number(a)
-
-        parts.append(tuple((number(v), self._aval(v.aval)) for v in graph.inputs))
-        for e in graph.equations:
-            parts.append(
-                (
-                    e.primitive,
-                    self._params(e.primitive, e.params),
-                    tuple(map(atom, e.inputs)),
-                    tuple((number(v), self._aval(v.aval)) for v in e.outputs),
-                    self._value(e.context),
-                )
-            )
-        parts.append(tuple(map(atom, graph.outputs)))
-        return self._intern(tuple(parts))
-
-    def _intern(self, key: Hashable) -> int:
-        return self._interned.setdefault(key, len(self._interned))
-
-    def _aval(self, aval: Any) -> Hashable:
-        return (
-            tuple(getattr(aval, "shape", ())),
-            str(getattr(aval, "dtype", aval)),
-            getattr(aval, "weak_type", False),
-            getattr(aval, "sharding", None),
-            memory_kind_of(aval),
-        )
+    def _operand(self, operand: Operand) -> Hashable:
+        return self._constant(operand.value, operand.aval) if isinstance(operand, Constant) else operand
 
     def _constant(self, value: Any, aval: Any) -> Hashable:
         try:
             array = np.asarray(value)
         except TypeError:  # typed PRNG keys have no NumPy form
             return _Same(value)
-        return ("constant", self._aval(aval), array.tobytes())
-
-    def _params(self, primitive: Any, params: Mapping[str, Any]) -> Hashable:
-        return tuple((k, self._value(v)) for k, v in telling(primitive, params))
+        return ("constant", type_facts(aval), array.tobytes())
 
     def _value(self, value: Any) -> Hashable:
-        if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
+        if is_jaxpr(value):
             return self._jaxpr(value)
         if isinstance(value, (tuple, list)):
             return (type(value), *map(self._value, value))
@@ -104,34 +75,9 @@ class Fingerprinter:
         return (value, types_within(value))  # 1, 1.0 and True are equal, and so are 0.0 and -0.0
 
     def _jaxpr(self, jaxpr: Any) -> Hashable:
-        known = self._jaxprs.get(id(jaxpr))
-        if known is not None:
-            return ("jaxpr", known[1])
-        inner = opened(jaxpr)
-        numbers: dict[Any, int] = {}
-
-        def number(v: Any) -> int:
-            return numbers.setdefault(v, len(numbers))
-
-        def atom(a: Any) -> Hashable:
-            return self._constant(a.val, a.aval) if isinstance(a, jex_core.Literal) else number(a)
-
-        variables = [*inner.constvars, *inner.invars]
-        parts: list[Hashable] = [
-            tuple((number(v), self._aval(v.aval)) for v in variables),
-            tuple(self._constant(c, getattr(c, "aval", None)) for c in getattr(jaxpr, "consts", ())),
-        ]
-        for e in inner.eqns:
-            parts.append(
-                (
-                    e.primitive,
-                    self._params(e.primitive, e.params),
-                    tuple(map(atom, e.invars)),
-                    tuple((number(v), self._aval(v.aval)) for v in e.outvars),
-                    self._value(e.ctx),
-                )
-            )
-        parts.append(tuple(map(atom, inner.outvars)))
-        key = self._intern(tuple(parts))
-        self._jaxprs[id(jaxpr)] = (jaxpr, key)  # the reference keeps the identity from being reused
-        return ("jaxpr", key)
+        if id(jaxpr) not in self._jaxprs:
+            graph, captured = from_jaxpr(jaxpr)
+            constants = tuple(self._constant(c, getattr(c, "aval", None)) for c in captured)
+            # The reference to the jaxpr keeps its identity from being reused.
+            self._jaxprs[id(jaxpr)] = (jaxpr, ("jaxpr", self.graph(graph), constants))
+        return self._jaxprs[id(jaxpr)][1]

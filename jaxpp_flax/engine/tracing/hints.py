@@ -5,7 +5,6 @@ A hint never changes a result. Under plain `jax.jit` a hint has no effect.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -28,16 +27,9 @@ place_with_p.def_abstract_eval(lambda value, like: value)
 mlir.register_lowering(place_with_p, lambda ctx, value, like: [value])
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    return place_with_p.bind(*primals), tangents[0]  # a tangent is made on its primal's stage: it needs no hint
-
-
-def _batch(operands: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
-    return place_with_p.bind(*operands), dims[0]
-
-
-ad.primitive_jvps[place_with_p] = _jvp
-batching.primitive_batchers[place_with_p] = _batch
+# A tangent is made on its primal's stage: it needs no hint.
+ad.primitive_jvps[place_with_p] = lambda primals, tangents: (place_with_p.bind(*primals), tangents[0])
+batching.primitive_batchers[place_with_p] = lambda operands, dims: (place_with_p.bind(*operands), dims[0])
 
 
 def place_with(value: T, like: Any) -> T:
@@ -79,10 +71,8 @@ def without_hints(graph: Graph) -> Graph:
     for equation in graph.equations:
         if equation.primitive is place_with_p:
             alias[equation.outputs[0]] = resolve(equation.inputs[0])
-        elif alias:
-            kept.append(replace(equation, inputs=tuple(map(resolve, equation.inputs))))
         else:
-            kept.append(equation)
+            kept.append(replace(equation, inputs=tuple(map(resolve, equation.inputs))))
     return replace(graph, outputs=tuple(map(resolve, graph.outputs)), equations=tuple(kept)) if alias else graph
 
 

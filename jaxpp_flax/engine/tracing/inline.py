@@ -9,19 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeAlias
 
-from jaxpp_flax.engine.tracing.ir import (
-    Atom,
-    Equation,
-    Graph,
-    Value,
-    applied,
-    bodies,
-    opened,
-    prune,
-)
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, applied, bodies, inside, opened, prune
 from jaxpp_flax.engine.tracing.markers import FORWARD, TANGENT, marker_p
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 
@@ -30,22 +21,18 @@ __all__ = ["CALLS", "MarkerPlacementError", "body_of", "inline", "is_recomputati
 # Calls whose body may replace them without changing a value, and the parameter that holds the body.
 CALLS = {
     "jit": "jaxpr",
-    "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
     "call": "call_jaxpr",
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
-    "remat": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "call_jaxpr",
 }
 # Their differentiation rules are useless by now. As opaque objects, the rules would hide that two stages are alike.
-_ALWAYS = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+_ALWAYS = {"custom_jvp_call", "custom_vjp_call"}
 
-_PLAIN = {"jit", "pjit", "closed_call", "core_call"}
-_REMATS = {"remat2", "checkpoint", "remat"}
+_PLAIN = {"jit", "closed_call"}
+_REMATS = {"remat2", "checkpoint"}
 
 _REMEDIES = {
     "scan": "Give each stage a scan over its own layers, with the marks between the scans; jaxpp_flax.linen.scan and "
@@ -73,26 +60,12 @@ def _is_recomputed(equation: Equation) -> bool:
 
 
 def _contains_marker(jaxpr: Any, memo: dict[int, bool]) -> bool:
-    known = memo.get(id(jaxpr))
-    if known is None:
-        known = memo[id(jaxpr)] = any(
-            eqn.primitive is marker_p
-            or eqn.primitive is treduce_p
-            or any(_contains_marker(sub, memo) for sub in bodies(eqn.params))
+    if id(jaxpr) not in memo:
+        memo[id(jaxpr)] = any(
+            eqn.primitive in (marker_p, treduce_p) or any(_contains_marker(sub, memo) for sub in bodies(eqn.params))
             for eqn in jaxpr.eqns
         )
-    return known
-
-
-def _names_of_markers(jaxpr: Any) -> list[str]:
-    """Return the names of the markers in a jaxpr, at any depth; unnamed ones are left out."""
-    found: list[str] = []
-    for eqn in jaxpr.eqns:
-        if eqn.primitive is marker_p:
-            found += [eqn.params["name"]] if eqn.params["name"] else []
-        for sub in bodies(eqn.params):
-            found += _names_of_markers(sub)
-    return found
+    return memo[id(jaxpr)]
 
 
 def _count_forward_markers(jaxpr: Any, counts: Counter[int]) -> None:
@@ -106,31 +79,24 @@ def _count_forward_markers(jaxpr: Any, counts: Counter[int]) -> None:
                 _count_forward_markers(sub, counts)
 
 
-@dataclass
-class _Scope:
-    """The forward markers that may replace recomputed ones: of the whole body, or of one recomputed region."""
+# The forward markers that may replace recomputed ones, by identifier and in program order: of the whole body, or of one
+# recomputed region.
+_Originals: TypeAlias = dict[int, list[Equation]]
 
-    occurrences: dict[int, list[Equation]] = field(default_factory=dict)
-    unclaimed: Counter[int] = field(default_factory=Counter)
 
-    def add(self, marker: Equation) -> None:
-        identifier = marker.params["identifier"]
-        self.occurrences.setdefault(identifier, []).append(marker)
-        self.unclaimed[identifier] += 1
-
-    def claim(self, counts: Counter[int], where: str) -> dict[int, list[Equation]]:
-        """Claim the last unclaimed originals: regions are recomputed in reverse order of the forward pass."""
-        claimed: dict[int, list[Equation]] = {}
-        for identifier, count in counts.items():
-            end = self.unclaimed[identifier]
-            if count > end:
-                raise MarkerPlacementError(
-                    f"a rematerialised region at {where} recomputes a stage marker that the forward pass does not "
-                    "hold. Put the marker outside of jax.checkpoint / remat, around whole stages."
-                )
-            claimed[identifier] = self.occurrences[identifier][end - count : end]
-            self.unclaimed[identifier] = end - count
-        return claimed
+def _claim(originals: _Originals, counts: Counter[int], where: str) -> _Originals:
+    """Take the last originals: regions are recomputed in reverse order of the forward pass."""
+    claimed: _Originals = {}
+    for identifier, count in counts.items():
+        left = originals.get(identifier, [])
+        if count > len(left):
+            raise MarkerPlacementError(
+                f"a rematerialised region at {where} recomputes a stage marker that the forward pass does not "
+                "hold. Put the marker outside of jax.checkpoint / remat, around whole stages."
+            )
+        claimed[identifier] = left[-count:]
+        del left[-count:]
+    return claimed
 
 
 class _Inliner:
@@ -147,19 +113,12 @@ class _Inliner:
         return atom
 
     def walk(
-        self,
-        equations: Sequence[Equation],
-        scope: _Scope,
-        recomputed: dict[int, list[Equation]] | None,
-        named: bool = False,
+        self, equations: Sequence[Equation], scope: _Originals, recomputed: _Originals | None, named: bool
     ) -> None:
         """Append `equations`, inlining as needed.
 
-        Args:
-          equations: the equations to append.
-          scope: the markers that may replace recomputed ones.
-          recomputed: the original markers, inside a recomputed region.
-          named: the region names its recomputed part, so that the rest is known to be backward work.
+        `recomputed` holds the original markers of the recomputed region around the equations. If the region has `named`
+        its recomputed part, the rest is known to be backward work.
         """
         for equation in equations:
             inputs = tuple(self.resolve(atom) for atom in equation.inputs)
@@ -168,11 +127,10 @@ class _Inliner:
             if recomputed is not None:
                 equation = replace(equation, late=not transposed, transposed=transposed)
             equation = replace(equation, inputs=inputs)
+            hides = any(_contains_marker(sub, self.memo) for sub in bodies(equation.params))
             if equation.primitive is marker_p:
                 self._marker(equation, scope, recomputed)
-            elif any(_contains_marker(sub, self.memo) for sub in bodies(equation.params)) or (
-                equation.name in self.always
-            ):
+            elif hides or equation.name in self.always:
                 self._call(equation, scope, recomputed, named)
             else:
                 self._append(equation)
@@ -182,7 +140,7 @@ class _Inliner:
             self.backward.update(equation.outputs)
         self.equations.append(equation)
 
-    def _marker(self, equation: Equation, scope: _Scope, recomputed: dict[int, list[Equation]] | None) -> None:
+    def _marker(self, equation: Equation, scope: _Originals, recomputed: _Originals | None) -> None:
         direction = equation.params["direction"]
         if direction == TANGENT:
             raise MarkerPlacementError(
@@ -191,23 +149,20 @@ class _Inliner:
             )
         if direction != FORWARD:
             self._append(replace(equation, transposed=True, late=False))
-            self.backward.update(equation.outputs)
         elif recomputed is None:
-            scope.add(equation)
+            scope.setdefault(equation.params["identifier"], []).append(equation)
             self._append(equation)
         else:
             original = recomputed[equation.params["identifier"]].pop(0)
-            scope.add(original)
+            scope.setdefault(equation.params["identifier"], []).append(original)
             for mine, theirs in zip(equation.outputs, original.outputs, strict=True):
                 self.substitution[mine] = theirs
 
-    def _call(
-        self, equation: Equation, scope: _Scope, recomputed: dict[int, list[Equation]] | None, named: bool
-    ) -> None:
+    def _call(self, equation: Equation, scope: _Originals, recomputed: _Originals | None, named: bool) -> None:
         parameter = CALLS.get(equation.name)
         if parameter is None:
-            names = [name for sub in bodies(equation.params) for name in _names_of_markers(sub)]
-            which = f"the stage marker {names[0]!r}" if names else "a stage marker (or a treduce)"
+            marks = [e for e in inside(equation.params) if e.primitive is marker_p and e.params["name"]]
+            which = f"the stage marker {marks[0].params['name']!r}" if marks else "a stage marker (or a treduce)"
             raise MarkerPlacementError(
                 f"{which} stands inside `{equation.name}` at {equation.where}, where a pipeline "
                 "cannot be cut. " + _REMEDIES.get(equation.name, "Move the mark out of it.")
@@ -220,7 +175,7 @@ class _Inliner:
             counts: Counter[int] = Counter()
             _count_forward_markers(opened(body), counts)
             named = any(map(_is_recomputed, graph.equations))
-            self.walk(graph.equations, _Scope(), scope.claim(counts, equation.where), named)
+            self.walk(graph.equations, {}, _claim(scope, counts, equation.where), named)
         else:
             self.walk(graph.equations, scope, recomputed, named)
         for outer, inner in zip(equation.outputs, graph.outputs, strict=True):
@@ -240,7 +195,7 @@ def inline(graph: Graph, *, flatten: bool = False, remat: bool = False) -> Graph
         differentiation), naming the construct and the user's line.
     """
     inliner = _Inliner(flatten, remat)
-    inliner.walk(graph.equations, _Scope(), None)
+    inliner.walk(graph.equations, {}, None, False)
     outputs = tuple(inliner.resolve(atom) for atom in graph.outputs)
     return prune(Graph(graph.inputs, outputs, tuple(inliner.equations)))
 

@@ -6,9 +6,11 @@ classes differ between JAX versions. `Graph.run` runs a `Graph` anywhere, under 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import jax
@@ -18,9 +20,9 @@ from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 __all__ = [
-    "Atom", "Constant", "Equation", "Graph", "Value", "VerificationError", "applied", "bodies", "emit", "everywhere",
-    "from_jaxpr", "in_memory", "memory_kind_of", "opened", "plain_literal", "prune", "struct_of", "values",
-    "with_outputs",
+    "Atom", "Constant", "Equation", "Graph", "Value", "VerificationError", "ancestors", "applied", "bodies", "emit",
+    "everywhere", "from_jaxpr", "in_memory", "inside", "memory_kind_of", "opened", "plain_literal", "producers",
+    "prune", "struct_of", "use_counts", "values", "with_outputs",
 ]  # fmt: skip
 
 
@@ -36,7 +38,7 @@ class Value:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes (0 for dtypes without a known size, such as PRNG keys)."""
+        """Size in bytes; 0 for dtypes without a known size, such as PRNG keys."""
         return int(self.aval.size) * int(getattr(self.aval.dtype, "itemsize", 0))
 
 
@@ -81,7 +83,6 @@ class Equation:
 
     @property
     def name(self) -> str:
-        """The primitive's name."""
         return self.primitive.name
 
     @property
@@ -92,10 +93,7 @@ class Equation:
     def bind(self, *operands: Any) -> Sequence[Any]:
         """Apply the primitive; always return a sequence of results."""
         params = self.primitive.get_bind_params(dict(self.params))
-        if self.context is not None:
-            with self.context.manager:
-                results = self.primitive.bind(*operands, **params)
-        else:
+        with self.context.manager if self.context is not None else nullcontext():
             results = self.primitive.bind(*operands, **params)
         return results if self.primitive.multiple_results else [results]
 
@@ -166,24 +164,15 @@ class Graph:
 
 def plain_literal(value: Any, aval: Any) -> Any:
     """Return a literal as a Python number or a NumPy array: JAX's own arrays hold the mesh of their trace."""
-    if type(value) is np.ndarray or isinstance(value, (np.generic, bool, int, float, complex)):
-        return value
-    if not hasattr(value, "__array__"):
+    plain = type(value) is np.ndarray or isinstance(value, (np.generic, int, float, complex))
+    if plain or not hasattr(value, "__array__"):
         return value
     array = np.asarray(value)
     return array.item() if aval.weak_type and array.ndim == 0 else array
 
 
-def _is_transposed(equation: Any) -> bool:
-    return "transpose(" in str(equation.source_info.name_stack)
-
-
 def from_jaxpr(
-    jaxpr: Any,
-    operands: Sequence[Atom] | None = None,
-    *,
-    transposed: bool = False,
-    late: bool = False,
+    jaxpr: Any, operands: Sequence[Atom] | None = None, *, transposed: bool = False, late: bool = False
 ) -> tuple[Graph, list[Any]]:
     """Convert a (closed) jaxpr; its captured constants become leading inputs, and are returned with the graph.
 
@@ -203,21 +192,19 @@ def from_jaxpr(
 
     equations: list[Equation] = []
     for eqn in inner.eqns:
-        outputs = tuple(Value(v.aval) for v in eqn.outvars)
-        equations.append(
-            Equation(
-                primitive=eqn.primitive,
-                params=eqn.params,
-                inputs=tuple(map(read, eqn.invars)),
-                outputs=outputs,
-                effects=frozenset(eqn.effects),
-                context=eqn.ctx,
-                source=eqn.source_info,
-                transposed=transposed or _is_transposed(eqn),
-                late=late,
-            )
+        equation = Equation(
+            primitive=eqn.primitive,
+            params=eqn.params,
+            inputs=tuple(map(read, eqn.invars)),
+            outputs=tuple(Value(v.aval) for v in eqn.outvars),
+            effects=frozenset(eqn.effects),
+            context=eqn.ctx,
+            source=eqn.source_info,
+            transposed=transposed or "transpose(" in str(eqn.source_info.name_stack),
+            late=late,
         )
-        environment.update(zip(eqn.outvars, outputs, strict=True))
+        equations.append(equation)
+        environment.update(zip(eqn.outvars, equation.outputs, strict=True))
     return Graph(tuple(values(inputs)), tuple(map(read, inner.outvars)), tuple(equations)), consts
 
 
@@ -271,24 +258,70 @@ def everywhere(graph: Graph) -> Iterator[Any]:
     """Yield every equation of a graph, and every equation of JAX in the jaxprs inside its equations, at any depth."""
     for equation in graph.equations:
         yield equation
-        yield from _inside(equation.params)
+        yield from inside(equation.params)
 
 
-def _inside(params: Mapping[str, Any]) -> Iterator[Any]:
+def inside(params: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield every equation of JAX in the jaxprs in an equation's parameters, at any depth."""
     for jaxpr in bodies(params):
         for equation in jaxpr.eqns:
             yield equation
-            yield from _inside(equation.params)
+            yield from inside(equation.params)
 
 
-def prune(graph: Graph) -> Graph:
-    """Drop equations without effect on the outputs; equations with side effects (debug prints) stay."""
+def producers(equations: Iterable[Equation]) -> dict[Value, Equation]:
+    """Return the equation that makes each value."""
+    return {value: equation for equation in equations for value in equation.outputs}
+
+
+def ancestors(atoms: Iterable[Atom], producer: Mapping[Value, Equation]) -> Iterator[Value]:
+    """Yield the values from which `producer`'s equations compute atoms; the atoms themselves come first."""
+    stack, seen = values(atoms), set[Value]()
+    while stack:
+        value = stack.pop()
+        if value not in seen:
+            seen.add(value)
+            yield value
+            stack.extend(values(producer[value].inputs) if value in producer else ())
+
+
+def use_counts(
+    equations: Iterable[Equation], outputs: Iterable[Atom], resolve: Callable[[Atom], Atom] = lambda atom: atom
+) -> Counter[Value]:
+    """Count the reads of each value, by equations and as an output; `resolve` may look through identities."""
+    reads = chain(*(equation.inputs for equation in equations), outputs)
+    return Counter(values(map(resolve, reads)))
+
+
+def needed_by(
+    equations: Sequence[Equation], wanted: Iterable[Value], resolve: Callable[[Atom], Atom] = lambda atom: atom
+) -> set[Equation]:
+    """Return those of some equations that make the wanted values.
+
+    Of a backward task, these make the cotangents that leave the stage; the others make weight gradients.
+    """
+    values: set[Atom] = set(wanted)
+    found: set[Equation] = set()
+    for equation in reversed(equations):
+        if not values.isdisjoint(equation.outputs):
+            found.add(equation)
+            values.update(map(resolve, equation.inputs))
+    return found
+
+
+def prune(
+    graph: Graph, narrowed: Callable[[Equation, set[Value]], Equation] = lambda equation, needed: equation
+) -> Graph:
+    """Drop equations without effect on the outputs; equations with side effects (debug prints) stay.
+
+    `narrowed` may replace an equation that stays by one that makes only the values needed.
+    """
     needed = set(values(graph.outputs))
     kept: list[Equation] = []
     for equation in reversed(graph.equations):
         if equation.effects or not needed.isdisjoint(equation.outputs):
-            kept.append(equation)
-            needed.update(values(equation.inputs))
+            kept.append(narrowed(equation, needed))
+            needed.update(values(kept[-1].inputs))
     return replace(graph, equations=tuple(reversed(kept)))
 
 

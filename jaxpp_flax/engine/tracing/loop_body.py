@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from jaxpp_flax.engine.tracing.dataflow import producers, use_counts
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, producers, values
 from jaxpp_flax.engine.tracing.markers import FORWARD, Mark, marker_p
 from jaxpp_flax.engine.tracing.treduce import Op
 
-__all__ = ["LoopBody"]
+__all__ = ["LoopBody", "sliced_by_index"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,12 +67,10 @@ class LoopBody:
 
     @property
     def inputs(self) -> tuple[Value, ...]:
-        """All inputs of a microbatch."""
         return (*self.constants, self.index, *self.carry)
 
     @property
     def outputs(self) -> tuple[Atom, ...]:
-        """All outputs of a microbatch."""
         return (*self.next_carry, *self.results)
 
     @cached_property
@@ -85,11 +82,6 @@ class LoopBody:
     def producer(self) -> dict[Value, Equation]:
         """The equation that makes each value."""
         return producers(self.equations)
-
-    @cached_property
-    def users(self) -> dict[Value, int]:
-        """The number of reads of each value; an output counts as a read."""
-        return use_counts(self.equations, self.outputs)
 
     @cached_property
     def markers(self) -> tuple[Equation, ...]:
@@ -107,3 +99,21 @@ class LoopBody:
         return replace(
             self, equations=graph.equations, next_carry=graph.outputs[:carries], results=graph.outputs[carries:]
         )
+
+
+def sliced_by_index(equations: Iterable[Equation], index: Value) -> set[Value]:
+    """Return the values that equations, with plain calls inlined, slice by the microbatch's index.
+
+    An input of the loop that is sliced is data; the other inputs are parameters.
+    """
+    moving: set[Value] = {index}
+    found: set[Value] = set()
+    for equation in equations:
+        operands = values(equation.inputs)
+        if moving.isdisjoint(operands):
+            continue
+        if equation.name in ("dynamic_slice", "gather"):
+            found.update(v for v in operands if v not in moving)
+        elif all(v.aval.ndim == 0 for v in operands):
+            moving.update(equation.outputs)
+    return found

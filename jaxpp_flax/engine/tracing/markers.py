@@ -8,8 +8,7 @@ lowers to no operation.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,7 +17,7 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
-from jaxpp_flax.engine.tracing.equation_parameters import COSMETIC
+from jaxpp_flax.engine.tracing.canonical_form import COSMETIC
 
 __all__ = [
     "BACKWARD",
@@ -45,44 +44,36 @@ marker_p.multiple_results = True
 setattr(marker_p, COSMETIC, ("name", "identifier"))
 
 
-@marker_p.def_impl
-def _marker_impl(*operands: Any, **_: Any) -> list[Any]:
-    return list(operands)
+marker_p.def_impl(lambda *operands, **_: list(operands))
+marker_p.def_abstract_eval(lambda *avals, **_: list(avals))
 
 
-@marker_p.def_abstract_eval
-def _marker_abstract(*avals: Any, **_: Any) -> list[Any]:
-    return list(avals)
+def _marked(xs: Sequence[Any], which: Callable[[Any], bool], **params: Any) -> list[Any]:
+    """Return the values, those of one kind passed through a marker."""
+    positions = [i for i, x in enumerate(xs) if which(x)]
+    out: list[Any] = list(xs)
+    if positions:
+        for i, x in zip(positions, marker_p.bind(*(xs[i] for i in positions), **params), strict=True):
+            out[i] = x
+    return out
+
+
+def _is_live(tangent: Any) -> bool:
+    return not isinstance(tangent, ad.Zero)
 
 
 def _marker_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
-    results = marker_p.bind(*primals, **params)
-    live = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
-    out: list[Any] = list(tangents)
-    if live:
-        marked = marker_p.bind(*(tangents[i] for i in live), **{**params, "direction": TANGENT})
-        for i, tangent in zip(live, marked, strict=True):
-            out[i] = tangent
-    return results, out
+    return marker_p.bind(*primals, **params), _marked(tangents, _is_live, **{**params, "direction": TANGENT})
 
 
 def _marker_transpose(cotangents: Sequence[Any], *operands: Any, **params: Any) -> list[Any]:
-    live = [i for i, cotangent in enumerate(cotangents) if not isinstance(cotangent, ad.Zero)]
-    out: list[Any] = list(cotangents)
-    if live:
-        marked = marker_p.bind(*(cotangents[i] for i in live), **{**params, "direction": BACKWARD})
-        for i, cotangent in zip(live, marked, strict=True):
-            out[i] = cotangent
-    return [ct if ad.is_undefined_primal(x) else None for ct, x in zip(out, operands, strict=True)]
-
-
-def _marker_batch(operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[list[Any], Sequence[Any]]:
-    return marker_p.bind(*operands, **params), dims
+    marked = _marked(cotangents, _is_live, **{**params, "direction": BACKWARD})
+    return [ct if ad.is_undefined_primal(x) else None for ct, x in zip(marked, operands, strict=True)]
 
 
 ad.primitive_jvps[marker_p] = _marker_jvp
 ad.primitive_transposes[marker_p] = _marker_transpose
-batching.primitive_batchers[marker_p] = _marker_batch
+batching.primitive_batchers[marker_p] = lambda operands, dims, **params: (marker_p.bind(*operands, **params), dims)
 mlir.register_lowering(marker_p, lambda ctx, *operands, **_: list(operands))
 
 
@@ -119,23 +110,14 @@ def mark_stage_end(x: T, name: str | None = None, *, closes_block: bool = False)
     with MPMD Pipeline Parallelism", 2024.
     """
     leaves, treedef = jax.tree_util.tree_flatten(x)
-    positions = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
-    if not positions:
+    if not any(map(_is_array, leaves)):
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves})) or "nothing"
         raise ValueError(
             f"mark_stage_end got no array to mark (stage {name!r}; it got {kinds}). "
             "Pass the activations that go on to the next stage, e.g. `x = mark_stage_end(x)`."
         )
-    marked = marker_p.bind(
-        *(leaves[i] for i in positions),
-        name=name,
-        identifier=next(_identifiers),
-        direction=FORWARD,
-        closes_block=closes_block,
-    )
-    for i, leaf in zip(positions, marked, strict=True):
-        leaves[i] = leaf
-    return jax.tree_util.tree_unflatten(treedef, leaves)
+    params = {"name": name, "identifier": next(_identifiers), "direction": FORWARD, "closes_block": closes_block}
+    return jax.tree_util.tree_unflatten(treedef, _marked(leaves, _is_array, **params))
 
 
 def pipeline_enter_stage(x: T, name: str | None = None) -> T:
@@ -160,13 +142,8 @@ def block_names(marks: Sequence[Mark]) -> tuple[str, ...]:
       ('Block_0', 'Block_1', 'mark_2')
     """
     plain = [mark.name if mark.name is not None else f"mark_{i}" for i, mark in enumerate(marks)]
-    repeated = {name for name, count in Counter(plain).items() if count > 1}
-    seen: Counter[str] = Counter()
-    names: list[str] = []
-    for name in plain:
-        names.append(f"{name}_{seen[name]}" if name in repeated else name)
-        seen[name] += 1
-    return tuple(names)
+    earlier = [plain[:i].count(name) for i, name in enumerate(plain)]
+    return tuple(f"{name}_{n}" if plain.count(name) > 1 else name for name, n in zip(plain, earlier, strict=True))
 
 
 def segment_names(marks: Sequence[Mark]) -> tuple[str, ...]:

@@ -49,13 +49,8 @@ def types_within(value: Any) -> Hashable:
     if isinstance(value, Mapping):
         return (type(value), frozenset((key, types_within(key), types_within(of)) for key, of in value.items()))
     if isinstance(value, functools.partial):
-        return (
-            type(value),
-            types_within(value.func),
-            types_within(value.args),
-            types_within(tuple(value.keywords.items())),
-        )
-    if _compares_fields(value):
+        return (type(value), *map(types_within, (value.func, value.args, tuple(value.keywords.items()))))
+    if not isinstance(value, type) and getattr(getattr(value, "__dataclass_params__", None), "eq", False):
         compared = (field.name for field in dataclasses.fields(value) if field.compare)
         return (type(value), *(types_within(getattr(value, name, None)) for name in compared))
     if isinstance(value, (float, np.floating)):
@@ -63,10 +58,6 @@ def types_within(value: Any) -> Hashable:
     if isinstance(value, complex):
         return (type(value), math.copysign(1.0, value.real), math.copysign(1.0, value.imag))
     return type(value)
-
-
-def _compares_fields(value: Any) -> bool:
-    return not isinstance(value, type) and getattr(getattr(value, "__dataclass_params__", None), "eq", False)
 
 
 def unhashable(fun: Callable[..., Any], statics: Sequence[tuple[int | str, StaticArgument]]) -> TypeError:

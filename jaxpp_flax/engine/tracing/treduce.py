@@ -64,11 +64,9 @@ class AddOp:
     """Sum over the microbatches (`Add` is its instance)."""
 
     def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return zeros."""
         return _full(value, 0)
 
     def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-        """Return `state + value`."""
         return state + value
 
 
@@ -77,15 +75,11 @@ class MaxOp:
     """Element-wise maximum over the microbatches (`Max` is its instance)."""
 
     def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return the dtype's lowest value."""
         if jnp.issubdtype(value.dtype, jnp.floating):
             return _full(value, -jnp.inf)
-        if value.dtype == jnp.bool_:
-            return _full(value, False)
-        return _full(value, jnp.iinfo(value.dtype).min)
+        return _full(value, False if value.dtype == jnp.bool_ else jnp.iinfo(value.dtype).min)
 
     def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-        """Return the larger value, element by element."""
         return jnp.maximum(state, value)
 
 
@@ -96,12 +90,9 @@ class Concat:
     axis: int = 0
 
     def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return zeros with the new axis of size `num_microbatches`."""
-        axis = self.axis % (len(value.shape) + 1)
-        return _full(value, 0, axis, num_microbatches)
+        return _full(value, 0, self.axis % (len(value.shape) + 1), num_microbatches)
 
     def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-        """Return `state` with `value` written at `index`."""
         return jax.lax.dynamic_update_index_in_dim(state, value, index, self.axis % state.ndim)
 
 
@@ -110,11 +101,9 @@ class LastOp:
     """The last microbatch's result (`Last` is its instance)."""
 
     def state(self, num_microbatches: int, value: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return zeros; every microbatch overwrites them."""
-        return _full(value, 0)
+        return _full(value, 0)  # every microbatch overwrites it
 
     def update(self, state: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
-        """Return `value`."""
         return value
 
 
@@ -139,8 +128,7 @@ def _run(
         new = [op.update(s, y, index) for op, s, y in zip(operations, loop[1], outputs[num_carry:], strict=True)]
         return outputs[:num_carry], new
 
-    index_type = jnp.int32
-    carry_out, reduced = jax.lax.fori_loop(index_type(0), index_type(length), step, (list(carry), states))
+    carry_out, reduced = jax.lax.fori_loop(jnp.int32(0), jnp.int32(length), step, (list(carry), states))
     return [*carry_out, *reduced]
 
 
@@ -220,10 +208,10 @@ def treduce_i(
       length: number of microbatches, at least 1.
       schedule: the order in which each rank runs its tasks; plain `jax.jit` ignores it.
       operation: prefix tree of operations over the body's results. The default suits `jax.value_and_grad`: it stacks
-        the first of two results and adds up the second.
+        the values and adds up the gradients.
       axis: the axis of the microbatches in the results that the default operation stacks; give your own operation its
         axis directly (`Concat(axis)`).
-      init: the carry before the first microbatch. Each of its leaves must keep shape and dtype.
+      init: the carry before the first microbatch (running statistics, counters). Its leaves keep shape and dtype.
 
     Returns:
       The reduced results; with `init`, the pair of the last carry and these.
@@ -247,9 +235,9 @@ def treduce_i(
             )
         operation = (Concat(axis), Add)
     has_carry = init is not _NO_CARRY
-    carry_leaves, carry_tree = jax.tree.flatten(init if has_carry else ())
-    carry_leaves = [jnp.asarray(leaf) for leaf in carry_leaves]
-    _refuse_other_memory("treduce's init is", init if has_carry else (), map(jax.typeof, carry_leaves))
+    carry = jax.tree.map(jnp.asarray, init if has_carry else ())
+    carry_leaves, carry_tree = jax.tree.flatten(carry)
+    _refuse_other_memory("treduce's init is", carry, map(jax.typeof, carry_leaves))
 
     def body(index: jax.Array, *leaves: Any) -> Any:
         if has_carry:
@@ -273,15 +261,12 @@ def treduce_i(
         length=length,
         operations=tuple(_broadcast_operations(operation, result_shapes)),
         schedule=schedule,
-        carry_names=tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(init))
-        if has_carry
-        else (),
+        carry_names=tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(carry)),
         lowered_for=_for_devices(graph),
     )
-    reduced = jax.tree.unflatten(jax.tree.structure(result_shapes), flat[len(carry_leaves) :])
-    if has_carry:
-        return jax.tree.unflatten(carry_tree, flat[: len(carry_leaves)]), reduced
-    return reduced
+    carried, reduced = flat[: len(carry_leaves)], flat[len(carry_leaves) :]
+    results = jax.tree.unflatten(jax.tree.structure(result_shapes), reduced)
+    return (jax.tree.unflatten(carry_tree, carried), results) if has_carry else results
 
 
 def _sharding_of(leaf: Any) -> Any:
@@ -338,11 +323,8 @@ def treduce(
     Args:
       fun: body of the loop for one microbatch: `fun(x)`, or with `init` given `fun(carry, x) -> (carry, result)`.
       xs: a pytree of arrays with one common size along `axis`, the number of microbatches.
-      schedule: the order in which each rank runs its tasks; plain `jax.jit` ignores it.
       axis: the microbatches' axis in every leaf of `xs`.
-      operation: prefix tree of operations over the body's results; the default suits `jax.value_and_grad`: it
-        stacks the values and adds up the gradients.
-      init: the carry before the first microbatch (running statistics, counters).
+      schedule, operation, init: as in `treduce_i`.
 
     Returns:
       The reduced results; with `init`, the pair of the last carry and these.
@@ -362,30 +344,30 @@ def treduce(
 
     Source: the loop of NVIDIA's JaxPP (Xhonneux et al., 2024).
     """
-    leaves = jax.tree_util.tree_leaves_with_path(xs)
-    if not leaves:
-        raise ValueError("treduce got `xs` without a single array, so the number of microbatches is unknown.")
+    length = _common_size(xs, axis)
+    xs = jax.tree.map(lambda x: _whole_along(jnp.asarray(x), axis), xs)
+
+    def at(index: Any) -> Any:
+        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False), xs)
+
+    if init is _NO_CARRY:
+        return treduce_i(lambda i: fun(at(i)), length, schedule, operation)
+    return treduce_i(lambda carry, i: fun(carry, at(i)), length, schedule, operation, init=init)
+
+
+def _common_size(xs: Any, axis: int) -> int:
     sizes: dict[str, int] = {}
-    for path, leaf in leaves:
-        shape = jnp.shape(leaf)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(xs):
+        name, shape = f"xs{jax.tree_util.keystr(path)}", jnp.shape(leaf)
         if not -len(shape) <= axis < len(shape):
-            raise ValueError(
-                f"treduce's xs{jax.tree_util.keystr(path)} has shape {shape}, which has no axis {axis} of microbatches."
-            )
-        sizes[f"xs{jax.tree_util.keystr(path)}"] = shape[axis]
+            raise ValueError(f"treduce's {name} has shape {shape}, which has no axis {axis} of microbatches.")
+        sizes[name] = shape[axis]
+    if not sizes:
+        raise ValueError("treduce got `xs` without a single array, so the number of microbatches is unknown.")
     if len(set(sizes.values())) > 1:
         listing = ", ".join(f"{name}: {size}" for name, size in sizes.items())
         raise ValueError(
             f"treduce's leaves disagree about the number of microbatches along axis {axis} ({listing}). "
             "Give every leaf the same size there."
         )
-
-    xs = jax.tree.map(lambda x: _whole_along(jnp.asarray(x), axis), xs)
-
-    def at(index: Any) -> Any:
-        return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False), xs)
-
-    length = next(iter(sizes.values()))
-    if init is _NO_CARRY:
-        return treduce_i(lambda i: fun(at(i)), length, schedule, operation)
-    return treduce_i(lambda carry, i: fun(carry, at(i)), length, schedule, operation, init=init)
+    return next(iter(sizes.values()))

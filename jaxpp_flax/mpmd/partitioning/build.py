@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxpp_flax.engine.passes.liveness import allocate
+from jaxpp_flax.engine.passes.check_supported import refuse_ordered_effects
+from jaxpp_flax.engine.passes.liveness import allocate_slots
 from jaxpp_flax.engine.passes.runner import wants_verification
 from jaxpp_flax.engine.passes.submesh_constraints import onto_mesh
 from jaxpp_flax.engine.program.program import Program
-from jaxpp_flax.engine.tracing.effects import refuse_ordered_effects
 from jaxpp_flax.engine.tracing.ir import Graph
 from jaxpp_flax.messages import known_names
 from jaxpp_flax.mpmd.config import MpmdConfig
@@ -66,7 +66,7 @@ def build(
     fragments = fragments_of(step, placement, stages, order, weights)
     rewrites = [onto_mesh(meshes.unstack, mesh.abstract_mesh) for mesh in meshes.unstack]
     unrolled = unroll(step, placement, fragments, rewrites)
-    program = allocate(unrolled, [False] * num_constants + list(donated))
+    program = allocate_slots(unrolled, [False] * num_constants + list(donated))
     if wants_verification():
         unrolled.verify()
         program.verify()

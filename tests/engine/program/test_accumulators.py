@@ -11,13 +11,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.pipeline import build
 from jaxpp_flax.engine.program.program import ProgramTask, Run
 from jaxpp_flax.engine.program.specs import initial_spec
-from jaxpp_flax.engine.tracing.ir import Graph
+from jaxpp_flax.engine.tracing.ir import Graph, from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
-from jaxpp_flax.schedules import Schedule, Std1F1B
-from tests.engine.toys import by_hand, chain, identity, made
+from jaxpp_flax.schedules import GPipe, Schedule, Std1F1B
+from tests.engine.toys import by_hand, chain, gradients, identity, made
 from tests.helpers import DIM, batch_of, tree_allclose
 from tests.matrix.harness import mesh_of
 
@@ -84,3 +85,19 @@ def test_shards_lead_once():
     program = by_hand([Run(0, -1, 0, (), (0,))], [init], [], 1)
     for wish, found in {P(None, "tensor"): P("data", None, "tensor"), P("data"): P("data")}.items():
         assert initial_spec(program, 0, 0, {}.get, wish) == found
+
+
+def test_the_estimate_before_the_cut_follows_the_same_rule():
+    """A policy that fills memory counts a gradient's shards over the axes of the batch and of the parameter."""
+    graph, _ = from_jaxpr(jax.jit(gradients(GPipe(2))).trace(chain(2), batch_of(2)).jaxpr)
+    spec_of = {1: P(), 2: P(None, "tensor"), 3: P(None, "data")}
+    found: dict[tuple[int, ...], P] = {}
+
+    def policy(marks: Any, num_stages: int) -> list[int]:
+        found.update({value.aval.shape: spec for value, spec in marks.blocks.state_specs().items()})
+        return [0]
+
+    specs = [spec_of[value.aval.ndim] for value in graph.inputs]
+    build(graph, 2, policy, [False] * len(specs), specs, {"data": 2, "tensor": 2})
+    assert found[2, DIM, DIM] == P("data", None, "tensor")
+    assert found[2, DIM] == P("data")

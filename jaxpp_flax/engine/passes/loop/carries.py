@@ -2,71 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
 
+from jaxpp_flax.engine.passes.loop.loop_tasks import Carry
 from jaxpp_flax.engine.passes.loop.task_drafts import Key, TaskDrafts
-from jaxpp_flax.engine.tracing.ir import Value
+from jaxpp_flax.engine.tracing.ir import Atom, values
 
-__all__ = ["CarryError", "DraftCarry", "write_carries"]
+__all__ = ["CarryError", "write_carries"]
 
 
 class CarryError(ValueError):
     """A leaf of the carry flows against the pipeline."""
 
 
-class DraftCarry(NamedTuple):
-    """A `Carry` whose task has no number yet."""
+def write_carries(drafts: TaskDrafts) -> list[tuple[Key, Callable[..., Carry]]]:
+    """Choose the task that writes each leaf of the carry; every stage that reads a counter keeps its own copy.
 
-    leaf: int
-    key: Key
-    state: Value
-    result: Value
+    Return each task with a function that makes its `Carry`, once the task has a number.
+    """
+    body, counters = drafts.body, sorted(drafts.labels.counters)
+    following = [drafts.labels.resolve(atom) for atom in body.next_carry]
+    readers: list[set[Key]] = [set() for _ in body.carry]
+    found: list[tuple[Key, Callable[..., Carry]]] = []
 
+    def note(key: Key, wanted: Sequence[Atom]) -> None:
+        read = drafts.free_closure(values(wanted))[1]
+        for leaf, state in enumerate(body.carry):
+            if state in read:
+                readers[leaf].add(key)
 
-def write_carries(drafts: TaskDrafts) -> list[DraftCarry]:
-    """Choose the task that writes each leaf of the carry; every stage that reads a counter keeps its own copy."""
-    found: list[DraftCarry] = []
-    pending = set(range(len(drafts.body.carry)))
-    readers: dict[int, set[Key]] = {j: set() for j in pending}
-
-    def note(key: Key, values: Sequence[Value]) -> None:
-        read = drafts.free_closure(values)[1]
-        for j in range(len(drafts.body.carry)):
-            if drafts.body.carry[j] in read:
-                readers[j].add(key)
+    def write(leaf: int, key: Key) -> None:
+        result = drafts.return_copy(key, following[leaf])
+        found.append((key, partial(Carry, leaf=leaf, state=body.carry[leaf], result=result)))
 
     for key, wanted in list(drafts.wanted.items()):
         note(key, wanted)
-    for j in sorted(pending):
-        if j not in drafts.labels.counters:
-            atom = drafts.labels.resolve(drafts.body.next_carry[j])
+    for leaf, atom in enumerate(following):
+        if leaf not in drafts.labels.counters:
             key = drafts.home(atom)
-            _check_carry(drafts, j, key, readers[j])
-            result = drafts.copy(key, atom)
-            drafts.returns.setdefault(key, []).append(result)
-            note(key, [atom] if isinstance(atom, Value) else [])
-            found.append(DraftCarry(j, key, drafts.body.carry[j], result))
+            _check_carry(drafts, leaf, key, readers[leaf])
+            write(leaf, key)
+            note(key, [atom])
     # A counter may depend on another one: repeat until no stage needs a further copy.
-    owners: dict[int, dict[int, Key]] = {j: {} for j in drafts.labels.counters}
+    owners: dict[int, dict[int, Key]] = {leaf: {} for leaf in drafts.labels.counters}
     changed = True
     while changed:
         changed = False
-        for j in sorted(drafts.labels.counters):
-            wanted_by = sorted(readers[j]) or ([(0, 0)] if not owners[j] else [])
-            for key in wanted_by:
+        for leaf in counters:
+            for key in sorted(readers[leaf]) or ([] if owners[leaf] else [(0, 0)]):
                 stage = drafts.stage_of(key)
-                if stage not in owners[j]:
-                    owners[j][stage] = key
-                    out = drafts.labels.resolve(drafts.body.next_carry[j])
-                    note(key, [out] if isinstance(out, Value) else [])
+                if stage not in owners[leaf]:
+                    owners[leaf][stage] = key
+                    note(key, [following[leaf]])
                     changed = True
-    for j, stages in owners.items():
+    for leaf, stages in owners.items():
         for key in stages.values():
-            atom = drafts.labels.resolve(drafts.body.next_carry[j])
-            result = drafts.copy(key, atom)
-            drafts.returns.setdefault(key, []).append(result)
-            found.append(DraftCarry(j, key, drafts.body.carry[j], result))
+            write(leaf, key)
     return found
 
 

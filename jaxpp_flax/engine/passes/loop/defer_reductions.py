@@ -19,31 +19,25 @@ import jax
 from jax.extend.core import primitives
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, propagate
+from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ShardCounts, propagate
+from jaxpp_flax.engine.analyses.inner_bodies import scan_again, shard_map_without_sums
 from jaxpp_flax.engine.analyses.linearity import accumulates
-from jaxpp_flax.engine.analyses.microbatch_data import sliced_by_index
-from jaxpp_flax.engine.analyses.scans import scan_again
-from jaxpp_flax.engine.analyses.shard_maps import shard_map_without_sums
-from jaxpp_flax.engine.analyses.shards import ShardCounts
 from jaxpp_flax.engine.analyses.sums_over_batch import Chain, ChainFinder
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
 from jaxpp_flax.engine.tracing.hints import without_hints
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, applied, emit, prune, struct_of, values
-from jaxpp_flax.engine.tracing.loop_body import LoopBody
+from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
 from jaxpp_flax.engine.tracing.treduce import AddOp
 
 __all__ = ["defer_in_loops", "defer_reductions"]
 
 
-def defer_in_loops(step: Opened[OpenLoop], specs: Sequence[PartitionSpec], shards: ShardCounts) -> Opened[OpenLoop]:
+def defer_in_loops(step: Opened, specs: Sequence[PartitionSpec], shards: ShardCounts) -> Opened:
     """Defer the reductions of every loop that slices its microbatches from sharded arguments.
 
-    Args:
-      step: the step with its loops opened.
-      specs: the partition of each input of the step inside a submesh.
-      shards: returns the number of shards over an entry of a spec.
+    `specs` gives the partition of each input of the step inside a submesh.
     """
     spec_of = dict(zip(step.graph.inputs, specs, strict=True))
     known = {v: dim for v, spec in spec_of.items() if (dim := shards.batch_dim(spec)) is not None}
@@ -59,7 +53,7 @@ def _defer_in_loop(
     if not batch:
         return loop
     body = loop.body.rewritten(without_hints(inline(loop.body.graph, flatten=True, remat=True)))
-    sliced = sliced_by_index(body)
+    sliced = sliced_by_index(body.equations, body.index)
     batch = {v: dim for v, dim in batch.items() if v in sliced}
     sharded = {
         (v.aval.shape, name)
@@ -92,7 +86,7 @@ def defer_reductions(
 
     Args:
       body: a body with plain calls inlined.
-      known: batch dimensions of the body's inputs.
+      known: the batch dimensions of the body's inputs.
       size: returns the number of shards over given mesh axes.
       may_defer: returns whether a gradient may be kept as one partial sum per shard; not if the parameter itself is
         sharded over the same axes (FSDP): the partial sums would undo the sharding.
@@ -101,11 +95,9 @@ def defer_reductions(
     axes: list[Any] = [None] * len(body.operations)
     chains: dict[int, Chain] = {}
     for k, (atom, op) in enumerate(zip(body.results, body.operations, strict=True)):
-        if type(op) is not AddOp or not isinstance(atom, Value) or not atom.aval.shape:
+        if type(op) is not AddOp or not isinstance(atom, Value):
             continue
-        if not accumulates(atom.aval.dtype):
-            continue
-        chain = finder.chain(atom)
+        chain = finder.chain(atom) if atom.aval.shape and accumulates(atom.aval.dtype) else None
         if chain is not None and may_defer(atom, chain.axes):
             chains[len(body.carry) + k], axes[k] = chain, chain.axes
     if not chains:
@@ -127,28 +119,15 @@ def _rewrite(finder: ChainFinder, chains: Sequence[Chain]) -> tuple[list[Equatio
         if scanned.isdisjoint(equation.outputs):
             equations.append(equation)
         elif equation.name == "shard_map":
-            equations.extend(_without_sums(finder, equation, scanned, partial))
+            positions = [k for k, v in enumerate(equation.outputs) if v in scanned]
+            sums = {k: finder.summed_by_shard_map(equation, k) for k in positions}
+            made, parts = shard_map_without_sums(equation, finder.mapped[equation], sums)
+            equations.extend(made)
+            partial.update({equation.outputs[k]: (part, 0) for k, part in parts.items()})
         else:
             equations.extend(_rebuild(finder, equation, scanned, partial))
-    added: list[Equation] = []
-    sums: list[Value] = []
-    for chain in chains:
-        made = finder.producer[chain.value]
-        more, total = _partial_sums(chain, finder.dims, partial, finder.size(chain.axes), made)
-        added.extend(more)
-        sums.append(total)
-    return equations, added, sums
-
-
-def _without_sums(
-    finder: ChainFinder, equation: Equation, scanned: set[Value], partial: dict[Value, tuple[Atom, int]]
-) -> list[Equation]:
-    """Rebuild a shard_map so that its deferred results are the shards' parts, along a first dimension."""
-    positions = [k for k, v in enumerate(equation.outputs) if v in scanned]
-    sums = {k: finder.summed_by_shard_map(equation, k) for k in positions}
-    equations, parts = shard_map_without_sums(equation, finder.mapped[equation], sums)
-    partial.update({equation.outputs[k]: (part, 0) for k, part in parts.items()})
-    return equations
+    totals = [_partial_sums(chain, finder, partial) for chain in chains]
+    return equations, [e for added, _ in totals for e in added], [total for _, total in totals]
 
 
 def _rebuild(
@@ -182,13 +161,10 @@ def _rebuild(
 
 
 def _partial_sums(
-    chain: Chain,
-    dims: Mapping[Value, BatchDim],
-    partial: Mapping[Value, tuple[Atom, int]],
-    shards: int,
-    made: Equation,
+    chain: Chain, finder: ChainFinder, partial: Mapping[Value, tuple[Atom, int]]
 ) -> tuple[list[Equation], Value]:
-    """Run the chain once for each shard, as one vectorised computation that replaces its last equation, `made`."""
+    """Run the chain once for each shard, as one vectorised computation that replaces its last equation."""
+    dims, made, shards = finder.dims, finder.producer[chain.value], finder.size(chain.axes)
     inside = {v for e in chain.equations for v in e.outputs}
     read = [v for e in chain.equations for v in values(e.inputs)]
     inputs = tuple(v for v in dict.fromkeys([*read, chain.value]) if v not in inside)
@@ -200,8 +176,7 @@ def _partial_sums(
         parts = list(xs)
         for i, (x, axis) in enumerate(zip(xs, axes, strict=True)):
             if inputs[i] in chain.split and axis is not None:
-                shape = x.shape
-                split = (*shape[:axis], shards, shape[axis] // shards, *shape[axis + 1 :])
+                split = (*x.shape[:axis], shards, x.shape[axis] // shards, *x.shape[axis + 1 :])
                 parts[i] = jax.lax.reshape(x, split, out_sharding=_split_sharding(x, axis))
         return jax.vmap(lambda *ys: graph.run(*ys)[0], in_axes=axes)(*parts)
 
@@ -238,11 +213,10 @@ def _ordered(body: Graph, outputs: Sequence[Atom], added: Sequence[Equation]) ->
     defined_at = {v: i for i, e in enumerate(body.equations) for v in e.outputs}
     slots: dict[int, list[Equation]] = {}
     for equation in added:
-        position = max((defined_at.get(a, -1) for a in equation.inputs if isinstance(a, Value)), default=-1)
+        position = max((defined_at.get(v, -1) for v in values(equation.inputs)), default=-1)
         slots.setdefault(position, []).append(equation)
         defined_at.update(dict.fromkeys(equation.outputs, position))
     equations = list(slots.get(-1, []))
     for index, equation in enumerate(body.equations):
-        equations.append(equation)
-        equations.extend(slots.get(index, []))
+        equations += [equation, *slots.get(index, [])]
     return Graph(body.inputs, tuple(outputs), tuple(equations))

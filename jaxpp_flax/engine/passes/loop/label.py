@@ -21,13 +21,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
-from jaxpp_flax.engine.tracing.dataflow import use_counts
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, VerificationError, bodies, values
+from jaxpp_flax.engine.tracing.ir import (
+    Atom,
+    Equation,
+    Value,
+    VerificationError,
+    ancestors,
+    bodies,
+    producers,
+    use_counts,
+    values,
+)
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import FORWARD, marker_p
 
-__all__ = ["LabelledLoop", "Labels", "label", "label_loop"]
+__all__ = ["Labels", "label"]
 
 _UNANCHORED = -1
 
@@ -61,6 +69,10 @@ class Labels:
             atom = self.alias[atom]
         return atom
 
+    def operands(self, equation: Equation) -> list[Value]:
+        """Return the values that an equation reads, looking through markers."""
+        return values(map(self.resolve, equation.inputs))
+
     @cached_property
     def users(self) -> dict[Value, int]:
         """The number of reads of each value, looking through markers; an output counts as a read."""
@@ -77,35 +89,14 @@ class Labels:
                 continue
             if (equation in self.phase) == (equation in self.free):
                 raise VerificationError(f"{equation.name} at {equation.where} has no label, or two")
-            for atom in map(self.resolve, equation.inputs):
-                if isinstance(atom, Value) and made.get(atom, 0) > self.phase.get(equation, 2 * self.num_stages):
+            for value in self.operands(equation):
+                if made.get(value, 0) > self.phase.get(equation, 2 * self.num_stages):
                     raise VerificationError(f"{equation.name} at {equation.where} runs before its operand is made")
 
     def as_text(self) -> str:
         """Return the body as text, each equation with its phase; `free` ones run in every task that needs them."""
         marks = {e: "mark" for e in self.body.equations if e.primitive is marker_p}
         return self.body.graph.as_text({**dict.fromkeys(self.free, "free"), **self.phase, **marks})
-
-
-@dataclass(frozen=True, eq=False)
-class LabelledLoop:
-    """A loop of the step with the labels of its body."""
-
-    loop: OpenLoop
-    labels: Labels
-
-    def verify(self) -> None:
-        """See `Labels.verify`."""
-        self.labels.verify()
-
-    def as_text(self) -> str:
-        """See `Labels.as_text`."""
-        return self.labels.as_text()
-
-
-def label_loop(loop: OpenLoop) -> LabelledLoop:
-    """Label the body of a loop whose cuts are chosen."""
-    return LabelledLoop(loop, label(loop.body, loop.cuts))
 
 
 def _match_backward(body: LoopBody, cutting: Sequence[int]) -> dict[Equation, int]:
@@ -124,24 +115,16 @@ def _match_backward(body: LoopBody, cutting: Sequence[int]) -> dict[Equation, in
     return matched
 
 
-def _is_cheap(equation: Equation, memo: dict[int, bool]) -> bool:
-    if equation.effects:
-        return False
-    tiny = all(v.aval.size <= _TINY for v in equation.outputs) and equation.name not in _COSTLY_IF_TINY
-    if tiny and all(_cheap_jaxpr(body, memo, tiny=True) for body in bodies(equation.params)):
-        return True
-    return equation.name not in _COSTLY and all(_cheap_jaxpr(body, memo) for body in bodies(equation.params))
+def _is_cheap(equation: Equation) -> bool:
+    tiny = all(v.aval.size <= _TINY for v in equation.outputs)
+    return not equation.effects and (_lacks(equation, _COSTLY) or (tiny and _lacks(equation, _COSTLY_IF_TINY)))
 
 
-def _cheap_jaxpr(jaxpr: Any, memo: dict[int, bool], tiny: bool = False) -> bool:
-    key = id(jaxpr) * 2 + tiny
-    if key not in memo:
-        costly = _COSTLY_IF_TINY if tiny else _COSTLY
-        memo[key] = not jaxpr.effects and all(
-            eqn.primitive.name not in costly and all(_cheap_jaxpr(body, memo, tiny) for body in bodies(eqn.params))
-            for eqn in jaxpr.eqns
-        )
-    return memo[key]
+def _lacks(equation: Any, costly: frozenset[str]) -> bool:
+    """Return whether an equation neither is nor holds a costly primitive or a collective, at any depth."""
+    return equation.primitive.name not in costly and all(
+        not jaxpr.effects and all(_lacks(inner, costly) for inner in jaxpr.eqns) for jaxpr in bodies(equation.params)
+    )
 
 
 def _find_free(body: LoopBody) -> tuple[frozenset[Equation], frozenset[int]]:
@@ -149,14 +132,13 @@ def _find_free(body: LoopBody) -> tuple[frozenset[Equation], frozenset[int]]:
 
     A counter is a leaf of the carry whose next value is free: every stage keeps its own copy, without a transfer.
     """
-    memo: dict[int, bool] = {}
-    cheap = {e for e in body.equations if e.primitive is not marker_p and _is_cheap(e, memo)}
+    cheap = {e for e in body.equations if e.primitive is not marker_p and _is_cheap(e)}
     counters = set(range(len(body.carry)))
     while True:
         available: set[Value] = {*body.constants, body.index, *(body.carry[j] for j in counters)}
         free: set[Equation] = set()
         for equation in body.equations:
-            if equation in cheap and all(a in available for a in equation.inputs if isinstance(a, Value)):
+            if equation in cheap and available.issuperset(values(equation.inputs)):
                 free.add(equation)
                 available.update(equation.outputs)
         kept = {j for j in counters if not isinstance(body.next_carry[j], Value) or body.next_carry[j] in available}
@@ -166,18 +148,11 @@ def _find_free(body: LoopBody) -> tuple[frozenset[Equation], frozenset[int]]:
 
 
 def label(body: LoopBody, cutting: Sequence[int]) -> Labels:
-    """Assign a phase to every equation of an inlined body.
-
-    Args:
-      body: the loop's body.
-      cutting: the indices of the marks that cut; one fewer than there are stages.
-    """
+    """Assign a phase to every equation of an inlined body; `cutting` holds the indices of the marks that cut."""
     cut_of = {body.markers[index]: k for k, index in enumerate(cutting)}
     free, counters = _find_free(body)
-    alias: dict[Value, Atom] = {}
-    for equation in body.equations:
-        if equation.primitive is marker_p:
-            alias.update(zip(equation.outputs, equation.inputs, strict=True))
+    markers = [e for e in body.equations if e.primitive is marker_p]
+    alias = {out: operand for e in markers for out, operand in zip(e.outputs, e.inputs, strict=True)}
     labeller = _Labeller(body, cut_of, _match_backward(body, cutting), free)
     labeller.own_by_marker()
     labeller.follow_operands()
@@ -201,29 +176,20 @@ class _Labeller:
 
     def own_by_marker(self) -> None:
         """Give each equation to the first cutting marker that needs it."""
-        producer, phase = self.body.producer, self.phase
+        # At an earlier cut the search ends: the work before it is labelled already.
+        unlabelled = producers(e for e in self.body.equations if e not in self.free and e not in self.cut_of)
         for marker, k in self.cut_of.items():
-            stack: list[Atom] = list(marker.inputs)
-            seen: set[Equation] = set()
-            while stack:
-                atom = stack.pop()
-                equation = producer.get(atom) if isinstance(atom, Value) else None
-                if equation is None or equation in phase or equation in self.free or equation in seen:
-                    continue
-                seen.add(equation)
-                if equation in self.cut_of:
-                    continue  # an earlier cut: the work before it is labelled already
+            for value in [v for v in ancestors(marker.inputs, unlabelled) if v in unlabelled]:
+                equation = unlabelled.pop(value)
                 if equation.primitive is not marker_p:
-                    phase[equation] = k
-                stack.extend(equation.inputs)
+                    self.phase.setdefault(equation, k)
 
     def follow_operands(self) -> None:
         """Let the other equations follow their operands, in program order."""
         stages, phase = self.stages, self.phase
         at: dict[Value, int] = {}
         for equation in self.body.equations:
-            phases = [at.get(a, _UNANCHORED) for a in equation.inputs if isinstance(a, Value)]
-            base = max(phases, default=_UNANCHORED)
+            base = max((at.get(v, _UNANCHORED) for v in values(equation.inputs)), default=_UNANCHORED)
             if equation.primitive is marker_p:
                 if equation in self.cut_of:
                     base = max(base, self.cut_of[equation] + 1)
@@ -241,7 +207,10 @@ class _Labeller:
 
     def run_late(self) -> None:
         """Run recomputed and unanchored equations in the phase that first needs them, in reverse program order."""
-        phase, needed = self.phase, self._needed_as_results()
+        phase, producer = self.phase, self.body.producer
+        # The latest phase that may make each value.
+        results = [v for v in values(self.body.results) if v in producer]
+        needed = {v: self.stages if producer[v].transposed else self.stages - 1 for v in results}
         for equation in reversed(self.body.equations):
             users = [needed[v] for v in equation.outputs if v in needed]
             if equation.primitive is marker_p:
@@ -251,18 +220,8 @@ class _Labeller:
                 continue
             if equation.late or phase[equation] == _UNANCHORED:
                 phase[equation] = max(phase[equation], min(users, default=max(phase[equation], 0)))
-            for atom in equation.inputs:
-                if isinstance(atom, Value):
-                    needed[atom] = min(needed.get(atom, phase[equation]), phase[equation])
-
-    def _needed_as_results(self) -> dict[Value, int]:
-        """Return the latest phase that may make each result of a microbatch."""
-        needed: dict[Value, int] = {}
-        for atom in self.body.results:
-            if isinstance(atom, Value) and atom in self.body.producer:
-                last = self.stages if self.body.producer[atom].transposed else self.stages - 1
-                needed[atom] = min(needed.get(atom, last), last)
-        return needed
+            for value in values(equation.inputs):
+                needed[value] = min(needed.get(value, phase[equation]), phase[equation])
 
     def _bound_marked(self, marker: Equation, needed: dict[Value, int]) -> None:
         """Bound the phase of a marker's operands: they are needed at the latest one phase before its users."""

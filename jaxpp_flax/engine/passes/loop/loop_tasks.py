@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
+from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, Value, VerificationError
+from jaxpp_flax.engine.tracing.loop_body import sliced_by_index
 from jaxpp_flax.schedules.task import TaskKind
 
 __all__ = ["Accumulator", "Carry", "LoopTask", "Partial", "Partition"]
@@ -66,6 +71,10 @@ class Partial:
     right: Partial | int
 
 
+def _parts(result: Partial | int) -> list[int]:
+    return [result] if isinstance(result, int) else [*_parts(result.left), *_parts(result.right)]
+
+
 @dataclass(frozen=True)
 class Partition:
     """A loop cut into tasks; `results` gives the source of each output of the loop after the carry."""
@@ -77,6 +86,21 @@ class Partition:
     accumulators: tuple[Accumulator, ...]
     carries: tuple[Carry, ...]
     results: tuple[Partial | int, ...]
+
+    @cached_property
+    def data(self) -> frozenset[Value]:
+        """The operands that some task slices by the microbatch's index; the other operands are parameters."""
+        graphs = [inline(task.graph, flatten=True) for task in self.tasks]
+        sliced = {v for graph in graphs for v in sliced_by_index(graph.equations, self.index)}
+        return frozenset(sliced.intersection(self.operands))
+
+    def leading_axes(self, axes: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the mesh axes over which each accumulator's first dimension is sharded, from those of each result."""
+        found: list[Any] = [None] * len(self.accumulators)
+        for result, over in zip(self.results, axes, strict=True):
+            for number in _parts(result):
+                found[number] = over
+        return tuple(found)
 
     def verify(self) -> None:
         """Check each task, and that each edge is defined by one task, earlier in the order of phases."""
@@ -95,5 +119,4 @@ class Partition:
                 made.add(atom)
 
     def as_text(self) -> str:
-        """Return the listing of every task."""
         return "\n".join(f"task {t.name} (stage {t.stage})\n{t.graph.as_text()}" for t in self.tasks)

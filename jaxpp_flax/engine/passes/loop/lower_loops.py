@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,7 +10,6 @@ import jax
 
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partial, Partition
 from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
-from jaxpp_flax.engine.passes.loop.partition import PartedLoop
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, VerificationError, emit, values
 
@@ -30,13 +29,13 @@ class Lowered:
         """Check that every value is defined once, before its first use."""
         defined: set[Value] = set(self.inputs)
         for number, node in enumerate(self.nodes):
-            reads = node.inputs if isinstance(node, Equation) else [atom for atom, _ in node.inputs()]
-            if any(isinstance(atom, Value) and atom not in defined for atom in reads):
+            reads = values(node.inputs) if isinstance(node, Equation) else [value for value, _ in node.inputs()]
+            if not defined.issuperset(reads):
                 raise VerificationError(f"node {number} of the step reads what no earlier one makes")
             if not defined.isdisjoint(node.outputs):
                 raise VerificationError(f"node {number} of the step defines a value again")
             defined.update(node.outputs)
-        if any(isinstance(atom, Value) and atom not in defined for atom in self.outputs):
+        if not defined.issuperset(values(self.outputs)):
             raise VerificationError("an output of the step is undefined")
 
     def as_text(self) -> str:
@@ -63,9 +62,8 @@ def _listing(equations: Sequence[Equation], last: bool, results: Sequence[Atom])
     return Graph(tuple(read), tuple(results if last else made), tuple(equations)).as_text()
 
 
-def lower_loops(step: Opened[PartedLoop]) -> Lowered:
-    """Replace each `treduce` by its loop."""
-    lowerings = {parted.loop.equation: _Lowering(parted.loop, parted.partition) for parted in step.loops}
+def lower_loops(step: Opened) -> Lowered:
+    lowerings = {loop.equation: _Lowering(loop, loop.partition) for loop in step.loops if loop.partition is not None}
     nodes: list[Equation | Loop] = []
     sums: set[Equation] = set()
     for equation in step.graph.equations:
@@ -81,14 +79,13 @@ def lower_loops(step: Opened[PartedLoop]) -> Lowered:
 
 @dataclass(frozen=True, eq=False)
 class _Lowering:
-    """The equations before and after one loop; `results` and `leading` are by the number of the accumulator."""
+    """The equations before and after one loop; `results` are by the number of the accumulator."""
 
     opened: OpenLoop
     part: Partition
     before: list[Equation] = field(default_factory=list)
     after: list[Equation] = field(default_factory=list)
     results: dict[int, Value] = field(default_factory=dict)
-    leading: dict[int, Any] = field(default_factory=dict)
 
     def loop(self) -> Loop:
         """Make the loop as a node; fill `before` and `after`."""
@@ -96,7 +93,6 @@ class _Lowering:
         operands, carry_init = self._materialise(opened.constants), self._materialise(opened.carry_init)
         for tree, axes, target in zip(part.results, opened.data_axes, opened.results, strict=True):
             self._resolve(tree, axes, target)
-        numbers = range(len(part.accumulators))
         return Loop(
             partition=part,
             schedule=opened.schedule,
@@ -104,8 +100,8 @@ class _Lowering:
             operands=operands,
             carry_init=carry_init,
             carry_results=opened.carry_results,
-            accumulator_results=tuple(self.results[k] for k in numbers),
-            leading=tuple(self.leading.get(k) for k in numbers),
+            accumulator_results=tuple(self.results[k] for k in range(len(part.accumulators))),
+            leading=part.leading_axes(opened.data_axes),
             marks=opened.body.marks,
             cuts=opened.cuts,
         )
@@ -128,16 +124,13 @@ class _Lowering:
             if axes is None:
                 self.results[tree] = target if target is not None else Value(state.aval)
                 return self.results[tree]
-            self.results[tree], self.leading[tree] = Value(state.aval), axes
-            self.after.append(_sum_shards(self.results[tree], target, self.opened.equation))
-            return self.after[-1].outputs[0]
+            self.results[tree] = Value(state.aval)
+            # The one reduction over the data axis: the sum of the shards' partial gradients.
+            return self._sum(lambda x: jax.lax.reduce_sum(x, (0,)), [self.results[tree]], target)
         left, right = self._resolve(tree.left, axes, None), self._resolve(tree.right, axes, None)
-        (add,), _ = emit(jax.lax.add, [left, right], [target])
-        self.after.append(replace(add, source=self.opened.equation.source))
-        return add.outputs[0]
+        return self._sum(jax.lax.add, [left, right], target)
 
-
-def _sum_shards(partials: Value, target: Value | None, loop: Equation) -> Equation:
-    """Make the one reduction over the data axis: the sum of the shards' partial gradients."""
-    (total,), _ = emit(lambda x: jax.lax.reduce_sum(x, (0,)), [partials], [target])
-    return replace(total, source=loop.source)
+    def _sum(self, function: Callable[..., Any], partials: Sequence[Value], target: Value | None) -> Value:
+        (total,), _ = emit(function, partials, [target])
+        self.after.append(replace(total, source=self.opened.equation.source))
+        return total.outputs[0]

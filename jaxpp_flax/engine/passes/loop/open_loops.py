@@ -3,43 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
-from jaxpp_flax.engine.analyses.partial_sums import refuse_partial_sums
+from jaxpp_flax.engine.passes.check_supported import refuse_partial_sums
+from jaxpp_flax.engine.passes.loop.label import Labels, label
+from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
+from jaxpp_flax.engine.passes.loop.partition import partition, verify_effects
 from jaxpp_flax.engine.tracing.hints import without_hints
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 from jaxpp_flax.schedules.schedule import Schedule
+from jaxpp_flax.schedules.task import FusedTask
 
 __all__ = ["OpenLoop", "Opened", "open_loops"]
 
 
-class _Printable(Protocol):
-    def verify(self) -> None: ...
-
-    def as_text(self) -> str: ...
-
-
-L = TypeVar("L", bound=_Printable)
-M = TypeVar("M", bound=_Printable)
-
-
 @dataclass(frozen=True, eq=False)
-class Opened(Generic[L]):
+class Opened:
     """A step and its loops in program order; passed between the passes on loop bodies."""
 
     graph: Graph
-    loops: tuple[L, ...]
+    loops: tuple[OpenLoop, ...]
 
-    def each(self, change: Callable[[L], M]) -> Opened[M]:
+    def each(self, change: Callable[[OpenLoop], OpenLoop]) -> Opened:
         """Return the same step with `change` made to each loop."""
-        return Opened(self.graph, tuple(map(change, self.loops)))
+        return replace(self, loops=tuple(map(change, self.loops)))
 
     def verify(self) -> None:
-        """Check each loop."""
         for loop in self.loops:
             loop.verify()
 
@@ -59,6 +52,8 @@ class OpenLoop:
       data_axes: for each result, the mesh axes over which it must still be summed after the loop, or None.
       batch_shards: the number of parts into which the examples of a microbatch are cut.
       cuts: the indices of the marks that cut, once they are chosen.
+      labels: the phase of each equation, once the body is labelled.
+      partition: the tasks, once the body is cut.
     """
 
     equation: Equation
@@ -67,39 +62,59 @@ class OpenLoop:
     data_axes: tuple[Any, ...]
     batch_shards: int = 1
     cuts: tuple[int, ...] = ()
+    labels: Labels | None = None
+    partition: Partition | None = None
+
+    def labelled(self) -> OpenLoop:
+        """Return the loop with labels; its cuts are chosen."""
+        return replace(self, labels=label(self.body, self.cuts))
+
+    def parted(self) -> OpenLoop:
+        """Return the loop with the tasks that its schedule runs; its body is labelled."""
+        schedule, last = self.schedule, self.schedule.num_stages - 1
+        tasks = [t for rank in schedule.tasks(self.body.length) for t in rank if t.stage == last]
+        labels = self.labels or label(self.body, self.cuts)
+        fuse_last = all(isinstance(t, FusedTask) for t in tasks)
+        parts = partition(labels, fuse_last=fuse_last, split_backward=schedule.splits_backward)
+        return replace(self, partition=parts)
 
     @property
     def constants(self) -> tuple[Atom, ...]:
-        """The operands that every microbatch reads."""
         return self.equation.inputs[: len(self.body.constants)]
 
     @property
     def carry_init(self) -> tuple[Atom, ...]:
-        """The carry of the first microbatch."""
         return self.equation.inputs[len(self.body.constants) :]
 
     @property
     def carry_results(self) -> tuple[Value, ...]:
-        """The carry after the last microbatch."""
         return self.equation.outputs[: len(self.body.carry)]
 
     @property
     def results(self) -> tuple[Value, ...]:
-        """The reduced results."""
         return self.equation.outputs[len(self.body.carry) :]
 
     def verify(self) -> None:
-        """Check the body."""
+        """Check the body, the labels and the tasks, as far as they are made."""
         self.body.graph.verify()
+        if self.labels is not None:
+            self.labels.verify()
+        if self.partition is not None:
+            self.partition.verify()
+        if self.labels is not None and self.partition is not None:
+            verify_effects(self.labels, self.partition)
 
     def as_text(self) -> str:
-        """Return the schedule, the marks, the marks that cut, and the body, as text."""
+        """Return the tasks, or the body with its labels, or the body after its schedule and marks, as text."""
+        made = self.partition or self.labels
+        if made is not None:
+            return made.as_text()
         marks = [f"{m.name or 'unnamed'}{' (cuts)' * (i in self.cuts)}" for i, m in enumerate(self.body.marks)]
         first = f"loop over {self.body.length} microbatches: {type(self.schedule).__name__}; marks: {', '.join(marks)}"
         return f"{first}\n{self.body.graph.as_text()}"
 
 
-def open_loops(graph: Graph, num_ranks: int) -> Opened[OpenLoop]:
+def open_loops(graph: Graph, num_ranks: int) -> Opened:
     """Read the schedule of each loop, and inline its body.
 
     Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import jax
 
 from jaxpp_flax.engine.passes.loop.label import Labels
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, emit
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, emit, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 
 __all__ = ["Key", "TaskDrafts"]
@@ -29,6 +29,7 @@ class TaskDrafts:
       returns: a task's additional results, besides the values that other tasks read.
       wanted: the values that a task reads.
       states: the accumulators that tasks read.
+      fused: the last stage's task, if its forward and backward run as one.
     """
 
     labels: Labels
@@ -38,15 +39,14 @@ class TaskDrafts:
     returns: dict[Key, list[Value]] = field(default_factory=dict)
     wanted: dict[Key, list[Value]] = field(default_factory=dict)
     states: list[Value] = field(default_factory=list)
+    fused: Key | None = None
 
     @property
     def body(self) -> LoopBody:
-        """The loop's body."""
         return self.labels.body
 
     @property
     def stages(self) -> int:
-        """The number of stages."""
         return self.labels.num_stages
 
     def stage_of(self, key: Key) -> int:
@@ -58,28 +58,29 @@ class TaskDrafts:
         equation = self.body.producer.get(atom) if isinstance(atom, Value) else None
         return self.key_of.get(equation, (self.stages - 1, 0)) if equation is not None else (self.stages - 1, 0)
 
-    def copy(self, key: Key, atom: Atom) -> Value:
+    def return_copy(self, key: Key, atom: Atom) -> Value:
+        """Let a task copy an atom to a new value, and return it."""
         (copy,), _ = emit(jax.lax.copy_p.bind, [atom])
+        (result,) = copy.outputs
         self.extra.setdefault(key, []).append(copy)
-        if isinstance(atom, Value):
-            self.wanted.setdefault(key, []).append(atom)
-        return copy.outputs[0]
+        self.wanted.setdefault(key, []).extend(values([atom]))
+        self.returns.setdefault(key, []).append(result)
+        return result
 
-    def free_closure(self, values: Sequence[Value]) -> tuple[set[Equation], set[Value]]:
-        """Return the free equations that compute `values`, and all other values that these and the task read."""
+    def free_closure(self, wanted: Sequence[Value]) -> tuple[set[Equation], set[Value]]:
+        """Return the free equations that compute the wanted values, and the other values that are read then."""
         equations: set[Equation] = set()
         read: set[Value] = set()
-        stack = list(values)
+        stack = list(wanted)
         while stack:
-            value = stack.pop()
-            resolved = self.labels.resolve(value)
+            resolved = self.labels.resolve(stack.pop())
             if not isinstance(resolved, Value):
                 continue
             made = self.body.producer.get(resolved)
             if made is not None and made in self.labels.free:
                 if made not in equations:
                     equations.add(made)
-                    stack.extend(a for a in made.inputs if isinstance(a, Value))
+                    stack.extend(values(made.inputs))
             else:
                 read.add(resolved)
         return equations, read

@@ -7,7 +7,7 @@ float32, followed by a conversion, adds the parts first. The rewrite works at an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpp_flax.engine.analyses.linearity import holds, parts_add_up
-from jaxpp_flax.engine.tracing.ir import Equation, Graph, opened
+from jaxpp_flax.engine.tracing.ir import Graph
+from jaxpp_flax.engine.tracing.rewriting import NestedRewriter, changed, is_same, part_of
 
 __all__ = ["with_wide_sums"]
 
@@ -24,31 +25,27 @@ _DTYPE = "preferred_element_type"
 _PRODUCTS = {"conv_general_dilated", "dot_general", "ragged_dot_general"}
 # Each device runs these by itself: XLA partitions nothing inside.
 _KERNELS = {"core_map", "pallas_call"}
-# Old and new jaxprs by the old one's id; the old one is kept alive, so that no other object gets its id.
-_Memo = dict[int, tuple[Any, Any]]
 
 
 def with_wide_sums(graph: Graph) -> Graph:
     """Rewrite the graph for a mesh of several devices; return the same object if nothing changes."""
-    equations = _equations(graph.equations, {})
-    return graph if equations is graph.equations else replace(graph, equations=tuple(equations))
+
+    def jaxpr(old: Any) -> Any:
+        new = [step for equation in old.eqns for step in _steps(equation, nested)]
+        return old if is_same(new, old.eqns) else old.replace(eqns=new)
+
+    nested = NestedRewriter(jaxpr)
+    equations = [step for equation in graph.equations for step in _steps(equation, nested)]
+    return graph if is_same(equations, graph.equations) else replace(graph, equations=tuple(equations))
 
 
-def _equations(before: Sequence[Any], memo: _Memo) -> Sequence[Any]:
-    """Rewrite the equations of a graph or of a jaxpr."""
-    after = [new for equation in before for new in _steps(equation, memo)]
-    same = len(after) == len(before) and all(a is b for a, b in zip(after, before, strict=True))
-    return before if same else after
-
-
-def _steps(equation: Any, memo: _Memo) -> Iterable[Any]:
+def _steps(equation: Any, nested: NestedRewriter) -> Iterable[Any]:
     """Return the equation itself, or a product in a wide dtype and conversions to the narrow dtype."""
-    inputs, outputs, _ = _parts(equation)
     if equation.primitive.name in _KERNELS:
         return [equation]
     if _DTYPE not in equation.params or equation.primitive.name not in _PRODUCTS:
-        params = _params(equation.params, memo)
-        return [equation if params is equation.params else _changed(equation, params=params)]
+        return [changed(equation, params=nested.params(equation.params))]
+    inputs, outputs = part_of(equation, "inputs"), part_of(equation, "outputs")
     first, second = (atom.aval.dtype for atom in inputs[:2])
     result = outputs[0].aval.dtype
     if parts_add_up((first, second), result):
@@ -58,8 +55,9 @@ def _steps(equation: Any, memo: _Memo) -> Iterable[Any]:
     chain = [(equation.primitive, {**equation.params, _DTYPE: wide}, wide), *conversions]
     steps: list[Any] = []
     for primitive, params, dtype in chain:
-        made = outputs if len(steps) == len(chain) - 1 else [_like(outputs[0], dtype)]
-        steps.append(_changed(equation, primitive=primitive, params=params, inputs=inputs, outputs=made))
+        last = len(steps) == len(chain) - 1
+        made = outputs if last else type(outputs)([_like(outputs[0], dtype)])
+        steps.append(changed(equation, primitive=primitive, params=params, inputs=inputs, outputs=made))
         inputs = made
     return steps
 
@@ -85,51 +83,6 @@ def _conversions(operand: Any, wide: Any, result: Any) -> list[tuple[Any, Any, A
     return [(e.primitive, e.params, e.outvars[0].aval.dtype) for e in equations]
 
 
-def _parts(equation: Any) -> tuple[Sequence[Any], Sequence[Any], tuple[str, str]]:
-    """Return the inputs and outputs of an equation of ours or of JAX, and the names of these two attributes."""
-    names = ("inputs", "outputs") if isinstance(equation, Equation) else ("invars", "outvars")
-    return getattr(equation, names[0]), getattr(equation, names[1]), names
-
-
-def _changed(
-    equation: Any, *, params: Mapping[str, Any], inputs: Any = None, outputs: Any = None, primitive: Any = None
-) -> Any:
-    changes: dict[str, Any] = {"params": dict(params)}
-    for name, atoms in zip(_parts(equation)[2], (inputs, outputs), strict=True):
-        if atoms is not None:
-            changes[name] = tuple(atoms) if isinstance(equation, Equation) else list(atoms)
-    if primitive is not None:
-        changes["primitive"] = primitive
-    return replace(equation, **changes) if isinstance(equation, Equation) else equation.replace(**changes)
-
-
 def _like(variable: Any, dtype: Any) -> Any:
     """Make a new variable, of a graph or of a jaxpr, like another one but with another dtype."""
     return type(variable)(variable.aval.update(dtype=dtype, weak_type=False))
-
-
-def _params(params: Mapping[str, Any], memo: _Memo) -> Mapping[str, Any]:
-    changed = {name: new for name, value in params.items() if (new := _value(value, memo)) is not value}
-    return {**params, **changed} if changed else params
-
-
-def _value(value: Any, memo: _Memo) -> Any:
-    if hasattr(opened(value), "eqns"):
-        if id(value) not in memo:
-            memo[id(value)] = (value, _jaxpr(value, memo))
-        return memo[id(value)][1]
-    if isinstance(value, (tuple, list)):
-        parts = [_value(part, memo) for part in value]
-        if all(a is b for a, b in zip(parts, value, strict=True)):
-            return value
-        return getattr(value, "_make", type(value))(parts)  # a named tuple is made by its own function
-    return value
-
-
-def _jaxpr(jaxpr: Any, memo: _Memo) -> Any:
-    inner = opened(jaxpr)
-    equations = _equations(inner.eqns, memo)
-    if equations is inner.eqns:
-        return jaxpr
-    new = inner.replace(eqns=equations)
-    return new if inner is jaxpr else jaxpr.replace(jaxpr=new)

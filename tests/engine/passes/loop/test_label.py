@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.passes.loop.label import Labels, label
 from jaxpp_flax.engine.tracing.inline import inline
@@ -139,3 +141,11 @@ def test_verify_finds_a_label_before_its_operand():
     del missing[last]
     with pytest.raises(VerificationError, match="has no label"):
         replace(labels, phase=missing).verify()
+
+
+def test_a_collective_is_not_free_however_small():
+    """Every task would wait for it again."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    total = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
+    labels = labels_of(lambda x, index: mark_stage_end(total(x)) * 2, np.ones(8, np.float32))
+    assert phases(labels, "shard_map") == [0]

@@ -21,7 +21,7 @@ from jaxpp_flax.engine.passes.loop.partition import partition, verify_effects
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, VerificationError, from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end, marker_p
-from jaxpp_flax.engine.tracing.treduce import Add, Last, treduce
+from jaxpp_flax.engine.tracing.treduce import Add, Last, treduce, treduce_i
 from jaxpp_flax.schedules.task import TaskKind
 from tests.engine.toys import chain, chain_loss, count, gradients, kinds, opened, partition_of
 from tests.helpers import DIM, ROWS, batch_of
@@ -206,6 +206,23 @@ def test_a_fused_stage_keeps_its_recomputation():
     names = [e.name for e in fused.graph.equations]
     assert "dot_general" in names[: names.index("optimization_barrier")]
     assert "dot_general" in names[names.index("optimization_barrier") :]
+
+
+# --- data and parameters -----------------------------------------------------------------------------------------
+
+
+def test_data_is_sliced_by_the_index_and_a_parameter_only_meets_it():
+    """The slice stands in a call (`jnp.take`); a weight times the index is no data."""
+
+    def step(params: Any, batch: Any) -> Any:
+        def body(i: Any) -> Any:
+            taken = jax.tree.map(lambda x: jnp.take(x, i, axis=0), batch)
+            return jax.value_and_grad(lambda p: chain_loss([{**p[0], "w": p[0]["w"] * i}, p[1]], taken))(params)
+
+        return treduce_i(body, 4)
+
+    part = partition_of(step, chain(2), batch_of(4))
+    assert {v.aval.shape for v in part.data} == {(4, ROWS, DIM)}
 
 
 # --- verify ------------------------------------------------------------------------------------------------------

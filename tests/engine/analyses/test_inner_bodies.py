@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpp_flax.engine.analyses.batch_dimensions import propagate
-from jaxpp_flax.engine.analyses.scans import open_scan, scan_again
+from jaxpp_flax.engine.analyses.inner_bodies import open_scan, scan_again
 from jaxpp_flax.engine.passes.loop.defer_reductions import defer_reductions
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, from_jaxpr
 from jaxpp_flax.engine.tracing.treduce import AddOp

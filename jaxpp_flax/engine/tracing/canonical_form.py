@@ -1,0 +1,104 @@
+"""The canonical form of a graph: values by number, and only the facts that change results.
+
+`Fingerprinter` and `describe_graph` read it. An inner jaxpr has the form of its graph (see `from_jaxpr`).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+from jax.extend.core import primitives as jax_primitives
+
+from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, memory_kind_of
+
+__all__ = ["COSMETIC", "CanonicalForm", "Operand", "Result", "TypeFacts", "canonical_form", "is_jaxpr", "type_facts"]
+
+# The attribute in which one of our own primitives lists its cosmetic parameters.
+COSMETIC = "cosmetic_parameters"
+
+# The cosmetic parameters of JAX's primitives; in another primitive of the same name, they may mean anything. The listed
+# functions only differentiate a call; a call is evaluated by its jaxpr.
+_OF_JAX = {
+    "call_p": ("name",),
+    "closed_call_p": ("name",),
+    "custom_jvp_call_p": ("jvp_jaxpr_fun", "name"),
+    "custom_vjp_call_p": ("fwd_jaxpr_thunk", "bwd", "out_trees", "name"),
+    "jit_p": ("name", "inline"),
+    "name_p": ("name",),
+}
+_COSMETIC = {getattr(jax_primitives, name, None): frozenset(params) for name, params in _OF_JAX.items()}
+
+
+class TypeFacts(NamedTuple):
+    """The facts of a type that a program depends on."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    weak_type: bool
+    sharding: Any
+    memory_kind: str | None
+
+
+# The number of a value, or a literal; and the number of a new value with its type.
+Operand: TypeAlias = "int | Constant"
+Result: TypeAlias = tuple[int, TypeFacts]
+
+
+class CanonicalEquation(NamedTuple):
+    """An equation over numbered values; `params` are the parameters that change its results, sorted by name."""
+
+    equation: Equation
+    params: list[tuple[str, Any]]
+    operands: tuple[Operand, ...]
+    results: tuple[Result, ...]
+
+
+class CanonicalForm(NamedTuple):
+    """A graph over values that are numbered in the order of their definition."""
+
+    inputs: tuple[Result, ...]
+    equations: list[CanonicalEquation]
+    outputs: tuple[Operand, ...]
+
+
+def canonical_form(graph: Graph) -> CanonicalForm:
+    numbers: dict[Value, int] = {}
+
+    def operand(atom: Atom) -> Operand:
+        return atom if isinstance(atom, Constant) else numbers.setdefault(atom, len(numbers))
+
+    def result(value: Value) -> Result:
+        return numbers.setdefault(value, len(numbers)), type_facts(value.aval)
+
+    inputs = tuple(map(result, graph.inputs))
+    equations = [
+        CanonicalEquation(e, _telling_params(e), tuple(map(operand, e.inputs)), tuple(map(result, e.outputs)))
+        for e in graph.equations
+    ]
+    return CanonicalForm(inputs, equations, tuple(map(operand, graph.outputs)))
+
+
+def type_facts(aval: Any) -> TypeFacts:
+    """Return the facts of a type; another object than a type stands for its own dtype."""
+    return TypeFacts(
+        tuple(getattr(aval, "shape", ())),
+        str(getattr(aval, "dtype", aval)),
+        getattr(aval, "weak_type", False),
+        getattr(aval, "sharding", None),
+        memory_kind_of(aval),
+    )
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Return whether a parameter is a jaxpr, with or without its captured arrays."""
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+
+
+def _telling_params(equation: Equation) -> list[tuple[str, Any]]:
+    cosmetic = _COSMETIC.get(equation.primitive) or getattr(equation.primitive, COSMETIC, ())
+    return [(k, v) for k, v in sorted(equation.params.items()) if k not in cosmetic and not _is_debug_info(v)]
+
+
+def _is_debug_info(value: Any) -> bool:
+    # JAX's class for it is private; it holds names and places of source files, under `debug_info` or another name.
+    return type(value).__name__ == "DebugInfo" and type(value).__module__.startswith("jax.")
