@@ -22,8 +22,9 @@ from jaxpp_flax.trainers.ending.stopping import CommonStop, StopReason
 from jaxpp_flax.trainers.step.compilation import to_ordinary
 from tests.checkpoint.program import batches, make_trainer
 from tests.engine.stores import MemoryStore
-from tests.helpers import tree_allclose
+from tests.helpers import steps_in, tree_allclose
 from tests.processes.running import Processes, start_processes
+from tests.running import wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -38,10 +39,6 @@ def started(directory: Path, *options: str) -> Iterator[Processes]:
     with start_processes(1, "tests.checkpoint.program", *arguments, environment=flags) as processes:
         processes.wait_for_output(0, "step ")
         yield processes
-
-
-def steps_in(directory: Path) -> list[int]:
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
 
 
 def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> int:
@@ -126,13 +123,6 @@ def statuses_of(monkeypatch) -> list[int]:
     return statuses
 
 
-def wait_for(statuses: list[int]) -> list[int]:
-    end = time.monotonic() + 30
-    while not statuses and time.monotonic() < end:
-        time.sleep(0.01)
-    return statuses
-
-
 def test_signals_of_a_scheduler_and_of_a_launcher_are_one_request(monkeypatch):
     statuses = statuses_of(monkeypatch)
     with Preemption(60.0) as preemption:
@@ -152,14 +142,16 @@ def test_a_second_signal_ends_at_once(monkeypatch):
         time.sleep(0.1)
         assert statuses == []
         os.kill(os.getpid(), signal.SIGTERM)
-        assert wait_for(statuses) == [KILLED_STATUS] == [143]
+        wait_for(lambda: statuses)
+        assert statuses == [KILLED_STATUS] == [143]
 
 
 def test_the_deadline_ends_a_save_that_hangs(monkeypatch):
     statuses = statuses_of(monkeypatch)
     with Preemption(0.05):
         os.kill(os.getpid(), signal.SIGTERM)
-        assert wait_for(statuses) == [KILLED_STATUS]
+        wait_for(lambda: statuses)
+        assert statuses == [KILLED_STATUS]
     with Preemption(0.2):
         os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.4)
