@@ -118,9 +118,9 @@ def test_features_equal_the_same_step_under_plain_jit(kind, feature):
     options = FEATURES[feature]
     plain_options = {k: v for k, v in options.items() if k != "assignment"} | {"mesh": None}
     plain_options.setdefault("num_blocks", 2)
-    plain = make_trainer(kind, "1f1b", 1, 1, 2, **plain_options)
-    piped = make_trainer(kind, "1f1b", 2, 2, 2, **options)
-    for batch in batches(2)[:3]:
+    plain = make_trainer(kind, "1f1b", 1, 1, 4, **plain_options)
+    piped = make_trainer(kind, "1f1b", 2, 2, 4, **options)
+    for batch in batches(4)[:3]:
         expected, found = plain.train_step(batch), piped.train_step(batch)
         assert set(expected) == set(found)
         for name in expected:
@@ -134,10 +134,10 @@ def test_features_equal_the_same_step_under_plain_jit(kind, feature):
 @pytest.mark.parametrize("kind", ["nnx", slow("linen")])
 def test_evaluate_and_predict_before_between_and_after_training(kind):
     inference = Inference(predict_fn=lambda model, b: model(b["tokens"]))
-    plain = make_trainer(kind, "1f1b", 1, 1, 2, mesh=None, num_blocks=2, inference=inference)
-    piped = make_trainer(kind, "1f1b", 2, 2, 2, inference=inference)
+    plain = make_trainer(kind, "1f1b", 1, 1, 4, mesh=None, num_blocks=2, inference=inference)
+    piped = make_trainer(kind, "1f1b", 2, 2, 4, inference=inference)
     held_out = [m.make_batch(8, 100), m.make_batch(6, 101), m.make_batch(1, 102)]
-    for batch in batches(2)[:2]:
+    for batch in batches(4)[:2]:
         for size in (8, 3):
             shown = m.make_batch(size, 7)
             outputs = piped.predict(shown)
