@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -39,6 +41,16 @@ def slow(*values: Any) -> Any:
 def slow_but(values: Iterable[Any], *default: Any) -> list[Any]:
     """All of `values` for `pytest.mark.parametrize`; only those of `default` are in the default tier."""
     return [value if value in default else slow(value) for value in values]
+
+
+def python_blocks(page: Path) -> list[str]:
+    """The blocks of Python on a page, in order."""
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def steps_in(directory: Path) -> list[int]:
+    """The steps of the complete checkpoints in a directory of several."""
+    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
 
 
 def tree_allclose(actual: Any, expected: Any, *, rtol: float = 1e-5, atol: float = 1e-8) -> None:

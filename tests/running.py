@@ -10,11 +10,16 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["ROOT", "free_port", "run_python"]
+__all__ = ["PATIENCE", "ROOT", "free_port", "run_python", "wait_for"]
 
 ROOT = Path(__file__).resolve().parents[1]
+
+# Generous, because the machine may be busy with other tests; nothing that is waited for takes a tenth of it alone.
+PATIENCE = 180.0
 
 
 def free_port() -> int:
@@ -22,6 +27,19 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def wait_for(condition: Callable[[], object], what: str = "the awaited", seconds: float = PATIENCE) -> None:
+    """Wait until `condition()` is true.
+
+    Raises:
+      TimeoutError: saying `what` did not happen.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what} did not happen within {seconds} s")
+        time.sleep(0.02)
 
 
 def run_python(

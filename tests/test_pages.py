@@ -6,14 +6,13 @@ import re
 
 import pytest
 
+from tests.helpers import python_blocks
 from tests.running import ROOT
-
-DOCS = ROOT / "docs"
 
 
 def run_page(name: str, blocks: int) -> None:
     """Run the page's blocks of Python, of which there are at least so many, in one namespace."""
-    found = re.findall(r"```python\n(.*?)```", (DOCS / name).read_text(encoding="utf-8"), re.DOTALL)
+    found = python_blocks(ROOT / "docs" / name)
     assert len(found) >= blocks
     namespace: dict[str, object] = {"__name__": "page"}
     for number, block in enumerate(found):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+from tests.helpers import python_blocks
+from tests.running import ROOT
 
 
 class Block(nnx.Module):
@@ -27,12 +26,11 @@ class Block(nnx.Module):
 
 def test_the_example_trains(capsys: pytest.CaptureFixture[str]):
     """The batches repeat, so the loss of the last step is below a uniform guess's only if the model learns them."""
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 1
+    (block,) = python_blocks(ROOT / "README.md")
     vocabulary, steps = 7, 40
     tokens = np.random.default_rng(0).integers(0, vocabulary, (16, 4)).astype(np.int32)
     batch = {"tokens": tokens, "targets": tokens}
-    code = blocks[0].replace("steps=1000", f"steps={steps}").replace("adamw(3e-4)", "adamw(1e-2)")
+    code = block.replace("steps=1000", f"steps={steps}").replace("adamw(3e-4)", "adamw(1e-2)")
     assert f"steps={steps}" in code
     names: dict[str, Any] = {
         "__name__": "readme",
@@ -40,6 +38,6 @@ def test_the_example_trains(capsys: pytest.CaptureFixture[str]):
         "cfg": SimpleNamespace(vocab=vocabulary, dim=8, layers=4),
         "batches": [batch] * steps,
     }
-    exec(compile(code, README.name, "exec"), names)
+    exec(compile(code, "README.md", "exec"), names)
     assert int(names["trainer"].state.step) == steps
     assert float(names["trainer"].evaluate([batch])["loss"]) < 0.5 * np.log(vocabulary)

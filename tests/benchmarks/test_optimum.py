@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
 from jaxpp_flax.schedules import Costs, Transfer, search
 from jaxpp_flax.schedules.tools.automatic.problem import evaluate
 from jaxpp_flax.schedules.tools.automatic.search import problems_of
-from tests.running import ROOT
+from tests.running import ROOT, run_python
 
 
 @pytest.fixture(autouse=True)
@@ -58,5 +54,4 @@ def test_the_solver_finds_the_optimum_from_a_loose_bound():
 
 @pytest.mark.soak
 def test_every_case_of_the_benchmark():
-    command = [sys.executable, str(ROOT / "benchmarks" / "schedules.py"), "search", "--milp-seconds", "60"]
-    subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+    run_python(str(ROOT / "benchmarks" / "schedules.py"), "search", "--milp-seconds", "60", timeout=86400)

@@ -12,13 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import Callback, Checkpoints, Logging
-from tests.trainers.models import Layers
+from tests.trainers.models import Layers, make_xy, squared_error
 
 WIDTH = 6
 
@@ -28,21 +27,16 @@ class MLP(Layers):
         super().__init__(depth, WIDTH, rngs=rngs, dropout=dropout)
 
 
-def loss_fn(model, batch):
-    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-
-
 def batches(count: int = 1000):
     for seed in range(count):
-        rng = np.random.default_rng(seed)
-        yield {name: rng.normal(size=(4, WIDTH)).astype(np.float32) for name in "xy"}
+        yield make_xy(4, WIDTH, seed)
 
 
 def make_trainer(
     checkpoints: Path | Checkpoints | None,
     stages: int = 2,
     depth: int = 2,
-    loss: Callable[..., Any] = loss_fn,
+    loss: Callable[..., Any] = squared_error,
     **options: Any,
 ) -> PipelineTrainer:
     options = {"num_stages": stages, "num_microbatches": 2, "logging": Logging(progress=False, every=1), **options}

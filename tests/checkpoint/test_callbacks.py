@@ -13,6 +13,7 @@ from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import Checkpoints
 from jaxpp_flax.trainers.callbacks import Callback, EarlyStopping
 from tests.checkpoint import program
+from tests.trainers.models import squared_error
 
 BATCHES = list(program.batches(4))
 
@@ -20,7 +21,7 @@ BATCHES = list(program.batches(4))
 def make_trainer(checkpoints: Path | Checkpoints | None, **options: Any) -> PipelineTrainer:
     """It learns nothing: no evaluation is better than the first."""
     return PipelineTrainer(
-        program.MLP(2, rngs=nnx.Rngs(0), dropout=0), optax.sgd(0.0), program.loss_fn,
+        program.MLP(2, rngs=nnx.Rngs(0), dropout=0), optax.sgd(0.0), squared_error,
         num_stages=1, num_microbatches=2, logging=False, checkpoints=checkpoints, **options,
     )  # fmt: skip
 

@@ -11,18 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from jaxpp_flax.processes import ProcessGroup
-from jaxpp_flax.trainers import KILLED_STATUS, PREEMPTED_STATUS, Checkpoints
-from jaxpp_flax.trainers.ending import preemption as module
-from jaxpp_flax.trainers.ending.preemption import Preemption
-from jaxpp_flax.trainers.ending.stopping import CommonStop, StopReason
+from jaxpp_flax.trainers import KILLED_STATUS, PREEMPTED_STATUS
 from jaxpp_flax.trainers.state.weights import to_ordinary
 from tests.checkpoint.program import batches, make_trainer
-from tests.engine.stores import MemoryStore
-from tests.helpers import tree_allclose
+from tests.helpers import steps_in, tree_allclose
 from tests.processes.running import Processes, start_processes
 
 pytestmark = pytest.mark.processes
@@ -38,10 +31,6 @@ def started(directory: Path, *options: str) -> Iterator[Processes]:
     with start_processes(1, "tests.checkpoint.program", *arguments, environment=flags) as processes:
         processes.wait_for_output(0, "step ")
         yield processes
-
-
-def steps_in(directory: Path) -> list[int]:
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
 
 
 def kill_and_resume(tmp_path: Path, kills: int, seed: int) -> int:
@@ -118,100 +107,3 @@ def test_devices_that_never_answer_do_not_keep_the_process(signals: int, tmp_pat
         assert process.wait(timeout=60) == KILLED_STATUS
         assert time.monotonic() - begin < 60
     assert max(steps_in(tmp_path / "run")) >= 1, "the checkpoint before is there"
-
-
-def statuses_of(monkeypatch) -> list[int]:
-    statuses: list[int] = []
-    monkeypatch.setattr(module.os, "_exit", statuses.append)
-    return statuses
-
-
-def wait_for(statuses: list[int]) -> list[int]:
-    end = time.monotonic() + 30
-    while not statuses and time.monotonic() < end:
-        time.sleep(0.01)
-    return statuses
-
-
-def test_signals_of_a_scheduler_and_of_a_launcher_are_one_request(monkeypatch):
-    statuses = statuses_of(monkeypatch)
-    with Preemption(60.0) as preemption:
-        for _ in range(3):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.05)
-        assert preemption.requested
-    assert statuses == []
-
-
-def test_a_second_signal_ends_at_once(monkeypatch):
-    monkeypatch.setattr(module, "_ONE_REQUEST", 0.05)
-    statuses = statuses_of(monkeypatch)
-    with Preemption(60.0) as preemption:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert preemption.requested
-        time.sleep(0.1)
-        assert statuses == []
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert wait_for(statuses) == [KILLED_STATUS] == [143]
-
-
-def test_the_deadline_ends_a_save_that_hangs(monkeypatch):
-    statuses = statuses_of(monkeypatch)
-    with Preemption(0.05):
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert wait_for(statuses) == [KILLED_STATUS]
-    with Preemption(0.2):
-        os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.4)
-    assert statuses == [KILLED_STATUS], "a save in time is let be"
-
-
-def test_other_signals_go_where_they_went():
-    """An event loop's wakeup file descriptor still hears of them, and has its place back afterwards."""
-    read, write = os.pipe()
-    os.set_blocking(write, False)
-    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    handler = signal.signal(signal.SIGUSR1, lambda *_: None)
-    try:
-        with Preemption(60.0) as preemption:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert os.read(read, 1) == bytes([signal.SIGUSR1])
-        assert not preemption.requested
-        assert signal.set_wakeup_fd(write, warn_on_full_buffer=False) == write
-    finally:
-        signal.signal(signal.SIGUSR1, handler)
-        signal.set_wakeup_fd(before)
-        os.close(read), os.close(write)
-
-
-def test_without_a_deadline_signals_are_left_alone():
-    before = signal.getsignal(signal.SIGTERM)
-    with Preemption(None):
-        assert signal.getsignal(signal.SIGTERM) is before
-
-
-@pytest.mark.parametrize("deadline", [0, -1.0])
-def test_a_bad_deadline_is_refused(deadline: float, tmp_path: Path):
-    with pytest.raises(ValueError, match="preemption_deadline="):
-        make_trainer(Checkpoints(tmp_path, preemption_deadline=deadline))
-
-
-@given(seed=st.integers(0, 2**32 - 1), processes=st.integers(2, 4), asked=st.integers(1, 4))
-@settings(max_examples=200)
-def test_all_processes_stop_after_the_same_step(seed: int, processes: int, asked: int):
-    """Processes up to three steps apart, some of them asked to stop, at moments of their own."""
-    rng = random.Random(seed)
-    store = MemoryStore()
-    stops = [CommonStop(ProcessGroup(store, index, processes)) for index in range(processes)]
-    signals = {rng.randrange(processes): rng.randrange(6) for _ in range(asked)}  # process -> step
-    steps, ended = [0] * processes, [False] * processes
-    while not all(ended):
-        slowest = min(step for step, end in zip(steps, ended, strict=True) if not end)
-        able = [i for i in range(processes) if not ended[i] and steps[i] < slowest + 3]
-        index = rng.choice(able)
-        steps[index] += 1
-        requested = StopReason("preempted") if steps[index] >= signals.get(index, 1000) else None
-        ended[index] = stops[index].after(steps[index], requested) is not None
-        assert steps[index] < 100
-    assert len(set(steps)) == 1
-    assert steps[0] <= min(signals.values()) + 8

@@ -136,8 +136,10 @@ def test_another_host_is_alive_while_it_counts(tmp_path):
 def test_an_owner_that_ends_while_it_is_watched_gives_the_place_back(tmp_path):
     path = write(tmp_path, on_another_host())
     threading.Timer(0.1, path.unlink).start()
-    ownership = Ownership(tmp_path)
-    ownership.take(print)
+    ownership, told = Ownership(tmp_path), []
+    ownership.take(told.append)
+    assert "waiting up to" in told[0]
+    ownership.check()  # it is this job's now
     ownership.release()
 
 

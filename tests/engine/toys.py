@@ -124,15 +124,6 @@ def same_as_plain(step: Callable[..., Any], num_ranks: int, *args: Any, rtol: fl
     return actual
 
 
-def run_partition(part: Partition, index: int, environment: dict[Value, Any]) -> dict[Value, Any]:
-    """Evaluate every task once, in the order of phases, on top of the loop's operands, states and index."""
-    values = {**environment, part.index: jnp.int32(index)}
-    for task in part.tasks:
-        results = task.graph.run(*(values[v] for v in task.graph.inputs))
-        values.update(zip(task.graph.outputs, results, strict=True))
-    return values
-
-
 def built(step: Callable[..., Any], num_ranks: int, *args: Any, donated: Sequence[bool] | None = None) -> Built:
     """All passes over a step on a mesh of single devices, and nothing compiled."""
     graph, consts = from_jaxpr(jax.jit(step).trace(*args).jaxpr)

@@ -25,6 +25,7 @@ import numpy as np  # noqa: E402
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray  # noqa: E402
 from jaxpp_flax.trainers import Callback, Checkpoints  # noqa: E402
 from tests.checkpoint import program  # noqa: E402
+from tests.trainers.models import squared_error  # noqa: E402
 
 SETTINGS: dict[str, Any] = json.loads(sys.argv[1]) if __name__ == "__main__" else {}
 KIND, STEP = SETTINGS.get("kind"), SETTINGS.get("step", 0)
@@ -95,7 +96,7 @@ def batches() -> Iterator[Any]:
 def loss_fn(model: Any, batch: Any) -> Any:
     if is_struck("loss"):
         raise RuntimeError(f"chaos in the loss of process {jax.process_index()}")
-    return program.loss_fn(model, batch)
+    return squared_error(model, batch)
 
 
 def main() -> None:

@@ -6,17 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.running import ROOT
+from tests.running import PATIENCE, ROOT, wait_for
 
-# Generous, because the machine may be busy with other tests; nothing here takes a tenth of it alone.
-PATIENCE = 180.0
 MARK = "JAXPP_FLAX_TEST_RUN"
 
 
@@ -60,19 +57,6 @@ def listening_addresses(processes: list[int]) -> list[str]:
                 if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
                     found.append(words[1].rpartition(":")[0])
     return found
-
-
-def wait_for(condition: Callable[[], object], what: str, seconds: float = PATIENCE) -> None:
-    """Wait until `condition()` is true.
-
-    Raises:
-      TimeoutError: saying `what` did not happen.
-    """
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{what} did not happen within {seconds} s")
-        time.sleep(0.05)
 
 
 @dataclass

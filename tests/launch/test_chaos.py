@@ -27,8 +27,10 @@ from typing import Any
 import pytest
 
 from jaxpp_flax.trainers import PREEMPTED_STATUS
-from tests.launch.running import Run, environment, wait_for
+from tests.helpers import steps_in
+from tests.launch.running import Run, environment
 from tests.processes.prepared import server_of
+from tests.running import wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -167,10 +169,6 @@ def damage(directory: Path, kind: str, rng: random.Random) -> None:
 def unread(checkpoint: Path) -> set[Path]:
     """Files that Orbax writes after the checkpoint is complete, and that nothing is read from."""
     return {checkpoint / "_CHECKPOINT_METADATA", checkpoint / "commit_success.txt"}
-
-
-def steps_in(directory: Path) -> list[int]:
-    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdigit())
 
 
 def said(run: Run) -> dict[str, str]:

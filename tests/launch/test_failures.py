@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.running import Run, marked, started, wait_for
+from tests.launch.running import Run, marked, started
+from tests.running import wait_for
 
 pytestmark = pytest.mark.processes
 

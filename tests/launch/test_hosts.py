@@ -19,7 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.running import Run, listening_addresses, started, wait_for
+from tests.launch.running import Run, listening_addresses, started
+from tests.running import wait_for
 
 pytestmark = pytest.mark.soak
 

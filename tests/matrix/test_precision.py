@@ -12,10 +12,10 @@ from flax import nnx
 
 from jaxpp_flax import linen
 from jaxpp_flax.engine.tracing.treduce import treduce
-from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Schedule, Std1F1B
 from tests.helpers import batch_of
 from tests.matrix.harness import check, mesh_of
+from tests.trainers.models import Layers
 
 pytestmark = pytest.mark.full_compilation
 
@@ -24,16 +24,6 @@ BATCH = batch_of(MICROBATCHES, ROWS, DIM, host=True)
 # One rounding of bfloat16 is 2^-8, of float16 2^-11. Both runs do the same operations in the same dtype; only where XLA
 # keeps a longer intermediate in a fusion may a rounding fall away, here or there: a few of them, never dozens.
 BOUNDS = {jnp.bfloat16: 4 * 2**-8, jnp.float16: 4 * 2**-11}
-
-
-class NnxModel(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, dtype: Any) -> None:
-        self.blocks = nnx.List([PipelineStage(nnx.Linear(DIM, DIM, dtype=dtype, rngs=rngs)) for _ in range(2)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for block in self.blocks:
-            x = jnp.tanh(block(x))
-        return x
 
 
 class LinenModel(nn.Module):
@@ -50,7 +40,7 @@ def model_of(kind: str, dtype: Any) -> tuple[Any, Any]:
     if kind == "linen":
         model = LinenModel(dtype)
         return model.apply, model.init(jax.random.key(0), BATCH["x"][0])
-    graphdef, params = nnx.split(NnxModel(nnx.Rngs(0), dtype))
+    graphdef, params = nnx.split(Layers(2, DIM, dtype=dtype))
     return lambda p, x: nnx.merge(graphdef, p, copy=True)(x), params
 
 

@@ -29,6 +29,7 @@ from jaxpp_flax.schedules import Schedule, Std1F1B, ZeroBubble
 from jaxpp_flax.trainers.step.builder import ForwardOnly
 from tests.helpers import batch_of, slow, tree_allclose
 from tests.matrix.harness import count, mesh_of, run
+from tests.trainers.models import Chain
 
 MICROBATCHES, ROWS, DIM = 4, 16, 16
 BATCH = batch_of(MICROBATCHES, ROWS, DIM, host=True)
@@ -301,20 +302,11 @@ class NnxBlock(nnx.Module):
         return x + self.down(jnp.tanh(self.up(x)))
 
 
-class NnxModel(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.blocks = nnx.List([PipelineStage(NnxBlock(rngs)) for _ in range(2)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def test_nnx_with_partitioning():
     mesh = mesh_of(2, data=2, tensor=2)
     with jax.set_mesh(mesh.unstack[0]):
-        graphdef, params = nnx.split(NnxModel(nnx.Rngs(0)))
+        rngs = nnx.Rngs(0)
+        graphdef, params = nnx.split(Chain(PipelineStage(NnxBlock(rngs)) for _ in range(2)))
         specs = nnx.get_partition_spec(params)
     params = jax.tree.map(np.asarray, params)
     step = train_step(lambda p, x: nnx.merge(graphdef, p, copy=True)(x))

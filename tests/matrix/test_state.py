@@ -18,6 +18,7 @@ from jaxpp_flax.layers import PipelineStage
 from jaxpp_flax.schedules import Eager1F1B, GPipe, Interleaved1F1B, Schedule, Std1F1B, ZeroBubble
 from tests.helpers import batch_of, tree_allclose
 from tests.matrix.harness import check, mesh_of, run
+from tests.trainers.models import Chain
 
 STAGES, MICROBATCHES, ROWS, DIM = 3, 4, 16, 8
 BATCH = batch_of(MICROBATCHES, ROWS, DIM, host=True)
@@ -50,16 +51,6 @@ class Block(nnx.Module):
         return x if self.dropout is None else self.dropout(x)
 
 
-class Model(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, features: tuple[str, ...], layers: int = STAGES) -> None:
-        self.blocks = nnx.List([PipelineStage(Block(rngs, features)) for _ in range(layers)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def nnx_step(graphdef: Any) -> Any:
     """The rest of the model's state is the loop's carry."""
 
@@ -82,7 +73,9 @@ def nnx_step(graphdef: Any) -> Any:
 
 
 def nnx_state(*features: str, layers: int = STAGES) -> tuple[Any, Any]:
-    graphdef, params, rest = nnx.split(Model(nnx.Rngs(0, dropout=1), features, layers), nnx.Param, ...)
+    rngs = nnx.Rngs(0, dropout=1)
+    model = Chain(PipelineStage(Block(rngs, features)) for _ in range(layers))
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     return graphdef, (params, rest)
 
 

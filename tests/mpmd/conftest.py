@@ -1,8 +1,8 @@
-"""Every structure between two passes is checked in these tests."""
+"""Every test of `mpmd` verifies each structure between two passes."""
 
 import pytest
 
 
-@pytest.fixture(autouse=True)
-def _verify(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("JAXPP_FLAX_VERIFY", "1")
+@pytest.fixture(autouse=True, scope="module")
+def _verify_between_passes(verified: None) -> None:
+    """For all modules of this folder."""

@@ -21,23 +21,14 @@ from flax import nnx  # noqa: E402
 from jaxpp_flax import PipelineTrainer  # noqa: E402
 from jaxpp_flax.api import MpmdMesh, Std1F1B, mark_stage_end, mpmd_jit_with_loop, treduce  # noqa: E402
 from jaxpp_flax.processes.comparison import ValuesMismatchError  # noqa: E402
-from tests.trainers.models import Layers  # noqa: E402
+from tests.trainers.models import Layers, squared_error  # noqa: E402
 
 ME = jax.process_index()
 
 
-class Model(Layers):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        super().__init__(rngs=rngs)
-
-
-def loss_fn(model: Any, batch: Any) -> Any:
-    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-
-
 def trainer(seed: int = 0, **options: Any) -> PipelineTrainer:
     return PipelineTrainer(
-        Model(nnx.Rngs(seed)), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=4, logging=False,
+        Layers(rngs=nnx.Rngs(seed)), optax.sgd(0.1), squared_error, num_stages=2, num_microbatches=4, logging=False,
         inference=Inference(predict_fn=lambda model, batch: model(batch["x"])), **options,
     )  # fmt: skip
 

@@ -23,18 +23,10 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
-from flax import nnx  # noqa: E402
 
 from jaxpp_flax import PipelineTrainer  # noqa: E402
 from jaxpp_flax.trainers import Callback  # noqa: E402
 from tests.trainers.models import Layers  # noqa: E402
-
-
-class Model(Layers):
-    """A layer in each process."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        super().__init__(jax.process_count(), 8, rngs=rngs)
 
 
 class Say(Callback):
@@ -52,7 +44,7 @@ def batches(count: int) -> Iterator[Any]:
 
 mine = int(sys.argv[1]) if len(sys.argv) > 1 and jax.process_index() == 1 else 1_000_000
 trainer = PipelineTrainer(
-    Model(nnx.Rngs(0)),
+    Layers(jax.process_count(), 8),
     optax.sgd(0.1),
     lambda model, batch: jnp.mean(model(batch["x"]) ** 2),
     num_stages=jax.process_count(),

@@ -31,7 +31,7 @@ from jaxpp_flax.schedules import GPipe, Std1F1B  # noqa: E402
 from tests.engine.toys import chain, sgd_step  # noqa: E402
 from tests.helpers import batch_of, tree_allclose  # noqa: E402
 from tests.processes.cases import mesh_of  # noqa: E402
-from tests.trainers.models import Layers  # noqa: E402
+from tests.trainers.models import Layers, squared_error  # noqa: E402
 
 MESHES = {"rows": mesh_of(2, "rows"), "columns": mesh_of(2, "columns"), "single": mesh_of(4, "rows")}
 
@@ -169,7 +169,7 @@ def training(batches: Any, mesh: jax.sharding.Mesh) -> list[float]:
     trainer = PipelineTrainer(
         Model(nnx.Rngs(0)),
         optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9)),
-        lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2),
+        squared_error,
         num_stages=2,
         num_microbatches=4,
         schedule="gpipe",

@@ -23,6 +23,7 @@ import pytest  # noqa: E402
 from flax import nnx  # noqa: E402
 
 from jaxpp_flax import PipelineStage, PipelineTrainer  # noqa: E402
+from tests.trainers.models import Chain, squared_error  # noqa: E402
 
 
 class Block(nnx.Module):
@@ -37,18 +38,6 @@ class Block(nnx.Module):
         return x + self.dropout(jnp.tanh(self.norm(self.linear(x))))
 
 
-class Model(nnx.Module):
-    """Four blocks."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.blocks = nnx.List([PipelineStage(Block(rngs), name=f"block_{i}") for i in range(4)])
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 def loss_fn(model: Any, batch: Any) -> Any:
     """Mean squared error, with a vector of metrics that is not small."""
     error = (model(batch["x"]) - batch["y"]) ** 2
@@ -58,14 +47,15 @@ def loss_fn(model: Any, batch: Any) -> Any:
 def trainer(**arguments: Any) -> PipelineTrainer:
     """A trainer of the model, from the same seed each time."""
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
+    rngs = nnx.Rngs(0)
     return PipelineTrainer(
-        Model(nnx.Rngs(0)),
+        Chain(PipelineStage(Block(rngs), name=f"block_{i}") for i in range(4)),
         tx,
         loss_fn,
         num_microbatches=4,
         logging=False,
         inference=Inference(
-            eval_loss_fn=lambda model, batch: ((model(batch["x"]) - batch["y"]) ** 2).mean(),
+            eval_loss_fn=squared_error,
             predict_fn=lambda model, batch: model(batch["x"]),
         ),
         **arguments,

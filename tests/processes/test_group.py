@@ -6,7 +6,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,7 @@ from jaxpp_flax.processes import (
 )
 from jaxpp_flax.processes.failures import Failure
 from tests.engine.stores import MemoryStore, in_parallel
+from tests.running import wait_for
 
 pytestmark = pytest.mark.processes  # for their deadlines: silences of a fifth of a second
 
@@ -30,13 +30,6 @@ def groups(number: int, store: MemoryStore | None = None) -> list[ProcessGroup]:
 
 def nothing(failure: Failure) -> None:
     """In place of the end of the process, which a failure brings by default."""
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.01)
 
 
 def test_one_process_needs_nobody():
@@ -114,7 +107,7 @@ def test_values_are_read_once_however_long_the_wait():
     early, late = groups(2, store)
 
     def come_late() -> list[bytes]:
-        wait_until(lambda: len(read) >= 3)
+        wait_for(lambda: len(read) >= 3)
         return late.exchange("hashes", b"large")
 
     assert in_parallel([lambda: early.exchange("hashes", b"large"), come_late]) == [[b"large"] * 2] * 2
@@ -161,7 +154,7 @@ def test_the_first_report_of_a_process_on_itself_is_the_one_told():
     members[1].report_failure("KeyError: 'tokens'\nin line 3")
     members[1].report_failure("a consequence")
     members[2].watch(600.0, nothing)
-    wait_until(lambda: members[2].failure is not None)
+    wait_for(lambda: members[2].failure is not None)
     assert members[2].failure == Failure(1, "KeyError: 'tokens'\nin line 3")
 
 
@@ -172,7 +165,7 @@ def test_a_silent_process_is_lost_and_ends_the_others():
     for group in members[:2]:
         group.watch(1.0, lambda failure, index=group.process_index: ended.setdefault(index, failure))
     store.set("jaxpp_flax/beats/2", b"1 running")  # one sign of life, and then none
-    wait_until(lambda: len(ended) == 2)
+    wait_for(lambda: len(ended) == 2)
     for failure in ended.values():
         assert failure.process == 2
         assert "no sign of life" in failure.message
@@ -199,10 +192,10 @@ def test_a_store_that_hangs_is_a_failure_too():
     [group, _] = groups(2, store)
     ended: list[Failure] = []
     group.watch(1.0, ended.append)
-    wait_until(lambda: store.list("jaxpp_flax/beats"))
+    wait_for(lambda: store.list("jaxpp_flax/beats"))
     store.hangs.set()
     try:
-        wait_until(lambda: ended)
+        wait_for(lambda: ended)
     finally:
         store.hangs.clear()
     assert ended[0].process is None
@@ -216,7 +209,7 @@ def test_a_thread_of_the_watch_that_fails_ends_the_process_and_is_told(monkeypat
     ended: list[Failure] = []
     for member in members:
         member.watch(4.0, ended.append)
-    wait_until(lambda: len(ended) == 2)
+    wait_for(lambda: len(ended) == 2)
     for failure in ended:
         assert failure.process == 0
         assert "its thread 'jaxpp_flax watch' failed: ZeroDivisionError" in failure.message
@@ -233,7 +226,7 @@ def test_to_end_the_program_while_another_waits_is_a_failure():
 
     def late() -> None:
         with members[1].waiting("microbatch 7 of stage 1", on=0):
-            wait_until(lambda: members[1].failure)
+            wait_for(lambda: members[1].failure)
             with pytest.raises(ProcessFailedError, match=r"(?s)process 0: it ended its program.*microbatch 7"):
                 members[1].check()
 
@@ -251,7 +244,7 @@ def test_what_a_process_will_never_send_is_not_waited_for_long(run: int):
     begun = time.monotonic()
     with members[0].waiting("activations of microbatch 0", on=1, run=run):
         # What it sent in step 7 may be large and slow: it is waited for until 60 % of the timeout.
-        wait_until(lambda: members[0].failure is not None or time.monotonic() - begun > 4.5)
+        wait_for(lambda: members[0].failure is not None or time.monotonic() - begun > 4.5)
         assert (members[0].failure is not None) == (run == 8)
     if run == 7:
         members[0].report_failure("the end of the test")

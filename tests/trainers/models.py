@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -49,6 +50,18 @@ class Model(nnx.Module):
         return self.head(x)
 
 
+class Chain(nnx.Module):
+    """Blocks of any kind, one after another."""
+
+    def __init__(self, blocks: Iterable[nnx.Module]):
+        self.blocks = nnx.List(blocks)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Layers(nnx.Module):
     """Features in, features out: by default as small as a model of two stages can be."""
 
@@ -61,10 +74,10 @@ class Layers(nnx.Module):
         *,
         rngs: nnx.Rngs | None = None,
         dropout: float = 0.0,
-        use_bias: bool = True,
+        **options: Any,
     ):
         rngs = rngs or nnx.Rngs(0)
-        layers = [nnx.Linear(width, width, rngs=rngs, use_bias=use_bias) for _ in range(num_layers)]
+        layers = [nnx.Linear(width, width, rngs=rngs, **options) for _ in range(num_layers)]
         self.layers = nnx.List(map(PipelineStage, layers))
         self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else None
 
@@ -126,6 +139,16 @@ def loss_with_metrics(model, batch):
     return losses.mean(), metrics
 
 
+def squared_error(model, batch):
+    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+
+def make_xy(size: int, width: int = Layers.WIDTH, seed: int = 0) -> dict[str, np.ndarray]:
+    """Features and targets for `squared_error`."""
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=(size, width)).astype(np.float32) for name in "xy"}
+
+
 def make_batch(size: int, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, VOCABULARY, (size, LENGTH + 1)).astype(np.int32)
@@ -135,26 +158,30 @@ def make_batch(size: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def plain_training(model, tx, loss_fn, batches, num_microbatches):
-    """Gradient accumulation under plain `jax.jit`, written without any of the package: losses and final parameters."""
+    """Gradient accumulation under plain `jax.jit`, written without any of the package: see `accumulated`."""
     graphdef, params = nnx.split(model)
+    loss_of = lambda params, microbatch: loss_fn(nnx.merge(graphdef, params), microbatch)  # noqa: E731
+    return accumulated(loss_of, params, tx, batches, num_microbatches)
+
+
+def accumulated(loss_of, params, tx, batches, num_microbatches):
+    """The loss of each step and the parameters after it; one microbatch after another, so that one is compiled."""
 
     @jax.jit
     def step(params, opt_state, batch):
-        def loss_of(params, microbatch):
-            return loss_fn(nnx.merge(graphdef, params), microbatch)
+        def add(sums, microbatch):
+            return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_of)(params, microbatch)), None
 
-        losses, grads = [], jax.tree.map(jnp.zeros_like, params)
-        for i in range(num_microbatches):
-            microbatch = jax.tree.map(lambda x, i=i: x.reshape(num_microbatches, -1, *x.shape[1:])[i], batch)
-            loss, grad = jax.value_and_grad(loss_of)(params, microbatch)
-            losses.append(loss)
-            grads = jax.tree.map(jnp.add, grads, grad)
-        grads = jax.tree.map(lambda g: g / num_microbatches, grads)
+        microbatches = jax.tree.map(lambda x: x.reshape(num_microbatches, -1, *x.shape[1:]), batch)
+        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        sums, _ = jax.lax.scan(add, zeros, microbatches)
+        loss, grads = jax.tree.map(lambda leaf: leaf / num_microbatches, sums)
         updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, sum(losses) / num_microbatches
+        return optax.apply_updates(params, updates), opt_state, loss
 
-    opt_state, losses = tx.init(params), []
+    opt_state, losses, after = tx.init(params), [], []
     for batch in batches:
         params, opt_state, loss = step(params, opt_state, batch)
         losses.append(float(loss))
-    return losses, params
+        after.append(params)
+    return losses, after

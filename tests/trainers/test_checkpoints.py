@@ -28,7 +28,7 @@ from jaxpp_flax.trainers.loop.progress import Meter
 from jaxpp_flax.trainers.state.weights import to_ordinary
 from tests.checkpoint import program
 from tests.helpers import tree_allclose
-from tests.trainers.models import Model, make_batch, mean_loss
+from tests.trainers.models import Model, make_batch, mean_loss, squared_error
 
 pytestmark = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
 
@@ -363,7 +363,7 @@ def test_copies_of_weights_follow_them(trained: bool, tmp_path: Path, capsys: py
 
     def make(model: Any, tx: Any = SCHEDULE_FREE, **options: Any) -> PipelineTrainer:
         options = {"num_stages": 2, "num_microbatches": 2, "checkpoints": tmp_path / "ckpt", **options}
-        return PipelineTrainer(model, tx, program.loss_fn, **options)
+        return PipelineTrainer(model, tx, squared_error, **options)
 
     first = make(program.MLP(2, rngs=nnx.Rngs(0), dropout=0), optax.sgd(0.1), logging=False)
     fit(first, OTHER, steps=3)
@@ -391,7 +391,7 @@ def test_what_was_computed_from_weights_is_not_left_behind(tmp_path: Path) -> No
     first.save()
     tx = optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
     trainer = PipelineTrainer(
-        program.MLP(2, rngs=nnx.Rngs(5)), tx, program.loss_fn, num_stages=1, num_microbatches=2, logging=False
+        program.MLP(2, rngs=nnx.Rngs(5)), tx, squared_error, num_stages=1, num_microbatches=2, logging=False
     )
     with pytest.raises(CheckpointMismatchError, match=r"opt_state/first_norm: the optimizer made it of parameters"):
         trainer.restore(tmp_path / "ckpt" / "1", only="params/*")

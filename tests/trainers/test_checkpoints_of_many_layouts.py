@@ -19,6 +19,7 @@ from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers import MeshOptions, Parameters
 from jaxpp_flax.trainers.state.weights import to_ordinary
 from tests.helpers import tree_allclose
+from tests.trainers.models import Chain
 
 WIDTH, BLOCKS = 8, 8
 
@@ -35,15 +36,9 @@ class Block(nnx.Module):
         return x + jnp.tanh(self.linear(x))
 
 
-class Model(nnx.Module):
-    def __init__(self, *, rngs: nnx.Rngs, rank: int = 0):
-        blocks = [PipelineStage(Block(rngs=rngs, rank=rank), name=f"block_{i}") for i in range(BLOCKS)]
-        self.blocks = nnx.List(blocks)
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
+def make_model(seed: int, rank: int = 0) -> Chain:
+    rngs = nnx.Rngs(seed)
+    return Chain(PipelineStage(Block(rngs=rngs, rank=rank), name=f"block_{i}") for i in range(BLOCKS))
 
 
 def loss_fn(model, batch):
@@ -81,7 +76,7 @@ def make_trainer(name: str, seed: int, **options: Any) -> PipelineTrainer:
     layout = dict(TRAINERS[name][0])
     devices = {"sharding_rules": WHOLE, **layout.pop("devices", {})}
     return PipelineTrainer(
-        Model(rngs=nnx.Rngs(seed)), optax.adam(1e-2), loss_fn, num_microbatches=2, logging=False,
+        make_model(seed), optax.adam(1e-2), loss_fn, num_microbatches=2, logging=False,
         mesh=MeshOptions(**devices), **layout, **options,
     )  # fmt: skip
 
@@ -113,7 +108,7 @@ def test_a_base_model_into_one_with_adapters(tmp_path: Path):
     base.train_step(BATCH)
     path = base.save(tmp_path / "base")
     tuned = PipelineTrainer(
-        Model(rngs=nnx.Rngs(1), rank=2), optax.adam(1e-2), loss_fn, num_stages=4, num_microbatches=2, logging=False,
+        make_model(seed=1, rank=2), optax.adam(1e-2), loss_fn, num_stages=4, num_microbatches=2, logging=False,
         parameters=Parameters(wrt=nnx.LoRAParam),
     )  # fmt: skip
     tuned.compile(BATCH)  # on its ranks, where the base's weights, frozen, are other state than parameters

@@ -14,13 +14,9 @@ from jaxpp_flax.trainers.ending.preemption import PREEMPTED_STATUS
 from jaxpp_flax.trainers.state.weights import to_ordinary
 from tests.checkpoint.processes import make_trainer, run, start
 from tests.checkpoint.program import batches
-from tests.helpers import tree_allclose
+from tests.helpers import steps_in, tree_allclose
 
 pytestmark = pytest.mark.processes
-
-
-def steps_in(directory: Path) -> list[int]:
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit())
 
 
 def test_four_processes_then_two_then_one(tmp_path: Path):

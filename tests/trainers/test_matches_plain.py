@@ -54,32 +54,17 @@ def reference(kind, num_blocks, num_microbatches):
     tx = optax.sgd(RATE)
     data = batches(num_microbatches)
     if kind == "nnx":
-        model = lambda: m.Model(num_blocks, rngs=nnx.Rngs(0), marked=False)  # noqa: E731
-        _, first = m.plain_training(model(), tx, m.mean_loss, data[:1], num_microbatches)
-        losses, last = m.plain_training(model(), tx, m.mean_loss, data, num_microbatches)
-        return losses, nnx.to_pure_dict(first), nnx.to_pure_dict(last)
+        model = m.Model(num_blocks, rngs=nnx.Rngs(0), marked=False)
+        losses, params = m.plain_training(model, tx, m.mean_loss, data, num_microbatches)
+        return losses, nnx.to_pure_dict(params[0]), nnx.to_pure_dict(params[-1])
     module = m.LinenModel(num_blocks, marked=False)
-    params = module.init(jax.random.key(0), data[0]["tokens"])["params"]
 
-    @jax.jit
-    def step(params, batch):
-        def loss_of(params, microbatch):
-            return m.mean_loss(lambda x: module.apply({"params": params}, x), microbatch)
+    def loss_of(params, microbatch):
+        return m.mean_loss(lambda x: module.apply({"params": params}, x), microbatch)
 
-        total, grads = 0.0, jax.tree.map(jnp.zeros_like, params)
-        for i in range(num_microbatches):
-            microbatch = jax.tree.map(lambda x, i=i: x.reshape(num_microbatches, -1, *x.shape[1:])[i], batch)
-            loss, grad = jax.value_and_grad(loss_of)(params, microbatch)
-            total, grads = total + loss, jax.tree.map(jnp.add, grads, grad)
-        params = jax.tree.map(lambda p, g: p - RATE * g / num_microbatches, params, grads)
-        return params, total / num_microbatches
-
-    losses, all_params = [], []
-    for batch in data:
-        params, loss = step(params, batch)
-        losses.append(float(loss))
-        all_params.append(params)
-    return losses, all_params[0], all_params[-1]
+    start = module.init(jax.random.key(0), data[0]["tokens"])["params"]
+    losses, params = m.accumulated(loss_of, start, tx, data, num_microbatches)
+    return losses, params[0], params[-1]
 
 
 def make_trainer(kind, schedule, stages, ranks, count, **options):
@@ -148,17 +133,9 @@ def test_features_equal_the_same_step_under_plain_jit(kind, feature):
 
 @pytest.mark.parametrize("kind", ["nnx", slow("linen")])
 def test_evaluate_and_predict_before_between_and_after_training(kind):
-    plain = make_trainer(
-        kind,
-        "1f1b",
-        1,
-        1,
-        4,
-        mesh=None,
-        num_blocks=2,
-        inference=Inference(predict_fn=lambda model, b: model(b["tokens"])),
-    )
-    piped = make_trainer(kind, "1f1b", 2, 2, 4, inference=Inference(predict_fn=lambda model, b: model(b["tokens"])))
+    inference = Inference(predict_fn=lambda model, b: model(b["tokens"]))
+    plain = make_trainer(kind, "1f1b", 1, 1, 4, mesh=None, num_blocks=2, inference=inference)
+    piped = make_trainer(kind, "1f1b", 2, 2, 4, inference=inference)
     held_out = [m.make_batch(8, 100), m.make_batch(6, 101), m.make_batch(1, 102)]
     for batch in batches(4)[:2]:
         for size in (8, 3):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from functools import partial
 from typing import Any
 
@@ -19,7 +16,7 @@ from jaxpp_flax.engine.arrays import reshard
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
-from tests.running import ROOT, free_port
+from tests.processes.running import run_processes
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
@@ -272,68 +269,5 @@ class TestWithSeveralProcesses:
     @pytest.mark.processes
     def test_two_processes(self):
         """Each owns one rank of two devices; both hold what they should, and get the whole back."""
-        script = textwrap.dedent(
-            """
-            import sys
-            import jax, numpy as np
-            from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-            from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
-            from jaxpp_flax.engine.arrays.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
-
-            me = int(sys.argv[2])
-            jax.distributed.initialize(f"127.0.0.1:{sys.argv[1]}", 2, me)
-            mesh = MpmdMesh(Mesh(np.array(jax.devices()).reshape(2, 2), ("stage", "fsdp")), "stage")
-            assert mesh.local_ranks == (me,) and mesh.lowering_mesh() == mesh.unstack[me]
-            value = np.arange(16, dtype=np.float32).reshape(8, 2)
-            everywhere = NamedSharding(mesh.jax_mesh, P(("stage", "fsdp")))
-            spread = jax.make_array_from_callback(value.shape, everywhere, lambda index: value[index])
-            places = ({0}, P("fsdp")), ({1}, P()), ({0, 1}, P())
-            shardings = [MpmdSharding(mesh, ranks, spec) for ranks, spec in places]
-            there = spmd_to_mpmd_reshard(mesh, [spread, value, np.int32(5)], shardings, threshold=32)
-            assert spread.is_deleted()
-            assert [x.is_partially_addressable for x in there] == [me == 0, me == 1, True]
-            assert there[0].is_fully_addressable == (me == 0) and there[0].shape == (8, 2)
-            if me == 1:
-                try:
-                    np.asarray(there[0])
-                except RuntimeError as error:
-                    assert "lives on rank 0, whose devices belong to process 0" in str(error), error
-                else:
-                    raise AssertionError("read an array of another process")
-                assert "mpmd_idxs=(0,), sharding=NamedSharding(" in repr(there[0])
-                assert not there[0].as_jax_array().addressable_shards
-            else:
-                np.testing.assert_array_equal(there[0], value)
-            assert int(there[2]) == 5 and there[2].as_jax_array().sharding == shardings[2]
-            moved = spmd_to_mpmd_reshard(mesh, there, [shardings[1], shardings[0], shardings[2]])
-            back = mpmd_to_spmd_reshard(mesh, moved, NamedSharding(mesh.jax_mesh, P()))
-            for array, expected in zip(back, [value, value, np.int32(5)]):
-                np.testing.assert_array_equal(array, expected)
-            print("good", flush=True)
-            """
-        )
-        port = free_port()
-        environment = {
-            "PATH": "/usr/bin:/bin",
-            "PYTHONPATH": str(ROOT),
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        }
-        workers = [
-            subprocess.Popen(
-                [sys.executable, "-c", script, str(port), str(rank)],
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
-        try:
-            outputs = [worker.communicate(timeout=120) for worker in workers]
-        finally:
-            for worker in workers:
-                worker.kill()
-        for worker, (out, err) in zip(workers, outputs, strict=True):
-            assert worker.returncode == 0, err
-            assert out.strip().endswith("good")
+        for output in run_processes(2, "run_reshard.py", devices=2):
+            assert output.strip().endswith("good")

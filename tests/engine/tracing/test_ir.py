@@ -11,7 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpp_flax.engine.tracing.ir import Constant, Graph, Value, VerificationError, from_jaxpr, plain_literal, prune
+from jaxpp_flax.engine.tracing.ir import (
+    Constant,
+    Graph,
+    Value,
+    VerificationError,
+    bodies,
+    emit,
+    from_jaxpr,
+    plain_literal,
+    prune,
+    values,
+)
 
 
 def graph_of(fun: Any, *args: Any) -> Graph:
@@ -136,3 +147,27 @@ def test_weak_literals_stay_weak():
     assert plain_literal(jnp.asarray(2.0), jax.typeof(2.0)) == 2.0
     assert isinstance(plain_literal(jnp.asarray(2.0), jax.typeof(2.0)), float)
     assert plain_literal(jnp.float32(2.0), jax.typeof(np.float32(2.0))).dtype == np.float32
+
+
+def test_emitted_equations_are_those_of_a_function_applied_to_atoms():
+    a, b = (Value(jax.typeof(jnp.ones(3))) for _ in range(2))
+    two = Constant(2.0, jax.typeof(jnp.float32(2)))
+    captured = np.arange(3, dtype=np.float32)
+    equations, (total, same) = emit(lambda x, k: (x * k + captured, x), [a, two], [b, None])
+    assert total is b
+    assert same is not a  # a result that comes out as it went in is copied to a value of its own
+    assert values([a, two, b]) == [a, b]
+    results = Graph((a,), (total, same), tuple(equations)).run(jnp.ones(3))
+    np.testing.assert_array_equal(results, [[2.0, 3.0, 4.0], [1.0, 1.0, 1.0]])
+
+
+def test_emitted_equations_have_the_labels_of_another():
+    graph, _ = from_jaxpr(jax.make_jaxpr(jnp.sin)(1.0), transposed=True, late=True)
+    (old,) = graph.equations
+    (new,), _ = emit(jnp.cos, old.inputs, like=old)
+    assert (new.name, new.source, new.transposed, new.late) == ("cos", old.source, True, True)
+
+
+def test_bodies_are_the_jaxprs_inside_of_an_equation():
+    (call,) = from_jaxpr(jax.make_jaxpr(lambda x: jax.lax.cond(x > 0, jnp.sin, jnp.cos, x))(1.0))[0].equations[-1:]
+    assert sorted(body.eqns[0].primitive.name for body in bodies(call.params)) == ["cos", "sin"]

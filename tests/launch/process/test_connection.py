@@ -23,8 +23,8 @@ from jaxpp_flax.launch.local import LocalJob
 from jaxpp_flax.launch.process import connection
 from jaxpp_flax.launch.process.connection import _listening_addresses
 from jaxpp_flax.launch.settings import LaunchSettings
-from tests.launch.running import Run, started, wait_for
-from tests.running import free_port
+from tests.launch.running import Run, started
+from tests.running import free_port, wait_for
 
 pytestmark = pytest.mark.processes
 

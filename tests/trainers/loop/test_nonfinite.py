@@ -13,18 +13,15 @@ from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.trainers import Checkpoints, Logging, NonFiniteLossError, Parameters, Precision
 from jaxpp_flax.trainers.loop import nonfinite
 from jaxpp_flax.trainers.loop.nonfinite import nonfinite_leaf
-from tests.trainers.models import Layers
-
-
-def mean_loss(model, batch):
-    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+from tests.trainers.models import Layers, squared_error
 
 
 def trainer(num_stages=2, tx=None, progress=False, **more):
     tx = tx or optax.sgd(0.1)
     return PipelineTrainer(
-        Layers(), tx, mean_loss, num_stages=num_stages, num_microbatches=2, logging=Logging(progress=progress), **more
-    )
+        Layers(), tx, squared_error, num_stages=num_stages, num_microbatches=2,
+        logging=Logging(progress=progress), **more,
+    )  # fmt: skip
 
 
 def batch(seed, *, bad=False):

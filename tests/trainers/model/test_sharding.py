@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpp_flax import PipelineStage, PipelineTrainer, mark_stage_end
 from jaxpp_flax.trainers import MeshError, MeshOptions, Parameters
 from tests.helpers import slow_but, tree_allclose
+from tests.trainers.models import Chain, make_xy, squared_error
 
 WIDTH, STAGES, MICROBATCHES = 8, 2, 2
 _INIT = nnx.initializers.lecun_normal()
@@ -30,15 +31,9 @@ class Block(nnx.Module):
         return x + self.down(jnp.tanh(self.up(x)))
 
 
-class Model(nnx.Module):
-    def __init__(self, names):
-        rngs = nnx.Rngs(0)
-        self.blocks = nnx.List([PipelineStage(Block(rngs, names)) for _ in range(STAGES)])
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
+def chain(kind, names, layers=STAGES):
+    rngs = nnx.Rngs(0)
+    return Chain(PipelineStage(kind(rngs, names)) for _ in range(layers))
 
 
 class LinenModel(nn.Module):
@@ -53,13 +48,8 @@ class LinenModel(nn.Module):
         return x
 
 
-def loss_fn(model, batch):
-    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-
-
 def batch():
-    rng = np.random.default_rng(0)
-    return {name: rng.normal(size=(16, WIDTH)).astype(np.float32) for name in "xy"}
+    return make_xy(16, WIDTH)
 
 
 def trainer(kind, names=("fsdp", None), stages=STAGES, **options):
@@ -67,10 +57,10 @@ def trainer(kind, names=("fsdp", None), stages=STAGES, **options):
     tx = optax.adamw(1e-2)
     if kind == "nnx":
         with nnx.use_eager_sharding(False):
-            return PipelineTrainer(Model(names), tx, loss_fn, **options)
+            return PipelineTrainer(chain(Block, names), tx, squared_error, **options)
     module = LinenModel()
     variables = module.init(jax.random.key(0), batch()["x"])
-    return PipelineTrainer(module, tx, loss_fn, variables=variables, **options)
+    return PipelineTrainer(module, tx, squared_error, variables=variables, **options)
 
 
 RULES = [("batch", "data"), ("embed", None), ("mlp", "tensor")]
@@ -127,14 +117,6 @@ class ExplicitBlock(nnx.Module):
         return x + y
 
 
-class ExplicitModel(nnx.Module):
-    def __init__(self, names, layers):
-        rngs = nnx.Rngs(0)
-        self.blocks = nnx.List([PipelineStage(ExplicitBlock(rngs, names)) for _ in range(layers)])
-
-    __call__ = Model.__call__
-
-
 EXPLICIT = {
     "data": ((4, 2), ("data",), (None, None)),
     "tensor": ((2, 2, 2), ("data", "tensor"), (None, "tensor")),
@@ -151,9 +133,9 @@ def test_explicit_meshes(case):
     made = []
     for stages in (shape[0], 1):
         with nnx.use_eager_sharding(False):
-            model = ExplicitModel(names, shape[0])
+            model = chain(ExplicitBlock, names, shape[0])
         options = {"num_stages": stages, "mesh": mesh if stages > 1 else None, "num_microbatches": MICROBATCHES}
-        made.append(PipelineTrainer(model, optax.adamw(1e-2), loss_fn, logging=False, **options))
+        made.append(PipelineTrainer(model, optax.adamw(1e-2), squared_error, logging=False, **options))
     for _ in range(2):
         np.testing.assert_allclose(*[float(t.train_step(batch())["loss"]) for t in made], rtol=1e-5)
     tree_allclose(*(jax.tree.map(np.asarray, t.state.params) for t in made), rtol=1e-4)  # as above
@@ -172,8 +154,8 @@ def test_factored_statistics_lie_as_the_dimensions_that_they_keep(axis_type):
     made = []
     for options in ({"num_stages": 2, "mesh": mesh}, {"num_stages": 1}):
         with nnx.use_eager_sharding(False):
-            model = ExplicitModel((None, "tensor"), STAGES)
-        made.append(PipelineTrainer(model, tx, loss_fn, num_microbatches=MICROBATCHES, logging=False, **options))
+            model = chain(ExplicitBlock, (None, "tensor"), STAGES)
+        made.append(PipelineTrainer(model, tx, squared_error, num_microbatches=MICROBATCHES, logging=False, **options))
     piped = made[0]
     taken = jax.tree.leaves(piped.compile(batch()).in_shardings[0][0].opt_state)
     for _ in range(2):
@@ -250,7 +232,7 @@ def test_rules_of_a_leaf_of_its_own():
 
     variables = OwnRules().init(jax.random.key(0), batch()["x"])
     options = {"num_stages": STAGES, "num_microbatches": MICROBATCHES, "logging": False, "mesh": {"tensor": 2}}
-    made = PipelineTrainer(OwnRules(), optax.sgd(0.1), loss_fn, variables=variables, **options)
+    made = PipelineTrainer(OwnRules(), optax.sgd(0.1), squared_error, variables=variables, **options)
     assert {*jax.tree.leaves(made._core.executables.state_specs.params)} == {P(None, "tensor")}
 
 

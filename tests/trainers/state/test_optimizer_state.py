@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -24,13 +23,8 @@ from jaxpp_flax.trainers.state.holder import is_abstract
 from jaxpp_flax.trainers.state.optimizer_state import make_on_ranks
 from tests.trainers.models import Layers
 
-STAGES, WIDTH = 4, 64
+STAGES, WIDTH = 2, 64
 KERNEL = WIDTH * WIDTH * 4
-
-
-class Deep(Layers):
-    def __init__(self, *, rngs: nnx.Rngs):
-        super().__init__(STAGES, WIDTH, rngs=rngs, use_bias=False)
 
 
 def loss_fn(model, batch):
@@ -42,7 +36,8 @@ BATCH = np.ones((4, WIDTH), np.float32)
 
 def make_trainer(tx=None, **options) -> PipelineTrainer:
     options = {"num_stages": STAGES, "num_microbatches": 2, "logging": False, **options}
-    return PipelineTrainer(Deep(rngs=nnx.Rngs(0)), tx or optax.adam(1e-2), loss_fn, **options)
+    model = Layers(STAGES, WIDTH, use_bias=False)
+    return PipelineTrainer(model, tx or optax.adam(1e-2), loss_fn, **options)
 
 
 def live_bytes(device) -> int:
@@ -74,7 +69,7 @@ def test_the_default_device_holds_its_own_share_alone(large):
     trainer.train_step(BATCH)["loss"].block_until_ready()
     # One stage's kernel, two moments and average; counters, batch and activations are small.
     assert live_bytes(device) - before < 4 * KERNEL + 6000
-    assert trainer.state.opt_state[0].mu.layers[3].kernel.get_value().mpmd_idxs == (3,)
+    assert trainer.state.opt_state[0].mu.layers[STAGES - 1].kernel.get_value().mpmd_idxs == (STAGES - 1,)
 
 
 def test_a_checkpoint_is_read_straight_onto_the_ranks(large, tmp_path: Path, monkeypatch):

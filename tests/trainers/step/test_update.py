@@ -12,18 +12,13 @@ from flax import nnx
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import Precision
 from tests.helpers import slow_but, tree_allclose
-from tests.trainers.models import Layers
+from tests.trainers.models import Layers, make_xy, squared_error
 
 WIDTH = Layers.WIDTH
 
 
-def loss_fn(model, batch):
-    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
-
-
 def batch(seed):
-    rng = np.random.default_rng(seed)
-    return {name: rng.normal(size=(4, WIDTH)).astype(np.float32) for name in "xy"}
+    return make_xy(4, seed=seed)
 
 
 def by_kind(params):
@@ -56,7 +51,7 @@ def test_equals_plain(name):
     if name == "muon" and not hasattr(optax.contrib, "muon"):
         pytest.skip("this Optax has no muon")
     make = lambda stages: PipelineTrainer(  # noqa: E731
-        Layers(), OPTIMIZERS[name](), loss_fn, num_stages=stages, num_microbatches=2, logging=False
+        Layers(), OPTIMIZERS[name](), squared_error, num_stages=stages, num_microbatches=2, logging=False
     )
     piped, plain = make(2), make(1)
     start = jax.tree.map(np.asarray, plain.state.params)
@@ -117,6 +112,6 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_optimizers_that_compute_the_loss_again_are_refused(name):
     make, text = REFUSED[name]
-    made = PipelineTrainer(Layers(), make(), loss_fn, num_stages=2, num_microbatches=2, logging=False)
+    made = PipelineTrainer(Layers(), make(), squared_error, num_stages=2, num_microbatches=2, logging=False)
     with pytest.raises(TypeError, match=text):
         made.compile(batch(0))

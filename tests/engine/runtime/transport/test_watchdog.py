@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import pytest
@@ -16,6 +15,7 @@ from jaxpp_flax.engine.runtime.transport.watchdog import Watchdog
 from jaxpp_flax.processes import ProcessFailedError, ProcessGroup, errors_naming_failed_process
 from jaxpp_flax.processes.failures import Failure
 from tests.engine.stores import MemoryStore
+from tests.running import wait_for
 
 TAG = Tag("p", 4, 1)
 
@@ -52,13 +52,6 @@ def parcel(source: int) -> Parcel:
     return Parcel(source, 0, (), (), "what task fwd_1 needs of rank 1")
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def often_switching() -> Iterator[None]:
     """Python changes threads after every few instructions."""
@@ -79,7 +72,7 @@ def test_what_is_followed_while_a_failure_becomes_known_is_abandoned_too():
     while not transport.abandoned:
         watchdog.follow(parcel(1), TAG, [Awaited()])
     watchdog.follow(parcel(2), TAG, [Awaited()])  # as a step does that was under way
-    wait_until(lambda: 2 in transport.abandoned)
+    wait_for(lambda: 2 in transport.abandoned)
     watchdog.stop()
     assert transport.abandoned[0] == 1
 
@@ -96,8 +89,8 @@ def test_a_watchdog_that_fails_tells_everyone():
     broken = Awaited()
     broken.is_ready = fail  # type: ignore[assignment, method-assign]
     watchdog.follow(parcel(1), TAG, [broken])
-    wait_until(lambda: transport.abandoned)
-    wait_until(lambda: other.failure is not None)
+    wait_for(lambda: transport.abandoned)
+    wait_for(lambda: other.failure is not None)
     watchdog.stop()
     assert other.failure is not None
     assert other.failure.process == 0
@@ -109,13 +102,13 @@ def test_an_error_that_its_sender_was_sent_itself_waits_for_the_sender_s_report(
     victim, last = ProcessGroup(store, 1, 3), ProcessGroup(store, 0, 3)
     for group in (victim, last):
         group.watch(20.0, lambda failure: None)
-    wait_until(lambda: last.was_heard(1, 60.0))
+    wait_for(lambda: last.was_heard(1, 60.0))
     watchdog = Watchdog(Abandoning(), last)  # type: ignore[arg-type]
     watchdog.follow(parcel(1), TAG, [Awaited("INTERNAL: SocketServer: Connection closed")])
     time.sleep(0.5)  # process 1 lives, and is still to find out whose error it passes on
     assert last.failure is None
     victim.observe(Failure(2, "its connection broke"), tell=True)
-    wait_until(lambda: last.failure is not None)
+    wait_for(lambda: last.failure is not None)
     watchdog.stop()
     assert last.failure == Failure(2, "its connection broke")
 
@@ -129,10 +122,10 @@ def test_a_sender_that_nobody_reports_is_named_in_the_end(lives: bool, monkeypat
     group.watch(100.0, lambda failure: None)
     if lives:
         sender.watch(100.0, lambda failure: None)
-        wait_until(lambda: group.was_heard(1, 60.0))
+        wait_for(lambda: group.was_heard(1, 60.0))
     watchdog = Watchdog(Abandoning(), group)  # type: ignore[arg-type]
     watchdog.follow(parcel(1), TAG, [Awaited("INTERNAL: SocketServer: Connection closed\nat a line of C++")])
-    wait_until(lambda: group.failure is not None)
+    wait_for(lambda: group.failure is not None)
     watchdog.stop()
     assert group.failure is not None
     assert group.failure.process == 1
