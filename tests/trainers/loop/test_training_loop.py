@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from jaxpp_flax import DictTracker, PipelineTrainer
-from jaxpp_flax.checkpoint.checkpoint_store import read_json
+from jaxpp_flax.checkpoint.reading import read_json
 from jaxpp_flax.trainers import Checkpoints, Evaluate, Logging, LogMetrics, LoopHook, StepRecord, callbacks
 from jaxpp_flax.trainers.state.holder import OnDisk
 from tests.helpers import tree_allclose
