@@ -28,7 +28,7 @@ from jaxpp_flax.trainers.options import (
     RandomStreams,
 )
 from jaxpp_flax.trainers.state.train_state import TrainState
-from jaxpp_flax.trainers.step.update import DynamicLossScale
+from jaxpp_flax.trainers.step.optimizer_update import DynamicLossScale
 from jaxpp_flax.trainers.trackers import CompositeTracker, DictTracker, JsonlTracker, NoopTracker, Tracker
 from jaxpp_flax.trainers.trainer import PipelineTrainer
 from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport

@@ -25,7 +25,7 @@ from jaxpp_flax.trainers.loop.progress import Meter
 from jaxpp_flax.trainers.model.frozen import check_frozen
 from jaxpp_flax.trainers.model.sharding import AxisRulesLike, MeshAxes, as_pairs
 from jaxpp_flax.trainers.setup import check_count, check_functions
-from jaxpp_flax.trainers.step.update import DynamicLossScale
+from jaxpp_flax.trainers.step.optimizer_update import DynamicLossScale
 from jaxpp_flax.trainers.trackers import Tracker
 
 __all__ = [

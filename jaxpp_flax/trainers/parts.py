@@ -37,7 +37,7 @@ from jaxpp_flax.trainers.state.weights import Weights
 from jaxpp_flax.trainers.step.builder import StepBuilder, StepBuilderCache
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 from jaxpp_flax.trainers.step.diagnosis import first_loss_error
-from jaxpp_flax.trainers.step.update import Update
+from jaxpp_flax.trainers.step.optimizer_update import Update
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 
 __all__ = ["Core", "Parts", "make_core", "make_parts"]

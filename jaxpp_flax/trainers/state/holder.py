@@ -71,7 +71,7 @@ class StateHolder:
 
     Example:
       >>> import jax.numpy as jnp, optax
-      >>> from jaxpp_flax.trainers.step.update import Update
+      >>> from jaxpp_flax.trainers.step.optimizer_update import Update
       >>> update = Update(tx=optax.sgd(0.1, momentum=0.9))
       >>> held = StateHolder(update.first_state({"w": jnp.ones(2)}, {}), update.tx.init)
       >>> is_abstract(held.memory.opt_state), is_abstract(held.whole().opt_state), held.is_placed

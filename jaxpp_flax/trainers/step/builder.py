@@ -17,7 +17,7 @@ from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.loss import LossTerms, read_loss, whole_batch
 from jaxpp_flax.trainers.step.loss_trace import LossTrace, check_used, trace_loss, warn_of_batch_statistics
-from jaxpp_flax.trainers.step.update import Update
+from jaxpp_flax.trainers.step.optimizer_update import Update
 
 StepFunction = Callable[[TrainState, Any], Any]
 

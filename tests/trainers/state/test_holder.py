@@ -11,7 +11,7 @@ import pytest
 
 from jaxpp_flax.checkpoint.writing import save_step
 from jaxpp_flax.trainers.state.holder import Beginning, StateHolder, is_abstract
-from jaxpp_flax.trainers.step.update import Update
+from jaxpp_flax.trainers.step.optimizer_update import Update
 
 
 def held(value: float) -> StateHolder:
