@@ -28,7 +28,7 @@ def pipeline_enter_stage(anchor: T, name: str | None = None) -> T:
 
 
 def place_with(val: T, with_val: object) -> T:
-    """Ask that `val` is computed on the ranks that hold `with_val`: `jaxpp_flax.engine.place_with`.
+    """Ask that `val` is computed on the ranks that hold `with_val`: `jaxpp_flax.engine.tracing.hints.place_with`.
 
     Raises:
       ValueError: if `with_val` holds no array.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,10 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.api.jit import say_about_pgle
+from jaxpp_flax.engine.arrays.layouts import broadcast_layouts
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.arrays.placing import place
 
 __all__ = ["mpmd_jit_rev"]
 
@@ -50,7 +53,7 @@ def mpmd_jit_rev(
 
     Raises:
       NotImplementedError: if an argument that is not supported is given.
-      ValueError: if `out_refs` or `out_shardings` does not fit to the results.
+      ValueError: if `out_refs` or `out_shardings` does not fit to the results, or `in_shardings` to the arguments.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np
@@ -72,41 +75,45 @@ def mpmd_jit_rev(
             )
     say_about_pgle("mpmd_jit_rev", use_pgle)
 
+    @functools.cache
+    def compiled(mine: tuple[int, ...], shardings: tuple[NamedSharding, ...]) -> Callable[..., list[jax.Array]]:
+        return jax.jit(
+            lambda *args: [jax.tree.leaves(fun(*args))[position] for position in mine],
+            out_shardings=list(shardings),
+            compiler_options=dict(compiler_options) if compiler_options else None,
+        )
+
     def run(*args: Any) -> Any:
-        types, tree = jax.tree.flatten(jax.eval_shape(fun, *args))
-        held_by = [frozenset(ranks) or frozenset({0}) for ranks in tree.flatten_up_to(out_refs)]
-        specs = _specs(out_shardings, jax.tree.unflatten(tree, types), mpmd_mesh)
+        leaves = jax.tree.leaves(args)
+        results = jax.eval_shape(fun, *args)
+        types, tree = jax.tree.flatten(results)
+        ranks = [frozenset(ids) or frozenset({0}) for ids in tree.flatten_up_to(out_refs)]
+        wanted = _shardings(out_shardings, results, "out_shardings", mpmd_mesh, ranks)
+        read = _shardings(in_shardings, args, "in_shardings", mpmd_mesh, [frozenset({0})] * len(leaves))
         parts: list[list[jax.Array]] = [[] for _ in types]
-        for rank in sorted(frozenset().union(*held_by)):
-            submesh = mpmd_mesh.unstack[rank]
-            if jax.process_index() in {device.process_index for device in submesh.devices.flat}:
-                mine = [position for position, ranks in enumerate(held_by) if rank in ranks]
-                arguments = [NamedSharding(submesh, spec) for spec in _specs(in_shardings, args, mpmd_mesh)]
-                placed = jax.tree.map(jax.device_put, args, jax.tree.unflatten(jax.tree.structure(args), arguments))
-                made = jax.jit(
-                    lambda *args, mine=mine: [jax.tree.leaves(fun(*args))[position] for position in mine],
-                    out_shardings=[NamedSharding(submesh, specs[position]) for position in mine],
-                    compiler_options=dict(compiler_options) if compiler_options else None,
-                )(*placed)
-                for position, array in zip(mine, made, strict=True):
-                    parts[position].append(array)
+        for rank in filter(mpmd_mesh.is_local, range(mpmd_mesh.mpmd_dim)):
+            mine = tuple(position for position, sharding in enumerate(wanted) if rank in sharding.ranks)
+            if not mine:
+                continue
+            placed = [place(leaf, of.local_sharding(rank)) for leaf, of in zip(leaves, read, strict=True)]
+            made = compiled(mine, tuple(wanted[position].local_sharding(rank) for position in mine))
+            for position, array in zip(mine, made(*jax.tree.unflatten(jax.tree.structure(args), placed)), strict=True):
+                parts[position].append(array)
         arrays = [
-            MpmdArray(part, MpmdSharding(mpmd_mesh, ranks, spec), shape=type_.shape, dtype=type_.dtype)
-            for part, ranks, spec, type_ in zip(parts, held_by, specs, types, strict=True)
+            MpmdArray(part, sharding, shape=type_.shape, dtype=type_.dtype)
+            for part, sharding, type_ in zip(parts, wanted, types, strict=True)
         ]
         return jax.tree.unflatten(tree, arrays)
 
     return run
 
 
-def _specs(shardings: Any, tree: Any, mpmd_mesh: MpmdMesh) -> list[PartitionSpec]:
-    """Return a spec without the ranks' axis for each leaf of a tree."""
-    leaves = jax.tree.leaves(
-        jax.tree.broadcast(shardings, tree, is_leaf=_is_sharding), is_leaf=_is_sharding
-    )  # fmt: skip
-    specs = (PartitionSpec() if s is None else s if isinstance(s, PartitionSpec) else s.spec for s in leaves)
-    return [MpmdSharding(mpmd_mesh, {0}, spec).spec for spec in specs]
-
-
-def _is_sharding(node: Any) -> bool:
-    return node is None or isinstance(node, PartitionSpec | NamedSharding)
+def _shardings(
+    prefix: Any, tree: Any, what: str, mpmd_mesh: MpmdMesh, ranks: Sequence[frozenset[int]]
+) -> list[MpmdSharding]:
+    """Return the sharding of each leaf of a tree, on its ranks; a leaf without a request is replicated there."""
+    layouts = broadcast_layouts(prefix, tree, what, mpmd_mesh)
+    return [
+        MpmdSharding(mpmd_mesh, ids, layout.spec or PartitionSpec(), layout.memory_kind)
+        for ids, layout in zip(ranks, layouts, strict=True)
+    ]

@@ -17,13 +17,13 @@ Example:
 from __future__ import annotations
 
 import abc
-import enum
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from jaxpp_flax import schedules
+from jaxpp_flax.api.tasks import OWN_KIND, FusedTask, ScheduleTasks, Task, TaskType
 from jaxpp_flax.schedules import task as own
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.schedule import check_count
@@ -48,83 +48,7 @@ __all__ = [
 ]
 
 
-class TaskType(enum.Enum):
-    """The kind of a task: forward, backward, and the two halves of a split backward.
-
-    Example:
-      >>> TaskType.BWD_I, TaskType.BWD.default_latency
-      (TaskType.BWD_I, 2)
-    """
-
-    FWD = 1
-    BWD = 2
-    BWD_I = 3
-    BWD_W = 4
-
-    def __repr__(self) -> str:
-        return str(self)
-
-    @property
-    def default_latency(self) -> int:
-        """The time of a task in units of a forward."""
-        return 2 if self is TaskType.BWD else 1
-
-
-_PREFIX = {TaskType.FWD: "fwd_", TaskType.BWD: "bwd_", TaskType.BWD_I: "bwdA_", TaskType.BWD_W: "bwdW_"}
-_KIND = {
-    TaskType.FWD: own.TaskKind.FORWARD,
-    TaskType.BWD: own.TaskKind.BACKWARD,
-    TaskType.BWD_I: own.TaskKind.BACKWARD_INPUT,
-    TaskType.BWD_W: own.TaskKind.BACKWARD_WEIGHT,
-}
-_TYPE = {kind: type_ for type_, kind in _KIND.items()}
-
-
-@dataclass(frozen=True)
-class Task:
-    """One pass of a stage over a microbatch. The latency is no part of its identity, and changes no step.
-
-    Example:
-      >>> print(Task.make(2, 0, TaskType.BWD_I))
-      bwdA_2__0
-    """
-
-    stage_id: int
-    mubatch_idx: int
-    fwd_or_bwd: TaskType
-    latency: int = field(compare=False)
-
-    @classmethod
-    def make(cls, stage_id: int, mubatch_idx: int, fwd_or_bwd: TaskType, latency: int | None = None) -> Task:
-        """Make a task; its latency is by default that of its kind."""
-        return cls(stage_id, mubatch_idx, fwd_or_bwd, fwd_or_bwd.default_latency if latency is None else latency)
-
-    def __str__(self) -> str:
-        return f"{_PREFIX[self.fwd_or_bwd]}{self.stage_id}__{self.mubatch_idx}"
-
-
-class FusedTask(tuple[Task, ...]):
-    """Tasks that run directly after one another on one rank, of any stages and microbatches.
-
-    Example:
-      >>> pair = FusedTask((Task.make(1, 1, TaskType.FWD), Task.make(1, 0, TaskType.BWD)))
-      >>> str(pair), pair.latency
-      ('FusedTask(fwd_1__1, bwd_1__0)', 3)
-    """
-
-    __slots__ = ()
-
-    @property
-    def latency(self) -> int:
-        """The sum of its tasks' latencies."""
-        return sum(task.latency for task in self)
-
-    def __str__(self) -> str:
-        return f"FusedTask({', '.join(map(str, self))})"
-
-
-ScheduleTasks = list[list[Task | FusedTask | None]]
-"""The tasks of each rank in order; None is an idle step."""
+_TYPE = {kind: type_ for type_, kind in OWN_KIND.items()}
 
 
 @dataclass(frozen=True)
@@ -148,6 +72,10 @@ class BaseSchedule(abc.ABC):
     def get_mpmd_idx(self, stage_id: int) -> int:
         """Return the rank of a stage."""
         return stage_id
+
+    def check(self, n_mubatches: int) -> None:
+        """Raise a `ScheduleError` if the schedule cannot run this number of microbatches."""
+        check_count("n_mubatches", n_mubatches)
 
     @abc.abstractmethod
     def tasks(self, n_mubatches: int) -> ScheduleTasks:
@@ -318,14 +246,21 @@ class DualPipeV(_SeveralStagesEach):
 
     made_by = schedules.DualPipeV
 
-    def tasks(self, n_mubatches: int) -> ScheduleTasks:
+    def check(self, n_mubatches: int) -> None:
         if n_mubatches < self.num_stages:
             raise ScheduleError(
                 f"DualPipeV requires n_mubatches={n_mubatches} >= num_stages={self.num_stages} "
                 f"(mpmd_dim={self.mpmd_dim}), as in JaxPP. Use more microbatches, or "
                 "`jaxpp_flax.schedules.DualPipeV`, which takes any number"
             )
+
+    def tasks(self, n_mubatches: int) -> ScheduleTasks:
+        self.check(n_mubatches)
         return super().tasks(n_mubatches)
+
+
+# A user's subclass is not here: it may list other tasks.
+_OVER_OURS = (Std1F1B, Eager1F1B, GPipe, ZeroBubble, Interleaved1F1B, KimiK2, InterleavedGPipe, DualPipeV)
 
 
 def own_schedule(schedule: Any, num_microbatches: int) -> Any:
@@ -344,10 +279,10 @@ def own_schedule(schedule: Any, num_microbatches: int) -> Any:
     """
     if isinstance(schedule, schedules.Schedule) or not hasattr(schedule, "get_mpmd_idx"):
         return schedule
-    listed = schedule.tasks(num_microbatches)
-    if isinstance(schedule, _OneStageEach | _SeveralStagesEach) and type(schedule).__module__ == __name__:
+    if type(schedule) in _OVER_OURS:
+        schedule.check(num_microbatches)
         return schedule.own()
-    name = type(schedule).__name__
+    name, listed = type(schedule).__name__, schedule.tasks(num_microbatches)
     lists = [[part for item in tasks for part in _own_tasks(item, name, rank)] for rank, tasks in enumerate(listed)]
     made = schedules.CustomSchedule(lists)
     for stage in range(made.num_stages):
@@ -365,7 +300,7 @@ def _own_tasks(item: Any, schedule: str, rank: int) -> Iterator[own.AnyTask]:
         for part in item:
             yield from _own_tasks(part, schedule, rank)
     elif isinstance(item, Task):
-        yield own.Task(_KIND[item.fwd_or_bwd], item.stage_id, item.mubatch_idx)
+        yield own.Task(OWN_KIND[item.fwd_or_bwd], item.stage_id, item.mubatch_idx)
     elif isinstance(item, own.Task | own.FusedTask):
         yield item
     elif item is not None:
@@ -386,7 +321,7 @@ def _listed(tasks: list[own.AnyTask], is_partial_bwd: bool) -> list[Task | Fused
 
 
 def _paired(tasks: list[Task | FusedTask | None], stages: range | tuple[int, ...]) -> list[Task | FusedTask | None]:
-    """Fuse each forward of `stages` with the backward directly after it: so it is in the steady state alone."""
+    """Fuse each forward of `stages` with the backward directly after it; only the steady state has such pairs."""
     found: list[Task | FusedTask | None] = []
     for task in tasks:
         before = found[-1] if found else None

@@ -37,5 +37,6 @@ def install() -> None:
         )
     sys.modules["jaxpp"] = package
     sys.modules["jaxpp.api"] = package.api
+    sys.modules["jaxpp.schedules"] = package.schedules
     for module in pkgutil.iter_modules(package.__path__):
         sys.modules[f"jaxpp.{module.name}"] = import_module(f"{_STAND_IN}.{module.name}")

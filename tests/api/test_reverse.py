@@ -45,7 +45,29 @@ def test_a_result_of_no_rank_goes_to_rank_0():
     assert made.mpmd_idxs == (0,)
 
 
+def test_a_kind_of_memory_is_kept():
+    host = NamedSharding(MESH.unstack[0], P(), memory_kind="pinned_host")
+    made = jaxpp.mpmd_jit_rev(lambda x: x + 1, MESH, out_refs={1}, out_shardings=host)(jnp.ones(2))
+    assert made.sharding.memory_kind == made.first_mpmd_replica.sharding.memory_kind == "pinned_host"
+
+
+def test_a_second_call_compiles_nothing():
+    traced = []
+
+    def add_one(x: jax.Array) -> jax.Array:
+        traced.append(x)
+        return x + 1
+
+    run = jaxpp.mpmd_jit_rev(add_one, MESH, out_refs={0, 1})
+    for value in (1.0, 2.0):
+        before = len(traced)
+        np.testing.assert_array_equal(run(jnp.full(2, value)), np.full(2, value + 1, np.float32))
+    assert len(traced) - before <= 1  # the types of the results, if JAX has forgotten them
+
+
 def test_what_is_refused():
+    with pytest.raises(ValueError, match=r"out_shardings is PartitionSpec\('x',\)|out_shardings is P\('x',?\), but"):
+        jaxpp.mpmd_jit_rev(lambda x: x + 1, MESH, out_refs={0}, out_shardings=P("x"))(jnp.ones(2))
     with pytest.raises(NotImplementedError, match=r"mpmd_jit_rev got donate_argnums=0: .* Leave it out"):
         jaxpp.mpmd_jit_rev(init, MESH, out_refs={}, donate_argnums=0)
     with pytest.warns(UserWarning, match="mpmd_jit_rev got use_pgle=True, which has no effect"):

@@ -2,3 +2,4 @@
 
 from jaxpp_flax import __version__ as __version__
 from jaxpp_flax import api as api
+from jaxpp_flax.api import schedules as schedules

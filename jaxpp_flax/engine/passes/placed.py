@@ -37,7 +37,7 @@ class ResultRanks:
 
     @classmethod
     def of(cls, mesh: MpmdMesh, everywhere: Sequence[bool]) -> ResultRanks | None:
-        """Make the result_ranks of a mesh; None if one process owns the whole mesh."""
+        """Make the rule for a mesh; None if one process owns the whole mesh."""
         owners = tuple(
             frozenset(device.process_index for device in mesh.rank_devices(rank)) for rank in range(mesh.mpmd_dim)
         )
