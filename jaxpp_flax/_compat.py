@@ -1,4 +1,4 @@
-"""The one file that touches private names of JAX, each with its reason and with a fallback in public API.
+"""The file that touches private names of JAX, each with its reason and with a fallback in public API.
 
 Set the environment variable ``JAXPP_FLAX_PUBLIC_API_ONLY=1`` to use only the fallbacks. They also run if a future JAX
 moves or renames these private names.
@@ -21,12 +21,14 @@ from jax.sharding import Sharding
 __all__ = [
     "ClusterPlace",
     "bind_cpu_collectives",
+    "compilation_cache",
     "context_on_mesh",
     "coordination_client",
     "coordinator_address",
     "copy_arrays",
     "copy_arrays_public",
     "detect_cluster",
+    "device_list_type",
     "needs_devices",
     "poison",
     "private_names_in_use",
@@ -34,6 +36,7 @@ __all__ = [
     "start_coordination_service",
     "trace_context",
     "why_one_process",
+    "xla_options",
 ]
 
 PUBLIC_API_ONLY = os.environ.get("JAXPP_FLAX_PUBLIC_API_ONLY", "") not in ("", "0")
@@ -68,6 +71,11 @@ _NEED_DEVICES = frozenset({"pure_callback", "io_callback", "custom_partitioning"
 # All settings that make `jax.jit` trace again. Some have no public name, and new versions add settings.
 _trace_context = _private("jax._src.config", "trace_context")
 
+# `jax.experimental.serialize_executable` loads executables for the same devices only: see `_compat_executables.py`.
+device_list_type = _private("jax._src.lib", "xla_client.DeviceList")
+xla_options = _private("jax._src.interpreters", "pxla")
+compilation_cache = _private("jax._src", "compilation_cache")
+
 # The key-value store of `jax.distributed` has no public name. It tells who lives, and why a run ended.
 _distributed_state = _private("jax._src.distributed", "global_state")
 # Sets the address on which gloo's collectives on CPU listen.
@@ -86,6 +94,7 @@ def private_names_in_use() -> dict[str, bool]:
         "batched_copy": _batched_copy is not None,
         "coordination": _distributed_state is not None,
         "coordination_service": _runtime is not None,
+        "copies_of_executables": None not in (device_list_type, xla_options, compilation_cache),
         "device_primitives": bool(_device_primitives),
         "trace_context": _trace_context is not None,
     }
@@ -108,9 +117,8 @@ _TRACE_SETTINGS = (
 def trace_context() -> Hashable:
     """Return JAX's settings and contexts that a trace depends on, as a part of a key; `jax.jit` uses the same key.
 
-    Without JAX's own function the settings are read one by one. Then some contexts around a call stay unseen because
-    they have no public name: `jax.experimental.compute_on`, XLA metadata, layout modes and the axes of an outer
-    `jax.vmap`. If only these change, a traced step is not traced again; inside a step they work.
+    Without JAX's own function the settings are read one by one. Contexts without a public name stay unseen then:
+    `jax.experimental.compute_on`, XLA metadata, layout modes, the axes of an outer `jax.vmap`.
 
     Example:
       >>> import jax

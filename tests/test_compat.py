@@ -31,6 +31,7 @@ def test_the_private_names_exist_in_this_jax():
         "batched_copy": True,
         "coordination": True,
         "coordination_service": True,
+        "copies_of_executables": True,
         "device_primitives": True,
         "trace_context": True,
     }

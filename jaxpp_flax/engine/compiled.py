@@ -173,5 +173,10 @@ class Compiled:
 
     @property
     def num_executables(self) -> int:
-        """The number of executables that this step's function has compiled so far."""
+        """The number of executables of this step's function so far: one for each distinct task and device set."""
+        return self._compiler.executables
+
+    @property
+    def num_compilations(self) -> int:
+        """The number of tasks that XLA has compiled so far; other executables are copies of theirs."""
         return self._compiler.compilations

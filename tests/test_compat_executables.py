@@ -1,0 +1,124 @@
+"""An executable is compiled once and copied for other devices: the same bits, or no copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxpp_flax import _compat_executables
+from jaxpp_flax._compat_executables import Original, compile_original
+
+OPTIONS = {"xla_cpu_enable_fast_math": False}
+
+
+def submesh(rank: int, size: int = 2) -> Mesh:
+    return Mesh(np.array(jax.devices()[size * rank : size * (rank + 1)]), ("data",))
+
+
+def lowered_for(mesh: Mesh, function: Callable[..., Any]) -> Any:
+    sharding = NamedSharding(mesh.abstract_mesh, P("data"))
+    new = lambda x, y: function(x, y)  # noqa: E731 - JAX finds an earlier compilation of the same function in memory
+    jitted = jax.jit(new, in_shardings=(sharding, sharding), donate_argnums=0)
+    return jitted.trace(*[jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 2).lower(lowering_platforms=("cpu",))
+
+
+def mixing(x: jax.Array, y: jax.Array) -> Any:
+    return jnp.tanh(x @ y) + x, jnp.sum(x, 0), jnp.linalg.cholesky(y @ y.T + 8 * jnp.eye(8))
+
+
+def operands(mesh: Mesh) -> list[jax.Array]:
+    return [jax.device_put(jnp.sin(jnp.arange(64.0).reshape(8, 8) + i), NamedSharding(mesh, P("data"))) for i in (0, 1)]
+
+
+def compiled_on(mesh: Mesh) -> Original:
+    return compile_original(lowered_for(mesh, mixing), tuple(mesh.devices.flat), OPTIONS)
+
+
+def check_copy(original: Original, mesh: Mesh) -> None:
+    """It has the bits, the shardings, the donation and the memory of an executable that is compiled for `mesh`."""
+    copy, there = original.copy_for(mesh), compiled_on(mesh).compiled
+    x, y = operands(mesh)
+    results = copy(x, y)
+    assert x.is_deleted()
+    for ours, theirs in zip(results, there(*operands(mesh)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert ours.sharding == theirs.sharding
+        assert ours.devices() == set(mesh.devices.flat)
+    assert copy.memory_analysis().temp_size_in_bytes == there.memory_analysis().temp_size_in_bytes
+    assert copy.input_shardings == there.input_shardings
+
+
+@pytest.fixture(params=[False, True], ids=["no disk", "disk"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[bool]:
+    """JAX's cache on disk, new and empty; or none."""
+    settings = {
+        "jax_enable_compilation_cache": request.param,
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        yield request.param
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_copy_equals_an_executable_compiled_for_its_devices(disk: bool, size: int):
+    original = compiled_on(submesh(0, size))
+    assert original.by_xla
+    check_copy(original, submesh(1, size))
+    check_copy(original, submesh(2, size))
+    original.compiled(*operands(submesh(0, size)))  # it stays in use
+
+
+def test_what_jax_loaded_from_disk_is_copied_from_disk(disk: bool):
+    """Loaded, serialized and loaded again, an executable computes something else, without an error."""
+    compiled_on(submesh(0))
+    jax.clear_caches()
+    again = compiled_on(submesh(0))
+    assert again.by_xla is not disk
+    check_copy(again, submesh(1))
+
+
+def test_what_jax_keeps_in_memory_is_not_taken_for_new():
+    lowered = lowered_for(submesh(0), mixing)
+    devices = tuple(submesh(0).devices.flat)
+    assert compile_original(lowered, devices, OPTIONS).by_xla
+    again = compile_original(lowered, devices, OPTIONS)
+    assert not again.by_xla
+
+
+def test_no_copy_of_what_is_bound_to_python_objects_or_devices():
+    def with_callback(x: jax.Array, y: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda _: None, x)
+        return x + y
+
+    mesh = submesh(0, 1)
+    lowered = jax.jit(with_callback).lower(*operands(mesh))
+    assert compile_original(lowered, tuple(mesh.devices.flat), None).copy_for(submesh(1, 1)) is None
+    one_device = jax.jit(mixing).lower(jnp.eye(8), jnp.eye(8))
+    assert compile_original(one_device, tuple(jax.devices()[:1]), None).copy_for(submesh(1, 1)) is None
+
+
+@pytest.mark.parametrize("name", ["device_list_type", "xla_options"])
+def test_no_copy_without_the_private_names(monkeypatch: pytest.MonkeyPatch, name: str):
+    original = compiled_on(submesh(0))
+    assert original.copy_for(submesh(1)) is not None
+    monkeypatch.setattr(_compat_executables, name, None)
+    assert original.copy_for(submesh(1)) is None
