@@ -55,7 +55,7 @@ class Original:
 
     compiled: Any
     lowered: Any
-    devices: tuple[jax.Device, ...]
+    devices: tuple[Any, ...]
     options: Mapping[str, Any]
     by_xla: bool
 
@@ -106,7 +106,7 @@ class Original:
         found, _ = compilation_cache.get_executable_and_time(key, options, client, there)
         return found
 
-    def _options_for(self, devices: Sequence[jax.Device]) -> Any:
+    def _options_for(self, devices: Sequence[Any]) -> Any:
         lowering = self.lowered._lowering
         arguments = lowering.compile_args
         propagate = xla_options.get_prop_to_input_output(
@@ -122,7 +122,7 @@ class Original:
         )
 
 
-def compile_original(lowered: Any, devices: Sequence[jax.Device], options: Mapping[str, Any] | None) -> Original:
+def compile_original(lowered: Any, devices: Sequence[Any], options: Mapping[str, Any] | None) -> Original:
     """Compile a `jax.stages.Lowered` for devices; `options` are XLA's, as in `jax.jit(compiler_options=)`."""
     _observing()
     before = Counter(_counts())

@@ -57,11 +57,12 @@ def check_copy(original: Original, mesh: Mesh) -> None:
     assert copy.input_shardings == there.input_shardings
 
 
-@pytest.fixture(params=[False, True], ids=["no disk", "disk"])
+@pytest.fixture(autouse=True)
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[bool]:
     """JAX's cache on disk, new and empty; or none."""
+    used = getattr(request, "param", False)
     settings = {
-        "jax_enable_compilation_cache": request.param,
+        "jax_enable_compilation_cache": used,
         "jax_compilation_cache_dir": str(tmp_path),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
@@ -71,15 +72,19 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[bool]:
         for name, value in settings.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
-        yield request.param
+        yield used
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
 
 
+with_and_without_disk = pytest.mark.parametrize("disk", [False, True], indirect=True, ids=["no disk", "disk"])
+
+
+@with_and_without_disk
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_copy_equals_an_executable_compiled_for_its_devices(disk: bool, size: int):
+def test_a_copy_equals_an_executable_compiled_for_its_devices(size: int):
     original = compiled_on(submesh(0, size))
     assert original.by_xla
     check_copy(original, submesh(1, size))
@@ -87,6 +92,7 @@ def test_a_copy_equals_an_executable_compiled_for_its_devices(disk: bool, size: 
     original.compiled(*operands(submesh(0, size)))  # it stays in use
 
 
+@with_and_without_disk
 def test_what_jax_loaded_from_disk_is_copied_from_disk(disk: bool):
     """Loaded, serialized and loaded again, an executable computes something else, without an error."""
     compiled_on(submesh(0))

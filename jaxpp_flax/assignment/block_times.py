@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, spec_on
 from jaxpp_flax.engine.blocks import Marks, Work
 from jaxpp_flax.engine.program.program import ProgramTask
-from jaxpp_flax.engine.runtime.executables import TaskCompiler
+from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.tracing.ir import Value, memory_kind_of
 from jaxpp_flax.schedules.task import TaskKind
 

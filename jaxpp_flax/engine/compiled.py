@@ -16,10 +16,11 @@ from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.engine.binding import Binding, wanted_inputs
 from jaxpp_flax.engine.pipeline import Built
 from jaxpp_flax.engine.program.listing import ProgramListing
-from jaxpp_flax.engine.runtime.executables import TaskCompiler, compile_program
+from jaxpp_flax.engine.runtime.executables import compile_program
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
 from jaxpp_flax.engine.runtime.profile import TaskTiming
 from jaxpp_flax.engine.runtime.startup import compare_programs, compare_values, start
+from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.summary import MemoryAnalysis, StageSummary, analyse_memory, summarise_stages
 from jaxpp_flax.engine.tracing.ir import memory_kind_of

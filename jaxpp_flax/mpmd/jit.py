@@ -14,7 +14,7 @@ from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_settings
 from jaxpp_flax.engine.arrays.layouts import memory_wanted, with_memories
 from jaxpp_flax.engine.arrays.mesh import canonical, keep_axes
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
-from jaxpp_flax.engine.runtime.executables import TaskCompiler
+from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_array, type_of
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
 from jaxpp_flax.mpmd.config import MpmdConfig, PartitioningOptions, Topology

@@ -1,136 +1,28 @@
-"""Executables for a program's tasks: one compilation for each distinct task, one executable for each device set.
+"""Executables for a program's tasks, and the shardings of what they read and write.
 
-A task is traced and lowered under the submesh's abstract mesh, so that identical stages on different ranks share the
-lowering. XLA compiles it for one rank's devices, and the executable is copied for the other ranks'. A task is
-lowered and compiled for each rank if it has a callback to the host, or another operation that JAX lowers only for
-known devices. Shardings inside a submesh are found task by task: a task is compiled with the shardings of its inputs,
-and XLA chooses the shardings of its outputs. The next task reads these outputs.
+Shardings inside a submesh are found task by task: a task is compiled with the shardings of its inputs, and XLA chooses
+the shardings of its outputs. The next task reads these outputs. Where a rank has one device there is nothing to choose:
+its tasks are compiled side by side.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
-import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpp_flax._compat import needs_devices, trace_context
-from jaxpp_flax._compat_executables import Original, compile_original
-from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical, carried_over, spec_on
-from jaxpp_flax.engine.passes.loop.wide_sums import with_wide_sums
 from jaxpp_flax.engine.program.program import Program, ProgramTask, Run, Transfer
-from jaxpp_flax.engine.program.specs import initial_spec, specs_wanted, usable_donations, with_own_results
+from jaxpp_flax.engine.program.specs import initial_spec, specs_wanted, with_own_results
 from jaxpp_flax.engine.runtime.startup import SharedSpecs
-from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
-from jaxpp_flax.engine.tracing.ir import Atom, Graph, everywhere, memory_kind_of, struct_of
+from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler, Waiting
+from jaxpp_flax.engine.tracing.ir import memory_kind_of, struct_of
 
-__all__ = ["Executables", "TaskCompiler", "compile_program"]
-
-MeshT = TypeVar("MeshT", bound=RankMeshes)
-
-
-@dataclass
-class TaskCompiler(Generic[MeshT]):
-    """Lowers and compiles each distinct task once.
-
-    `options` are XLA's, as `jax.jit` takes them in `compiler_options`. `lowerings`, `compilations` (by XLA) and
-    `executables` (compiled, or copied for another rank's devices) are counters. They grow with the number of distinct
-    tasks, never with the number of microbatches.
-    """
-
-    mesh: MeshT
-    options: Mapping[str, Any] | None = None
-    lowerings: int = 0
-    compilations: int = 0
-    executables: int = 0
-    _lowered: dict[Hashable, Any] = field(default_factory=dict)
-    _compiled: dict[Hashable, Any] = field(default_factory=dict)  # for each lowering and devices
-    _originals: dict[Hashable, Original] = field(default_factory=dict[Hashable, Original])  # for each lowering
-    _fingerprints: Fingerprinter = field(default_factory=Fingerprinter)
-    _for_devices: dict[Hashable, bool] = field(default_factory=dict[Hashable, bool])
-
-    def compile(
-        self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
-    ) -> Any:
-        """Return the executable of a task on its rank's devices; `None` in `out_specs` leaves the choice to XLA."""
-        graph = self._fingerprints.graph(task.graph)
-        mesh = self._lowering_mesh(task, graph)
-        # JAX's settings at that time change how some primitives (random bits, say) are lowered.
-        key = (mesh, graph, tuple(in_specs), tuple(out_specs), task.donate, trace_context())
-        devices = self.mesh.rank_devices(task.rank)
-        compiled = self._compiled.get((key, devices))
-        if compiled is None:
-            lowered = self._lowered.get(key)
-            if lowered is None:
-                lowered = self._lowered[key] = self._lower(task, mesh, in_specs, out_specs)
-                self.lowerings += 1
-            compiled = self._compiled[key, devices] = self._for_rank(lowered, key, task.rank)
-            self.executables += 1
-        return compiled
-
-    def _for_rank(self, lowered: Any, key: Hashable, rank: int) -> Any:
-        """Compile for the first rank; copy the executable for others, which takes a twentieth of the time."""
-        original = self._originals.get(key)
-        compiled = original and original.copy_for(self.mesh.unstack[rank])
-        if compiled is None:
-            with context_mesh(None):
-                original = compile_original(lowered, self.mesh.rank_devices(rank), self.options)
-            self._originals[key], compiled = original, original.compiled
-            self.compilations += 1
-        return compiled
-
-    def _lowering_mesh(self, task: ProgramTask, graph: Hashable) -> Mesh | AbstractMesh:
-        """Return a mesh without devices, so that ranks of one shape share a lowering; else the rank's own mesh."""
-        mesh = self.mesh.unstack[task.rank]
-        if graph not in self._for_devices:
-            self._for_devices[graph] = any(needs_devices(e.primitive) for e in everywhere(task.graph))
-        return mesh if self._for_devices[graph] else mesh.abstract_mesh
-
-    def _lower(
-        self,
-        task: ProgramTask,
-        mesh: Mesh | AbstractMesh,
-        in_specs: Sequence[PartitionSpec],
-        out_specs: Sequence[PartitionSpec | None],
-    ) -> Any:
-        avals = [struct_of(v.aval) for v in task.graph.inputs]
-        # With two kinds of memory, JAX needs the kind of every value: it pairs donated inputs with results by kind.
-        mixed = any(memory_kind_of(atom.aval) for atom in (*task.graph.inputs, *task.graph.outputs))
-        if mixed and mesh.size == 1:
-            out_specs = [spec or PartitionSpec() for spec in out_specs]
-
-        def sharding(atom: Atom, spec: PartitionSpec) -> NamedSharding:
-            kind = memory_kind_of(atom.aval) or "device" if mixed else None
-            return NamedSharding(mesh, spec, memory_kind=kind)
-
-        with context_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
-            graph = task.graph if mesh.size == 1 else with_wide_sums(task.graph)
-            jitted = jax.jit(
-                _named(graph, task.name),
-                in_shardings=tuple(map(sharding, task.graph.inputs, in_specs)),
-                out_shardings=tuple(
-                    None if spec is None else sharding(atom, spec)
-                    for atom, spec in zip(task.graph.outputs, out_specs, strict=True)
-                ),
-                donate_argnums=usable_donations(task, self.mesh.unstack[task.rank], in_specs, out_specs),
-                keep_unused=True,
-            )
-            traced = jitted.trace(*avals)
-            platform = self.mesh.rank_devices(task.rank)[0].platform
-            return traced.lower(lowering_platforms=(platform,))
-
-
-def _named(graph: Graph, name: str) -> Callable[..., tuple[Any, ...]]:
-    def run(*operands: Any) -> tuple[Any, ...]:
-        return tuple(graph.run(*operands))
-
-    run.__name__ = run.__qualname__ = name  # the name in a profiler
-    return run
+__all__ = ["Executables", "compile_program"]
 
 
 @dataclass(frozen=True)
@@ -213,7 +105,8 @@ class _Held:
 
 
 _AllHeld: TypeAlias = "tuple[_Held, ...]"
-_Result: TypeAlias = "tuple[Any, _AllHeld]"  # of a run: its executable, and the contents of its outputs
+# Of a run: its executable, None on another process's rank; and the contents of its outputs.
+_Result: TypeAlias = "tuple[Waiting | None, _AllHeld]"
 
 
 @dataclass(eq=False)
@@ -234,7 +127,7 @@ class _Walk:
     sent: dict[int, _AllHeld] = field(default_factory=dict)
     received: dict[int, _AllHeld] = field(default_factory=dict)
     written: dict[int, _AllHeld] = field(default_factory=dict)
-    variants: dict[int, Any] = field(default_factory=dict)
+    variants: dict[int, Waiting] = field(default_factory=dict[int, Any])
 
     def __post_init__(self) -> None:
         program = self.program
@@ -244,16 +137,16 @@ class _Walk:
         self.held: dict[int, _Held] = dict.fromkeys(program.indices.values(), _Held(PartitionSpec()))
         for slots, spec, aval in zip(program.arguments, self.argument_specs, self.argument_avals, strict=True):
             self.held.update(dict.fromkeys(slots.values(), _Held(spec, aval)))
-        self.compiled: list[Any] = [None] * len(program.tasks)
+        self.compiled: list[Waiting | None] = [None] * len(program.tasks)
 
     def run(self, number: int, run: Run) -> None:
         key = run.task, tuple(map(self.held.__getitem__, run.inputs))
         result = self.by_held.get(key)
         if result is None:
             result = self.by_held[key] = self._result(number, run)
-        executable, made = result
-        if executable is not self.compiled[run.task]:
-            self.variants[number] = executable
+        compiled, made = result
+        if compiled is not None and compiled is not self.compiled[run.task]:
+            self.variants[number] = compiled
         self.held.update(zip(run.outputs, made, strict=True))
         self.written[number] = made
 
@@ -275,11 +168,11 @@ class _Walk:
         if shared is not None and task.rank not in self.ranks:
             of_other = partial(_spec_of_other, shared, program, run.task)
             return None, _held_after(task, [partial(of_other, i) for i in range(len(task.graph.outputs))])
-        executable, made = self._compile(number, run)
-        self.compiled[run.task] = executable
+        compiled, made = self._compile(number, run)
+        self.compiled[run.task] = compiled
         if shared is not None:
             shared.publish(program, run.task, [held.spec for held in made])
-        return executable, made
+        return compiled, made
 
     def _compile(self, number: int, run: Run) -> _Result:
         task = self.program.tasks[run.task]
@@ -295,12 +188,15 @@ class _Walk:
             out_specs[output] = in_specs[source]
         if not task.graph.inputs:  # then only the outputs' shardings tell XLA the mesh
             out_specs = [s or _spec_in_type(atom.aval) for s, atom in zip(out_specs, task.graph.outputs, strict=True)]
-        compiled = self.compiler.compile(task, in_specs, out_specs)
-        specs = _output_specs(compiled, task, self.mesh)
+        if self.mesh.unstack[task.rank].size == 1:  # nothing is chosen, so nobody waits for XLA
+            known = [s or _spec_in_type(atom.aval) for s, atom in zip(out_specs, task.graph.outputs, strict=True)]
+            return self.compiler.start(task, in_specs, known), _held_after(task, list(map(canonical, known)))
+        started = self.compiler.start(task, in_specs, out_specs)
+        specs = _output_specs(started(), task, self.mesh)
         if None in specs:  # no PartitionSpec can say XLA's choice: ask for P() instead
-            compiled = self.compiler.compile(task, in_specs, [s or PartitionSpec() for s in specs])
-            specs = _output_specs(compiled, task, self.mesh)
-        return compiled, _held_after(task, [s or PartitionSpec() for s in specs])
+            started = self.compiler.start(task, in_specs, [s or PartitionSpec() for s in specs])
+            specs = _output_specs(started(), task, self.mesh)
+        return started, _held_after(task, [s or PartitionSpec() for s in specs])
 
     def _spec_held(self, slot: int) -> PartitionSpec | None:
         return self.held[slot].spec if slot in self.held else None
@@ -364,7 +260,7 @@ class _Walk:
         results = zip(self.program.results, self.result_specs, strict=True)
         return Executables(
             program=self.program,
-            tasks=tuple(self.compiled),
+            tasks=tuple(compiled and compiled() for compiled in self.compiled),
             in_specs=tuple(self.argument_specs),
             out_specs=tuple(
                 self.held[next(iter(result.values()))].spec if isinstance(result, dict) else spec
@@ -374,7 +270,7 @@ class _Walk:
             source_specs={number: specs[sent] for number, sent in self.sent.items()},
             transfer_avals={number: avals[sent] for number, sent in self.sent.items()},
             written_bytes={number: sizes[written] for number, written in self.written.items()},
-            variants=self.variants,
+            variants={number: compiled() for number, compiled in self.variants.items()},
         )
 
 

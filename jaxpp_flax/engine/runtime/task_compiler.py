@@ -1,0 +1,158 @@
+"""One compilation for each distinct task, one executable for each device set.
+
+A task is traced and lowered under the submesh's abstract mesh, so that identical stages on different ranks share the
+lowering. XLA compiles it for one rank's devices, in a thread, and the executable is copied for the other ranks'. A task
+is lowered and compiled for each rank if it has a callback to the host, or another operation that JAX lowers only for
+known devices.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxpp_flax._compat import needs_devices, trace_context
+from jaxpp_flax._compat_executables import Original, compile_original
+from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
+from jaxpp_flax.engine.arrays.mesh import RankMeshes
+from jaxpp_flax.engine.passes.loop.wide_sums import with_wide_sums
+from jaxpp_flax.engine.program.program import ProgramTask
+from jaxpp_flax.engine.program.specs import usable_donations
+from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
+from jaxpp_flax.engine.tracing.ir import Atom, Graph, everywhere, memory_kind_of, struct_of
+
+__all__ = ["TaskCompiler"]
+
+MeshT = TypeVar("MeshT", bound=RankMeshes)
+Waiting: TypeAlias = Callable[[], Any]  # waits for an executable and returns it
+
+
+@dataclass
+class TaskCompiler(Generic[MeshT]):
+    """Lowers and compiles each distinct task once.
+
+    `options` are XLA's, as `jax.jit` takes them in `compiler_options`. `lowerings`, `compilations` (by XLA) and
+    `executables` (compiled, or copied for another rank's devices) are counters. They grow with the number of distinct
+    tasks, never with the number of microbatches.
+    """
+
+    mesh: MeshT
+    options: Mapping[str, Any] | None = None
+    lowerings: int = 0
+    compilations: int = 0
+    executables: int = 0
+    _lowered: dict[Hashable, Any] = field(default_factory=dict)
+    _originals: dict[Hashable, Callable[[], Original]] = field(default_factory=dict[Hashable, Any])  # by lowering
+    _started: dict[Hashable, Waiting] = field(default_factory=dict[Hashable, Any])  # by lowering and devices
+    _fingerprints: Fingerprinter = field(default_factory=Fingerprinter)
+    _for_devices: dict[Hashable, bool] = field(default_factory=dict[Hashable, bool])
+
+    def compile(
+        self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
+    ) -> Any:
+        """Return the executable of a task on its rank's devices; `None` in `out_specs` leaves the choice to XLA."""
+        return self.start(task, in_specs, out_specs)()
+
+    def start(
+        self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
+    ) -> Waiting:
+        """Let a thread compile a task, and return a function that waits for its executable."""
+        graph = self._fingerprints.graph(task.graph)
+        mesh = self._lowering_mesh(task, graph)
+        # JAX's settings at that time change how some primitives (random bits, say) are lowered.
+        key = (mesh, graph, tuple(in_specs), tuple(out_specs), task.donate, trace_context())
+        devices = self.mesh.rank_devices(task.rank)
+        started = self._started.get((key, devices))
+        if started is None:
+            self.executables += 1
+            lowered = self._lowered.get(key)
+            if lowered is None:
+                lowered = self._lowered[key] = self._lower(task, mesh, in_specs, out_specs)
+                self.lowerings += 1
+            started = self._started[key, devices] = self._start(key, lowered, task.rank)
+        return started
+
+    def _start(self, key: Hashable, lowered: Any, rank: int) -> Waiting:
+        """Compile for the first rank; copy the executable for others, which takes a twentieth of the time."""
+        compiling = self._originals.get(key)
+        if compiling is not None:
+            return cache(partial(self._copy, compiling, lowered, rank))
+        original = self._originals[key] = self._compile_for(lowered, rank)
+        return cache(lambda: original().compiled)
+
+    def _copy(self, compiling: Callable[[], Original], lowered: Any, rank: int) -> Any:
+        copied = compiling().copy_for(self.mesh.unstack[rank])
+        return self._compile_for(lowered, rank)().compiled if copied is None else copied
+
+    def _compile_for(self, lowered: Any, rank: int) -> Callable[[], Original]:
+        self.compilations += 1
+        devices = self.mesh.rank_devices(rank)
+
+        def here() -> Original:
+            with context_mesh(None):
+                return compile_original(lowered, devices, self.options)
+
+        # Settings that hold in this thread alone are not those of the thread that would compile.
+        with context_mesh(None):
+            settings = trace_context()
+        compiling = self._threads.submit(lambda: here() if trace_context() == settings else None)
+        return cache(lambda: compiling.result() or here())
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(os.cpu_count(), "compiling")
+
+    def _lowering_mesh(self, task: ProgramTask, graph: Hashable) -> Mesh | AbstractMesh:
+        """Return a mesh without devices, so that ranks of one shape share a lowering; else the rank's own mesh."""
+        mesh = self.mesh.unstack[task.rank]
+        if graph not in self._for_devices:
+            self._for_devices[graph] = any(needs_devices(e.primitive) for e in everywhere(task.graph))
+        return mesh if self._for_devices[graph] else mesh.abstract_mesh
+
+    def _lower(
+        self,
+        task: ProgramTask,
+        mesh: Mesh | AbstractMesh,
+        in_specs: Sequence[PartitionSpec],
+        out_specs: Sequence[PartitionSpec | None],
+    ) -> Any:
+        avals = [struct_of(v.aval) for v in task.graph.inputs]
+        # With two kinds of memory, JAX needs the kind of every value: it pairs donated inputs with results by kind.
+        mixed = any(memory_kind_of(atom.aval) for atom in (*task.graph.inputs, *task.graph.outputs))
+        if mixed and mesh.size == 1:
+            out_specs = [spec or PartitionSpec() for spec in out_specs]
+
+        def sharding(atom: Atom, spec: PartitionSpec) -> NamedSharding:
+            kind = memory_kind_of(atom.aval) or "device" if mixed else None
+            return NamedSharding(mesh, spec, memory_kind=kind)
+
+        with context_mesh(mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh):
+            graph = task.graph if mesh.size == 1 else with_wide_sums(task.graph)
+            jitted = jax.jit(
+                _named(graph, task.name),
+                in_shardings=tuple(map(sharding, task.graph.inputs, in_specs)),
+                out_shardings=tuple(
+                    None if spec is None else sharding(atom, spec)
+                    for atom, spec in zip(task.graph.outputs, out_specs, strict=True)
+                ),
+                donate_argnums=usable_donations(task, self.mesh.unstack[task.rank], in_specs, out_specs),
+                keep_unused=True,
+            )
+            traced = jitted.trace(*avals)
+            platform = self.mesh.rank_devices(task.rank)[0].platform
+            return traced.lower(lowering_platforms=(platform,))
+
+
+def _named(graph: Graph, name: str) -> Callable[..., tuple[Any, ...]]:
+    def run(*operands: Any) -> tuple[Any, ...]:
+        return tuple(graph.run(*operands))
+
+    run.__name__ = run.__qualname__ = name  # the name in a profiler
+    return run
