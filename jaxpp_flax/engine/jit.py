@@ -73,7 +73,7 @@ class MpmdFunction:
       >>> w[1].mpmd_idxs, losses.shape
       ((1,), (4,))
 
-    After NVIDIA's JaxPP (Xhonneux et al., "Scaling Deep Learning Training with MPMD Pipeline Parallelism", 2024).
+    After NVIDIA's JaxPP (Xhebraj et al., "Scaling Deep Learning Training with MPMD Pipeline Parallelism", 2024).
     """
 
     def __init__(

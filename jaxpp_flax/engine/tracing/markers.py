@@ -106,7 +106,7 @@ def mark_stage_end(x: T, name: str | None = None, *, closes_block: bool = False)
       >>> jax.jit(model)(w, jnp.ones((1, 3))).shape
       (1, 3)
 
-    The idea is that of NVIDIA's JaxPP (`pipeline_enter_stage`), after Xhonneux et al., "Scaling Deep Learning Training
+    The idea comes from NVIDIA's JaxPP (`pipeline_enter_stage`), after Xhebraj et al., "Scaling Deep Learning Training
     with MPMD Pipeline Parallelism", 2024.
     """
     leaves, treedef = jax.tree_util.tree_flatten(x)
