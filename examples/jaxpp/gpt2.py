@@ -1,4 +1,4 @@
-"""A GPT-2 as a pipeline, with SPMD data parallelism, and with SPMD tensor parallelism, on the same devices.
+r"""A GPT-2 as a pipeline, with SPMD data parallelism, and with SPMD tensor parallelism, on the same devices.
 
 One train step is written once and compiled three times. Each system prints its losses and step times; the last lines
 compare the medians. The flags are those of the example in ROCm's fork of JaxPP.
