@@ -35,9 +35,12 @@ def test_the_page_about_assignments_runs(capsys: pytest.CaptureFixture[str]):
     assert '{"name": "after_block_7", "stage": 3' in out
 
 
-def test_the_page_for_programs_of_jaxpp_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))  # the page puts a stand-in in the place of `jaxpp`
-    run_page("jaxpp.md", blocks=3)
+def test_the_page_for_programs_of_jaxpp_runs(capsys: pytest.CaptureFixture[str]):
+    try:
+        run_page("jaxpp.md", blocks=3)
+    finally:  # the page puts a stand-in in the place of `jaxpp`
+        for name in [name for name in sys.modules if name.partition(".")[0] == "jaxpp"]:
+            del sys.modules[name]
     assert capsys.readouterr().out == "(1,) (4,)\n"
 
 
