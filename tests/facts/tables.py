@@ -36,12 +36,12 @@ class Fact:
     name: str
     verdict: str
     versions: str = ""  # "25.05-25.12", "26.05-", "25.10"; several with a comma
-    parameters: str | None = None  # of the newest version: "x, axis=, *, name="; None for what is not called
+    parameters: str | None = None  # of the newest version: "x, /, axis=, *, name="; None for what is not called
     older: Mapping[str, str] = field(default_factory=dict)  # parameters of other versions
     note: str = ""  # how it differs; for "same", what is more here
     says: str = ""  # a part of the message of a refusal
     holds: str = ""  # of a module: its names, with a space between
-    ours: str = ""  # the path of ours, if it is not the module's name of the same spelling
+    ours: str = ""  # the path of ours, if it is not the module's name of the same spelling; "{name}", "{attribute}"
     test: str = ""  # the test that proves it: "tests/api/test_api.py::test_x"
 
     @property
@@ -55,7 +55,7 @@ class Facts:
     """The facts about one peer."""
 
     page: Path
-    module: str
+    modules: tuple[str, ...]  # of ours: the one of the names without `ours`, and others whose names need an entry
     versions: tuple[str, ...]
     names: tuple[Fact, ...]
 
@@ -64,13 +64,15 @@ def read(file: str) -> Facts:
     """Read one file of facts. A key of several names, with ", " between them, stands for each of them."""
     found = tomllib.loads((HERE / file).read_text(encoding="utf-8"))
     names = [
-        Fact(name=name, **entry | ({"ours": entry["ours"].format(name=name)} if "ours" in entry else {}))
-        for key, entry in found["names"].items()
-        for name in key.split(", ")
+        Fact(name=name, **_for_one(entry, name)) for key, entry in found["names"].items() for name in key.split(", ")
     ]
-    return Facts(
-        page=ROOT / found["page"], module=found["module"], versions=tuple(found["versions"]), names=tuple(names)
-    )
+    versions, modules = tuple(found["versions"]), tuple(found["modules"])
+    return Facts(page=ROOT / found["page"], modules=modules, versions=versions, names=tuple(names))
+
+
+def _for_one(entry: Mapping[str, Any], name: str) -> dict[str, Any]:
+    ours = entry.get("ours", "").format(name=name, attribute=name.rpartition(".")[2])
+    return {**entry, "ours": ours}
 
 
 def _code(fact: Fact) -> str:

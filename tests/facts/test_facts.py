@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jaxpp_flax.api.missing import REMEDIES
-from tests.facts.tables import VERDICTS, Fact, Facts, main, read, rewritten
+from tests.facts.tables import VERDICTS, Fact, Facts, main, read, rewritten, tables
 
 PEERS = {"jaxpp": read("jaxpp.toml"), "mpmd": read("mpmd.toml")}
 ALL = [(facts, fact) for facts in PEERS.values() for fact in facts.names]
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def path_of(facts: Facts, fact: Fact) -> str:
-    return fact.ours or f"{facts.module}.{fact.name}"
+    return fact.ours or f"{facts.modules[0]}.{fact.name}"
 
 
 def found_at(path: str) -> Any:
@@ -55,47 +55,35 @@ def fields_of(owner: Any) -> dict[str, Any]:
     return {name: kind for one in classes for name, kind in inspect.get_annotations(one).items()}
 
 
-# What JaxPP's classes are called here.
-CLASSES = {"TraceableFunction": "MpmdFunction", "GlobalMpmdFunction": "Compiled"}
-
-
-def renamed(path: str) -> str:
-    return ".".join(CLASSES.get(part, part) for part in path.split("."))
+P = inspect.Parameter
+POSITIONAL = (P.POSITIONAL_ONLY, P.POSITIONAL_OR_KEYWORD)
+NAMED = (P.POSITIONAL_OR_KEYWORD, P.KEYWORD_ONLY)
 
 
 def unbound(function: Any, parameters: str, *, method: bool = False) -> set[str]:
     """The peer's parameters that ours does not take by the same position and name, and those that only ours needs.
 
     Args:
-      parameters: as in `Fact`: "=" where one may be left out, "*" before those that are given by name alone.
+      parameters: as in `Fact`.
       method: leave the first parameter of ours out.
     """
+    made = eval(f"lambda {parameters.replace('=', '=None')}: None")
+    peer = list(inspect.signature(made).parameters.values())
     ours = list(inspect.signature(function).parameters.values())[method:]
-    by_name = {p.name: p for p in ours}
-    positions = [p.name for p in ours if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    names, wrong, by_keyword = set(), set(), False
-    for position, item in enumerate(filter(None, parameters.split(", "))):
-        name, optional = item.strip("*="), item.endswith("=")
-        by_keyword |= item == "*"
-        if item == "*":
-            continue
-        names.add(name)
-        mine = by_name.get(name)
-        if item.startswith("*"):
-            kind = inspect.Parameter.VAR_KEYWORD if item.startswith("**") else inspect.Parameter.VAR_POSITIONAL
-            fits = any(p.kind is kind for p in ours)
-        else:
-            fits = (
-                mine is not None
-                and mine.kind not in (mine.POSITIONAL_ONLY, mine.VAR_POSITIONAL, mine.VAR_KEYWORD)
-                and not (optional and mine.default is mine.empty)
-                and (by_keyword or positions[position : position + 1] == [name])
-            )
-        if not fits:
-            wrong.add(name)
-    needed = {p.name for p in ours if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    by_position = positions[: len(parameters.partition("*")[0].split(", "))] if parameters else []
-    return wrong | (needed - names - set(by_position))
+    wrong = {wanted.name for position, wanted in enumerate(peer) if not takes(ours, position, wanted)}
+    by_position = {p.name for p in ours[: sum(p.kind in POSITIONAL for p in peer)]}
+    needed = {p.name for p in ours if p.default is p.empty and p.kind in (*POSITIONAL, *NAMED)}
+    return wrong | (needed - {p.name for p in peer} - by_position)
+
+
+def takes(ours: list[inspect.Parameter], position: int, wanted: inspect.Parameter) -> bool:
+    """Whether a parameter may be given in all ways in which the peer's may, and left out if that may."""
+    if wanted.kind not in (*POSITIONAL, *NAMED):
+        return any(p.kind is wanted.kind for p in ours)
+    there = [p for p in ours[position : position + 1] if p.kind in POSITIONAL]
+    named = [p for p in ours if p.name == wanted.name and p.kind in NAMED]
+    found = {P.POSITIONAL_ONLY: there, P.KEYWORD_ONLY: named}.get(wanted.kind, named if there == named else [])
+    return any(wanted.default is P.empty or p.default is not P.empty for p in found)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +98,8 @@ def unbound(function: Any, parameters: str, *, method: bool = False) -> set[str]
         ("a", {"b"}),
         ("a, b, *args", {"args"}),
         ("a, x, c=", {"x"}),  # ours calls it b
+        ("x, y, /, c=", set()),
+        ("x, y=, /, c=", {"y"}),
     ],
 )
 def test_what_does_not_bind_is_found(parameters: str, wrong: set[str]):
@@ -152,10 +142,10 @@ def test_what_an_entry_lacks_is_found():
 
 @each_fact
 def test_the_package_does_as_the_fact_says(facts: Facts, fact: Fact):
-    path = renamed(path_of(facts, fact))
+    path = path_of(facts, fact)
     if fact.verdict == "refused":
         with pytest.raises(AttributeError, match=re.escape(fact.says)):
-            getattr(import_module(facts.module), fact.name)
+            getattr(import_module(facts.modules[0]), fact.name)
         return
     if fact.verdict == "missing":
         with pytest.raises(AttributeError):
@@ -201,7 +191,9 @@ def test_every_public_name_of_ours_has_a_fact(peer: str):
     facts = PEERS[peer]
     names = [fact.name for fact in facts.names]
     assert len(names) == len(set(names))
-    assert set(import_module(facts.module).__all__) <= set(names)
+    paths = {path_of(facts, fact) for fact in facts.names}
+    ours = {f"{module}.{name}" for module in facts.modules for name in import_module(module).__all__}
+    assert ours - paths == set(), "give each an entry in tests/facts"
     if peer == "jaxpp":
         assert {fact.name for fact in facts.names if fact.verdict == "refused"} == set(REMEDIES)
 
@@ -213,6 +205,30 @@ def test_the_page_shows_the_facts(peer: str):
     with pytest.raises(ValueError, match=r"has places for the tables \['names'.*\], but the facts make"):
         rewritten(PEERS[peer], page.replace("<!-- facts: own -->", ""))
     assert rewritten(PEERS[peer], page.replace("| same |", "| ? |")) == page
+
+
+def test_tables_join_names_of_which_the_same_is_to_be_said():
+    says = {"verdict": "differs", "versions": "1-", "note": "how"}
+    names = [
+        Fact(name="one", **says),
+        Fact(name="two", verdict="same", versions="1-2, 4"),
+        Fact(name="three", **says),
+        Fact(name="two.method", verdict="missing", versions="2", note="why"),
+    ]
+    made = tables(Facts(page=ROOT / "page.md", modules=("ours",), versions=("1", "2", "4"), names=tuple(names)))
+    assert made == {
+        "names": [
+            "| name | in | ours | how |",
+            "| --- | --- | --- | --- |",
+            "| `two` | 1 to 2, 4 | same |  |",
+            "| `one`, `three` | since 1 | differs | how |",
+        ],
+        "methods": [
+            "| of | names | ours | how |",
+            "| --- | --- | --- | --- |",
+            "| `two` | `method` | not here | why |",
+        ],
+    }
 
 
 def test_the_command_tells_a_page_that_differs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
