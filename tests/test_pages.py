@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 
@@ -32,6 +33,19 @@ def test_the_page_about_assignments_runs(capsys: pytest.CaptureFixture[str]):
     assert "assignment of 9 blocks to 4 stages, operations and bytes estimated" in out
     assert "no assignment of 9 blocks to 4 stages keeps within memory_limit" in out
     assert '{"name": "after_block_7", "stage": 3' in out
+
+
+def test_the_page_for_programs_of_jaxpp_runs(capsys: pytest.CaptureFixture[str]):
+    try:
+        run_page("jaxpp.md", blocks=3)
+    finally:  # the page puts a stand-in in the place of `jaxpp`
+        for name in [name for name in sys.modules if name.partition(".")[0] == "jaxpp"]:
+            del sys.modules[name]
+    assert capsys.readouterr().out == "(1,) (4,)\n"
+
+
+def test_the_page_for_programs_of_shardy_runs():
+    run_page("mpmd.md", blocks=2)
 
 
 @pytest.mark.parametrize("page", ["docs/engine.md", "CONTRIBUTING.md"])

@@ -1,7 +1,7 @@
-"""The engine under the names of NVIDIA's and ROCm's `jaxpp.api`: their programs run with only that import changed.
+"""The engine under the names of NVIDIA's and ROCm's `jaxpp.api`: change that import in a program of theirs.
 
-`docs/jaxpp.md` lists every name of every version, with the differences here. A name that needs a missing feature raises
-an `AttributeError` that names its replacement.
+`docs/jaxpp.md` lists the names of each version, with the differences here. A name that is refused raises an
+`AttributeError` that names its replacement.
 
 Example:
   >>> import jaxpp_flax.api as jaxpp
@@ -11,6 +11,7 @@ Example:
 
 from typing import Any
 
+from jaxpp_flax import __version__ as __version__
 from jaxpp_flax.api.cross import cross_mpmd_all_reduce, cross_mpmd_stack
 from jaxpp_flax.api.jit import mpmd_jit_by_yield, mpmd_jit_with_loop
 from jaxpp_flax.api.loop import treduce, treduce_i

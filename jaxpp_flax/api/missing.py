@@ -17,6 +17,7 @@ REMEDIES: Mapping[str, str] = {
     "ordinary code",
     "add_multi_p": "it is a primitive of that package's internals. Call `cross_mpmd_all_reduce(*arrays)`",
     "gather_multi_p": "it is a primitive of that package's internals. Call `cross_mpmd_stack(arrays, axis)`",
+    "place_with_p": "it is a primitive of that package's internals. Call `place_with(val, with_val)`",
     "_to_global_jax_array": "call `array.as_jax_array()`",
 }
 

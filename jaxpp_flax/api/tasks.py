@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from typing import cast
 
 from jaxpp_flax.schedules import task as own
 
@@ -39,11 +40,16 @@ OWN_KIND = {
     TaskType.BWD_I: own.TaskKind.BACKWARD_INPUT,
     TaskType.BWD_W: own.TaskKind.BACKWARD_WEIGHT,
 }
+_OF_ITS_KIND = cast(int, None)
 
 
 @dataclass(frozen=True)
 class Task:
     """One pass of a stage over a microbatch. The latency is no part of its identity, and changes no step.
+
+    Args:
+      stage_id, mubatch_idx, fwd_or_bwd: the stage, the microbatch and the kind.
+      latency: by default that of the kind; JaxPP's versions up to August 2025 have no such parameter.
 
     Example:
       >>> print(Task.make(2, 0, TaskType.BWD_I))
@@ -53,12 +59,16 @@ class Task:
     stage_id: int
     mubatch_idx: int
     fwd_or_bwd: TaskType
-    latency: int = field(compare=False)
+    latency: int = field(default=_OF_ITS_KIND, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.latency is _OF_ITS_KIND:
+            object.__setattr__(self, "latency", self.fwd_or_bwd.default_latency)
 
     @classmethod
     def make(cls, stage_id: int, mubatch_idx: int, fwd_or_bwd: TaskType, latency: int | None = None) -> Task:
-        """Make a task; its latency is by default that of its kind."""
-        return cls(stage_id, mubatch_idx, fwd_or_bwd, fwd_or_bwd.default_latency if latency is None else latency)
+        """Make a task, as the constructor does."""
+        return cls(stage_id, mubatch_idx, fwd_or_bwd, _OF_ITS_KIND if latency is None else latency)
 
     def __str__(self) -> str:
         return f"{_PREFIX[self.fwd_or_bwd]}{self.stage_id}__{self.mubatch_idx}"

@@ -94,7 +94,7 @@ def check_name(name: Any) -> str:
 
 
 def named_computation(
-    fun: Callable[..., Any] | None = None,
+    fn: Callable[..., Any] | None = None,
     *,
     name: str,
     transpose_count: int = 0,
@@ -103,7 +103,7 @@ def named_computation(
     """Give a function a name; `make_config` assigns the function and its backward pass to a mesh by this name.
 
     Args:
-      fun: any JAX function; it may close over arrays. Without it, a decorator is returned.
+      fn: any JAX function; it may close over arrays. Without it, a decorator is returned.
       name: the name in assignments and messages. Several computations may share a name; then they share a mesh.
       transpose_count: for a backward pass written by hand: 1 for the transpose of the forward computation of this
         name, 2 for the transpose of the transpose. Transposes made by JAX are counted automatically.
@@ -129,14 +129,14 @@ def named_computation(
     check_name(name)
     if transpose_count < 0:
         raise ValueError(f"transpose_count of {name!r} must be 0 or more, got {transpose_count}.")
-    if fun is None:
+    if fn is None:
         return functools.partial(
             named_computation, name=name, transpose_count=transpose_count, static_argnames=static_argnames
         )
     # A jit of its own keeps the computation in one piece through every transformation.
-    jitted = jax.jit(fun, static_argnames=static_argnames)
+    jitted = jax.jit(fn, static_argnames=static_argnames)
 
-    @functools.wraps(fun)
+    @functools.wraps(fn)
     def named(*args: Any, **kwargs: Any) -> Any:
         with computation_scope(name, transpose_count):
             return jitted(*args, **kwargs)
@@ -144,14 +144,14 @@ def named_computation(
     return named
 
 
-def call(fun: F, *, call_counter: int | None = None) -> F:
-    """Mark a call of `fun` as the work of one microbatch.
+def call(fn: F, *, call_counter: int | None = None) -> F:
+    """Mark a call of `fn` as the work of one microbatch.
 
     A schedule orders the named computations of different microbatches, forward and backward, by this counter. Calls
     of one function with arguments of one type are traced once.
 
     Args:
-      fun: a function of arrays (or trees of them).
+      fn: a function of arrays (or trees of them).
       call_counter: the microbatch, from 0. None marks nothing.
 
     Raises:
@@ -162,15 +162,15 @@ def call(fun: F, *, call_counter: int | None = None) -> F:
       >>> losses = [call(lambda x: x.sum(), call_counter=i)(jnp.ones(2)) for i in range(2)]
     """
     if call_counter is None:
-        return fun
+        return fn
     if call_counter < 0:
         raise ValueError(
             f"call_counter must be 0 or more, got {call_counter}. Count the microbatches: "
             "`for i, x in enumerate(microbatches): carry = mpmd.call(step, call_counter=i)(carry, x)`."
         )
-    jitted = jax.jit(fun)
+    jitted = jax.jit(fn)
 
-    @functools.wraps(fun)
+    @functools.wraps(fn)
     def called(*args: Any, **kwargs: Any) -> Any:
         with call_scope(call_counter):
             return jitted(*args, **kwargs)

@@ -89,11 +89,50 @@ def test_resharding(capsys: pytest.CaptureFixture[str]):
     assert "w1.is_deleted()=True w2.is_deleted()=True x.is_deleted()=True" in capsys.readouterr().out
 
 
+GPT2 = {
+    "layers-per-stage": 1, "global-batch": 8, "num-ubatches": 2, "seq-len": 8, "vocab-size": 32, "d-model": 16,
+    "n-heads": 8, "mlp-dim": 32, "train-steps": 3, "log-every": 3, "profile-start": 0, "profile-stop": 1,
+}  # fmt: skip
+
+
+def gpt2_flags(**changed: Any) -> list[str]:
+    flags = GPT2 | {name.replace("_", "-"): value for name, value in changed.items()}
+    return [text for name, value in flags.items() for text in (f"--{name}", str(value))]
+
+
 @pytest.mark.slow
-def test_gpt2_with_pipeline_data_and_tensor_parallelism():
-    plain, pipelined = load_example("jaxpp/gpt2.py").main(["--train_steps", "3"])
-    tree_allclose(pipelined, plain)
-    kernel = pipelined[1]["params"]["blocks_3"]["up"]["kernel"]
+def test_gpt2_as_a_pipeline_and_with_data_and_tensor_parallelism(capsys: pytest.CaptureFixture[str]):
+    results = load_example("jaxpp/gpt2.py").main(gpt2_flags())
+    losses = {system: sums for system, (_, sums, _) in results.items()}
+    assert list(losses) == ["spmd_dp", "spmd_tp", "jaxpp"]
+    for system in losses:
+        assert len(losses[system]) == 4, "three steps and the warm-up"
+        assert losses[system][-1] < losses[system][0]
+        np.testing.assert_allclose(losses[system], losses["spmd_dp"], rtol=1e-5, err_msg=system)
+    kernel = results["jaxpp"][0][1]["params"]["blocks_1"]["up"]["kernel"]
     assert isinstance(kernel, MpmdArray)
     assert kernel.mpmd_idxs == (1,)
-    assert kernel.sharding.shard_shape(kernel.shape) == (32, 64)
+    assert kernel.sharding.shard_shape(kernel.shape) == (16, 16)
+    printed = capsys.readouterr().out
+    for system in losses:
+        assert re.search(rf"^\[{system} 0003/0003\] loss_sum=\d+\.\d{{6}} step=\d+\.\d{{3}} ms$", printed, re.MULTILINE)
+        assert re.search(
+            rf"^\[{system}\] avg step time per step after profiling \(steps 1\.\.2\): ", printed, re.MULTILINE
+        )
+        assert re.search(rf"^{system} +\d+\.\d{{3}} +\d+( +\d+\.\d{{3}}){{3}}$", printed, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"pp": 4, "dp": 4}, "--pp x --dp x --tp is 32, but there are 8 devices"),
+        ({"global_batch": 4}, "--global-batch 4 cannot be divided by 8, the devices that share it"),
+        ({"n_heads": 4}, "--n-heads 4 cannot be divided by 8, the devices that share it"),
+        ({"d_model": 12}, "--d-model 12 cannot be divided by --n-heads 8"),
+        ({"profile_stop": 3}, "--profile-start 0, --profile-stop 3, --train-steps 3 must grow in this order"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_fit_gpt2(changed: dict[str, int], message: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        load_example("jaxpp/gpt2.py").main(gpt2_flags(**changed))
+    assert message in capsys.readouterr().err

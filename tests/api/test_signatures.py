@@ -1,97 +1,16 @@
-"""Every public name of `jaxpp.api`, in each of its versions, with the parameters that its callers may use."""
+"""Defaults and lists of schedules are JaxPP's; `tests/facts` compares names and parameters."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
-import re
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 import jaxpp_flax.api as jaxpp
-from jaxpp_flax.api.missing import REMEDIES
 
-# Parameters as JaxPP has them: "/" and "*" as in Python, "=" where there is a default. `self` is left out.
-SIGNATURES = {
-    "MpmdMesh": "jax_mesh, mpmd_axis_name",
-    "MpmdMesh.lowering_mesh": "",
-    "MpmdMesh.mpmd_submesh": "mpmd_indices",
-    "MpmdMesh.mpmd_indices_for_mesh": "mesh",
-    "MpmdArray": "partially_addressable_arrays, mpmd_sharding, shape=, dtype=",
-    "MpmdArray.delete": "",
-    "MpmdArray.is_deleted": "",
-    "MpmdArray.block_until_ready": "",
-    "MpmdSharding": "mpmd_mesh, mesh_ids, spec, memory_kind=",
-    "mark_stage_end": "anchor, name=",
-    "pipeline_enter_stage": "anchor, name=",
-    "place_with": "val, with_val",
-    "treduce": "fun, xs, schedule, axis=, operation=",
-    "treduce_i": "fun, length, schedule, operation=, axis=",
-    "Concat": "axis=",
-    "mpmd_jit_with_loop": "fun, mpmd_mesh, *, in_shardings=, out_shardings=, in_specs=, out_specs=, static_argnums=, "
-    "static_argnames=, donate_argnums=, donate_argnames=, abstracted_axes=, compiler_options=, use_pgle=",
-    "mpmd_jit_by_yield": "fun, mpmd_mesh, *, target_num_stages=, in_shardings=, out_shardings=, static_argnums=, "
-    "static_argnames=, donate_argnums=, donate_argnames=, abstracted_axes=, compiler_options=, use_pgle=",
-    "mpmd_jit_rev": "fun, mpmd_mesh, *, out_refs, in_shardings=, out_shardings=, static_argnums=, static_argnames=, "
-    "donate_argnums=, donate_argnames=, abstracted_axes=, compiler_options=, use_pgle=",
-    "BaseSchedule": "num_stages",
-    "InterleavedBaseSchedule": "num_stages, mpmd_dim",
-    "InterleavedZeroBubble": "num_stages, mpmd_dim",
-    "Task": "stage_id, mubatch_idx, fwd_or_bwd, latency",
-    "Task.make": "stage_id, mubatch_idx, fwd_or_bwd, latency=",
-    "Std1F1B": "num_stages, mpmd_dim=",
-    "Eager1F1B": "num_stages, mpmd_dim=",
-    "GPipe": "num_stages, mpmd_dim=",
-    "ZeroBubble": "num_stages",
-    "cross_mpmd_stack": "arrays, axis=",
-    "collect_task_times_ms": "enabled=",
-    "spmd_to_mpmd_reshard": "mpmd_mesh, spmd_arrays, mpmd_shardings, threshold=",
-    "mpmd_to_spmd_reshard": "mpmd_mesh, mpmd_arrays, spmd_shardings, threshold=",
-}
-ATTRIBUTES = {
-    "MpmdMesh": "mpmd_dim mpmd_axis unstack device_mpmd_idx mpmd_idx_for_mesh my_mpmd_axis_index my_mpmd_group_mesh",
-    "MpmdArray": "spec shape dtype ndim sharding is_mpmd_replicated is_partially_addressable to_mpmd_local_array "
-    "first_mpmd_replica _partially_addressable_arrays _mpmd_local_sharding __int__ __format__ __repr__",
-    "MpmdSharding": "sharding",
-}
-INSTANCES = ["Add", "Max"]
-OTHER = ["DualPipeV", "Interleaved1F1B", "InterleavedGPipe", "KimiK2", "cross_mpmd_all_reduce"]
-EMPTY = inspect.Parameter.empty
-
-
-def named(path: str) -> object:
-    found: object = jaxpp
-    for part in path.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def parameters(path: str) -> list[inspect.Parameter]:
-    found = list(inspect.signature(named(path)).parameters.values())  # type: ignore[arg-type]
-    return found[1:] if found and found[0].name == "self" else found
-
-
-@pytest.mark.parametrize("path", SIGNATURES)
-def test_whatever_jaxpp_may_be_given_is_taken(path: str):
-    ours = parameters(path)
-    by_name = {p.name: p for p in ours}
-    positions = [p.name for p in ours if p.kind in (p.POSITIONAL_OR_KEYWORD, p.POSITIONAL_ONLY)]
-    by_keyword = False
-    for position, item in enumerate(filter(None, SIGNATURES[path].split(", "))):
-        name, optional = item.rstrip("="), item.endswith("=")
-        if name == "*":
-            by_keyword = True
-            continue
-        parameter = by_name[name]
-        assert parameter.kind is not parameter.POSITIONAL_ONLY, f"{name} may be given by name"
-        if optional:
-            assert parameter.default is not EMPTY, f"{name} may be left out"
-        if not by_keyword:
-            assert positions[position] == name, f"{name} may be given in position {position}"
-    for parameter in ours:
-        optional = parameter.default is not EMPTY or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        wanted = re.search(rf"\b{parameter.name}\b", SIGNATURES[path])
-        assert optional or wanted, f"{parameter.name} would have to be given here alone"
+FWD, BWD, BWD_I, BWD_W = jaxpp.TaskType
 
 
 def test_defaults_are_those_of_jaxpp():
@@ -99,8 +18,9 @@ def test_defaults_are_those_of_jaxpp():
         defaults = inspect.signature(function).parameters
         assert defaults["operation"].default == (jaxpp.Concat(), jaxpp.Add)
         assert defaults["axis"].default == 0
-    for path in ("mpmd_jit_with_loop", "mpmd_jit_by_yield"):
-        assert all(not p.default for p in parameters(path) if p.kind is p.KEYWORD_ONLY)
+    for function in (jaxpp.mpmd_jit_with_loop, jaxpp.mpmd_jit_by_yield):
+        parameters = inspect.signature(function).parameters.values()
+        assert all(not p.default for p in parameters if p.kind is p.KEYWORD_ONLY)
     assert inspect.signature(jaxpp.collect_task_times_ms).parameters["enabled"].default is True
     assert inspect.signature(jaxpp.cross_mpmd_stack).parameters["axis"].default == 0
     assert jaxpp.Concat().axis == 0
@@ -127,27 +47,74 @@ def test_schedules_take_the_number_of_ranks_by_position_and_by_name():
             one_each(8, 4)
 
 
-@pytest.mark.parametrize("owner", ATTRIBUTES)
-def test_attributes(owner: str):
-    for name in ATTRIBUTES[owner].split():
-        assert hasattr(getattr(jaxpp, owner), name), name
+def rows(schedule: jaxpp.BaseSchedule, microbatches: int) -> list[str]:
+    """A line for each rank, fused tasks as their parts: `f0.1` is stage 0's forward of microbatch 1."""
+    letters = {FWD: "f", BWD: "b", BWD_I: "i", BWD_W: "w"}
+    lists: Any = schedule.tasks(microbatches)
+    return [
+        " ".join(
+            f"{letters[part.fwd_or_bwd]}{part.stage_id}.{part.mubatch_idx}"
+            for task in tasks
+            for part in (task if isinstance(task, jaxpp.FusedTask) else (task,))
+        )
+        for tasks in lists
+    ]
 
 
-def test_the_table_of_the_documentation_has_every_name():
-    table = (Path(__file__).parents[2] / "docs" / "jaxpp.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"^\| `([\w.]+)", table, re.MULTILINE))
-    tops = {path for path in SIGNATURES if "." not in path} | set(INSTANCES) | set(OTHER)
-    assert tops | set(REMEDIES) <= listed
-    own = {"GPipe", "Last", "Op", "mpmd_jit"}
-    assert set(jaxpp.__all__) - own <= listed
-    assert all(hasattr(jaxpp, name) for name in tops)
+# As JaxPP 26.05 lists them, without idle steps and with fused tasks as their parts.
+LISTS = {
+    jaxpp.Std1F1B(2): ["f0.0 f0.1 b0.0 f0.2 b0.1 b0.2", "f1.0 b1.0 f1.1 b1.1 f1.2 b1.2"],
+    jaxpp.Eager1F1B(2): ["f0.0 f0.1 f0.2 b0.0 b0.1 b0.2", "f1.0 b1.0 f1.1 b1.1 f1.2 b1.2"],
+    jaxpp.GPipe(2): ["f0.0 f0.1 f0.2 b0.0 b0.1 b0.2", "f1.0 f1.1 f1.2 b1.0 b1.1 b1.2"],
+    jaxpp.ZeroBubble(2): [
+        "f0.0 f0.1 i0.0 w0.0 f0.2 i0.1 w0.1 i0.2 w0.2",
+        "f1.0 i1.0 f1.1 i1.1 w1.0 f1.2 i1.2 w1.1 w1.2",
+    ],
+    jaxpp.Interleaved1F1B(4, 2): [
+        "f0.0 f0.1 f0.2 f2.0 f2.1 f2.2 b2.0 b2.1 b2.2 b0.0 b0.1 b0.2",
+        "f1.0 f1.1 f1.2 f3.0 b3.0 f3.1 b3.1 f3.2 b3.2 b1.0 b1.1 b1.2",
+    ],
+    jaxpp.KimiK2(4, 2): [
+        "f0.0 f0.1 f0.2 f2.0 f2.1 f2.2 b2.0 b2.1 b2.2 b0.0 b0.1 b0.2",
+        "f1.0 f1.1 f1.2 f3.0 f3.1 b3.0 f3.2 b3.1 b3.2 b1.0 b1.1 b1.2",
+    ],
+    jaxpp.DualPipeV(4, 2): [
+        "f0.0 f0.1 f0.2 f3.0 i3.0 w3.0 f3.1 f0.3 i3.1 w3.1 f3.2 i0.0 "
+        "w0.0 i3.2 w3.2 f3.3 i0.1 w0.1 i3.3 w3.3 i0.2 w0.2 i0.3 w0.3",
+        "f1.0 f2.0 f1.1 f2.1 f1.2 i2.0 w2.0 f2.2 i1.0 w1.0 f1.3 i2.1 "
+        "w2.1 f2.3 i1.1 w1.1 i2.2 w2.2 i1.2 w1.2 i2.3 i1.3 w1.3 w2.3",
+    ],
+}
 
 
-@pytest.mark.parametrize("name", REMEDIES)
-def test_a_name_we_have_not_got_says_what_to_use(name: str):
-    with pytest.raises(AttributeError, match=re.escape(f"jaxpp_flax.api has no {name}: ")):
-        getattr(jaxpp, name)
-    assert not hasattr(jaxpp, name)
+@pytest.mark.parametrize("schedule", LISTS, ids=lambda schedule: type(schedule).__name__)
+def test_lists_of_two_ranks_are_those_of_jaxpp(schedule: jaxpp.BaseSchedule):
+    assert rows(schedule, 4 if isinstance(schedule, jaxpp.DualPipeV) else 3) == LISTS[schedule]
+
+
+def test_interleaved_gpipe_runs_each_task_once():
+    assert rows(jaxpp.InterleavedGPipe(4, 2), 2) == [
+        "f0.0 f0.1 f2.0 f2.1 b2.0 b2.1 b0.0 b0.1",
+        "f1.0 f1.1 f3.0 f3.1 b3.0 b3.1 b1.0 b1.1",
+    ]
+
+
+def test_a_schedule_written_for_the_first_versions():
+    """Its tasks have no latency; its class has to become a frozen dataclass, as in JaxPP since October 2025."""
+
+    @dataclasses.dataclass(frozen=True)
+    class OneAtATime(jaxpp.BaseSchedule):
+        def tasks(self, n_mubatches: int) -> jaxpp.ScheduleTasks:
+            kinds = (FWD, BWD)
+            stages = range(self.num_stages)
+            return jaxpp.ScheduleTasks(
+                [[jaxpp.Task(stage, m, kind) for m in range(n_mubatches) for kind in kinds] for stage in stages]
+            )
+
+    (first, _) = OneAtATime(2).tasks(1)
+    assert first == [jaxpp.Task.make(0, 0, FWD), jaxpp.Task.make(0, 0, BWD)]
+    assert [task.latency for task in first if isinstance(task, jaxpp.Task)] == [1, 2]
+    assert jaxpp.Task(0, 0, FWD, 0).latency == 0
 
 
 def test_a_misspelt_name():
