@@ -170,9 +170,7 @@ def make_step(mesh: tasks.MpmdMesh, microbatches: int) -> tasks.MpmdFunction:
 
     @tasks.mpmd(mesh, in_shardings=(weights_on, on[0](BATCH), on[-1](BATCH)), infer_donation=True)
     def step(weights: Any, inputs: Any, targets: Any) -> Any:
-        ranks = [
-            Stage(mesh.unstack[s], order_of(s, stages, microbatches), weights[s]) for s in range(stages)
-        ]
+        ranks = [Stage(mesh.unstack[s], order_of(s, stages, microbatches), weights[s]) for s in range(stages)]
         arriving: dict[tuple[str, int, int], Any] = {("forward", 0, m): x for m, x in enumerate(inputs)}
         losses: list[Any] = []
 
@@ -184,7 +182,8 @@ def make_step(mesh: tasks.MpmdMesh, microbatches: int) -> tasks.MpmdFunction:
             came = arriving.pop(("backward" if kind == "backward" else "forward", s, m))
             value = came() if callable(came) else came
             if kind == "forward":
-                return send(ranks[s].forward(at, value), "forward", s + 1, m)
+                send(ranks[s].forward(at, value), "forward", s + 1, m)
+                return
             if kind == "backward":
                 dx = ranks[s].backward(at, value)
             else:
@@ -233,7 +232,8 @@ def main(argv: list[str] | None = None) -> None:
     expected = [plain(weights, x, target) for x, target in zip(inputs, targets, strict=True)]
     expected_grads = jax.tree.map(lambda *of: sum(of), *[grad for _, grad in expected])
     compared = compare(losses, [loss for loss, _ in expected]) + compare(grads, expected_grads)
-    print(f"process {jax.process_index()}: loss {sum(loss for loss, _ in expected) / len(expected):.6f}; {compared} arrays equal plain jax.jit")
+    mean = sum(loss for loss, _ in expected) / len(expected)
+    print(f"process {jax.process_index()}: loss {mean:.6f}; {compared} arrays equal plain jax.jit")
 
 
 def compare(found: Any, expected: Any) -> int:

@@ -5,6 +5,9 @@
 >>> from jaxpp_flax import tasks
 >>> mesh = tasks.MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
 >>> on = [NamedSharding(submesh, PartitionSpec()) for submesh in mesh.unstack]
+
+# Messages name the user's line that calls a task, not ours.
+source_info_util.register_exclusion(str(Path(__file__).resolve().parent))
 >>> @tasks.mpmd(mesh, in_shardings=on[0])
 ... def double_then_square(x):
 ...     x = tasks.task(lambda x: 2 * x, out_shardings=on[0], name="double")(x)
@@ -13,6 +16,10 @@
 >>> double_then_square(jnp.ones(2))
 Array([4., 4.], dtype=float32)
 """
+
+from pathlib import Path
+
+from jax.extend import source_info_util
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.tasks.function import MpmdFunction, mpmd
@@ -29,3 +36,6 @@ __all__ = [
     "task",
     "transfer",
 ]
+
+# Messages name the user's line that calls a task, not ours.
+source_info_util.register_exclusion(str(Path(__file__).resolve().parent))

@@ -14,10 +14,9 @@ from jaxpp_flax.engine.arrays.layouts import broadcast_prefix, check_divides
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, named_memory
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_array, type_of
-from jaxpp_flax.engine.tracing.ir import Constant, Graph, from_jaxpr, in_memory
+from jaxpp_flax.engine.tracing.ir import Constant, from_jaxpr, in_memory
 from jaxpp_flax.tasks.lowered import CompiledMpmdFun, LoweredMpmdFun
 from jaxpp_flax.tasks.meshes import TaskMeshes
-from jaxpp_flax.tasks.operations import transfer_p
 from jaxpp_flax.tasks.program import build
 from jaxpp_flax.tasks.recording import Recording, recording
 
@@ -164,8 +163,8 @@ def mpmd(
     """Decorate a function that consists of `task` and `transfer` calls: each rank runs its tasks, in this order.
 
     The function may rearrange containers and call tasks in loops, but computes nothing itself. Its order is the order
-    of each rank, so that no program can deadlock. With several processes, each calls the function, compiles the tasks of
-    its own ranks, and gets the results of these; results of other ranks are arrays without a part in this process.
+    of each rank, so that no program can deadlock. With several processes, each calls the function, compiles the tasks
+    of its own ranks, and gets the results of these; results of other ranks are arrays without a part in this process.
 
     Args:
       mpmd_mesh: the ranks.
@@ -180,7 +179,8 @@ def mpmd(
     Raises (when the function is lowered, before anything runs):
       TypeError: if `mpmd_mesh` is no `MpmdMesh`, a sharding no `NamedSharding`, or an argument no array.
       ValueError: if JAX operations stand outside of tasks; a sharding is over a mesh that is no rank's; a task's
-        shardings name several ranks; a transfer repartitions or is never done; a donated value is read again or was sent.
+        shardings name several ranks; a transfer repartitions or is never done; a donated value is read again or was
+        sent.
       RuntimeError: if a future is done twice.
 
     Example:

@@ -137,7 +137,7 @@ def _check_as_asked(found: Recording, name: str, rank: int, leaves: Sequence[Any
 
 
 def _key(fun: Any, tree: Any, leaves: Sequence[Any], rank: int, out_shardings: Any) -> Hashable:
-    """Return a key under which one function, traced for arguments of these types, is found again; None if there is none."""
+    """Return a key for the trace of a function for arguments of these types; None if a part has no hash."""
     nodes, out_tree = jax.tree.flatten(out_shardings, is_leaf=lambda x: isinstance(x, (PartitionSpec, Sharding)))
     key = (fun, tree, tuple(jax.typeof(leaf) for leaf in leaves), rank, tuple(nodes), out_tree)
     try:
@@ -190,7 +190,9 @@ def _asked(found: Recording, rank: int, result: Any, where: str, node: Any) -> N
     spec = node if isinstance(node, PartitionSpec) else node.spec
     for axis in (*axes_in(spec), *spec.unreduced, *spec.reduced):
         if axis not in mesh.axis_names:
-            raise ValueError(f"{where} is {spec}, but rank {rank} has only the axes {dict(mesh.shape)}. Use one of these.")
+            raise ValueError(
+                f"{where} is {spec}, but rank {rank} has only the axes {dict(mesh.shape)}. Use one of these."
+            )
     # A spec alone says nothing of memory: the result stays where the task has put it.
     memory = node if getattr(node, "memory_kind", None) is not None else _memory_of(result, mesh)
     return found.meshes.placed(rank, spec, memory, where)

@@ -180,8 +180,8 @@ def _check_one(name: str, shape: Sequence[int], spec: PartitionSpec, sizes: Mapp
     entries = spec.partitions
     if len(entries) > len(shape):
         raise ValueError(
-            f"{name} has shape {tuple(shape)}, but {spec} says how {len(entries)} dimensions are cut. Give an entry for "
-            "each dimension at most."
+            f"{name} has shape {tuple(shape)}, but {spec} says how {len(entries)} dimensions are cut. Give an entry "
+            "for each dimension at most."
         )
     for dimension, (size, entry) in enumerate(zip(shape, entries, strict=False)):
         axes = entry if isinstance(entry, tuple) else (entry,)
