@@ -26,11 +26,12 @@ from jax.sharding import PartitionSpec as P
 from jaxpp_flax import tasks
 
 WIDTH, HIDDEN, LAYERS = 16, 32, 2  # layers in each stage
+FSDP = frozenset({"fsdp"})
 BATCH = P("fsdp", None)
 # How a layer's two matrices lie: cut between steps, whole while they are used, and partial sums as gradients.
 CUT = (P("fsdp", None), P(None, "fsdp"))
-WHOLE = (P(None, None, reduced={"fsdp"}),) * 2
-PARTIAL = (P(None, None, unreduced={"fsdp"}),) * 2
+WHOLE = (P(None, None, reduced=FSDP),) * 2
+PARTIAL = (P(None, None, unreduced=FSDP),) * 2
 
 
 def layer(weights: Any, x: jax.Array) -> jax.Array:

@@ -156,7 +156,8 @@ class CompiledMpmdFun:
 
     def _result(self, position: int) -> Callable[[list[Any]], jax.Array]:
         """Return a function that makes a result from the slots after a run."""
-        result, sharding = self._lowered.program.results[position], self._lowered._out[position]  # pyright: ignore[reportPrivateUsage]
+        result: Any = self._lowered.program.results[position]
+        sharding = self._lowered._out[position]  # pyright: ignore[reportPrivateUsage]
         aval = self._lowered.graph.outputs[position].aval
         if isinstance(result, Constant) or sharding is None:
             return lambda _: jnp.asarray(result.value, aval.dtype)
