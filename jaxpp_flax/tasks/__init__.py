@@ -25,6 +25,7 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.tasks.function import MpmdFunction, mpmd
 from jaxpp_flax.tasks.lowered import CompiledMpmdFun, LoweredMpmdFun
 from jaxpp_flax.tasks.operations import TransferFuture, task, transfer
+from jaxpp_flax.tasks.regroup import slice, stack
 
 __all__ = [
     "CompiledMpmdFun",
@@ -33,6 +34,8 @@ __all__ = [
     "MpmdMesh",
     "TransferFuture",
     "mpmd",
+    "slice",
+    "stack",
     "task",
     "transfer",
 ]

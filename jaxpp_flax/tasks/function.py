@@ -89,8 +89,8 @@ class MpmdFunction:
         types = [type_of(leaf) for leaf in call.leaves]
         structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in types]
         specs = [sharding.spec for _, sharding in places]
-        sizes = dict(self.mpmd_mesh.unstack[0].shape)
-        check_divides([f"argument{path}" for path in call.paths()], structs, specs, sizes)
+        for path, struct, (_, sharding) in zip(call.paths(), structs, places, strict=True):
+            check_divides([f"argument{path}"], [struct], [sharding.spec], dict(sharding.mesh.shape))
         typed = [_typed(struct, sharding) for struct, (_, sharding) in zip(structs, places, strict=True)]
         traced: list[Any] = []
 
@@ -101,11 +101,11 @@ class MpmdFunction:
 
         jaxpr = jax.make_jaxpr(flat)(*typed)
         graph, constants = from_jaxpr(jaxpr)
-        donated = self._parameters.donated(call)
+        donated, meshes = self._parameters.donated(call), self._meshes.frozen()
         owners = {device.process_index for device in self.mpmd_mesh.jax_mesh.devices.flat}
         program = build(
             graph,
-            self._meshes,
+            meshes,
             [None] * len(constants) + [rank for rank, _ in places],
             [False] * len(constants) + list(donated),
             infer_donation=self.infer_donation,
@@ -115,7 +115,7 @@ class MpmdFunction:
         signature = Signature.of(call, structs, specs, out_tree, donated, function=self._name, made="lowered")
         in_shardings = [sharding for _, sharding in places]
         outs = [self._result_sharding(*found) for found in zip(graph.outputs, shardings, strict=True)]
-        return LoweredMpmdFun(program, graph, signature, self._meshes, tuple(constants), in_shardings, outs)
+        return LoweredMpmdFun(program, graph, signature, meshes, tuple(constants), in_shardings, outs)
 
     def _result_sharding(self, atom: Any, known: NamedSharding | None) -> NamedSharding | None:
         if isinstance(atom, Constant):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -79,11 +80,14 @@ class LoweredMpmdFun:
         Raises:
           ValueError: if there is no such rank.
         """
-        lines = self.program.as_text().splitlines()
-        if rank is None:
-            return "\n".join(lines)
-        named = f"rank {self.meshes.mpmd_mesh.check_rank(rank)}"
-        return "\n".join(line for line in lines if named in line.partition(":")[0].split(" -> "))
+        wanted = None if rank is None else self.meshes.mpmd_mesh.check_rank(rank)
+        lines: list[str] = []
+        for line in self.program.as_text().splitlines():
+            where, _, what = line.partition(":")
+            places = [int(number) for number in re.findall(r"\d+", where)]
+            if wanted is None or any(wanted in self.meshes.ranks_in(place) for place in places):
+                lines.append(" -> ".join(map(self.meshes.name, places)) + ":" + what)
+        return "\n".join(lines)
 
     def compile(self) -> CompiledMpmdFun:
         """Compile each distinct task of this process's ranks once; with several processes, all must call this."""

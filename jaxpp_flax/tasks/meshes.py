@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.layouts import memory_wanted
@@ -17,29 +17,60 @@ __all__ = ["TaskMeshes"]
 
 @dataclass(frozen=True, eq=False)
 class TaskMeshes(RankMeshes):
-    """The ranks of an `MpmdMesh`, found by their submeshes."""
+    """The ranks of an `MpmdMesh`, and behind them groups of ranks on which a task runs as one program.
+
+    To the engine a group is one more rank, on devices that other ranks use as well. A trace adds the groups that it
+    meets; `frozen` gives the meshes of a finished trace.
+    """
 
     mpmd_mesh: MpmdMesh
+    groups: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
 
-    @cached_property
-    def unstack(self) -> Sequence[Mesh]:
-        """The submesh of each rank."""
-        return self.mpmd_mesh.unstack
+    @property
+    def unstack(self) -> Sequence[Mesh]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The submesh of each rank, then the mesh of each group."""
+        return [*self.mpmd_mesh.unstack, *(self.mpmd_mesh.mpmd_submesh(group).jax_mesh for group in self.groups)]
+
+    def frozen(self) -> TaskMeshes:
+        """Return the same meshes, for a program."""
+        return TaskMeshes(self.mpmd_mesh, list(self.groups))
+
+    def ranks_in(self, place: int) -> tuple[int, ...]:
+        """Return the ranks of a place: itself, or the ranks of a group."""
+        count = self.mpmd_mesh.mpmd_dim
+        return (place,) if place < count else self.groups[place - count]
+
+    def group(self, ranks: Sequence[int]) -> int:
+        """Return the place of some ranks together."""
+        if len(ranks) == 1:
+            return ranks[0]
+        if tuple(ranks) not in self.groups:
+            self.groups.append(tuple(ranks))
+        return self.mpmd_mesh.mpmd_dim + self.groups.index(tuple(ranks))
+
+    def name(self, place: int) -> str:
+        """Return the name of a place in text: `rank 1`, or `ranks 0+1`."""
+        ranks = self.ranks_in(place)
+        return f"rank{'s' * (len(ranks) > 1)} {'+'.join(map(str, ranks))}"
 
     def rank_of(self, mesh: Any, where: str) -> int:
-        """Return the rank whose submesh is `mesh`; `where` names the sharding in the message.
+        """Return the rank or the group whose mesh is `mesh`; `where` names the sharding in the message.
 
         Raises:
-          ValueError: if no rank has these devices under these axes.
+          ValueError: if no ranks have these devices under these axes.
         """
-        for rank, own in enumerate(self.unstack):
-            same = isinstance(mesh, Mesh) and mesh.axis_names == own.axis_names and mesh.shape == own.shape
-            if same and tuple(mesh.devices.flat) == self.rank_devices(rank):
-                return rank
+        whole = self.mpmd_mesh
+        if isinstance(mesh, Mesh) and mesh.axis_names == whole.jax_mesh.axis_names:
+            parts = np.moveaxis(mesh.devices, whole.mpmd_axis, 0)
+            own = np.moveaxis(whole.jax_mesh.devices, whole.mpmd_axis, 0)
+            found = [next((r for r, o in enumerate(own) if np.array_equal(o, part)), None) for part in parts]
+            ranks = [rank for rank in found if rank is not None]
+            if len(set(ranks)) == len(found):
+                return self.group(ranks)
         devices = [d.id for d in mesh.devices.flat] if isinstance(mesh, Mesh) else "no devices"
         raise ValueError(
-            f"{where} is over a mesh that is no rank of {self.mpmd_mesh!r}: its axes are {dict(mesh.shape)}, its "
-            f"devices {devices}; rank 0 has the devices {[d.id for d in self.rank_devices(0)]}. Write "
+            f"{where} is over a mesh that is no rank of {whole!r}: its axes are {dict(mesh.shape)}, its devices "
+            f"{devices}; rank 0 has the devices {[d.id for d in whole.rank_devices(0)]}. Write "
             "`NamedSharding(mpmd_mesh.unstack[rank], spec)`."
         )
 

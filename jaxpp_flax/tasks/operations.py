@@ -9,7 +9,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import jax
 from jax.extend import core as jex_core
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxpp_flax.engine.arrays.layouts import broadcast_prefix
 from jaxpp_flax.engine.arrays.mesh import named_memory
@@ -17,7 +17,7 @@ from jaxpp_flax.engine.tracing.ir import Graph
 from jaxpp_flax.tasks.recording import Recording, recording_of
 from jaxpp_flax.tasks.task_trace import TaskTrace, trace_task
 
-__all__ = ["TaskCall", "TransferFuture", "task", "task_p", "transfer", "transfer_p"]
+__all__ = ["TaskCall", "moved", "TransferFuture", "task", "task_p", "transfer", "transfer_p"]
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -52,7 +52,18 @@ task_p.def_abstract_eval(lambda *_, call: [atom.aval for atom in call.graph.outp
 transfer_p = jex_core.Primitive("mpmd_transfer")
 transfer_p.multiple_results = True
 transfer_p.def_impl(_outside("transfer"))
-transfer_p.def_abstract_eval(lambda *avals, **_: list(avals))
+
+
+def _arriving(*avals: Any, mesh: Any, **_: Any) -> list[Any]:
+    """Return the types of values on another mesh: on an Explicit one, a type holds the mesh."""
+    typed = [AxisType.Explicit in aval.sharding.mesh.axis_types for aval in avals]
+    return [
+        aval.update(sharding=NamedSharding(mesh, aval.sharding.spec)) if explicit else aval
+        for aval, explicit in zip(avals, typed, strict=True)
+    ]
+
+
+transfer_p.def_abstract_eval(_arriving)
 
 
 @overload
@@ -131,7 +142,7 @@ def task(
     def called(*args: Any, **kwargs: Any) -> Any:
         label = name or getattr(fun, "__name__", type(fun).__name__)
         found = recording_of(f"task {label!r}")
-        trace = trace_task(found, fun, label, args, kwargs, in_shardings, out_shardings, mesh, _move)
+        trace = trace_task(found, fun, label, args, kwargs, in_shardings, out_shardings, mesh, moved)
         return _bind(found, label, trace, _donated(label, args, numbers, len(trace.operands)))
 
     return called
@@ -157,7 +168,7 @@ def _bind(found: Recording, name: str, trace: TaskTrace, donated: frozenset[int]
     return jax.tree_util.tree_unflatten(trace.out_tree, results)
 
 
-def _move(found: Recording, value: Any, target: int) -> Any:
+def moved(found: Recording, value: Any, target: int) -> Any:
     """Return a value of another rank on rank `target`, by a transfer that the user has not written; once for each."""
     known, key = found.of(value), (id(value), target)
     if known is None or known.rank == target:
@@ -166,7 +177,8 @@ def _move(found: Recording, value: Any, target: int) -> Any:
         sharding = NamedSharding(
             found.meshes.unstack[target], known.sharding.spec, memory_kind=known.sharding.memory_kind
         )
-        (copy,) = transfer_p.bind(value, source=known.rank, target=target, number=None)
+        mesh = sharding.mesh.abstract_mesh
+        (copy,) = transfer_p.bind(value, source=known.rank, target=target, number=None, mesh=mesh)
         found.copies[key] = found.know(copy, target, sharding)
     return found.copies[key]
 
@@ -232,7 +244,9 @@ def transfer(arrays: T, *, out_shardings: Any) -> TransferFuture[T]:
         routes.setdefault((source, target), []).append(position)
     moved: list[Any] = [None] * len(leaves)
     for (source, target), positions in routes.items():
-        copies = transfer_p.bind(*(leaves[i] for i in positions), source=source, target=target, number=number)
+        mesh = found.meshes.unstack[target].abstract_mesh
+        sent = [leaves[i] for i in positions]
+        copies = transfer_p.bind(*sent, source=source, target=target, number=number, mesh=mesh)
         for position, copy in zip(positions, copies, strict=True):
             moved[position] = found.know(copy, target, targets[position])
     found.waiting.add(number)
@@ -247,11 +261,11 @@ def _route(found: Recording, leaf: Any, node: Any, where: str) -> tuple[int, int
             "Make the value in a task."
         )
     target, sharding = found.meshes.on_rank(node, where)
-    what = f"{jax.typeof(leaf).str_short()} on rank {known.rank}"
-    if target == known.rank:
+    what = f"{jax.typeof(leaf).str_short()} on {found.meshes.name(known.rank)}"
+    if not set(found.meshes.ranks_in(target)).isdisjoint(found.meshes.ranks_in(known.rank)):
         raise ValueError(
-            f"`transfer` of {what}: {where} is on rank {target} too. A transfer goes to another rank; for another "
-            "partition or memory on the same rank, use `jax.reshard` or `jax.device_put` in a task."
+            f"`transfer` of {what}: {where} is on {found.meshes.name(target)} too. A transfer goes to another rank; "
+            "for another partition or memory on the same rank, use `jax.reshard` or `jax.device_put` in a task."
         )
     there = NamedSharding(sharding.mesh, known.sharding.spec, memory_kind=known.sharding.memory_kind)
     if there != sharding and not _equivalent(there, sharding, leaf.ndim):

@@ -90,7 +90,12 @@ class _Builder:
     def __post_init__(self) -> None:
         self.arguments = {value: {} for value in self.rank}
         submeshes = self.meshes.unstack
-        self.rewrites = [onto_mesh(submeshes, mesh.abstract_mesh) for mesh in submeshes]
+        ranks = self.meshes.mpmd_mesh.unstack
+        # A task of one rank may name the submesh of any rank; a task of a group names its own mesh.
+        self.rewrites = [
+            onto_mesh(ranks if place < len(ranks) else [mesh], mesh.abstract_mesh)
+            for place, mesh in enumerate(submeshes)
+        ]
 
     def slot(self, value: Value, rank: int) -> int:
         """Return the slot of a value on a rank; an argument gets its slot at its first use."""

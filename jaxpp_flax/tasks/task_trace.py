@@ -14,7 +14,7 @@ from jaxpp_flax.engine.arrays.mesh import axes_in, canonical, named_memory
 from jaxpp_flax.engine.tracing.ir import Graph, from_jaxpr, memory_kind_of
 from jaxpp_flax.tasks.recording import Recording, not_recording
 
-__all__ = ["TaskTrace", "trace_task"]
+__all__ = ["TaskTrace", "as_asked", "trace_task"]
 
 Move = Callable[[Recording, Any, int], Any]
 
@@ -51,7 +51,7 @@ def trace_task(
     asked = _nodes_for_arguments(name, in_shardings, args, kwargs)
     rank = _rank_of(found, name, leaves, mesh, asked, out_shardings)
     leaves = [move(found, leaf, rank) for leaf in leaves]
-    _check_as_asked(found, name, rank, leaves, asked)
+    _check_as_wanted(found, name, rank, leaves, asked)
     cached = _key(fun, tree, leaves, rank, out_shardings)
     if cached is not None and cached in found.traced:
         _, graph, (shardings, out_tree) = found.traced[cached]
@@ -104,7 +104,7 @@ def _rank_of(
                 rank = found.meshes.rank_of(sharding.mesh, f"a sharding in {what} of task {name!r}")
                 ranks.setdefault(rank, what)
     if len(ranks) > 1:
-        listed = ", ".join(f"rank {rank} ({what})" for rank, what in sorted(ranks.items()))
+        listed = ", ".join(f"{found.meshes.name(rank)} ({what})" for rank, what in sorted(ranks.items()))
         raise ValueError(
             f"task {name!r} is on several meshes: {listed}. A task runs on one rank: give all its shardings over one "
             "submesh, and `transfer` its results."
@@ -120,7 +120,7 @@ def _rank_of(
     )
 
 
-def _check_as_asked(found: Recording, name: str, rank: int, leaves: Sequence[Any], asked: Sequence[Any]) -> None:
+def _check_as_wanted(found: Recording, name: str, rank: int, leaves: Sequence[Any], asked: Sequence[Any]) -> None:
     for position, (leaf, node) in enumerate(zip(leaves, asked, strict=True)):
         known = found.of(leaf)
         if node is None or known is None:
@@ -167,7 +167,7 @@ def _traced(
         made, out_tree = jax.tree_util.tree_flatten(results)
         trees.append(out_tree)
         shardings[:] = [_asked(found, rank, made, where, node) for made, (where, node) in zip(made, nodes, strict=True)]
-        return [_as_asked(value, sharding) for value, sharding in zip(made, shardings, strict=True)]
+        return [as_asked(value, sharding) for value, sharding in zip(made, shardings, strict=True)]
 
     # `context_mesh` cannot be used here, inside the trace of the mpmd function; outside of it there is no mesh.
     with not_recording(), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
@@ -191,7 +191,8 @@ def _asked(found: Recording, rank: int, result: Any, where: str, node: Any) -> N
     for axis in (*axes_in(spec), *spec.unreduced, *spec.reduced):
         if axis not in mesh.axis_names:
             raise ValueError(
-                f"{where} is {spec}, but rank {rank} has only the axes {dict(mesh.shape)}. Use one of these."
+                f"{where} is {spec}, but {found.meshes.name(rank)} has only the axes {dict(mesh.shape)}. Use one of "
+                "these."
             )
     # A spec alone says nothing of memory: the result stays where the task has put it.
     memory = node if getattr(node, "memory_kind", None) is not None else _memory_of(result, mesh)
@@ -202,7 +203,7 @@ def _memory_of(result: Any, mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(), memory_kind=memory_kind_of(jax.typeof(result)))
 
 
-def _as_asked(value: Any, sharding: NamedSharding) -> Any:
+def as_asked(value: Any, sharding: NamedSharding) -> Any:
     """Move a result, inside of its task, to the memory and to the typed partition that are asked for."""
     kind = named_memory(sharding)
     if kind != memory_kind_of(jax.typeof(value)):

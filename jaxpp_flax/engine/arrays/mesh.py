@@ -308,7 +308,7 @@ def spec_on(mesh: Mesh, sharding: Any, shape: tuple[int, ...]) -> PartitionSpec 
 def carried_over(spec: PartitionSpec, mesh: Mesh, shape: tuple[int, ...]) -> PartitionSpec:
     """Return `spec` without the axes that `mesh` lacks, or that do not divide the dimension."""
     entries: list[Any] = []
-    for entry, size in zip(spec, shape, strict=False):
+    for entry, size in zip(spec.partitions, shape, strict=False):
         kept: list[str] = []
         shards = 1
         for name in entry if isinstance(entry, tuple) else (entry,):
@@ -316,7 +316,7 @@ def carried_over(spec: PartitionSpec, mesh: Mesh, shape: tuple[int, ...]) -> Par
                 kept.append(name)
                 shards *= mesh.shape[name]
         entries.append(tuple(kept) or None)
-    return canonical(PartitionSpec(*entries))
+    return canonical(PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced))
 
 
 def named_memory(sharding: Any) -> str | None:
