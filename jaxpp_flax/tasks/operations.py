@@ -105,7 +105,8 @@ def task(
     """Make a function a task: one SPMD program that one rank runs, at this point of its order.
 
     The rank is that of the meshes in `mesh`, `in_shardings` and `out_shardings`; if these name none, that of the
-    arguments. An argument of another rank is transferred first, as it is partitioned there.
+    arguments. An argument of another rank is transferred first, as it is partitioned there. As under `jax.jit`, one
+    function is traced once for arguments of equal types.
 
     Args:
       fun: any function of arrays. Without it, `task(out_shardings=...)` is a decorator.

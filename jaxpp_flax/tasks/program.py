@@ -121,8 +121,9 @@ class _Builder:
 
     def _name(self, call: TaskCall) -> str:
         """Number the tasks of one name on one rank: text and messages tell microbatches apart."""
-        number = self.numbers[call.name, call.rank] = self.numbers.get((call.name, call.rank), -1) + 1
-        return f"{call.name}.{number}" if number else call.name
+        name = "_".join(call.name.split())  # one word in text
+        number = self.numbers[name, call.rank] = self.numbers.get((name, call.rank), -1) + 1
+        return f"{name}.{number}" if number else name
 
     def transfer(self, equation: Equation) -> None:
         source, target = equation.params["source"], equation.params["target"]

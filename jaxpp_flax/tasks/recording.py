@@ -49,6 +49,11 @@ class Recording:
         self._known[id(value)] = Known(value, rank, sharding)
         return value
 
+    def is_of_other_trace(self, value: Any) -> bool:
+        """Return whether a transformation inside of the mpmd function (`jax.grad`, `jax.vmap`) has made the value."""
+        kinds = {type(known.value) for known in self._known.values()}
+        return bool(kinds) and id(value) not in self._known and type(value) not in kinds
+
     def of(self, value: Any) -> Known | None:
         """Return what is known of a value; None for a constant, or for a value made outside of tasks."""
         return self._known.get(id(value))

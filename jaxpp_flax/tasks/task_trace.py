@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxpp_flax.engine.arrays.layouts import broadcast_prefix
@@ -47,7 +49,7 @@ def trace_task(
     Raises: see `task`.
     """
     leaves, tree = jax.tree_util.tree_flatten((tuple(args), dict(kwargs)))
-    _check_arrays(name, leaves)
+    _check_arrays(found, name, leaves)
     asked = _nodes_for_arguments(name, in_shardings, args, kwargs)
     rank = _rank_of(found, name, leaves, mesh, asked, out_shardings)
     leaves = [move(found, leaf, rank) for leaf in leaves]
@@ -63,8 +65,13 @@ def trace_task(
     return TaskTrace(rank, graph, (*captured, *leaves), len(leaves), shardings, out_tree)
 
 
-def _check_arrays(name: str, leaves: Sequence[Any]) -> None:
+def _check_arrays(found: Recording, name: str, leaves: Sequence[Any]) -> None:
     for position, leaf in enumerate(leaves):
+        if isinstance(leaf, jax.core.Tracer) and found.is_of_other_trace(leaf):
+            raise NotImplementedError(
+                f"task {name!r} got, as argument leaf {position}, a value inside of `jax.grad`, `jax.vmap` or another "
+                "transformation: a task cannot be transformed from outside. Call the transformation in the task."
+            )
         try:
             jax.typeof(leaf)
         except TypeError as error:
@@ -139,12 +146,19 @@ def _check_as_wanted(found: Recording, name: str, rank: int, leaves: Sequence[An
 def _key(fun: Any, tree: Any, leaves: Sequence[Any], rank: int, out_shardings: Any) -> Hashable:
     """Return a key for the trace of a function for arguments of these types; None if a part has no hash."""
     nodes, out_tree = jax.tree.flatten(out_shardings, is_leaf=lambda x: isinstance(x, (PartitionSpec, Sharding)))
-    key = (fun, tree, tuple(jax.typeof(leaf) for leaf in leaves), rank, tuple(nodes), out_tree)
+    key = (_identity(fun), tree, tuple(jax.typeof(leaf) for leaf in leaves), rank, tuple(nodes), out_tree)
     try:
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def _identity(fun: Any) -> Hashable:
+    """Return a value that is equal for equal functions: two partials of one function with equal arguments are equal."""
+    if isinstance(fun, functools.partial):
+        return _identity(fun.func), fun.args, tuple(sorted(fun.keywords.items()))
+    return fun
 
 
 def _traced(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,11 +142,11 @@ def test_a_function_that_runs_for_each_microbatch_is_traced_and_compiled_once():
 
     @tasks.mpmd(mesh, in_shardings=on[0])
     def f(xs: Any) -> Any:
-        return [tasks.task(body, out_shardings=on[0])(x) for x in xs]
+        return [tasks.task(partial(body), out_shardings=on[0], name="my body")(x) for x in xs]
 
     compiled = f.lower([X, X, X]).compile()
     assert len(traced) == 1
-    assert list(compiled.tasks) == ["body on rank 0", "body.1 on rank 0", "body.2 on rank 0"]
+    assert list(compiled.tasks) == ["my_body on rank 0", "my_body.1 on rank 0", "my_body.2 on rank 0"]
     assert len(set(map(id, compiled.tasks.values()))) == 1
 
 

@@ -116,6 +116,12 @@ REFUSALS: dict[str, tuple[Callable[[MpmdMesh, Any], Any], type[Exception], str]]
         r"which is an argument of the mpmd function that the caller keeps\. Name the argument in `donate_argnums`"),
     "ordered effect": (lambda mesh, x: task(printing, out_shardings=on(mesh, 0))(x), ValueError,
         r"has a side effect with ordered=True"),
+    "grad": (lambda mesh, x: jax.grad(lambda x: double(mesh, x)[0, 0])(x), NotImplementedError,
+        r"task 'double' got, as argument leaf 0, a value inside of `jax.grad`, .* Call the transformation in the task"),
+    "vmap": (lambda mesh, x: jax.vmap(lambda x: double(mesh, x))(x), NotImplementedError,
+        r"task 'double' got, as argument leaf 0, a value inside of `jax.grad`, `jax.vmap`"),
+    "loop": (lambda mesh, x: jax.lax.fori_loop(0, 2, lambda _, x: double(mesh, x), x), ValueError,
+        r"`scan` at .*test_refusals.py:\d+.* stands outside of the tasks"),
     "a task in a task": (lambda mesh, x: task(lambda x: double(mesh, x), out_shardings=on(mesh, 0))(x), RuntimeError,
         r"task 'double' was called outside of an mpmd function, .* and not inside a task"),
 }  # fmt: skip
