@@ -48,6 +48,13 @@ def test_the_page_for_programs_of_shardy_runs():
     run_page("mpmd.md", blocks=2)
 
 
+def test_the_page_about_tasks_runs(capsys: pytest.CaptureFixture[str]):
+    run_page("tasks.md", blocks=1)
+    out = capsys.readouterr().out
+    assert "first(" in out
+    assert out.endswith("[4, 5, 6, 7]\n")
+
+
 @pytest.mark.parametrize("page", ["docs/engine.md", "CONTRIBUTING.md"])
 def test_every_file_that_a_page_names_exists(page: str):
     named = set(re.findall(r"`([\w/]+/\w+\.py)", (ROOT / page).read_text(encoding="utf-8")))

@@ -40,3 +40,4 @@ def install() -> None:
     sys.modules["jaxpp.schedules"] = package.schedules
     for module in pkgutil.iter_modules(package.__path__):
         sys.modules[f"jaxpp.{module.name}"] = import_module(f"{_STAND_IN}.{module.name}")
+    sys.modules["jaxpp.experimental.mpmd"] = sys.modules["jaxpp.experimental"].mpmd

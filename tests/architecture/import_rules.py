@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "launch": {"processes", "_compat"},
     "doctor": {"launch", "engine", "processes", "_compat"},
     "api": {"engine", "schedules", "messages"},
-    "compat": {"api", "__init__"},
+    "tasks": {"engine"},
+    "compat": {"api", "tasks", "__init__"},
     "__init__": {"trainers", "layers", "schedules", "engine"},
 }
 # The folders of the engine, from the lowest up: each may import those before it.
@@ -37,6 +38,7 @@ FORBIDDEN_LIBRARIES = {
     "schedules": {"jax", "jaxlib", "flax", "optax", "orbax"},
     "engine": {"flax", "optax", "orbax"},
     "mpmd": {"flax", "optax", "orbax"},
+    "tasks": {"flax", "optax", "orbax"},
 }
 # Imported when it is first used, so that the rest of its part needs no Flax.
 MAY_IMPORT_FLAX = {"mpmd/flax.py"}

@@ -36,11 +36,15 @@ def test_imports_of_all_versions():
     from jaxpp.arrayref import ArrayRef  # pyright: ignore[reportMissingImports]
     from jaxpp.core import DistributedSharding, mpmd_jit_with_loop  # pyright: ignore[reportMissingImports]
     from jaxpp.distributed_utils import distributed_main  # pyright: ignore[reportMissingImports]
+    from jaxpp.experimental import mpmd  # pyright: ignore[reportMissingImports]
+    from jaxpp.experimental.mpmd import task  # pyright: ignore[reportMissingImports]
     from jaxpp.mesh import MpmdMesh, RemoteMpmdMesh  # pyright: ignore[reportMissingImports]
     from jaxpp.schedules import BaseSchedule  # pyright: ignore[reportMissingImports]
     from jaxpp.types import MpmdSharding, TaskType  # pyright: ignore[reportMissingImports]
 
     assert jaxpp.api is api is jaxpp_flax.api
+    assert mpmd is import_module("jaxpp.experimental.mpmd") is import_module("jaxpp_flax.tasks")
+    assert task is mpmd.task
     assert jaxpp.__version__ == jaxpp_flax.__version__
     assert mpmd_jit_with_loop is api.mpmd_jit_with_loop
     assert BaseSchedule is api.BaseSchedule

@@ -177,12 +177,13 @@ def check_divides(
 
 
 def _check_one(name: str, shape: Sequence[int], spec: PartitionSpec, sizes: Mapping[str, int]) -> None:
-    if len(spec) > len(shape):
+    entries = spec.partitions
+    if len(entries) > len(shape):
         raise ValueError(
-            f"{name} has shape {tuple(shape)}, but {spec} says how {len(spec)} dimensions are cut. Give an entry for "
-            "each dimension at most."
+            f"{name} has shape {tuple(shape)}, but {spec} says how {len(entries)} dimensions are cut. Give an entry "
+            "for each dimension at most."
         )
-    for dimension, (size, entry) in enumerate(zip(shape, spec, strict=False)):
+    for dimension, (size, entry) in enumerate(zip(shape, entries, strict=False)):
         axes = entry if isinstance(entry, tuple) else (entry,)
         parts = math.prod(sizes[axis] for axis in axes if axis in sizes)
         if size % parts:

@@ -274,7 +274,7 @@ def keep_axes(spec: PartitionSpec, keep: Callable[[str], bool]) -> PartitionSpec
       >>> keep_axes(PartitionSpec(("stage", "data"), "stage"), {"data"}.__contains__)
       P('data', None)
     """
-    entries = (tuple(filter(keep, axes_in((entry,)))) for entry in spec)
+    entries = (tuple(filter(keep, axes_in((entry,)))) for entry in spec.partitions)
     unreduced, reduced = (frozenset(filter(keep, axes)) for axes in (spec.unreduced, spec.reduced))
     return PartitionSpec(*entries, unreduced=unreduced, reduced=reduced)
 
@@ -308,7 +308,7 @@ def spec_on(mesh: Mesh, sharding: Any, shape: tuple[int, ...]) -> PartitionSpec 
 def carried_over(spec: PartitionSpec, mesh: Mesh, shape: tuple[int, ...]) -> PartitionSpec:
     """Return `spec` without the axes that `mesh` lacks, or that do not divide the dimension."""
     entries: list[Any] = []
-    for entry, size in zip(spec, shape, strict=False):
+    for entry, size in zip(spec.partitions, shape, strict=False):
         kept: list[str] = []
         shards = 1
         for name in entry if isinstance(entry, tuple) else (entry,):
@@ -316,7 +316,7 @@ def carried_over(spec: PartitionSpec, mesh: Mesh, shape: tuple[int, ...]) -> Par
                 kept.append(name)
                 shards *= mesh.shape[name]
         entries.append(tuple(kept) or None)
-    return canonical(PartitionSpec(*entries))
+    return canonical(PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced))
 
 
 def named_memory(sharding: Any) -> str | None:
@@ -347,13 +347,14 @@ def axes_in(spec: Iterable[Any]) -> list[str]:
       >>> axes_in(PartitionSpec(None, ("data", "tensor")))
       ['data', 'tensor']
     """
-    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
+    # A spec with `reduced` or `unreduced` axes cannot be iterated.
+    entries = (entry if isinstance(entry, tuple) else (entry,) for entry in getattr(spec, "partitions", spec))
     return [name for names in entries for name in names if name is not None]
 
 
 def canonical(spec: PartitionSpec) -> PartitionSpec:
     """Write a partition in one standard way, for comparing: without trailing None."""
-    entries = list(spec)
+    entries = list(spec.partitions)
     while entries and not entries[-1]:
         entries.pop()
-    return PartitionSpec(*entries)
+    return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)

@@ -18,13 +18,20 @@ from jaxpp_flax.engine.tracing.ir import Atom, VerificationError, memory_kind_of
 __all__ = ["allocate_slots"]
 
 
-def allocate_slots(program: Program, donated_arguments: Sequence[bool], *, keep_received: bool = False) -> Program:
+def allocate_slots(
+    program: Program,
+    donated_arguments: Sequence[bool],
+    *,
+    keep_received: bool = False,
+    donatable: Sequence[frozenset[int]] | None = None,
+) -> Program:
     """Add frees and donations to an unrolled program, and renumber its slots so that freed ones are reused.
 
     Args:
       program: the result of `unroll`: each slot is written once.
       donated_arguments: for each argument, whether the caller gives its buffers away.
       keep_received: never donate a received value: between processes, the runtime watches it to see its arrival.
+      donatable: for each task, the positions of the only inputs that it may donate; by default all.
 
     Raises:
       VerificationError: if the program frees slots already.
@@ -39,7 +46,7 @@ def allocate_slots(program: Program, donated_arguments: Sequence[bool], *, keep_
     if keep_received:
         not_given.update(slot for transfer in transfers for slot in transfer.received)
     ends, read = _last_uses(program.instructions, kept)
-    donate = _donations(program, ends, not_given)
+    donate = _donations(program, ends, not_given, donatable)
     slots = _Slots()
     arguments = tuple({rank: slots.define([slot], rank)[0] for rank, slot in r.items()} for r in program.arguments)
     indices = {(rank, m): slots.define([slot], rank)[0] for (rank, m), slot in program.indices.items()}
@@ -132,7 +139,12 @@ def _last_uses(instructions: Sequence[Instruction], kept: set[int]) -> tuple[lis
     return ends[::-1], read
 
 
-def _donations(program: Program, ends: Sequence[Sequence[int]], never: set[int]) -> dict[int, frozenset[int]]:
+def _donations(
+    program: Program,
+    ends: Sequence[Sequence[int]],
+    never: set[int],
+    donatable: Sequence[frozenset[int]] | None,
+) -> dict[int, frozenset[int]]:
     donate: dict[int, set[int]] = {}
     for instruction, dying in zip(program.instructions, ends, strict=True):
         if not isinstance(instruction, Run):
@@ -140,7 +152,8 @@ def _donations(program: Program, ends: Sequence[Sequence[int]], never: set[int])
         inputs = instruction.inputs
         last = set(dying) - never
         # If an earlier run of the task could not donate an input, later runs need not check this input.
-        known = donate.get(instruction.task, range(len(inputs)))
+        first = range(len(inputs)) if donatable is None else donatable[instruction.task]
+        known = donate.get(instruction.task, first)
         possible = {p for p in known if inputs[p] in last}
         if len(set(inputs)) < len(inputs):
             possible = {p for p in possible if inputs.count(inputs[p]) == 1}

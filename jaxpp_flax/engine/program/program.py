@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from jaxpp_flax.engine.tracing.ir import Graph, VerificationError
 from jaxpp_flax.schedules.task import TaskKind
 
@@ -22,7 +24,8 @@ class ProgramTask:
     `donate` holds the positions of inputs that no later instruction reads. `pins` pairs an output with the input
     whose sharding it must keep (accumulators and carries, which go round the loop). If a task makes accumulators,
     `leading` holds for each output the mesh axes that shard its first dimension, or None; `like` holds the position of
-    the step's argument whose sharding the accumulator takes, or None.
+    the step's argument whose sharding the accumulator takes, or None. `out_specs` holds the specs of the outputs, if
+    the task's author gives them; otherwise XLA chooses.
     """
 
     name: str
@@ -35,6 +38,7 @@ class ProgramTask:
     pins: tuple[tuple[int, int], ...] = ()
     leading: tuple[Any, ...] = ()
     like: tuple[int | None, ...] = ()
+    out_specs: tuple[PartitionSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

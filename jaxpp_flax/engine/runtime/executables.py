@@ -167,10 +167,11 @@ class _Walk:
         program, task, shared = self.program, self.program.tasks[run.task], self.shared
         if shared is not None and task.rank not in self.ranks:
             of_other = partial(_spec_of_other, shared, program, run.task)
-            return None, _held_after(task, [partial(of_other, i) for i in range(len(task.graph.outputs))])
+            found = task.out_specs or [partial(of_other, i) for i in range(len(task.graph.outputs))]
+            return None, _held_after(task, found)
         compiled, made = self._compile(number, run)
         self.compiled[run.task] = compiled
-        if shared is not None:
+        if shared is not None and not task.out_specs:
             shared.publish(program, run.task, [held.spec for held in made])
         return compiled, made
 
@@ -178,7 +179,7 @@ class _Walk:
         task = self.program.tasks[run.task]
         in_specs = [self.held[slot].spec for slot in run.inputs]
         wanted = self.wanted.get(number, {})
-        out_specs = [wanted.get(i) for i in range(len(task.graph.outputs))]
+        out_specs = list(task.out_specs) or [wanted.get(i) for i in range(len(task.graph.outputs))]
         if task.leading:
             wishes = [None if a is None else self.argument_specs[a] for a in task.like]
             out_specs = [
@@ -188,6 +189,8 @@ class _Walk:
             out_specs[output] = in_specs[source]
         if not task.graph.inputs:  # then only the outputs' shardings tell XLA the mesh
             out_specs = [s or _spec_in_type(atom.aval) for s, atom in zip(out_specs, task.graph.outputs, strict=True)]
+        if task.out_specs:  # XLA's own account leaves out `unreduced` and `reduced`
+            return self.compiler.start(task, in_specs, out_specs), _held_after(task, task.out_specs)
         if self.mesh.unstack[task.rank].size == 1:  # nothing is chosen, so nobody waits for XLA
             known = [s or _spec_in_type(atom.aval) for s, atom in zip(out_specs, task.graph.outputs, strict=True)]
             return self.compiler.start(task, in_specs, known), _held_after(task, list(map(canonical, known)))

@@ -222,7 +222,7 @@ def _refuse_other_memory(program: Program, executables: Executables) -> None:
                 raise ValueError(
                     f"a value {aval.dtype}{list(aval.shape)} in {kind!r} memory goes from rank {transfer.source} to "
                     f"rank {transfer.target}, and with several processes only what is in the devices' own memory is "
-                    "sent. Move it there before the mark: `jax.device_put(x, jax.memory.Space.Device)`."
+                    "sent. Move it there in the stage that sends it: `jax.device_put(x, jax.memory.Space.Device)`."
                 )
 
 

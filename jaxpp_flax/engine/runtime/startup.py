@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.arrays.mesh import RankMeshes
 from jaxpp_flax.engine.program.description import describe_program
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.runtime.transport.base import Parcel
@@ -26,7 +26,7 @@ _REMEDY = (
 
 
 def compare_programs(
-    mesh: MpmdMesh,
+    mesh: RankMeshes,
     program: Program,
     argument_specs: Sequence[PartitionSpec],
     result_specs: Sequence[PartitionSpec | None],
@@ -39,7 +39,7 @@ def compare_programs(
       BarrierTimeoutError, ProcessFailedError: if a process does not arrive.
     """
     process = jax.process_index()
-    owners = sorted({device.process_index for device in mesh.jax_mesh.devices.flat})
+    owners = sorted({device.process_index for part in mesh.unstack for device in part.devices.flat})
     if owners == [process]:
         return None, None
     if process not in owners:
@@ -88,7 +88,7 @@ class SharedSpecs:
     """
 
     distributed: DistributedProgram
-    mesh: MpmdMesh
+    mesh: RankMeshes
     _known: dict[int, tuple[PartitionSpec, ...]] = field(default_factory=dict)
 
     def publish(self, program: Program, task: int, specs: Sequence[PartitionSpec]) -> None:

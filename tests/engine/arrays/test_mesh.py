@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding, axes_in, canonical, keep_axes
 
 
 def grid(*shape: int) -> np.ndarray:
@@ -157,3 +157,10 @@ class TestSharding:
         sharding = MpmdSharding(stage_data(), {2, 0}, P("data"))
         function, arguments = sharding.__reduce__()
         assert function(*arguments) == sharding
+
+
+def test_reduced_and_unreduced_axes_of_a_spec_are_kept():
+    spec = P("data", None, unreduced={"fsdp"}, reduced={"tensor"})
+    assert canonical(spec) == P("data", unreduced={"fsdp"}, reduced={"tensor"})
+    assert keep_axes(spec, {"data", "fsdp"}.__contains__) == P("data", None, unreduced={"fsdp"})
+    assert axes_in(spec) == ["data"]

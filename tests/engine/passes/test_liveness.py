@@ -28,6 +28,12 @@ def test_an_input_is_donated_only_if_every_run_allows_it():
     assert allocate_slots(by_hand(twice, [ONE], [3, 2], 4), [True]).tasks[0].donate == frozenset(), "slot 2 is a result"
 
 
+def test_only_what_may_be_donated_is():
+    program = by_hand([Run(0, -1, 0, (0,), (1,)), Run(1, -1, 0, (1,), (2,))], [ONE, ONE], [2], 3)
+    found = allocate_slots(program, [True], donatable=[frozenset(), frozenset({0})]).tasks
+    assert [task.donate for task in found] == [frozenset(), {0}]
+
+
 def test_what_was_sent_is_not_donated():
     other = ProgramTask("other", 0, identity((2,)))
     program = by_hand(

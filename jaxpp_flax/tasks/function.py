@@ -1,0 +1,213 @@
+"""`mpmd`: the decorator of functions that consist of tasks and transfers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.core
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_settings
+from jaxpp_flax.engine.arrays.layouts import broadcast_prefix, check_divides
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, named_memory
+from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
+from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_array, type_of
+from jaxpp_flax.engine.tracing.ir import Constant, from_jaxpr, in_memory
+from jaxpp_flax.tasks.lowered import CompiledMpmdFun, LoweredMpmdFun
+from jaxpp_flax.tasks.meshes import TaskMeshes
+from jaxpp_flax.tasks.program import build
+from jaxpp_flax.tasks.recording import Recording, recording
+
+__all__ = ["MpmdFunction", "mpmd"]
+
+
+class MpmdFunction:
+    """A function of tasks and transfers; see `mpmd`. It is lowered and compiled once for each type of its arguments."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        mpmd_mesh: MpmdMesh,
+        in_shardings: Any,
+        donate_argnums: int | Sequence[int] | None,
+        infer_donation: bool,
+    ) -> None:
+        functools.update_wrapper(self, fun)
+        self.mpmd_mesh, self.in_shardings, self.infer_donation = mpmd_mesh, in_shardings, infer_donation
+        numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums or ())
+        self._fun, self._parameters = fun, Parameters(donate_argnums=numbers)
+        self._name = getattr(fun, "__name__", type(fun).__name__)
+        self._meshes = TaskMeshes(mpmd_mesh)
+        self._compiled: dict[Hashable, CompiledMpmdFun] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function on its ranks; compile it first for new types. Under a trace of JAX, trace it."""
+        call = self._split(args, kwargs)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves):
+            results, _, tree = self._record(call, call.leaves, self._places(call))
+            return jax.tree_util.tree_unflatten(tree, results)
+        key = call.tree, tuple(map(type_of, call.leaves)), trace_settings()
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = self.lower(*args).compile()
+        return compiled.run(call.leaves)
+
+    def lower(self, *args: Any, **kwargs: Any) -> LoweredMpmdFun:
+        """Trace the function for arguments like these, arrays or `jax.ShapeDtypeStruct`s, and make its programs.
+
+        Raises: see `mpmd`.
+        """
+        refuse_disabled_jit("a function under mpmd")
+        with context_mesh(None):  # no mesh around the call may change what is built
+            return self._lower(self._split(args, kwargs))
+
+    def _split(self, args: Sequence[Any], kwargs: Any) -> Call:
+        if kwargs:
+            raise ValueError(
+                f"{self._name} was called with keyword arguments ({', '.join(sorted(kwargs))}), but in_shardings has "
+                "one tree for each positional argument. Pass them by position."
+            )
+        call = self._parameters.split(self._fun, args, {})
+        try:
+            for leaf in call.leaves:
+                type_of(leaf)
+        except TypeError as error:
+            raise not_an_array(call, "close over it") from error
+        return call
+
+    def _places(self, call: Call) -> list[tuple[int, NamedSharding]]:
+        args, _ = jax.tree_util.tree_unflatten(call.tree, call.leaves)
+        prefix = tuple(self.in_shardings) if isinstance(self.in_shardings, list) else self.in_shardings
+        nodes = broadcast_prefix(prefix if prefix is not None else (), args, f"in_shardings of {self._name}")
+        return [self._meshes.on_rank(node, where) for where, node in nodes]
+
+    def _lower(self, call: Call) -> LoweredMpmdFun:
+        places = self._places(call)
+        types = [type_of(leaf) for leaf in call.leaves]
+        structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in types]
+        specs = [sharding.spec for _, sharding in places]
+        for path, struct, (_, sharding) in zip(call.paths(), structs, places, strict=True):
+            check_divides([f"argument{path}"], [struct], [sharding.spec], dict(sharding.mesh.shape))
+        typed = [_typed(struct, sharding) for struct, (_, sharding) in zip(structs, places, strict=True)]
+        traced: list[Any] = []
+
+        def flat(*leaves: Any) -> list[Any]:
+            results, shardings, tree = self._record(call, leaves, places)
+            traced[:] = [shardings, tree]
+            return results
+
+        jaxpr = jax.make_jaxpr(flat)(*typed)
+        graph, constants = from_jaxpr(jaxpr)
+        donated, meshes = self._parameters.donated(call), self._meshes.frozen()
+        owners = {device.process_index for device in self.mpmd_mesh.jax_mesh.devices.flat}
+        program = build(
+            graph,
+            meshes,
+            [None] * len(constants) + [rank for rank, _ in places],
+            [False] * len(constants) + list(donated),
+            infer_donation=self.infer_donation,
+            keep_received=len(owners) > 1,
+        )
+        shardings, out_tree = traced
+        signature = Signature.of(call, structs, specs, out_tree, donated, function=self._name, made="lowered")
+        in_shardings = [sharding for _, sharding in places]
+        outs = [self._result_sharding(*found) for found in zip(graph.outputs, shardings, strict=True)]
+        return LoweredMpmdFun(program, graph, signature, meshes, tuple(constants), in_shardings, outs)
+
+    def _result_sharding(self, atom: Any, known: NamedSharding | None) -> NamedSharding | None:
+        if isinstance(atom, Constant):
+            return None
+        return known or NamedSharding(self._meshes.unstack[0], PartitionSpec())  # a captured array
+
+    def _record(
+        self, call: Call, leaves: Sequence[Any], places: Sequence[tuple[int, NamedSharding]]
+    ) -> tuple[list[Any], list[NamedSharding | None], Any]:
+        """Run the function on traced leaves; return the results, their shardings, and their tree."""
+        with recording(self._meshes) as found:
+            for leaf, (rank, sharding) in zip(leaves, places, strict=True):
+                found.know(leaf, rank, sharding)
+            args, _ = jax.tree_util.tree_unflatten(call.tree, leaves)
+            results, tree = jax.tree_util.tree_flatten(self._fun(*args))
+            _check_done(self._name, found)
+        known = [found.of(result) for result in results]
+        return results, [None if k is None else k.sharding for k in known], tree
+
+
+def _typed(struct: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    """Add an argument's memory to its type; on an Explicit mesh, add its partition too."""
+    explicit = AxisType.Explicit in sharding.mesh.axis_types
+    typed = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec) if explicit else None
+    if (kind := named_memory(sharding)) is not None:
+        typed = in_memory(typed, kind)
+    return struct.update(sharding=typed)
+
+
+def _check_done(name: str, found: Recording) -> None:
+    if found.waiting:
+        raise ValueError(
+            f"{name} starts {found.transfers} transfers and never takes the values of transfer "
+            f"{', '.join(map(str, sorted(found.waiting)))} (counted from 0, in the order of the calls). Call `.done()` "
+            "on its future before the first task that needs the values, or leave the transfer out."
+        )
+
+
+def mpmd(
+    mpmd_mesh: MpmdMesh,
+    *,
+    in_shardings: Any,
+    donate_argnums: int | Sequence[int] | None = None,
+    infer_donation: bool = False,
+) -> Callable[[Callable[..., Any]], MpmdFunction]:
+    """Decorate a function that consists of `task` and `transfer` calls: each rank runs its tasks, in this order.
+
+    The function may rearrange containers and call tasks in loops, but computes nothing itself. Its order is the order
+    of each rank, so that no program can deadlock. With several processes, each calls the function, compiles the tasks
+    of its own ranks, and gets the results of these; results of other ranks are arrays without a part in this process.
+
+    Args:
+      mpmd_mesh: the ranks.
+      in_shardings: a prefix tree of the arguments' tuple: the `NamedSharding` of each, over the submesh of its rank.
+      donate_argnums: arguments whose memory the function may reuse.
+      infer_donation: let each task reuse the memory of values that nothing reads afterwards; without it, tasks reuse
+        only what their `donate_argnums` say. Sent values are never reused.
+
+    Returns:
+      A decorator, which gives an `MpmdFunction`: call it, or `.lower(*shapes).compile()`.
+
+    Raises (when the function is lowered, before anything runs):
+      TypeError: if `mpmd_mesh` is no `MpmdMesh`, a sharding no `NamedSharding`, or an argument no array.
+      ValueError: if JAX operations stand outside of tasks; a sharding is over a mesh that is no rank's; a task's
+        shardings name several ranks; a transfer repartitions or is never done; a donated value is read again or was
+        sent.
+      RuntimeError: if a future is done twice.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpy as np
+      >>> from jax.sharding import Mesh, NamedSharding, PartitionSpec
+      >>> from jaxpp_flax.tasks import task, transfer
+      >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+      >>> on = [NamedSharding(submesh, PartitionSpec()) for submesh in mesh.unstack]
+      >>> @mpmd(mesh, in_shardings=([on[0], on[1]], on[0]))
+      ... def model(w, x):
+      ...     x = task(lambda w, x: jnp.tanh(x @ w), out_shardings=on[0], name="first")(w[0], x)
+      ...     x = transfer(x, out_shardings=on[1]).done()
+      ...     return task(lambda w, x: x @ w, out_shardings=on[1], name="second")(w[1], x)
+      >>> lowered = model.lower([jnp.ones((3, 3))] * 2, jnp.zeros((2, 3)))
+      >>> print(lowered.as_text(rank=1))
+      rank 0 -> rank 1: send s3 receive s4
+      rank 1: s5 = second(s1, s4)
+      rank 1: free s4
+      >>> model([jnp.ones((3, 3))] * 2, jnp.zeros((2, 3))).shape
+      (2, 3)
+
+    After the function of the same name in NVIDIA's JaxPP (`jaxpp.experimental.mpmd`, 2026).
+    """
+    if not isinstance(mpmd_mesh, MpmdMesh):
+        raise TypeError(
+            f"mpmd_mesh must be an MpmdMesh, got {type(mpmd_mesh).__name__}. Wrap the mesh: "
+            '`MpmdMesh(jax_mesh, "stage")` with the name of the stage axis.'
+        )
+    return lambda fun: MpmdFunction(fun, mpmd_mesh, in_shardings, donate_argnums, infer_donation)

@@ -1,0 +1,172 @@
+"""A lowered mpmd function, its programs, and the compiled function."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
+from jaxpp_flax.engine.binding import Binding, wanted_inputs
+from jaxpp_flax.engine.program.program import Program
+from jaxpp_flax.engine.runtime.executables import TaskCompiler, compile_program
+from jaxpp_flax.engine.runtime.instruction_loop import Runtime
+from jaxpp_flax.engine.runtime.startup import compare_programs, compare_values, start
+from jaxpp_flax.engine.signature import Signature
+from jaxpp_flax.engine.tracing.ir import Constant, Graph
+from jaxpp_flax.tasks.meshes import TaskMeshes
+
+__all__ = ["CompiledMpmdFun", "LoweredMpmdFun"]
+
+
+class LoweredMpmdFun:
+    """An mpmd function as one program for each rank; `compile()` makes it run. A call compiles it first.
+
+    `in_shardings` and `out_shardings` are trees like the arguments and like the results; `out_shape` holds the types of
+    the results, with their shardings.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        graph: Graph,
+        signature: Signature,
+        meshes: TaskMeshes,
+        constants: tuple[Any, ...],
+        in_shardings: Sequence[NamedSharding],
+        out_shardings: Sequence[NamedSharding | None],
+    ) -> None:
+        self.program, self.signature, self.meshes = program, signature, meshes
+        self.constants, self._in, self._out = constants, tuple(in_shardings), tuple(out_shardings)
+        self.graph = graph
+
+    @property
+    def in_shardings(self) -> Any:
+        """The sharding of each argument, as a tuple of trees."""
+        args, _ = jax.tree_util.tree_unflatten(self.signature.tree, self._in)
+        return args
+
+    @property
+    def out_shardings(self) -> Any:
+        """The sharding of each result; None for a constant."""
+        return jax.tree_util.tree_unflatten(self.signature.out_tree, self._out)
+
+    @property
+    def out_shape(self) -> Any:
+        """The type of each result, as `jax.ShapeDtypeStruct`s with shardings."""
+        structs = [
+            jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype, sharding=sharding)
+            for atom, sharding in zip(self.graph.outputs, self._out, strict=True)
+        ]
+        return jax.tree_util.tree_unflatten(self.signature.out_tree, structs)
+
+    @property
+    def used_inputs(self) -> Any:
+        """For each argument, whether a rank of this process reads it: a tree like `in_shardings`."""
+        local = set(self.meshes.local_ranks)
+        flags = [not local.isdisjoint(ranks) for ranks in self.program.arguments[len(self.constants) :]]
+        args, _ = jax.tree_util.tree_unflatten(self.signature.tree, flags)
+        return args
+
+    def as_text(self, rank: int | None = None) -> str:
+        """Return the program as text, one line for each task, transfer and deletion: of one rank, or of all.
+
+        Raises:
+          ValueError: if there is no such rank.
+        """
+        wanted = None if rank is None else self.meshes.mpmd_mesh.check_rank(rank)
+        lines: list[str] = []
+        for line in self.program.as_text().splitlines():
+            where, _, what = line.partition(":")
+            places = [int(number) for number in re.findall(r"\d+", where)]
+            if wanted is None or any(wanted in self.meshes.ranks_in(place) for place in places):
+                lines.append(" -> ".join(map(self.meshes.name, places)) + ":" + what)
+        return "\n".join(lines)
+
+    def compile(self) -> CompiledMpmdFun:
+        """Compile each distinct task of this process's ranks once; with several processes, all must call this."""
+        return CompiledMpmdFun(self)
+
+    @cached_property
+    def _compiled(self) -> CompiledMpmdFun:
+        return self.compile()
+
+    def __call__(self, *args: Any) -> Any:
+        """Compile the function at the first call, and run it."""
+        return self._compiled(*args)
+
+
+class CompiledMpmdFun:
+    """A compiled mpmd function, for arguments of the structure and types for which it was lowered."""
+
+    def __init__(self, lowered: LoweredMpmdFun) -> None:
+        self._lowered = lowered
+        program, signature, meshes = lowered.program, lowered.signature, lowered.meshes
+        constants = lowered.constants
+        specs = signature.specs(len(constants))
+        avals = [value.aval for value in lowered.graph.inputs]
+        chosen: list[PartitionSpec | None] = [None] * len(program.results)
+        distributed, shared = compare_programs(meshes, program, specs, chosen)
+        compiler: TaskCompiler[TaskMeshes] = TaskCompiler(meshes)
+        with context_mesh(None):  # no mesh around the call may change what is compiled
+            executables = compile_program(program, compiler, specs, chosen, avals, meshes.local_ranks, shared=shared)
+        self._executables = executables
+        self._runtime = Runtime(executables.program, executables, meshes, distributed)
+        self._distributed = distributed
+        wanted = wanted_inputs(meshes, program.arguments, specs, signature, avals)
+        results = [self._result(i) for i in range(len(program.results))]
+        self._binding = Binding(executables.program, signature, constants, wanted, results, distributed)
+        if distributed is not None:
+            named = {f"constant {i}, {jax.typeof(c)}": c for i, c in enumerate(constants)}
+            start(distributed, self._runtime.parcels, named)
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the function.
+
+        Raises:
+          TypeError: if an argument differs in structure or type from the lowered function's.
+          RuntimeError: if an argument was donated to an earlier call.
+        """
+        return self.run(self._lowered.signature.leaves_of(args, {}))
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """Run on flat arguments whose types fit; the types are not checked."""
+        binding = self._binding
+        if self._distributed is not None and not binding.calls:
+            compare_values(self._distributed, "the arguments", binding.in_several_processes(leaves))
+        environment = binding.environment(leaves)
+        self._runtime.run(environment)
+        return binding.collect(environment)
+
+    @property
+    def tasks(self) -> Mapping[str, Any]:
+        """The executable of each task of this process's ranks (`jax.stages.Compiled`), by `"name on rank 0"`."""
+        program, found = self._executables.program, self._executables.tasks
+        return {
+            f"{task.name} on rank {task.rank}": executable
+            for task, executable in zip(program.tasks, found, strict=True)
+            if executable is not None
+        }
+
+    def as_text(self, rank: int | None = None) -> str:
+        """See `LoweredMpmdFun.as_text`."""
+        return self._lowered.as_text(rank)
+
+    def _result(self, position: int) -> Callable[[list[Any]], jax.Array]:
+        """Return a function that makes a result from the slots after a run."""
+        result: Any = self._lowered.program.results[position]
+        sharding = self._lowered._out[position]  # pyright: ignore[reportPrivateUsage]
+        aval = self._lowered.graph.outputs[position].aval
+        if isinstance(result, Constant) or sharding is None:
+            return lambda _: jnp.asarray(result.value, aval.dtype)
+        ((rank, slot),) = result.items()
+        if rank in self._lowered.meshes.local_ranks:
+            return operator.itemgetter(slot)
+        # As in JAX, an array of other processes has no part here.
+        return lambda _: jax.make_array_from_single_device_arrays(aval.shape, sharding, [], dtype=aval.dtype)

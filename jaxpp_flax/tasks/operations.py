@@ -1,0 +1,287 @@
+"""`task` and `transfer`: what a function under `mpmd` consists of; each binds one equation of the traced function."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar, overload
+
+import jax
+from jax.extend import core as jex_core
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from jaxpp_flax.engine.arrays.layouts import broadcast_prefix
+from jaxpp_flax.engine.arrays.mesh import named_memory
+from jaxpp_flax.engine.tracing.ir import Graph
+from jaxpp_flax.tasks.recording import Recording, recording_of
+from jaxpp_flax.tasks.task_trace import TaskTrace, trace_task
+
+__all__ = ["TaskCall", "moved", "TransferFuture", "task", "task_p", "transfer", "transfer_p"]
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, eq=False)
+class TaskCall:
+    """One call of a task: its graph, whose inputs are the equation's operands, its rank, and its shardings.
+
+    `donated` holds the operands whose memory the caller lets the task reuse.
+    """
+
+    name: str
+    rank: int
+    graph: Graph
+    out_shardings: tuple[NamedSharding, ...]
+    donated: frozenset[int]
+
+    def __repr__(self) -> str:
+        return f"{self.name!r} on rank {self.rank}"
+
+
+def _outside(name: str) -> Callable[..., Any]:
+    return lambda *_, **__: recording_of(f"`{name}`")
+
+
+task_p = jex_core.Primitive("mpmd_task")
+task_p.multiple_results = True
+task_p.def_impl(_outside("task"))
+task_p.def_abstract_eval(lambda *_, call: [atom.aval for atom in call.graph.outputs])
+
+transfer_p = jex_core.Primitive("mpmd_transfer")
+transfer_p.multiple_results = True
+transfer_p.def_impl(_outside("transfer"))
+
+
+def _arriving(*avals: Any, mesh: Any, **_: Any) -> list[Any]:
+    """Return the types of values on another mesh: on an Explicit one, a type holds the mesh."""
+    typed = [AxisType.Explicit in aval.sharding.mesh.axis_types for aval in avals]
+    return [
+        aval.update(sharding=NamedSharding(mesh, aval.sharding.spec)) if explicit else aval
+        for aval, explicit in zip(avals, typed, strict=True)
+    ]
+
+
+transfer_p.def_abstract_eval(_arriving)
+
+
+@overload
+def task(
+    fun: Callable[P, T],
+    /,
+    *,
+    out_shardings: Any,
+    name: str | None = None,
+    in_shardings: Any = None,
+    mesh: Mesh | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+) -> Callable[P, T]: ...
+
+
+@overload
+def task(
+    fun: None = None,
+    /,
+    *,
+    out_shardings: Any,
+    name: str | None = None,
+    in_shardings: Any = None,
+    mesh: Mesh | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+
+
+def task(
+    fun: Any = None,
+    /,
+    *,
+    out_shardings: Any,
+    name: str | None = None,
+    in_shardings: Any = None,
+    mesh: Mesh | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+) -> Any:
+    """Make a function a task: one SPMD program that one rank runs, at this point of its order.
+
+    The rank is that of the meshes in `mesh`, `in_shardings` and `out_shardings`; if these name none, that of the
+    arguments. An argument of another rank is transferred first, as it is partitioned there. As under `jax.jit`, one
+    function is traced once for arguments of equal types.
+
+    Args:
+      fun: any function of arrays. Without it, `task(out_shardings=...)` is a decorator.
+      out_shardings: a prefix tree of `NamedSharding`s over a rank's submesh, or of `PartitionSpec`s, for the results.
+        Their kinds of memory are kept (`pinned_host`), and so are `unreduced` and `reduced` axes of Explicit meshes. On
+        an Explicit mesh, None keeps the partition in a result's type.
+      name: of the task, in text, profiles and messages; by default the function's name.
+      in_shardings: the shardings that the arguments must have; by default any.
+      mesh: the submesh of the rank.
+      donate_argnums: positional arguments whose memory the task may reuse.
+
+    Raises (when the mpmd function is lowered):
+      RuntimeError: outside of an mpmd function, or inside another task.
+      ValueError: if shardings name several ranks, or a mesh that is no rank's; if no rank is named; if an argument lies
+        otherwise than `in_shardings` say; if a donated value is read later or has been sent.
+      TypeError: if an argument is no array.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> from jax.sharding import Mesh, NamedSharding, PartitionSpec
+      >>> from jaxpp_flax.tasks import MpmdMesh, mpmd
+      >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+      >>> on_1 = NamedSharding(mesh.unstack[1], PartitionSpec())
+      >>> f = mpmd(mesh, in_shardings=on_1)(lambda x: task(lambda x: x + 1, out_shardings=on_1, name="add")(x))
+      >>> f(np.float32(1)).item()
+      2.0
+    """
+    options = {"out_shardings": out_shardings, "name": name, "in_shardings": in_shardings, "mesh": mesh}
+    if fun is None:
+        return functools.partial(task, donate_argnums=donate_argnums, **options)
+    numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums or ())
+
+    @functools.wraps(fun)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        label = name or getattr(fun, "__name__", type(fun).__name__)
+        found = recording_of(f"task {label!r}")
+        trace = trace_task(found, fun, label, args, kwargs, in_shardings, out_shardings, mesh, moved)
+        return _bind(found, label, trace, _donated(label, args, numbers, len(trace.operands)))
+
+    return called
+
+
+def _donated(name: str, args: Sequence[Any], numbers: Sequence[int], operands: int) -> frozenset[int]:
+    """Return the positions of donated operands: those of the last arguments, behind captured arrays."""
+    for number in numbers:
+        if not -len(args) <= number < len(args):
+            raise ValueError(f"task {name!r} has donate_argnums={number}, but is called with {len(args)} arguments.")
+    counts = [len(jax.tree.leaves(arg)) for arg in args]
+    chosen = {number % len(args) for number in numbers}
+    flags = [i in chosen for i, count in enumerate(counts) for _ in range(count)]
+    return frozenset(i for i, flag in enumerate(flags) if flag)
+
+
+def _bind(found: Recording, name: str, trace: TaskTrace, donated: frozenset[int]) -> Any:
+    captured = len(trace.operands) - trace.num_arguments
+    call = TaskCall(name, trace.rank, trace.graph, trace.out_shardings, frozenset(i + captured for i in donated))
+    results = task_p.bind(*trace.operands, call=call)
+    for result, sharding in zip(results, trace.out_shardings, strict=True):
+        found.know(result, trace.rank, sharding)
+    return jax.tree_util.tree_unflatten(trace.out_tree, results)
+
+
+def moved(found: Recording, value: Any, target: int) -> Any:
+    """Return a value of another rank on rank `target`, by a transfer that the user has not written; once for each."""
+    known, key = found.of(value), (id(value), target)
+    if known is None or known.rank == target:
+        return value
+    if key not in found.copies:
+        sharding = NamedSharding(
+            found.meshes.unstack[target], known.sharding.spec, memory_kind=known.sharding.memory_kind
+        )
+        mesh = sharding.mesh.abstract_mesh
+        (copy,) = transfer_p.bind(value, source=known.rank, target=target, number=None, mesh=mesh)
+        found.copies[key] = found.know(copy, target, sharding)
+    return found.copies[key]
+
+
+class TransferFuture(Generic[T]):
+    """A transfer on its way, for tracing; `done()` gives the values on the receiving rank."""
+
+    def __init__(self, found: Recording, number: int, values: T) -> None:
+        self._found, self._number, self._values = found, number, values
+
+    def done(self) -> T:
+        """Return the values on the receiving rank; a task that reads them waits for their arrival.
+
+        Raises:
+          RuntimeError: at a second call.
+        """
+        if self._number not in self._found.waiting:
+            raise RuntimeError(
+                f"`.done()` of transfer {self._number} was called twice. The first call returned its values: keep them."
+            )
+        self._found.waiting.discard(self._number)
+        return self._values
+
+
+def transfer(arrays: T, *, out_shardings: Any) -> TransferFuture[T]:
+    """Start to send values to another rank; the ranks work on until a task reads what arrives.
+
+    Args:
+      arrays: a pytree of values of one rank or of several.
+      out_shardings: a prefix tree of `NamedSharding`s over submeshes of other ranks; each must partition its value as
+        the value is partitioned now, in the same kind of memory. Change the partition in a task before or after.
+
+    Returns:
+      A future, whose `done()` gives the values once.
+
+    Raises (when the mpmd function is lowered):
+      RuntimeError: outside of an mpmd function.
+      TypeError: if a leaf is no value of the mpmd function.
+      ValueError: if there is no leaf; if a value would stay on its rank; if a sharding is not equivalent.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> from jax.sharding import Mesh, NamedSharding, PartitionSpec
+      >>> from jaxpp_flax.tasks import MpmdMesh, mpmd
+      >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+      >>> on = [NamedSharding(submesh, PartitionSpec()) for submesh in mesh.unstack]
+      >>> send = mpmd(mesh, in_shardings=on[0])(lambda x: transfer(x, out_shardings=on[1]).done())
+      >>> send(np.ones(2)).devices() == {jax.devices()[1]}
+      True
+    """
+    found = recording_of("`transfer`")
+    leaves, tree = jax.tree_util.tree_flatten(arrays)
+    if not leaves:
+        raise ValueError("`transfer` got no array: there is nothing to send. Leave the call out.")
+    nodes = broadcast_prefix(out_shardings, arrays, "transfer out_shardings")
+    number = found.transfers
+    found.transfers += 1
+    routes: dict[tuple[int, int], list[int]] = {}
+    targets: list[NamedSharding] = []
+    for position, (leaf, (where, node)) in enumerate(zip(leaves, nodes, strict=True)):
+        source, target, sharding = _route(found, leaf, node, where)
+        targets.append(sharding)
+        routes.setdefault((source, target), []).append(position)
+    moved: list[Any] = [None] * len(leaves)
+    for (source, target), positions in routes.items():
+        mesh = found.meshes.unstack[target].abstract_mesh
+        sent = [leaves[i] for i in positions]
+        copies = transfer_p.bind(*sent, source=source, target=target, number=number, mesh=mesh)
+        for position, copy in zip(positions, copies, strict=True):
+            moved[position] = found.know(copy, target, targets[position])
+    found.waiting.add(number)
+    return TransferFuture(found, number, jax.tree_util.tree_unflatten(tree, moved))
+
+
+def _route(found: Recording, leaf: Any, node: Any, where: str) -> tuple[int, int, NamedSharding]:
+    known = found.of(leaf)
+    if known is None:
+        raise TypeError(
+            f"`transfer` got {leaf!r} for {where}, which no task and no argument gave: it has no rank to come from. "
+            "Make the value in a task."
+        )
+    target, sharding = found.meshes.on_rank(node, where)
+    what = f"{jax.typeof(leaf).str_short()} on {found.meshes.name(known.rank)}"
+    if not set(found.meshes.ranks_in(target)).isdisjoint(found.meshes.ranks_in(known.rank)):
+        raise ValueError(
+            f"`transfer` of {what}: {where} is on {found.meshes.name(target)} too. A transfer goes to another rank; "
+            "for another partition or memory on the same rank, use `jax.reshard` or `jax.device_put` in a task."
+        )
+    there = NamedSharding(sharding.mesh, known.sharding.spec, memory_kind=known.sharding.memory_kind)
+    if there != sharding and not _equivalent(there, sharding, leaf.ndim):
+        raise ValueError(
+            f"`transfer` of {what}: {where} is {_says(sharding)}, but the value lies as {_says(there)}. A transfer "
+            "does not repartition: do it in a task on the sending or on the receiving rank, and give the transfer "
+            "the same spec and memory kind as the value has."
+        )
+    return known.rank, target, sharding
+
+
+def _equivalent(one: NamedSharding, other: NamedSharding, ndim: int) -> bool:
+    typed = [(s.spec.unreduced, s.spec.reduced, named_memory(s)) for s in (one, other)]
+    return typed[0] == typed[1] and one.is_equivalent_to(other, ndim)
+
+
+def _says(sharding: NamedSharding) -> str:
+    return f"{sharding.spec}" + (f" in {kind!r}" if (kind := named_memory(sharding)) else "")

@@ -1,0 +1,208 @@
+"""Turn a traced mpmd function into a program: its tasks and transfers in the order in which the function calls them.
+
+That one order holds on every rank, so a program cannot deadlock: a rank sends a value when the function reaches the
+transfer, and no rank waits for a value that is made later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jaxpp_flax.engine.passes.check_supported import refuse_ordered_effects
+from jaxpp_flax.engine.passes.liveness import allocate_slots
+from jaxpp_flax.engine.passes.submesh_constraints import onto_mesh
+from jaxpp_flax.engine.passes.unroll import Unroller
+from jaxpp_flax.engine.program.program import Program, ProgramTask, Run, Transfer
+from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, values
+from jaxpp_flax.tasks.meshes import TaskMeshes
+from jaxpp_flax.tasks.operations import TaskCall, task_p, transfer_p
+
+__all__ = ["build"]
+
+
+def build(
+    graph: Graph,
+    meshes: TaskMeshes,
+    ranks: Sequence[int | None],
+    donated: Sequence[bool],
+    *,
+    infer_donation: bool,
+    keep_received: bool,
+) -> Program:
+    """Make the program of a traced function.
+
+    Args:
+      graph: the function; its equations are tasks and transfers.
+      meshes: the ranks.
+      ranks: for each input, its rank; None for a captured array, which goes to the ranks that read it.
+      donated: for each input, whether its memory may be reused.
+      infer_donation: donate each value at its last use; otherwise only what tasks donate.
+      keep_received: see `allocate_slots`.
+
+    Raises:
+      ValueError: if an operation stands outside of the tasks, a donated value is read again or was sent, or a side
+        effect is ordered.
+    """
+    builder = _Builder(meshes, dict(zip(graph.inputs, ranks, strict=True)))
+    donations = _Donations(dict(zip(graph.inputs, donated, strict=True)))
+    for equation in graph.equations:
+        if equation.primitive is task_p:
+            donations.check_task(equation)
+            builder.task(equation)
+        elif equation.primitive is transfer_p:
+            donations.check_transfer(equation)
+            builder.transfer(equation)
+        else:
+            raise _outside_of_tasks(equation)
+    donations.check_results(graph.outputs)
+    unrolled = builder.finished(graph)
+    unrolled.verify()
+    donatable = None if infer_donation else [frozenset(task.donate) for task in unrolled.tasks]
+    program = allocate_slots(unrolled, donated, keep_received=keep_received, donatable=donatable)
+    program.verify()
+    return program
+
+
+def _outside_of_tasks(equation: Equation) -> ValueError:
+    label = equation.params.get("name")
+    what = f"`{label}`" if isinstance(label, str) else f"`{equation.name}`"
+    made = ", ".join(v.aval.str_short(short_dtypes=True) for v in equation.outputs)
+    return ValueError(
+        f"{what} at {equation.where}, which gives {made}, stands outside of the tasks of an mpmd function, so no rank "
+        "would run it. Move it into a task; the function itself may only call tasks, send values, and rearrange "
+        "containers."
+    )
+
+
+@dataclass
+class _Builder:
+    """The program while it is written; `rank` holds the rank of each value, None for a captured array."""
+
+    meshes: TaskMeshes
+    rank: dict[Value, int | None]
+    written: Unroller = field(default_factory=Unroller)
+    arguments: dict[Value, dict[int, int]] = field(default_factory=dict)
+    numbers: dict[tuple[str, int], int] = field(default_factory=dict)
+    graphs: dict[tuple[int, int], Graph] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.arguments = {value: {} for value in self.rank}
+        submeshes = self.meshes.unstack
+        ranks = self.meshes.mpmd_mesh.unstack
+        # A task of one rank may name the submesh of any rank; a task of a group names its own mesh.
+        self.rewrites = [
+            onto_mesh(ranks if place < len(ranks) else [mesh], mesh.abstract_mesh)
+            for place, mesh in enumerate(submeshes)
+        ]
+
+    def slot(self, value: Value, rank: int) -> int:
+        """Return the slot of a value on a rank; an argument gets its slot at its first use."""
+        if (value, rank) not in self.written.slots:
+            self.arguments[value][rank] = self.written.new(value, rank)
+        return self.written.slots[value, rank]
+
+    def task(self, equation: Equation) -> None:
+        call: TaskCall = equation.params["call"]
+        key = id(call.graph), call.rank
+        if key not in self.graphs:
+            refuse_ordered_effects(call.graph)
+            self.graphs[key] = self.rewrites[call.rank](call.graph)
+        graph = _with_literals(self.graphs[key], equation.inputs)
+        read = [(i, atom) for i, atom in enumerate(equation.inputs) if isinstance(atom, Value)]
+        donate = frozenset(p for p, (i, _) in enumerate(read) if i in call.donated)
+        specs = tuple(sharding.spec for sharding in call.out_shardings)
+        task = ProgramTask(self._name(call), call.rank, graph, donate=donate, out_specs=specs)
+        inputs = tuple(self.slot(value, call.rank) for _, value in read)
+        outputs = tuple(self.written.new(value, call.rank) for value in equation.outputs)
+        self.rank.update(dict.fromkeys(equation.outputs, call.rank))
+        self.written.instructions.append(Run(self.written.add_task(task), -1, call.rank, inputs, outputs))
+
+    def _name(self, call: TaskCall) -> str:
+        """Number the tasks of one name on one rank: text and messages tell microbatches apart."""
+        name = "_".join(call.name.split())  # one word in text
+        number = self.numbers[name, call.rank] = self.numbers.get((name, call.rank), -1) + 1
+        return f"{name}.{number}" if number else name
+
+    def transfer(self, equation: Equation) -> None:
+        source, target = equation.params["source"], equation.params["target"]
+        sent = tuple(self.slot(value, source) for value in values(equation.inputs))
+        received = tuple(self.written.new(value, target) for value in equation.outputs)
+        self.rank.update(dict.fromkeys(equation.outputs, target))
+        self.written.instructions.append(Transfer(source, target, sent, received))
+
+    def finished(self, graph: Graph) -> Program:
+        results: list[Any] = []
+        for atom in graph.outputs:
+            if isinstance(atom, Constant):
+                results.append(atom)
+            else:
+                rank = self.rank[atom] or 0  # a returned captured array lies on rank 0
+                results.append({rank: self.slot(atom, rank)})
+        return self.written.finished(
+            [self.arguments[value] for value in graph.inputs], results, len(self.meshes.unstack)
+        )
+
+
+def _with_literals(graph: Graph, operands: Sequence[Atom]) -> Graph:
+    """Write the literal operands of a task into its graph."""
+    literals: dict[Atom, Atom] = {
+        value: atom for value, atom in zip(graph.inputs, operands, strict=True) if isinstance(atom, Constant)
+    }
+    if not literals:
+        return graph
+    equations = tuple(replace(e, inputs=tuple(literals.get(a, a) for a in e.inputs)) for e in graph.equations)
+    inputs = tuple(value for value in graph.inputs if value not in literals)
+    return Graph(inputs, tuple(literals.get(a, a) for a in graph.outputs), equations)
+
+
+@dataclass
+class _Donations:
+    """The values that tasks reuse by the user's word, and the values that were sent.
+
+    `inputs` tells for each input of the function whether its caller gives its memory away.
+    """
+
+    inputs: dict[Value, bool]
+    given: dict[Value, str] = field(default_factory=dict)
+    sent: set[Value] = field(default_factory=set)
+
+    def check_task(self, equation: Equation) -> None:
+        call: TaskCall = equation.params["call"]
+        here = f"task {call.name!r} at {equation.where}"
+        self._check_reads(equation.inputs, here)
+        for position in sorted(call.donated):
+            value = equation.inputs[position]
+            if not isinstance(value, Value):
+                continue
+            what = f"{here} donates its operand {position}, {value.aval.str_short(short_dtypes=True)},"
+            if value in self.sent:
+                raise ValueError(
+                    f"{what} which an earlier transfer sends: the copy may still be reading it. Donate another value, "
+                    "or send the result of a task that copies it."
+                )
+            if equation.inputs.count(value) > 1:
+                raise ValueError(f"{what} but reads it twice. Pass it once, or do not donate it.")
+            if self.inputs.get(value) is False:
+                raise ValueError(
+                    f"{what} which is an argument of the mpmd function that the caller keeps. Name the argument in "
+                    "`donate_argnums` of `mpmd`, or do not donate it in the task."
+                )
+            self.given[value] = here
+
+    def check_transfer(self, equation: Equation) -> None:
+        self._check_reads(equation.inputs, f"the transfer at {equation.where}")
+        self.sent.update(values(equation.inputs))
+
+    def check_results(self, outputs: Sequence[Atom]) -> None:
+        for position, atom in enumerate(outputs):
+            self._check_reads([atom], f"result leaf {position} of the mpmd function")
+
+    def _check_reads(self, atoms: Sequence[Atom], reader: str) -> None:
+        for value in values(atoms):
+            if value in self.given:
+                raise ValueError(
+                    f"{reader} reads {value.aval.str_short(short_dtypes=True)}, which {self.given[value]} has taken "
+                    "as a donation. Read it before, or leave it out of that task's donate_argnums."
+                )

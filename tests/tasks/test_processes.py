@@ -1,0 +1,22 @@
+"""The example as several processes: each runs the tasks of its ranks, and finds what plain `jax.jit` computes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.running import ROOT, run_python
+
+EXAMPLE = str(ROOT / "examples" / "tasks" / "one_f_one_b.py")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("stages", "found"), [("2", ["4 arrays", "10 arrays"]), ("4", ["8 arrays", "14 arrays"])])
+def test_two_processes(stages: str, found: list[str]):
+    """Rank 0 of two has 4 matrices, rank 1 has 4 and the losses of 6 microbatches; of four, each process has two."""
+    # Two devices for each stage, so each of two processes has as many devices as there are stages.
+    launch = ("-m", "jaxpp_flax.launch", "-n", "2", "--devices-per-process", stages)
+    output = run_python(*launch, EXAMPLE, "--stages", stages, XLA_FLAGS=None).stdout
+    lines = dict(re.findall(r"process (\d): loss [\d.]+; (\d+ arrays) equal plain jax\.jit", output))
+    assert [lines[process] for process in sorted(lines)] == found, output
