@@ -13,14 +13,13 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
 from jaxpp_flax.engine.arrays.placing import place
-from jaxpp_flax.engine.binding import Binding, wanted_inputs
-from jaxpp_flax.engine.pipeline import Built
-from jaxpp_flax.engine.program.listing import ProgramListing
+from jaxpp_flax.engine.binding import Binding
+from jaxpp_flax.engine.front import Front
+from jaxpp_flax.engine.plan import Plan
 from jaxpp_flax.engine.runtime.executables import TaskCompiler, compile_program
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
 from jaxpp_flax.engine.runtime.profile import TaskTiming
 from jaxpp_flax.engine.runtime.startup import compare_programs, compare_values, start
-from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.summary import MemoryAnalysis, StageSummary, analyse_memory, summarise_stages
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 
@@ -30,32 +29,26 @@ __all__ = ["Compiled"]
 class Compiled:
     """A step compiled for one signature; it takes arguments of exactly that structure and type."""
 
-    def __init__(
-        self,
-        built: Built,
-        signature: Signature,
-        consts: tuple[Any, ...],
-        out_specs: Sequence[PartitionSpec | None],
-        compiler: TaskCompiler[MpmdMesh],
-    ) -> None:
-        self._built, self._signature, self._compiler = built, signature, compiler
+    def __init__(self, plan: Plan, compiler: TaskCompiler[MpmdMesh], front: Front) -> None:
+        built, signature, consts = plan.built, plan.signature, plan.consts
+        self._plan, self._compiler, self._front = plan, compiler, front
+        self._built, self._signature = built, signature
         mesh = self.mpmd_mesh = compiler.mesh
-        program = built.program
-        specs = signature.specs(len(consts))
+        program, specs = built.program, plan.in_specs
         # A result for all processes is whole on each device, because every process reads it.
         out_specs = [
             spec if spec is not None or not for_all else PartitionSpec()
-            for spec, for_all in zip(out_specs, built.placed.for_all, strict=True)
+            for spec, for_all in zip(plan.out_specs, built.placed.for_all, strict=True)
         ]
         distributed, shared = compare_programs(mesh, program, specs, out_specs)
-        avals = [value.aval for value in built.placed.inputs]
-        self._executables = compile_program(program, compiler, specs, out_specs, avals, mesh.local_ranks, shared=shared)
+        self._executables = compile_program(
+            program, compiler, specs, out_specs, plan.avals, mesh.local_ranks, shared=shared
+        )
         program = self.program = self._executables.program
         self._runtime = Runtime(program, self._executables, mesh, distributed)
         self._distributed = distributed
-        wanted = wanted_inputs(mesh, program.arguments, specs, signature, avals)
         results = [self._result(i) for i in range(len(program.results))]
-        self._binding = Binding(program, signature, consts, wanted, results, distributed)
+        self._binding = Binding(program, signature, consts, plan.wanted, results, distributed)
         if distributed is not None:
             constants = {f"constant {i}, {jax.typeof(c)}": c for i, c in enumerate(consts)}
             start(distributed, self._runtime.parcels, constants)
@@ -101,7 +94,8 @@ class Compiled:
         if isinstance(result, dict):
             ranks = set(result)
         else:  # a constant costs no transfer, so every process gets it
-            ranks = {0} if self._distributed is None else set(range(self.mpmd_mesh.mpmd_dim))
+            everywhere = range(self.mpmd_mesh.mpmd_dim)
+            ranks = self._built.settings.idle_ranks if self._distributed is None else everywhere
         spec = self._executables.out_specs[position] or PartitionSpec()
         return MpmdSharding(self.mpmd_mesh, ranks, spec, memory_kind_of(atom.aval))
 
@@ -115,18 +109,17 @@ class Compiled:
             if isinstance(result, dict):
                 return {rank: environment[result[rank]] for rank in local}
             value = np.asarray(result.value, aval.dtype)
+            if aval.weak_type and value.ndim == 0:
+                value = value.item()
             return {rank: place(value, sharding.local_sharding(rank)) for rank in local}
 
-        return lambda environment: MpmdArray._from_parts(sharding, parts(environment), aval)  # pyright: ignore[reportPrivateUsage]
+        make = self._front.array_type._from_parts  # pyright: ignore[reportPrivateUsage]
+        return lambda environment: make(sharding, parts(environment), aval)
 
     @property
     def in_shardings(self) -> Any:
-        """The `MpmdSharding` of each argument: a tree like `(args, kwargs)`."""
-        shardings = [
-            MpmdSharding(self.mpmd_mesh, a.wanted.ranks or {0}, leaf.spec, a.wanted.memory_kind)
-            for a, leaf in zip(self._binding.arguments, self._signature.leaves, strict=True)
-        ]
-        return jax.tree_util.tree_unflatten(self._signature.tree, shardings)
+        """The `MpmdSharding` of each argument: a tree like `(args, kwargs)`; without ranks if nothing reads it."""
+        return self._plan.in_shardings
 
     @property
     def read_here(self) -> Any:
@@ -151,11 +144,6 @@ class Compiled:
           ValueError: for any other name.
         """
         return self.program.as_text() if stage == "program" else self._built.as_text(stage)
-
-    @property
-    def closed_jaxpr(self) -> ProgramListing:
-        """The program as JaxPP prints it: one equation for each task, transfer and deletion."""
-        return ProgramListing(self.program, self._executables.transfer_specs, self.mpmd_mesh)
 
     @cached_property
     def stages(self) -> tuple[StageSummary, ...]:
