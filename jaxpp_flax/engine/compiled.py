@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
-from jaxpp_flax.engine.arrays.placing import place
+from jaxpp_flax.engine.arrays.placing import are_attached, place
 from jaxpp_flax.engine.binding import Binding
 from jaxpp_flax.engine.front import Front
 from jaxpp_flax.engine.plan import Plan
@@ -45,8 +45,11 @@ class Compiled:
             program, compiler, specs, out_specs, plan.avals, mesh.local_ranks, shared=shared
         )
         program = self.program = self._executables.program
-        self._runtime = Runtime(program, self._executables, mesh, distributed)
         self._distributed = distributed
+        self._can_run = are_attached(mesh.rank_devices(rank)[0] for rank in mesh.local_ranks)
+        if not self._can_run:  # nothing can be put on devices that are only described
+            return
+        self._runtime = Runtime(program, self._executables, mesh, distributed)
         results = [self._result(i) for i in range(len(program.results))]
         self._binding = Binding(program, signature, consts, plan.wanted, results, distributed)
         if distributed is not None:
@@ -58,11 +61,13 @@ class Compiled:
 
         Raises:
           TypeError: if an argument differs from the signature in structure, shape or dtype.
+          RuntimeError: if the mesh's devices are only described.
         """
         return self.run(self._signature.leaves_of(args, kwargs))
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on flat arguments whose types fit the signature; the types are not checked."""
+        self._refuse_described_devices()
         binding = self._binding
         if self._distributed is not None and not binding.calls:
             compare_values(self._distributed, "the arguments", binding.in_several_processes(leaves))
@@ -80,6 +85,7 @@ class Compiled:
           FloatingPointError: if a result holds a value that `jax.debug_nans` or `jax.debug_infs` look for; a call of
             the step also names the task.
         """
+        self._refuse_described_devices()
         if self._distributed is not None:
             raise ValueError(
                 "a step is measured in one process that owns all ranks, but here each process owns some. Measure it "
@@ -88,6 +94,15 @@ class Compiled:
         environment = self._binding.environment(self._signature.leaves_of(args, kwargs))
         timings = self._runtime.profile(environment)
         return self._binding.collect(environment), timings
+
+    def _refuse_described_devices(self) -> None:
+        if not self._can_run:
+            device = self.mpmd_mesh.rank_devices(0)[0]
+            raise RuntimeError(
+                f"the step is compiled for devices that this process only has a description of ({device}, of "
+                "`jax.experimental.topologies`), so it cannot run. Read `memory_analysis()`, `stages` or "
+                "`in_shardings`, and run the step where `jax.devices()` lists the mesh's devices."
+            )
 
     def _result_sharding(self, position: int) -> MpmdSharding:
         result, atom = self.program.results[position], self._built.placed.outputs[position]
@@ -127,7 +142,9 @@ class Compiled:
 
         If it is False, a `jax.ShapeDtypeStruct` may replace the argument's value.
         """
-        return jax.tree_util.tree_unflatten(self._signature.tree, [bool(a.targets) for a in self._binding.arguments])
+        local = set(self.mpmd_mesh.local_ranks)
+        read = [not local.isdisjoint(wanted.ranks) for wanted in self._plan.wanted[len(self._plan.consts) :]]
+        return jax.tree_util.tree_unflatten(self._signature.tree, read)
 
     @property
     def out_shardings(self) -> Any:
