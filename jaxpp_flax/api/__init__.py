@@ -9,7 +9,10 @@ Example:
   ['FusedTask(fwd_1__0, bwd_1__0)', 'FusedTask(fwd_1__1, bwd_1__1)']
 """
 
+from pathlib import Path
 from typing import Any
+
+from jax.extend import source_info_util
 
 from jaxpp_flax import __version__ as __version__
 from jaxpp_flax.api.cross import cross_mpmd_all_reduce, cross_mpmd_stack
@@ -37,10 +40,9 @@ from jaxpp_flax.api.schedules import (
     TaskType,
     ZeroBubble,
 )
+from jaxpp_flax.api.steps.array import MpmdArray, mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding as DistributedSharding
-from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.arrays.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
 from jaxpp_flax.engine.jit import mpmd_jit
 from jaxpp_flax.engine.runtime.profile import collect_task_times_ms
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, Op
@@ -87,6 +89,10 @@ __all__ = [
     "treduce",
     "treduce_i",
 ]
+
+
+# Messages name the line of the program that marked a stage, and not the function here.
+source_info_util.register_exclusion(str(Path(__file__).resolve().parent))
 
 
 def __getattr__(name: str) -> Any:

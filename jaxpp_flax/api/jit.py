@@ -6,8 +6,10 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxpp_flax.engine import jit as engine
+from jaxpp_flax.api.steps.environment import warn_of_variables
+from jaxpp_flax.api.steps.step import StepFunction
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.jit import one_pass
 
 __all__ = ["mpmd_jit_by_yield", "mpmd_jit_with_loop", "say_about_pgle"]
 
@@ -27,7 +29,7 @@ def mpmd_jit_with_loop(
     abstracted_axes: Any | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     use_pgle: bool = False,
-) -> engine.MpmdFunction:
+) -> StepFunction:
     """Compile a train step with a `treduce` loop into one SPMD program per stage.
 
     Args: as in `jaxpp_flax.mpmd_jit_with_loop`; `in_specs` and `out_specs` are other names of `in_shardings` and
@@ -59,7 +61,8 @@ def mpmd_jit_with_loop(
     """
     _refuse_abstracted_axes("mpmd_jit_with_loop", abstracted_axes)
     say_about_pgle("mpmd_jit_with_loop", use_pgle)
-    return engine.mpmd_jit_with_loop(
+    warn_of_variables()
+    return StepFunction(
         fun,
         mpmd_mesh,
         in_specs=in_specs,
@@ -88,7 +91,7 @@ def mpmd_jit_by_yield(
     abstracted_axes: Any | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     use_pgle: bool = False,
-) -> engine.MpmdFunction:
+) -> StepFunction:
     """Compile a marked function without a loop into one SPMD program per stage: a forward pass, or one gradient.
 
     Args:
@@ -112,12 +115,12 @@ def mpmd_jit_by_yield(
     """
     _refuse_abstracted_axes("mpmd_jit_by_yield", abstracted_axes)
     say_about_pgle("mpmd_jit_by_yield", use_pgle)
-    return engine.mpmd_jit(
-        fun,
+    warn_of_variables()
+    return StepFunction(
+        one_pass(fun, mpmd_mesh, target_num_stages),
         mpmd_mesh,
         in_shardings=in_shardings,
         out_shardings=out_shardings,
-        num_stages=target_num_stages,
         static_argnums=static_argnums,
         static_argnames=static_argnames,
         donate_argnums=donate_argnums,

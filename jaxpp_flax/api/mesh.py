@@ -27,6 +27,9 @@ class MpmdMesh(engine.MpmdMesh):
     mesh_stack: ClassVar[list[MpmdMesh]] = []
     """The meshes of the `with` statements around, the innermost last."""
 
+    def __repr__(self) -> str:
+        return f"MpmdMesh(jax_mesh={self.jax_mesh!r}, mpmd_axis_name={self.mpmd_axis_name!r})"
+
     def __enter__(self) -> MpmdMesh:
         self.mesh_stack.append(self)
         return self

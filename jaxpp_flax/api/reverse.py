@@ -10,9 +10,10 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.api.jit import say_about_pgle
+from jaxpp_flax.api.steps.array import MpmdArray
+from jaxpp_flax.api.steps.environment import warn_of_variables
 from jaxpp_flax.engine.arrays.layouts import broadcast_layouts
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
-from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.placing import place
 
 __all__ = ["mpmd_jit_rev"]
@@ -74,6 +75,7 @@ def mpmd_jit_rev(
                 "Leave it out; close over static values, as in `lambda key: init(key, config)`."
             )
     say_about_pgle("mpmd_jit_rev", use_pgle)
+    warn_of_variables()
 
     @functools.cache
     def compiled(mine: tuple[int, ...], shardings: tuple[NamedSharding, ...]) -> Callable[..., list[jax.Array]]:

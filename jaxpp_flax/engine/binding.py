@@ -108,7 +108,7 @@ class Binding:
         try:
             with looking_away():
                 for leaf, argument in zip(leaves, self.arguments, strict=True):
-                    if type(leaf) is MpmdArray:
+                    if isinstance(leaf, MpmdArray):
                         self._place_parts(leaf, argument, environment)
                     else:
                         self._place_value(leaf, argument, environment, given_away)
@@ -141,7 +141,7 @@ class Binding:
             given_away.append(leaf)
 
     def _place_parts(self, leaf: MpmdArray, argument: _Argument, environment: list[Any]) -> None:
-        parts = leaf._partially_addressable_arrays  # pyright: ignore[reportPrivateUsage]
+        parts = leaf._parts  # pyright: ignore[reportPrivateUsage]
         if self._distributed is not None and not argument.wanted.is_met_by(leaf):
             parts = bring(leaf, argument.wanted, self._distributed, self.calls, argument.position)
         may_alias = False if argument.has_own_memory else None
@@ -161,7 +161,7 @@ class Binding:
         for leaf, argument in zip(leaves, self.arguments, strict=True):
             wanted = argument.wanted
             processes = {d.process_index for rank in wanted.ranks for d in wanted.mesh.unstack[rank].devices.flat}
-            if type(leaf) is not MpmdArray and len(processes) > 1:
+            if not isinstance(leaf, MpmdArray) and len(processes) > 1:
                 found[f"argument{wanted.name}"] = leaf
         return found
 

@@ -12,16 +12,15 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
-from jaxpp_flax.engine.arrays.placing import place
-from jaxpp_flax.engine.binding import Binding, wanted_inputs
-from jaxpp_flax.engine.pipeline import Built
-from jaxpp_flax.engine.program.listing import ProgramListing
+from jaxpp_flax.engine.arrays.placing import are_attached, place
+from jaxpp_flax.engine.binding import Binding
+from jaxpp_flax.engine.front import Front
+from jaxpp_flax.engine.plan import Plan
 from jaxpp_flax.engine.runtime.executables import compile_program
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
 from jaxpp_flax.engine.runtime.profile import TaskTiming
 from jaxpp_flax.engine.runtime.startup import compare_programs, compare_values, start
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
-from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.summary import MemoryAnalysis, StageSummary, analyse_memory, summarise_stages
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 
@@ -31,32 +30,29 @@ __all__ = ["Compiled"]
 class Compiled:
     """A step compiled for one signature; it takes arguments of exactly that structure and type."""
 
-    def __init__(
-        self,
-        built: Built,
-        signature: Signature,
-        consts: tuple[Any, ...],
-        out_specs: Sequence[PartitionSpec | None],
-        compiler: TaskCompiler[MpmdMesh],
-    ) -> None:
-        self._built, self._signature, self._compiler = built, signature, compiler
+    def __init__(self, plan: Plan, compiler: TaskCompiler[MpmdMesh], front: Front) -> None:
+        built, signature, consts = plan.built, plan.signature, plan.consts
+        self._plan, self._compiler, self._front = plan, compiler, front
+        self._built, self._signature = built, signature
         mesh = self.mpmd_mesh = compiler.mesh
-        program = built.program
-        specs = signature.specs(len(consts))
+        program, specs = built.program, plan.in_specs
         # A result for all processes is whole on each device, because every process reads it.
         out_specs = [
             spec if spec is not None or not for_all else PartitionSpec()
-            for spec, for_all in zip(out_specs, built.placed.for_all, strict=True)
+            for spec, for_all in zip(plan.out_specs, built.placed.for_all, strict=True)
         ]
         distributed, shared = compare_programs(mesh, program, specs, out_specs)
-        avals = [value.aval for value in built.placed.inputs]
-        self._executables = compile_program(program, compiler, specs, out_specs, avals, mesh.local_ranks, shared=shared)
+        self._executables = compile_program(
+            program, compiler, specs, out_specs, plan.avals, mesh.local_ranks, shared=shared
+        )
         program = self.program = self._executables.program
-        self._runtime = Runtime(program, self._executables, mesh, distributed)
         self._distributed = distributed
-        wanted = wanted_inputs(mesh, program.arguments, specs, signature, avals)
+        self._can_run = are_attached(mesh.rank_devices(rank)[0] for rank in mesh.local_ranks)
+        if not self._can_run:  # nothing can be put on devices that are only described
+            return
+        self._runtime = Runtime(program, self._executables, mesh, distributed)
         results = [self._result(i) for i in range(len(program.results))]
-        self._binding = Binding(program, signature, consts, wanted, results, distributed)
+        self._binding = Binding(program, signature, consts, plan.wanted, results, distributed)
         if distributed is not None:
             constants = {f"constant {i}, {jax.typeof(c)}": c for i, c in enumerate(consts)}
             start(distributed, self._runtime.parcels, constants)
@@ -66,11 +62,13 @@ class Compiled:
 
         Raises:
           TypeError: if an argument differs from the signature in structure, shape or dtype.
+          RuntimeError: if the mesh's devices are only described.
         """
         return self.run(self._signature.leaves_of(args, kwargs))
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on flat arguments whose types fit the signature; the types are not checked."""
+        self._refuse_described_devices()
         binding = self._binding
         if self._distributed is not None and not binding.calls:
             compare_values(self._distributed, "the arguments", binding.in_several_processes(leaves))
@@ -88,6 +86,7 @@ class Compiled:
           FloatingPointError: if a result holds a value that `jax.debug_nans` or `jax.debug_infs` look for; a call of
             the step also names the task.
         """
+        self._refuse_described_devices()
         if self._distributed is not None:
             raise ValueError(
                 "a step is measured in one process that owns all ranks, but here each process owns some. Measure it "
@@ -97,12 +96,22 @@ class Compiled:
         timings = self._runtime.profile(environment)
         return self._binding.collect(environment), timings
 
+    def _refuse_described_devices(self) -> None:
+        if not self._can_run:
+            device = self.mpmd_mesh.rank_devices(0)[0]
+            raise RuntimeError(
+                f"the step is compiled for devices that this process only has a description of ({device}, of "
+                "`jax.experimental.topologies`), so it cannot run. Read `memory_analysis()`, `stages` or "
+                "`in_shardings`, and run the step where `jax.devices()` lists the mesh's devices."
+            )
+
     def _result_sharding(self, position: int) -> MpmdSharding:
         result, atom = self.program.results[position], self._built.placed.outputs[position]
         if isinstance(result, dict):
             ranks = set(result)
         else:  # a constant costs no transfer, so every process gets it
-            ranks = {0} if self._distributed is None else set(range(self.mpmd_mesh.mpmd_dim))
+            everywhere = range(self.mpmd_mesh.mpmd_dim)
+            ranks = self._built.settings.idle_ranks if self._distributed is None else everywhere
         spec = self._executables.out_specs[position] or PartitionSpec()
         return MpmdSharding(self.mpmd_mesh, ranks, spec, memory_kind_of(atom.aval))
 
@@ -116,18 +125,17 @@ class Compiled:
             if isinstance(result, dict):
                 return {rank: environment[result[rank]] for rank in local}
             value = np.asarray(result.value, aval.dtype)
+            if aval.weak_type and value.ndim == 0:
+                value = value.item()
             return {rank: place(value, sharding.local_sharding(rank)) for rank in local}
 
-        return lambda environment: MpmdArray._from_parts(sharding, parts(environment), aval)  # pyright: ignore[reportPrivateUsage]
+        make = self._front.array_type._from_parts  # pyright: ignore[reportPrivateUsage]
+        return lambda environment: make(sharding, parts(environment), aval)
 
     @property
     def in_shardings(self) -> Any:
-        """The `MpmdSharding` of each argument: a tree like `(args, kwargs)`."""
-        shardings = [
-            MpmdSharding(self.mpmd_mesh, a.wanted.ranks or {0}, leaf.spec, a.wanted.memory_kind)
-            for a, leaf in zip(self._binding.arguments, self._signature.leaves, strict=True)
-        ]
-        return jax.tree_util.tree_unflatten(self._signature.tree, shardings)
+        """The `MpmdSharding` of each argument: a tree like `(args, kwargs)`; without ranks if nothing reads it."""
+        return self._plan.in_shardings
 
     @property
     def read_here(self) -> Any:
@@ -135,7 +143,9 @@ class Compiled:
 
         If it is False, a `jax.ShapeDtypeStruct` may replace the argument's value.
         """
-        return jax.tree_util.tree_unflatten(self._signature.tree, [bool(a.targets) for a in self._binding.arguments])
+        local = set(self.mpmd_mesh.local_ranks)
+        read = [not local.isdisjoint(wanted.ranks) for wanted in self._plan.wanted[len(self._plan.consts) :]]
+        return jax.tree_util.tree_unflatten(self._signature.tree, read)
 
     @property
     def out_shardings(self) -> Any:
@@ -152,11 +162,6 @@ class Compiled:
           ValueError: for any other name.
         """
         return self.program.as_text() if stage == "program" else self._built.as_text(stage)
-
-    @property
-    def closed_jaxpr(self) -> ProgramListing:
-        """The program as JaxPP prints it: one equation for each task, transfer and deletion."""
-        return ProgramListing(self.program, self._executables.transfer_specs, self.mpmd_mesh)
 
     @cached_property
     def stages(self) -> tuple[StageSummary, ...]:

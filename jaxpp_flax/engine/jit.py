@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
@@ -15,19 +15,30 @@ from jaxpp_flax.engine.arrays.layouts import Layout, broadcast_layouts, check_di
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.compiled import Compiled
+from jaxpp_flax.engine.front import Front
 from jaxpp_flax.engine.passes.placed import ResultRanks
 from jaxpp_flax.engine.passes.submesh_constraints import on_submesh
 from jaxpp_flax.engine.pipeline import build
+from jaxpp_flax.engine.plan import Plan
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_array, type_of
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
+from jaxpp_flax.engine.tracing.one_pass import OnePass
 from jaxpp_flax.engine.tracing.static_arguments import unwrapping
 from jaxpp_flax.engine.tracing.treduce import Last, treduce_i
-from jaxpp_flax.schedules.schedule import Schedule
-from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 
-__all__ = ["MpmdFunction", "mpmd_jit", "mpmd_jit_with_loop"]
+__all__ = ["MpmdFunction", "mpmd_jit", "mpmd_jit_with_loop", "one_pass"]
+
+
+class _Key(NamedTuple):
+    """The parts of a call that decide what is compiled."""
+
+    tree: Any
+    types: tuple[Any, ...]
+    layouts: tuple[Layout, ...]
+    statics: Hashable
+    settings: Hashable
 
 
 class MpmdFunction:
@@ -76,6 +87,9 @@ class MpmdFunction:
     After NVIDIA's JaxPP (Xhebraj et al., "Scaling Deep Learning Training with MPMD Pipeline Parallelism", 2024).
     """
 
+    _front: ClassVar[Front] = Front()
+    _compiled_type: ClassVar[type[Compiled]] = Compiled
+
     def __init__(
         self,
         fun: Callable[..., Any],
@@ -107,7 +121,9 @@ class MpmdFunction:
         nums, names = self._parameters.static_argnums, self._parameters.static_argnames
         static = bool(nums or names)
         self._jitted = jax.jit(unwrapping(fun), static_argnums=nums, static_argnames=names) if static else jax.jit(fun)
-        self._cache: dict[Hashable, Compiled] = {}
+        self._plans: dict[_Key, Plan] = {}
+        self._compiled: dict[Plan, Compiled] = {}
+        self._cache: dict[_Key, Compiled] = {}
         self._latest: Compiled | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,10 +140,6 @@ class MpmdFunction:
         """
         return self._get(self._parameters.split(self._fun, args, kwargs))
 
-    def trace_and_place(self, *args: Any, **kwargs: Any) -> Compiled:
-        """Do the same as `compile`; JaxPP's users know this name, and read `in_shardings` from its result."""
-        return self.compile(*args, **kwargs)
-
     @property
     def in_shardings(self) -> Any:
         """The `MpmdSharding` of each argument of the latest compilation: a tree like `(args, kwargs)`."""
@@ -136,27 +148,38 @@ class MpmdFunction:
         return self._latest.in_shardings
 
     def _get(self, call: Call) -> Compiled:
+        key = self._key(call)
+        compiled = self._cache.get(key)
+        if compiled is None:
+            compiled = self._cache[key] = self._compile(self._plan(call, key))
+        self._latest = compiled
+        return compiled
+
+    def _compile(self, plan: Plan) -> Compiled:
+        if plan not in self._compiled:
+            with context_mesh(None):
+                self._compiled[plan] = self._compiled_type(plan, self._compiler, self._front)
+        return self._compiled[plan]
+
+    def _key(self, call: Call) -> _Key:
         try:
             types = tuple(type_of(leaf) for leaf in call.leaves)
         except TypeError as error:
             raise not_an_array(call) from error
-        specs = tuple(layout_of(leaf, self.mpmd_mesh) for leaf in call.leaves)
-        context = trace_settings()
-        key = (call.tree, types, specs, call.statics, context)
-        compiled = self._cache.get(key)
-        if compiled is None:
-            structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in types]
-            layouts = tuple(self._argument_layouts(call.tree, specs, structs))
-            # If `in_specs` gives an argument's partition, the partition of the passed array makes no difference.
-            asked = (call.tree, types, layouts, call.statics, context)
-            if asked not in self._cache:
-                with context_mesh(None):  # no mesh around the call may change what is compiled
-                    self._cache[asked] = self._compile(call, structs, layouts)
-            compiled = self._cache[key] = self._cache[asked]
-        self._latest = compiled
-        return compiled
+        layouts = tuple(layout_of(leaf, self.mpmd_mesh) for leaf in call.leaves)
+        return _Key(call.tree, types, layouts, call.statics, trace_settings())
 
-    def _compile(self, call: Call, structs: Sequence[jax.ShapeDtypeStruct], layouts: tuple[Layout, ...]) -> Compiled:
+    def _plan(self, call: Call, key: _Key) -> Plan:
+        """Trace a step and place it on ranks; steps whose arguments end up in the same layouts share a plan."""
+        structs = [jax.ShapeDtypeStruct(shape, dtype, weak_type=weak) for shape, dtype, weak in key.types]
+        # If `in_specs` gives an argument's partition, the partition of the passed array makes no difference.
+        asked = key._replace(layouts=tuple(self._argument_layouts(call.tree, key.layouts, structs)))
+        if asked not in self._plans:
+            with context_mesh(None):  # no mesh around the call may change what is compiled
+                self._plans[asked] = self._make_plan(call, structs, asked.layouts)
+        return self._plans[asked]
+
+    def _make_plan(self, call: Call, structs: Sequence[jax.ShapeDtypeStruct], layouts: tuple[Layout, ...]) -> Plan:
         refuse_disabled_jit("a pipelined step")
         mesh, paths = self.mpmd_mesh, call.paths()
         in_specs = [layout.spec or PartitionSpec() for layout in layouts]
@@ -170,13 +193,14 @@ class MpmdFunction:
         result_ranks = ResultRanks.of(mesh, _broadcast_flags(self._everywhere, traced.out_info))
         with context_mesh(mesh.abstract_submesh if mesh.is_explicit else None):
             given_away = [False] * len(consts) + list(donated)
-            built = build(graph, mesh.mpmd_dim, self._policy, given_away, specs, sizes, result_ranks)
+            idle = self._front.idle_ranks(mesh.mpmd_dim)
+            built = build(graph, mesh.mpmd_dim, self._policy, given_away, specs, sizes, result_ranks, idle)
         wanted = broadcast_layouts(self._out_specs, traced.out_info, "out_specs", self.mpmd_mesh)
         out_specs = [layout.spec for layout in wanted]
         results = jax.tree_util.tree_leaves_with_path(traced.out_info)
         check_divides([f"result{keystr(path)}" for path, _ in results], [r for _, r in results], out_specs, sizes)
         signature = Signature.of(call, structs, in_specs, jax.tree.structure(traced.out_info), donated)
-        return Compiled(built, signature, tuple(consts), out_specs, self._compiler)
+        return Plan(mesh, built, signature, tuple(consts), out_specs)
 
     def _trace(self, call: Call, structs: Sequence[Any], layouts: Sequence[Layout]) -> Any:
         mesh = self.mpmd_mesh
@@ -235,16 +259,16 @@ def _one_of(specs: Any, shardings: Any, which: str) -> Any:
     return specs if specs is not None else shardings
 
 
-class _OnePass(Schedule):
-    """Runs each rank's stages forward, in order, then backward: enough for a function without a loop."""
+def one_pass(fun: Callable[..., Any], mpmd_mesh: MpmdMesh, num_stages: int | None = None) -> Callable[..., Any]:
+    """Return a function whose loop runs `fun` once, in stages; by default, one stage for each rank."""
+    _check_mesh(mpmd_mesh)
+    schedule = OnePass(mpmd_mesh.mpmd_dim if num_stages is None else num_stages, mpmd_mesh.mpmd_dim)
 
-    def tasks(self, num_microbatches: int) -> list[list[Task | FusedTask]]:
-        def of(rank: int) -> list[Task | FusedTask]:
-            stages = self.stages_of(rank)
-            ordered = [(TaskKind.FORWARD, s) for s in stages] + [(TaskKind.BACKWARD, s) for s in reversed(stages)]
-            return [Task(kind, stage, m) for kind, stage in ordered for m in range(num_microbatches)]
+    @functools.wraps(fun)
+    def looped(*args: Any, **kwargs: Any) -> Any:
+        return treduce_i(lambda _: fun(*args, **kwargs), 1, schedule, Last)
 
-        return [of(rank) for rank in range(self.num_ranks)]
+    return looped
 
 
 def mpmd_jit(
@@ -279,15 +303,8 @@ def mpmd_jit(
       >>> forward([jnp.eye(2), jnp.eye(2)], jnp.ones((1, 2)))
       MpmdArray(shape=(1, 2), dtype=float32, mpmd_idxs=(1,), sharding=...)
     """
-    _check_mesh(mpmd_mesh)
-    schedule = _OnePass(mpmd_mesh.mpmd_dim if num_stages is None else num_stages, mpmd_mesh.mpmd_dim)
-
-    @functools.wraps(fun)
-    def looped(*args: Any, **kwargs: Any) -> Any:
-        return treduce_i(lambda _: fun(*args, **kwargs), 1, schedule, Last)
-
     return MpmdFunction(
-        looped,
+        one_pass(fun, mpmd_mesh, num_stages),
         mpmd_mesh,
         in_specs,
         out_specs,

@@ -72,6 +72,7 @@ def build(
     specs: Sequence[PartitionSpec],
     axis_sizes: Mapping[str, int],
     result_ranks: ResultRanks | None = None,
+    idle_ranks: frozenset[int] = frozenset({0}),
 ) -> Built:
     """Run all passes on a traced step; `axis_sizes` are those of a submesh. See `Settings` for the other arguments.
 
@@ -92,6 +93,7 @@ def build(
         specs=tuple(specs),
         shards=shards,
         result_ranks=result_ranks,
+        idle_ranks=idle_ranks,
     )
     made = {
         each.name: structure

@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.binding import Binding, wanted_inputs
 from jaxpp_flax.engine.program.program import Program
-from jaxpp_flax.engine.runtime.executables import TaskCompiler, compile_program
+from jaxpp_flax.engine.runtime.executables import compile_program
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
 from jaxpp_flax.engine.runtime.startup import compare_programs, compare_values, start
+from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.tracing.ir import Constant, Graph
 from jaxpp_flax.tasks.meshes import TaskMeshes

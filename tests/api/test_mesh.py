@@ -33,6 +33,7 @@ def test_names_of_other_versions():
     mesh = jaxpp.MpmdMesh(grid(4, 2), "stage")
     assert mesh.as_mpmd_mesh is mesh
     assert mesh.device_coords[mesh.rank_devices(2)[1]] == (2, 1)
+    assert repr(mesh) == f"MpmdMesh(jax_mesh={mesh.jax_mesh!r}, mpmd_axis_name='stage')"
     with mesh as entered, mesh.mpmd_submesh([1]) as inner:
         assert entered is mesh
         assert jaxpp.MpmdMesh.mesh_stack == [mesh, inner]

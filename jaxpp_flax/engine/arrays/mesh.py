@@ -188,12 +188,13 @@ class MpmdSharding(NamedSharding):
 
     Args:
       mpmd_mesh: the mesh of all ranks.
-      mesh_ids: the ranks, at least one; order does not matter.
+      mesh_ids: the ranks; order does not matter. The empty set stands for an argument that no rank reads: `ranks` is
+        then `(0,)`, where a value with this sharding is put.
       spec: sharding inside each rank. The ranks' own axis is dropped from it.
       memory_kind: as in `NamedSharding`.
 
     Raises:
-      ValueError: if there is no rank, a rank is not in the mesh, or `spec` names an unknown axis.
+      ValueError: if a rank is not in the mesh, or `spec` names an unknown axis.
 
     Example:
       >>> import jax, numpy as np
@@ -216,12 +217,8 @@ class MpmdSharding(NamedSharding):
         spec: PartitionSpec,
         memory_kind: str | None = None,
     ) -> None:
-        ranks = tuple(sorted({mpmd_mesh.check_rank(rank) for rank in mesh_ids}))
-        if not ranks:
-            raise ValueError(
-                f"MpmdSharding over {mpmd_mesh!r} got no rank in mesh_ids: an array lives on at least one. "
-                "Pass {0} for an array that nothing uses."
-            )
+        given = frozenset(mpmd_mesh.check_rank(rank) for rank in mesh_ids)
+        ranks = tuple(sorted(given)) or (0,)
         spec = keep_axes(spec, lambda axis: axis != mpmd_mesh.mpmd_axis_name)
         seen: set[Device] = set()
         union_ranks: list[int] = []
@@ -232,7 +229,7 @@ class MpmdSharding(NamedSharding):
                 seen.update(devices)
         super().__init__(mpmd_mesh.mpmd_submesh(union_ranks).jax_mesh, spec, memory_kind=memory_kind)
         self.mpmd_mesh = mpmd_mesh
-        self.mesh_ids = frozenset(ranks)
+        self.mesh_ids = given
         self.ranks = ranks
         self._union_ranks = tuple(union_ranks)
         self._local = {}
@@ -241,6 +238,10 @@ class MpmdSharding(NamedSharding):
     def sharding(self) -> NamedSharding:
         """The plain `NamedSharding` over the mesh of the ranks, as NVIDIA's JaxPP names it."""
         return NamedSharding(self.mesh, self.spec, memory_kind=self.memory_kind)
+
+    def on_ranks(self, mesh_ids: Iterable[int]) -> MpmdSharding:
+        """Return the same sharding with other ranks."""
+        return type(self)(self.mpmd_mesh, mesh_ids, self.spec, self.memory_kind)
 
     def local_sharding(self, rank: int) -> NamedSharding:
         """Return the sharding of a replica on `rank`, over that rank's submesh; `rank` may be any rank of the mesh."""
@@ -252,7 +253,7 @@ class MpmdSharding(NamedSharding):
 
     def __eq__(self, other: object) -> bool:
         # With a device on several ranks, different ranks may span equal meshes.
-        if isinstance(other, MpmdSharding) and (self.ranks, self.mpmd_mesh) != (other.ranks, other.mpmd_mesh):
+        if isinstance(other, MpmdSharding) and (self.mesh_ids, self.mpmd_mesh) != (other.mesh_ids, other.mpmd_mesh):
             return False
         return super().__eq__(other)
 
@@ -260,10 +261,10 @@ class MpmdSharding(NamedSharding):
         return super().__hash__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (self.mpmd_mesh, self.ranks, self.spec, self.memory_kind))
+        return (type(self), (self.mpmd_mesh, self.mesh_ids, self.spec, self.memory_kind))
 
     def __repr__(self) -> str:
-        ranks = "{" + ", ".join(map(str, self.ranks)) + "}"
+        ranks = "{" + ", ".join(map(str, sorted(self.mesh_ids))) + "}"
         return f"MpmdSharding(mesh_ids={ranks}, spec={self.spec}, mesh={dict(self.mpmd_mesh.jax_mesh.shape)})"
 
 

@@ -90,13 +90,15 @@ class MpmdArray:
         mpmd_idxs: Iterable[int] | None = None,
         spec: PartitionSpec | None = None,
     ) -> None:
-        if mpmd_mesh is not None or mpmd_sharding is None:
-            mpmd_sharding = replicas.sharding_of_pieces(
-                partially_addressable_arrays, mpmd_sharding, mpmd_mesh, mpmd_idxs, spec
-            )
-        self._sharding = mpmd_sharding
-        self._parts = replicas.replicas_by_rank(partially_addressable_arrays, mpmd_sharding)
-        self.aval = replicas.checked_type(self._parts, mpmd_sharding, shape, dtype)
+        pieces, sharding = partially_addressable_arrays, mpmd_sharding
+        if mpmd_mesh is not None or sharding is None:
+            sharding = replicas.sharding_of_pieces(pieces, sharding, mpmd_mesh, mpmd_idxs, spec)
+        self._sharding = sharding if sharding.mesh_ids else sharding.on_ranks(sharding.ranks)
+        self._parts = replicas.replicas_by_rank(pieces, sharding)
+        self.aval = replicas.checked_type(self._parts, sharding, shape, dtype)
+
+    def __init_subclass__(cls) -> None:
+        _register(cls)
 
     @classmethod
     def _from_parts(cls, sharding: MpmdSharding, parts: Mapping[int, jax.Array], aval: Any) -> MpmdArray:
@@ -172,9 +174,7 @@ class MpmdArray:
         """True if all devices of the array belong to this process."""
         return self._sharding.is_fully_addressable
 
-    @property
-    def _partially_addressable_arrays(self) -> Mapping[int, jax.Array]:
-        return self._parts
+    _partially_addressable_arrays = property(lambda self: self._parts)
 
     @property
     def _mpmd_local_sharding(self) -> NamedSharding:
@@ -359,8 +359,8 @@ class MpmdArray:
             raise TypeError(f"MpmdArray {text} holds PRNG keys, which cannot be pickled: pickle their key_data.")
         return (np.asarray, (np.asarray(self),))
 
-    # Operators work element by element, as for a jax.Array. So `==` gives an array, and an MpmdArray has no hash.
-    __hash__: ClassVar[None] = None  # pyright: ignore[reportIncompatibleMethodOverride]
+    # Operators work element by element, as for a jax.Array. So `==` gives an array, and there is no hash.
+    __hash__: Any = None
     __eq__ = _binary(operator.eq)  # pyright: ignore[reportAssignmentType]
     __ne__ = _binary(operator.ne)  # pyright: ignore[reportAssignmentType]
     __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
@@ -392,6 +392,8 @@ _METHODS = frozenset(
 )
 
 
-_compat.register_array_type(
-    MpmdArray, lambda array: jax.typeof(array.as_jax_array()), lambda array: array.as_jax_array()
-)
+def _register(cls: type[MpmdArray]) -> None:
+    _compat.register_array_type(cls, lambda array: jax.typeof(array.as_jax_array()), cls.as_jax_array)
+
+
+_register(MpmdArray)

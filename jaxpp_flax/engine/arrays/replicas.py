@@ -43,7 +43,7 @@ def replicas_by_rank(
     if isinstance(arrays, Mapping):
         parts = {rank: arrays[rank] for rank in sorted(arrays)}
         for rank in parts:
-            if rank not in sharding.mesh_ids:
+            if rank not in sharding.ranks:
                 raise ValueError(
                     f"MpmdArray got an array for rank {rank}; its sharding has the ranks {sharding.ranks}."
                 )
@@ -73,7 +73,7 @@ def checked_type(
             f"MpmdArray on the ranks {sharding.ranks} got no local array, so its type is unknown here: "
             f"pass `shape` and `dtype` (got shape={shape}, dtype={dtype})."
         )
-    aval = ShapedArray(tuple(shape), dtype)
+    aval = ShapedArray(tuple(shape), dtype, weak_type=bool(getattr(first, "weak_type", False)))
     for rank, part in parts.items():
         if (part.shape, part.dtype) != (aval.shape, aval.dtype):
             raise ValueError(

@@ -93,7 +93,7 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass(
         "place",
-        lambda step, settings: place(step, settings.result_ranks),
+        lambda step, settings: place(step, settings.result_ranks, settings.idle_ranks),
         requires="lowered loops",
         ensures="every equation runs on the ranks that read its results; moves bring the rest",
     ),

@@ -35,15 +35,18 @@ class PlacementWarning(UserWarning):
     """Work outside the loop mixes large values of several ranks."""
 
 
-def place(step: Lowered, result_ranks: ResultRanks | None = None) -> Placed:
+def place(
+    step: Lowered, result_ranks: ResultRanks | None = None, idle_ranks: frozenset[int] = frozenset({0})
+) -> Placed:
     """Choose the ranks of each outer equation.
 
     Args:
       step: the step's equations and loops.
       result_ranks: with several processes: the owners of each rank, and the results that all processes get.
+      idle_ranks: the ranks of a result that no rank needs, and that each rank can compute by itself.
     """
     outputs = step.outputs
-    placer = _Placer(step)
+    placer = _Placer(step, idle_ranks)
     placer.locate()
     # If a result updates an argument that several ranks hold, all of them get the new value.
     placer.demand([frozenset()] * len(outputs))
@@ -59,7 +62,8 @@ def place(step: Lowered, result_ranks: ResultRanks | None = None) -> Placed:
 
 
 class _Placer:
-    def __init__(self, step: Lowered) -> None:
+    def __init__(self, step: Lowered, idle_ranks: frozenset[int]) -> None:
+        self.idle_ranks = idle_ranks
         self.nodes, self.inputs, self.outputs, self.sums = step.nodes, step.inputs, step.outputs, step.sums
         self.results = set(values(self.outputs))
         self.producer = {v: node for node in self.nodes for v in node.outputs}
@@ -92,7 +96,17 @@ class _Placer:
             located.append(as_copy(node) if node.primitive is place_with_p else node)
         self.nodes = located
         self.producer = {v: node for node in located for v in node.outputs}
+        self.idle = self._find_idle()
         self._warn()
+
+    def _find_idle(self) -> set[Value]:
+        """Find the values that each rank can compute from arguments that no loop reads, without a transfer."""
+        idle = {value for value in self.inputs if self.location[value] is None}
+        for node in self.nodes:
+            if isinstance(node, Loop) or node.effects or not idle.issuperset(values(node.inputs)):
+                continue
+            idle.update(v for v in node.outputs if self.location[v] is None and not self._is_made_once(v))
+        return idle
 
     def _wanted_by_loops(self) -> dict[Value, set[int]]:
         """Find the ranks whose tasks read a value that no loop made, going backwards through the equations."""
@@ -187,16 +201,18 @@ class _Placer:
     def _native_ranks(self, value: Value) -> set[int]:
         need, location = self.need[value], self.location[value]
         if location is None or not need:
-            # Compiled into different programs, one computation may round differently: a replicated result is made once.
-            once = value in self.results and jnp.issubdtype(value.aval.dtype, jnp.inexact)
-            return {min(need)} if once and len(need) > 1 else set(need)
+            return {min(need)} if len(need) > 1 and self._is_made_once(value) else set(need)
         return need & location or {min(location)}
+
+    def _is_made_once(self, value: Value) -> bool:
+        # Compiled into different programs, one computation may round differently: a replicated result is made once.
+        return value in self.results and jnp.issubdtype(value.aval.dtype, jnp.inexact)
 
     def default_ranks(self, value: Atom) -> set[int]:
         """Return the ranks of a result that no other work needs."""
         location = self.location[value] if isinstance(value, Value) else None
         if location is None:
-            return {0}
+            return set(self.idle_ranks) if value in self.idle else {0}
         return {min(location)} if value in self.producer else set(location)
 
     def ranks_of_updated(self, atom: Atom) -> frozenset[int]:

@@ -28,6 +28,7 @@ class Settings:
       specs: the partition of each input inside a submesh.
       shards: returns the number of shards over an entry of a spec.
       result_ranks: with several processes, the results that all of them get.
+      idle_ranks: the ranks of a result that no rank needs, and that each rank can compute by itself.
     """
 
     num_ranks: int
@@ -36,6 +37,7 @@ class Settings:
     specs: Sequence[PartitionSpec]
     shards: ShardCounts
     result_ranks: ResultRanks | None = None
+    idle_ranks: frozenset[int] = frozenset({0})
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,8 @@ class TaskCompiler(Generic[MeshT]):
         in_specs: Sequence[PartitionSpec],
         out_specs: Sequence[PartitionSpec | None],
     ) -> Any:
-        avals = [struct_of(v.aval) for v in task.graph.inputs]
+        # A counter that began as a Python number stays weakly typed: the other operand decides the dtype.
+        avals = [struct_of(v.aval).update(weak_type=v.aval.weak_type) for v in task.graph.inputs]
         # With two kinds of memory, JAX needs the kind of every value: it pairs donated inputs with results by kind.
         mixed = any(memory_kind_of(atom.aval) for atom in (*task.graph.inputs, *task.graph.outputs))
         if mixed and mesh.size == 1:

@@ -8,7 +8,7 @@ equations are labelled `late`, so that they run in the backward task that needs 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -16,7 +16,7 @@ from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, applied, 
 from jaxpp_flax.engine.tracing.markers import FORWARD, TANGENT, marker_p
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 
-__all__ = ["CALLS", "MarkerPlacementError", "body_of", "inline", "is_recomputation"]
+__all__ = ["CALLS", "MarkerPlacementError", "body_of", "count_marks", "inline", "is_recomputation"]
 
 # Calls whose body may replace them without changing a value, and the parameter that holds the body.
 CALLS = {
@@ -68,15 +68,22 @@ def _contains_marker(jaxpr: Any, memo: dict[int, bool]) -> bool:
     return memo[id(jaxpr)]
 
 
-def _count_forward_markers(jaxpr: Any, counts: Counter[int]) -> None:
+def count_marks(graph: Graph) -> int:
+    """Return the number of forward markers at any depth, with those that no result depends on."""
+    counts: Counter[int] = Counter()
+    _count_forward_markers(graph.equations, counts)
+    return counts.total()
+
+
+def _count_forward_markers(equations: Iterable[Any], counts: Counter[int]) -> None:
     """Count how often a region itself recomputes each marker; nested regions are left out."""
-    for eqn in jaxpr.eqns:
+    for eqn in equations:
         if eqn.primitive is marker_p:
             if eqn.params["direction"] == FORWARD:
                 counts[eqn.params["identifier"]] += 1
         elif not (eqn.primitive.name in _REMATS and eqn.params.get("differentiated")):
             for sub in bodies(eqn.params):
-                _count_forward_markers(sub, counts)
+                _count_forward_markers(sub.eqns, counts)
 
 
 # The forward markers that may replace recomputed ones, by identifier and in program order: of the whole body, or of one
@@ -173,7 +180,7 @@ class _Inliner:
         graph = applied(body, equation.inputs, transposed=transposed, late=equation.late)
         if recomputation:
             counts: Counter[int] = Counter()
-            _count_forward_markers(opened(body), counts)
+            _count_forward_markers(opened(body).eqns, counts)
             named = any(map(_is_recomputed, graph.equations))
             self.walk(graph.equations, {}, _claim(scope, counts, equation.where), named)
         else:

@@ -104,7 +104,7 @@ def make_on_ranks(function: Callable[[Any], Any], argument: Any, shardings: Any)
     results = jax.eval_shape(flat, shapes)
     parts: list[dict[int, jax.Array]] = [{} for _ in wanted]
     for rank in wanted[0].mpmd_mesh.local_ranks:
-        mine = [i for i, sharding in enumerate(wanted) if rank in sharding.mesh_ids]
+        mine = [i for i, sharding in enumerate(wanted) if rank in sharding.ranks]
         if not mine:
             continue
         used = used_inputs(graph, [i in mine for i in range(len(wanted))])[len(consts) :]

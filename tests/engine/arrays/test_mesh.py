@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding, axes_in, canonical, keep_axes
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 
 
 def grid(*shape: int) -> np.ndarray:
@@ -139,9 +142,16 @@ class TestSharding:
         # A mesh names a device once.
         assert MpmdSharding(mesh, {0, 1, 2}, P()).mesh.size == 1
 
+    def test_without_ranks_it_is_the_place_of_an_argument_that_nothing_reads(self):
+        unread, first = MpmdSharding(stage_data(), (), P("data")), MpmdSharding(stage_data(), {0}, P("data"))
+        assert (unread.mesh_ids, unread.ranks, repr(unread)[:25]) == (frozenset(), (0,), "MpmdSharding(mesh_ids={},")
+        assert unread != first
+        assert unread.sharding == first.sharding
+        assert copy.copy(unread) == unread
+        x = MpmdArray([jax.device_put(np.zeros(4), unread.local_sharding(0))], unread)
+        assert x.sharding == first
+
     def test_errors(self):
-        with pytest.raises(ValueError, match="got no rank in mesh_ids"):
-            MpmdSharding(stage_data(), (), P())
         with pytest.raises(ValueError, match="rank 7 is not in"):
             MpmdSharding(stage_data(), {7}, P())
         with pytest.raises(ValueError, match="tensor"):

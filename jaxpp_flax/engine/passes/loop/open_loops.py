@@ -11,9 +11,10 @@ from jaxpp_flax.engine.passes.loop.label import Labels, label
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.loop.partition import partition, verify_effects
 from jaxpp_flax.engine.tracing.hints import without_hints
-from jaxpp_flax.engine.tracing.inline import inline
+from jaxpp_flax.engine.tracing.inline import count_marks, inline
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
+from jaxpp_flax.engine.tracing.one_pass import OnePass
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.task import FusedTask
@@ -135,6 +136,8 @@ def _open(equation: Equation, num_ranks: int) -> OpenLoop:
     graph = without_hints(inline(equation.params["body"]))
     refuse_partial_sums(graph)
     body = LoopBody.of(graph, **equation.params)
+    if isinstance(schedule, OnePass):
+        schedule = schedule.without_dead_stages(count_marks(equation.params["body"]), len(body.markers))
     return OpenLoop(equation, schedule, body, data_axes=(None,) * len(body.operations))
 
 

@@ -1,0 +1,96 @@
+"""The functions that this front returns: a step that compiles itself, and the step before its tasks are compiled."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, cast
+
+from jaxpp_flax.api.steps.array import MpmdArray
+from jaxpp_flax.api.steps.listing import ProgramListing
+from jaxpp_flax.engine import jit as engine
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.compiled import Compiled
+from jaxpp_flax.engine.front import Front
+from jaxpp_flax.engine.plan import Plan
+
+__all__ = ["CompiledStep", "PlacedStep", "StepFunction"]
+
+
+class CompiledStep(Compiled):
+    """The engine's `Compiled`, which JaxPP's programs print."""
+
+    @property
+    def closed_jaxpr(self) -> ProgramListing:
+        """The program as JaxPP prints it: one equation for each task, transfer and deletion."""
+        return ProgramListing(self.program, self._executables.transfer_specs, self.mpmd_mesh)
+
+
+class StepFunction(engine.MpmdFunction):
+    """The engine's `MpmdFunction` with JaxPP's arrays, its place of idle values and its `trace_and_place`."""
+
+    _front: ClassVar[Front] = Front(array_type=MpmdArray, idle_everywhere=True)
+    _compiled_type: ClassVar[type[Compiled]] = CompiledStep
+
+    def compile(self, *args: Any, **kwargs: Any) -> CompiledStep:
+        """Compile ahead of time, as the engine's function does; the result has `closed_jaxpr`."""
+        return cast("CompiledStep", super().compile(*args, **kwargs))
+
+    def trace_and_place(self, *args: Any, **kwargs: Any) -> PlacedStep:
+        """Trace the step and place it on ranks, without compiling anything.
+
+        The devices of the mesh need not exist: those of a `jax.experimental.topologies` description will do.
+
+        Args:
+          *args, **kwargs: arrays, or `jax.ShapeDtypeStruct`s in their place.
+
+        Raises:
+          ValueError: if the step does not fit a pipeline.
+        """
+        call = self._parameters.split(self._fun, args, kwargs)
+        return PlacedStep(self, self._plan(call, self._key(call)))
+
+
+class PlacedStep:
+    """A step whose work is on ranks, and whose tasks are not compiled. `StepFunction.trace_and_place` makes it.
+
+    Example:
+      >>> import functools, jax, jax.numpy as jnp, numpy as np
+      >>> import jaxpp_flax.api as jaxpp
+      >>> mesh = jaxpp.MpmdMesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+      >>> forward = jaxpp.mpmd_jit_by_yield(lambda w, x, unread: jaxpp.mark_stage_end(x @ w[0]) @ w[1], mesh)
+      >>> matrix = jax.ShapeDtypeStruct((3, 3), jnp.float32)
+      >>> placed = forward.trace_and_place([matrix, matrix], matrix, matrix)
+      >>> [sorted(sharding.mesh_ids) for sharding in jax.tree.leaves(placed.in_shardings)]
+      [[0], [1], [0], []]
+      >>> placed.infer_intermediate_shardings().mpmdify()([jnp.eye(3), jnp.eye(3)], jnp.eye(3), jnp.eye(3)).mpmd_idxs
+      (1,)
+    """
+
+    def __init__(self, function: StepFunction, plan: Plan) -> None:
+        self._function, self._plan = function, plan
+
+    @property
+    def mpmd_mesh(self) -> MpmdMesh:
+        """The ranks."""
+        return self._plan.mesh
+
+    @property
+    def in_shardings(self) -> Any:
+        """The `MpmdSharding` of each argument: a tree like `(args, kwargs)`; without ranks if nothing reads it."""
+        return self._plan.in_shardings
+
+    @property
+    def closed_jaxpr(self) -> ProgramListing:
+        """The program as text, without the partitions of transferred values, which compiling finds."""
+        return ProgramListing(self._plan.built.program, {}, self._plan.mesh)
+
+    def infer_intermediate_shardings(self) -> PlacedStep:
+        """Return the same step: the partitions of values between tasks are found when the tasks are compiled."""
+        return self
+
+    def mpmdify(self) -> CompiledStep:
+        """Compile the tasks, each for its rank's devices."""
+        return cast("CompiledStep", self._function._compile(self._plan))  # pyright: ignore[reportPrivateUsage]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step; the first call compiles it."""
+        return self.mpmdify()(*args, **kwargs)

@@ -1,0 +1,56 @@
+"""A step that is traced and placed on ranks, before any of its tasks is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
+from jaxpp_flax.engine.binding import wanted_inputs
+from jaxpp_flax.engine.pipeline import Built
+from jaxpp_flax.engine.runtime.fetching import Wanted
+from jaxpp_flax.engine.signature import Signature
+
+__all__ = ["Plan"]
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The program of a step for one signature, with the requested partitions of its arguments and results.
+
+    `consts` are the arrays that the function closes over: the program's first arguments. In `out_specs`, None leaves
+    the partition of a result to XLA.
+    """
+
+    mesh: MpmdMesh
+    built: Built
+    signature: Signature
+    consts: tuple[Any, ...]
+    out_specs: Sequence[PartitionSpec | None]
+
+    @cached_property
+    def in_specs(self) -> list[PartitionSpec]:
+        """The partition of each constant, then of each leaf of a call."""
+        return self.signature.specs(len(self.consts))
+
+    @cached_property
+    def avals(self) -> list[Any]:
+        """The type of each constant, then of each leaf of a call."""
+        return [value.aval for value in self.built.placed.inputs]
+
+    @cached_property
+    def wanted(self) -> list[Wanted]:
+        """The ranks that read each constant, then those of each leaf, with the partition and the memory there."""
+        return wanted_inputs(self.mesh, self.built.program.arguments, self.in_specs, self.signature, self.avals)
+
+    @property
+    def in_shardings(self) -> Any:
+        """The `MpmdSharding` of each argument: a tree like `(args, kwargs)`; it has no ranks if nothing reads it."""
+        leaves = zip(self.wanted[len(self.consts) :], self.signature.leaves, strict=True)
+        shardings = [MpmdSharding(self.mesh, w.ranks, leaf.spec, w.memory_kind) for w, leaf in leaves]
+        return jax.tree_util.tree_unflatten(self.signature.tree, shardings)
