@@ -37,12 +37,14 @@ MeshT = TypeVar("MeshT", bound=RankMeshes)
 class TaskCompiler(Generic[MeshT]):
     """Lowers and compiles each distinct task once.
 
-    `options` are XLA's, as `jax.jit` takes them in `compiler_options`. `lowerings` and `compilations` are counters.
+    `options` are XLA's, as `jax.jit` takes them in `compiler_options`; `rank_options` replaces them for some ranks.
+    `lowerings` and `compilations` are counters.
     They grow with the number of distinct tasks, never with the number of microbatches.
     """
 
     mesh: MeshT
     options: Mapping[str, Any] | None = None
+    rank_options: Mapping[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
     lowerings: int = 0
     compilations: int = 0
     _lowered: dict[Hashable, Any] = field(default_factory=dict)
@@ -59,15 +61,18 @@ class TaskCompiler(Generic[MeshT]):
         # JAX's settings at that time change how some primitives (random bits, say) are lowered.
         key = (mesh, graph, tuple(in_specs), tuple(out_specs), task.donate, trace_context())
         devices = self.mesh.rank_devices(task.rank)
-        compiled = self._compiled.get((key, devices))
+        own_options = self.rank_options.get(task.rank)
+        known = key, devices, None if own_options is None else task.rank
+        compiled = self._compiled.get(known)
         if compiled is None:
             lowered = self._lowered.get(key)
             if lowered is None:
                 lowered = self._lowered[key] = self._lower(task, mesh, in_specs, out_specs)
                 self.lowerings += 1
             with context_mesh(None):
-                compiled = lowered.compile(compiler_options=self.options, device_assignment=devices)
-            self._compiled[key, devices] = compiled
+                options = self.options if own_options is None else own_options
+                compiled = lowered.compile(compiler_options=options, device_assignment=devices)
+            self._compiled[known] = compiled
             self.compilations += 1
         return compiled
 
