@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
+from jaxpp_flax.engine.arrays.mesh import Device
 from jaxpp_flax.engine.binding import Binding, wanted_inputs
 from jaxpp_flax.engine.runtime.executables import Executables, TaskCompiler, compile_program
 from jaxpp_flax.engine.runtime.fetching import Wanted
@@ -161,7 +162,7 @@ class MpmdLowered:
         compiler_options: Mapping[str, Any] | None = None,
         *,
         ifrt_ir_compile_options: Mapping[str, Any] | None = None,
-        device_assignment: Sequence[jax.Device] | None = None,
+        device_assignment: Sequence[Device] | None = None,
     ) -> MpmdCompiled:
         """Compile each distinct fragment once for each mesh that runs it.
 
@@ -193,7 +194,7 @@ class MpmdLowered:
         parts = self.built, self.signature, self._config, self._out_specs, self._constants
         return MpmdLowered(*parts, compiler, self.out_info)
 
-    def _on_devices(self, devices: Sequence[jax.Device]) -> MpmdLowered:
+    def _on_devices(self, devices: Sequence[Device]) -> MpmdLowered:
         meshes, sizes = self._meshes, [mesh.size for mesh in self._meshes.meshes]
         if len(devices) < sum(sizes):
             raise ValueError(

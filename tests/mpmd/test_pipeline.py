@@ -129,7 +129,7 @@ def test_named_schedules_of_the_registry():
     cfg = mpmd.make_config(topology(1, 1), in_runs(4, 2), pipeline_schedule=found)
     assert cfg.schedule == "ONE_FWD_ONE_BWD"
     reverse = ordered(lambda a, b, _: counter(a) > counter(b))
-    both = replace(found, schedule_merge_rule_builders=[*found.schedule_merge_rule_builders, reverse])
+    both = replace(found, schedule_merge_rule_builders=[*(found.schedule_merge_rule_builders or ()), reverse])
     cfg = replace(cfg, pipeline_schedule=both)
     with pytest.raises(ScheduleError, match=r"cannot run by ONE_FWD_ONE_BWD: .* circle.*of microbatch 1 before"):
         mpmd.jit(accumulate, cfg).lower(weights(4), batches(MICROBATCHES))
