@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding
 
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, RankMeshes
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.pipeline import Built
@@ -19,7 +19,7 @@ from jaxpp_flax.engine.tracing.ir import Value, memory_kind_of
 from jaxpp_flax.engine.tracing.markers import segment_names
 from jaxpp_flax.schedules.task import TaskKind
 
-__all__ = ["MemoryAnalysis", "StageSummary", "analyse_memory", "summarise_stages"]
+__all__ = ["MemoryAnalysis", "StageSummary", "analyse_memory", "sum_costs", "summarise_stages", "walk_memory"]
 
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
 
@@ -106,16 +106,32 @@ def _parameters(part: Partition, stage: int) -> list[Value]:
 
 
 def _flops(executable: Any) -> float | None:
+    return _costs(executable).get("flops")
+
+
+def _costs(executable: Any) -> dict[str, float]:
     if executable is None:
-        return None
+        return {}
     try:
         costs = executable.cost_analysis()
     except Exception:  # backends differ in their results and in their errors
-        return None
+        return {}
     if isinstance(costs, list):
         costs = costs[0] if costs else {}
-    found = (costs or {}).get("flops")
-    return None if found is None else float(found)
+    return {name: float(cost) for name, cost in (costs or {}).items()}
+
+
+def sum_costs(executables: Executables) -> tuple[dict[str, float], ...]:
+    """Return, for each rank, XLA's costs of all runs in one step, added up by name ("flops", "bytes accessed", ...)."""
+    program = executables.program
+    found: list[dict[str, float]] = [{} for _ in range(program.num_ranks)]
+    costs = [_costs(executable) for executable in executables.tasks]
+    for number, run in enumerate(program.instructions):
+        if isinstance(run, Run):
+            own = _costs(executables.variants[number]) if number in executables.variants else costs[run.task]
+            for name, cost in own.items():
+                found[run.rank][name] = found[run.rank].get(name, 0.0) + cost
+    return tuple(found)
 
 
 def _sent_bytes(loop: Loop, stage: int) -> int:
@@ -141,14 +157,21 @@ def _held_bytes(part: Partition, stage: int, makers: Sequence[TaskKind], readers
 def analyse_memory(
     built: Built, program: Program, executables: Executables, mesh: MpmdMesh
 ) -> tuple[MemoryAnalysis, ...]:
-    """Walk the program and count what is live on each rank."""
+    """Walk the program of a step and count what is live on each rank."""
+    return walk_memory(program, executables, mesh, [value.aval for value in built.placed.inputs])
+
+
+def walk_memory(
+    program: Program, executables: Executables, mesh: RankMeshes, avals: Sequence[Any]
+) -> tuple[MemoryAnalysis, ...]:
+    """Walk a program and count what is live on each rank; `avals` are the types of its arguments."""
     memory = _Memory(program)
     argument = [0] * program.num_ranks
-    for ranks, spec, value in zip(program.arguments, executables.in_specs, built.placed.inputs, strict=True):
-        on_device = memory_kind_of(value.aval) is None
+    for ranks, spec, aval in zip(program.arguments, executables.in_specs, avals, strict=True):
+        on_device = memory_kind_of(aval) is None
         for rank, slot in ranks.items():
-            shape = NamedSharding(mesh.unstack[rank], spec).shard_shape(tuple(value.aval.shape))
-            size = math.prod(shape) * int(getattr(value.aval.dtype, "itemsize", 0)) if on_device else 0
+            shape = NamedSharding(mesh.unstack[rank], spec).shard_shape(tuple(aval.shape))
+            size = math.prod(shape) * int(getattr(aval.dtype, "itemsize", 0)) if on_device else 0
             argument[rank] += size
             memory.held[slot] = (rank, size)
     for number, instruction in enumerate(program.instructions):
@@ -156,14 +179,14 @@ def analyse_memory(
     temporary = [[0] for _ in argument]
     for task, executable in zip(program.tasks, executables.tasks, strict=True):
         temporary[task.rank].append(_temp(executable))
-    schedule = built.loops[0].schedule
+    rank_of = {task.stage: task.rank for task in program.tasks}
     return tuple(
         MemoryAnalysis(
             rank=rank,
             argument_bytes=argument[rank],
             peak_bytes=memory.peak[rank],
             temp_bytes=max(temporary[rank]),
-            live_microbatches={s: m for s, m in sorted(memory.most.items()) if schedule.rank_of(s) == rank},
+            live_microbatches={s: m for s, m in sorted(memory.most.items()) if rank_of[s] == rank},
         )
         for rank in range(program.num_ranks)
     )

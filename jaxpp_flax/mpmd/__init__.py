@@ -17,26 +17,59 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from jaxpp_flax.mpmd.config import (
-    PIPELINE_SCHEDULES,
-    MpmdConfig,
-    PartitioningOptions,
-    make_config,
-    make_partitioning_options,
-)
-from jaxpp_flax.mpmd.jit import MpmdWrapped, jit
-from jaxpp_flax.mpmd.lowered import FunctionMeshAssignment, FunctionNamedShardings, MpmdCompiled, MpmdLowered
+from jaxpp_flax.mpmd import pipeline, pipeline_registry
+from jaxpp_flax.mpmd.config import MpmdConfig, make_config
+from jaxpp_flax.mpmd.jit import MpmdTraced, MpmdWrapped, jit
+from jaxpp_flax.mpmd.lowered import FunctionNamedShardings, MpmdCompiled, MpmdExecutable, MpmdLowered
 from jaxpp_flax.mpmd.ops import broadcast, call, enumerated_for, fori_loop, named_computation, named_tensor, reduce
+from jaxpp_flax.mpmd.options import PIPELINE_SCHEDULES, PartitioningOptions, make_partitioning_options
+from jaxpp_flax.mpmd.pipeline import (
+    FragmentInfo,
+    FragmentMergeRule,
+    FragmentMergeRules,
+    FragmentOrigin,
+    FragmentScheduleRule,
+    FragmentScheduleRules,
+    PipelineSchedule,
+)
+from jaxpp_flax.mpmd.types import (
+    FunctionIOMeshAssignment,
+    MpmdJitShardingInfo,
+    NameToMeshAssignment,
+    Topology,
+    mesh_names,
+)
+
+# Each of these has two names in programs.
+Compiled, Config, Executable, Lowered = MpmdCompiled, MpmdConfig, MpmdExecutable, MpmdLowered
+FunctionMeshAssignment = FunctionIOMeshAssignment
 
 __all__ = [
     "PIPELINE_SCHEDULES",
+    "Compiled",
+    "Config",
+    "Executable",
+    "FragmentInfo",
+    "FragmentMergeRule",
+    "FragmentMergeRules",
+    "FragmentOrigin",
+    "FragmentScheduleRule",
+    "FragmentScheduleRules",
+    "FunctionIOMeshAssignment",
     "FunctionMeshAssignment",
     "FunctionNamedShardings",
+    "Lowered",
     "MpmdCompiled",
     "MpmdConfig",
+    "MpmdExecutable",
+    "MpmdJitShardingInfo",
     "MpmdLowered",
+    "MpmdTraced",
     "MpmdWrapped",
+    "NameToMeshAssignment",
     "PartitioningOptions",
+    "PipelineSchedule",
+    "Topology",
     "broadcast",
     "call",
     "enumerated_for",
@@ -44,8 +77,11 @@ __all__ = [
     "jit",
     "make_config",
     "make_partitioning_options",
+    "mesh_names",
     "named_computation",
     "named_tensor",
+    "pipeline",
+    "pipeline_registry",
     "reduce",
 ]
 

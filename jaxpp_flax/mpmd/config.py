@@ -12,20 +12,26 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxpp_flax.engine.arrays.mesh import RankMeshes
 from jaxpp_flax.messages import known_names
+from jaxpp_flax.mpmd.options import PartitioningOptions, schedule_name, validate_and_merge_partitioning_options
+from jaxpp_flax.mpmd.pipeline import PipelineSchedule
 from jaxpp_flax.schedules.schedule import Schedule
 
-__all__ = [
-    "PIPELINE_SCHEDULES",
-    "MpmdConfig",
-    "PartitioningOptions",
-    "Topology",
-    "make_config",
-    "make_partitioning_options",
-]
+__all__ = ["MpmdConfig", "Topology", "make_config", "mesh_and_memory", "topology_of"]
 
 
 # In programs written for Shardy, these suffixes of mesh names give a kind of memory.
 _MEMORY_KINDS = ("#pinned_host", "#device")
+
+
+def mesh_and_memory(name: str) -> tuple[str, str | None]:
+    """Split the name of a mesh as an assignment gives it: `"m0#pinned_host"` is mesh `"m0"` and its host memory.
+
+    Example:
+      >>> mesh_and_memory("m0#pinned_host"), mesh_and_memory("m0")
+      (('m0', 'pinned_host'), ('m0', None))
+    """
+    mesh, _, kind = name.partition("#")
+    return mesh, kind or None
 
 
 @dataclass(frozen=True)
@@ -86,97 +92,6 @@ def topology_of(meshes: Mapping[str, Mesh] | None) -> Topology:
     return Topology(tuple(meshes), tuple(meshes.values()))
 
 
-# The names of schedules, with their spelling in `mpmd_pipeline_schedule` of newer programs.
-PIPELINE_SCHEDULES = {
-    "GPIPE": "GPipe",
-    "ONE_FWD_ONE_BWD": "1F1B",
-    "CIRCULAR": "Circular",
-    "CIRCULAR_WITH_REVERSED_BACKWARD": "CircularWithReversedBackward",
-    "GPIPE_BUT_1F1B_FOR_LAST_MESH": "GPipeBut1F1BForLastMesh",
-    "ZERO_BUBBLE_H1": "ZeroBubbleH1",
-    "ZERO_BUBBLE_H2_ZERO_TX_LATENCY": "ZeroBubbleH2ZeroTxLatency",
-    "ZERO_BUBBLE_H2_HALF_TX_LATENCY": "ZeroBubbleH2HalfTxLatency",
-    "ZERO_BUBBLE_H2_FULL_TX_LATENCY": "ZeroBubbleH2FullTxLatency",
-    "PARALLEL_PIPELINES_WITH_WRAP_AROUND": "ParallelPipelinesWithWrapAround",
-}
-
-_SCHEDULE = "mpmd_pipeline_schedule"
-# These options of Shardy's compiler change nothing here: the compiler always does the same, or the results do not
-# depend on it. Transfers and sums over meshes are inferred, each user of a region recomputes it, and equal programs are
-# compiled once.
-_SWITCHES = (
-    "mpmd_infer_transfers",
-    "mpmd_infer_cross_mesh_reductions",
-    "mpmd_fragment_remat",
-    "mpmd_merge_remat_fragments",
-    "mpmd_split_bwd_fragments",
-    "mpmd_assume_homogeneous_devices",
-    "mpmd_absorb_inferred_fragments_on_entry_point_function",
-    "mpmd_copy_constant_creation_from_producer_to_consumer",
-    "mpmd_apply_merge_transfers_pass",
-    "mpmd_merge_inferred_after_scheduling",
-)
-
-
-class PartitioningOptions(dict[str, Any]):
-    """Checked options: a dictionary that can also be written with keywords.
-
-    >>> PartitioningOptions(mpmd_pipeline_schedule="1F1B")
-    {'mpmd_pipeline_schedule': '1F1B'}
-    """
-
-    def __init__(self, options: Mapping[str, Any] | None = None, /, **more: Any) -> None:
-        super().__init__({**(options or {}), **more})
-        for key, value in self.items():
-            if key == _SCHEDULE:
-                schedule_name(value)
-            elif key not in _SWITCHES:
-                raise ValueError(f"unknown partitioning option {key!r}.{known_names(key, (_SCHEDULE, *_SWITCHES))}")
-            elif not isinstance(value, bool):
-                raise ValueError(f"partitioning option {key} must be True or False, got {value!r}.")
-
-    @property
-    def schedule(self) -> str | None:
-        """The schedule's name, one of `PIPELINE_SCHEDULES`, or None."""
-        return schedule_name(self.get(_SCHEDULE))
-
-
-def make_partitioning_options(options: Mapping[str, Any] | None = None) -> PartitioningOptions:
-    """Check partitioning options.
-
-    `mpmd_pipeline_schedule` names the schedule (see `PIPELINE_SCHEDULES`). The switches of Shardy's compiler
-    (`mpmd_infer_transfers` and others) are accepted: here transfers and sums over meshes are always inferred, and the
-    backward pass is split if the schedule asks for it.
-
-    Raises:
-      ValueError: for an unknown option or schedule, with similar names, or a switch that is not a bool.
-
-    Example:
-      >>> make_partitioning_options({"mpmd_pipeline_schedule": "ONE_FWD_ONE_BWD"}).schedule
-      'ONE_FWD_ONE_BWD'
-      >>> make_partitioning_options({"mpmd_pipeline_schedule": "ONE_FWD_TWO_BWD"})
-      Traceback (most recent call last):
-      ValueError: unknown schedule 'ONE_FWD_TWO_BWD'. Did you mean 'ONE_FWD_ONE_BWD'? ...
-    """
-    return PartitioningOptions(options)
-
-
-def schedule_name(name: str | None) -> str | None:
-    """Return the upper-case name of a schedule in either spelling; None for no schedule.
-
-    Raises:
-      ValueError: if the name is unknown; the message suggests similar names.
-    """
-    if name is None or name == "None":
-        return None
-    if name in PIPELINE_SCHEDULES:
-        return name
-    for known, spelt in PIPELINE_SCHEDULES.items():
-        if name == spelt:
-            return known
-    raise ValueError(f"unknown schedule {name!r}.{known_names(str(name), PIPELINE_SCHEDULES)}")
-
-
 @dataclass(frozen=True)
 class MpmdConfig:
     """The result of `make_config`; see its arguments."""
@@ -188,7 +103,7 @@ class MpmdConfig:
     output_mesh_assignment: Any = ()
     partitioning_options: PartitioningOptions = field(default_factory=PartitioningOptions)
     read_input_output_mesh_from_shardings: bool = False
-    pipeline_schedule: str | Schedule | None = None
+    pipeline_schedule: str | Schedule | PipelineSchedule | None = None
 
     @property
     def sharding_mesh(self) -> AbstractMesh:
@@ -209,10 +124,30 @@ class MpmdConfig:
             for name, mesh in self.name_to_mesh_assignment.items()
         }
 
+    @cached_property
+    def options(self) -> PartitioningOptions:
+        """The partitioning options, with those that a `PipelineSchedule` requires."""
+        if not isinstance(self.pipeline_schedule, PipelineSchedule):
+            return self.partitioning_options
+        required = self.pipeline_schedule.required_mpmd_options
+        return PartitioningOptions(validate_and_merge_partitioning_options(required, self.partitioning_options))
+
     @property
     def schedule(self) -> str | Schedule | None:
         """The schedule: `pipeline_schedule`, or else the one that the options name."""
-        return self.partitioning_options.schedule if self.pipeline_schedule is None else self.pipeline_schedule
+        if self.pipeline_schedule is None or isinstance(self.pipeline_schedule, PipelineSchedule):
+            return self.options.schedule
+        return self.pipeline_schedule
+
+    @property
+    def rules(self) -> PipelineSchedule | None:
+        """The `PipelineSchedule`, if it has builders of rules."""
+        found = self.pipeline_schedule
+        return found if isinstance(found, PipelineSchedule) and found.schedule_merge_rule_builders else None
+
+    def mesh_of(self, name: str) -> str:
+        """Return the mesh of a name, without a kind of memory."""
+        return mesh_and_memory(self.name_to_mesh_assignment[name])[0]
 
 
 def make_config(
@@ -224,7 +159,7 @@ def make_config(
     output_mesh_assignment: Any = (),
     partitioning_options: Mapping[str, Any] | None = None,
     read_input_output_mesh_from_shardings: bool = False,
-    pipeline_schedule: str | Schedule | None = None,
+    pipeline_schedule: str | Schedule | PipelineSchedule | None = None,
 ) -> MpmdConfig:
     """Assign each named computation or array to a mesh.
 
@@ -235,15 +170,16 @@ def make_config(
       name_to_stage_assignment: stages of computations, numbers from 0. Without numbers, neighbours of one mesh form one
         stage; with numbers, computations of one mesh and one number do.
       input_mesh_assignment, output_mesh_assignment: prefix trees of arguments and results with names of meshes; None:
-        the mesh is inferred.
+        the mesh is inferred. `"m0#pinned_host"` is the host memory of mesh `"m0"`, `"m0#device"` its device memory.
       partitioning_options: see `make_partitioning_options`; they can name the schedule.
       read_input_output_mesh_from_shardings: use the meshes of `in_shardings` and `out_shardings` as these assignments.
       pipeline_schedule: a schedule's name, or a schedule of `jaxpp_flax.schedules`; it replaces the options' schedule.
+        Or a `PipelineSchedule` of fragment rules, which are added to the schedule that its options name.
 
     Raises:
       TypeError: if a name, mesh or stage has a wrong type.
-      ValueError: if the topology is empty, a name is assigned to an unknown mesh, a stage is negative, or an option
-        is unknown; the message suggests similar names.
+      ValueError: if the topology is empty, a name is assigned to an unknown mesh, a stage is negative, an option
+        is unknown, or the options contradict those that the `PipelineSchedule` requires.
 
     Example:
       >>> import jax, numpy as np
@@ -282,12 +218,13 @@ def make_config(
             )
     if isinstance(pipeline_schedule, str):
         pipeline_schedule = schedule_name(pipeline_schedule)
-    elif pipeline_schedule is not None and not isinstance(pipeline_schedule, Schedule):
+    elif pipeline_schedule is not None and not isinstance(pipeline_schedule, (Schedule, PipelineSchedule)):
         raise TypeError(
-            f"pipeline_schedule must be a name or a Schedule, got {type(pipeline_schedule).__name__}. "
+            f"pipeline_schedule must be a name, a Schedule or a PipelineSchedule, got "
+            f"{type(pipeline_schedule).__name__}. "
             'Pass e.g. "ONE_FWD_ONE_BWD" or `jaxpp_flax.schedules.Std1F1B(4)`.'
         )
-    return MpmdConfig(
+    config = MpmdConfig(
         topology=dict(topology),
         name_to_mesh_assignment=dict(name_to_mesh_assignment),
         name_to_stage_assignment=stages,
@@ -297,6 +234,8 @@ def make_config(
         read_input_output_mesh_from_shardings=read_input_output_mesh_from_shardings,
         pipeline_schedule=pipeline_schedule,
     )
+    _ = config.options  # raises if the schedule's options contradict the user's
+    return config
 
 
 def _check_mesh(mesh: Any, topology: Mapping[str, Mesh], what: str) -> None:
@@ -309,10 +248,12 @@ def _check_mesh(mesh: Any, topology: Mapping[str, Mesh], what: str) -> None:
         raise TypeError(f"{what} must be assigned to the name of a mesh, got {mesh!r} ({type(mesh).__name__}).")
     if mesh in topology:
         return
-    plain, mark, kind = mesh.partition("#")
-    if mark and plain in topology:
-        raise ValueError(
-            f"{what} is assigned to {mesh!r}: memory kinds ({kind}) are not supported; arrays live in device memory. "
-            f"Assign it to {plain!r}."
-        )
+    plain, kind = mesh_and_memory(mesh)
+    if plain in topology:
+        if f"#{kind}" not in _MEMORY_KINDS:
+            raise ValueError(
+                f"{what} is assigned to {mesh!r}, but {kind!r} is no kind of memory that arrays can be assigned to. "
+                f"Use {' or '.join(repr(plain + known) for known in _MEMORY_KINDS)}."
+            )
+        return
     raise ValueError(f"{what} is assigned to the mesh {mesh!r}, which the topology lacks.{known_names(mesh, topology)}")

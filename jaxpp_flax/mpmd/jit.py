@@ -17,12 +17,58 @@ from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_array, type_of
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
-from jaxpp_flax.mpmd.config import MpmdConfig, PartitioningOptions, Topology
+from jaxpp_flax.mpmd.config import MpmdConfig, Topology
 from jaxpp_flax.mpmd.lowered import MpmdCompiled, MpmdLowered
+from jaxpp_flax.mpmd.options import PartitioningOptions
 from jaxpp_flax.mpmd.partitioning.build import build
-from jaxpp_flax.mpmd.shardings import memories_of, mesh_ranks, ranks_of_shardings, spec_of, specs_of
+from jaxpp_flax.mpmd.shardings import (
+    assigned_memories,
+    check_meshes,
+    memories_of,
+    memory_shardings,
+    mesh_ranks,
+    ranks_of_shardings,
+    spec_of,
+    specs_of,
+)
 
-__all__ = ["MpmdWrapped", "jit"]
+__all__ = ["MpmdTraced", "MpmdWrapped", "jit"]
+
+
+class MpmdTraced:
+    """A traced function, not partitioned yet.
+
+    Example:
+      >>> import numpy as np, jax.numpy as jnp
+      >>> from jaxpp_flax import mpmd
+      >>> meshes = {"m0": jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))}
+      >>> traced = mpmd.jit(lambda x: x.sum(), mpmd.make_config(meshes, {})).trace(jnp.ones(2))
+      >>> traced.out_info.shape, traced.lower().compile()(jnp.ones(2))
+      ((), Array(2., dtype=float32))
+    """
+
+    def __init__(self, wrapped: MpmdWrapped, call: Call, structs: list[jax.ShapeDtypeStruct], traced: Any) -> None:
+        self._wrapped, self._call, self._structs, self._traced = wrapped, call, structs, traced
+
+    @property
+    def fun_name(self) -> str:
+        """The function's name."""
+        return self._wrapped.name
+
+    @property
+    def jaxpr(self) -> Any:
+        """The traced function as JAX's jaxpr."""
+        return self._traced.jaxpr
+
+    @property
+    def out_info(self) -> Any:
+        """The types of the results, as a tree."""
+        return self._traced.out_info
+
+    def lower(self) -> MpmdLowered:
+        """Partition the function; see `MpmdWrapped.lower`."""
+        with context_mesh(None):  # no mesh around the call may change what is built
+            return self._wrapped._partition(self._call, self._structs, self._traced)  # pyright: ignore[reportPrivateUsage]
 
 
 class MpmdWrapped:
@@ -35,14 +81,16 @@ class MpmdWrapped:
         in_shardings: Any,
         out_shardings: Any,
         donate_argnums: int | Sequence[int] | None,
+        keep_unused: bool,
         name: str,
     ) -> None:
         functools.update_wrapper(self, fun)
-        self.mpmd_config, self._name = config, name
+        self.mpmd_config, self.name, self._keep_unused = config, name, keep_unused
         self._in_shardings, self._out_shardings = in_shardings, out_shardings
         numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums or ())
         self._fun, self._parameters = fun, Parameters(donate_argnums=numbers)
-        self._jitted = jax.jit(with_memories(fun, out_shardings))
+        assigned = memory_shardings(config.output_mesh_assignment, config)
+        self._jitted = jax.jit(with_memories(with_memories(fun, assigned), out_shardings))
         self._compiler: TaskCompiler[Topology] = TaskCompiler(config.meshes)
         self._compiled: dict[Hashable, MpmdCompiled] = {}
 
@@ -55,6 +103,27 @@ class MpmdWrapped:
             compiled = self._compiled[key] = self.lower(*args).compile()
         return compiled.run(call.leaves)
 
+    def trace(self, *args: Any) -> MpmdTraced:
+        """Trace the function for arguments like these; `.lower()` of the result partitions it.
+
+        Raises:
+          TypeError: if an argument is not an array.
+          ValueError: if an argument lies on a mesh with other axes than the topology's meshes.
+          RuntimeError: under `jax.disable_jit`.
+        """
+        refuse_disabled_jit("a function under mpmd.jit")
+        config = self.mpmd_config
+        call = self._parameters.split(self._fun, args, {})
+        check_meshes(_arguments(call, call.leaves), config)
+        leaves = _arguments(call, call.leaves)
+        kinds = memories_of(self._in_shardings, leaves, "in_shardings")
+        kinds = assigned_memories(config.input_mesh_assignment, kinds, leaves, "input_mesh_assignment")
+        with context_mesh(None):  # no mesh around the call may change what is built
+            structs = _structs(call, list(call.paths()), kinds)
+            with context_mesh(config.sharding_mesh):
+                traced = self._jitted.trace(*_arguments(call, structs))
+        return MpmdTraced(self, call, structs, traced)
+
     def lower(self, *args: Any) -> MpmdLowered:
         """Partition the function for arguments like these: arrays, or `jax.ShapeDtypeStruct`s in their place.
 
@@ -63,37 +132,31 @@ class MpmdWrapped:
           ValueError: if the function does not fit the topology, the assignment or the schedule; see `jit`.
           RuntimeError: under `jax.disable_jit`.
         """
-        refuse_disabled_jit("a function under mpmd.jit")
-        with context_mesh(None):  # no mesh around the call may change what is built
-            return self._lower(self._parameters.split(self._fun, args, {}))
+        return self.trace(*args).lower()
 
-    def _lower(self, call: Call) -> MpmdLowered:
-        config = self.mpmd_config
+    def _partition(self, call: Call, structs: list[jax.ShapeDtypeStruct], traced: Any) -> MpmdLowered:
+        config, shapes, out_info = self.mpmd_config, _arguments(call, structs), traced.out_info
         _check_processes(config.meshes)
-        paths = list(call.paths())
-        memories = memories_of(self._in_shardings, _arguments(call, call.leaves), "in_shardings")
-        structs = _structs(call, paths, memories)
-        shapes = _arguments(call, structs)
-        with context_mesh(config.sharding_mesh):
-            traced = self._jitted.trace(*shapes)
         graph, constants = from_jaxpr(traced.jaxpr)
         asked = specs_of(self._in_shardings, shapes, config, "in_shardings")
-        out_specs = specs_of(self._out_shardings, traced.out_info, config, "out_shardings")
+        out_specs = specs_of(self._out_shardings, out_info, config, "out_shardings")
         in_ranks = mesh_ranks(config.input_mesh_assignment, shapes, config.meshes, "input_mesh_assignment")
-        out_ranks = mesh_ranks(config.output_mesh_assignment, traced.out_info, config.meshes, "output_mesh_assignment")
+        out_ranks = mesh_ranks(config.output_mesh_assignment, out_info, config.meshes, "output_mesh_assignment")
+        out_kinds = memories_of(self._out_shardings, out_info, "out_shardings")
+        assigned_memories(config.output_mesh_assignment, out_kinds, out_info, "output_mesh_assignment")
         if config.read_input_output_mesh_from_shardings:
             in_ranks = ranks_of_shardings(self._in_shardings, shapes, config, "in_shardings")
-            out_ranks = ranks_of_shardings(self._out_shardings, traced.out_info, config, "out_shardings")
+            out_ranks = ranks_of_shardings(self._out_shardings, out_info, config, "out_shardings")
         donated = self._parameters.donated(call)
-        built = build(graph, len(constants), config, in_ranks, out_ranks, donated)
+        built = build(graph, len(constants), config, in_ranks, out_ranks, donated, keep_unused=self._keep_unused)
         homes = [config.meshes.unstack[ranks[0]] for ranks in built.placement.arguments[len(constants) :]]
         in_specs = [
             spec if spec is not None else canonical(keep_axes(spec_of(leaf), home.axis_names.__contains__))
             for spec, leaf, home in zip(asked, call.leaves, homes, strict=True)
         ]
-        out_tree = jax.tree.structure(traced.out_info)
-        signature = Signature.of(call, structs, in_specs, out_tree, donated, function=self._name, made="lowered")
-        return MpmdLowered(built, signature, config.meshes, out_specs, tuple(constants), self._compiler)
+        out_tree = jax.tree.structure(out_info)
+        signature = Signature.of(call, structs, in_specs, out_tree, donated, function=self.name, made="lowered")
+        return MpmdLowered(built, signature, config, out_specs, tuple(constants), self._compiler, out_info)
 
 
 def _arguments(call: Call, leaves: Sequence[Any]) -> tuple[Any, ...]:
@@ -140,6 +203,7 @@ def jit(
     in_shardings: Any = None,
     out_shardings: Any = None,
     donate_argnums: int | Sequence[int] | None = None,
+    keep_unused: bool = False,
     partitioning_options: Mapping[str, Any] | None = None,
     override_func_name: str | None = None,
 ) -> MpmdWrapped:
@@ -152,12 +216,14 @@ def jit(
       in_shardings, out_shardings: prefix trees of `NamedSharding`s, of `PartitionSpec`s or of None, as in `jax.jit`.
         Their specs apply on the mesh of each array; in a `NamedSharding`, write `config.sharding_mesh` for that mesh.
       donate_argnums: as in `jax.jit`.
+      keep_unused: as in `jax.jit`: False leaves an argument that the function does not read where it is; True copies
+        it to its mesh.
       partitioning_options: replaces the options of the config.
       override_func_name: the program's name in text and messages.
 
     Returns:
       A function; `.lower(*args)` gives its partition, `.lower(*args).compile()` the compiled program. It returns
-      `jax.Array`s, each on its mesh.
+      `jax.Array`s, each on its mesh. An array that was placed on another mesh than its own is refused.
 
     Raises (when it is lowered):
       TypeError: if an argument is not an array.
@@ -187,4 +253,4 @@ def jit(
     if partitioning_options is not None:
         mpmd_config = replace(mpmd_config, partitioning_options=PartitioningOptions(partitioning_options))
     name = override_func_name or getattr(fun, "__name__", "fun")
-    return MpmdWrapped(fun, mpmd_config, in_shardings, out_shardings, donate_argnums, name)
+    return MpmdWrapped(fun, mpmd_config, in_shardings, out_shardings, donate_argnums, keep_unused, name)

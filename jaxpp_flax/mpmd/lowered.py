@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
+from jaxpp_flax.engine.arrays.mesh import Device
 from jaxpp_flax.engine.binding import Binding, wanted_inputs
 from jaxpp_flax.engine.runtime.executables import Executables, compile_program
 from jaxpp_flax.engine.runtime.fetching import Wanted
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Signature
+from jaxpp_flax.engine.summary import MemoryAnalysis, sum_costs, walk_memory
 from jaxpp_flax.engine.tracing.ir import Constant, memory_kind_of
-from jaxpp_flax.mpmd.config import Topology
+from jaxpp_flax.mpmd.config import MpmdConfig, Topology
+from jaxpp_flax.mpmd.options import options_of_ranks
 from jaxpp_flax.mpmd.partitioning.build import Built
-from jaxpp_flax.mpmd.shardings import check_within
+from jaxpp_flax.mpmd.shardings import ArgumentHome, check_within
 from jaxpp_flax.mpmd.text import as_text
+from jaxpp_flax.mpmd.types import FunctionIOMeshAssignment, MpmdJitShardingInfo
 
-__all__ = ["FunctionMeshAssignment", "FunctionNamedShardings", "MpmdCompiled", "MpmdLowered"]
+__all__ = ["FunctionNamedShardings", "MpmdCompiled", "MpmdExecutable", "MpmdLowered"]
 
 
 class FunctionNamedShardings:
@@ -47,14 +52,6 @@ class FunctionNamedShardings:
         return self._lowered.output_shardings
 
 
-@dataclass(frozen=True)
-class FunctionMeshAssignment:
-    """Names of meshes: a tree for the arguments, and one for the results."""
-
-    input_meshes: Any
-    output_meshes: Any
-
-
 class MpmdLowered:
     """A function partitioned into programs for the meshes of a topology; `compile()` makes it run."""
 
@@ -62,12 +59,15 @@ class MpmdLowered:
         self,
         built: Built,
         signature: Signature,
-        topology: Topology,
+        config: MpmdConfig,
         out_specs: Sequence[PartitionSpec | None],
         constants: tuple[Any, ...],
         compiler: TaskCompiler[Topology],
+        out_info: Any,
     ) -> None:
-        self.built, self.topology, self._compiler = built, topology, compiler
+        topology = compiler.mesh
+        self.built, self._meshes, self._config, self._compiler = built, topology, config, compiler
+        self.out_info = out_info
         self.signature, self._out_specs, self._constants = signature, out_specs, constants
         placement, names = built.placement, topology.names
         self._homes = [ranks[0] for ranks in placement.arguments[len(constants) :]]
@@ -83,19 +83,46 @@ class MpmdLowered:
         return self.signature.function
 
     @property
+    def topology(self) -> dict[str, Mesh]:
+        """The named meshes."""
+        return dict(zip(self._meshes.names, self._meshes.meshes, strict=True))
+
+    @property
+    def sharding_info(self) -> MpmdJitShardingInfo:
+        """The shardings and meshes of arguments and results, with the topology and the assignment."""
+        assigned = self._config.mesh_and_stage_assignment
+        return MpmdJitShardingInfo(
+            self.function_named_shardings, self.function_mesh_assignment, self.topology, assigned
+        )
+
+    @property
+    def args_info(self) -> Any:
+        """A `jax.ShapeDtypeStruct` for each argument, with its sharding, as a tuple."""
+        leaves = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
+            for leaf, sharding in zip(self.signature.leaves, jax.tree.leaves(self.input_shardings), strict=True)
+        ]
+        return self._like_arguments(leaves)
+
+    @property
     def function_named_shardings(self) -> FunctionNamedShardings:
         """The shardings of arguments and results on their meshes, for `jax.device_put`."""
         return FunctionNamedShardings(self)
 
     @property
-    def function_mesh_assignment(self) -> FunctionMeshAssignment:
+    def function_mesh_assignment(self) -> FunctionIOMeshAssignment:
         """The names of the meshes of arguments and results."""
-        names = self.topology.names
+        names = self._meshes.names
         results = [names[rank] for rank in self.built.placement.results]
-        return FunctionMeshAssignment(
+        return FunctionIOMeshAssignment(
             self._like_arguments([names[home] for home in self._homes]),
             jax.tree_util.tree_unflatten(self.signature.out_tree, results),
         )
+
+    @property
+    def _argument_ranks(self) -> list[tuple[int, ...]]:
+        """The ranks that take each argument; none for an argument that the program does not keep."""
+        return [tuple(slots) for slots in self.built.program.arguments[len(self._constants) :]]
 
     def _like_arguments(self, leaves: Sequence[Any]) -> Any:
         args, _ = jax.tree_util.tree_unflatten(self.signature.tree, leaves)
@@ -111,7 +138,7 @@ class MpmdLowered:
     def _wanted(self) -> list[Wanted]:
         """The ranks and the shardings with which the program reads its constants and arguments."""
         avals = [value.aval for value in self.built.step.inputs]
-        return wanted_inputs(self.topology, self.built.placement.arguments, self._specs, self.signature, avals)
+        return wanted_inputs(self._meshes, self.built.placement.arguments, self._specs, self.signature, avals)
 
     @property
     def output_shardings(self) -> Any:
@@ -122,7 +149,7 @@ class MpmdLowered:
     def _result_shardings(self) -> list[NamedSharding]:
         placed = zip(self.built.placement.results, self._executables.out_specs, self.built.step.outputs, strict=True)
         return [
-            NamedSharding(self.topology.unstack[rank], spec or PartitionSpec(), memory_kind=memory_kind_of(atom.aval))
+            NamedSharding(self._meshes.unstack[rank], spec or PartitionSpec(), memory_kind=memory_kind_of(atom.aval))
             for rank, spec, atom in placed
         ]
 
@@ -131,9 +158,60 @@ class MpmdLowered:
         """The bytes that one call sends between meshes."""
         return self.built.placement.transferred
 
-    def compile(self) -> MpmdCompiled:
-        """Compile each distinct fragment once for each mesh that runs it."""
-        return MpmdCompiled(self, self._executables, self._bind())
+    def compile(
+        self,
+        compiler_options: Mapping[str, Any] | None = None,
+        *,
+        ifrt_ir_compile_options: Mapping[str, Any] | None = None,
+        device_assignment: Sequence[Device] | None = None,
+    ) -> MpmdCompiled:
+        """Compile each distinct fragment once for each mesh that runs it.
+
+        Args:
+          compiler_options: XLA's options, as in `jax.jit`: one mapping for all meshes, or a mapping from names of
+            meshes to options. Meshes that are not named get the default options.
+          ifrt_ir_compile_options: refused: no IFRT program is made here.
+          device_assignment: other devices than those of the topology: the first ones for the first mesh, and so on.
+
+        Raises:
+          TypeError: if some values of `compiler_options` are mappings and others are not.
+          ValueError: if `compiler_options` names a mesh that the topology lacks, or `device_assignment` has too few
+            devices.
+          NotImplementedError: for `ifrt_ir_compile_options`.
+        """
+        if ifrt_ir_compile_options:
+            raise NotImplementedError(
+                f"ifrt_ir_compile_options ({', '.join(ifrt_ir_compile_options)}) are options of the IFRT compiler, but "
+                "this package compiles each fragment with XLA. Pass XLA's options as `compiler_options`."
+            )
+        lowered = self if device_assignment is None else self._on_devices(device_assignment)
+        if compiler_options:
+            options = options_of_ranks(compiler_options, self._meshes.names)
+            lowered = lowered._with_compiler(TaskCompiler(lowered._meshes, rank_options=options))
+        return MpmdCompiled(MpmdExecutable(lowered, lowered._executables, lowered._bind()))
+
+    def _with_compiler(self, compiler: TaskCompiler[Topology]) -> MpmdLowered:
+        """Return this program on the meshes of another compiler."""
+        parts = self.built, self.signature, self._config, self._out_specs, self._constants
+        return MpmdLowered(*parts, compiler, self.out_info)
+
+    def _on_devices(self, devices: Sequence[Device]) -> MpmdLowered:
+        meshes, sizes = self._meshes, [mesh.size for mesh in self._meshes.meshes]
+        if len(devices) < sum(sizes):
+            raise ValueError(
+                f"device_assignment has {len(devices)} devices, but the meshes of the topology need {sum(sizes)} "
+                f"({', '.join(f'{name}: {size}' for name, size in zip(meshes.names, sizes, strict=True))})."
+            )
+        starts = itertools.accumulate([0, *sizes[:-1]])
+        moved = [
+            Mesh(
+                np.array(devices[start : start + mesh.size]).reshape(mesh.devices.shape),
+                mesh.axis_names,
+                axis_types=mesh.axis_types,
+            )
+            for start, mesh in zip(starts, meshes.meshes, strict=True)
+        ]
+        return self._with_compiler(TaskCompiler(Topology(meshes.names, tuple(moved))))
 
     def _bind(self) -> Binding:
         program = self._executables.program
@@ -151,28 +229,98 @@ class MpmdLowered:
                 self._specs,
                 self._out_specs,
                 [value.aval for value in inputs],
-                self.topology.local_ranks,
+                self._meshes.local_ranks,
             )
 
-    def as_text(self, dialect: str = "mpmd") -> str:
+    def as_text(self, dialect: str | None = None) -> str:
         """Return the program as text: `"mpmd"` (fragments and their equations, transfers) or `"program"` (slots).
 
         Raises:
           ValueError: for any other dialect.
         """
-        if dialect == "mpmd":
-            return as_text(self.built, self.topology.names, self.signature.function, self._specs)
+        if dialect in (None, "mpmd"):
+            return as_text(self.built, self._meshes.names, self.signature.function, self._specs)
         if dialect == "program":
             return self._executables.program.as_text()
-        raise ValueError(f"as_text knows no dialect {dialect!r}; use 'mpmd' or 'program'.")
+        raise ValueError(
+            f"as_text knows no dialect {dialect!r}; use 'mpmd' or 'program'. The partitioner works on jaxprs and its "
+            "fragments run as XLA programs of their own, so there is no MLIR module of the whole program."
+        )
+
+
+class MpmdExecutable:
+    """The program with its XLA executables; it runs on flat arguments. `MpmdCompiled` takes trees.
+
+    Example:
+      >>> import jax, numpy as np, jax.numpy as jnp
+      >>> from jaxpp_flax import mpmd
+      >>> meshes = {"m0": jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))}
+      >>> compiled = mpmd.jit(lambda x: {"y": x + 1}, mpmd.make_config(meshes, {})).lower(jnp.ones(2)).compile()
+      >>> compiled.mpmd_executable.call(jnp.ones(2))
+      [Array([2., 2.], dtype=float32)]
+    """
+
+    def __init__(self, lowered: MpmdLowered, executables: Executables, binding: Binding) -> None:
+        self.lowered, self._executables, self._binding = lowered, executables, binding
+        self._runtime = Runtime(executables.program, executables, lowered._meshes)
+        leaves = zip(lowered.signature.leaves, lowered._argument_ranks, strict=True)
+        self._homes = [ArgumentHome(leaf.path, lowered._meshes, ranks) for leaf, ranks in leaves]
+
+    @property
+    def input_shardings_tree(self) -> Any:
+        """The shardings of the arguments, as a tuple of trees."""
+        return self.lowered.input_shardings
+
+    def input_shardings(self) -> list[NamedSharding]:
+        """Return the shardings of the arguments as a flat list."""
+        return jax.tree.leaves(self.lowered.input_shardings)
+
+    def output_shardings(self) -> list[NamedSharding]:
+        """Return the shardings of the results as a flat list."""
+        return jax.tree.leaves(self.lowered.output_shardings)
+
+    def as_text(self, dialect: str | None = None) -> str:
+        """See `MpmdLowered.as_text`."""
+        return self.lowered.as_text(dialect)
+
+    def cost_analysis(self) -> dict[str, dict[str, float]]:
+        """Return, for each mesh, XLA's costs of one call, added up over the mesh's fragments: "flops" and others."""
+        return dict(zip(self.lowered._meshes.names, sum_costs(self._executables), strict=True))
+
+    def memory_analysis(self) -> dict[str, MemoryAnalysis]:
+        """Return, for each mesh, the bytes on each of its devices: arguments, and the peak above them in one call."""
+        avals = [value.aval for value in self.lowered.built.step.inputs]
+        found = walk_memory(self._executables.program, self._executables, self.lowered._meshes, avals)
+        return dict(zip(self.lowered._meshes.names, found, strict=True))
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The most bytes that one device holds in a call: arguments, values and the largest workspace."""
+        found = self.memory_analysis().values()
+        return max(mesh.argument_bytes + mesh.peak_bytes + mesh.temp_bytes for mesh in found)
+
+    def call(self, *leaves: Any) -> list[Any]:
+        """Run the program on flat arguments, and return its flat results."""
+        return jax.tree.leaves(self.run(leaves))
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """Run on flat arguments whose types fit the program, and return the tree of results.
+
+        Raises:
+          ValueError: if an array was placed on another mesh than its own.
+        """
+        for leaf, home in zip(leaves, self._homes, strict=True):
+            home.check(leaf, self.lowered.name)
+        environment = self._binding.environment(leaves)
+        self._runtime.run(environment)
+        return self._binding.collect(environment)
 
 
 class MpmdCompiled:
     """A compiled program; it takes arguments of the structure and types for which it was lowered."""
 
-    def __init__(self, lowered: MpmdLowered, executables: Executables, binding: Binding) -> None:
-        self._lowered, self._binding = lowered, binding
-        self._runtime = Runtime(executables.program, executables, lowered.topology)
+    def __init__(self, executable: MpmdExecutable) -> None:
+        self.mpmd_executable, self._lowered = executable, executable.lowered
 
     @property
     def input_shardings(self) -> Any:
@@ -184,24 +332,36 @@ class MpmdCompiled:
         """The shardings of the results."""
         return self._lowered.output_shardings
 
-    def as_text(self, dialect: str = "mpmd") -> str:
+    @property
+    def peak_memory_bytes(self) -> int:
+        """See `MpmdExecutable.peak_memory_bytes`."""
+        return self.mpmd_executable.peak_memory_bytes
+
+    def as_text(self, dialect: str | None = None) -> str:
         """See `MpmdLowered.as_text`."""
         return self._lowered.as_text(dialect)
 
+    def cost_analysis(self) -> dict[str, dict[str, float]]:
+        """See `MpmdExecutable.cost_analysis`."""
+        return self.mpmd_executable.cost_analysis()
+
+    def memory_analysis(self) -> dict[str, MemoryAnalysis]:
+        """See `MpmdExecutable.memory_analysis`."""
+        return self.mpmd_executable.memory_analysis()
+
     def __call__(self, *args: Any) -> Any:
-        """Run the program; arguments on other devices are copied first.
+        """Run the program; host arrays, and arrays that JAX may move (not committed), are copied to their mesh.
 
         Raises:
           TypeError: if an argument differs in structure or type from the lowered program.
+          ValueError: if an array was placed on another mesh than its own.
           RuntimeError: if an argument was donated to an earlier call.
         """
         return self.run(self._lowered.signature.leaves_of(args, {}))
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on flat arguments whose types fit the program; the types are not checked."""
-        environment = self._binding.environment(leaves)
-        self._runtime.run(environment)
-        return self._binding.collect(environment)
+        return self.mpmd_executable.run(leaves)
 
 
 def _result(result: Mapping[int, int] | Constant, sharding: NamedSharding) -> Callable[[list[Any]], jax.Array]:

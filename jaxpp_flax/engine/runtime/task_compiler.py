@@ -38,13 +38,14 @@ Waiting: TypeAlias = Callable[[], Any]  # waits for an executable and returns it
 class TaskCompiler(Generic[MeshT]):
     """Lowers and compiles each distinct task once.
 
-    `options` are XLA's, as `jax.jit` takes them in `compiler_options`. `lowerings`, `compilations` (by XLA) and
-    `executables` (compiled, or copied for another rank's devices) are counters. They grow with the number of distinct
-    tasks, never with the number of microbatches.
+    `options` are XLA's, as `jax.jit` takes them in `compiler_options`; `rank_options` replaces them for some ranks.
+    `lowerings`, `compilations` (by XLA) and `executables` (compiled, or copied for other devices) are counters.
+    They grow with the number of distinct tasks, never with the number of microbatches.
     """
 
     mesh: MeshT
     options: Mapping[str, Any] | None = None
+    rank_options: Mapping[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
     lowerings: int = 0
     compilations: int = 0
     executables: int = 0
@@ -68,15 +69,16 @@ class TaskCompiler(Generic[MeshT]):
         mesh = self._lowering_mesh(task, graph)
         # JAX's settings at that time change how some primitives (random bits, say) are lowered.
         key = (mesh, graph, tuple(in_specs), tuple(out_specs), task.donate, trace_context())
+        optioned = key, task.rank if task.rank in self.rank_options else None
         devices = self.mesh.rank_devices(task.rank)
-        started = self._started.get((key, devices))
+        started = self._started.get((optioned, devices))
         if started is None:
             self.executables += 1
             lowered = self._lowered.get(key)
             if lowered is None:
                 lowered = self._lowered[key] = self._lower(task, mesh, in_specs, out_specs)
                 self.lowerings += 1
-            started = self._started[key, devices] = self._start(key, lowered, task.rank)
+            started = self._started[optioned, devices] = self._start(optioned, lowered, task.rank)
         return started
 
     def _start(self, key: Hashable, lowered: Any, rank: int) -> Waiting:
@@ -93,11 +95,11 @@ class TaskCompiler(Generic[MeshT]):
 
     def _compile_for(self, lowered: Any, rank: int) -> Callable[[], Original]:
         self.compilations += 1
-        devices = self.mesh.rank_devices(rank)
+        devices, options = self.mesh.rank_devices(rank), self.rank_options.get(rank, self.options)
 
         def here() -> Original:
             with context_mesh(None):
-                return compile_original(lowered, devices, self.options)
+                return compile_original(lowered, devices, options)
 
         # Settings that hold in this thread alone are not those of the thread that would compile.
         with context_mesh(None):

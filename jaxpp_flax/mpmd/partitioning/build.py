@@ -12,12 +12,15 @@ from jaxpp_flax.engine.passes.submesh_constraints import onto_mesh
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.tracing.ir import Graph
 from jaxpp_flax.messages import known_names
-from jaxpp_flax.mpmd.config import MpmdConfig
+from jaxpp_flax.mpmd.config import MpmdConfig, mesh_and_memory
 from jaxpp_flax.mpmd.partitioning.fragments import Fragment, fragments_of
 from jaxpp_flax.mpmd.partitioning.infer import Placement, infer
+from jaxpp_flax.mpmd.partitioning.keys import Halves, named_keys
 from jaxpp_flax.mpmd.partitioning.nodes import Node, Step, nodes_of
 from jaxpp_flax.mpmd.partitioning.program import unroll
+from jaxpp_flax.mpmd.partitioning.rules import infos_of, rules_of
 from jaxpp_flax.mpmd.partitioning.stages import Order, Stages, order_of, split_backward, stages_of
+from jaxpp_flax.schedules.errors import ScheduleError
 
 __all__ = ["Built", "build"]
 
@@ -39,6 +42,8 @@ def build(
     argument_ranks: Sequence[int | None],
     result_ranks: Sequence[int | None],
     donated: Sequence[bool],
+    *,
+    keep_unused: bool,
 ) -> Built:
     """Turn a traced step, whose first `num_constants` inputs are captured arrays, into a program for named meshes.
 
@@ -53,19 +58,16 @@ def build(
     fixed = _fixed(step.nodes, config)
     constants = frozenset(step.inputs[:num_constants])
     given = {v: r for v, r in zip(step.inputs[num_constants:], argument_ranks, strict=True) if r is not None}
-    placement = infer(step, fixed, constants, given, result_ranks)
+    first_mesh = 0 if config.options.infers_transfers else None
+    placement = infer(step, fixed, constants, given, result_ranks, mixed_results=first_mesh)
     stages = stages_of(step.nodes, fixed, config.name_to_stage_assignment, meshes.names)
     _number_calls(step.nodes)
     order = _order(step.nodes, stages, config)
-    weights: frozenset[Node] = frozenset()
-    if order is not None and order.split_stages:
-        nodes, halves, weights = split_backward(step.nodes, stages.of_name, order.split_stages)
-        step = replace(step, nodes=nodes)
-        placed = {**placement.nodes, **{half: placement.nodes[whole] for half, whole in halves.items()}}
-        placement = replace(placement, nodes={node: placed[node] for node in nodes})
-    fragments = fragments_of(step, placement, stages, order, weights)
+    step, placement, halves = _split(step, placement, stages, order, config)
+    rules = rules_of(infos_of(named_keys(step.nodes, placement, stages, halves), config), config)
+    fragments = fragments_of(step, placement, stages, order, halves, rules)
     rewrites = [onto_mesh(meshes.unstack, mesh.abstract_mesh) for mesh in meshes.unstack]
-    unrolled = unroll(step, placement, fragments, rewrites)
+    unrolled = unroll(step, placement, fragments, rewrites, keep_unused=keep_unused)
     program = allocate_slots(unrolled, [False] * num_constants + list(donated))
     if wants_verification():
         unrolled.verify()
@@ -73,10 +75,30 @@ def build(
     return Built(program, step, placement, tuple(fragments))
 
 
+def _split(
+    step: Step, placement: Placement, stages: Stages, order: Order | None, config: MpmdConfig
+) -> tuple[Step, Placement, Halves]:
+    """Split the backward work of the stages for which the schedule, or the options of fragment rules, ask for it."""
+    split = order.split_stages if order is not None else frozenset[int]()
+    if config.rules is not None and config.options.splits_backward and not split:
+        if order is not None:
+            raise ScheduleError(
+                f"{order.name} does not split backward computations, but its fragment rules are to see them split "
+                "(mpmd_split_bwd_fragments=True). Use a ZERO_BUBBLE schedule, or leave one of the two out."
+            )
+        split = frozenset(range(len(stages.ranks)))
+    if not split:
+        return step, placement, Halves()
+    nodes, halves, weights = split_backward(step.nodes, stages.of_name, split)
+    placed = {**placement.nodes, **{half: placement.nodes[whole] for half, whole in halves.items()}}
+    placement = replace(placement, nodes={node: placed[node] for node in nodes})
+    return replace(step, nodes=nodes), placement, Halves(split, weights)
+
+
 def _fixed(nodes: Sequence[Node], config: MpmdConfig) -> dict[Node, int]:
     """Return the ranks of named nodes, and of loops whose names all share one mesh."""
     fixed: dict[Node, int] = {}
-    assigned = config.name_to_mesh_assignment
+    assigned = {name: config.mesh_of(name) for name in config.name_to_mesh_assignment}
     stages = config.name_to_stage_assignment
     for node in nodes:
         for name in sorted(node.names):
@@ -85,6 +107,7 @@ def _fixed(nodes: Sequence[Node], config: MpmdConfig) -> dict[Node, int]:
                     f"{name!r} at {node.where} is assigned to no mesh.{known_names(name, assigned)} Add it to "
                     "name_to_mesh_assignment."
                 )
+            _refuse_host_memory(name, config.name_to_mesh_assignment[name], node.where)
         if node.origin is not None:
             name = node.origin.name
             for inner in sorted(node.names - {name}):
@@ -106,6 +129,15 @@ def _fixed(nodes: Sequence[Node], config: MpmdConfig) -> dict[Node, int]:
                 )
             fixed[node] = config.meshes.rank(ranks.pop())
     return fixed
+
+
+def _refuse_host_memory(name: str, mesh: str, where: str) -> None:
+    if mesh_and_memory(mesh)[1] not in (None, "device"):
+        raise NotImplementedError(
+            f"{name!r} at {where} is assigned to {mesh!r}. A name says on which mesh work runs, and it runs on arrays "
+            f"in device memory. Assign it to {mesh_and_memory(mesh)[0]!r}, and keep an array on the host by "
+            "`jax.device_put(x, jax.memory.Space.Host)`, `in_shardings`, or the assignment of inputs and outputs."
+        )
 
 
 def _assignment(name: str, config: MpmdConfig) -> str:

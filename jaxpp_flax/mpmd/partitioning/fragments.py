@@ -4,37 +4,25 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from jaxpp_flax.engine.tracing.ir import Value
 from jaxpp_flax.mpmd.partitioning.infer import Placement
+from jaxpp_flax.mpmd.partitioning.keys import Halves, Key, key_of
 from jaxpp_flax.mpmd.partitioning.nodes import Node, Origin, Step
+from jaxpp_flax.mpmd.partitioning.rules import Rules
 from jaxpp_flax.mpmd.partitioning.stages import Order, Stages
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.task import Task, TaskKind
 
 __all__ = ["Fragment", "fragments_of"]
 
-_F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
+_F, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
 _START = -1.0  # work that waits for nothing
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """The work that may share a fragment: one microbatch's work of one stage in one direction."""
-
-    rank: int
-    stage: int | None = None
-    kind: TaskKind | None = None
-    call: int | None = None
-
-    @property
-    def task(self) -> Task | None:
-        """The schedule's task for this work, if there is one."""
-        if self.kind is None or self.stage is None or self.call is None:
-            return None
-        return Task(self.kind, self.stage, self.call)
+_Barrier: TypeAlias = "tuple[list[int], list[int], str]"  # pieces that run before others, and why
 
 
 @dataclass(eq=False, slots=True)
@@ -43,6 +31,10 @@ class Fragment:
 
     key: Key
     nodes: list[Node] = field(default_factory=list)
+    first: Key = field(init=False)  # of the first piece
+
+    def __post_init__(self) -> None:
+        self.first = self.key
 
     @property
     def origins(self) -> tuple[Origin, ...]:
@@ -53,6 +45,8 @@ class Fragment:
     def label(self) -> str:
         """The fragment's name in profiles and listings."""
         key = self.key
+        if key.kind is None and self.origins:
+            return "merged"
         if key.stage is None or key.kind is None:
             return "inferred"
         directions = dict.fromkeys("bwd" if node.backward else "fwd" for node in self.nodes)
@@ -73,29 +67,30 @@ class _Piece:
 
 
 def fragments_of(
-    step: Step, placement: Placement, stages: Stages, order: Order | None, weights: frozenset[Node]
+    step: Step, placement: Placement, stages: Stages, order: Order | None, halves: Halves, rules: Rules
 ) -> list[Fragment]:
     """Return the fragments in an order in which they can run: the schedule's, or program order if `order` is None.
 
     Raises:
-      ScheduleError: if the program's data cannot follow the schedule.
+      ScheduleError: if the program's data cannot follow the schedule or the rules.
     """
-    pieces = _pieces(step, placement, stages, order, weights)
-    barriers = _scheduled_edges(pieces, order)
-    return _join(_sort(pieces, barriers, order), order.fused if order is not None else frozenset())
+    pieces = _pieces(step, placement, stages, order, halves)
+    leading = _leading(pieces) if rules.before else set[int]()
+    edges = _ruled_edges(pieces, leading, rules) + _scheduled_edges(pieces, order)
+    barriers = _with_groups(pieces, edges, rules)
+    if rules.before and order is None:  # what follows a fragment's named work runs at once: else it would be cut off
+        for piece in pieces:
+            if piece.node.computation is None and piece.key.kind is not None and piece.index not in leading:
+                piece.position = -math.inf
+    fragments = _join(_sort(pieces, barriers, order, rules), order.fused if order is not None else frozenset(), rules)
+    of_groups = [rules.group_of[key] for fragment in fragments if (key := fragment.first) in rules.group_of]
+    for number in of_groups:
+        if of_groups.count(number) > 1:
+            raise ScheduleError(f"the program cannot run {rules.describe(number)}; please report this program.")
+    return fragments
 
 
-def _kind(node: Node, stage: int | None, order: Order | None, weights: frozenset[Node]) -> TaskKind:
-    if not node.backward:
-        return _F
-    if order is None or stage not in order.split_stages:
-        return _B
-    return _W if node in weights else _I
-
-
-def _pieces(
-    step: Step, placement: Placement, stages: Stages, order: Order | None, weights: frozenset[Node]
-) -> list[_Piece]:
+def _pieces(step: Step, placement: Placement, stages: Stages, order: Order | None, halves: Halves) -> list[_Piece]:
     pieces: list[_Piece] = []
     native: dict[Value, dict[int, int]] = {}
     readers: list[list[int]] = []
@@ -107,10 +102,7 @@ def _pieces(
                 made = native.get(value)
                 if made:
                     before.append(made[rank] if rank in made else made[min(made)])
-            key = Key(rank, call=node.call)
-            if node.computation is not None:
-                stage = stages.of_name.get(node.computation)
-                key = Key(rank, stage, _kind(node, stage, order, weights), node.call)
+            key = key_of(node, rank, stages, halves)
             pieces.append(_Piece(node, rank, index, key, _START, list(dict.fromkeys(before))))
             readers.append([])
             for p in pieces[-1].before:
@@ -167,7 +159,54 @@ def _set_positions(pieces: Sequence[_Piece], readers: Sequence[Sequence[int]], o
             piece.position = min(r.position for r in following)
 
 
-def _scheduled_edges(pieces: Sequence[_Piece], order: Order | None) -> list[tuple[list[int], list[int], str]]:
+def _leading(pieces: Sequence[_Piece]) -> set[int]:
+    """Find the unnamed work that leads to the named work of its own fragment."""
+    leading: set[int] = set()
+    for piece in reversed(pieces):
+        if piece.node.computation is not None or piece.index in leading:
+            leading.update(p for p in piece.before if pieces[p].key == piece.key)
+    return {p for p in leading if pieces[p].node.computation is None}
+
+
+def _ruled_edges(pieces: Sequence[_Piece], leading: set[int], rules: Rules) -> list[_Barrier]:
+    """Return the pieces that must run before others, by the schedule rules.
+
+    The unnamed work that leads to a fragment's named work waits with it. What follows the named work, such as a sum
+    over microbatches, keeps to its data.
+    """
+    named: dict[Key, list[int]] = {}
+    waiting: dict[Key, list[int]] = {}
+    for piece in pieces:
+        if piece.node.computation is not None:
+            named.setdefault(piece.key, []).append(piece.index)
+        if piece.node.computation is not None or piece.index in leading:
+            waiting.setdefault(piece.key, []).append(piece.index)
+    return [(named[a], waiting[b], f"{rules.labels[a]} before {rules.labels[b]}") for a, b in rules.before]
+
+
+def _with_groups(pieces: Sequence[_Piece], barriers: Sequence[_Barrier], rules: Rules) -> list[_Barrier]:
+    """Let all pieces of a merged group wait for everything that one of them waits for: then they run in a row."""
+    if not rules.merged:
+        return list(barriers)
+    group = [rules.group_of.get(piece.key) for piece in pieces]
+    members: dict[int, list[int]] = {}
+    for piece, number in zip(pieces, group, strict=True):
+        if number is not None:
+            members.setdefault(number, []).append(piece.index)
+    found: list[_Barrier] = []
+    for first, second, what in barriers:
+        touched = {number for p in second if (number := group[p]) is not None}
+        outside = [p for p in first if group[p] not in touched]
+        together = sorted({*second, *(m for number in touched for m in members[number])})
+        found += [(first, second, what)] if len(outside) < len(first) else []
+        found += [(outside, together, what)] if outside else []
+    for number, inside in members.items():
+        outside = sorted({p for m in inside for p in pieces[m].before if group[p] != number})
+        found += [(outside, inside, rules.describe(number))] if outside else []
+    return found
+
+
+def _scheduled_edges(pieces: Sequence[_Piece], order: Order | None) -> list[_Barrier]:
     """Return the pieces that must run before others, by the schedule: each mesh runs its tasks one after another."""
     if order is None:
         return []
@@ -175,17 +214,21 @@ def _scheduled_edges(pieces: Sequence[_Piece], order: Order | None) -> list[tupl
     for piece in pieces:
         if piece.node.computation is not None and piece.key.task is not None:
             of_task.setdefault(piece.key.task, []).append(piece.index)
-    edges: list[tuple[list[int], list[int], str]] = []
+    edges: list[_Barrier] = []
     for tasks in order.tasks.values():
         present = [task for task in tasks if task in of_task]
         edges += [(of_task[a], of_task[b], f"{a!r} before {b!r}") for a, b in itertools.pairwise(present)]
     return edges
 
 
-def _sort(
-    pieces: Sequence[_Piece], barriers: Sequence[tuple[list[int], list[int], str]], order: Order | None
-) -> list[_Piece]:
-    """Sort the pieces into one order that agrees with data and schedule."""
+def _sort(pieces: Sequence[_Piece], barriers: Sequence[_Barrier], order: Order | None, rules: Rules) -> list[_Piece]:
+    """Sort the pieces into one order that agrees with data, schedule and rules."""
+
+    def turn(piece: _Piece) -> tuple[float, int, int]:
+        """Return what decides between pieces that are ready: a merged group goes on before anything else begins."""
+        group = rules.group_of.get(piece.key)
+        return (piece.position, 0, piece.index) if group is None else (-math.inf, group, piece.index)
+
     count = len(pieces)
     after: list[list[int]] = [[] for _ in range(count + len(barriers))]
     waiting = [0] * (count + len(barriers))
@@ -193,25 +236,25 @@ def _sort(
         for p in piece.before:
             after[p].append(piece.index)
             waiting[piece.index] += 1
-    for number, (first, second, _) in enumerate(barriers):
-        gate = count + number
+    for number, (first, second, _) in enumerate(barriers, count):
         for p in first:
-            after[p].append(gate)
+            after[p].append(number)
         for s in second:
-            after[gate].append(s)
+            after[number].append(s)
             waiting[s] += 1
-        waiting[gate] = len(first)
-    ready = [(piece.position, piece.index) for piece in pieces if not waiting[piece.index]]
+        waiting[number] = len(first)
+    gate = -math.inf, -1  # opens before anything else runs
+    ready = [turn(piece) for piece in pieces if not waiting[piece.index]]
     heapq.heapify(ready)
     sorted_pieces: list[_Piece] = []
     while ready:
-        _, index = heapq.heappop(ready)
+        _, _, index = heapq.heappop(ready)
         if index < count:
             sorted_pieces.append(pieces[index])
         for reader in after[index]:
             waiting[reader] -= 1
             if not waiting[reader]:
-                heapq.heappush(ready, (pieces[reader].position if reader < count else _START, reader))
+                heapq.heappush(ready, turn(pieces[reader]) if reader < count else (*gate, reader))
     if len(sorted_pieces) < count:
         done = {p.index for p in sorted_pieces}
         raise _stuck(pieces, done, barriers, order)
@@ -219,19 +262,19 @@ def _sort(
 
 
 def _stuck(
-    pieces: Sequence[_Piece], done: set[int], barriers: Sequence[tuple[list[int], list[int], str]], order: Order | None
+    pieces: Sequence[_Piece], done: set[int], barriers: Sequence[_Barrier], order: Order | None
 ) -> ScheduleError:
     blocked = [what for first, second, what in barriers if not done.issuperset(first) and not done.issuperset(second)]
     names = [str(p.node.origin) for p in pieces if p.index not in done and p.node.origin is not None]
     return ScheduleError(
-        f"the program cannot run by {order.name if order else 'its order'}: its computations wait for each other in a "
-        f"circle. Waiting: {', '.join(dict.fromkeys(names[:8]))}; the schedule wants {'; '.join(blocked[:4])}. "
-        "A computation of an earlier stage reads what a later stage makes: assign both to one stage, or use another "
-        "schedule."
+        f"the program cannot run by {order.name if order else 'its fragment rules'}: its computations wait for each "
+        f"other in a circle. Waiting: {', '.join(dict.fromkeys(names[:8]))}; wanted: {'; '.join(blocked[:4])}. "
+        "If a computation of an earlier stage reads what a later stage makes, assign both to one stage; else change "
+        "the schedule or its rules."
     )
 
 
-def _join(order: Sequence[_Piece], fused: frozenset[Task]) -> list[Fragment]:
+def _join(order: Sequence[_Piece], fused: frozenset[Task], rules: Rules) -> list[Fragment]:
     """Join pieces that follow each other on a mesh, as long as no data goes out and comes back in between."""
     fragments: list[Fragment] = []
     ancestors: list[int] = []  # of each fragment, as bits
@@ -240,15 +283,20 @@ def _join(order: Sequence[_Piece], fused: frozenset[Task]) -> list[Fragment]:
     for piece in order:
         before = {home[p] for p in piece.before}
         current = open_.get(piece.rank)
-        joins = current is not None and _compatible(fragments[current].key, piece.key, fused)
+        group = rules.group_of.get(piece.key)
+        joins = current is not None and group == rules.group_of.get(fragments[current].first)
+        if current is not None and joins and group is None:
+            joins = _compatible(fragments[current].key, piece.key, fused)
         if current is not None and joins:
             joins = not any(f != current and ancestors[f] >> current & 1 for f in before)
         if current is None or not joins:
             fragments.append(Fragment(piece.key))
+            if group is not None:
+                fragments[-1].key = rules.key_of(group)
             ancestors.append(0 if current is None else ancestors[current] | 1 << current)
             current = open_[piece.rank] = len(fragments) - 1
-        elif fragments[current].key.stage is None:
-            fragments[current].key = piece.key
+        elif group is None and fragments[current].key.stage is None:
+            fragments[current].key = fragments[current].first = piece.key
         fragments[current].nodes.append(piece.node)
         home[piece.index] = current
         _add_ancestors(ancestors, current, before)

@@ -146,12 +146,21 @@ def infer(
     constants: frozenset[Value],
     argument_ranks: Mapping[Value, int],
     result_ranks: Sequence[int | None],
+    *,
+    mixed_results: int | None = None,
 ) -> Placement:
     """Place the nodes that are not fixed.
 
     `constants` are the inputs that are captured arrays: a copy on every rank costs nothing per step. `argument_ranks`
-    and `result_ranks` hold the ranks that the user gave.
+    and `result_ranks` hold the ranks that the user gave. `mixed_results` is the rank of results that unnamed work makes
+    from several ranks; None places them so that few bytes are transferred.
     """
+    if mixed_results is not None:
+        mixed = _mixed(step, fixed, argument_ranks)
+        result_ranks = [
+            mixed_results if rank is None and atom in mixed else rank
+            for atom, rank in zip(step.outputs, result_ranks, strict=True)
+        ]
     copied = _copied(step, fixed, constants)
     search = _Search(step, {}, argument_ranks, {*constants, *(v for n in copied for v in n.outputs)})
     for node in step.nodes:
@@ -167,6 +176,15 @@ def infer(
     _follow_data(search, free)
     _improve(search, free)
     return _finish(search, copied, constants, result_ranks)
+
+
+def _mixed(step: Step, fixed: Mapping[Node, int], argument_ranks: Mapping[Value, int]) -> set[Value]:
+    """Find the values that unnamed work makes from several ranks."""
+    origins = {value: {rank} for value, rank in argument_ranks.items()}
+    for node in step.nodes:
+        found = {fixed[node]} if node in fixed else set[int]().union(*(origins.get(v, set()) for v in node.inputs))
+        origins.update(dict.fromkeys(node.outputs, found))
+    return {value for value, ranks in origins.items() if len(ranks) > 1}
 
 
 def _follow_data(search: _Search, free: Sequence[Node]) -> None:

@@ -37,20 +37,26 @@ class _Unroller(Unroller):
 
 
 def unroll(
-    step: Step, placement: Placement, fragments: Sequence[Fragment], rewrite: Sequence[Callable[[Graph], Graph]]
+    step: Step,
+    placement: Placement,
+    fragments: Sequence[Fragment],
+    rewrite: Sequence[Callable[[Graph], Graph]],
+    *,
+    keep_unused: bool,
 ) -> Program:
     """Turn fragments into a program with a slot for every value (see the engine's `liveness` for reuse).
 
     The fragments are in an order in which they can run; `rewrite` moves a graph's shardings onto the mesh of a rank.
+    With `keep_unused`, an argument that nothing reads has a slot too.
     """
     native = dict(zip(step.inputs, placement.arguments, strict=True))
     native.update({v: ranks for node, ranks in placement.nodes.items() for v in node.outputs})
     unroller = _Unroller(native)
+    readers = _readers(step, placement, fragments)
     arguments = [
-        {rank: unroller.new(value, rank) for rank in ranks}
+        {rank: unroller.new(value, rank) for rank in ranks if keep_unused or value in readers}
         for value, ranks in zip(step.inputs, placement.arguments, strict=True)
     ]
-    readers = _readers(step, placement, fragments)
     fingerprints = Fingerprinter()
     like = _like(step)
     known: dict[Hashable, int] = {}

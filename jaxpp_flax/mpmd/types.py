@@ -1,0 +1,116 @@
+"""Types of programs written for Shardy:MPMD, and the meshes of a tree by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+__all__ = [
+    "FunctionIOMeshAssignment",
+    "MpmdJitShardingInfo",
+    "NameToMeshAssignment",
+    "NamedShardings",
+    "Topology",
+    "mesh_names",
+]
+
+Topology: TypeAlias = dict[str, Mesh]
+NameToMeshAssignment: TypeAlias = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class FunctionIOMeshAssignment:
+    """Names of meshes: a tree for the arguments, and one for the results.
+
+    Example:
+      >>> FunctionIOMeshAssignment(("m0", "m1"), "m1").output_meshes
+      'm1'
+    """
+
+    input_meshes: Any
+    output_meshes: Any
+
+
+class NamedShardings(Protocol):
+    """Trees of `NamedSharding`s, each over the mesh of its leaf."""
+
+    @property
+    def input_specs(self) -> Any:
+        """The shardings of the arguments, as a tuple."""
+        ...
+
+    @property
+    def output_specs(self) -> Any:
+        """The shardings of the results."""
+        ...
+
+
+@dataclass(frozen=True)
+class MpmdJitShardingInfo:
+    """Where a lowered function takes its arguments and leaves its results: enough to make its first state.
+
+    Attributes:
+      named_shardings: trees of `NamedSharding`s, `input_specs` and `output_specs`.
+      io_mesh_assignment: the names of the meshes of arguments and results.
+      topology: the named meshes.
+      name_to_mesh_map: the mesh of each name, or its mesh and stage.
+
+    Example:
+      >>> import jax, numpy as np, jax.numpy as jnp
+      >>> from jaxpp_flax import mpmd
+      >>> meshes = {"m0": jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))}
+      >>> info = mpmd.jit(lambda x: x + 1, mpmd.make_config(meshes, {})).lower(jnp.ones(2)).sharding_info
+      >>> info.io_mesh_assignment.input_meshes, info.topology == meshes
+      (('m0',), True)
+    """
+
+    named_shardings: NamedShardings
+    io_mesh_assignment: FunctionIOMeshAssignment
+    topology: Topology
+    name_to_mesh_map: Mapping[str, str | tuple[str, int]]
+
+
+def mesh_names(pytree: Any, topology: Mapping[str, Mesh]) -> Any:
+    """Return the name of each leaf's mesh; None for a leaf without a mesh of devices.
+
+    Args:
+      pytree: a tree of arrays, `jax.ShapeDtypeStruct`s, `NamedSharding`s, meshes or None.
+      topology: named meshes.
+
+    Raises:
+      ValueError: if a leaf is of another type, or its mesh is not in the topology.
+
+    Example:
+      >>> import jax, numpy as np
+      >>> meshes = {f"m{i}": jax.sharding.Mesh(np.array([jax.devices()[i]]), ("data",)) for i in range(2)}
+      >>> where = jax.sharding.NamedSharding(meshes["m1"], jax.sharding.PartitionSpec())
+      >>> mesh_names((where, meshes["m0"], jax.ShapeDtypeStruct((2,), "int8")), meshes)
+      ('m1', 'm0', None)
+    """
+    names = {mesh: name for name, mesh in topology.items()}
+
+    def name_of(leaf: Any) -> str | None:
+        found = leaf
+        if isinstance(found, (jax.Array, jax.ShapeDtypeStruct)):
+            found = found.sharding
+        if isinstance(found, NamedSharding):
+            found = found.mesh
+        if found is None or isinstance(found, (AbstractMesh, jax.sharding.Sharding)):
+            return None
+        if not isinstance(found, Mesh):
+            raise ValueError(
+                f"Unexpected type: {type(leaf).__name__}. The leaves must be arrays, ShapeDtypeStructs, NamedShardings "
+                "or meshes."
+            )
+        if found not in names:
+            raise ValueError(
+                f"Mesh {dict(found.shape)} with devices {found.devices.tolist()} is not in the topology, whose meshes "
+                f"are { ({name: mesh.devices.tolist() for name, mesh in topology.items()}) }."
+            )
+        return names[found]
+
+    return jax.tree.map(name_of, pytree)
