@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -78,8 +79,10 @@ def export_pretrained(
     if not leaves:
         raise CheckpointMismatchError(f"cannot export to {target}.", [f"no leaf of the tree matches only={only!r}"])
     plan = ExportPlan.of(leaves, map, target, max_shard_bytes)
-    unfinished = target.with_name(f".{target.name}.unfinished")
     group = process_group()
+    # Two exports to one place must not meet in one directory: the second one to end finds that the place is taken.
+    number = exchange_values(group, "the name of an export", secrets.token_hex(4))[0]
+    unfinished = target.with_name(f".{target.name}.unfinished-{number}")
     try:
         do_in_process_0(group, "the files of an export", lambda: plan.create(unfinished, config), CheckpointSaveError)
         failure = _attempt(lambda: plan.write(unfinished, leaves))
@@ -149,7 +152,6 @@ class ExportPlan:
                 f"cannot export to {self.target}: it exists, and is left as it is. Choose another path."
             )
         try:
-            shutil.rmtree(directory, ignore_errors=True)  # an export that was cut off
             directory.mkdir(parents=True)
             for file, tensors in self.files.items():
                 create_file(directory / file, tensors)

@@ -17,6 +17,7 @@ from jaxpp_flax.checkpoint.format.leaves import abstract_leaf, is_key
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.pretrained.name_map import IDENTITY, Fill, NameMap
 from jaxpp_flax.pretrained.slices import tensor_parts, to_leaf
 from jaxpp_flax.pretrained.sources import StoredTensor, WeightSource, open_source
@@ -241,6 +242,9 @@ def _on_devices(
     for same in devices.values():
         piece = read(index_of[same[0]])
         for device in same:
-            pieces[device] = jax.device_put(piece, SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+            own = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            array = jax.device_put(piece, own)
+            # On CPU this is the memory of `piece`. A step donates the array, which needs memory of its own for that.
+            pieces[device] = place(array, own, may_alias=False) if device.platform == "cpu" else array
         jax.block_until_ready([pieces[device] for device in same])
     return jax.make_array_from_single_device_arrays(shape, sharding, [pieces[d] for d in index_of], dtype=dtype)

@@ -54,7 +54,7 @@ class Tensor:
           CorruptCheckpointError: if the file ends before.
         """
         part = np.empty([sum(run.stop - run.start for run in of) for of in runs], self.numpy_dtype)
-        memory = memoryview(part.reshape(-1).view(np.uint8))
+        memory = part.reshape(-1).view(np.uint8).data
         place = 0
         with self.file.open("rb", buffering=0) as file:
             for offset, size in self._extents(runs):
@@ -65,7 +65,7 @@ class Tensor:
 
     def write(self, descriptor: int, runs: Runs, part: np.ndarray) -> None:
         """Write some positions of each dimension into an open file; other positions are not touched."""
-        memory = memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+        memory = np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
         place = 0
         for offset, size in self._extents(runs):
             done = 0

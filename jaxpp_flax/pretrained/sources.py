@@ -85,7 +85,8 @@ def open_source(path: str | os.PathLike[str]) -> WeightSource:
         )
     if candidates:
         return _open_file(candidates[0])
-    if any(place.rglob("_METADATA")) or any(of.name.isdigit() for of in place.iterdir()):
+    names = {of.name for of in [*place.iterdir(), *place.glob("*/_METADATA")]}
+    if "_METADATA" in names or any(map(str.isdigit, names)):
         tensors, optional = read_orbax(place)
         return WeightSource(path=place, tensors=tensors, optional=optional)
     raise CheckpointNotFoundError(f"no weights in {place}: {_without_weights(place)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxpp_flax import MpmdMesh, MpmdSharding
 from jaxpp_flax.checkpoint import CheckpointMismatchError, CheckpointSaveError, save
 from jaxpp_flax.engine.arrays.placing import place_on_ranks
 from jaxpp_flax.pretrained import NameMap, Rule, export_pretrained, load_pretrained
+from jaxpp_flax.pretrained.exporting import ExportPlan
 from jaxpp_flax.pretrained.sources import INDEX
 from tests.helpers import tree_allclose
 from tests.pretrained.weights import NAMES, make_tree, write
@@ -89,10 +91,21 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(CheckpointSaveError, match=r"exporting to .*/w failed: in process 0: OSError.*No space left"):
         write(tmp_path / "w")
     assert not list(tmp_path.iterdir())
-    monkeypatch.undo()
-    (tmp_path / ".w.unfinished").mkdir()  # an export that was killed
-    assert write(tmp_path / "w").is_dir()
+
+
+def test_of_two_exports_to_one_place_the_second_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    original = ExportPlan.write
+
+    def overtaken(self: ExportPlan, directory: Path, leaves: Any) -> None:
+        monkeypatch.undo()
+        write(tmp_path / "w")
+        original(self, directory, leaves)
+
+    monkeypatch.setattr(ExportPlan, "write", overtaken)
+    with pytest.raises(CheckpointSaveError, match=r"exporting to .*/w failed: OSError"):
+        write(tmp_path / "w", make_tree(3))
     assert [file.name for file in tmp_path.iterdir()] == ["w"]
+    tree_allclose(load_pretrained(tmp_path / "w", make_tree(), map=NAMES), make_tree(), rtol=0, atol=0)
 
 
 def test_a_checkpoint_and_other_files_without_their_arrays_in_memory(tmp_path: Path):

@@ -86,6 +86,8 @@ def test_every_number_of_stages_reads_and_writes_the_same_bits(files: Path, tmp_
     expected = {file.name: file.read_bytes() for file in files.iterdir()}
     for stages in (1, 2, 4):
         trainer = make_trainer(0, stages)
+        if stages == 1:
+            trainer.compile(BATCH)
         trainer.load_pretrained(files, map=NAMES)
         trainer.compile(BATCH)
         out = trainer.export_pretrained(tmp_path / str(stages), map=NAMES, max_shard_bytes=1000)
@@ -99,6 +101,7 @@ def test_the_model_and_inference_before_the_first_step_have_the_weights(files: P
     np.testing.assert_array_equal(trainer.model(tokens), trained(tokens))
 
 
+@pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
 def test_running_statistics_and_frozen_parameters_too(tmp_path: Path):
     source = Model(4, rngs=nnx.Rngs(3), batch_norm=True, dropout=0.1)
     for block in source.blocks:
@@ -107,10 +110,25 @@ def test_running_statistics_and_frozen_parameters_too(tmp_path: Path):
     model = Model(4, rngs=nnx.Rngs(0), batch_norm=True, dropout=0.1)
     trainer = make_trainer(0, model=model, parameters=Parameters(frozen="embed"))
     trainer.load_pretrained(path, map=NAMES)
+    trainer.compile(BATCH)
     loaded = nnx.state(trainer.model, (nnx.Param, nnx.BatchStat))
     tree_allclose(loaded, nnx.state(source, (nnx.Param, nnx.BatchStat)), rtol=0, atol=0)
     out = trainer.export_pretrained(tmp_path / "out", map=NAMES)
     assert (out / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
+
+
+def test_a_trainers_checkpoint_of_another_number_of_stages(tmp_path: Path):
+    """Adapters that the checkpoint lacks keep their values."""
+    trainer = make_trainer(3)
+    trainer.train_step(BATCH)
+    path = trainer.save(tmp_path / "run")
+    model = Model(4, rngs=nnx.Rngs(0))
+    model.blocks[2].adapter = nnx.Param(jnp.full(3, 7.0))
+    other = make_trainer(0, 4, model=model)
+    other.load_pretrained(path, keep="*/adapter")
+    loaded = nnx.to_pure_dict(nnx.state(other.model, nnx.Param))
+    np.testing.assert_array_equal(loaded["blocks"][2].pop("adapter"), np.full(3, 7.0))
+    tree_allclose(loaded, nnx.to_pure_dict(nnx.state(trainer.model, nnx.Param)), rtol=0, atol=0)
 
 
 def test_a_linen_model(tmp_path: Path):
