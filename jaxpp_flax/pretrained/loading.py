@@ -243,8 +243,6 @@ def _on_devices(
         piece = read(index_of[same[0]])
         for device in same:
             own = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-            array = jax.device_put(piece, own)
-            # On CPU this is the memory of `piece`. A step donates the array, which needs memory of its own for that.
-            pieces[device] = place(array, own, may_alias=False) if device.platform == "cpu" else array
+            pieces[device] = place(piece, own, may_alias=False)  # a step donates it
         jax.block_until_ready([pieces[device] for device in same])
     return jax.make_array_from_single_device_arrays(shape, sharding, [pieces[d] for d in index_of], dtype=dtype)
