@@ -17,7 +17,6 @@ from jaxpp_flax.checkpoint.format.leaves import abstract_leaf, is_key
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.pretrained.name_map import IDENTITY, Fill, NameMap
 from jaxpp_flax.pretrained.slices import tensor_parts, to_leaf
 from jaxpp_flax.pretrained.sources import StoredTensor, WeightSource, open_source
@@ -243,6 +242,7 @@ def _on_devices(
         piece = read(index_of[same[0]])
         for device in same:
             own = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-            pieces[device] = place(piece, own, may_alias=False)  # a step donates it
+            # On CPU this may be the memory of `piece`, which nothing changes: XLA copies it where a step donates it.
+            pieces[device] = jax.device_put(piece, own)
         jax.block_until_ready([pieces[device] for device in same])
     return jax.make_array_from_single_device_arrays(shape, sharding, [pieces[d] for d in index_of], dtype=dtype)
