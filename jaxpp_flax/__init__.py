@@ -2,7 +2,8 @@
 
 The trainer (`PipelineTrainer`) and the layers (`PipelineStage`) are for Flax models; underneath,
 `mpmd_jit_with_loop` pipelines any JAX function with a `treduce` loop, and `jaxpp_flax.tasks` runs tasks that are placed
-and ordered by hand. More in `jaxpp_flax.linen`, `jaxpp_flax.trainers`, `jaxpp_flax.layers` and `jaxpp_flax.schedules`.
+and ordered by hand. More in `jaxpp_flax.linen`, `jaxpp_flax.trainers`, `jaxpp_flax.layers`, `jaxpp_flax.pretrained` and
+`jaxpp_flax.schedules`.
 """
 
 from __future__ import annotations
@@ -105,7 +106,18 @@ _HOME = {
     "TrainState": "trainers",
 }
 # What `import jaxpp_flax` alone gives as attributes too.
-_PACKAGES = ("api", "assignment", "checkpoint", "compat", "engine", "layers", "schedules", "tasks", "trainers")
+_PACKAGES = (
+    "api",
+    "assignment",
+    "checkpoint",
+    "compat",
+    "engine",
+    "layers",
+    "pretrained",
+    "schedules",
+    "tasks",
+    "trainers",
+)
 
 if not TYPE_CHECKING:  # type checkers see the imports above, and would take any name for one of these
 

@@ -1,12 +1,13 @@
-"""Globs on names: the one rule for `frozen=`, for `only=` of a restore and for an assignment by name."""
+"""Globs on names: the one rule for `frozen=`, `only=` of a restore, an assignment by name, and maps of names."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
-__all__ = ["NameFilter", "matches", "matches_any"]
+__all__ = ["NameFilter", "captures", "matches", "matches_any"]
 
 NameFilter: TypeAlias = str | Sequence[str] | Callable[[str], bool]
 """A glob, several of them, or a function of the name."""
@@ -36,3 +37,16 @@ def matches_any(chosen: NameFilter) -> Callable[[str], bool]:
         return lambda name: bool(chosen(name))
     globs = [chosen] if isinstance(chosen, str) else list(chosen)
     return lambda name: any(matches(name, glob) for glob in globs)
+
+
+def captures(name: str, glob: str) -> tuple[str, ...] | None:
+    """Return the text that each `*` of `glob` stands for in the whole name, as short as possible; None if none fits.
+
+    Example:
+      >>> captures("layers/3/query/kernel", "layers/*/query/kernel"), captures("head/kernel", "head/kernel")
+      (('3',), ())
+      >>> captures("head/bias", "head/kernel") is None
+      True
+    """
+    found = re.fullmatch("(.+?)".join(map(re.escape, glob.split("*"))), name)
+    return None if found is None else found.groups()

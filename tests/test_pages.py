@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+from flax import nnx
 
+from jaxpp_flax.pretrained import export_pretrained
+from tests.examples.running import load_example
 from tests.helpers import python_blocks
 from tests.running import ROOT
 
 
-def run_page(name: str, blocks: int) -> None:
-    """Run the page's blocks of Python, of which there are at least so many, in one namespace."""
+def run_page(name: str, blocks: int, **given: object) -> None:
+    """Run the page's blocks of Python, of which there are at least so many, in one namespace with what is given."""
     found = python_blocks(ROOT / "docs" / name)
     assert len(found) >= blocks
-    namespace: dict[str, object] = {"__name__": "page"}
+    namespace: dict[str, object] = {"__name__": "page", **given}
     for number, block in enumerate(found):
         exec(compile(block, f"{name}, block {number}", "exec"), namespace)
 
@@ -53,6 +59,25 @@ def test_the_page_about_tasks_runs(capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out
     assert "first(" in out
     assert out.endswith("[4, 5, 6, 7]\n")
+
+
+def test_the_page_about_pretrained_weights_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    example = load_example("pretrained/llama.py")
+    config = {
+        "model_type": "llama", "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 4,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    model = example.Llama(example.LlamaConfig.from_huggingface(config), rngs=nnx.Rngs(1))
+    export_pretrained(nnx.state(model, nnx.Param), tmp_path / "llama", map=example.NAMES, config=config)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "pretrained"))
+    tokens = np.arange(4 * 6, dtype=np.int32).reshape(4, 6) % 16
+    run_page("pretrained.md", blocks=3, batches=[{"inputs": tokens, "targets": tokens}] * 2)
+    assert "blocks/*/up/kernel <- model.layers.*.mlp.up_proj.weight, transpose (1, 0)" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"llama", "finetuned", "copy"}
+    assert json.loads((tmp_path / "finetuned" / "config.json").read_text())["dtype"] == "float32"
 
 
 @pytest.mark.parametrize("page", ["docs/engine.md", "CONTRIBUTING.md"])

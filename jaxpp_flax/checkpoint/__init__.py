@@ -9,8 +9,8 @@ from jaxpp_flax.checkpoint.errors import (
     DirectoryInUseError,
     UnfinishedCheckpointError,
 )
-from jaxpp_flax.checkpoint.export import export_safetensors, load_linen, load_nnx
 from jaxpp_flax.checkpoint.format.handler import MpmdArrayHandler, register
+from jaxpp_flax.checkpoint.plain_models import load_linen, load_nnx
 from jaxpp_flax.checkpoint.reading import StoredLeaf, abstract_state, leaves_of, restore
 from jaxpp_flax.checkpoint.writing import save
 
@@ -25,7 +25,6 @@ __all__ = [
     "StoredLeaf",
     "UnfinishedCheckpointError",
     "abstract_state",
-    "export_safetensors",
     "leaves_of",
     "load_linen",
     "load_nnx",

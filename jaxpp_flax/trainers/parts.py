@@ -33,6 +33,7 @@ from jaxpp_flax.trainers.options import (
 )
 from jaxpp_flax.trainers.setup import check_parameters, choose_model
 from jaxpp_flax.trainers.state.holder import StateHolder
+from jaxpp_flax.trainers.state.pretrained import PretrainedWeights
 from jaxpp_flax.trainers.state.weights import Weights
 from jaxpp_flax.trainers.step.builder import StepBuilder, StepBuilderCache
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
@@ -73,6 +74,7 @@ class Parts:
     """The parts that run steps. No part refers to the trainer, so deleting the trainer frees its memory."""
 
     weights: Weights
+    pretrained: PretrainedWeights
     display: Display
     evaluation: Evaluation
     checkpoints: Checkpointing
@@ -161,6 +163,7 @@ def make_parts(
     )  # fmt: skip
     return Parts(
         weights=Weights(core.adapter, held, core.meet),
+        pretrained=PretrainedWeights(held, core.update, mesh, core.meet),
         display=display,
         evaluation=evaluation,
         checkpoints=checkpoints,

@@ -18,6 +18,7 @@ from jaxpp_flax.assignment.resolution import AssignmentLike
 from jaxpp_flax.checkpoint.format.paths import PathFilter
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.layers.remat import check_remat
+from jaxpp_flax.pretrained import IDENTITY, NameMap
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.checkpoints import Checkpointing, Resume
@@ -41,6 +42,7 @@ from jaxpp_flax.trainers.options import (
 )
 from jaxpp_flax.trainers.parts import make_core, make_parts
 from jaxpp_flax.trainers.setup import check_count, check_functions
+from jaxpp_flax.trainers.state.pretrained import SHARD_BYTES, PretrainedWeights
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.state.weights import Weights
 from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
@@ -338,3 +340,30 @@ class PipelineTrainer:
         low_memory: bool = False,
     ) -> None:
         self._parts.checkpoints.restore(where, only=only, rename=rename, missing=missing, low_memory=low_memory)
+
+    @described_by(PretrainedWeights.load)
+    def load_pretrained(
+        self,
+        source: str | os.PathLike[str],
+        *,
+        map: NameMap = IDENTITY,
+        cast: bool = False,
+        untie: bool = False,
+        keep: PathFilter = (),
+    ) -> None:
+        self._parts.pretrained.load(source, map=map, cast=cast, untie=untie, keep=keep)
+
+    @described_by(PretrainedWeights.export)
+    def export_pretrained(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        map: NameMap = IDENTITY,
+        only: PathFilter | None = None,
+        config: Mapping[str, Any] | None = None,
+        max_shard_bytes: int = SHARD_BYTES,
+        ema: bool = False,
+    ) -> Path:
+        return self._parts.pretrained.export(
+            directory, map=map, only=only, config=config, max_shard_bytes=max_shard_bytes, ema=ema
+        )

@@ -41,10 +41,15 @@ def place(value: Any, sharding: Sharding, *, may_alias: bool | None = None) -> j
     if sharding.is_fully_addressable:
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             value = _own_part(value, sharding)
-        if may_alias is False and isinstance(value, jax.Array):
-            # If `jax.device_put` repartitions, it reuses the parts that are already in place, without a copy.
-            return copy_arrays([value], [sharding])[0]
-        return jax.device_put(value, sharding, may_alias=may_alias)
+        if may_alias is not False:
+            return jax.device_put(value, sharding, may_alias=may_alias)
+        if not isinstance(value, jax.Array):
+            value = jax.device_put(value, sharding, may_alias=False)
+            if next(iter(sharding.device_set)).platform != "cpu":
+                return value
+            # On CPU `jax.device_put` takes the memory of an aligned NumPy array, even with `may_alias=False`.
+        # If `jax.device_put` repartitions, it reuses the parts that are already in place, without a copy.
+        return copy_arrays([value], [sharding])[0]
     if isinstance(value, jax.Array):
         if value.sharding == sharding or value.sharding.is_equivalent_to(sharding, value.ndim):
             return value if may_alias is not False else jnp.copy(value)

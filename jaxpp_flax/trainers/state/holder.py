@@ -46,6 +46,14 @@ class OnDisk:
 
 
 @dataclass(frozen=True)
+class Unread:
+    """The weights are in checked files. They are read once the target shardings are known, as a checkpoint is."""
+
+    read: Callable[[TrainState | None], TrainState]  # to these shardings; None: to the default device
+    state: TrainState  # in memory, with the same shapes and dtypes
+
+
+@dataclass(frozen=True)
 class Placed:
     """The state on the devices of the compiled steps; a step reuses the memory of these arrays."""
 
@@ -80,7 +88,7 @@ class StateHolder:
 
     def __init__(self, first: TrainState, init: Callable[[Any], Any]) -> None:
         self.step = 0  # the number of optimizer steps done
-        self._now: Made | OnDisk | Placed = Made(first)
+        self._now: Made | OnDisk | Unread | Placed = Made(first)
         self._init = init
         self._beginning: Beginning | None = Beginning((first.params, first.model_state))  # until the first loss is seen
 
@@ -111,6 +119,8 @@ class StateHolder:
         Raises:
           RuntimeError: as `whole`.
         """
+        if isinstance(self._now, Unread):
+            self.load()
         if isinstance(self._now, OnDisk):
             raise RuntimeError(
                 f"the state is the checkpoint {self._now.path}, which `fit(resume=True)` reads after it has drawn the "
@@ -120,8 +130,8 @@ class StateHolder:
 
     def load(self) -> None:
         """Read the state to the default device, if it is on disk."""
-        if isinstance(self._now, OnDisk):
-            self.restored(self._now.read())
+        if isinstance(self._now, (OnDisk, Unread)):
+            self.restored(self._now.read(None))
 
     def place(self, mesh: MpmdMesh | None, shardings: Callable[[], TrainState]) -> None:
         """Place the state for the compiled step; without a mesh, copy it to the default device. Later calls do nothing.
@@ -132,6 +142,9 @@ class StateHolder:
             case Placed():
                 return
             case OnDisk() as stored if mesh is not None:
+                placed, self._beginning = stored.read(shardings()), None
+            case Unread() as stored if mesh is not None:
+                compare_initial_states(mesh, stored.state, self._init)
                 placed, self._beginning = stored.read(shardings()), None
             case Made(state) if mesh is not None:
                 compare_initial_states(mesh, state, self._init)
@@ -157,6 +170,10 @@ class StateHolder:
         """Hold the checkpoint at `path`, which fits. It is read once the target shardings are known."""
         self._now = OnDisk(path, self._now.state)
 
+    def is_in_files(self, read: Callable[[TrainState | None], TrainState]) -> None:
+        """Hold weights in files, which fit. `read` makes the state from them once the target shardings are known."""
+        self._now = Unread(read, self._now.state)
+
     def take_beginning(self) -> Beginning | None:
         """Return the inputs of the first step once: later calls, and a state from a checkpoint, give None."""
         beginning, self._beginning = self._beginning, None
@@ -178,13 +195,14 @@ def _place_state(mesh: MpmdMesh, state: TrainState, shardings: TrainState, init:
 
     If `opt_state` has only shapes, `init` makes it on the ranks.
     """
-    placed = _put(mesh, replace(state, opt_state=()), replace(shardings, opt_state=()))
+    placed = put(mesh, replace(state, opt_state=()), replace(shardings, opt_state=()))
     if is_abstract(state.opt_state):
         return replace(placed, opt_state=make_on_ranks(init, placed.params, shardings.opt_state))
-    return replace(placed, opt_state=_put(mesh, state.opt_state, shardings.opt_state))
+    return replace(placed, opt_state=put(mesh, state.opt_state, shardings.opt_state))
 
 
-def _put(mesh: MpmdMesh, tree: Any, shardings: Any) -> Any:
+def put(mesh: MpmdMesh, tree: Any, shardings: Any) -> Any:
+    """Copy a tree of values that every process has to its ranks."""
     if not mesh.jax_mesh.is_multi_process:
         return spmd_to_mpmd_reshard(mesh, tree, shardings, donate=False)
     return jax.tree.map(place_on_ranks, tree, shardings)  # every process has the values: nothing is sent

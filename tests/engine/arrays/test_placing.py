@@ -76,3 +76,17 @@ def test_memory_of_its_own_where_an_array_is_partitioned_anew():
     copy = place(whole, target, may_alias=False)
     whole.delete()
     np.testing.assert_array_equal(copy, np.arange(4.0))
+
+
+def test_memory_of_its_own_for_an_aligned_numpy_array():
+    """On CPU `jax.device_put` takes the memory of an array that begins at a multiple of 64 bytes."""
+    memory = np.zeros(64 + 64, np.uint8)
+    begin = -memory.ctypes.data % 64
+    users = memory[begin : begin + 64].view(np.float32)
+    copy = place(users, jax.sharding.SingleDeviceSharding(ONE), may_alias=False)
+    replicas = place(users, NamedSharding(Mesh(np.array([ONE, TWO]), ("data",)), PartitionSpec()), may_alias=False)
+    users[:] = 5
+    np.testing.assert_array_equal(copy, np.zeros(16))
+    np.testing.assert_array_equal(replicas, np.zeros(16))
+    first, second = (shard.data.unsafe_buffer_pointer() for shard in replicas.addressable_shards)
+    assert first != second

@@ -1,0 +1,248 @@
+"""Load weights: compare every leaf with the files, then read each process's parts onto their devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxpp_flax.checkpoint.errors import CheckpointMismatchError
+from jaxpp_flax.checkpoint.format.leaves import abstract_leaf, is_key
+from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten
+from jaxpp_flax.engine.arrays.mesh import MpmdSharding
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.pretrained.name_map import IDENTITY, Fill, NameMap
+from jaxpp_flax.pretrained.slices import tensor_parts, to_leaf
+from jaxpp_flax.pretrained.sources import StoredTensor, WeightSource, open_source
+from jaxpp_flax.processes.comparison import compare_lines
+from jaxpp_flax.processes.group import process_group
+
+_LISTED = 24  # of wrong leaves; weights of another model have hundreds
+
+
+def load_pretrained(
+    source: str | os.PathLike[str],
+    target: Any,
+    *,
+    map: NameMap = IDENTITY,
+    cast: bool = False,
+    untie: bool = False,
+    keep: PathFilter = (),
+) -> Any:
+    """Read weights into a new tree like `target`; each process reads only what its devices hold.
+
+    Everything is checked before a value is read. Then one leaf after another goes to its devices, in slices: the host
+    holds one slice at a time. With several processes, all of them make this call.
+
+    Args:
+      source: a safetensors file, an index of shards, a directory with either (as Hugging Face writes it), or an Orbax
+        checkpoint.
+      target: a tree of arrays or `jax.ShapeDtypeStruct`s: shapes, dtypes and shardings (without one: the default
+        device), such as `nnx.state(model, nnx.Param)`. NumPy arrays stand for NumPy arrays. `target` does not change.
+      map: which tensor fills which leaf.
+      cast: convert floating numbers to the target's dtype, such as a bfloat16 file to float32 parameters.
+      untie: fill leaves that the files tie to another tensor with a copy of that tensor.
+      keep: globs of leaves that keep the target's value, such as adapters.
+
+    Raises:
+      CheckpointMismatchError: the message lists the leaves that do not fit, and tensors that no leaf takes.
+      CheckpointNotFoundError, CorruptCheckpointError: if a file is missing, cut off, or no weights.
+
+    Example:
+      >>> import tempfile
+      >>> from jaxpp_flax.pretrained import Rule, export_pretrained
+      >>> names = NameMap((Rule("dense/kernel", "fc.weight", transpose=(1, 0)),))
+      >>> path = export_pretrained({"dense": {"kernel": np.eye(2, 3)}}, tempfile.mkdtemp() + "/model", map=names)
+      >>> load_pretrained(path, {"dense": {"kernel": np.zeros((2, 3))}}, map=names)
+      {'dense': {'kernel': array([[1., 0., 0.],
+             [0., 1., 0.]])}}
+      >>> load_pretrained(path, {"dense": {"kernel": np.zeros((2, 4)), "bias": np.zeros(3)}}, map=names)
+      Traceback (most recent call last):
+          ...
+      jaxpp_flax.checkpoint.errors.CheckpointMismatchError: the weights ... do not fit the model. 2 leaves are wrong:
+        dense/bias: no rule of the map fills it. Add a Rule for it, or name it in keep=
+        dense/kernel: fc.weight in model.safetensors has shape (3, 2), wanted (4, 2)...
+    """
+    plan = plan_load(source, target, map=map, cast=cast, untie=untie, keep=keep)
+    leaves, structure = flatten(target)
+    leaves |= dict(plan.arrays())
+    return jax.tree.unflatten(structure, leaves.values())
+
+
+@dataclass(frozen=True)
+class FilledLeaf:
+    """A leaf that fits, with its tensors."""
+
+    fill: Fill
+    tensors: tuple[StoredTensor, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def read(self, index: Sequence[slice]) -> np.ndarray:
+        """Read `leaf[index]`."""
+        rule = self.fill.rule
+        parts = list(tensor_parts(rule, self.shape, index))
+        if rule.stack is None:
+            return to_leaf(rule, parts[0], self.tensors[0].read(parts[0].runs)).astype(self.dtype, copy=False)
+        shape = [len(range(*of.indices(size))) for of, size in zip(index, self.shape, strict=True)]
+        whole = np.empty(shape, self.dtype)
+        for part in parts:
+            whole[part.place] = to_leaf(rule, part, self.tensors[part.number].read(part.runs))
+        return whole
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Checked weights, before the values are read: every leaf fits, and every file is whole."""
+
+    source: WeightSource
+    filled: Mapping[str, FilledLeaf]
+    shardings: Mapping[str, Any]  # of the target; None for a NumPy array
+
+    def arrays(self, shardings: Mapping[str, Any] | None = None) -> Iterator[tuple[str, Any]]:
+        """Read one leaf after another: the path and the array, with the target's sharding or one of `shardings`."""
+        for path, leaf in self.filled.items():
+            yield path, _place(leaf, (shardings or self.shardings)[path])
+
+
+def plan_load(
+    source: str | os.PathLike[str],
+    target: Any,
+    *,
+    map: NameMap,
+    cast: bool = False,
+    untie: bool = False,
+    keep: PathFilter = (),
+) -> LoadPlan:
+    """Do all checks of `load_pretrained`, without reading the values."""
+    opened = open_source(source)
+    kept = choose(keep)
+    leaves = {path: leaf for path, leaf in flatten(target)[0].items() if not kept(path)}
+    fills, faults = map.resolve({path: np.shape(leaf) for path, leaf in leaves.items()})
+    filled: dict[str, FilledLeaf] = {}
+    for fill in fills:
+        leaf = leaves[fill.leaf]
+        tensors, wrong = _find(fill, opened, map, untie)
+        wrong = wrong or _differences(fill, tensors, leaf, cast)
+        faults += [f"{fill.leaf}: {text}" for text in wrong]
+        filled[fill.leaf] = FilledLeaf(fill, tuple(tensors), tuple(np.shape(leaf)), leaf.dtype)
+    taken = {tensor.name for leaf in filled.values() for tensor in leaf.tensors}
+    missing = {name for fill in fills for name in fill.tensors}
+    faults += [
+        f"{name}: in {tensor.file.name}, and no leaf takes it.{_why_extra(name, missing, map)}"
+        for name, tensor in opened.tensors.items()
+        if name not in taken | opened.optional and not map.is_ignored(name) and not map.is_ignored(map.prefix + name)
+    ]
+    if not leaves:
+        faults.append("the target has no leaves to fill")
+    if faults:
+        raise _mismatch(opened, faults)
+    if process_group().process_count > 1:
+        compare_lines(process_group(), "the weights to load", [*opened.describe(), *str(map).splitlines()], None)
+    shardings = {path: None if isinstance(leaves[path], np.ndarray) else _sharding(leaves[path]) for path in filled}
+    return LoadPlan(opened, filled, shardings)
+
+
+def _find(fill: Fill, source: WeightSource, map: NameMap, untie: bool) -> tuple[list[StoredTensor], list[str]]:
+    tensors, wrong = [], []
+    for name in fill.tensors:
+        tensor = source.find(name, map.prefix)
+        tied = map.ties.get(name)
+        other = None if tensor is not None or tied is None else source.find(tied, map.prefix)
+        if other is not None and not untie:
+            wrong.append(
+                f"the files have no {name}, because it is tied to {tied}. Make the model with tied embeddings, or "
+                "pass untie=True to begin with a copy"
+            )
+        elif tensor is None and other is None:
+            wrong.append(f"the files have no {name}")
+        else:
+            tensors += [of for of in (tensor, other) if of is not None]
+    return tensors, wrong
+
+
+def _differences(fill: Fill, tensors: Sequence[StoredTensor], leaf: Any, cast: bool) -> list[str]:
+    wanted, wrong = fill.rule.tensor_shape(np.shape(leaf)), []
+    for tensor in tensors:
+        where, dtype = f"{tensor.name} in {tensor.file.name}", tensor.numpy_dtype
+        if tensor.shape != wanted:
+            text = f"{where} has shape {tensor.shape}, wanted {wanted} for the leaf's {tuple(np.shape(leaf))}"
+            wrong.append(text + _transposed(fill, tensor.shape, wanted))
+        if dtype is None:
+            wrong.append(f"{where} has a dtype that JAX does not have. Convert it in the library that wrote it")
+        elif is_key(leaf):
+            wrong.append("it holds random keys, which no file of weights has. Name it in keep=")
+        elif dtype != leaf.dtype and not (cast and _is_float(dtype) and _is_float(leaf.dtype)):
+            remedy = ": pass cast=True to convert" if _is_float(dtype) and _is_float(leaf.dtype) else ""
+            wrong.append(f"{where} has dtype {dtype}, wanted {leaf.dtype}{remedy}")
+    if not wrong and not isinstance(leaf, np.ndarray):
+        try:
+            _sharding(leaf).shard_shape(tuple(np.shape(leaf)))
+        except ValueError as error:
+            wrong.append(f"shape {np.shape(leaf)} does not fit its sharding {_sharding(leaf)}: {error}")
+    return wrong
+
+
+def _is_float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def _transposed(fill: Fill, shape: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    if fill.rule.transpose is None and fill.rule.merge is None and shape == wanted[::-1]:
+        return ". Give its rule transpose=(1, 0)" if len(shape) == 2 else ". Give its rule a transpose="
+    return ""
+
+
+def _why_extra(name: str, wanted: set[str], map: NameMap) -> str:
+    full = name if name in map.ties else map.prefix + name
+    if full in map.ties and full not in wanted:
+        return f" The model ties it to {map.ties[full]}, and these files do not: make the model with its own leaf"
+    return " Give the model that leaf, or name the tensor in the map's ignore="
+
+
+def _mismatch(source: WeightSource, faults: list[str]) -> CheckpointMismatchError:
+    of = f" of {source.architecture}" if source.architecture else ""
+    shown = faults[:_LISTED]
+    if len(faults) > _LISTED:
+        shown.append(f"and {len(faults) - _LISTED} more. Are these the weights of this model, with its sizes?")
+    return CheckpointMismatchError(f"the weights{of} at {source.path} do not fit the model.", shown)
+
+
+def _sharding(leaf: Any) -> Any:
+    sharding = abstract_leaf(leaf).sharding
+    return sharding if sharding is not None else SingleDeviceSharding(jax.local_devices()[0])
+
+
+def _place(leaf: FilledLeaf, sharding: Any) -> Any:
+    if sharding is None:
+        return np.ascontiguousarray(leaf.read((slice(None),) * len(leaf.shape)))
+    if not isinstance(sharding, MpmdSharding):
+        return _on_devices(leaf.read, leaf.shape, leaf.dtype, sharding)
+    local = [rank for rank in sharding.ranks if sharding.mpmd_mesh.is_local(rank)]
+    parts = {rank: _on_devices(leaf.read, leaf.shape, leaf.dtype, sharding.local_sharding(rank)) for rank in local}
+    return MpmdArray(parts, sharding, shape=leaf.shape, dtype=leaf.dtype)
+
+
+def _on_devices(
+    read: Callable[[Sequence[slice]], np.ndarray], shape: tuple[int, ...], dtype: Any, sharding: Any
+) -> jax.Array:
+    """Read each slice once, and put it on its devices before the next one is read."""
+    devices: dict[Any, list[Any]] = {}
+    index_of = sharding.addressable_devices_indices_map(shape)
+    for device, index in index_of.items():
+        devices.setdefault(tuple((of.start, of.stop) for of in index), []).append(device)
+    pieces: dict[Any, jax.Array] = {}
+    for same in devices.values():
+        piece = read(index_of[same[0]])
+        for device in same:
+            own = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            # On CPU this may be the memory of `piece`, which nothing changes: XLA copies it where a step donates it.
+            pieces[device] = jax.device_put(piece, own)
+        jax.block_until_ready([pieces[device] for device in same])
+    return jax.make_array_from_single_device_arrays(shape, sharding, [pieces[d] for d in index_of], dtype=dtype)

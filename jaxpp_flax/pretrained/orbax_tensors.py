@@ -1,0 +1,97 @@
+"""The leaves of an Orbax checkpoint, read in parts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore
+
+from jaxpp_flax.checkpoint.format.integrity import check_files
+from jaxpp_flax.checkpoint.format.orbax_io import damaged, find_tree, read_metadata
+from jaxpp_flax.checkpoint.reading import stored_leaves
+from jaxpp_flax.pretrained.slices import Runs
+
+# The items of a trainer's checkpoint whose leaves are the model's; the others are the optimizer's, and counters.
+_OF_THE_MODEL = ("params", "model_state")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OrbaxTensor:
+    """A leaf of a checkpoint; `spec` tells TensorStore where it is."""
+
+    name: str
+    shape: tuple[int, ...]
+    numpy_dtype: np.dtype[Any] | None
+    file: Path
+    spec: dict[str, Any]
+
+    def read(self, runs: Runs) -> np.ndarray:
+        """Read some positions of each dimension, and nothing else.
+
+        Raises:
+          CorruptCheckpointError: if TensorStore cannot read them.
+        """
+        try:
+            array = tensorstore.open(self.spec, open=True, read=True).result()  # pyright: ignore[reportAttributeAccessIssue]
+            boxes = list(itertools.product(*runs))
+            if len(boxes) == 1:
+                return np.asarray(array[boxes[0]].read().result())
+            part = np.empty([sum(run.stop - run.start for run in of) for of in runs], self.numpy_dtype)
+            for box, place in zip(boxes, itertools.product(*map(_places, runs)), strict=True):
+                part[place] = array[box].read().result()
+        except ValueError as error:
+            raise damaged(self.file, error) from error
+        return part
+
+
+def _places(runs: tuple[slice, ...]) -> list[slice]:
+    """Return where the runs of one dimension lie, one after the other."""
+    ends = list(itertools.accumulate(run.stop - run.start for run in runs))
+    return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def read_orbax(path: Path) -> tuple[dict[str, OrbaxTensor], frozenset[str]]:
+    """Return the leaves of a checkpoint by name, with "." in names, and those that a model may leave unread.
+
+    Of a trainer's checkpoint, these are the model's leaves, named as in the model; it may leave unread those that are
+    no parameters (keys of random numbers). Elsewhere `params` at the beginning of names is left out.
+
+    Raises:
+      CheckpointNotFoundError, UnfinishedCheckpointError, CorruptCheckpointError: if it cannot be read.
+    """
+    directory = find_tree(path)
+    for holder in (directory, directory.parent):  # a tree of its own, or one item of a step's directory
+        check_files(holder)
+    leaves = stored_leaves(read_metadata(directory))
+    settings = json.loads((directory / "_METADATA").read_text(encoding="utf-8"))
+    is_state = {"params", "step"} <= {name.partition("/")[0] for name in leaves}
+    tensors: dict[str, OrbaxTensor] = {}
+    optional: set[str] = set()
+    for stored, leaf in leaves.items():
+        item, _, rest = stored.partition("/")
+        if leaf.dtype is None or (is_state and item not in _OF_THE_MODEL):
+            continue
+        name = rest if item in _OF_THE_MODEL and rest else stored
+        name = name.removeprefix("collections/").removesuffix("/value").replace("/", ".")
+        if is_state and item != "params":
+            optional.add(name)
+        tensors[name] = OrbaxTensor(
+            name=name,
+            shape=leaf.shape or (),
+            numpy_dtype=np.dtype(leaf.dtype),
+            file=directory,
+            spec=_spec(directory, stored.replace("/", "."), settings),
+        )
+    return tensors, frozenset(optional)
+
+
+def _spec(directory: Path, key: str, settings: dict[str, Any]) -> dict[str, Any]:
+    driver = "zarr3" if settings.get("use_zarr3") else "zarr"
+    if settings.get("use_ocdbt", True):
+        return {"driver": driver, "kvstore": {"driver": "ocdbt", "base": f"file://{directory}/", "path": f"{key}/"}}
+    return {"driver": driver, "kvstore": {"driver": "file", "path": f"{directory / key}/"}}

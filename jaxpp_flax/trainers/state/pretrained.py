@@ -1,0 +1,187 @@
+"""Weights of other libraries into a trainer's first state, and out of its current one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxpp_flax.checkpoint.errors import CorruptCheckpointError
+from jaxpp_flax.checkpoint.format.leaves import is_key
+from jaxpp_flax.checkpoint.format.paths import PathFilter, flatten
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.pretrained import IDENTITY, NameMap, export_pretrained
+from jaxpp_flax.pretrained.exporting import SHARD_BYTES
+from jaxpp_flax.pretrained.loading import LoadPlan, plan_load
+from jaxpp_flax.trainers.state.holder import StateHolder, copied, is_abstract, put
+from jaxpp_flax.trainers.state.optimizer_state import make_on_ranks
+from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.step.optimizer_update import Update
+
+# The beginnings of paths in a state that a model's own paths do not have.
+_HOLDERS = ("params/", "model_state/collections/", "model_state/frozen/", "model_state/")
+# Variables that are no weights: random streams, and the cache of an attention that decodes.
+_NO_WEIGHTS = (nnx.RngState, nnx.Cache)
+
+
+@dataclass(frozen=True)
+class PretrainedWeights:
+    """Loads and exports the weights of a trainer.
+
+    Args:
+      meet: waits until every process has made the call of this name.
+    """
+
+    held: StateHolder
+    update: Update
+    mesh: MpmdMesh | None
+    meet: Callable[[str], None]
+
+    def load(
+        self,
+        source: str | os.PathLike[str],
+        *,
+        map: NameMap = IDENTITY,
+        cast: bool = False,
+        untie: bool = False,
+        keep: PathFilter = (),
+    ) -> None:
+        """Begin with the weights in files: safetensors as Hugging Face writes them, or an Orbax checkpoint.
+
+        The files are checked at once: names, shapes, dtypes, ties, and that no shard is cut off. They are read when
+        the state is placed for the first step: each process reads only the slices that its ranks hold, directly to
+        their devices. `evaluate`, `predict`, `save` and `model` before that read them to the default device. The
+        optimizer's state and the average of the weights begin anew from the new weights.
+
+        Args:
+          source: a safetensors file, an index of shards, a directory with either, or an Orbax checkpoint.
+          map: which tensor fills which leaf; see `docs/pretrained.md`.
+          cast: convert floating numbers to the dtypes of the model's leaves.
+          untie: fill leaves that the files tie to another tensor with a copy of that tensor.
+          keep: globs of leaves that keep their values, such as adapters (`"*/lora_*"`).
+
+        Raises:
+          CheckpointMismatchError: the message lists all leaves that do not fit. Nothing has changed then.
+          CheckpointNotFoundError, CorruptCheckpointError: if a file is missing, or was cut off.
+          ValueError: after the first step.
+        """
+        self.meet("trainer.load_pretrained")
+        if self.held.step:
+            raise ValueError(
+                f"load_pretrained gives the first weights, but this trainer has done {self.held.step} steps: their "
+                "optimizer state would not be for the new weights. Make a new trainer; to go on with a run, use "
+                "restore."
+            )
+        self.held.load()
+        state = self.held.memory
+        plan = plan_load(source, _weights_of(state), map=map, cast=cast, untie=untie, keep=keep)
+        traceable = is_abstract(state.opt_state) or not jax.tree.leaves(state.opt_state)
+        if self.held.is_placed:
+            self.held.restored(self._read_in_place(plan, state))
+        elif traceable:
+            self.held.is_in_files(lambda shardings: self._read(plan, state, shardings))
+        else:  # the optimizer's first state needs the values
+            self.held.restored(self._read(plan, state, None))
+
+    def export(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        map: NameMap = IDENTITY,
+        only: PathFilter | None = None,
+        config: Mapping[str, Any] | None = None,
+        max_shard_bytes: int = SHARD_BYTES,
+        ema: bool = False,
+    ) -> Path:
+        """Write the current weights to a new directory as Hugging Face does: safetensors, with an index.
+
+        Each process writes the slices that its ranks hold, one after another, directly to their place in the files.
+
+        Args:
+          directory: it must not exist; it gets its name when it is complete.
+          map: the names and arrangement in the files, as in `load_pretrained`.
+          only: globs of the leaves to write; None writes all parameters and other variables of the model.
+          config: the content of a `config.json` beside the weights, which `transformers` needs.
+          max_shard_bytes: the largest size of a file.
+          ema: write the average of the weights.
+
+        Raises:
+          CheckpointMismatchError: if the map does not fit; the message lists all leaves.
+          CheckpointSaveError: if the directory exists, or cannot be written.
+          ValueError: for `ema=True` without an average.
+        """
+        self.meet("trainer.export_pretrained")
+        state = self.held.weights()
+        if ema and state.ema is None:
+            raise ValueError("export_pretrained(ema=True) needs an average: parameters=Parameters(ema_decay=0.999).")
+        leaves = _weights_of(replace(state, params=state.ema) if ema else state)
+        return export_pretrained(leaves, directory, map=map, only=only, config=config, max_shard_bytes=max_shard_bytes)
+
+    def _read(self, plan: LoadPlan, state: TrainState, shardings: TrainState | None) -> TrainState:
+        """Make the first state from the files: with these shardings, or on the devices of `state`."""
+        leaves, structure = flatten(_model_part(state))
+        if shardings is None or self.mesh is None:
+            new = _filled(leaves, dict(plan.arrays()))
+            model = jax.tree.unflatten(structure, new.values())
+            return self.update.first_state(model["params"], model["model_state"])
+        places = flatten(_model_part(shardings))[0]
+        arrays = dict(plan.arrays({_name(path): place for path, place in places.items()}))
+        others = {path: leaf for path, leaf in leaves.items() if _name(path) not in arrays}
+        placed = put(self.mesh, others, {path: places[path] for path in others})
+        model = jax.tree.unflatten(structure, _filled(leaves | placed, arrays).values())
+        rest = {"step": state.step, "loss_scale": state.loss_scale}
+        rest = put(self.mesh, rest, {"step": shardings.step, "loss_scale": shardings.loss_scale})
+        return self._complete(replace(state, **model, **rest), shardings)
+
+    def _read_in_place(self, plan: LoadPlan, state: TrainState) -> TrainState:
+        """Read the weights to where they are. The old ones are freed before, so that memory never holds both."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+        leaves, structure = flatten(_model_part(state))
+        replaced = [leaf for path, leaf in leaves.items() if _name(path) in plan.filled]
+        for leaf in [*replaced, *jax.tree.leaves((state.opt_state, state.ema))]:
+            leaf.delete()
+        try:
+            model = jax.tree.unflatten(structure, _filled(leaves, dict(plan.arrays())).values())
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{error} The weights before are gone: load some before training.") from error
+        return self._complete(replace(state, **model), shardings)
+
+    def _complete(self, state: TrainState, shardings: TrainState) -> TrainState:
+        """Make the optimizer's state and the average from the parameters, where they are to be."""
+        if self.mesh is None:
+            ema = None if state.ema is None else jax.tree.map(copied, state.params)
+            return replace(state, opt_state=jax.tree.map(copied, self.update.tx.init(state.params)), ema=ema)
+        opt_state = make_on_ranks(self.update.tx.init, state.params, shardings.opt_state)
+        ema = None if state.ema is None else make_on_ranks(lambda params: params, state.params, shardings.ema)
+        return replace(state, opt_state=opt_state, ema=ema)
+
+
+def _model_part(state: TrainState) -> dict[str, Any]:
+    return {"params": state.params, "model_state": state.model_state}
+
+
+def _name(path: str) -> str:
+    """Return the model's own path of a leaf of the state.
+
+    >>> _name("params/head/kernel"), _name("model_state/collections/batch_stats/mean")
+    ('head/kernel', 'batch_stats/mean')
+    """
+    return path.removeprefix(next((holder for holder in _HOLDERS if path.startswith(holder)), ""))
+
+
+def _weights_of(state: TrainState) -> dict[str, Any]:
+    """Return the leaves of the model, by the model's own paths, without random streams and caches."""
+    tree = _model_part(state)
+    weights = jax.tree.map(
+        lambda node: None if isinstance(node, _NO_WEIGHTS) else node, tree, is_leaf=lambda x: isinstance(x, _NO_WEIGHTS)
+    )
+    return {_name(path): leaf for path, leaf in flatten(weights)[0].items() if not is_key(leaf)}
+
+
+def _filled(leaves: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {path: arrays.get(_name(path), leaf) for path, leaf in leaves.items()}

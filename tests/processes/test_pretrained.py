@@ -1,0 +1,50 @@
+"""Weights in and out as several processes: each reads its own ranks' leaves, and all write the same files as one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flax import nnx
+
+from jaxpp_flax.pretrained import export_pretrained
+from tests.processes.running import run_processes
+from tests.trainers.models import Model
+
+pytestmark = pytest.mark.processes
+
+
+def write_weights(folder: Path) -> Path:
+    return export_pretrained(nnx.state(Model(4, rngs=nnx.Rngs(3)), nnx.Param), folder / "in", max_shard_bytes=1000)
+
+
+def found(output: str) -> Any:
+    (line,) = [line for line in output.splitlines() if line.startswith("found ")]
+    return json.loads(line.removeprefix("found "))
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(2, 2), (4, 2), (4, 4)], ids=["2", "2x2", "4"])
+def test_the_files_come_back_bit_by_bit_and_nobody_reads_all(tmp_path: Path, count: int, ranks: int):
+    source = write_weights(tmp_path)
+    outputs = [found(of) for of in run_processes(count, "run_pretrained.py", str(tmp_path), str(ranks), "out")]
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == {
+        file.name: file.read_bytes() for file in source.iterdir()
+    }
+    assert len({of["loss"] for of in outputs}) == 1
+    names = set().union(*(of["read"] for of in outputs))
+    assert len(names) == 19
+    for process, of in enumerate(outputs):
+        rank = process * ranks // count
+        # Blocks 0 and 2 are on the first of two ranks.
+        blocks = {name.split(".")[1] for name in of["read"] if name.startswith("blocks.")}
+        assert blocks == {str(block) for block in range(4) if block % ranks == rank}
+        assert ("embed.embedding" in of["read"]) == (rank == 0)
+        assert ("head.kernel" in of["read"]) == (rank == ranks - 1)
+
+
+def test_a_full_disk_in_one_process_is_an_error_in_all_and_leaves_nothing(tmp_path: Path):
+    write_weights(tmp_path)
+    run_processes(2, "run_pretrained.py", str(tmp_path), "2", "full")
+    assert [file.name for file in tmp_path.iterdir()] == ["in"]
