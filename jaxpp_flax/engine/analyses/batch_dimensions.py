@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.analyses.inner_bodies import Scan, open_scan
 from jaxpp_flax.engine.arrays.mesh import axes_in
@@ -31,7 +31,7 @@ class ShardCounts:
 
     Example:
       >>> shards = ShardCounts({"data": 4, "tensor": 2, "expert": 1})
-      >>> shards("data"), shards(("data", "tensor")), shards.batch_dim(PartitionSpec("expert", "data"))
+      >>> shards("data"), shards(("data", "tensor")), shards.batch_dim(PartitionSpec("expert", ("data", "expert")))
       (4, 8, (1, 'data'))
     """
 
@@ -42,8 +42,13 @@ class ShardCounts:
         return math.prod(self.axes[name] for name in axes_in((entry,)))
 
     def batch_dim(self, spec: PartitionSpec) -> BatchDim | None:
-        """Return the first dimension of an argument that is really sharded."""
-        return next(((dim, e) for dim, e in enumerate(spec) if e is not None and self(e) > 1), None)
+        """Return the first dimension of an argument that is really sharded, with the axes that shard it."""
+        return next(((dim, self._axes_of(e)) for dim, e in enumerate(spec) if e is not None and self(e) > 1), None)
+
+    def _axes_of(self, entry: Any) -> Any:
+        """Return an entry without axes of size 1."""
+        names = tuple(name for name in axes_in((entry,)) if self.axes[name] > 1)
+        return names[0] if len(names) == 1 else names
 
 
 _ELEMENTWISE = frozenset(
@@ -90,9 +95,19 @@ def propagate(
             found = _rule(equation, at, axes)
         for position, value in enumerate(equation.outputs):
             dim = found.get(position)
-            if dim is not None and value.aval.shape[dim] % size(axes) == 0:
-                dims[value] = (int(dim), axes)
+            held = None if dim is None else _held_by(value.aval.shape[dim], axes, size)
+            if held is not None:
+                dims[value] = (int(dim), held)
     return dims
+
+
+def _held_by(length: int, axes: Any, size: Callable[[Any], int]) -> Any:
+    """Return the mesh axes that a dimension holds: the first ones, if a reshape has left it only the major part."""
+    if length % size(axes) == 0:
+        return axes
+    names = axes_in((axes,))
+    major = [tuple(names[:count]) for count in range(len(names) - 1, 0, -1) if length % size(tuple(names[:count])) == 0]
+    return (major[0] if len(major[0]) > 1 else major[0][0]) if major else None
 
 
 def inside_scan(scan: Scan, at: Mapping[int, BatchDim], size: Callable[[Any], int]) -> dict[Value, BatchDim]:
@@ -178,7 +193,7 @@ def _rule(equation: Equation, at: dict[int, int], axes: Any) -> dict[int, int]:
         return {0: tuple(params["permutation"]).index(dim)}
     if name == "reshape":
         return _reshape(shapes[0], out, dim)
-    if name == "sharding_constraint":
+    if name in ("sharding_constraint", "reshard"):
         return {0: dim} if _leaves_to(axes, params, dim) else {}
     if name == "split":
         return {} if params["axis"] == dim else dict.fromkeys(range(len(equation.outputs)), dim)
@@ -218,10 +233,12 @@ def _dot(numbers: Any, at: dict[int, int], shapes: list[tuple[int, ...]]) -> dic
 
 def _leaves_to(axes: Any, params: Mapping[str, Any], dim: int) -> bool:
     """Return whether a constraint leaves a dimension to the axes of the batch, or to the compiler."""
-    spec = getattr(params["sharding"], "spec", None)
-    if spec is None or dim in params["unconstrained_dims"]:
-        return spec is not None
-    entry = spec[dim] if dim < len(spec) else None
+    sharding = params["sharding"] if "sharding" in params else params["dst_sharding"]
+    if not isinstance(sharding, NamedSharding):
+        return False
+    if sharding.mesh.empty or dim in params.get("unconstrained_dims", ()):
+        return True
+    entry = sharding.spec[dim] if dim < len(sharding.spec) else None
     return entry is PartitionSpec.UNCONSTRAINED or set(axes_in((axes,))) <= set(axes_in((entry,)))
 
 

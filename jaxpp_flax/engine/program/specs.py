@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.arrays.mesh import axes_in
+from jaxpp_flax.engine.arrays.mesh import axes_in, canonical, keep_axes
 from jaxpp_flax.engine.program.program import Free, Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, memory_kind_of
 
@@ -39,9 +39,10 @@ def accumulator_spec(
         wish = next((spec for spec in alike if spec is not None and any(spec.partitions)), PartitionSpec())
     if axes is None:
         return wish
-    # A parameter is not partitioned over the axes of the batch as well.
-    entries = (*wish, *[None] * (dim - len(wish))) if set(axes_in(wish)).isdisjoint(axes_in((axes,))) else (None,) * dim
-    return PartitionSpec(*entries[:dim], axes, *entries[dim:])
+    # What a parameter partitions over the axes of the batch (FSDP) is whole here: the shards take these axes.
+    wish = keep_axes(wish, lambda name: name not in axes_in((axes,)))
+    entries = (*wish, *[None] * (dim - len(wish)))
+    return canonical(PartitionSpec(*entries[:dim], axes, *entries[dim:]))
 
 
 def initial_spec(
