@@ -1,8 +1,9 @@
-"""A program of MaxText's form, as NVIDIA's fork for JaxPP writes it: a Linen decoder whose parameters have logical axes.
+"""A program of MaxText's form, as NVIDIA's fork for JaxPP writes it.
 
-Its step maps the gradient over "data" by `vmap`, keeps the optimizer's state sharded over the same axis (ZeRO), clips by
-the norm over all ranks, and returns a state and a dictionary of metrics. The fork's own set-up traces the step first, to
-learn where each leaf of the state belongs, and makes the state there.
+The model is a Linen decoder whose parameters have logical axes. The step maps the gradient over "data" by `vmap`, keeps
+the optimizer's state sharded over the same axis (ZeRO), clips by the norm over all ranks, and returns a state and a
+dictionary of metrics. The set-up traces the step first, to learn where each leaf of the state belongs, and makes the
+state there.
 """
 
 from __future__ import annotations
