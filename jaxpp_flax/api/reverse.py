@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.api.jit import say_about_pgle
 from jaxpp_flax.api.steps.array import MpmdArray
 from jaxpp_flax.api.steps.environment import warn_of_variables
+from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.layouts import broadcast_layouts
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.placing import place
@@ -86,13 +88,17 @@ def mpmd_jit_rev(
         )
 
     def run(*args: Any) -> Any:
+        with context_mesh(mpmd_mesh.abstract_submesh):  # as a step is traced; the caller's mesh may be of all ranks
+            return run_on_ranks(*args)
+
+    def run_on_ranks(*args: Any) -> Any:
         leaves = jax.tree.leaves(args)
         results = jax.eval_shape(fun, *args)
         types, tree = jax.tree.flatten(results)
         ranks = [frozenset(ids) or frozenset({0}) for ids in tree.flatten_up_to(out_refs)]
         wanted = _shardings(out_shardings, results, "out_shardings", mpmd_mesh, ranks)
         read = _shardings(in_shardings, args, "in_shardings", mpmd_mesh, [frozenset({0})] * len(leaves))
-        parts: list[list[jax.Array]] = [[] for _ in types]
+        parts: list[dict[int, jax.Array]] = [{} for _ in types]
         for rank in filter(mpmd_mesh.is_local, range(mpmd_mesh.mpmd_dim)):
             mine = tuple(position for position, sharding in enumerate(wanted) if rank in sharding.ranks)
             if not mine:
@@ -100,12 +106,11 @@ def mpmd_jit_rev(
             placed = [place(leaf, of.local_sharding(rank)) for leaf, of in zip(leaves, read, strict=True)]
             made = compiled(mine, tuple(wanted[position].local_sharding(rank) for position in mine))
             for position, array in zip(mine, made(*jax.tree.unflatten(jax.tree.structure(args), placed)), strict=True):
-                parts[position].append(array)
-        arrays = [
-            MpmdArray(part, sharding, shape=type_.shape, dtype=type_.dtype)
-            for part, sharding, type_ in zip(parts, wanted, types, strict=True)
-        ]
-        return jax.tree.unflatten(tree, arrays)
+                parts[position][rank] = array
+        # Weak types stay weak: a step that was compiled for the function's shapes takes these arrays as they are.
+        avals = [ShapedArray(type_.shape, type_.dtype, weak_type=type_.weak_type) for type_ in types]
+        arrays = map(MpmdArray._from_parts, wanted, parts, avals)  # pyright: ignore[reportPrivateUsage]
+        return jax.tree.unflatten(tree, list(arrays))
 
     return run
 

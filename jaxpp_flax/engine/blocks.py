@@ -87,7 +87,8 @@ class Blocks:
       split_backward: whether the schedule runs input and weight gradients apart.
       arguments: for each constant and carry leaf that is an argument of the step: its position from the end, and its
         spec.
-      data_axes: for each result, the mesh axes over which it must still be summed after the loop, or None.
+      batch_dims: for each result, the dimension of its accumulator over the shards of the batch, and the mesh axes of
+        that dimension; or None.
       shards_of: returns the number of shards over an entry of a PartitionSpec.
       batch_shards: the number of parts into which the examples of a microbatch are cut.
     """
@@ -95,7 +96,7 @@ class Blocks:
     body: LoopBody
     split_backward: bool
     arguments: Mapping[Atom, tuple[int, PartitionSpec]] = field(default_factory=dict)
-    data_axes: Sequence[Any] = ()
+    batch_dims: Sequence[Any] = ()
     shards_of: Callable[[Any], int] = lambda entry: 1
     batch_shards: int = 1
 
@@ -117,11 +118,11 @@ class Blocks:
     def state_specs(self) -> dict[Value, PartitionSpec]:
         """Return the spec of each accumulator; see `accumulator_spec`."""
         part, found = self.partition, dict[Value, PartitionSpec]()
-        leading = part.leading_axes(self.data_axes or [None] * len(part.results))
-        for accumulator, axes in zip(part.accumulators, leading, strict=True):
+        dims = part.of_accumulators(self.batch_dims or [None] * len(part.results))
+        for accumulator, batch_dim in zip(part.accumulators, dims, strict=True):
             inputs = part.tasks[accumulator.task].graph.inputs
             known = [(v.aval, self.spec_of(v)) for v in inputs if v in self.arguments]
-            found[accumulator.state] = accumulator_spec(accumulator.state.aval, axes, None, known)
+            found[accumulator.state] = accumulator_spec(accumulator.state.aval, batch_dim, None, known)
         return found
 
     @cached_property

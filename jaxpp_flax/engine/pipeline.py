@@ -113,7 +113,7 @@ def _blocks(loop: OpenLoop, arguments: Mapping[Value, tuple[int, PartitionSpec]]
         loop.body,
         loop.schedule.splits_backward,
         arguments={v: arguments[a] for v, a in outer.items() if isinstance(a, Value) and a in arguments},
-        data_axes=loop.data_axes,
+        batch_dims=loop.batch_dims,
         shards_of=shards,
         batch_shards=loop.batch_shards,
     )

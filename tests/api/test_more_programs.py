@@ -20,6 +20,7 @@ import jaxpp_flax.api as jaxpp
 from tests.helpers import tree_allclose
 
 WIDTH, MICROBATCHES = 8, 4
+COLLECTIVES = re.compile(r"= (.*) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
 def mesh_of(stages: int, data: int = 1, kind: AxisType = AxisType.Auto) -> jaxpp.MpmdMesh:
@@ -131,15 +132,47 @@ def test_reductions_delayed_by_types_are_refused_and_not_needed():
         tree_allclose(jax.jit(partial(step, typed=True))(PARAMS, batch), expected_gradients())
 
 
-def test_reductions_delayed_by_a_dimension_on_auto_axes():
-    def step(params: Any, batch: Any) -> Any:
-        grads = jaxpp.treduce(
-            jax.vmap(partial(jax.grad(loss_fn), params), spmd_axis_name="data"),
-            batch, schedule=jaxpp.Std1F1B(2), operation=jaxpp.Add,
-        )  # fmt: skip
-        return [g.mean(axis=0) for g in grads]
+@pytest.mark.parametrize("microbatches", [2, 4])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_reductions_delayed_by_a_mapped_dimension(kind: AxisType, microbatches: int):
+    """No task in the loop talks over "data"; each gradient is reduced once, by the step's own sum after the loop."""
+    mesh = mesh_of(2, 2, kind)
+    shards = NamedSharding(mesh.lowering_mesh(), P("data"))
+    auto = kind == AxisType.Auto
 
-    mesh = mesh_of(2, 2)
-    batch = BATCH.reshape(MICROBATCHES, 2, 2, WIDTH)
-    pipelined = jaxpp.mpmd_jit_with_loop(step, mesh, in_specs=(P(), P(None, "data")))
-    tree_allclose(pipelined(PARAMS, batch), expected_gradients())
+    def loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
+        if auto:  # as `nn.with_logical_constraint` does: `vmap` adds its own axis in front
+            x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh.lowering_mesh(), P(None, None)))
+        return loss_fn(params, x)
+
+    def step(params: Any, batch: Any, *, constrained: bool = auto) -> Any:
+        losses, grads = jaxpp.treduce(
+            jax.vmap(partial(jax.value_and_grad(loss), params), spmd_axis_name="data"),
+            batch, axis=1, schedule=jaxpp.Std1F1B(2), operation=(jaxpp.Concat(axis=1), jaxpp.Add),
+        )  # fmt: skip
+        if constrained:
+            grads = [jax.lax.with_sharding_constraint(g, shards) for g in grads]
+        return losses, [p - 0.1 * g.sum(axis=0) for p, g in zip(params, grads, strict=True)]
+
+    batch = BATCH.reshape(2, MICROBATCHES, 2, WIDTH)[:, :microbatches]
+    losses = jax.vmap(jax.vmap(partial(loss_fn, PARAMS)))(batch)
+    grads = jax.grad(lambda params: jax.vmap(jax.vmap(partial(loss_fn, params)))(batch).sum())(PARAMS)
+    expected = losses, [p - 0.1 * g for p, g in zip(PARAMS, grads, strict=True)]
+    for constrained in {auto, False}:
+        pipelined = jaxpp.mpmd_jit_with_loop(
+            partial(step, constrained=constrained), mesh, in_specs=(P(), P("data")), out_specs=(P("data"), P())
+        )
+        compiled = pipelined.compile(PARAMS, batch)
+        tree_allclose(compiled(PARAMS, batch), expected)
+        in_loop, after = collectives(compiled)
+        assert in_loop == []
+        assert sorted(after) == ["all-reduce", "all-reduce"], "one for each of the two parameters"
+
+
+def collectives(compiled: Any) -> tuple[list[str], list[str]]:
+    """The collectives of the loop's tasks, and those of all others: one entry for each array that they take."""
+    found: tuple[list[str], list[str]] = [], []
+    for task, executable in zip(compiled.program.tasks, compiled._executables.tasks, strict=True):
+        for shapes, name in COLLECTIVES.findall(executable.as_text()):
+            found[task.stage is None].extend([name] * len(re.findall(r"\w+\[", shapes)))
+    return found

@@ -35,9 +35,25 @@ def test_each_rank_makes_its_own():
     assert made["first"]["w"].mpmd_idxs == (0,)
     assert made["last"].mpmd_idxs == (1,)
     assert made["step"].mpmd_idxs == (0, 1)
+    assert made["step"].weak_type, "as under jax.jit: a step that is compiled for this state takes it"
+    assert not made["last"].weak_type
     assert made["first"]["w"].spec == P("data")
     assert made["last"].spec == P(None, "data")  # the ranks' axis is dropped
     assert {d.id for d in made["last"].first_mpmd_replica.sharding.device_set} == {2, 3}
+
+
+def test_the_mesh_of_the_caller_does_not_matter():
+    """A constraint names the axes of a rank, whether or not the caller has set the mesh of all ranks."""
+
+    def constrained(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x + 1, P("data"))
+
+    make = jaxpp.mpmd_jit_rev(constrained, MESH, out_refs={0, 1})
+    with jax.set_mesh(MESH.lowering_mesh()):
+        inside = make(jnp.ones(2))
+    for made in (inside, make(jnp.ones(2))):
+        np.testing.assert_array_equal(made, np.full(2, 2.0))
+        assert made.mpmd_idxs == (0, 1)
 
 
 def test_a_result_of_no_rank_goes_to_rank_0():

@@ -155,7 +155,7 @@ def check(rows: list[Row], axis_type: AxisType) -> tuple[set[Row], dict[Row, Any
     told = {row: (np.asarray(actual[row]).ravel()[:4], expected[row].ravel()[:4]) for row in wrong}
     assert not wrong, f"{len(wrong)} rows are not those of plain jit (found, expected): {told}"
     (loop,) = step.compile(fixed, batch)._built.loops
-    deferred = {row for row, axes in zip(keyed, loop.leading, strict=False) if axes is not None}
+    deferred = {row for row, axes in zip(keyed, loop.batch_dims, strict=False) if axes is not None}
     lossy = [row for row in deferred if not equal(parted[row], expected[row])]
     assert not lossy, f"deferred past what is not linear: {lossy}"
     return deferred, expected, parted
@@ -257,7 +257,7 @@ def test_gradients_and_carries():
     tree_allclose(actual, jax.tree.map(np.asarray, expected), rtol=0, atol=0)
     (loop,) = step.compile(params, batch, Std1F1B(STAGES))._built.loops
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
-    deferred = {path for path, axes in zip(paths, loop.leading, strict=True) if axes is not None}
+    deferred = {path for path, axes in zip(paths, loop.batch_dims, strict=True) if axes is not None}
     gradients = {f"[1]['{name}']" for name in ("bfloat16", "float32", "last")}
     assert deferred == gradients | {"[2]['float32'][0]", "[2]['float32'][1]"}
 

@@ -8,11 +8,11 @@ optimisation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.analyses.inner_bodies import Scan, open_scan
 from jaxpp_flax.engine.arrays.mesh import axes_in
@@ -31,7 +31,7 @@ class ShardCounts:
 
     Example:
       >>> shards = ShardCounts({"data": 4, "tensor": 2, "expert": 1})
-      >>> shards("data"), shards(("data", "tensor")), shards.batch_dim(PartitionSpec("expert", "data"))
+      >>> shards("data"), shards(("data", "tensor")), shards.batch_dim(PartitionSpec("expert", ("data", "expert")))
       (4, 8, (1, 'data'))
     """
 
@@ -42,8 +42,13 @@ class ShardCounts:
         return math.prod(self.axes[name] for name in axes_in((entry,)))
 
     def batch_dim(self, spec: PartitionSpec) -> BatchDim | None:
-        """Return the first dimension of an argument that is really sharded."""
-        return next(((dim, e) for dim, e in enumerate(spec) if e is not None and self(e) > 1), None)
+        """Return the first dimension of an argument that is really sharded, with the axes that shard it."""
+        return next(((dim, self._axes_of(e)) for dim, e in enumerate(spec) if e is not None and self(e) > 1), None)
+
+    def _axes_of(self, entry: Any) -> Any:
+        """Return an entry without axes of size 1."""
+        names = tuple(name for name in axes_in((entry,)) if self.axes[name] > 1)
+        return names[0] if len(names) == 1 else names
 
 
 _ELEMENTWISE = frozenset(
@@ -87,12 +92,22 @@ def propagate(
         elif equation.name == "shard_map":
             found = _shard_map(equation, at, axes, size)
         else:
-            found = _rule(equation, at)
+            found = _rule(equation, at, axes)
         for position, value in enumerate(equation.outputs):
             dim = found.get(position)
-            if dim is not None and value.aval.shape[dim] % size(axes) == 0:
-                dims[value] = (int(dim), axes)
+            held = None if dim is None else _held_by(value.aval.shape[dim], axes, size)
+            if held is not None:
+                dims[value] = (int(dim), held)
     return dims
+
+
+def _held_by(length: int, axes: Any, size: Callable[[Any], int]) -> Any:
+    """Return the mesh axes that a dimension holds: the first ones, if a reshape has left it only the major part."""
+    if length % size(axes) == 0:
+        return axes
+    names = axes_in((axes,))
+    major = [tuple(names[:count]) for count in range(len(names) - 1, 0, -1) if length % size(tuple(names[:count])) == 0]
+    return (major[0] if len(major[0]) > 1 else major[0][0]) if major else None
 
 
 def inside_scan(scan: Scan, at: Mapping[int, BatchDim], size: Callable[[Any], int]) -> dict[Value, BatchDim]:
@@ -149,8 +164,8 @@ def _shard_map(equation: Equation, at: dict[int, int], axes: Any, size: Callable
     return {k: entries.index(names) for k, entries in enumerate(specs) if names in entries}
 
 
-def _rule(equation: Equation, at: dict[int, int]) -> dict[int, int]:
-    """Return the batch dimension of each output that has one; `at` gives the inputs' dimensions."""
+def _rule(equation: Equation, at: dict[int, int], axes: Any) -> dict[int, int]:
+    """Return the batch dimension of each output that has one; `at` gives the inputs' dimensions over `axes`."""
     name, params = equation.name, equation.params
     shapes = [tuple(a.aval.shape) for a in equation.inputs]
     out = tuple(equation.outputs[0].aval.shape) if equation.outputs else ()
@@ -162,8 +177,10 @@ def _rule(equation: Equation, at: dict[int, int]) -> dict[int, int]:
     dim = at.get(0)
     if name == "dot_general":
         return _dot(params["dimension_numbers"], at, shapes)
-    if name == "gather" and set(at) == {1}:
-        return _gather(params["dimension_numbers"], at[1], len(out), shapes[1])
+    if name == "gather":
+        return _gather(params["dimension_numbers"], at, shapes, out)
+    if name.startswith("scatter") and dim is None:
+        return _scatter(params["dimension_numbers"], at, shapes)
     if name == "concatenate":
         same = set(at.values())
         return {0: next(iter(same))} if len(same) == 1 and params["dimension"] not in same else {}
@@ -176,6 +193,10 @@ def _rule(equation: Equation, at: dict[int, int]) -> dict[int, int]:
         return {0: tuple(params["permutation"]).index(dim)}
     if name == "reshape":
         return _reshape(shapes[0], out, dim)
+    if name in ("sharding_constraint", "reshard"):
+        return {0: dim} if _leaves_to(axes, params, dim) else {}
+    if name == "split":
+        return {} if params["axis"] == dim else dict.fromkeys(range(len(equation.outputs)), dim)
     if name in _REDUCTIONS or name == "squeeze":
         dropped = tuple(params["dimensions" if name == "squeeze" else "axes"])
         return {} if dim in dropped else {0: dim - sum(d < dim for d in dropped)}
@@ -210,11 +231,44 @@ def _dot(numbers: Any, at: dict[int, int], shapes: list[tuple[int, ...]]) -> dic
     return {0: found.pop()} if len(found) == 1 else {}
 
 
-def _gather(numbers: Any, dim: int, rank: int, indices: tuple[int, ...]) -> dict[int, int]:
-    if dim == len(indices) - 1:
+def _leaves_to(axes: Any, params: Mapping[str, Any], dim: int) -> bool:
+    """Return whether a constraint leaves a dimension to the axes of the batch, or to the compiler."""
+    sharding = params["sharding"] if "sharding" in params else params["dst_sharding"]
+    if not isinstance(sharding, NamedSharding):
+        return False
+    if sharding.mesh.empty or dim in params.get("unconstrained_dims", ()):
+        return True
+    entry = sharding.spec[dim] if dim < len(sharding.spec) else None
+    return entry is PartitionSpec.UNCONSTRAINED or set(axes_in((axes,))) <= set(axes_in((entry,)))
+
+
+def _gather(
+    numbers: Any, at: dict[int, int], shapes: Sequence[tuple[int, ...]], out: tuple[int, ...]
+) -> dict[int, int]:
+    batch = [d for d in range(len(out)) if d not in numbers.offset_dims]
+    if set(at) == {1}:
+        return {} if at[1] == len(shapes[1]) - 1 else {0: batch[at[1]]}
+    pairs = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    if at[0] in pairs:
+        return {0: batch[pairs[at[0]]]} if at.get(1, pairs[at[0]]) == pairs[at[0]] else {}
+    windows = [d for d in range(len(shapes[0])) if d not in (*pairs, *numbers.collapsed_slice_dims)]
+    if 1 in at or at[0] not in windows:
         return {}
-    batch = [d for d in range(rank) if d not in numbers.offset_dims]
-    return {0: batch[dim]}
+    target = numbers.offset_dims[windows.index(at[0])]
+    return {0: target} if out[target] == shapes[0][at[0]] else {}
+
+
+def _scatter(numbers: Any, at: dict[int, int], shapes: Sequence[tuple[int, ...]]) -> dict[int, int]:
+    """Return the batch dimension of a scatter into an array that has none, such as the zeros of a gradient."""
+    pairs = dict(zip(numbers.scatter_indices_batching_dims, numbers.operand_batching_dims, strict=True))
+    if 1 in at:
+        free = [d for d in range(len(shapes[2])) if d not in numbers.update_window_dims]
+        return {0: pairs[at[1]]} if at[1] in pairs and at.get(2, free[at[1]]) == free[at[1]] else {}
+    windows = [d for d in range(len(shapes[0])) if d not in (*pairs.values(), *numbers.inserted_window_dims)]
+    if at[2] not in numbers.update_window_dims:
+        return {}
+    target = windows[numbers.update_window_dims.index(at[2])]
+    return {0: target} if shapes[2][at[2]] == shapes[0][target] else {}
 
 
 def _reshape(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> dict[int, int]:

@@ -65,9 +65,9 @@ class ResultRanks:
 class Loop:
     """A pipelined loop among the outer equations: outer atoms in, outer values out.
 
-    For each accumulator, `leading` gives the mesh axes over which its first dimension is sharded (see
-    `defer_reductions`), or None; `like` gives the position of the step's argument that it updates, or None. `marks` are
-    the marks of the body, and `cuts` the indices of the marks that cut.
+    For each accumulator, `batch_dims` gives its dimension over the shards of the batch and the mesh axes of that
+    dimension (see `defer_reductions`), or None; `like` gives the position of the step's argument that it updates, or
+    None. `marks` are the marks of the body, and `cuts` the indices of the marks that cut.
     """
 
     partition: Partition
@@ -77,7 +77,7 @@ class Loop:
     carry_init: tuple[Value, ...]
     carry_results: tuple[Value, ...]
     accumulator_results: tuple[Value, ...]
-    leading: tuple[Any, ...]
+    batch_dims: tuple[Any, ...]
     like: tuple[int | None, ...] = ()
     marks: tuple[Mark, ...] = ()
     cuts: tuple[int, ...] = ()

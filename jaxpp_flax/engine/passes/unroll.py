@@ -205,8 +205,8 @@ class _LoopUnroller:
         for rank, members in by_rank.items():
             graphs = [self.part.accumulators[k].init for k in members]
             graph = Graph((), tuple(g.outputs[0] for g in graphs), tuple(e for g in graphs for e in g.equations))
-            leading, like = (tuple(of[k] for k in members) for of in (self.loop.leading, self.loop.like))
-            task = ProgramTask(f"{self.name}init_{rank}", rank, graph, leading=leading, like=like)
+            batch_dims, like = (tuple(of[k] for k in members) for of in (self.loop.batch_dims, self.loop.like))
+            task = ProgramTask(f"{self.name}init_{rank}", rank, graph, batch_dims=batch_dims, like=like)
             outputs = self.program.new_slots(len(members))
             self.program.instructions.append(Run(self.program.add_task(task), -1, rank, (), outputs))
             self.shared.update(

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.tracing.ir import Equation, Value, values
 
@@ -23,7 +24,9 @@ def find_relatives(nodes: Sequence[Equation | Loop], inputs: Sequence[Value]) ->
             for value in values(node.inputs):
                 users.setdefault(value, []).append(node)
 
-    def search(result: Value, shape: tuple[int, ...]) -> int | None:
+    def search(result: Value, batch_dim: BatchDim | None) -> int | None:
+        whole = tuple(result.aval.shape)
+        shape = whole if batch_dim is None else (*whole[: batch_dim[0]], *whole[batch_dim[0] + 1 :])
         queue, seen = deque([(result, 0)]), {result}
         while queue:
             value, depth = queue.popleft()
@@ -32,7 +35,7 @@ def find_relatives(nodes: Sequence[Equation | Loop], inputs: Sequence[Value]) ->
                     if read in position and tuple(read.aval.shape) == shape:
                         return position[read]
                 for output in equation.outputs:
-                    if tuple(output.aval.shape) == shape and output not in seen and depth < _SEARCH_DEPTH:
+                    if tuple(output.aval.shape) in (shape, whole) and output not in seen and depth < _SEARCH_DEPTH:
                         seen.add(output)
                         queue.append((output, depth + 1))
         return None
@@ -40,10 +43,6 @@ def find_relatives(nodes: Sequence[Equation | Loop], inputs: Sequence[Value]) ->
     found: list[Equation | Loop] = []
     for node in nodes:
         if isinstance(node, Loop):
-            like: list[int | None] = []
-            for value, leading in zip(node.accumulator_results, node.leading, strict=True):
-                shape = tuple(value.aval.shape)
-                like.append(search(value, shape if leading is None else shape[1:]))
-            node = replace(node, like=tuple(like))
+            node = replace(node, like=tuple(map(search, node.accumulator_results, node.batch_dims)))
         found.append(node)
     return found

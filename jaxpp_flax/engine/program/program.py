@@ -23,9 +23,9 @@ class ProgramTask:
 
     `donate` holds the positions of inputs that no later instruction reads. `pins` pairs an output with the input
     whose sharding it must keep (accumulators and carries, which go round the loop). If a task makes accumulators,
-    `leading` holds for each output the mesh axes that shard its first dimension, or None; `like` holds the position of
-    the step's argument whose sharding the accumulator takes, or None. `out_specs` holds the specs of the outputs, if
-    the task's author gives them; otherwise XLA chooses.
+    `batch_dims` holds for each output its dimension over the shards of the batch and the mesh axes of that dimension,
+    or None; `like` holds the position of the step's argument whose sharding the accumulator takes, or None. `out_specs`
+    holds the specs of the outputs, if the task's author gives them; otherwise XLA chooses.
     """
 
     name: str
@@ -36,7 +36,7 @@ class ProgramTask:
     fused: bool = False
     donate: frozenset[int] = frozenset()
     pins: tuple[tuple[int, int], ...] = ()
-    leading: tuple[Any, ...] = ()
+    batch_dims: tuple[Any, ...] = ()
     like: tuple[int | None, ...] = ()
     out_specs: tuple[PartitionSpec, ...] = ()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.arrays.mesh import axes_in
+from jaxpp_flax.engine.arrays.mesh import axes_in, canonical, keep_axes
 from jaxpp_flax.engine.program.program import Free, Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, memory_kind_of
 
@@ -18,25 +18,31 @@ __all__ = ["accumulator_spec", "initial_spec", "specs_wanted", "usable_donations
 
 
 def accumulator_spec(
-    aval: Any, leading: Any, wish: PartitionSpec | None, inputs: Iterable[tuple[Any, PartitionSpec | None]]
+    aval: Any,
+    batch_dim: tuple[int, Any] | None,
+    wish: PartitionSpec | None,
+    inputs: Iterable[tuple[Any, PartitionSpec | None]],
 ) -> PartitionSpec:
     """Return the spec of an accumulator: its parameter's, or else the spec of an array of the same type in its task.
 
     Args:
       aval: the accumulator's type.
-      leading: the mesh axes that shard its first dimension, along which each shard of the batch has its part; or None.
+      batch_dim: the dimension along which each shard of the batch has its part, and its mesh axes; or None. The other
+        dimensions are the parameter's.
       wish: the parameter's spec, if the parameter is known.
       inputs: the types and specs of the inputs of the task that reads the accumulator.
     """
-    shape = aval.shape if leading is None else aval.shape[1:]
+    dim, axes = batch_dim or (aval.ndim, None)
+    shape = (*aval.shape[:dim], *aval.shape[dim + 1 :])
     if wish is None:
         alike = (spec for other, spec in inputs if (other.shape, other.dtype) == (shape, aval.dtype))
         wish = next((spec for spec in alike if spec is not None and any(spec.partitions)), PartitionSpec())
-    if leading is None:
+    if axes is None:
         return wish
-    # A parameter is not partitioned over the axes of the batch as well.
-    apart = set(axes_in(wish)).isdisjoint(axes_in((leading,)))
-    return PartitionSpec(leading, *wish) if apart else PartitionSpec(leading)
+    # What a parameter partitions over the axes of the batch (FSDP) is whole here: the shards take these axes.
+    wish = keep_axes(wish, lambda name: name not in axes_in((axes,)))
+    entries = (*wish, *[None] * (dim - len(wish)))
+    return canonical(PartitionSpec(*entries[:dim], axes, *entries[dim:]))
 
 
 def initial_spec(
@@ -60,7 +66,7 @@ def initial_spec(
         return PartitionSpec()
     task = program.tasks[initial.task]
     inputs = _inputs_of_reader(program, number, initial.outputs[position], spec_of)
-    return accumulator_spec(task.graph.outputs[position].aval, task.leading[position], wish, inputs)
+    return accumulator_spec(task.graph.outputs[position].aval, task.batch_dims[position], wish, inputs)
 
 
 def _inputs_of_reader(

@@ -180,7 +180,7 @@ class _Walk:
         in_specs = [self.held[slot].spec for slot in run.inputs]
         wanted = self.wanted.get(number, {})
         out_specs = list(task.out_specs) or [wanted.get(i) for i in range(len(task.graph.outputs))]
-        if task.leading:
+        if task.batch_dims:
             wishes = [None if a is None else self.argument_specs[a] for a in task.like]
             out_specs = [
                 s or initial_spec(self.program, number, i, self._spec_held, wishes[i]) for i, s in enumerate(out_specs)

@@ -107,7 +107,7 @@ def _task(fragment: Fragment, graph: Graph, like: Sequence[int | None]) -> Progr
     """Make a fragment's task; accumulators get the shardings of the arguments in `like`."""
     key = fragment.key
     task = ProgramTask(fragment.label, key.rank, graph, stage=key.stage, kind=key.kind)
-    return task if graph.inputs else replace(task, leading=(None,) * len(like), like=tuple(like))
+    return task if graph.inputs else replace(task, batch_dims=(None,) * len(like), like=tuple(like))
 
 
 def _finished(task: ProgramTask, runs: Sequence[Run]) -> ProgramTask:

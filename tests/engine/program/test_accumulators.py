@@ -46,7 +46,7 @@ def test_the_numbers_are_those_of_plain_jit():
     tree_allclose(jax.tree.map(np.asarray, actual), jax.tree.map(np.asarray, expected), rtol=1e-6)
 
 
-INIT = ProgramTask("init", 0, Graph((), made((4,), (4,)).outputs, ()), leading=(None, None))
+INIT = ProgramTask("init", 0, Graph((), made((4,), (4,)).outputs, ()), batch_dims=(None, None))
 BODY = ProgramTask("body", 0, identity((4,), (4,), (4,)))
 
 
@@ -81,9 +81,23 @@ def test_an_accumulator_that_no_task_reads_is_whole():
 
 def test_shards_lead_once():
     """Whatever is partitioned over the axis of the shards is not taken as well."""
-    init = ProgramTask("init", 0, Graph((), made((2, 4)).outputs, ()), leading=("data",))
+    init = ProgramTask("init", 0, Graph((), made((2, 4)).outputs, ()), batch_dims=((0, "data"),))
     program = by_hand([Run(0, -1, 0, (), (0,))], [init], [], 1)
-    for wish, found in {P(None, "tensor"): P("data", None, "tensor"), P("data"): P("data")}.items():
+    both = P("data", "tensor"), P("data", None, "tensor")  # as ZeRO partitions an optimizer's state
+    for wish, found in (*{P(None, "tensor"): P("data", None, "tensor"), P("data"): P("data")}.items(), both):
+        assert initial_spec(program, 0, 0, {}.get, wish) == found
+
+
+def test_shards_keep_their_dimension():
+    """A body that maps its work over the shards may return them in any dimension; a wish is for all others."""
+    init = ProgramTask("init", 0, Graph((), made((4, 2, 6)).outputs, ()), batch_dims=((1, "data"),))
+    program = by_hand([Run(0, -1, 0, (), (0,))], [init], [], 1)
+    wishes = {
+        P("tensor"): P("tensor", "data"),
+        P(None, "tensor"): P(None, "data", "tensor"),
+        P("data"): P(None, "data"),
+    }
+    for wish, found in wishes.items():
         assert initial_spec(program, 0, 0, {}.get, wish) == found
 
 

@@ -11,7 +11,7 @@ dimension, each used for nothing else. Other gradients stay unchanged, which is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from jaxpp_flax.engine.tracing.hints import without_hints
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, applied, emit, prune, struct_of, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
-from jaxpp_flax.engine.tracing.treduce import AddOp
+from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, LastOp, MaxOp, Op
 
 __all__ = ["defer_in_loops", "defer_reductions"]
 
@@ -64,16 +64,22 @@ def _defer_in_loop(
     def may_defer(gradient: Value, axes: Any) -> bool:
         return all((gradient.aval.shape, name) not in sharded for name in axes_in((axes,)))
 
-    body, axes = defer_reductions(body, batch, shards, may_defer)
+    body, axes, batch_dims = defer_reductions(body, batch, shards, may_defer)
     parts = math.prod(shards(entry) for entry in {entry for _, entry in batch.values()})
-    return replace(loop, body=body, data_axes=axes, batch_shards=parts)
+    return replace(loop, body=body, data_axes=axes, batch_dims=batch_dims, batch_shards=parts)
 
 
 class Deferred(NamedTuple):
-    """The new body; `axes[k]` are the mesh axes over which result k must still be summed, or None."""
+    """The new body; `axes[k]` are the mesh axes over which result k must still be summed, or None.
+
+    `batch_dims[k]` is the dimension of accumulator k over the shards of the batch, with its mesh axes, or None. A body
+    that maps its work over the shards itself (`jax.vmap(..., spmd_axis_name="data")`) has such results from the start:
+    their accumulators stay sharded through the loop, and the step's own sum after it is the only reduction.
+    """
 
     body: LoopBody
     axes: tuple[Any, ...]
+    batch_dims: tuple[BatchDim | None, ...]
 
 
 def defer_reductions(
@@ -93,21 +99,37 @@ def defer_reductions(
     """
     finder = ChainFinder(body.graph, propagate(body.equations, known, size), size)
     axes: list[Any] = [None] * len(body.operations)
+    dims = [_kept_by(op, a, finder.dims.get(a)) if isinstance(a, Value) else None for a, op in _reduced(body)]
     chains: dict[int, Chain] = {}
-    for k, (atom, op) in enumerate(zip(body.results, body.operations, strict=True)):
+    for k, (atom, op) in enumerate(_reduced(body)):
         if type(op) is not AddOp or not isinstance(atom, Value):
             continue
         chain = finder.chain(atom) if atom.aval.shape and accumulates(atom.aval.dtype) else None
         if chain is not None and may_defer(atom, chain.axes):
-            chains[len(body.carry) + k], axes[k] = chain, chain.axes
+            chains[len(body.carry) + k], axes[k], dims[k] = chain, chain.axes, (0, chain.axes)
     if not chains:
-        return Deferred(body, tuple(axes))
+        return Deferred(body, tuple(axes), tuple(dims))
     equations, added, sums = _rewrite(finder, list(chains.values()))
     outputs = list(body.outputs)
     for position, total in zip(chains, sums, strict=True):
         outputs[position] = total
     rewritten = prune(_ordered(replace(body.graph, equations=tuple(equations)), outputs, added))
-    return Deferred(body.rewritten(rewritten), tuple(axes))
+    return Deferred(body.rewritten(rewritten), tuple(axes), tuple(dims))
+
+
+def _reduced(body: LoopBody) -> Iterator[tuple[Atom, Op]]:
+    """Yield each result of the body with its operation."""
+    return zip(body.results, body.operations, strict=True)
+
+
+def _kept_by(op: Op, value: Value, batch_dim: BatchDim | None) -> BatchDim | None:
+    """Return the batch dimension of an operation's accumulator from that of the reduced value."""
+    if batch_dim is None:
+        return None
+    dim, axes = batch_dim
+    if isinstance(op, Concat):  # the axis of the microbatches is new
+        return dim + (op.axis % (value.aval.ndim + 1) <= dim), axes
+    return batch_dim if isinstance(op, (AddOp, MaxOp, LastOp)) else None
 
 
 def _rewrite(finder: ChainFinder, chains: Sequence[Chain]) -> tuple[list[Equation], list[Equation], list[Value]]:

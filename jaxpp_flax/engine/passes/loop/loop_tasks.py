@@ -94,12 +94,12 @@ class Partition:
         sliced = {v for graph in graphs for v in sliced_by_index(graph.equations, self.index)}
         return frozenset(sliced.intersection(self.operands))
 
-    def leading_axes(self, axes: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the mesh axes over which each accumulator's first dimension is sharded, from those of each result."""
+    def of_accumulators(self, facts: Sequence[Any]) -> tuple[Any, ...]:
+        """Return one fact for each accumulator, from one fact for each result."""
         found: list[Any] = [None] * len(self.accumulators)
-        for result, over in zip(self.results, axes, strict=True):
+        for result, fact in zip(self.results, facts, strict=True):
             for number in _parts(result):
-                found[number] = over
+                found[number] = fact
         return tuple(found)
 
     def verify(self) -> None:

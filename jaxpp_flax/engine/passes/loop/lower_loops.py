@@ -101,7 +101,7 @@ class _Lowering:
             carry_init=carry_init,
             carry_results=opened.carry_results,
             accumulator_results=tuple(self.results[k] for k in range(len(part.accumulators))),
-            leading=part.leading_axes(opened.data_axes),
+            batch_dims=part.of_accumulators(opened.batch_dims),
             marks=opened.body.marks,
             cuts=opened.cuts,
         )

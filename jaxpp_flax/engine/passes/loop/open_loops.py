@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim
 from jaxpp_flax.engine.passes.check_supported import refuse_partial_sums
 from jaxpp_flax.engine.passes.loop.label import Labels, label
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
@@ -51,6 +52,8 @@ class OpenLoop:
       schedule: the schedule, for the mesh's number of ranks.
       body: the inlined body.
       data_axes: for each result, the mesh axes over which it must still be summed after the loop, or None.
+      batch_dims: for each result, the dimension of its accumulator over the shards of the batch, and the mesh axes of
+        that dimension; or None.
       batch_shards: the number of parts into which the examples of a microbatch are cut.
       cuts: the indices of the marks that cut, once they are chosen.
       labels: the phase of each equation, once the body is labelled.
@@ -61,6 +64,7 @@ class OpenLoop:
     schedule: Schedule
     body: LoopBody
     data_axes: tuple[Any, ...]
+    batch_dims: tuple[BatchDim | None, ...]
     batch_shards: int = 1
     cuts: tuple[int, ...] = ()
     labels: Labels | None = None
@@ -138,7 +142,8 @@ def _open(equation: Equation, num_ranks: int) -> OpenLoop:
     body = LoopBody.of(graph, **equation.params)
     if isinstance(schedule, OnePass):
         schedule = schedule.without_dead_stages(count_marks(equation.params["body"]), len(body.markers))
-    return OpenLoop(equation, schedule, body, data_axes=(None,) * len(body.operations))
+    none = (None,) * len(body.operations)
+    return OpenLoop(equation, schedule, body, data_axes=none, batch_dims=none)
 
 
 def _read_schedule(equation: Equation, num_ranks: int) -> Schedule:
