@@ -28,12 +28,15 @@ __all__ = [
 _MEMORY_KINDS = ("#pinned_host", "#device")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Topology(RankMeshes):
     """Meshes in order; their positions are the engine's ranks. A device may belong to several meshes."""
 
     names: tuple[str, ...]
     meshes: tuple[Mesh, ...]
+
+    def __repr__(self) -> str:
+        return f"the topology { {n: dict(mesh.shape) for n, mesh in zip(self.names, self.meshes, strict=True)} }"
 
     @cached_property
     def unstack(self) -> Sequence[Mesh]:

@@ -69,7 +69,6 @@ class MpmdWrapped:
 
     def _lower(self, call: Call) -> MpmdLowered:
         config = self.mpmd_config
-        _check_processes(config.meshes)
         paths = list(call.paths())
         memories = memories_of(self._in_shardings, _arguments(call, call.leaves), "in_shardings")
         structs = _structs(call, paths, memories)
@@ -99,16 +98,6 @@ class MpmdWrapped:
 def _arguments(call: Call, leaves: Sequence[Any]) -> tuple[Any, ...]:
     args, _ = call.with_leaves(leaves)
     return tuple(args)
-
-
-def _check_processes(topology: Topology) -> None:
-    here = jax.process_index()
-    for rank, name in enumerate(topology.names):
-        if any(device.process_index != here for device in topology.rank_devices(rank)):
-            raise NotImplementedError(
-                f"mesh {name!r} has devices of another process. mpmd.jit runs all meshes from one process; for several "
-                "processes use `mpmd_jit_with_loop` or the trainer."
-            )
 
 
 def _structs(
@@ -157,7 +146,8 @@ def jit(
 
     Returns:
       A function; `.lower(*args)` gives its partition, `.lower(*args).compile()` the compiled program. It returns
-      `jax.Array`s, each on its mesh.
+      `jax.Array`s, each on its mesh. With several processes, all of them call it: each runs the fragments of its own
+      meshes, and a result on a mesh of other processes has no addressable shards.
 
     Raises (when it is lowered):
       TypeError: if an argument is not an array.

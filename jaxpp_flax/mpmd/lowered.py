@@ -12,10 +12,13 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
+from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.engine.binding import Binding, wanted_inputs
 from jaxpp_flax.engine.runtime.executables import Executables, TaskCompiler, compile_program
 from jaxpp_flax.engine.runtime.fetching import Wanted
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
+from jaxpp_flax.engine.runtime.startup import SharedSpecs, compare_programs, compare_values, start
+from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
 from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.tracing.ir import Constant, memory_kind_of
 from jaxpp_flax.mpmd.config import Topology
@@ -131,18 +134,45 @@ class MpmdLowered:
         return self.built.placement.transferred
 
     def compile(self) -> MpmdCompiled:
-        """Compile each distinct fragment once for each mesh that runs it."""
-        return MpmdCompiled(self, self._executables, self._bind())
+        """Compile each distinct fragment once for each mesh that runs it; a second call returns the same program.
+
+        With several processes, each compiles the fragments of its own meshes, and all of them call this.
+
+        Raises:
+          ValueError: with several processes, if no mesh has a device of this one.
+          ProgramMismatchError: with several processes, if their programs, meshes or settings differ.
+          ValuesMismatchError: with several processes, if the arrays that the function closes over differ.
+        """
+        return self._compiled
+
+    @cached_property
+    def _compiled(self) -> MpmdCompiled:
+        distributed = self.distributed
+        runtime = Runtime(self._executables.program, self._executables, self.topology, distributed)
+        compiled = MpmdCompiled(self, runtime, self._bind())
+        if distributed is not None:
+            constants = {f"constant {i}, {jax.typeof(c)}": c for i, c in enumerate(self._constants)}
+            start(distributed, runtime.parcels, constants)
+        return compiled
 
     def _bind(self) -> Binding:
-        program = self._executables.program
-        # A returned constant has no sharding of its own: it gets the requested one.
-        results = [_result(*found) for found in zip(program.results, self._result_shardings, strict=True)]
-        return Binding(program, self.signature, self._constants, self._wanted, results)
+        program, distributed = self._executables.program, self.distributed
+        avals = [atom.aval for atom in self.built.step.outputs]
+        results = [_result(*found) for found in zip(program.results, self._result_shardings, avals, strict=True)]
+        return Binding(program, self.signature, self._constants, self._wanted, results, distributed)
+
+    @property
+    def distributed(self) -> DistributedProgram | None:
+        """The program's names and connection among several processes; None if all meshes are of this process."""
+        return self._connected[0]
+
+    @cached_property
+    def _connected(self) -> tuple[DistributedProgram, SharedSpecs] | tuple[None, None]:
+        return compare_programs(self.topology, self.built.program, self._specs, self._out_specs)
 
     @cached_property
     def _executables(self) -> Executables:
-        inputs = self.built.step.inputs
+        inputs, shared = self.built.step.inputs, self._connected[1]
         with context_mesh(None):  # as in `MpmdWrapped.lower`
             return compile_program(
                 self.built.program,
@@ -151,6 +181,7 @@ class MpmdLowered:
                 self._out_specs,
                 [value.aval for value in inputs],
                 self.topology.local_ranks,
+                shared=shared,
             )
 
     def as_text(self, dialect: str = "mpmd") -> str:
@@ -169,9 +200,8 @@ class MpmdLowered:
 class MpmdCompiled:
     """A compiled program; it takes arguments of the structure and types for which it was lowered."""
 
-    def __init__(self, lowered: MpmdLowered, executables: Executables, binding: Binding) -> None:
-        self._lowered, self._binding = lowered, binding
-        self._runtime = Runtime(executables.program, executables, lowered.topology)
+    def __init__(self, lowered: MpmdLowered, runtime: Runtime, binding: Binding) -> None:
+        self._lowered, self._runtime, self._binding = lowered, runtime, binding
 
     @property
     def input_shardings(self) -> Any:
@@ -198,13 +228,25 @@ class MpmdCompiled:
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on flat arguments whose types fit the program; the types are not checked."""
-        environment = self._binding.environment(leaves)
+        distributed, binding = self._lowered.distributed, self._binding
+        if distributed is not None and not binding.calls:
+            compare_values(distributed, "the arguments", binding.in_several_processes(leaves))
+        environment = binding.environment(leaves)
         self._runtime.run(environment)
-        return self._binding.collect(environment)
+        return binding.collect(environment)
 
 
-def _result(result: Mapping[int, int] | Constant, sharding: NamedSharding) -> Callable[[list[Any]], jax.Array]:
-    """Return a function that makes a result from the slots after a run; `sharding` is for a constant result."""
+def _result(
+    result: Mapping[int, int] | Constant, sharding: NamedSharding, aval: Any
+) -> Callable[[list[Any]], jax.Array]:
+    """Return a function that makes a result from the slots after a run.
+
+    On a mesh of other processes the result has no shards here. A returned constant has no sharding of its own: it gets
+    `sharding`, the requested one.
+    """
+    if all(device.process_index != jax.process_index() for device in sharding.device_set):
+        shape, dtype = tuple(aval.shape), aval.dtype
+        return lambda _: jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
     if isinstance(result, Constant):
-        return lambda _: jax.device_put(jax.numpy.asarray(result.value, result.aval.dtype), sharding)
+        return lambda _: place(jax.numpy.asarray(result.value, result.aval.dtype), sharding)
     return operator.itemgetter(next(iter(result.values())))
