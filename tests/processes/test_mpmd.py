@@ -36,3 +36,13 @@ def test_a_killed_process_ends_the_other_with_its_name():
     assert other.code == 69, other.output[-3000:]
     assert "jaxpp_flax: the run has ended: process 1: " in other.output, other.output[-3000:]
     assert "Process 0 was waiting for" in other.output, other.output[-3000:]
+
+
+def test_a_process_with_arguments_of_its_own_is_not_waited_for_forever():
+    # Process 0 compiles another program, and waits for process 1, which waits for a value of its next step.
+    told = "process 0: it waits for all processes at 'the hash of program 2 (1)', while process 1 runs a program that"
+    with start_processes(2, "run_mpmd_failure.py", "3", devices=2) as processes:
+        ended = processes.wait(60)
+    for end in ended:
+        assert end.code not in (0, None), end.output[-3000:]
+        assert told in end.output, end.output[-3000:]
