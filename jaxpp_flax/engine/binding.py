@@ -159,10 +159,8 @@ class Binding:
         """Return, by name, the arguments that every process passes itself and that several processes read."""
         found: dict[str, Any] = {}
         for leaf, argument in zip(leaves, self.arguments, strict=True):
-            wanted = argument.wanted
-            processes = {d.process_index for rank in wanted.ranks for d in wanted.mesh.unstack[rank].devices.flat}
-            if not isinstance(leaf, MpmdArray) and len(processes) > 1:
-                found[f"argument{wanted.name}"] = leaf
+            if type(leaf) is not MpmdArray and len(argument.wanted.processes) > 1:
+                found[f"argument{argument.wanted.name}"] = leaf
         return found
 
 

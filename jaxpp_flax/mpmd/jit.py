@@ -136,7 +136,6 @@ class MpmdWrapped:
 
     def _partition(self, call: Call, structs: list[jax.ShapeDtypeStruct], traced: Any) -> MpmdLowered:
         config, shapes, out_info = self.mpmd_config, _arguments(call, structs), traced.out_info
-        _check_processes(config.meshes)
         graph, constants = from_jaxpr(traced.jaxpr)
         asked = specs_of(self._in_shardings, shapes, config, "in_shardings")
         out_specs = specs_of(self._out_shardings, out_info, config, "out_shardings")
@@ -162,16 +161,6 @@ class MpmdWrapped:
 def _arguments(call: Call, leaves: Sequence[Any]) -> tuple[Any, ...]:
     args, _ = call.with_leaves(leaves)
     return tuple(args)
-
-
-def _check_processes(topology: Topology) -> None:
-    here = jax.process_index()
-    for rank, name in enumerate(topology.names):
-        if any(device.process_index != here for device in topology.rank_devices(rank)):
-            raise NotImplementedError(
-                f"mesh {name!r} has devices of another process. mpmd.jit runs all meshes from one process; for several "
-                "processes use `mpmd_jit_with_loop` or the trainer."
-            )
 
 
 def _structs(
@@ -223,7 +212,9 @@ def jit(
 
     Returns:
       A function; `.lower(*args)` gives its partition, `.lower(*args).compile()` the compiled program. It returns
-      `jax.Array`s, each on its mesh. An array that was placed on another mesh than its own is refused.
+      `jax.Array`s, each on its mesh. An array that was placed on another mesh than its own is refused. With several
+      processes, all of them call it: each runs the fragments of its own meshes, and a result on a mesh of other
+      processes has no addressable shards.
 
     Raises (when it is lowered):
       TypeError: if an argument is not an array.

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import Device
+from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.engine.binding import Binding, wanted_inputs
 from jaxpp_flax.engine.runtime.executables import Executables, compile_program
 from jaxpp_flax.engine.runtime.fetching import Wanted
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
+from jaxpp_flax.engine.runtime.startup import SharedSpecs, compare_programs, compare_values, start
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
+from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
 from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.summary import MemoryAnalysis, sum_costs, walk_memory
 from jaxpp_flax.engine.tracing.ir import Constant, memory_kind_of
@@ -165,7 +166,9 @@ class MpmdLowered:
         ifrt_ir_compile_options: Mapping[str, Any] | None = None,
         device_assignment: Sequence[Device] | None = None,
     ) -> MpmdCompiled:
-        """Compile each distinct fragment once for each mesh that runs it.
+        """Compile each distinct fragment once for each mesh that runs it; a second call returns the same program.
+
+        With several processes, each compiles the fragments of its own meshes, and all of them call this.
 
         Args:
           compiler_options: XLA's options, as in `jax.jit`: one mapping for all meshes, or a mapping from names of
@@ -178,50 +181,55 @@ class MpmdLowered:
           ValueError: if `compiler_options` names a mesh that the topology lacks, or `device_assignment` has too few
             devices.
           NotImplementedError: for `ifrt_ir_compile_options`.
+          ProgramMismatchError: with several processes, if their programs, meshes or settings differ; ValueError, if no
+            mesh has a device of this process; ValuesMismatchError, if the arrays that the function closes over differ.
         """
         if ifrt_ir_compile_options:
             raise NotImplementedError(
                 f"ifrt_ir_compile_options ({', '.join(ifrt_ir_compile_options)}) are options of the IFRT compiler, but "
                 "this package compiles each fragment with XLA. Pass XLA's options as `compiler_options`."
             )
-        lowered = self if device_assignment is None else self._on_devices(device_assignment)
+        lowered = self
+        if device_assignment is not None:
+            lowered = self._with_compiler(TaskCompiler(self._meshes.on_devices(device_assignment)))
         if compiler_options:
             options = options_of_ranks(compiler_options, self._meshes.names)
             lowered = lowered._with_compiler(TaskCompiler(lowered._meshes, rank_options=options))
-        return MpmdCompiled(MpmdExecutable(lowered, lowered._executables, lowered._bind()))
+        return MpmdCompiled(lowered._executable)
+
+    @cached_property
+    def _executable(self) -> MpmdExecutable:
+        distributed = self.distributed
+        runtime = Runtime(self._executables.program, self._executables, self._meshes, distributed)
+        executable = MpmdExecutable(self, self._executables, runtime, self._bind())
+        if distributed is not None:
+            constants = {f"constant {i}, {jax.typeof(c)}": c for i, c in enumerate(self._constants)}
+            start(distributed, runtime.parcels, constants)
+        return executable
 
     def _with_compiler(self, compiler: TaskCompiler[Topology]) -> MpmdLowered:
         """Return this program on the meshes of another compiler."""
         parts = self.built, self.signature, self._config, self._out_specs, self._constants
         return MpmdLowered(*parts, compiler, self.out_info)
 
-    def _on_devices(self, devices: Sequence[Device]) -> MpmdLowered:
-        meshes, sizes = self._meshes, [mesh.size for mesh in self._meshes.meshes]
-        if len(devices) < sum(sizes):
-            raise ValueError(
-                f"device_assignment has {len(devices)} devices, but the meshes of the topology need {sum(sizes)} "
-                f"({', '.join(f'{name}: {size}' for name, size in zip(meshes.names, sizes, strict=True))})."
-            )
-        starts = itertools.accumulate([0, *sizes[:-1]])
-        moved = [
-            Mesh(
-                np.array(devices[start : start + mesh.size]).reshape(mesh.devices.shape),
-                mesh.axis_names,
-                axis_types=mesh.axis_types,
-            )
-            for start, mesh in zip(starts, meshes.meshes, strict=True)
-        ]
-        return self._with_compiler(TaskCompiler(Topology(meshes.names, tuple(moved))))
-
     def _bind(self) -> Binding:
-        program = self._executables.program
-        # A returned constant has no sharding of its own: it gets the requested one.
-        results = [_result(*found) for found in zip(program.results, self._result_shardings, strict=True)]
-        return Binding(program, self.signature, self._constants, self._wanted, results)
+        program, distributed = self._executables.program, self.distributed
+        avals = [atom.aval for atom in self.built.step.outputs]
+        results = [_result(*found) for found in zip(program.results, self._result_shardings, avals, strict=True)]
+        return Binding(program, self.signature, self._constants, self._wanted, results, distributed)
+
+    @property
+    def distributed(self) -> DistributedProgram | None:
+        """The program's names and connection among several processes; None if all meshes are of this process."""
+        return self._connected[0]
+
+    @cached_property
+    def _connected(self) -> tuple[DistributedProgram, SharedSpecs] | tuple[None, None]:
+        return compare_programs(self._meshes, self.built.program, self._specs, self._out_specs)
 
     @cached_property
     def _executables(self) -> Executables:
-        inputs = self.built.step.inputs
+        inputs, shared = self.built.step.inputs, self._connected[1]
         with context_mesh(None):  # as in `MpmdWrapped.lower`
             return compile_program(
                 self.built.program,
@@ -230,6 +238,7 @@ class MpmdLowered:
                 self._out_specs,
                 [value.aval for value in inputs],
                 self._meshes.local_ranks,
+                shared=shared,
             )
 
     def as_text(self, dialect: str | None = None) -> str:
@@ -260,9 +269,8 @@ class MpmdExecutable:
       [Array([2., 2.], dtype=float32)]
     """
 
-    def __init__(self, lowered: MpmdLowered, executables: Executables, binding: Binding) -> None:
-        self.lowered, self._executables, self._binding = lowered, executables, binding
-        self._runtime = Runtime(executables.program, executables, lowered._meshes)
+    def __init__(self, lowered: MpmdLowered, executables: Executables, runtime: Runtime, binding: Binding) -> None:
+        self.lowered, self._executables, self._runtime, self._binding = lowered, executables, runtime, binding
         leaves = zip(lowered.signature.leaves, lowered._argument_ranks, strict=True)
         self._homes = [ArgumentHome(leaf.path, lowered._meshes, ranks) for leaf, ranks in leaves]
 
@@ -311,9 +319,12 @@ class MpmdExecutable:
         """
         for leaf, home in zip(leaves, self._homes, strict=True):
             home.check(leaf, self.lowered.name)
-        environment = self._binding.environment(leaves)
+        distributed, binding = self.lowered.distributed, self._binding
+        if distributed is not None and not binding.calls:
+            compare_values(distributed, "the arguments", binding.in_several_processes(leaves))
+        environment = binding.environment(leaves)
         self._runtime.run(environment)
-        return self._binding.collect(environment)
+        return binding.collect(environment)
 
 
 class MpmdCompiled:
@@ -364,8 +375,17 @@ class MpmdCompiled:
         return self.mpmd_executable.run(leaves)
 
 
-def _result(result: Mapping[int, int] | Constant, sharding: NamedSharding) -> Callable[[list[Any]], jax.Array]:
-    """Return a function that makes a result from the slots after a run; `sharding` is for a constant result."""
+def _result(
+    result: Mapping[int, int] | Constant, sharding: NamedSharding, aval: Any
+) -> Callable[[list[Any]], jax.Array]:
+    """Return a function that makes a result from the slots after a run.
+
+    On a mesh of other processes the result has no shards here. A returned constant has no sharding of its own: it gets
+    `sharding`, the requested one.
+    """
+    if all(device.process_index != jax.process_index() for device in sharding.device_set):
+        shape, dtype = tuple(aval.shape), aval.dtype
+        return lambda _: jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
     if isinstance(result, Constant):
-        return lambda _: jax.device_put(jax.numpy.asarray(result.value, result.aval.dtype), sharding)
+        return lambda _: place(jax.numpy.asarray(result.value, result.aval.dtype), sharding)
     return operator.itemgetter(next(iter(result.values())))

@@ -206,7 +206,8 @@ class Watch:
             return "finished"
         if self._group.barriers.idle_reason is not None:
             return f"idle {self._group.runs}: {self._group.barriers.idle_reason}"
-        return "running" if self._group.barriers.current is None else f"barrier: {self._group.barriers.current}"
+        current = self._group.barriers.current
+        return "running" if current is None else f"barrier {self._group.runs}: {current}"
 
     def _ended_too_early(self, now: float) -> Failure | None:
         """The failure of a process that this one waits for in vain: it has ended its program, or goes no further."""
@@ -250,6 +251,13 @@ class Watch:
             why = (
                 f"it waits for all processes at {text!r}, while process {self._group.process_index} does so at "
                 f"{mine!r}: every process must make the same calls in the same order."
+            )
+            return why, soon
+        if kind == "barrier" and mine is None and run is not None and last_run.isdigit() and run > int(last_run):
+            why = (
+                f"it waits for all processes at {text!r}, while process {self._group.process_index} runs a program "
+                "that it has not begun: every process must make the same calls in the same order, with arguments of "
+                "the same types and shardings."
             )
             return why, soon
         return None, 0.0

@@ -13,5 +13,4 @@ def test_arguments_of_other_ranks():
     for output in run_processes(2, "run_fetch_arguments.py", devices=2):
         assert "276 moves" in output
         assert "all done" in output
-        for name in ("cut otherwise", "cut elsewhere", "cut over all"):
-            assert f"{name}: argument[0][0]['w'], float32[8, 8], " in output
+        assert "cut over all: argument[0][0]['w'], float32[8, 8], " in output

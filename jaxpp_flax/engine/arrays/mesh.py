@@ -50,14 +50,15 @@ class RankMeshes(ABC):
         return self._rank_devices[rank]
 
     @cached_property
+    def rank_processes(self) -> tuple[frozenset[int], ...]:
+        """For each rank, the processes that have devices of it."""
+        return tuple(frozenset(device.process_index for device in devices) for devices in self._rank_devices)
+
+    @cached_property
     def local_ranks(self) -> tuple[int, ...]:
         """The ranks with at least one device in this process: the process takes part in their tasks."""
         process = jax.process_index()
-        return tuple(
-            rank
-            for rank, devices in enumerate(self._rank_devices)
-            if any(device.process_index == process for device in devices)
-        )
+        return tuple(rank for rank, owners in enumerate(self.rank_processes) if process in owners)
 
 
 @dataclass(frozen=True, repr=False)

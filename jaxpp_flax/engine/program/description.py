@@ -10,14 +10,24 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxpp_flax.engine.arrays.mesh import RankMeshes
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.tracing.canonical_form import Operand, Result, canonical_form, is_jaxpr
 from jaxpp_flax.engine.tracing.ir import Constant, Equation, Graph, from_jaxpr
 from jaxpp_flax.processes import value_hash
 
-__all__ = ["describe_graph", "describe_program"]
+__all__ = ["describe_graph", "describe_program", "describe_ranks"]
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|\bid=\d+|0x[0-9a-f]{6,}")
+
+
+def describe_ranks(mesh: RankMeshes) -> list[str]:
+    """Return the mesh of each rank as lines: if processes disagree on the owner of a rank, they wait forever."""
+    ids = [[device.id for device in submesh.devices.flat] for submesh in mesh.unstack]
+    return [
+        f"rank {rank} has the mesh {dict(submesh.shape)} of the devices {ids[rank]}"
+        for rank, submesh in enumerate(mesh.unstack)
+    ]
 
 
 def describe_program(

@@ -155,12 +155,18 @@ class _Walk:
         new = run.task not in self.first
         if new:
             self.first[run.task] = self._first_result(number, run)
-        if self.shared is not None:
-            return self.first[run.task]
+        first = self.first[run.task]
+        if first[0] is None:  # a task of other processes
+            return first
         # Within a loop all runs are alike; other programs may read values that were made elsewhere.
         key = run.task, tuple(canonical(self.held[slot].spec) for slot in run.inputs)
         if key not in self.by_specs:
-            self.by_specs[key] = self.first[run.task] if new else self._compile(number, run)
+            if new:
+                self.by_specs[key] = first
+            elif self.shared is None:
+                self.by_specs[key] = self._compile(number, run)
+            else:  # other processes know the partition of the first run's results only
+                self.by_specs[key] = self._compile(number, run, [held.spec for held in first[1]])[0], first[1]
         return self.by_specs[key]
 
     def _first_result(self, number: int, run: Run) -> _Result:
@@ -175,17 +181,18 @@ class _Walk:
             shared.publish(program, run.task, [held.spec for held in made])
         return compiled, made
 
-    def _compile(self, number: int, run: Run) -> _Result:
+    def _compile(self, number: int, run: Run, fixed: Sequence[PartitionSpec] = ()) -> _Result:
+        """Compile a run's task for the partition of its inputs; `fixed` are the results' specs, if they are known."""
         task = self.program.tasks[run.task]
         in_specs = [self.held[slot].spec for slot in run.inputs]
-        wanted = self.wanted.get(number, {})
+        wanted = dict(enumerate(fixed)) or self.wanted.get(number, {})
         out_specs = list(task.out_specs) or [wanted.get(i) for i in range(len(task.graph.outputs))]
-        if task.batch_dims:
+        if task.batch_dims and not fixed:
             wishes = [None if a is None else self.argument_specs[a] for a in task.like]
             out_specs = [
                 s or initial_spec(self.program, number, i, self._spec_held, wishes[i]) for i, s in enumerate(out_specs)
             ]
-        for output, source in task.pins:
+        for output, source in () if fixed else task.pins:
             out_specs[output] = in_specs[source]
         if not task.graph.inputs:  # then only the outputs' shardings tell XLA the mesh
             out_specs = [s or _spec_in_type(atom.aval) for s, atom in zip(out_specs, task.graph.outputs, strict=True)]
@@ -222,8 +229,9 @@ class _Walk:
     def _carried_over(self, held: _Held, target: int) -> _Held:
         key = held, target
         if key not in self.carried:
-            spec = carried_over(held.spec, self.mesh.unstack[target], held.shape)
-            self.carried[key] = replace(held, found=spec)
+            mesh = self.mesh.unstack[target]
+            # Found only when it is read: another process may still compile the task that makes the value.
+            self.carried[key] = replace(held, found=lambda: carried_over(held.spec, mesh, held.shape))
         return self.carried[key]
 
     def finish(self) -> None:

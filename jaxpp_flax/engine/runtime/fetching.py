@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import RankMeshes, named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
-from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan, standard_index
+from jaxpp_flax.engine.runtime.transport.routes import Leaf, plan
 
 __all__ = ["Wanted", "bring", "check_parts"]
 
@@ -29,6 +30,11 @@ class Wanted:
         """Return its sharding on one rank."""
         return NamedSharding(self.mesh.unstack[rank], self.spec, memory_kind=self.memory_kind)
 
+    @cached_property
+    def processes(self) -> frozenset[int]:
+        """The processes that read it."""
+        return frozenset[int]().union(*(self.mesh.rank_processes[rank] for rank in self.ranks))
+
     def is_met_by(self, leaf: MpmdArray) -> bool:
         """Return whether every rank already has the leaf with this partition."""
         sharding = leaf.sharding
@@ -43,14 +49,13 @@ def bring(
     """Return replicas of `leaf` for this process's wanted ranks; a replica is moved if a rank lacks one.
 
     Every process calls this with the same array at the same point, because all of them know where the array lives.
-    Connections to new peers are opened on the way. A replica arrives with the partition that the step wants, or with
-    its old partition; then this process can repartition it by itself.
+    Connections to new peers are opened on the way. A replica that is moved arrives with the partition that the step
+    wants; what the devices of a rank have already, they keep.
 
     No two calls of the step may have the same number `call`; `argument` is the position of the argument.
 
     Raises:
-      ValueError: in every process, and before anything is sent, if parts of the array in different processes would
-        need another partition.
+      ValueError: in every process, and before anything is sent, if the array lies in other than device memory.
     """
     parts = leaf._partially_addressable_arrays  # pyright: ignore[reportPrivateUsage]
     routes = {rank: _origin(leaf, wanted, rank) for rank in sorted(set(wanted.ranks))}
@@ -58,8 +63,8 @@ def bring(
     for rank, (source, target) in routes.items():
         part = parts.get(source)
         if target is not None:
-            lies = leaf.sharding.local_sharding(source)
             what = f"rank {rank}: argument{wanted.name} of the step, which rank {source} has"
+            lies = leaf.sharding.local_sharding(source)
             route = plan([Leaf(leaf.shape, leaf.dtype, lies, target)], jax.process_index(), what)
             distributed.connection.connect(route.own_parcels())
             if part is not None and part.is_deleted():
@@ -74,17 +79,15 @@ def bring(
 def _origin(leaf: MpmdArray, wanted: Wanted, rank: int) -> tuple[int, NamedSharding | None]:
     """Return the rank of the leaf's mesh that sends its replica, and the sharding with which the replica arrives.
 
-    The sharding is None if the replica lies on the right devices already.
+    The sharding is None if each process of the rank can make its parts from its own parts of that replica.
     """
-    sharding, target, ndim = leaf.sharding, _in_own_memory(wanted.on(rank)), len(leaf.shape)
+    sharding, target = leaf.sharding, _in_own_memory(wanted.on(rank))
     for own in leaf.mpmd_idxs:
         lies = _in_own_memory(sharding.local_sharding(own))
-        if lies.device_set == target.device_set:
-            if _can_repartition(lies, target, ndim):
-                return own, None
-            raise _refusal(leaf, wanted, rank)
-    owners = _processes(target)
+        if lies.device_set == target.device_set and _can_repartition(lies, target, len(leaf.shape)):
+            return own, None
     # A replica is near if its process also has devices of the target rank.
+    owners = _processes(target)
     source = min(leaf.mpmd_idxs, key=lambda own: (_processes(sharding.local_sharding(own)) != owners, own))
     lies = sharding.local_sharding(source)
     if named_memory(lies) is not None:
@@ -93,31 +96,12 @@ def _origin(leaf: MpmdArray, wanted: Wanted, rank: int) -> tuple[int, NamedShard
             f"{source}, but the step reads it on rank {rank} of another process, and only what is in the devices' own "
             "memory goes from process to process. Move it there first, or pass a host array that every process has."
         )
-    pieces = _pieces(lies, leaf.shape)
-    for arrives in (target, _same_spec(wanted.mesh.unstack[rank], leaf)):
-        if arrives is not None and _pieces(arrives, leaf.shape) <= pieces and _can_repartition(arrives, target, ndim):
-            return source, arrives
-    raise _refusal(leaf, wanted, rank)
+    return source, target
 
 
 def _in_own_memory(sharding: NamedSharding) -> NamedSharding:
     """Return the same sharding in device memory; a moved value goes to another memory inside its process."""
     return NamedSharding(sharding.mesh, sharding.spec)
-
-
-def _same_spec(mesh: Mesh, leaf: MpmdArray) -> NamedSharding | None:
-    """Return the leaf's partition on another mesh, if the mesh has its axes and they divide the leaf."""
-    try:
-        sharding = NamedSharding(mesh, leaf.spec)
-        sharding.shard_shape(leaf.shape)
-    except ValueError:
-        return None
-    return sharding
-
-
-def _pieces(sharding: NamedSharding, shape: tuple[int, ...]) -> set[tuple[tuple[int, int, int], ...]]:
-    """Return the parts of an array that its devices hold."""
-    return {standard_index(index, shape) for index in sharding.devices_indices_map(shape).values()}
 
 
 def _processes(sharding: NamedSharding) -> set[int]:
@@ -127,16 +111,6 @@ def _processes(sharding: NamedSharding) -> set[int]:
 def _can_repartition(lies: NamedSharding, target: NamedSharding, ndim: int) -> bool:
     """Return whether each process can make its parts of `target` from its parts of `lies`, on the same devices."""
     return len(_processes(target)) == 1 or lies.is_fully_replicated or lies.is_equivalent_to(target, ndim)
-
-
-def _refusal(leaf: MpmdArray, wanted: Wanted, rank: int) -> ValueError:
-    return ValueError(
-        f"argument{wanted.name}, {leaf.dtype}{list(leaf.shape)}, lies on rank {', '.join(map(str, leaf.mpmd_idxs))} of "
-        f"{leaf.sharding.mpmd_mesh!r}, partitioned as {leaf.spec}, but the step reads it on rank {rank} of "
-        f"{wanted.mesh!r}, partitioned as {wanted.spec}. Between processes a replica moves as it is cut, or "
-        "whole. Pass it with the sharding that the step takes (`compiled.in_shardings`), from which "
-        "`spmd_to_mpmd_reshard(mesh, tree, shardings)` makes it, or as a host array that every process has."
-    )
 
 
 def check_parts(value: jax.Array, wanted: Wanted) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import RankMeshes
-from jaxpp_flax.engine.program.description import describe_program
+from jaxpp_flax.engine.program.description import describe_program, describe_ranks
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.runtime.transport.base import Parcel
 from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram, process_connection
@@ -39,18 +40,19 @@ def compare_programs(
       BarrierTimeoutError, ProcessFailedError: if a process does not arrive.
     """
     process = jax.process_index()
-    owners = sorted({device.process_index for part in mesh.unstack for device in part.devices.flat})
+    owners = sorted(frozenset[int]().union(*mesh.rank_processes))
     if owners == [process]:
         return None, None
     if process not in owners:
         raise ValueError(
             f"{mesh!r} has no device of process {process}: all are of {owners} of {jax.process_count()} processes. "
-            "Every process of a run takes part in its steps: build the mesh from devices of all of them."
+            "Every process of a run takes part in its steps: give each of them devices."
         )
     connection = process_connection()
     title = f"program {connection.next_program()}"
     # Settings first: if they differ, the program mostly differs too, but its difference tells the user less.
-    lines = [*describe_environment(), *describe_program(program, argument_specs, result_specs)]
+    described = [*describe_ranks(mesh), *describe_program(program, argument_specs, result_specs)]
+    lines = [*describe_environment(), *described]
     digest = compare_lines(connection.group, title, lines, connection.settings.start_timeout)
     distributed = DistributedProgram(connection, title, f"{title.replace(' ', '-')}-{digest}")
     return distributed, SharedSpecs(distributed, mesh)
@@ -83,8 +85,9 @@ def compare_values(distributed: DistributedProgram, what: str, values: Mapping[s
 class SharedSpecs:
     """The specs that processes tell one another: how XLA partitioned the results of the tasks that they compile.
 
-    Only the processes of a task's rank compile the task, but its readers need the shardings of its results. On ranks of
-    one device there is nothing to tell.
+    Only the processes of a task's rank compile the task, but its readers need the shardings of its results. If every
+    rank has one device, there is nothing to tell. Beside larger meshes, a spec on one device matters: it is carried
+    over to them.
     """
 
     distributed: DistributedProgram
@@ -94,7 +97,7 @@ class SharedSpecs:
     def publish(self, program: Program, task: int, specs: Sequence[PartitionSpec]) -> None:
         """Tell the other processes, if this process speaks for the task's rank."""
         rank, group = program.tasks[task].rank, self.distributed.connection.group
-        if self.mesh.unstack[rank].size > 1 and self._speaker(rank) == group.process_index:
+        if self._matter and self._speaker(rank) == group.process_index:
             group.values.publish(self._key(task), repr([tuple(spec) for spec in specs]).encode())
 
     def of(self, program: Program, task: int) -> tuple[PartitionSpec, ...]:
@@ -102,7 +105,7 @@ class SharedSpecs:
         found = self._known.get(task)
         if found is None:
             described = program.tasks[task]
-            if self.mesh.unstack[described.rank].size == 1:
+            if not self._matter:
                 found = (PartitionSpec(),) * len(described.graph.outputs)
             else:
                 what = f"how XLA partitioned the results of task {described.name}"
@@ -112,6 +115,10 @@ class SharedSpecs:
                 found = tuple(PartitionSpec(*entries) for entries in ast.literal_eval(text))
             self._known[task] = found
         return found
+
+    @cached_property
+    def _matter(self) -> bool:
+        return any(mesh.size > 1 for mesh in self.mesh.unstack)
 
     def _key(self, task: int) -> str:
         return f"{self.distributed.name}/specs/{task}"

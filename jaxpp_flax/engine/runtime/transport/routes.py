@@ -1,13 +1,14 @@
 """One transfer between ranks of different processes: its plan for each shard, and the work of this process.
 
-Both ends hold their replica with the same spec. So every device of the target needs a part that some device of the
-source has. If the target's process already has a part, it copies the part. Any other part is sent once to each
-process that needs it, and copied on inside that process.
+The ends may differ in their number of devices, and partition their replicas differently. Each device of the target
+needs the regions that its part has in common with the parts of the source; mostly this is one whole part. If the
+target's process already has a region, it copies the region. Any other region is cut out by a device of the source, sent
+once to each process that needs it, and copied on inside that process. So no byte crosses twice, and none in vain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -21,10 +22,13 @@ from jaxpp_flax._compat import copy_arrays
 from jaxpp_flax.engine.arrays.placing import key_impl
 from jaxpp_flax.engine.runtime.transport.base import Parcel, Tag
 from jaxpp_flax.engine.runtime.transport.connection import Connection
+from jaxpp_flax.engine.runtime.transport.pieces import Region, cut, join, overlap, region, relative, size_of
 
-__all__ = ["Leaf", "Route", "plan", "standard_index"]
+__all__ = ["Leaf", "Route", "plan"]
 
 Device: TypeAlias = Any
+# The regions of a leaf that have come to each device.
+_Pieces: TypeAlias = "dict[Device, list[tuple[Region, jax.Array]]]"
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,16 @@ class Leaf:
 
 @dataclass(frozen=True)
 class _Hop:
-    """A part of a leaf that goes from one device to devices of one process."""
+    """A region of a leaf that goes from one device to devices of one process.
+
+    `cut` is its place in the source's shard; None if it is the whole shard.
+    """
 
     leaf: int
     source: Device
     targets: tuple[Device, ...]
+    piece: Region
+    cut: Region | None
 
 
 @dataclass(frozen=True)
@@ -82,45 +91,53 @@ class Route:
           The arrays at the target; None for those without parts in this process.
         """
         arrived: list[tuple[_Hop, jax.Array]] = []
+        count = connection.window.before_task
         for parcel, hops in self.parcels if connection.transport.needs_global_order else self._own:
             if parcel.source == self.process:
-                connection.transport.send(self.pack(arrays, hops, private=private), parcel, tag)
+                connection.transport.send(self._pack(arrays, hops, private, count), parcel, tag)
             elif parcel.target == self.process:
                 arrived += zip(hops, connection.recv(parcel, tag), strict=True)
             else:
                 connection.transport.pass_by(parcel, tag)
-        return self.assemble(arrays, arrived)
+        return self._assemble(arrays, arrived, count)
 
-    def pack(self, arrays: Sequence[jax.Array], hops: Sequence[_Hop], *, private: Sequence[bool]) -> list[jax.Array]:
-        """Return the parts of `arrays` (one for each leaf) for a parcel; parts of `private` leaves are copied."""
-        values = [to_wire(_shard_on(arrays[hop.leaf], hop.source)) for hop in hops]
-        copied = [i for i, hop in enumerate(hops) if private[hop.leaf]]
+    def _pack(
+        self, arrays: Sequence[jax.Array], hops: Sequence[_Hop], private: Sequence[bool], count: Callable[[], None]
+    ) -> list[jax.Array]:
+        """Return the regions of `arrays` (one for each leaf) for a parcel; whole shards of `private` leaves are copied.
+
+        `count` is called before each computation.
+        """
+        values = [_taken(arrays[hop.leaf], hop, count) for hop in hops]
+        copied = [i for i, hop in enumerate(hops) if private[hop.leaf] and hop.cut is None]
         if copied:
             own = copy_arrays([values[i] for i in copied], [values[i].sharding for i in copied])
             for i, value in zip(copied, own, strict=True):
                 values[i] = value
         return values
 
-    def assemble(
-        self, arrays: Sequence[jax.Array | None], arrived: Sequence[tuple[_Hop, jax.Array]]
+    def _assemble(
+        self,
+        arrays: Sequence[jax.Array | None],
+        arrived: Sequence[tuple[_Hop, jax.Array]],
+        count: Callable[[], None],
     ) -> list[jax.Array | None]:
-        """Make the target's leaves from received and local parts; None for a leaf without parts in this process."""
-        parts: list[dict[Device, jax.Array]] = [{} for _ in self.leaves]
-        copies: list[tuple[int, Device, jax.Array]] = []
+        """Make the target's leaves from received and local regions; None for a leaf without parts in this process."""
+        parts: list[_Pieces] = [{} for _ in self.leaves]
+        copies: list[tuple[_Hop, Device, jax.Array]] = []
         for hop, value in arrived:
             first, *others = hop.targets
-            value = from_wire(value, self.leaves[hop.leaf].dtype)
-            parts[hop.leaf][first] = value
-            copies += [(hop.leaf, device, value) for device in others]
+            parts[hop.leaf].setdefault(first, []).append((hop.piece, value))
+            copies += [(hop, device, value) for device in others]
         for hop in self.local:
             array = arrays[hop.leaf]
             if array is not None:
-                shard = _shard_on(array, hop.source)
-                copies += [(hop.leaf, device, shard) for device in hop.targets]
+                taken = _taken(array, hop, count)
+                copies += [(hop, device, taken) for device in hop.targets]
         targets = [SingleDeviceSharding(device) for _, device, _ in copies]
-        for (leaf, device, _), copy in zip(copies, copy_arrays([s for *_, s in copies], targets), strict=True):
-            parts[leaf][device] = copy
-        return [_joined(leaf, part, self.process) for leaf, part in zip(self.leaves, parts, strict=True)]
+        for (hop, device, _), copy in zip(copies, copy_arrays([s for *_, s in copies], targets), strict=True):
+            parts[hop.leaf].setdefault(device, []).append((hop.piece, copy))
+        return [_joined(leaf, part, self.process, count) for leaf, part in zip(self.leaves, parts, strict=True)]
 
 
 def plan(leaves: Sequence[Leaf], process: int, what: str) -> Route:
@@ -138,31 +155,42 @@ def plan(leaves: Sequence[Leaf], process: int, what: str) -> Route:
                 local.append(hop)
     parcels: list[tuple[Parcel, tuple[_Hop, ...]]] = []
     for (source, target), hops in crossing.items():
-        shapes = tuple(_wire_type(leaves[hop.leaf], hop.targets[0]) for hop in hops)
+        shapes = tuple(_wire_type(leaves[hop.leaf], hop) for hop in hops)
         origins = tuple(SingleDeviceSharding(hop.source) for hop in hops)
         parcels.append((Parcel(source, target, shapes, origins, what), tuple(hops)))
     return Route(tuple(leaves), tuple(parcels), tuple(local), process)
 
 
 def _hops(number: int, leaf: Leaf) -> list[_Hop]:
-    sources: dict[Any, list[Device]] = {}
+    sources: dict[Region, list[Device]] = {}
     for device, index in leaf.source.devices_indices_map(leaf.shape).items():
-        sources.setdefault(standard_index(index, leaf.shape), []).append(device)
-    chosen: dict[tuple[Device, int], list[Device]] = {}
-    first: dict[tuple[Any, int], Device] = {}
+        sources.setdefault(region(index, leaf.shape), []).append(device)
+    chosen: dict[tuple[Device, int, Region], list[Device]] = {}
+    first: dict[tuple[Region, int], Device] = {}
+    cuts: dict[Region, Region | None] = {}
     for place, (device, index) in enumerate(leaf.target.devices_indices_map(leaf.shape).items()):
-        process, part = device.process_index, standard_index(index, leaf.shape)
-        near = [source for source in sources[part] if source.process_index == process]
-        # The devices that hold this part take turns as the sender.
-        turn = sources[part][place % len(sources[part])]
-        source = near[0] if near else first.setdefault((part, process), turn)
-        chosen.setdefault((source, process), []).append(device)
-    return [_Hop(number, source, tuple(devices)) for (source, _), devices in chosen.items()]
+        process, wanted = device.process_index, region(index, leaf.shape)
+        for part, holders in sources.items():
+            piece = overlap(part, wanted)
+            if piece is None:
+                continue
+            cuts[piece] = None if piece == part else relative(piece, part)
+            near = [source for source in holders if source.process_index == process]
+            # The devices that hold this part take turns as the sender.
+            turn = holders[place % len(holders)]
+            nearest = device if device in near else near[0] if near else None
+            source = nearest or first.setdefault((piece, process), turn)
+            chosen.setdefault((source, process, piece), []).append(device)
+    return [_Hop(number, source, tuple(d), piece, cuts[piece]) for (source, _, piece), d in chosen.items()]
 
 
-def standard_index(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
-    """Write a part of an array in one standard way: on an axis of size 1 a sharding may say `0:8` for all of 8."""
-    return tuple(part.indices(size) for part, size in zip(index, shape, strict=True))
+def _taken(array: jax.Array, hop: _Hop, count: Callable[[], None]) -> jax.Array:
+    """Return the region of a hop on its source, in the form that a transport takes."""
+    value = to_wire(_shard_on(array, hop.source))
+    if hop.cut is None:
+        return value
+    count()
+    return cut(value, hop.cut)
 
 
 def _shard_on(array: jax.Array, device: Device) -> jax.Array:
@@ -171,15 +199,20 @@ def _shard_on(array: jax.Array, device: Device) -> jax.Array:
     return next(shard.data for shard in array.addressable_shards if shard.device == device)
 
 
-def _joined(leaf: Leaf, parts: dict[Device, jax.Array], process: int) -> jax.Array | None:
+def _joined(leaf: Leaf, parts: _Pieces, process: int, count: Callable[[], None]) -> jax.Array | None:
     local = [d for d in leaf.target.devices_indices_map(leaf.shape) if d.process_index == process]
     if not local:
         return None
     if 0 in leaf.shape:
         return empty(leaf)
-    if len(leaf.target.device_set) == 1 and parts[local[0]].sharding == leaf.target:
-        return parts[local[0]]
-    shards = [parts[device] for device in local]
+    shards: list[jax.Array] = []
+    for device in local:
+        pieces = parts[device]
+        if len(pieces) > 1:
+            count()
+        shards.append(from_wire(join(pieces) if len(pieces) > 1 else pieces[0][1], leaf.dtype))
+    if len(leaf.target.device_set) == 1 and shards[0].sharding == leaf.target:
+        return shards[0]
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.target, shards, dtype=leaf.dtype)
 
 
@@ -218,12 +251,12 @@ def from_wire(array: jax.Array, dtype: Any) -> jax.Array:
     return jax.random.wrap_key_data(array, impl=key_impl(dtype)) if is_key(dtype) else array
 
 
-def _wire_type(leaf: Leaf, device: Device) -> jax.ShapeDtypeStruct:
-    # On a rank of one device, an array with the target's sharding needs no new wrapping.
-    alone = len(leaf.target.device_set) == 1
-    sharding: Sharding = leaf.target if alone else SingleDeviceSharding(device)
-    shape = leaf.target.shard_shape(leaf.shape)
+def _wire_type(leaf: Leaf, hop: _Hop) -> jax.ShapeDtypeStruct:
+    shape, alone = size_of(hop.piece), SingleDeviceSharding(hop.targets[0])
     if is_key(leaf.dtype):
         data = key_data_type(shape, leaf.dtype)
-        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=SingleDeviceSharding(device))
+        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=alone)
+    # On a rank of one device, an array with the target's sharding needs no new wrapping.
+    whole = len(leaf.target.device_set) == 1 and shape == leaf.shape
+    sharding: Sharding = leaf.target if whole else alone
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
