@@ -119,7 +119,7 @@ class PipelineTrainer:
     @refuse_renamed
     def __init__(
         self,
-        model: nnx.Module | nn.Module,
+        model: nnx.Module | nn.Module | Callable[..., nnx.Module],
         tx: optax.GradientTransformation,
         loss_fn: Callable[..., Any],
         *,
@@ -128,7 +128,7 @@ class PipelineTrainer:
         schedule: str | Schedule | AutoSchedule = "1f1b",
         mesh: Mesh | MpmdMesh | Mapping[str, int] | MeshOptions | None = None,
         assignment: AssignmentLike | Assignment = "even",
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, Any] | Callable[..., Mapping[str, Any]] | None = None,
         parameters: Parameters | None = None,
         remat: Literal["full"] | Callable[..., bool] | None = None,
         precision: Precision | None = None,
@@ -161,7 +161,6 @@ class PipelineTrainer:
             Inference.of(inference),
             logged,
             Checkpoints.of(checkpoints),
-            type(model).__name__,
         )
         sends = jax.process_index() == 0  # one process sends for all
         self.tracker: Tracker = logged.tracker if sends and logged.tracker is not None else NoopTracker()
@@ -217,6 +216,11 @@ class PipelineTrainer:
     @described_by(Weights.model)
     def model(self) -> Any:
         return self._parts.weights.model()
+
+    @property
+    @described_by(Weights.abstract_model)
+    def abstract_model(self) -> Any:
+        return self._parts.weights.abstract_model()
 
     @property
     @described_by(Weights.ema_model)
