@@ -152,13 +152,13 @@ class Peak:
 def peak(monkeypatch: pytest.MonkeyPatch) -> Peak:
     """Sampled after each leaf that is made, too."""
     monkeypatch.setattr(holder, "_KEPT_FOR_DIAGNOSIS", 0)
-    found, evaluate = Peak(), initializer._Run._evaluate
+    found, take = Peak(), initializer._Run._take
 
-    def sampled(self: Any, *given: Any) -> None:
-        evaluate(self, *given)
+    def sampled(self: Any, atoms: Any) -> Any:
         found.at("while a leaf is made")
+        return take(self, atoms)
 
-    monkeypatch.setattr(initializer._Run, "_evaluate", sampled)
+    monkeypatch.setattr(initializer._Run, "_take", sampled)
     return found
 
 

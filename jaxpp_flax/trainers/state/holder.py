@@ -187,7 +187,7 @@ class StateHolder:
             if self._ranks is None:
                 self._now = replace(self._now, state=self._with_values(self._now.state))
             else:
-                self._place_weights(self._ranks.preliminary(self._now.state))
+                self._place_weights(self._ranks, self._ranks.preliminary(self._now.state))
         return self._now.state
 
     def load(self) -> None:
@@ -229,7 +229,7 @@ class StateHolder:
             self.weights()
             return
         self.load()
-        self._place_weights(shardings())
+        self._place_weights(self._ranks, shardings())
 
     def advance(self, state: TrainState) -> None:
         """Hold `state`, the result of a step. The step has reused the memory of the state held before."""
@@ -289,11 +289,10 @@ class StateHolder:
             compare_initial_states(mesh, self._now.state, self._init, self._initializer)
         self._compared = True
 
-    def _place_weights(self, weights: TrainState) -> None:
+    def _place_weights(self, ranks: Ranks, weights: TrainState) -> None:
         """Place the weights as `weights` says; what only training needs may stay shapes."""
-        assert self._ranks is not None
-        state, mesh = self._now.state, self._ranks.mesh
-        places = replace(self._ranks.preliminary(state), params=weights.params, model_state=weights.model_state)
+        state, mesh = self._now.state, ranks.mesh
+        places = replace(ranks.preliminary(state), params=weights.params, model_state=weights.model_state)
         placed = self._weights_on_ranks(mesh, state, places, _only_weights)
         opt_state, ema = state.opt_state, state.ema
         if isinstance(self._now, Made):  # the average is the parameters

@@ -8,8 +8,11 @@ of the trace is compiled alone here too, and equal equations are compiled once.
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -118,9 +121,9 @@ class Initializer:
 
     def _leaves(self, wanted: dict[int, NamedSharding | None]) -> Iterator[tuple[int, Any]]:
         """Yield the position and the value of each wanted leaf; a value is dropped after its last use."""
-        run = _Run(self.graph, self.consts, list(wanted))
-        for i, sharding in wanted.items():
-            yield i, run.leaf(i, sharding)
+        run = _Run(self.graph, self.consts, wanted)
+        for i in wanted:
+            yield i, run.leaf(i)
 
 
 def _workshop(sharding: MpmdSharding, shape: tuple[int, ...]) -> NamedSharding | None:
@@ -157,29 +160,51 @@ def _expanded(equations: Sequence[Equation]) -> Iterator[Equation]:
             )
 
 
-class _Run:
-    """Evaluates the leaves of a program one by one; holds a value only as long as a later leaf needs it."""
+@dataclass(frozen=True, eq=False)
+class _Task:
+    """The evaluation of one unit."""
 
-    def __init__(self, graph: Graph, consts: Sequence[Any], wanted: Sequence[int]) -> None:
+    equation: Equation
+    which: int | None  # the only result to make; None: all
+    lies: NamedSharding | None  # the sharding of the result; None: whole, on the default device
+    donated: tuple[int, ...]  # the operand whose memory the result reuses
+
+    @property
+    def made(self) -> tuple[Value, ...]:
+        return self.equation.outputs if self.which is None else (self.equation.outputs[self.which],)
+
+
+class _Run:
+    """Evaluates leaves one by one; holds a value only as long as a later leaf needs it.
+
+    All programs are compiled side by side; while the first leaves are made, later programs may still be compiled.
+    """
+
+    def __init__(self, graph: Graph, consts: Sequence[Any], wanted: Mapping[int, NamedSharding | None]) -> None:
         self._graph = graph
-        self._order = {equation: i for i, equation in enumerate(graph.equations)}
         self._consts = dict(zip(graph.inputs, consts, strict=True))
-        self._values: dict[Value, Any] = {}
-        self._compiled: dict[Hashable, Callable[..., Any]] = {}
-        self._keys = Fingerprinter()
-        self._maker = self._units([graph.outputs[i] for i in wanted])
-        self._uses = Counter(values(graph.outputs[i] for i in wanted))
+        outputs = [graph.outputs[i] for i in wanted]
+        self._maker = self._units(outputs)
+        self._uses = Counter(values(outputs))
         for equation, _ in set(self._maker.values()):
             self._uses.update(set(values(equation.inputs)))
+        self._tasks = self._plan(wanted)
+        self._values: dict[Value, Any] = {}
+        self._keys, self._programs = Fingerprinter(), dict[Hashable, Callable[..., Any]]()
+        self._program_of: dict[_Task, Callable[..., Any]] = {}
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            for task in itertools.chain.from_iterable(self._tasks.values()):
+                self._program_of[task] = self._program(task, pool)
 
-    def leaf(self, position: int, sharding: NamedSharding | None) -> Any:
-        """Return a leaf with the sharding, or whole on the default device; the caller copies it."""
-        atom = self._graph.outputs[position]
-        if not isinstance(atom, Value):
-            return np.asarray(atom.value, atom.aval.dtype)
-        for unit in self._due(atom):
-            self._evaluate(unit, sharding, atom.aval.shape)
-        return self._take([atom])[0]
+    def leaf(self, position: int) -> Any:
+        """Return a leaf as planned; the caller copies it. Leaves are asked for in the order of the plan."""
+        for task in self._tasks[position]:
+            operands = self._take(task.equation.inputs)
+            if task.lies is None:
+                operands = [_whole(operand) for operand in operands]
+            results = self._program_of[task](*operands)
+            self._values.update((v, x) for v, x in zip(task.made, results, strict=True) if v in self._maker)
+        return self._take([self._graph.outputs[position]])[0]
 
     def _units(self, atoms: Sequence[Any]) -> dict[Value, _Unit]:
         """Return the unit that makes each value that the atoms depend on."""
@@ -194,42 +219,36 @@ class _Run:
             needed.update(values(equation.inputs))
         return makers
 
-    def _due(self, atom: Value) -> list[_Unit]:
-        """Return the units to evaluate for a value, in order."""
-        stack, found = [atom], set[_Unit]()
+    def _plan(self, wanted: Mapping[int, NamedSharding | None]) -> dict[int, list[_Task]]:
+        """Return the tasks of each leaf, in order: those that no earlier leaf has run."""
+        order = {equation: i for i, equation in enumerate(self._graph.equations)}
+        uses, layout = self._uses.copy(), dict[Value, NamedSharding | None]()
+        plan: dict[int, list[_Task]] = {}
+        for position, sharding in wanted.items():
+            atom, tasks = self._graph.outputs[position], list[_Task]()
+            for equation, which in sorted(self._due(atom, layout), key=lambda unit: (order[unit[0]], unit[1] or 0)):
+                result = equation.outputs[which or 0].aval
+                divides = sharding is not None and result.shape == atom.aval.shape and _is_elementwise(equation)
+                lies = sharding if divides else None
+                uses.subtract(set(values(equation.inputs)))
+                free = {v for v in values(equation.inputs) if not uses[v] and v not in self._consts}
+                fits = {v for v in free if lies is None or layout[v] == lies}
+                tasks.append(_Task(equation, which, lies, _reused(equation, fits)))
+                layout.update((v, lies) for v in tasks[-1].made)
+            uses.subtract(values([atom]))
+            plan[position] = tasks
+        return plan
+
+    def _due(self, atom: Any, done: Container[Value]) -> set[_Unit]:
+        """Return the units to evaluate for a value."""
+        stack, found = values([atom]), set[_Unit]()
         while stack:
             value = stack.pop()
-            if value in self._values or value in self._consts or self._maker[value] in found:
+            if value in done or value in self._consts or self._maker[value] in found:
                 continue
             found.add(self._maker[value])
             stack.extend(values(self._maker[value][0].inputs))
-        return sorted(found, key=lambda unit: (self._order[unit[0]], unit[1] or 0))
-
-    def _evaluate(self, unit: _Unit, sharding: NamedSharding | None, shape: tuple[int, ...]) -> None:
-        equation, which = unit
-        made = equation.outputs if which is None else (equation.outputs[which],)
-        divides = sharding is not None and made[0].aval.shape == shape and _is_elementwise(equation)
-        operands = self._take(equation.inputs)
-        if not divides:
-            operands = [_whole(operand) for operand in operands]
-        lies = sharding if divides else None
-        donated = tuple(i for i in self._reusable(equation) if not divides or operands[i].sharding == lies)
-        results = self._program(equation, which, lies, donated)(*operands)
-        self._values.update((v, result) for v, result in zip(made, results, strict=True) if v in self._maker)
-
-    def _reusable(self, equation: Equation) -> tuple[int, ...]:
-        """Return the position of an operand whose memory the result can reuse: its last use is this one."""
-        if equation.name not in _FRESH:
-            return ()
-        result = equation.outputs[0].aval
-        return tuple(
-            i
-            for i, atom in enumerate(equation.inputs)
-            if isinstance(atom, Value)
-            and not (atom in self._values or atom in self._consts or equation.inputs.count(atom) > 1)
-            and (atom.aval.shape, atom.aval.dtype) == (result.shape, result.dtype)
-            and atom.aval.size > 1
-        )[:1]
+        return found
 
     def _take(self, atoms: Sequence[Any]) -> list[Any]:
         """Return the values of atoms; forget those that are not used again."""
@@ -247,24 +266,41 @@ class _Run:
                 self._values.pop(atom, None)
         return found
 
-    def _program(
-        self, equation: Equation, which: int | None, sharding: NamedSharding | None, donated: tuple[int, ...]
-    ) -> Callable[..., Any]:
+    def _program(self, task: _Task, pool: ThreadPoolExecutor) -> Callable[..., Any]:
         """Return the compiled equation. Its literals are arguments, as in eager JAX: XLA would compute with them."""
+        equation, which = task.equation, task.which
         operands = tuple(Value(atom.aval) for atom in equation.inputs)
         alone = Graph(operands, equation.outputs, (replace(equation, inputs=operands),))
-        key = (self._keys.graph(alone), which, sharding, donated)
-        if key not in self._compiled:
+        key = (self._keys.graph(alone), which, task.lies, task.donated)
+        if key in self._programs:
+            return self._programs[key]
 
-            def run(*operands: Any) -> list[Any]:
-                results = equation.bind(*operands)
-                return list(results) if which is None else [results[which]]
+        def run(*operands: Any) -> list[Any]:
+            results = equation.bind(*operands)
+            return list(results) if which is None else [results[which]]
 
-            count = len(equation.outputs) if which is None else 1
-            self._compiled[key] = jax.jit(
-                run, donate_argnums=donated, out_shardings=None if sharding is None else [sharding] * count
-            )
-        return self._compiled[key]
+        shardings = None if task.lies is None else [task.lies] * len(task.made)
+        jitted = jax.jit(run, donate_argnums=task.donated, out_shardings=shardings)
+        if task.lies is not None or not self._consts.keys().isdisjoint(equation.inputs):
+            self._programs[key] = jitted  # operands may lie on other devices
+        else:
+            lowered = jitted.lower(*(jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in operands))
+            compiling = pool.submit(lowered.compile)
+            self._programs[key] = lambda *operands: compiling.result()(*operands)
+        return self._programs[key]
+
+
+def _reused(equation: Equation, free: Container[Value]) -> tuple[int, ...]:
+    """Return the position of an operand whose memory the result can reuse, if there is one."""
+    result = equation.outputs[0].aval
+    return tuple(
+        i
+        for i, atom in enumerate(equation.inputs if equation.name in _FRESH and result.size > 1 else ())
+        if isinstance(atom, Value)
+        and atom in free
+        and equation.inputs.count(atom) == 1
+        and (atom.aval.shape, atom.aval.dtype) == (result.shape, result.dtype)
+    )[:1]
 
 
 def _is_elementwise(equation: Equation) -> bool:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.device_memory import shortage
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.arrays.placing import place_on_ranks
+from jaxpp_flax.engine.arrays.placing import key_impl, place_on_ranks
 from jaxpp_flax.engine.arrays.reshard import spmd_to_mpmd_reshard
 from jaxpp_flax.messages import amount
 from jaxpp_flax.trainers.errors import ModelError
@@ -27,7 +29,7 @@ class Ranks:
     """The ranks of a trainer, and the specs of the annotated leaves (see `state_specs`).
 
     Example:
-      >>> import jax.numpy as jnp
+      >>> import numpy as np
       >>> from jax.sharding import Mesh
       >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
       >>> params = {name: jnp.ones(4) for name in "abcd"}
@@ -136,9 +138,27 @@ def put_on_ranks(mesh: MpmdMesh, tree: Any, shardings: Any) -> Any:
             found[i] = place_on_ranks(leaf, target)  # every process has the value: nothing is sent
     for is_own in (True, False):
         left = [i for i, leaf in enumerate(leaves) if found.get(i) is None and isinstance(leaf, MpmdArray) == is_own]
-        placed = spmd_to_mpmd_reshard(mesh, [leaves[i] for i in left], [targets[i] for i in left], donate=is_own)
-        found |= dict(zip(left, placed, strict=True))
+        found |= dict(
+            zip(left, _moved(mesh, [leaves[i] for i in left], [targets[i] for i in left], is_own), strict=True)
+        )
     return jax.tree.unflatten(structure, [found[i] for i in range(len(leaves))])
+
+
+def _moved(mesh: MpmdMesh, leaves: list[Any], targets: list[MpmdSharding], donate: bool) -> list[Any]:
+    """Move leaves to their targets. Random keys, which cannot go between processes, go as their data."""
+    is_key = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and mesh.jax_mesh.is_multi_process for leaf in leaves]
+    data = [_on_parts(leaf, jax.random.key_data) if key else leaf for leaf, key in zip(leaves, is_key, strict=True)]
+    placed = spmd_to_mpmd_reshard(mesh, data, targets, donate=donate)
+    return [
+        _on_parts(leaf, functools.partial(jax.random.wrap_key_data, impl=key_impl(source.dtype))) if key else leaf
+        for leaf, source, key in zip(placed, leaves, is_key, strict=True)
+    ]
+
+
+def _on_parts(leaf: MpmdArray, function: Callable[[jax.Array], jax.Array]) -> MpmdArray:
+    result = jax.eval_shape(function, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    parts = {rank: function(part) for rank, part in leaf._partially_addressable_arrays.items()}  # pyright: ignore[reportPrivateUsage]
+    return MpmdArray(parts, leaf.sharding, shape=result.shape, dtype=result.dtype)
 
 
 def _narrowed(leaf: MpmdArray, target: MpmdSharding) -> MpmdArray | None:
