@@ -108,7 +108,8 @@ def choose_model(
         kind = "a factory" if is_factory else f"{type(model).__name__} is an nnx.Module"
         raise TypeError(f"variables= are for Linen models, but {kind}, which holds its own. Leave them out.")
     if isinstance(model, nnx.Module):
-        return ChosenModel.of(*_named(model, NnxModel.take_apart(model, wrt, frozen, seed)))
+        adapter, params, rest = NnxModel.take_apart(model, wrt, frozen, seed)
+        return ChosenModel.of(adapter, type(model).__name__, params, rest)
     if is_factory:
         names: list[str] = []
 
@@ -118,17 +119,13 @@ def choose_model(
 
         make = lambda: call_factory(model, "rngs", lambda: nnx.Rngs(seed))  # noqa: E731
         adapter, made = trace_factory(model, make, take_apart)
-        return ChosenModel.of(adapter, names[-1], *made.shapes, made)
+        params, rest = made.shapes
+        return ChosenModel.of(adapter, names[-1], params, rest, made)
     kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     raise TypeError(
         f"model must be an instance of nnx.Module or flax.linen.Module, or a function that makes an nnx.Module, got "
         f"{kind}.{_what_to_pass(model)}"
     )
-
-
-def _named(module: Any, parts: tuple[ModelAdapter, Any, Any]) -> tuple[ModelAdapter, str, Any, Any]:
-    adapter, params, rest = parts
-    return adapter, type(module).__name__, params, rest
 
 
 def _choose_linen(
@@ -144,7 +141,8 @@ def _choose_linen(
     if callable(variables):
         make = lambda: call_factory(variables, "key", lambda: jax.random.key(seed))  # noqa: E731
         adapter, made = trace_factory(variables, make, lambda of: take_apart(check_variables(of, variables)))
-        return ChosenModel.of(adapter, type(model).__name__, *made.shapes, made)
+        params, rest = made.shapes
+        return ChosenModel.of(adapter, type(model).__name__, params, rest, made)
     if not isinstance(variables, Mapping):
         raise TypeError(
             f"the Linen module {type(model).__name__} holds no variables of its own: pass "
@@ -156,7 +154,8 @@ def _choose_linen(
             f"variables has the collections {sorted(variables)}, but no 'params'. Pass all that `model.init` "
             "returned, or {'params': params}."
         )
-    return ChosenModel.of(*_named(model, take_apart(variables)))
+    adapter, params, rest = take_apart(variables)
+    return ChosenModel.of(adapter, type(model).__name__, params, rest)
 
 
 def _what_to_pass(model: Any) -> str:

@@ -13,6 +13,7 @@ import jax
 from flax import linen as nn
 from flax import nnx
 from flax.errors import TraceContextError
+from jax.core import Tracer
 
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.state.initializer import Initializer
@@ -86,7 +87,7 @@ def trace_factory(
             module = make()
         adapter, params, rest = take_apart(module)
         adapters.append(adapter)
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((params, rest))):
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, rest))):
             with contextlib.suppress(TypeError):
                 modules.append(weakref.ref(module))
         return params, rest

@@ -225,11 +225,11 @@ class StateHolder:
         """
         if self.is_placed:
             return
+        self.load()
         if self._ranks is None:
             self.weights()
-            return
-        self.load()
-        self._place_weights(self._ranks, shardings())
+        else:
+            self._place_weights(self._ranks, shardings())
 
     def advance(self, state: TrainState) -> None:
         """Hold `state`, the result of a step. The step has reused the memory of the state held before."""
