@@ -18,7 +18,7 @@ from jaxpp_flax.checkpoint import (
 )
 from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.checkpoint.format.integrity import describe_checkpoint
-from jaxpp_flax.checkpoint.format.paths import PathFilter, shortened
+from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, shortened
 from jaxpp_flax.checkpoint.reading import RestorePlan, plan_restore, read_json
 from jaxpp_flax.checkpoint.writing import save_step
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
@@ -114,7 +114,7 @@ class Checkpointing:
             raise ValueError(f"save({where}): the state in memory is that of step {self.held.step}. Save that one.")
         if not self.saves_nonfinite:  # a bad checkpoint would replace a good one
             self.under_way.finish()
-            check_parameters(self.held.step, self.held.memory.params)
+            check_parameters(self.held.step, self.held.whole().params)
         store.save(self.held.step, self.held.whole(), beside, wait=wait)
         return store.directory / str(self.held.step)
 
@@ -129,8 +129,9 @@ class Checkpointing:
     ) -> None:
         """Load a checkpoint's state. The run that wrote the checkpoint may have had another layout.
 
-        Before a step is compiled, the state goes to the default device. After `compile(batch)`, or in
-        `fit(resume=True)`, each leaf goes directly to its ranks.
+        Each leaf goes directly to the devices of its ranks. Before a training step is compiled, these are preliminary:
+        each rank gets its share, and the first step moves what belongs to another rank. Without a mesh, the state goes
+        to the default device.
 
         Args:
           where: a step in the trainer's directory, "latest", or the path of any Orbax checkpoint of a tree.
@@ -160,8 +161,9 @@ class Checkpointing:
             lines = [describe_checkpoint(path), f"rename={rename}", f"missing={missing}", f"low_memory={low_memory}"]
             lines.append(f"only={'a function' if callable(only) else only}")
             compare_lines(process_group(), "what to restore", lines, None)
+        is_abstract = self.held.lacks_values  # then nothing exists that was made of old parameters
         plan = self._plan(path, only, rename, missing)
-        if only is not None or missing == "keep":
+        if (only is not None or missing == "keep") and not is_abstract:
             plan, following = with_copies(plan, self.held.memory, self.init)
             if following:
                 self.display.message(f"copies of parameters take their restored values too: {shortened(following, 3)}")
@@ -187,7 +189,12 @@ class Checkpointing:
     ) -> RestorePlan:
         """Compare a checkpoint with the state, and the checkpoint's files with their digests."""
         whole = only is None and missing == "error"
-        target = self.held.memory if whole else self.held.whole()  # leaves that are not restored keep their values
+        if whole:
+            target = self.held.target()
+        elif self.held.lacks_values:
+            target = self.held.target_of_model(choose(only))
+        else:
+            target = self.held.whole()  # leaves that are not restored keep their values
         about = read_json(path, "about") or {}
         try:
             # A checkpoint that no trainer wrote may hold other items.
@@ -203,12 +210,13 @@ class Checkpointing:
 
     def _release(self, plan: RestorePlan) -> None:
         """Free the arrays that `plan` replaces. The first state holds the user's own arrays: they are not deleted."""
-        if not self.held.is_placed:
+        if not self.held.owns_arrays:
             return
         self.under_way.clear()
-        for leaf in plan.replaced():
-            if isinstance(leaf, (jax.Array, MpmdArray)):
-                leaf.delete()
+        held = flatten(self.held.memory)[0]
+        for path in plan.chosen:
+            if isinstance(held[path], (jax.Array, MpmdArray)):
+                held[path].delete()
 
     def _take_position(self, step: int, position: DataPosition | None) -> None:
         self.held.step = step

@@ -33,6 +33,7 @@ from jaxpp_flax.trainers.options import (
 )
 from jaxpp_flax.trainers.setup import check_parameters, choose_model
 from jaxpp_flax.trainers.state.holder import StateHolder
+from jaxpp_flax.trainers.state.placement import Ranks
 from jaxpp_flax.trainers.state.pretrained import PretrainedWeights
 from jaxpp_flax.trainers.state.weights import Weights
 from jaxpp_flax.trainers.step.builder import StepBuilder, StepBuilderCache
@@ -49,6 +50,7 @@ class Core:
     """The parts that make and compile steps, and the state."""
 
     adapter: ModelAdapter
+    model_name: str
     update: Update
     loss_fn: Callable[..., Any]
     on_nonfinite: OnNonFinite
@@ -91,7 +93,7 @@ def make_core(
     scheduling: Scheduling,
     devices: MeshOptions,
     assignment: Assignment,
-    variables: Mapping[str, Any] | None,
+    variables: Mapping[str, Any] | Callable[..., Any] | None,
     parameters: Parameters,
     remat: Any,
     precision: Precision,
@@ -107,18 +109,19 @@ def make_core(
         tx=tx, loss_scale=precision.scale, gradient_dtype=precision.gradient_dtype, ema_decay=parameters.ema_decay,
         skips_nonfinite=skips,
     )  # fmt: skip
-    adapter, params, rest, notes = choose_model(
-        model, variables, parameters.wrt, parameters.frozen, streams.seed, streams.names
-    )
-    check_parameters(params, model)
+    chosen = choose_model(model, variables, parameters.wrt, parameters.frozen, streams.seed, streams.names)
+    check_parameters(chosen.params, chosen.name)
     assigner = Assigner(assignment.how, assignment.cost, assignment.memory_limit)
-    held = StateHolder(update.first_state(params, rest), update.tx.init)
+    first = update.first_state(chosen.params, chosen.rest)
     mesh, rules = scheduling.mesh, AxisRules.in_context(devices.rules)
-    specs = state_specs(held.memory, notes, mesh, rules)
-    builder = StepBuilder(model=adapter, update=update, loss_fn=loss_fn, remat=remat)
+    specs = state_specs(first, chosen.notes, mesh, rules)
+    ranks = None if mesh is None else Ranks(mesh=mesh, specs=specs)
+    held = StateHolder(first, update.tx.init, initializer=chosen.initializer, ranks=ranks)
+    builder = StepBuilder(model=chosen.adapter, update=update, loss_fn=loss_fn, remat=remat)
     builders = StepBuilderCache(builder, scheduling.num_microbatches)
     return Core(
-        adapter=adapter,
+        adapter=chosen.adapter,
+        model_name=chosen.name,
         update=update,
         loss_fn=loss_fn,
         on_nonfinite=precision.rule,
@@ -131,9 +134,7 @@ def make_core(
     )
 
 
-def make_parts(
-    core: Core, inference: Inference, logging: Logging, options: Checkpoints | None, model_name: str
-) -> Parts:
+def make_parts(core: Core, inference: Inference, logging: Logging, options: Checkpoints | None) -> Parts:
     """Make the parts that run the steps of `core`; `options` are those of checkpoints."""
     held, rows, mesh = core.held, core.rows, core.scheduling.mesh
     display, tracking, callbacks = Display(logging.progress), DataTracking(held), CallbackStates()
@@ -142,7 +143,7 @@ def make_parts(
     is_ignored = core.on_nonfinite == "ignore"
     checkpoints = Checkpointing(
         store=open_store(options), held=held, tracking=tracking, callbacks=callbacks, under_way=under_way,
-        trained_on=trained_on, display=display, init=core.update.tx.init, model_name=model_name,
+        trained_on=trained_on, display=display, init=core.update.tx.init, model_name=core.model_name,
         saves_nonfinite=is_ignored, is_across=rows.is_across, meet=core.meet,
     )  # fmt: skip
     saving = Saving(checkpoints=checkpoints, by_itself=options is not None and options.every is not None)

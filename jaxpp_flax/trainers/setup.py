@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,9 +19,11 @@ from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.mesh import build_mesh, wrap_mesh
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import asked_for
+from jaxpp_flax.trainers.model.factory import call_factory, check_module, check_variables, trace_factory
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.nnx_model import NnxModel
 from jaxpp_flax.trainers.model.sharding import annotations_of, unboxed
+from jaxpp_flax.trainers.state.initializer import Initializer
 
 __all__ = ["check_count", "check_functions", "check_parameters", "choose_model", "choose_ranks"]
 
@@ -53,44 +56,112 @@ def check_functions(**functions: Any) -> None:
             ) from error
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChosenModel:
+    """A model in parts.
+
+    Args:
+      adapter: the model as pure functions.
+      name: the class of the module.
+      params, rest: the trained parameters and the rest of the state: arrays, or shapes of values that do not exist yet.
+      notes: the annotations of the leaves of both.
+      initializer: makes `(params, rest)`; None if they have values, or if nothing is known to make them of.
+    """
+
+    adapter: ModelAdapter
+    name: str
+    params: Any
+    rest: Any
+    notes: tuple[Any, Any]
+    initializer: Initializer | None = None
+
+    @classmethod
+    def of(
+        cls, adapter: ModelAdapter, name: str, params: Any, rest: Any, initializer: Initializer | None = None
+    ) -> ChosenModel:
+        """Take Linen's boxes off, and note the annotations."""
+        notes = annotations_of(params), annotations_of(rest)
+        params, rest = (jax.tree.map(_without_sharding, unboxed(tree)) for tree in (params, rest))
+        if initializer is not None:
+            initializer = replace(initializer, shapes=(params, rest))
+        return cls(adapter=adapter, name=name, params=params, rest=rest, notes=notes, initializer=initializer)
+
+
+def _without_sharding(leaf: Any) -> Any:
+    """Return a shape without the sharding that `nnx.eval_shape` may have found; the step decides."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
+
+
 def choose_model(
     model: Any,
-    variables: Mapping[str, Any] | None,
+    variables: Mapping[str, Any] | Callable[..., Any] | None,
     wrt: Any,
     frozen: Any,
     seed: int,
     rng_names: Sequence[str],
-) -> tuple[ModelAdapter, Any, Any, tuple[Any, Any]]:
-    """Return a module's adapter, its trained parameters, the rest of its state, and the annotations of both."""
-    if isinstance(model, nnx.Module):
-        if variables is not None:
-            raise TypeError(
-                f"variables= are for Linen models, but {type(model).__name__} is an nnx.Module, which holds its own. "
-                "Leave them out."
-            )
-        adapter, params, rest = NnxModel.take_apart(model, wrt, frozen, seed)
-        return adapter, params, rest, (annotations_of(params), annotations_of(rest))
+) -> ChosenModel:
+    """Take a model apart: a module, a factory of a module, or a Linen module with variables or a function of a key."""
     if isinstance(model, nn.Module):
-        if not isinstance(variables, Mapping):
-            raise TypeError(
-                f"the Linen module {type(model).__name__} holds no variables of its own: pass "
-                f"`variables=model.init(key, x)`; got {type(variables).__name__}."
-            )
-        if "params" not in variables:
-            raise ModelError(
-                f"variables has the collections {sorted(variables)}, but no 'params'. Pass all that `model.init` "
-                "returned, or {'params': params}."
-            )
-        adapter, params, rest = LinenModel.take_apart(model, variables, jax.random.key(seed), rng_names, frozen)
-        return adapter, unboxed(params), unboxed(rest), (annotations_of(params), annotations_of(rest))
+        return _choose_linen(model, variables, frozen, seed, rng_names)
+    is_factory = callable(model) and not isinstance(model, (type, nnx.Module)) and not _what_to_pass(model)
+    if variables is not None and (is_factory or isinstance(model, nnx.Module)):
+        kind = "a factory" if is_factory else f"{type(model).__name__} is an nnx.Module"
+        raise TypeError(f"variables= are for Linen models, but {kind}, which holds its own. Leave them out.")
+    if isinstance(model, nnx.Module):
+        adapter, params, rest = NnxModel.take_apart(model, wrt, frozen, seed)
+        return ChosenModel.of(adapter, type(model).__name__, params, rest)
+    if is_factory:
+        names: list[str] = []
+
+        def take_apart(module: Any) -> tuple[ModelAdapter, Any, Any]:
+            names.append(type(check_module(module, model)).__name__)
+            return NnxModel.take_apart(module, wrt, frozen, seed)
+
+        make = lambda: call_factory(model, "rngs", lambda: nnx.Rngs(seed))  # noqa: E731
+        adapter, made = trace_factory(model, make, take_apart)
+        params, rest = made.shapes
+        return ChosenModel.of(adapter, names[-1], params, rest, made)
     kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-    raise TypeError(f"model must be an instance of nnx.Module or flax.linen.Module, got {kind}.{_what_to_pass(model)}")
+    raise TypeError(
+        f"model must be an instance of nnx.Module or flax.linen.Module, or a function that makes an nnx.Module, got "
+        f"{kind}.{_what_to_pass(model)}"
+    )
+
+
+def _choose_linen(
+    model: nn.Module,
+    variables: Mapping[str, Any] | Callable[..., Any] | None,
+    frozen: Any,
+    seed: int,
+    rng_names: Sequence[str],
+) -> ChosenModel:
+    def take_apart(variables: Any) -> tuple[ModelAdapter, Any, Any]:
+        return LinenModel.take_apart(model, variables, jax.random.key(seed), rng_names, frozen)
+
+    if callable(variables):
+        make = lambda: call_factory(variables, "key", lambda: jax.random.key(seed))  # noqa: E731
+        adapter, made = trace_factory(variables, make, lambda of: take_apart(check_variables(of, variables)))
+        params, rest = made.shapes
+        return ChosenModel.of(adapter, type(model).__name__, params, rest, made)
+    if not isinstance(variables, Mapping):
+        raise TypeError(
+            f"the Linen module {type(model).__name__} holds no variables of its own: pass "
+            f"`variables=model.init(key, x)`, or `variables=lambda key: model.init(key, x)` to make each where it is "
+            f"used; got {type(variables).__name__}."
+        )
+    if "params" not in variables:
+        raise ModelError(
+            f"variables has the collections {sorted(variables)}, but no 'params'. Pass all that `model.init` "
+            "returned, or {'params': params}."
+        )
+    adapter, params, rest = take_apart(variables)
+    return ChosenModel.of(adapter, type(model).__name__, params, rest)
 
 
 def _what_to_pass(model: Any) -> str:
     """Return advice for an object that holds a model: the parts to pass to the trainer."""
     if isinstance(model, type):
-        return ""
+        return f" Pass a function that makes it: `lambda rngs: {model.__name__}(..., rngs=rngs)`."
     if isinstance(model, nnx.Optimizer):
         module = "its `.model`" if hasattr(model, "model") else "the module that it updates"
         return f" Pass {module} as the model, and its `.tx` as the optimizer."
@@ -106,18 +177,18 @@ def _what_to_pass(model: Any) -> str:
     return ""
 
 
-def check_parameters(params: Any, model: Any) -> None:
-    """Refuse a model without parameters, or with parameters that have no gradient."""
+def check_parameters(params: Any, name: str) -> None:
+    """Refuse a model without parameters, or with parameters that have no gradient; `name` is its class."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     if not leaves:
         raise ModelError(
-            f"the model {type(model).__name__} has no parameters to train. Give it layers with parameters; for NNX, "
+            f"the model {name} has no parameters to train. Give it layers with parameters; for NNX, "
             "Parameters(wrt=) chooses the variables to train (nnx.Param by default)."
         )
     for path, leaf in leaves:
         if not jnp.issubdtype(leaf.dtype, jnp.inexact):
             raise ModelError(
-                f"the parameter {jax.tree_util.keystr(path)} of {type(model).__name__} has dtype {leaf.dtype}, which "
+                f"the parameter {jax.tree_util.keystr(path)} of {name} has dtype {leaf.dtype}, which "
                 "has no gradient. Keep it in a variable of another type (NNX) or collection (Linen)."
             )
 

@@ -70,7 +70,10 @@ class PipelineTrainer:
     `loss_fn`, `eval_loss_fn` and `predict_fn`.
 
     Args:
-      model: an `nnx.Module`; or a Linen module, together with `variables=model.init(...)`.
+      model: an `nnx.Module`; or a Linen module, together with `variables=`; or, for a model larger than a device, a
+        function that makes an `nnx.Module`: `lambda rngs: GPT(config, rngs=rngs)`. It gets `nnx.Rngs(seed)` (without
+        parameters, nothing) and is traced; each leaf is made on its ranks, with the bits of the ordinary construction.
+        An abstract module (`nnx.eval_shape`) needs values before training: `restore`, `fit(resume=True)`.
       tx: an Optax optimizer. An optimizer whose update asks for `value` gets the loss of the whole batch.
       loss_fn: as above. The function is traced and never runs eagerly.
       num_stages: stages to cut the model into. One stage without a mesh runs under plain `jax.jit`.
@@ -81,14 +84,15 @@ class PipelineTrainer:
         such as `{"data": 2}` adds axes to that mesh. `MeshOptions` has more: groups of devices, sharding rules.
       assignment: which blocks form a stage: "even", "balanced", sizes such as `[3, 2, 3]`, a mapping of names (globs)
         to stages, a `Plan` or its JSON file, or a policy. `Assignment` and `Balanced` add costs and a memory limit.
-      variables: for a Linen model: all collections that `init` returned.
+      variables: for a Linen model: all collections that `init` returned; or a function of `jax.random.key(seed)` that
+        makes them, each leaf on its ranks: `lambda key: model.init(key, x)`.
       parameters: `Parameters(wrt=, frozen=, ema_decay=)`: the parameters to train, and their moving average.
       remat: "full" recomputes the values between two marks in backward; a `jax.checkpoint` policy selects the values to
         keep. `PipelineStage(remat=)` sets it for one block.
       precision: `Precision(gradient_dtype=, loss_scale=, on_nonfinite=)`: number types, and losses that are not finite.
       inference: `Inference(eval_loss_fn=, predict_fn=)`, for `evaluate` and `predict`.
-      seed: the seed of a Linen model's random numbers, and of `rngs` (the streams of an NNX model have their own
-        seeds). `RandomStreams` names a Linen model's streams too.
+      seed: the seed of a Linen model's random numbers, of `rngs`, and of functions that make a model (the streams of an
+        NNX module have their own seeds). `RandomStreams` names a Linen model's streams too.
       logging: `Logging(tracker=, every=, progress=)`: metrics and the progress display; False shows nothing.
       checkpoints: a directory, or `Checkpoints(directory, every=, keep=, ...)`; see `docs/checkpointing.md`.
 
@@ -121,7 +125,7 @@ class PipelineTrainer:
     @refuse_renamed
     def __init__(
         self,
-        model: nnx.Module | nn.Module,
+        model: nnx.Module | nn.Module | Callable[..., nnx.Module],
         tx: optax.GradientTransformation,
         loss_fn: Callable[..., Any],
         *,
@@ -130,7 +134,7 @@ class PipelineTrainer:
         schedule: str | Schedule | AutoSchedule = "1f1b",
         mesh: Mesh | MpmdMesh | Mapping[str, int] | MeshOptions | None = None,
         assignment: AssignmentLike | Assignment = "even",
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, Any] | Callable[..., Mapping[str, Any]] | None = None,
         parameters: Parameters | None = None,
         remat: Literal["full"] | Callable[..., bool] | None = None,
         precision: Precision | None = None,
@@ -163,7 +167,6 @@ class PipelineTrainer:
             Inference.of(inference),
             logged,
             Checkpoints.of(checkpoints),
-            type(model).__name__,
         )
         sends = jax.process_index() == 0  # one process sends for all
         self.tracker: Tracker = logged.tracker if sends and logged.tracker is not None else NoopTracker()
@@ -211,7 +214,8 @@ class PipelineTrainer:
     def state(self) -> TrainState:
         """Parameters, optimizer state, the rest of the model's state, and the step, without a copy.
 
-        The next `train_step` reuses the memory of these arrays. To keep weights, use `trainer.model`.
+        The next `train_step` reuses the memory of these arrays. To keep weights, use `trainer.model`. Before the first
+        step, the state is made now: on the ranks, where each gets its share.
         """
         return self._core.held.whole()
 
@@ -219,6 +223,11 @@ class PipelineTrainer:
     @described_by(Weights.model)
     def model(self) -> Any:
         return self._parts.weights.model()
+
+    @property
+    @described_by(Weights.abstract_model)
+    def abstract_model(self) -> Any:
+        return self._parts.weights.abstract_model()
 
     @property
     @described_by(Weights.ema_model)

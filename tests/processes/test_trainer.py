@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,3 +56,14 @@ def test_a_loss_that_is_not_finite_is_explained_by_the_process_that_can():
         "Process 0 finds: every marked block's output is finite: it arises after the last mark ('block_1'), in the head"
     )
     assert f"{loss} or loss; batch['y'], which it reads, is not in this process." in said["loss"]
+
+
+def test_each_process_makes_what_its_ranks_hold(tmp_path: Path):
+    """Also: saved before the first step, restored into an abstract model, and evaluated first."""
+    first, second = run_processes(2, "run_made_on_ranks.py", str(tmp_path))
+    losses = [line for line in first.splitlines() if line.startswith("losses ")]
+    assert losses == [line for line in second.splitlines() if line.startswith("losses ")]
+    for output in (first, second):
+        (said,) = [line for line in output.splitlines() if line.startswith("differing: ")]
+        assert "different values of the initial state" in said
+        assert "the program of the model's factory" in said

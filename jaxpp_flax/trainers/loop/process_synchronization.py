@@ -20,6 +20,7 @@ from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.data.batch import describe_batch, leaf_name
 from jaxpp_flax.trainers.errors import BatchError
+from jaxpp_flax.trainers.state.initializer import Initializer
 from jaxpp_flax.trainers.state.optimizer_state import hash_of_init, numbers_of_init
 from jaxpp_flax.trainers.state.train_state import TrainState
 
@@ -50,18 +51,26 @@ _SAMPLED = 1 << 16
 _MOST_BETWEEN = 64
 
 
-def compare_initial_states(mesh: MpmdMesh, state: TrainState, init: Callable[[Any], Any]) -> None:
+def compare_initial_states(
+    mesh: MpmdMesh, state: TrainState, init: Callable[[Any], Any], initializer: Initializer | None = None
+) -> None:
     """Before the first step, make sure that every process has made the same parameters and other state.
 
-    The optimizer's state, which `init` makes, may have only shapes.
+    The optimizer's state, which `init` makes, may have only shapes; so may the model, which `initializer` makes. Then
+    the programs that make them are compared.
 
     Raises:
       ValuesMismatchError: the message names the first leaf that differs, and the processes.
     """
     if mesh.jax_mesh.is_multi_process:
         leaves = {jax.tree_util.keystr(path): value_text(leaf) for path, leaf in jax.tree.leaves_with_path(state)}
-        begins_with = {f".opt_state{name}": text for name, text in numbers_of_init(init, state.params).items()}
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state.params)
+        given = state.params if initializer is None else shapes
+        begins_with = {f".opt_state{name}": text for name, text in numbers_of_init(init, given).items()}
         hashes = leaves | {name: text for name, text in begins_with.items() if leaves.get(name) is None}
+        if initializer is not None:
+            made = "the program of the model's factory (its shapes, seeds and constants)"
+            hashes[made] = value_hash(np.frombuffer("\n".join(initializer.lines()).encode(), np.uint8))
         begins = "what the optimizer begins with (its hyperparameters and keys of random numbers)"
         hashes[begins] = hash_of_init(init, state.params)
         compare_hashes(process_group(), "the initial state", hashes, _STATE_REMEDY)

@@ -1,8 +1,8 @@
-"""The state that a trainer holds: in memory or on disk until a step is compiled, then placed for that step."""
+"""The state that a trainer holds: made, described or on disk until a step is compiled, then placed for that step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,23 +11,28 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp_flax.checkpoint import abstract_state
+from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.checkpoint.reading import plan_restore
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.arrays.placing import place_on_ranks
-from jaxpp_flax.engine.arrays.reshard import spmd_to_mpmd_reshard
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.messages import listed
+from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.loop.process_synchronization import compare_initial_states
+from jaxpp_flax.trainers.model.frozen import path_text
+from jaxpp_flax.trainers.state.initializer import Initializer
 from jaxpp_flax.trainers.state.optimizer_state import make_on_ranks
-from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.state.placement import Ranks, check_fits, put_on_ranks
+from jaxpp_flax.trainers.state.train_state import TrainState, is_abstract, model_part, shapes_of, target_of
 
-# Larger first parameters are not kept for the diagnosis of a first loss that is not finite.
+# Larger first parameters are not kept, or made again, for the diagnosis of a first loss that is not finite.
 _KEPT_FOR_DIAGNOSIS = 256 << 20
 
 
 @dataclass(frozen=True)
 class Made:
-    """The state before a step is compiled: the user's own arrays, or arrays on the default device."""
+    """The state before a step is compiled: the user's own arrays, and shapes of what does not exist yet."""
 
-    state: TrainState  # `opt_state` may have only shapes
+    state: TrainState
 
 
 @dataclass(frozen=True)
@@ -35,13 +40,11 @@ class OnDisk:
     """The state is a checkpoint with checked files. The checkpoint is read once the target shardings are known."""
 
     path: Path
-    state: TrainState  # in memory, with the same shapes and dtypes; the checkpoint will replace it
+    state: TrainState  # shapes
 
     def read(self, shardings: TrainState | None = None) -> TrainState:
         """Read the checkpoint's state: to the default device, or to `shardings`."""
-        target = abstract_state(self.state)
-        if shardings is not None:
-            target = jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), target, shardings)
+        target = self.state if shardings is None else target_of(self.state, shardings)
         return plan_restore(self.path, target, check=False).read()
 
 
@@ -50,14 +53,19 @@ class Unread:
     """The weights are in checked files. They are read once the target shardings are known, as a checkpoint is."""
 
     read: Callable[[TrainState | None], TrainState]  # to these shardings; None: to the default device
-    state: TrainState  # in memory, with the same shapes and dtypes
+    state: TrainState  # in memory, or shapes; with the shapes and dtypes of the result
 
 
 @dataclass(frozen=True)
 class Placed:
-    """The state on the devices of the compiled steps; a step reuses the memory of these arrays."""
+    """The state on the devices of the ranks. A step reuses the memory of these arrays.
+
+    With `is_preliminary`, no training step is compiled: leaves may move to other ranks, and what only training needs
+    may be shapes.
+    """
 
     state: TrainState
+    is_preliminary: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,17 +73,28 @@ class Beginning:
     """The inputs of the first step, for the diagnosis of a first loss that is not finite."""
 
     # Parameters and the rest of the model's state; None if they are too large to keep beside the state.
-    values: tuple[Any, Any] | None
+    kept: tuple[Any, Any] | None = None
+    initializer: Initializer | None = None  # makes them again, if they were never in one place
+
+    @property
+    def values(self) -> tuple[Any, Any] | None:
+        """Parameters and the rest of the model's state; None if they are too large."""
+        return self.kept if self.initializer is None else self.initializer.make()
 
 
 class StateHolder:
     """Holds the `TrainState` and counts its steps. A large state is never on a single device.
 
-    Until the first step is compiled, the parameters are the user's own arrays, and the optimizer's state has only
-    shapes. Then each leaf is copied, or made, directly on the devices of its ranks. A run that resumes reads its
-    checkpoint directly onto these devices; `load` before that reads it to the default device.
+    Until the first step is compiled, the parameters are the user's own arrays, or shapes with an initializer, and the
+    optimizer's state has only shapes. Then each leaf is copied, or made, directly on the devices of its ranks. A run
+    that resumes reads its checkpoint directly onto these devices. A call that needs values before that (a save, a
+    restore, inference) places them on the ranks too, in a preliminary place: see `Ranks.preliminary`.
 
-    `init` makes the optimizer's state from parameters.
+    Args:
+      first: the state before the first step.
+      init: makes the optimizer's state from parameters.
+      initializer: makes the parameters and the rest of the model's state, if `first` has only their shapes.
+      ranks: None without a mesh; the state is then on the default device.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -86,75 +105,145 @@ class StateHolder:
       (True, False, False)
     """
 
-    def __init__(self, first: TrainState, init: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        first: TrainState,
+        init: Callable[[Any], Any],
+        *,
+        initializer: Initializer | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.step = 0  # the number of optimizer steps done
         self._now: Made | OnDisk | Unread | Placed = Made(first)
-        self._init = init
-        self._beginning: Beginning | None = Beginning((first.params, first.model_state))  # until the first loss is seen
+        self._init, self._initializer, self._ranks = init, initializer, ranks
+        self._compared = False
+        self._beginning: Beginning | None = Beginning(None)  # until the first loss is seen
+        if initializer is not None:
+            self._beginning = Beginning(initializer=initializer)
+        elif not is_abstract((first.params, first.model_state)):
+            self._beginning = Beginning((first.params, first.model_state))
 
     @property
     def memory(self) -> TrainState:
-        """The state in memory: shapes and dtypes are correct; values too, unless the state is on disk."""
+        """The state in memory: shapes and dtypes are correct; values too, where there are arrays."""
         return self._now.state
 
     @property
     def is_placed(self) -> bool:
         """True if the state is on the devices of the compiled steps."""
+        return isinstance(self._now, Placed) and not self._now.is_preliminary
+
+    @property
+    def lacks_values(self) -> bool:
+        """True if the model is abstract: nothing is known to make its values of, and none were restored."""
+        begins = not isinstance(self._now, Unread) and self._initializer is None
+        return begins and is_abstract((self.memory.params, self.memory.model_state))
+
+    @property
+    def owns_arrays(self) -> bool:
+        """True if no array of the state is the user's."""
         return isinstance(self._now, Placed)
+
+    def target(self) -> TrainState:
+        """Return the state as shapes with shardings: where each leaf lies, or will lie, on its ranks.
+
+        Before a training step is compiled, the places are preliminary. Without a mesh, shapes have no shardings. No
+        value is made or read.
+        """
+        if self._ranks is None or self.is_placed:
+            return abstract_state(self.memory)
+        return target_of(shapes_of(self.memory), self._ranks.preliminary(self.memory))
+
+    def target_of_model(self, wanted: Callable[[str], bool]) -> TrainState:
+        """Return `target()` for a restore of some leaves into an abstract model; leaves with values keep these.
+
+        The optimizer's state and the average are left out unless a path of theirs is `wanted`: they are made later, of
+        the restored parameters.
+        """
+        target, state = self.target(), self.memory
+        for name in ("opt_state", "ema"):
+            if not any(wanted(f"{name}/{path}") for path in flatten(getattr(target, name))[0]):
+                target, state = replace(target, **{name: ()}), replace(state, **{name: ()})
+        return jax.tree.map(lambda shape, leaf: shape if is_abstract(leaf) else leaf, target, state)
 
     def whole(self) -> TrainState:
         """Return all values of the state, with the optimizer's values.
 
         Raises:
           RuntimeError: if the state is on disk: the caller did not `load` it.
+          ModelError: if the model is abstract and has no values yet.
         """
-        state = self.weights()
-        if is_abstract(state.opt_state):
-            self._now = replace(self._now, state=replace(state, opt_state=self._init(state.params)))
+        self._refuse_on_disk()
+        if isinstance(self._now, Unread):
+            self.load()
+        state = self._now.state
+        if self._ranks is None:
+            state = self._with_values(state)
+            if is_abstract(state.opt_state):
+                state = replace(state, opt_state=self._init(state.params))
+            self._now = replace(self._now, state=state)
+        elif not isinstance(self._now, Placed) or is_abstract(state):
+            placed = self._on_ranks(self._ranks.mesh, self._ranks.preliminary(state))
+            self._now = Placed(placed, is_preliminary=True)
         return self._now.state
 
     def weights(self) -> TrainState:
-        """Return the state; `opt_state` may have only shapes.
+        """Return the state; what only training needs may have only shapes.
 
         Raises:
-          RuntimeError: as `whole`.
+          RuntimeError, ModelError: as `whole`.
         """
+        self._refuse_on_disk()
         if isinstance(self._now, Unread):
             self.load()
-        if isinstance(self._now, OnDisk):
-            raise RuntimeError(
-                f"the state is the checkpoint {self._now.path}, which `fit(resume=True)` reads after it has drawn the "
-                "first batch. Look at the state after that: in `Callback.on_fit_start`, or when `fit` has ended."
-            )
+        if is_abstract((self._now.state.params, self._now.state.model_state)):
+            if self._ranks is None:
+                self._now = replace(self._now, state=self._with_values(self._now.state))
+            else:
+                self._place_weights(self._ranks, self._ranks.preliminary(self._now.state))
         return self._now.state
 
     def load(self) -> None:
-        """Read the state to the default device, if it is on disk."""
+        """Read the state, if it is on disk: to a preliminary place on the ranks, or without ranks to one device."""
         if isinstance(self._now, (OnDisk, Unread)):
-            self.restored(self._now.read(None))
+            shardings = None if self._ranks is None else self._ranks.preliminary(self._now.state)
+            self.restored(self._now.read(shardings))
 
     def place(self, mesh: MpmdMesh | None, shardings: Callable[[], TrainState]) -> None:
-        """Place the state for the compiled step; without a mesh, copy it to the default device. Later calls do nothing.
+        """Place the state for the compiled training step; without a mesh, copy it to the default device.
 
-        `shardings` returns an `MpmdSharding` for each leaf.
+        Later calls do nothing. `shardings` returns an `MpmdSharding` for each leaf.
+
+        Raises:
+          ModelError: if the model is abstract and has no values, or does not fit; nothing is placed then.
         """
-        match self._now:
-            case Placed():
-                return
-            case OnDisk() as stored if mesh is not None:
-                placed, self._beginning = stored.read(shardings()), None
-            case Unread() as stored if mesh is not None:
-                compare_initial_states(mesh, stored.state, self._init)
-                placed, self._beginning = stored.read(shardings()), None
-            case Made(state) if mesh is not None:
-                compare_initial_states(mesh, state, self._init)
-                placed = _place_state(mesh, state, shardings(), self._init)
-            case _:
-                self.load()
-                placed = jax.tree.map(copied, self.whole())
+        if self.is_placed:
+            return
+        if mesh is None:
+            self.load()
+            placed = jax.tree.map(copied, self.whole())
+        elif isinstance(self._now, (OnDisk, Unread)):
+            self._compare(mesh)
+            placed, self._beginning = self._now.read(shardings()), None
+        else:
+            placed = self._on_ranks(mesh, shardings())
         self._now = Placed(placed)
-        if self._beginning is not None and _num_bytes(self._beginning.values) > _KEPT_FOR_DIAGNOSIS:
-            self._beginning = Beginning(None)
+        kept = self._beginning
+        if kept is not None and _num_bytes((self.memory.params, self.memory.model_state)) > _KEPT_FOR_DIAGNOSIS:
+            self._beginning = Beginning()
+
+    def place_weights(self, shardings: Callable[[], TrainState]) -> None:
+        """Place the parameters and the rest of the model's state for inference, once; the optimizer stays shapes.
+
+        `shardings` returns an `MpmdSharding` for each leaf of `TrainState.for_inference`.
+        """
+        if self.is_placed:
+            return
+        self.load()
+        if self._ranks is None:
+            self.weights()
+        else:
+            self._place_weights(self._ranks, shardings())
 
     def advance(self, state: TrainState) -> None:
         """Hold `state`, the result of a step. The step has reused the memory of the state held before."""
@@ -162,13 +251,25 @@ class StateHolder:
         self.step += 1
 
     def restored(self, state: TrainState) -> None:
-        """Replace the held state by `state`, which is on the same devices."""
-        self._now = Placed(state) if self.is_placed else Made(state)
+        """Replace the held state by `state`, which is on the same devices.
+
+        An `opt_state` or `ema` of `()` is left as it is.
+        """
+        state = replace(
+            state,
+            opt_state=self.memory.opt_state if state.opt_state == () else state.opt_state,
+            ema=self.memory.ema if state.ema == () else state.ema,
+        )
+        on_ranks = any(isinstance(leaf, MpmdArray) for leaf in jax.tree.leaves(state))
+        if self.is_placed or on_ranks:
+            self._now = Placed(state, is_preliminary=not self.is_placed)
+        else:
+            self._now = Made(state)
         self._beginning = None  # the state is no longer the first one
 
     def is_on_disk(self, path: Path) -> None:
         """Hold the checkpoint at `path`, which fits. It is read once the target shardings are known."""
-        self._now = OnDisk(path, self._now.state)
+        self._now = OnDisk(path, shapes_of(self._now.state))
 
     def is_in_files(self, read: Callable[[TrainState | None], TrainState]) -> None:
         """Hold weights in files, which fit. `read` makes the state from them once the target shardings are known."""
@@ -179,33 +280,108 @@ class StateHolder:
         beginning, self._beginning = self._beginning, None
         return beginning
 
+    # ------------------------------------------------------------------ values
 
-def is_abstract(tree: Any) -> bool:
-    """Return True if some leaf is a shape without a value."""
-    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+    def make_model_leaves(self, paths: Container[str], shardings: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the first values of some leaves of an abstract model, by the paths of `model_part`.
+
+        Args:
+          paths: of the leaves.
+          shardings: an `MpmdSharding` for each path; None makes the values on the default device.
+
+        Raises:
+          ModelError: if nothing is known to make them of.
+        """
+        state = self._now.state
+        if self._initializer is None:
+            raise ModelError(abstract_text(state))
+        return self._initializer.make_some(lambda params, rest: flatten(model_part(params, rest))[0], paths, shardings)
+
+    def _refuse_on_disk(self) -> None:
+        if isinstance(self._now, OnDisk):
+            raise RuntimeError(
+                f"the state is the checkpoint {self._now.path}, which `fit(resume=True)` reads after it has drawn the "
+                "first batch. Look at the state after that: in `Callback.on_fit_start`, or when `fit` has ended."
+            )
+
+    def _with_values(self, state: TrainState) -> TrainState:
+        """Return the state with values of the model on the default device, if it has only shapes."""
+        if not is_abstract((state.params, state.model_state)):
+            return state
+        params, rest = self._need_initializer(state).make()
+        return replace(state, params=params, model_state=rest, ema=None if state.ema is None else params)
+
+    def _need_initializer(self, state: TrainState) -> Initializer:
+        if self._initializer is None:
+            raise ModelError(abstract_text(state))
+        return self._initializer
+
+    def _compare(self, mesh: MpmdMesh) -> None:
+        """Compare the first states of all processes, once."""
+        if not self._compared and isinstance(self._now, (Made, Unread)):
+            compare_initial_states(mesh, self._now.state, self._init, self._initializer)
+        self._compared = True
+
+    def _place_weights(self, ranks: Ranks, weights: TrainState) -> None:
+        """Place the weights as `weights` says; what only training needs may stay shapes."""
+        state, mesh = self._now.state, ranks.mesh
+        places = replace(ranks.preliminary(state), params=weights.params, model_state=weights.model_state)
+        placed = self._weights_on_ranks(mesh, state, places, _only_weights)
+        opt_state, ema = state.opt_state, state.ema
+        if isinstance(self._now, Made):  # the average is the parameters
+            ema = shapes_of(ema)
+            opt_state = opt_state if is_abstract(opt_state) else put_on_ranks(mesh, opt_state, places.opt_state)
+        step, scale = put_on_ranks(mesh, (state.step, state.loss_scale), (places.step, places.loss_scale))
+        state = replace(placed, opt_state=opt_state, ema=ema, step=step, loss_scale=scale)
+        self._now = Placed(state, is_preliminary=True)
+
+    def _on_ranks(self, mesh: MpmdMesh, shardings: TrainState) -> TrainState:
+        """Return the state with every leaf on its ranks: made, copied from the user's arrays, or moved."""
+        state = self._now.state
+        placed = self._weights_on_ranks(mesh, state, shardings, lambda state: state)
+        ema, opt_state = state.ema, state.opt_state
+        if is_abstract(ema):
+            ema = make_on_ranks(lambda params: jax.tree.map(jnp.copy, params), placed.params, shardings.ema)
+        else:
+            ema = put_on_ranks(mesh, ema, shardings.ema)
+        if is_abstract(opt_state):
+            opt_state = make_on_ranks(self._init, placed.params, shardings.opt_state)
+        else:
+            opt_state = put_on_ranks(mesh, opt_state, shardings.opt_state)
+        step, scale = put_on_ranks(mesh, (state.step, state.loss_scale), (shardings.step, shardings.loss_scale))
+        return replace(placed, opt_state=opt_state, ema=ema, step=step, loss_scale=scale)
+
+    def _weights_on_ranks(
+        self, mesh: MpmdMesh, state: TrainState, shardings: TrainState, part: Callable[[TrainState], TrainState]
+    ) -> TrainState:
+        """Return the state with the weights on their ranks, if `part` of the state fits there."""
+        weights, wanted = (state.params, state.model_state), (shardings.params, shardings.model_state)
+        initializer = self._need_initializer(state) if is_abstract(weights) else None
+        check_fits(part(state), part(shardings))
+        self._compare(mesh)
+        params, rest = put_on_ranks(mesh, weights, wanted) if initializer is None else initializer.make_on_ranks(wanted)
+        return replace(state, params=params, model_state=rest)
+
+
+def _only_weights(state: TrainState) -> TrainState:
+    return replace(state, step=(), opt_state=(), ema=None, loss_scale=None)
+
+
+def abstract_text(state: TrainState) -> str:
+    """Return the message for a model without values."""
+    leaves = jax.tree_util.tree_leaves_with_path((state.params, state.model_state))
+    missing = [path_text(path).partition("/")[2] for path, leaf in leaves if is_abstract(leaf)]
+    return (
+        f"the model is abstract: {len(missing)} of its {len(leaves)} leaves are shapes without values "
+        f"({listed(missing, 3, str)}), and a module of `nnx.eval_shape` does not know how it was made. Give it values "
+        "first: trainer.restore(path), or fit(resume=True) with a checkpoint. To begin with new values, pass the "
+        "function that makes the model, `lambda rngs: GPT(config, rngs=rngs)`: each leaf is made on its ranks."
+    )
 
 
 def copied(leaf: Any) -> jax.Array:
     """Return a copy that shares no memory with `leaf`."""
     return jnp.array(leaf, copy=True)
-
-
-def _place_state(mesh: MpmdMesh, state: TrainState, shardings: TrainState, init: Callable[[Any], Any]) -> TrainState:
-    """Copy `state` to its ranks. A step may donate the copies: the user's arrays stay valid.
-
-    If `opt_state` has only shapes, `init` makes it on the ranks.
-    """
-    placed = put(mesh, replace(state, opt_state=()), replace(shardings, opt_state=()))
-    if is_abstract(state.opt_state):
-        return replace(placed, opt_state=make_on_ranks(init, placed.params, shardings.opt_state))
-    return replace(placed, opt_state=put(mesh, state.opt_state, shardings.opt_state))
-
-
-def put(mesh: MpmdMesh, tree: Any, shardings: Any) -> Any:
-    """Copy a tree of values that every process has to its ranks."""
-    if not mesh.jax_mesh.is_multi_process:
-        return spmd_to_mpmd_reshard(mesh, tree, shardings, donate=False)
-    return jax.tree.map(place_on_ranks, tree, shardings)  # every process has the values: nothing is sent
 
 
 def _num_bytes(tree: Any) -> int:

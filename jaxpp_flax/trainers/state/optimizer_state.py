@@ -21,6 +21,7 @@ from jaxpp_flax.engine.program.description import describe_graph
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr, values
 from jaxpp_flax.processes import value_hash, value_text
+from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.loss_trace import used_inputs
 
@@ -31,10 +32,20 @@ _COPIES = {"copy", "copy_p", "optimization_barrier"}
 
 
 def shapes_or_values(init: Callable[[Any], Any], params: Any) -> Any:
-    """Return the shapes of `init(params)`; the values, if `init` cannot be traced."""
+    """Return the shapes of `init(params)`; the values, if `init` cannot be traced.
+
+    Raises:
+      ModelError: if `init` reads values, and the parameters are shapes.
+    """
     try:
         return jax.eval_shape(init, params)
-    except _NOT_TRACEABLE:
+    except _NOT_TRACEABLE as error:
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+            raise ModelError(
+                "the optimizer's `init` reads the values of parameters, and this model has none yet: it was given as a "
+                f"function or an abstract module ({str(error).splitlines()[0]}). Pass the module itself, or an "
+                "optimizer that `jax.eval_shape(tx.init, params)` can trace."
+            ) from error
         return init(params)
 
 
@@ -61,7 +72,7 @@ def hash_of_init(init: Callable[[Any], Any], params: Any) -> str | None:
 def numbers_of_init(init: Callable[[Any], Any], params: Any) -> dict[str, str | None]:
     """Return the single numbers in the result of `init` (hyperparameters, counters) by path, as text.
 
-    Return nothing if `init` cannot be traced.
+    Return nothing if `init` cannot be traced. For parameters that are shapes, the numbers are those for zeros.
 
     Example:
       >>> import optax
@@ -78,8 +89,14 @@ def numbers_of_init(init: Callable[[Any], Any], params: Any) -> dict[str, str | 
         for i, (path, leaf) in enumerate(shapes)
         if leaf.size == 1 and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     }
+
     # The other results of `init`, such as moments of the parameters' size, are never computed.
-    values = jax.jit(lambda params: [jax.tree.leaves(init(params))[i] for i in single.values()])(params)
+    def numbers(given: dict[int, Any]) -> list[Any]:
+        whole = [given.get(i, jnp.zeros(leaf.shape, leaf.dtype)) for i, leaf in enumerate(leaves)]
+        return [jax.tree.leaves(init(jax.tree.unflatten(tree, whole)))[i] for i in single.values()]
+
+    leaves, tree = jax.tree.flatten(params)
+    values = jax.jit(numbers)({i: x for i, x in enumerate(leaves) if not isinstance(x, jax.ShapeDtypeStruct)})
     return dict(zip(single, map(value_text, values), strict=True))
 
 

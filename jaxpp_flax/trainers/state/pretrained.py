@@ -18,9 +18,10 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.pretrained import IDENTITY, NameMap, export_pretrained
 from jaxpp_flax.pretrained.exporting import SHARD_BYTES
 from jaxpp_flax.pretrained.loading import LoadPlan, plan_load
-from jaxpp_flax.trainers.state.holder import StateHolder, copied, is_abstract, put
+from jaxpp_flax.trainers.state.holder import StateHolder, copied
 from jaxpp_flax.trainers.state.optimizer_state import make_on_ranks
-from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.state.placement import put_on_ranks
+from jaxpp_flax.trainers.state.train_state import TrainState, is_abstract, model_part
 from jaxpp_flax.trainers.step.optimizer_update import Update
 
 # The beginnings of paths in a state that a model's own paths do not have.
@@ -54,9 +55,8 @@ class PretrainedWeights:
         """Begin with the weights in files: safetensors as Hugging Face writes them, or an Orbax checkpoint.
 
         The files are checked at once: names, shapes, dtypes, ties, and that no shard is cut off. They are read when
-        the state is placed for the first step: each process reads only the slices that its ranks hold, directly to
-        their devices. `evaluate`, `predict`, `save` and `model` before that read them to the default device. The
-        optimizer's state and the average of the weights begin anew from the new weights.
+        the state is placed: each process reads only the slices that its ranks hold, directly to
+        their devices. The optimizer's state and the average of the weights begin anew from the new weights.
 
         Args:
           source: a safetensors file, an index of shards, a directory with either, or an Orbax checkpoint.
@@ -81,7 +81,7 @@ class PretrainedWeights:
         state = self.held.memory
         plan = plan_load(source, _weights_of(state), map=map, cast=cast, untie=untie, keep=keep)
         traceable = is_abstract(state.opt_state) or not jax.tree.leaves(state.opt_state)
-        if self.held.is_placed:
+        if self.held.owns_arrays:
             self.held.restored(self._read_in_place(plan, state))
         elif traceable:
             self.held.is_in_files(lambda shardings: self._read(plan, state, shardings))
@@ -124,29 +124,35 @@ class PretrainedWeights:
 
     def _read(self, plan: LoadPlan, state: TrainState, shardings: TrainState | None) -> TrainState:
         """Make the first state from the files: with these shardings, or on the devices of `state`."""
-        leaves, structure = flatten(_model_part(state))
-        if shardings is None or self.mesh is None:
-            new = _filled(leaves, dict(plan.arrays()))
+        leaves, structure = flatten(model_part(state.params, state.model_state))
+        on_ranks = shardings is not None and self.mesh is not None
+        places = flatten(model_part(shardings.params, shardings.model_state))[0] if on_ranks else None
+        unmade = {path for path, leaf in leaves.items() if is_abstract(leaf) and _name(path) not in plan.filled}
+        made = self.held.make_model_leaves(unmade, places) if unmade else {}
+        if not on_ranks:
+            new = _filled(leaves | made, dict(plan.arrays()))
             model = jax.tree.unflatten(structure, new.values())
             return self.update.first_state(model["params"], model["model_state"])
-        places = flatten(_model_part(shardings))[0]
         arrays = dict(plan.arrays({_name(path): place for path, place in places.items()}))
-        others = {path: leaf for path, leaf in leaves.items() if _name(path) not in arrays}
-        placed = put(self.mesh, others, {path: places[path] for path in others})
-        model = jax.tree.unflatten(structure, _filled(leaves | placed, arrays).values())
+        others = {path: leaf for path, leaf in leaves.items() if _name(path) not in arrays and path not in made}
+        placed = put_on_ranks(self.mesh, others, {path: places[path] for path in others})
+        model = jax.tree.unflatten(structure, _filled(leaves | made | placed, arrays).values())
         rest = {"step": state.step, "loss_scale": state.loss_scale}
-        rest = put(self.mesh, rest, {"step": shardings.step, "loss_scale": shardings.loss_scale})
+        rest = put_on_ranks(self.mesh, rest, {"step": shardings.step, "loss_scale": shardings.loss_scale})
         return self._complete(replace(state, **model, **rest), shardings)
 
     def _read_in_place(self, plan: LoadPlan, state: TrainState) -> TrainState:
         """Read the weights to where they are. The old ones are freed before, so that memory never holds both."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-        leaves, structure = flatten(_model_part(state))
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.held.target())
+        places = flatten(model_part(shardings.params, shardings.model_state))[0]
+        leaves, structure = flatten(model_part(state.params, state.model_state))
         replaced = [leaf for path, leaf in leaves.items() if _name(path) in plan.filled]
         for leaf in [*replaced, *jax.tree.leaves((state.opt_state, state.ema))]:
-            leaf.delete()
+            if not is_abstract(leaf):
+                leaf.delete()
         try:
-            model = jax.tree.unflatten(structure, _filled(leaves, dict(plan.arrays())).values())
+            arrays = dict(plan.arrays({_name(path): place for path, place in places.items()}))
+            model = jax.tree.unflatten(structure, _filled(leaves, arrays).values())
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{error} The weights before are gone: load some before training.") from error
         return self._complete(replace(state, **model), shardings)
@@ -161,10 +167,6 @@ class PretrainedWeights:
         return replace(state, opt_state=opt_state, ema=ema)
 
 
-def _model_part(state: TrainState) -> dict[str, Any]:
-    return {"params": state.params, "model_state": state.model_state}
-
-
 def _name(path: str) -> str:
     """Return the model's own path of a leaf of the state.
 
@@ -176,7 +178,7 @@ def _name(path: str) -> str:
 
 def _weights_of(state: TrainState) -> dict[str, Any]:
     """Return the leaves of the model, by the model's own paths, without random streams and caches."""
-    tree = _model_part(state)
+    tree = model_part(state.params, state.model_state)
     weights = jax.tree.map(
         lambda node: None if isinstance(node, _NO_WEIGHTS) else node, tree, is_leaf=lambda x: isinstance(x, _NO_WEIGHTS)
     )

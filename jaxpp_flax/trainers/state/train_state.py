@@ -38,3 +38,23 @@ class TrainState:
     def for_inference(self) -> TrainState:
         """Return the part of the state that `evaluate` and `predict` read."""
         return replace(self, opt_state=(), ema=None, loss_scale=None)
+
+
+def is_abstract(tree: Any) -> bool:
+    """Return True if some leaf is a shape without a value."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def shapes_of(tree: Any) -> Any:
+    """Return the shapes of a tree, without values or places."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
+
+
+def target_of(state: TrainState, shardings: TrainState) -> TrainState:
+    """Return shapes with shardings."""
+    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), state, shardings)
+
+
+def model_part(params: Any, rest: Any) -> dict[str, Any]:
+    """Return the weights and the rest of a model under the names of `TrainState`."""
+    return {"params": params, "model_state": rest}

@@ -68,21 +68,22 @@ class CompiledSteps:
         """Return the compiled step of this kind, "train" or a kind of inference, for such batches.
 
         `build` makes the pure function, if the step is not compiled yet. With `donate`, the step reuses the state's
-        memory.
+        memory. Without, the weights are placed for it now, if no step was compiled before.
         """
         held, scheduling = self._held, self._scheduling
         process_group().step = held.step + (kind == "train")  # for messages
-        if not donate:
-            held.load()  # inference in the data of a resumed `fit`, before its first step
         key = self._key(kind, microbatches)
         if key not in self.compiled:
             if scheduling.mesh is not None:  # without a mesh, `jax.jit` handles this setting
                 refuse_disabled_jit("a pipelined step")
             compare_compilations(scheduling.mesh, held.memory, kind, scheduling.schedule, microbatches)
             policy = self._cut_policy(kind, microbatches)
-            state = held.memory if donate else held.weights().for_inference()
+            state = held.memory if donate else held.memory.for_inference()
             self.compiled[key] = self._compile(build(), state, microbatches, policy, donate=donate)
-        return self.compiled[key]
+        compiled = self.compiled[key]
+        if not donate:
+            held.place_weights(lambda: compiled.in_shardings[0][0])
+        return compiled
 
     def _key(self, kind: str, microbatches: Any) -> Any:
         return (kind, self._scheduling.schedule, signature(microbatches), trace_settings())

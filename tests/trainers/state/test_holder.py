@@ -10,7 +10,8 @@ import optax
 import pytest
 
 from jaxpp_flax.checkpoint.writing import save_step
-from jaxpp_flax.trainers.state.holder import Beginning, StateHolder, is_abstract
+from jaxpp_flax.trainers.state.holder import Beginning, StateHolder
+from jaxpp_flax.trainers.state.train_state import is_abstract
 from jaxpp_flax.trainers.step.optimizer_update import Update
 
 
@@ -34,7 +35,7 @@ def test_a_state_on_disk_is_read_when_it_is_placed_or_loaded(tmp_path: Path):
     for read in (StateHolder.load, lambda other: other.place(None, lambda: other.memory)):
         other = held(1.0)
         other.is_on_disk(path)
-        assert float(other.memory.params["w"][0]) == 1.0  # right in shapes alone
+        assert other.memory.params["w"].shape == (2,)  # right in shapes alone
         for ask in (other.whole, other.weights):
             with pytest.raises(RuntimeError, match=r"the state is the checkpoint .*/saved, which `fit\(resume=True\)`"):
                 ask()

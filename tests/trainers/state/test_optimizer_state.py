@@ -19,8 +19,8 @@ from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
 from jaxpp_flax.trainers import Parameters, Precision
 from jaxpp_flax.trainers.errors import NonFiniteLossError
 from jaxpp_flax.trainers.state import holder
-from jaxpp_flax.trainers.state.holder import is_abstract
 from jaxpp_flax.trainers.state.optimizer_state import make_on_ranks
+from jaxpp_flax.trainers.state.train_state import is_abstract
 from tests.trainers.models import Layers
 
 STAGES, WIDTH = 2, 64

@@ -1,0 +1,148 @@
+"""A model that is not there yet: a factory of the user, traced instead of run, or an abstract module."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import nnx
+from flax.errors import TraceContextError
+from jax.core import Tracer
+
+from jaxpp_flax.trainers.errors import ModelError
+from jaxpp_flax.trainers.state.initializer import Initializer
+
+__all__ = ["call_factory", "is_abstract_module", "trace_factory"]
+
+_REMEDY = (
+    "A factory makes a model from its argument, and changes nothing else: `lambda rngs: GPT(config, rngs=rngs)`. Make "
+    "streams of random numbers and other objects of Flax inside it, or take them from `rngs`."
+)
+
+
+def is_abstract_module(module: nnx.Module) -> bool:
+    """Return True if some variable of the module is a shape without a value, as after `nnx.eval_shape`."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(module)))
+
+
+def call_factory(factory: Callable[..., Any], argument: str, value: Callable[[], Any]) -> Any:
+    """Call a factory: with `value()` as its only argument, or as the one called `argument`; or without arguments.
+
+    Raises:
+      TypeError: if the factory needs other arguments.
+
+    Example:
+      >>> call_factory(lambda rngs: rngs, "rngs", lambda: 1), call_factory(lambda: 2, "rngs", lambda: 1)
+      (1, 2)
+    """
+    try:
+        taken = inspect.signature(factory).parameters
+    except (TypeError, ValueError):  # not written in Python
+        return factory()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [p for p in taken.values() if p.default is p.empty and p.kind not in variadic]
+    others = [p.name for p in required if p.name != argument]
+    if argument in taken and not others and taken[argument].kind is not inspect.Parameter.POSITIONAL_ONLY:
+        return factory(**{argument: value()})
+    if len(required) == 1 and required[0].kind is not inspect.Parameter.KEYWORD_ONLY:
+        return factory(value())
+    if not required:
+        return factory()
+    raise TypeError(
+        f"the factory {name_of(factory)} needs the arguments {others}, but it is called with {argument} alone, or with "
+        f"nothing. Bind the others: `functools.partial`, or `lambda {argument}: ...`."
+    )
+
+
+def name_of(factory: Callable[..., Any]) -> str:
+    """Return the name of a factory for messages."""
+    return repr(getattr(factory, "__name__", type(factory).__name__))
+
+
+def trace_factory(
+    factory: Callable[..., Any], make: Callable[[], Any], take_apart: Callable[[Any], tuple[Any, Any, Any]]
+) -> tuple[Any, Initializer]:
+    """Trace the construction of a model: return the adapter, and the program that makes `(params, rest)`.
+
+    Args:
+      factory: the user's function, for messages.
+      make: calls the factory.
+      take_apart: checks the result of `make`, and returns the adapter, the parameters and the rest.
+
+    Raises:
+      ModelError: if the factory reads values of arrays, changes what lies outside, or keeps its module.
+    """
+    adapters: list[Any] = []
+    modules: list[weakref.ref[Any]] = []
+
+    def parts() -> tuple[Any, Any]:
+        # Flax would place an annotated variable on the devices of a mesh, which the trace has not.
+        with nnx.use_eager_sharding(False):
+            module = make()
+        adapter, params, rest = take_apart(module)
+        adapters.append(adapter)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, rest))):
+            with contextlib.suppress(TypeError):
+                modules.append(weakref.ref(module))
+        return params, rest
+
+    try:
+        made = Initializer.trace(parts)
+    except TraceContextError as error:
+        raise ModelError(
+            f"the factory {name_of(factory)} changes an object that was made outside of it: {error} {_REMEDY}"
+        ) from error
+    except jax.errors.JAXTypeError as error:
+        reason = str(error).splitlines()[0]
+        raise ModelError(
+            f"the factory {name_of(factory)} reads the value of an array, but it is traced, and its arrays are made "
+            f"later, each on its own devices ({reason}). Compute such numbers with NumPy; or make the model before, "
+            "and pass the module."
+        ) from error
+    if effects := {effect for equation in made.graph.equations for effect in equation.effects}:
+        raise ModelError(
+            f"the factory {name_of(factory)} has side effects in its trace: {', '.join(sorted(map(str, effects)))}, "
+            f"such as `jax.debug.print` or a callback. Remove them. {_REMEDY}"
+        )
+    _check_not_kept(factory, modules)
+    return adapters[-1], made
+
+
+def _check_not_kept(factory: Callable[..., Any], modules: list[weakref.ref[Any]]) -> None:
+    """Refuse a factory that keeps its module somewhere: the module has no values."""
+    if any(module() is not None for module in modules):
+        gc.collect()
+    for module in modules:
+        if (kept := module()) is not None:
+            raise ModelError(
+                f"the factory {name_of(factory)} keeps the {type(kept).__name__} that it made, in a list, an attribute "
+                f"or a cache; but the factory is traced, and that module never gets values. {_REMEDY}"
+            )
+
+
+def check_module(module: Any, factory: Callable[..., Any]) -> nnx.Module:
+    """Return the result of a model's factory, if it is an `nnx.Module`; refuse all others."""
+    if isinstance(module, nnx.Module):
+        return module
+    advice = ""
+    if isinstance(module, nn.Module):
+        advice = " Pass a Linen module itself, with variables=lambda key: module.init(key, x)."
+    got = type(module).__name__
+    raise TypeError(f"the factory {name_of(factory)} must return an nnx.Module, got {got}.{advice or ' Return it.'}")
+
+
+def check_variables(variables: Any, factory: Callable[..., Any]) -> Mapping[str, Any]:
+    """Return the result of a factory of Linen variables, if it has parameters; refuse all others."""
+    if isinstance(variables, Mapping) and "params" in variables:
+        return variables
+    found = sorted(variables) if isinstance(variables, Mapping) else type(variables).__name__
+    raise ModelError(
+        f"the function {name_of(factory)} of variables= must return the collections of `module.init`, with 'params'; "
+        f"got {found}. Write `variables=lambda key: module.init(key, x)`."
+    )

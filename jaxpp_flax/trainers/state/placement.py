@@ -1,0 +1,187 @@
+"""The place of each leaf of a state before a step is compiled, and the check that a state fits where it goes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxpp_flax.engine.arrays.device_memory import shortage
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.arrays.placing import key_impl, place_on_ranks
+from jaxpp_flax.engine.arrays.reshard import spmd_to_mpmd_reshard
+from jaxpp_flax.messages import amount
+from jaxpp_flax.trainers.errors import ModelError
+from jaxpp_flax.trainers.state.train_state import TrainState
+
+__all__ = ["Ranks", "check_fits", "put_on_ranks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The ranks of a trainer, and the specs of the annotated leaves (see `state_specs`).
+
+    Example:
+      >>> import numpy as np
+      >>> from jax.sharding import Mesh
+      >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+      >>> params = {name: jnp.ones(4) for name in "abcd"}
+      >>> state = TrainState(step=jnp.int32(0), params=params, opt_state={"mu": params}, model_state={})
+      >>> found = Ranks(mesh=mesh).preliminary(state)
+      >>> [found.params[name].ranks for name in "abcd"], found.opt_state["mu"]["d"].ranks, found.step.ranks
+      ([(0,), (0,), (1,), (1,)], (1,), (0, 1))
+    """
+
+    mesh: MpmdMesh
+    specs: TrainState | None = None
+
+    def preliminary(self, state: TrainState) -> TrainState:
+        """Return an `MpmdSharding` for each leaf of a state for which no step is compiled.
+
+        Neighbouring leaves share a rank, and each rank gets about the same number of bytes: at most its share plus one
+        leaf. A leaf of the optimizer or the average lies beside its parameter. Single values are on all ranks. A leaf
+        that lies on ranks already stays there.
+        """
+        everywhere, count = tuple(range(self.mesh.mpmd_dim)), self.mesh.mpmd_dim
+        known: dict[Any, tuple[int, ...]] = {}
+        made = functools.cache(lambda ranks, spec: MpmdSharding(self.mesh, ranks, spec))
+
+        def spread(tree: Any, specs: Any, beside: bool = False) -> Any:
+            leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+            listed = [None] * len(leaves) if specs is None else jax.tree.leaves(specs, is_leaf=_is_spec)
+            total, before, found = max(1, sum(_nbytes(leaf) for _, leaf in leaves)), 0, list[MpmdSharding]()
+            for (path, leaf), spec in zip(leaves, listed, strict=True):
+                tail = next((path[i:] for i in range(len(path)) if path[i:] in known), None) if beside else None
+                ranks = (min(before * count // total, count - 1),) if math.prod(leaf.shape) != 1 else everywhere
+                ranks = known[tail] if tail is not None and math.prod(leaf.shape) != 1 else ranks
+                if isinstance(leaf, MpmdArray):
+                    ranks, spec = leaf.sharding.ranks, leaf.spec
+                before += _nbytes(leaf)
+                if not beside:
+                    known[path] = ranks
+                found.append(made(ranks, PartitionSpec() if spec is None else spec))
+            return jax.tree.unflatten(structure, found)
+
+        of = lambda name: getattr(self.specs, name, None)  # noqa: E731
+        rest = spread(state.model_state, of("model_state"))
+        known.clear()
+        return TrainState(
+            step=spread(state.step, None),
+            params=spread(state.params, of("params")),
+            opt_state=spread(state.opt_state, of("opt_state"), beside=True),
+            model_state=rest,
+            ema=spread(state.ema, of("ema"), beside=True),
+            loss_scale=spread(state.loss_scale, None),
+        )
+
+
+def check_fits(state: TrainState, shardings: TrainState) -> None:
+    """Refuse a state that does not fit on the devices of its ranks, before anything is placed.
+
+    Leaves that lie on their ranks already count as free.
+
+    Raises:
+      ModelError: the message names a device, its share, and the largest leaf.
+    """
+    needed: dict[Any, int] = {}
+    largest: dict[Any, tuple[int, str]] = {}
+    parts: dict[Any, dict[str, int]] = {}
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    for (path, leaf), sharding in zip(leaves, jax.tree.leaves(shardings), strict=True):
+        if isinstance(leaf, MpmdArray):
+            continue
+        for rank in sharding.ranks:
+            local = sharding.local_sharding(rank)
+            size = math.prod(local.shard_shape(leaf.shape)) * _itemsize(leaf)
+            for device in local.device_set:
+                needed[device] = needed.get(device, 0) + size
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                largest[device] = max(largest.get(device, (0, "")), (size, name))
+                kinds = parts.setdefault(device, {})
+                kinds[name.partition("/")[0]] = kinds.get(name.partition("/")[0], 0) + size
+    short = shortage(needed)
+    if short is None:
+        return
+    device = short.device
+    listing = ", ".join(f"{name} {amount(size, 'B')}" for name, size in parts[device].items() if size)
+    memory = "the memory of the host, which all devices of this process share," if device.platform == "cpu" else "it"
+    raise ModelError(
+        f"the model does not fit, even in parts: the share of {device} in the state is {amount(needed[device], 'B')} "
+        f"({listing}; the largest leaf is {largest[device][1]} with {amount(largest[device][0], 'B')}), and {memory} "
+        f"has {amount(short.free, 'B')} free, where {amount(short.needed, 'B')} go. Nothing was placed. Use more "
+        "stages or devices, divide the parameters (mesh={'fsdp': 2} and annotations), narrower parameters, or an "
+        "optimizer with a smaller state."
+    )
+
+
+def put_on_ranks(mesh: MpmdMesh, tree: Any, shardings: Any) -> Any:
+    """Put a tree on its ranks; every process must call this.
+
+    Arrays of the user are copied and stay valid: a step may donate the copies. An `MpmdArray` that lies elsewhere is
+    moved, and its old arrays are deleted.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    targets: list[MpmdSharding] = jax.tree.leaves(shardings)
+    found: dict[int, Any] = {}
+    several = mesh.jax_mesh.is_multi_process
+    for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
+        if isinstance(leaf, MpmdArray):
+            found[i] = _narrowed(leaf, target)
+        elif several:
+            found[i] = place_on_ranks(leaf, target)  # every process has the value: nothing is sent
+    for is_own in (True, False):
+        left = [i for i, leaf in enumerate(leaves) if found.get(i) is None and isinstance(leaf, MpmdArray) == is_own]
+        found |= dict(
+            zip(left, _moved(mesh, [leaves[i] for i in left], [targets[i] for i in left], is_own), strict=True)
+        )
+    return jax.tree.unflatten(structure, [found[i] for i in range(len(leaves))])
+
+
+def _moved(mesh: MpmdMesh, leaves: list[Any], targets: list[MpmdSharding], donate: bool) -> list[Any]:
+    """Move leaves to their targets. Random keys, which cannot go between processes, go as their data."""
+    is_key = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and mesh.jax_mesh.is_multi_process for leaf in leaves]
+    data = [_on_parts(leaf, jax.random.key_data) if key else leaf for leaf, key in zip(leaves, is_key, strict=True)]
+    placed = spmd_to_mpmd_reshard(mesh, data, targets, donate=donate)
+    return [
+        _on_parts(leaf, functools.partial(jax.random.wrap_key_data, impl=key_impl(source.dtype))) if key else leaf
+        for leaf, source, key in zip(placed, leaves, is_key, strict=True)
+    ]
+
+
+def _on_parts(leaf: MpmdArray, function: Callable[[jax.Array], jax.Array]) -> MpmdArray:
+    result = jax.eval_shape(function, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    parts = {rank: function(part) for rank, part in leaf._partially_addressable_arrays.items()}  # pyright: ignore[reportPrivateUsage]
+    return MpmdArray(parts, leaf.sharding, shape=result.shape, dtype=result.dtype)
+
+
+def _narrowed(leaf: MpmdArray, target: MpmdSharding) -> MpmdArray | None:
+    """Return the leaf on the target's ranks, if it lies there already; else None."""
+    if not set(target.ranks) <= set(leaf.sharding.ranks):
+        return None
+    if any(
+        not leaf.sharding.local_sharding(rank).is_equivalent_to(target.local_sharding(rank), leaf.ndim)
+        for rank in target.ranks
+    ):
+        return None
+    held = leaf._partially_addressable_arrays  # pyright: ignore[reportPrivateUsage]
+    parts = {rank: held[rank] for rank in target.ranks if rank in held}
+    return MpmdArray(parts, target, shape=leaf.shape, dtype=leaf.dtype)
+
+
+def _is_spec(node: Any) -> bool:
+    return node is None or isinstance(node, PartitionSpec)
+
+
+def _itemsize(leaf: Any) -> int:
+    return int(getattr(leaf.dtype, "itemsize", 0))
+
+
+def _nbytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * _itemsize(leaf)

@@ -1,0 +1,263 @@
+"""A model that is given as a function: its values are those of the eager model, and it is never whole in one place."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.trainers import MeshOptions, ModelError, Parameters
+from jaxpp_flax.trainers.state import holder, initializer
+from tests.trainers import models as m
+
+pytestmark = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
+
+
+class Tied(m.Model):
+    """Dropout, running statistics, an annotated kernel, and an embedding that the first and the last stage read."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(4, rngs=rngs, dropout=0.1, batch_norm=True)
+        cut = nnx.with_partitioning(nnx.initializers.normal(0.02), (None, "tensor"))
+        self.blocks[1].widen = nnx.Linear(m.WIDTH, 2 * m.WIDTH, rngs=rngs, kernel_init=cut)
+        self.blocks[2].narrow = nnx.Linear(2 * m.WIDTH, m.WIDTH, rngs=rngs, kernel_init=nnx.initializers.orthogonal())
+
+    def __call__(self, tokens):
+        return super().__call__(tokens) + self.embed.attend(jnp.ones((*tokens.shape, m.WIDTH)))
+
+
+def make(model: Any, **options: Any) -> PipelineTrainer:
+    options = {"num_microbatches": 4, "logging": False, "parameters": Parameters(ema_decay=0.5), **options}
+    return PipelineTrainer(model, optax.adam(1e-2), m.mean_loss, **options)
+
+
+def bits(tree: Any) -> dict[str, bytes]:
+    def one(leaf: Any) -> bytes:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf if isinstance(leaf, jax.Array) else leaf.first_mpmd_replica)
+        return np.asarray(leaf).tobytes()
+
+    return {jax.tree_util.keystr(path): one(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+LAYOUTS = [
+    pytest.param({"num_stages": 1}, id="1 stage", marks=pytest.mark.slow),
+    pytest.param(
+        {"num_stages": 2, "mesh": MeshOptions(axes={"data": 2}, sharding_rules=[("tensor", None)])},
+        id="2 stages, data",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param({"num_stages": 2, "mesh": {"tensor": 2}}, id="2 stages, tensor"),
+    pytest.param({"num_stages": 4}, id="4 stages"),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_nnx_factory_gives_the_bits_of_the_eager_model(layout: dict[str, Any]):
+    with nnx.use_eager_sharding(False):
+        eager = make(Tied(nnx.Rngs(0)), **layout)
+    lazy, batch = make(lambda rngs: Tied(rngs), **layout), m.make_batch(16)
+    for trainer in (eager, lazy):
+        trainer.compile(batch)
+    assert bits(lazy.state) == bits(eager.state)
+    if lazy.mesh is not None:
+        placed = jax.tree.leaves(lazy.state)
+        assert all(isinstance(leaf, MpmdArray) for leaf in placed)
+        assert [leaf.sharding for leaf in placed] == [leaf.sharding for leaf in jax.tree.leaves(eager.state)]
+    losses = [[float(trainer.train_step(batch)["loss"]) for _ in range(2)] for trainer in (lazy, eager)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_linen_variables_from_a_function_have_the_bits_of_init(stages: int):
+    module, batch = m.LinenModel(4, dropout=0.1, batch_norm=True), m.make_batch(16)
+    init: Callable[..., Any] = lambda key: module.init(key, batch["tokens"], training=False)  # noqa: E731
+    lazy, eager = (make(module, variables=of, num_stages=stages) for of in (init, init(jax.random.key(0))))
+    if stages > 1:
+        assert lazy.evaluate([batch]) == eager.evaluate([batch])
+    assert bits(lazy.state) == bits(eager.state)
+    assert bits(lazy.variables) == bits(eager.variables)
+    bound = make(module, variables=lambda: init(jax.random.key(3)), num_stages=stages)  # with a key of its own
+    assert bits(bound.variables) == bits(init(jax.random.key(3)))
+
+
+# ------------------------------------------------------------------ memory
+
+RANKS, LAYERS, WIDTH = 4, 8, 32
+LEAF = WIDTH * WIDTH * 4
+SHARE = 3 * LAYERS * LEAF // RANKS  # parameters and two moments
+SMALL = 8192  # counters, keys and batches, and what a step computes
+
+
+class Deep(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        layers = [nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs) for _ in range(LAYERS)]
+        self.layers = nnx.List(map(PipelineStage, layers))
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+def deep_loss(model, batch):
+    return jnp.mean(model(batch) ** 2)
+
+
+DATA = np.ones((8, WIDTH), np.float32)
+
+
+def deep_trainer(model: Any = Deep, **options: Any) -> PipelineTrainer:
+    model = (lambda rngs: Deep(rngs)) if model is Deep else model
+    return PipelineTrainer(
+        model, optax.adam(1e-2), deep_loss, num_stages=RANKS, num_microbatches=2, logging=False, **options
+    )
+
+
+def live_bytes() -> dict[Any, int]:
+    """The bytes of all arrays on each device, each buffer once."""
+    buffers: dict[Any, dict[int, int]] = {device: {} for device in jax.devices()}
+    for array in jax.live_arrays():
+        if array.is_deleted() or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            continue
+        for shard in array.addressable_shards:
+            buffers[shard.device][shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    return {device: sum(found.values()) for device, found in buffers.items()}
+
+
+class Peak:
+    """Samples the live bytes of every device; `at(place)` asserts the limit and names the place."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self._before = live_bytes()
+
+    def at(self, place: str, extra: int = LEAF) -> None:
+        now = live_bytes()
+        worst = max(now[device] - self._before[device] for device in now)
+        assert worst <= SHARE + extra + SMALL, f"{place}: {worst} bytes on a device"
+
+
+@pytest.fixture
+def peak(monkeypatch: pytest.MonkeyPatch) -> Peak:
+    """Sampled after each leaf that is made, too."""
+    monkeypatch.setattr(holder, "_KEPT_FOR_DIAGNOSIS", 0)
+    found, take = Peak(), initializer._Run._take
+
+    def sampled(self: Any, atoms: Any) -> Any:
+        found.at("while a leaf is made")
+        return take(self, atoms)
+
+    monkeypatch.setattr(initializer._Run, "_take", sampled)
+    return found
+
+
+def test_no_device_holds_more_than_its_share(peak: Peak, tmp_path: Path):
+    total = 3 * LAYERS * LEAF
+    assert total == RANKS * SHARE
+    trainer = deep_trainer(checkpoints=tmp_path / "run")
+    peak.at("construction", extra=0)
+    trainer.save(tmp_path / "before")
+    peak.at("save before the first step", extra=0)
+    trainer = deep_trainer(checkpoints=tmp_path / "run")
+    trainer.evaluate([DATA])
+    peak.at("evaluate as the first call", extra=0)
+    placed = [leaf.to_mpmd_local_array for leaf in jax.tree.leaves(trainer._core.held.memory.params)]
+    trainer.predict(DATA)
+    after = [leaf.to_mpmd_local_array for leaf in jax.tree.leaves(trainer._core.held.memory.params)]
+    assert all(a is b for a, b in zip(placed, after, strict=True)), "the weights are placed once"
+    trainer.fit([DATA], steps=2)
+    peak.at("two steps", extra=0)
+    trainer.evaluate([DATA])
+    peak.at("evaluate after training", extra=0)
+    trainer.save()
+    loss = float(trainer.train_step(DATA)["loss"])
+    del trainer, placed, after
+    gc.collect()
+    restored = deep_trainer(checkpoints=tmp_path / "run")
+    restored.restore(tmp_path / "run" / "2")
+    peak.at("restore", extra=0)
+    assert restored.predict(DATA).shape == DATA.shape
+    assert float(restored.train_step(DATA)["loss"]) == loss
+    peak.at("the first step after it", extra=0)
+    del restored
+    gc.collect()
+    finished = deep_trainer(checkpoints=tmp_path / "run")
+    assert finished.fit([DATA], steps=2, resume=True) == {}
+    peak.at("a finished job that resumes", extra=0)
+    assert float(finished.train_step(DATA)["loss"]) == loss
+
+
+def test_what_is_saved_before_the_first_step_is_the_first_state(tmp_path: Path):
+    lazy, eager = deep_trainer(), deep_trainer(Deep(nnx.Rngs(0)))
+    for name, trainer in (("lazy", lazy), ("eager", eager)):
+        trainer.save(tmp_path / name)
+    for name in ("lazy", "eager"):
+        read = deep_trainer()
+        read.restore(tmp_path / name)
+        assert bits(read.state) == bits(eager.state)
+    eager.compile(DATA)
+    assert bits(eager.state) == bits(lazy.state)
+
+
+# ------------------------------------------------------------------ models without values, and models too large
+
+
+def test_an_abstract_module_needs_values_first(tmp_path: Path):
+    values, batch = deep_trainer(), DATA
+    values.save(tmp_path / "saved")
+    trainer = deep_trainer(nnx.eval_shape(lambda: Deep(nnx.Rngs(0))))
+    assert trainer.abstract_model.layers[0].kernel.shape == (WIDTH, WIDTH)
+    calls: list[Callable[[], Any]] = [
+        lambda: trainer.train_step(batch),
+        lambda: trainer.evaluate([batch]),
+        lambda: trainer.save(tmp_path / "other"),
+        lambda: trainer.model,
+        lambda: trainer.state,
+    ]
+    for call in calls:
+        with pytest.raises(ModelError, match=r"the model is abstract: 8 of its 8 leaves .*layers/0/.*trainer\.restore"):
+            call()
+    trainer.restore(tmp_path / "saved")
+    assert float(trainer.train_step(batch)["loss"]) == float(values.train_step(batch)["loss"])
+    weights = deep_trainer(nnx.eval_shape(lambda: Deep(nnx.Rngs(0))))
+    weights.restore(tmp_path / "saved", only="params")  # the optimizer begins anew
+    assert int(weights.state.opt_state[0].count) == 0
+    assert bits(weights.state.params) == bits(deep_trainer().state.params)
+
+
+def test_shapes_and_places_cost_nothing():
+    trainer = deep_trainer()
+    target = trainer._core.held.target()
+    kernel = target.params.layers[LAYERS - 1].kernel.get_value()
+    assert (kernel.shape, kernel.sharding.ranks) == ((WIDTH, WIDTH), (RANKS - 1,))
+    assert isinstance(trainer.abstract_model, Deep)
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trainer._core.held.memory.params))
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_placed(peak: Peak, monkeypatch: pytest.MonkeyPatch):
+    from jaxpp_flax.engine.arrays import device_memory
+
+    trainer = deep_trainer()
+    monkeypatch.setattr(device_memory, "free_bytes", lambda device: RANKS * SHARE // 2)
+    with pytest.raises(
+        ModelError, match=r"does not fit, even in parts: the share of .* params 8.19 kB, opt_state .*is"
+    ):
+        trainer.train_step(DATA)
+    peak.at("the refusal", extra=-SHARE)
+    monkeypatch.setattr(device_memory, "free_bytes", lambda device: LAYERS * LEAF - 1)
+    with pytest.raises(ModelError, match=r"trainer\.model copies all weights to one device: 32.8 kB to .*save\(\)"):
+        _ = trainer.model
+    monkeypatch.undo()
+    trainer.train_step(DATA)
+    assert trainer.model(DATA).shape == DATA.shape
