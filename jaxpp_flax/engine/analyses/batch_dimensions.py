@@ -95,8 +95,7 @@ def propagate(
             found = _rule(equation, at, axes)
         for position, value in enumerate(equation.outputs):
             dim = found.get(position)
-            held = None if dim is None else _held_by(value.aval.shape[dim], axes, size)
-            if held is not None:
+            if dim is not None and (held := _held_by(value.aval.shape[dim], axes, size)) is not None:
                 dims[value] = (int(dim), held)
     return dims
 
