@@ -95,8 +95,7 @@ def propagate(
             found = _rule(equation, at, axes)
         for position, value in enumerate(equation.outputs):
             dim = found.get(position)
-            held = None if dim is None else _held_by(value.aval.shape[dim], axes, size)
-            if held is not None:
+            if dim is not None and (held := _held_by(value.aval.shape[dim], axes, size)) is not None:
                 dims[value] = (int(dim), held)
     return dims
 
@@ -106,8 +105,11 @@ def _held_by(length: int, axes: Any, size: Callable[[Any], int]) -> Any:
     if length % size(axes) == 0:
         return axes
     names = axes_in((axes,))
-    major = [tuple(names[:count]) for count in range(len(names) - 1, 0, -1) if length % size(tuple(names[:count])) == 0]
-    return (major[0] if len(major[0]) > 1 else major[0][0]) if major else None
+    for count in range(len(names) - 1, 0, -1):
+        major: Any = tuple(names[:count]) if count > 1 else names[0]
+        if length % size(major) == 0:
+            return major
+    return None
 
 
 def inside_scan(scan: Scan, at: Mapping[int, BatchDim], size: Callable[[Any], int]) -> dict[Value, BatchDim]:

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxpp_flax.engine.analyses.batch_dimensions import propagate
+from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts, propagate
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 
@@ -52,6 +52,14 @@ def test_the_dimension_is_found_where_it_stands(name: str):
     moved = jax.vmap(MAPPED[name], in_axes=1, out_axes=1)
     (found,) = dims_of(lambda ids, x: moved(ids.swapaxes(0, 1), x.swapaxes(0, 1)), IDS, X)
     assert found == (1, "data")
+
+
+def test_a_reshape_leaves_the_major_axes_to_the_major_part():
+    """MaxText shards its batch over all axes, and splits it into one part for each shard over "data"."""
+    sizes = {"data": 2, "fsdp": 4}
+    graph, _ = from_jaxpr(jax.make_jaxpr(lambda x: (x.reshape(2, 8), x.reshape(8, 2), x.reshape(1, 16)))(np.ones(16)))
+    dims = propagate(graph.equations, {graph.inputs[0]: (0, ("data", "fsdp"))}, ShardCounts(sizes))
+    assert [dims.get(v) for v in graph.outputs] == [(0, "data"), (0, ("data", "fsdp")), (1, ("data", "fsdp"))]  # type: ignore[arg-type]
 
 
 def test_a_constraint_keeps_the_dimension_unless_it_asks_for_whole_values():
