@@ -14,9 +14,10 @@ from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint import CheckpointMismatchError
+from jaxpp_flax.checkpoint.format.leaves import is_key
 from jaxpp_flax.pretrained import NameMap, Rule, export_pretrained, load_pretrained
 from jaxpp_flax.pretrained.loading import LoadPlan
-from jaxpp_flax.trainers import Parameters
+from jaxpp_flax.trainers import ModelError, Parameters
 from tests.helpers import tree_allclose
 from tests.trainers.models import LENGTH, LinenModel, Model, make_batch, mean_loss
 
@@ -43,7 +44,7 @@ def make_trainer(seed: int, stages: int = 2, tx: Any = None, model: Any = None, 
 
 
 def weights(trainer: PipelineTrainer) -> Any:
-    return jax.tree.map(np.asarray, trainer.state.params)
+    return nnx.to_pure_dict(jax.tree.map(np.asarray, trainer.state.params))
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +116,56 @@ def test_running_statistics_and_frozen_parameters_too(tmp_path: Path):
     tree_allclose(loaded, nnx.state(source, (nnx.Param, nnx.BatchStat)), rtol=0, atol=0)
     out = trainer.export_pretrained(tmp_path / "out", map=NAMES)
     assert (out / "model.safetensors").read_bytes() == (path / "model.safetensors").read_bytes()
+
+
+def make_on_ranks(kind: str, **options: Any) -> PipelineTrainer:
+    """A trainer whose model is not there yet."""
+    if kind == "factory":
+        return make_trainer(0, 4, model=lambda rngs: Model(4, rngs=rngs, **options))
+    return make_trainer(0, 4, model=nnx.eval_shape(lambda: Model(4, rngs=nnx.Rngs(0), **options)))
+
+
+@pytest.mark.parametrize("kind", ["factory", "abstract"])
+@pytest.mark.parametrize("first", ["compile", "predict", "save"])
+def test_a_model_that_is_not_there_yet(kind: str, first: str, files: Path, tmp_path: Path):
+    """The first call that needs the weights places them on their ranks; a step moves on from the same values."""
+    trainer = make_on_ranks(kind)
+    trainer.load_pretrained(files, map=NAMES)
+    if first == "predict":
+        trained = Model(4, rngs=nnx.Rngs(3))
+        # A program for each stage, where the model alone runs operation by operation.
+        tree_allclose(trainer.predict(BATCH["tokens"]), trained(BATCH["tokens"]), rtol=1e-5, atol=1e-6)
+    elif first == "save":
+        trainer.save(tmp_path / "run")
+    trainer.compile(BATCH)
+    tree_allclose(weights(trainer), weights(make_trainer(3)), rtol=0, atol=0)
+    ranks = {rank for leaf in jax.tree.leaves(trainer.state.params) for rank in leaf.sharding.ranks}
+    assert ranks == {0, 1, 2, 3}
+    eager = make_trainer(0, 4)
+    eager.load_pretrained(files, map=NAMES)
+    for each in (eager, trainer):
+        each.train_step(BATCH)
+    tree_allclose(weights(trainer), weights(eager), rtol=0, atol=0)
+
+
+def test_leaves_that_no_file_has_are_made_by_the_factory(files: Path):
+    trainer = make_on_ranks("factory", dropout=0.1)
+    trainer.load_pretrained(files, map=NAMES)
+    trainer.compile(BATCH)
+    eager = make_trainer(0, 4, model=Model(4, rngs=nnx.Rngs(0), dropout=0.1))
+    eager.load_pretrained(files, map=NAMES)
+    eager.compile(BATCH)
+    streams = [jax.tree.leaves(each.state.model_state) for each in (trainer, eager)]
+    numbers = [[np.asarray(jax.random.key_data(x.as_jax_array()) if is_key(x) else x) for x in of] for of in streams]
+    assert len(numbers[0]) > 0
+    tree_allclose(*numbers, rtol=0, atol=0)
+
+
+def test_an_abstract_model_has_no_values_for_leaves_that_no_file_has(files: Path):
+    trainer = make_on_ranks("abstract", dropout=0.1)
+    trainer.load_pretrained(files, map=NAMES)
+    with pytest.raises(ModelError, match="the model is abstract"):
+        trainer.compile(BATCH)
 
 
 def test_a_trainers_checkpoint_of_another_number_of_stages(tmp_path: Path):
