@@ -107,7 +107,7 @@ def merge_lora(model: M) -> M:
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"merge_lora needs an instance of an nnx.Module, got {type(model).__name__}.")
-    modules = {_path_text(path): module for path, module in nnx.iter_modules(model)}
+    modules: dict[str, Any] = {_path_text(path): module for path, module in nnx.iter_modules(model)}
     plain = {path: _class_without_adapter(type(module)) for path, module in modules.items()}
     adapted = [path for path, cls in plain.items() if cls is not None]
     factors = {id(modules[path].lora) for path in adapted}
@@ -116,7 +116,7 @@ def merge_lora(model: M) -> M:
         found = f"the nnx.LoRA at {others[0]!r} belongs to no linear layer" if others else "no layer has an adapter"
         raise ValueError(f"merge_lora: {found}. It merges the adapters of add_lora and of nnx.LoRALinear.")
     for path in adapted:
-        layer: Any = modules[path]
+        layer = modules[path]
         a, b = (jnp.asarray(factor[...], jnp.float32) for factor in (layer.lora.lora_a, layer.lora.lora_b))
         kernel = layer.kernel[...]
         term = getattr(layer, "lora_scale", 1.0) * jnp.matmul(a, b, precision="highest").reshape(kernel.shape)

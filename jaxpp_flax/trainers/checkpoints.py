@@ -110,9 +110,9 @@ class Checkpointing:
         """
         self.meet("trainer.save")
         self.held.load()
+        self.trained_on.check(self.held.step)
         if only is not None:
             return self._save_part(where, only)
-        self.trained_on.check(self.held.step)
         with process_group().waiting(f"the save of step {self.held.step}"):
             data = gather_positions(None if (at := self.tracking.position()) is None else at.to_json())
         beside = {"data": data, "about": {"model": self.model_name}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,7 @@ def test_an_adapted_model_begins_as_it_was_and_merges_to_what_it_computes(kind: 
 
 
 def test_the_term_is_scaled_by_alpha_over_rank():
-    layer = fill(add_lora(linear(), rank=4, alpha=6, rngs=nnx.Rngs(1)))
+    layer: Any = fill(add_lora(linear(), rank=4, alpha=6, rngs=nnx.Rngs(1)))
     expected = linear()(X) + 6 / 4 * X @ layer.lora.lora_a[...] @ layer.lora.lora_b[...]
     np.testing.assert_allclose(layer(X), expected, rtol=1e-5, atol=1e-5)
 
@@ -105,7 +106,7 @@ def test_adapters_of_flax_itself_are_merged():
 def test_factors_take_the_annotations_of_their_kernel():
     annotated = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("embed", "mlp"))
     with nnx.use_eager_sharding(False):
-        layer = linear(kernel_init=annotated)
+        layer: Any = linear(kernel_init=annotated)
     add_lora(layer, rank=2, rngs=nnx.Rngs(1))  # the annotation is not applied to devices here either
     found = [factor.get_metadata() for factor in (layer.lora.lora_a, layer.lora.lora_b)]
     key = next(name for name in ("out_sharding", "sharding_names", "sharding") if found[0].get(name))
@@ -151,6 +152,7 @@ def test_what_cannot_be_merged_is_refused():
         merge_lora(m.Layers(2))
     with pytest.raises(ValueError, match=r"the nnx\.LoRA at 'blocks/0' belongs to no linear layer"):
         merge_lora(m.Chain([nnx.LoRA(8, 2, 8, base_module=linear(), rngs=nnx.Rngs(0))]))
-    for function in (lambda model: add_lora(model, rank=1, rngs=nnx.Rngs(0)), merge_lora):
+    functions: list[Any] = [lambda model: add_lora(model, rank=1, rngs=nnx.Rngs(0)), merge_lora]
+    for function in functions:
         with pytest.raises(TypeError, match=r"needs an instance of an nnx\.Module, got Dense"):
             function(nn.Dense(3))
