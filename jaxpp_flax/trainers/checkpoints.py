@@ -142,8 +142,8 @@ class Checkpointing:
             raise ValueError(
                 f"save({where!s}, only={only!r}): no leaf of trainer.state has such a path. Try 'params/*'."
             )
-        is_of_optimizer = any(name.startswith("opt_state/") for name in names)
-        leaves = flatten(self.held.whole() if is_of_optimizer else self.held.weights())[0]
+        is_of_model = all(name.startswith(("params/", "model_state/")) for name in names)
+        leaves = flatten(self.held.weights() if is_of_model else self.held.whole())[0]
         return save_step(where, nest({name: leaves[name] for name in names}), {"about": {"model": self.model_name}})
 
     def restore(

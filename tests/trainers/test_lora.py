@@ -146,6 +146,8 @@ def test_adapters_are_saved_alone_and_loaded_on_another_number_of_stages(trained
     assert not all(np.array_equal(x, expected[key]) for key, x in values(other.model, nnx.LoRAParam).items())
     other.restore(path, only="params/*")
     tree_allclose(values(other.model, nnx.LoRAParam), expected, rtol=0, atol=0)
+    first = make_trainer().save(tmp_path / "first", only=["params", "opt_state"])  # before any step
+    assert len(leaves_of(first)) == 3 * len(expected) + 1, "the factors, both moments of Adam, and its number of steps"
     model = adapted_model(seed=5)  # and into a plain model
     nnx.update(model, restore(path, {"params": nnx.state(model, nnx.LoRAParam)})["params"])
     tree_allclose(values(model, nnx.LoRAParam), expected, rtol=0, atol=0)
