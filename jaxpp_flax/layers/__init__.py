@@ -1,10 +1,11 @@
-"""The layers for a model's author: marks on blocks, recomputation of blocks, scanned stacks of blocks."""
+"""The layers for a model's author: marks on blocks, recomputation of blocks, scanned stacks of blocks, adapters."""
 
 from pathlib import Path
 
 import flax
 from jax.extend import source_info_util
 
+from jaxpp_flax.layers.lora import add_lora, merge_lora
 from jaxpp_flax.layers.marking import pipeline_stage
 from jaxpp_flax.layers.nnx import PipelineStage
 from jaxpp_flax.layers.scan import join_layers, join_scanned, split_layers, split_scanned
@@ -17,8 +18,10 @@ for _part in ("core", "nnx/transforms", "nnx/graph"):  # nnx/graph.py, nnx/graph
 
 __all__ = [
     "PipelineStage",
+    "add_lora",
     "join_layers",
     "join_scanned",
+    "merge_lora",
     "pipeline_stage",
     "split_layers",
     "split_scanned",

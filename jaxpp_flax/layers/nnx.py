@@ -14,17 +14,17 @@ __all__ = ["PipelineStage"]
 M = TypeVar("M")
 
 
-class _StageMeta(type(nnx.Module)):
+class StageMeta(type(nnx.Module)):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls is PipelineStage:
             return _wrap(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
 
-register_metaclass(_StageMeta)
+register_metaclass(StageMeta)
 
 
-class PipelineStage(nnx.Module, metaclass=_StageMeta):
+class PipelineStage(nnx.Module, metaclass=StageMeta):
     """A module with a marked result: the model may be cut into stages after this module.
 
     Wrap a module, `PipelineStage(Block(...), name="block_0")`, or write a subclass, `class Block(PipelineStage)`.

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxpp_flax.layers.marking import is_marked, marked
 
-__all__ = ["mark_call", "register_metaclass", "stage_class"]
+__all__ = ["mark_call", "origin_of", "register_metaclass", "stage_class"]
 
 _ORIGIN = "_pipeline_stage_origin"
 _classes: dict[tuple[type, type, str | None, Any], type] = {}
@@ -40,6 +40,11 @@ def stage_class(base: type, cls: type, name: str | None = None, remat: Any = Non
     return _classes[key]
 
 
+def origin_of(cls: type) -> tuple[Any, type, str | None, Any] | None:
+    """Return the arguments of the `stage_class` call that made `cls`; None for any other class."""
+    return vars(cls).get(_ORIGIN)
+
+
 def mark_call(cls: type) -> None:
     """Let `cls.__call__` mark its result, unless it does already; a class without `__call__` is not changed."""
     call = next((vars(base)["__call__"] for base in cls.__mro__ if "__call__" in vars(base)), None)
@@ -53,7 +58,7 @@ def register_metaclass(metaclass: type) -> None:
 
 
 def _reduce(cls: type) -> Any:
-    origin = vars(cls).get(_ORIGIN)
+    origin = origin_of(cls)
     return cls.__qualname__ if origin is None else (_remake, origin)
 
 

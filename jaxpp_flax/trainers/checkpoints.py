@@ -18,7 +18,7 @@ from jaxpp_flax.checkpoint import (
 )
 from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.checkpoint.format.integrity import describe_checkpoint
-from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, shortened
+from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, nest, shortened
 from jaxpp_flax.checkpoint.reading import RestorePlan, plan_restore, read_json
 from jaxpp_flax.checkpoint.writing import save_step
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
@@ -83,11 +83,19 @@ class Checkpointing:
     is_across: bool
     meet: Callable[[str], None]
 
-    def save(self, where: str | os.PathLike[str] | int | None = None, *, wait: bool = True) -> Path:
+    def save(
+        self,
+        where: str | os.PathLike[str] | int | None = None,
+        *,
+        only: PathFilter | None = None,
+        wait: bool = True,
+    ) -> Path:
         """Write a checkpoint of the whole run: state, random numbers, step, and the position in the data.
 
         Args:
           where: None or the current step for the trainer's directory; or another path.
+          only: leaves to write to another path, by their paths in `trainer.state`: `"params/*"` for the trained
+            parameters alone, such as adapters. `restore(path, only=...)` with the same globs reads them.
           wait: True waits until the checkpoint is complete. False writes in the background, and training may go on:
             the next step raises if the save failed. A save to another path always waits.
 
@@ -98,10 +106,13 @@ class Checkpointing:
           CheckpointSaveError: if the checkpoint cannot be written; the state and older checkpoints are not changed.
           NonFiniteLossError: if losses or parameters are not finite, unless `on_nonfinite="ignore"` or `where` is a
             path.
+          ValueError: if `only` chooses no leaf, or `where` is no path.
         """
         self.meet("trainer.save")
         self.held.load()
         self.trained_on.check(self.held.step)
+        if only is not None:
+            return self._save_part(where, only)
         with process_group().waiting(f"the save of step {self.held.step}"):
             data = gather_positions(None if (at := self.tracking.position()) is None else at.to_json())
         beside = {"data": data, "about": {"model": self.model_name}}
@@ -117,6 +128,23 @@ class Checkpointing:
             check_parameters(self.held.step, self.held.whole().params)
         store.save(self.held.step, self.held.whole(), beside, wait=wait)
         return store.directory / str(self.held.step)
+
+    def _save_part(self, where: str | os.PathLike[str] | int | None, only: PathFilter) -> Path:
+        """Write the chosen leaves. The optimizer's first state is made only if a leaf of it is chosen."""
+        if where is None or isinstance(where, int):
+            raise ValueError(
+                f"save({where}, only={only!r}): the trainer's directory holds whole runs, from which fit resumes. "
+                "Pass another path for a part of the state."
+            )
+        wanted = choose(only)
+        names = list(filter(wanted, flatten(self.held.weights())[0]))
+        if not names:
+            raise ValueError(
+                f"save({where!s}, only={only!r}): no leaf of trainer.state has such a path. Try 'params/*'."
+            )
+        is_of_model = all(name.startswith(("params/", "model_state/")) for name in names)
+        leaves = flatten(self.held.weights() if is_of_model else self.held.whole())[0]
+        return save_step(where, nest({name: leaves[name] for name in names}), {"about": {"model": self.model_name}})
 
     def restore(
         self,

@@ -335,8 +335,14 @@ class PipelineTrainer:
         return self._parts.train_step.profile_step(batch)
 
     @described_by(Checkpointing.save)
-    def save(self, where: str | os.PathLike[str] | int | None = None, *, wait: bool = True) -> Path:
-        return self._parts.checkpoints.save(where, wait=wait)
+    def save(
+        self,
+        where: str | os.PathLike[str] | int | None = None,
+        *,
+        only: PathFilter | None = None,
+        wait: bool = True,
+    ) -> Path:
+        return self._parts.checkpoints.save(where, only=only, wait=wait)
 
     @described_by(Checkpointing.restore)
     def restore(

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "schedules": {"messages"},
     "processes": {"_compat"},
     "engine": {"schedules", "processes", "_compat", "_compat_executables"},
-    "layers": {"engine"},
+    "layers": {"engine", "globs"},
     "assignment": {"engine", "schedules", "globs", "messages"},
     "linen": {"layers"},
     "mpmd": {"engine", "schedules", "messages"},
