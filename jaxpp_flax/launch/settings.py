@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -93,13 +94,20 @@ def join_host_and_port(host: str, port: int | str) -> str:
 def device_environment(environment: Mapping[str, str], devices_per_process: int) -> dict[str, str]:
     """The environment variables that give a process its number of virtual devices on CPU.
 
-    A number of devices in the launcher's own `XLA_FLAGS` would count for each process.
+    A number of devices in the launcher's own `XLA_FLAGS` would count for each process. XLA takes the number of its
+    threads from `NPROC`, else from the cores. A collective holds a thread for each device until all of them arrive:
+    with too few threads, and other work in between, a run stands still.
 
-      >>> device_environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, 2)
-      {'JAX_NUM_CPU_DEVICES': '2', 'XLA_FLAGS': ''}
+      >>> device_environment({"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}, 1)
+      {'JAX_NUM_CPU_DEVICES': '1', 'XLA_FLAGS': ''}
+      >>> int(device_environment({}, 4)["NPROC"]) >= 16
+      True
     """
     flags = re.sub(r"--xla_force_host_platform_device_count=\S*", "", environment.get("XLA_FLAGS", "")).strip()
-    return {"JAX_NUM_CPU_DEVICES": str(devices_per_process), "XLA_FLAGS": flags}
+    found = {"JAX_NUM_CPU_DEVICES": str(devices_per_process), "XLA_FLAGS": flags}
+    if devices_per_process > 1:
+        found["NPROC"] = environment.get("NPROC") or str(max(4 * devices_per_process, os.cpu_count() or 1))
+    return found
 
 
 def describe_preemption(num_processes: int) -> str:
