@@ -5,9 +5,6 @@
 >>> from jaxpp_flax import tasks
 >>> mesh = tasks.MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
 >>> on = [NamedSharding(submesh, PartitionSpec()) for submesh in mesh.unstack]
-
-# Messages name the user's line that calls a task, not ours.
-source_info_util.register_exclusion(str(Path(__file__).resolve().parent))
 >>> @tasks.mpmd(mesh, in_shardings=on[0])
 ... def double_then_square(x):
 ...     x = tasks.task(lambda x: 2 * x, out_shardings=on[0], name="double")(x)
