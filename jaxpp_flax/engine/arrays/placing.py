@@ -44,10 +44,11 @@ def place(value: Any, sharding: Sharding, *, may_alias: bool | None = None) -> j
         if may_alias is not False:
             return jax.device_put(value, sharding, may_alias=may_alias)
         if not isinstance(value, jax.Array):
-            value = jax.device_put(value, sharding, may_alias=False)
             if next(iter(sharding.device_set)).platform != "cpu":
-                return value
-            # On CPU `jax.device_put` takes the memory of an aligned NumPy array, even with `may_alias=False`.
+                return jax.device_put(value, sharding, may_alias=False)
+            # On CPU `jax.device_put` takes the memory of an aligned NumPy array, even with `may_alias=False`. The copy
+            # below is made later, when the caller may have changed the array.
+            value = jax.device_put(value.copy() if isinstance(value, np.ndarray) else value, sharding)
         # If `jax.device_put` repartitions, it reuses the parts that are already in place, without a copy.
         return copy_arrays([value], [sharding])[0]
     if isinstance(value, jax.Array):

@@ -125,14 +125,13 @@ class PretrainedWeights:
     def _read(self, plan: LoadPlan, state: TrainState, shardings: TrainState | None) -> TrainState:
         """Make the first state from the files: with these shardings, or on the devices of `state`."""
         leaves, structure = flatten(model_part(state.params, state.model_state))
-        on_ranks = shardings is not None and self.mesh is not None
-        places = flatten(model_part(shardings.params, shardings.model_state))[0] if on_ranks else None
         unmade = {path for path, leaf in leaves.items() if is_abstract(leaf) and _name(path) not in plan.filled}
-        made = self.held.make_model_leaves(unmade, places) if unmade else {}
-        if not on_ranks:
-            new = _filled(leaves | made, dict(plan.arrays()))
-            model = jax.tree.unflatten(structure, new.values())
+        if shardings is None or self.mesh is None:
+            made = self.held.make_model_leaves(unmade, None) if unmade else {}
+            model = jax.tree.unflatten(structure, _filled(leaves | made, dict(plan.arrays())).values())
             return self.update.first_state(model["params"], model["model_state"])
+        places = flatten(model_part(shardings.params, shardings.model_state))[0]
+        made = self.held.make_model_leaves(unmade, places) if unmade else {}
         arrays = dict(plan.arrays({_name(path): place for path, place in places.items()}))
         others = {path: leaf for path, leaf in leaves.items() if _name(path) not in arrays and path not in made}
         placed = put_on_ranks(self.mesh, others, {path: places[path] for path in others})
