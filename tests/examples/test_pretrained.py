@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-pytestmark = [pytest.mark.extras, pytest.mark.slow]
+pytestmark = [pytest.mark.transformers, pytest.mark.slow]
 transformers = pytest.importorskip("transformers")
 torch = pytest.importorskip("torch")
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from jaxpp_flax.checkpoint import CheckpointNotFoundError, CorruptCheckpointError
 from jaxpp_flax.pretrained.safetensors_file import DTYPES, Tensor, create_file, read_header
@@ -86,9 +87,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path):
         tensors["matrix"].read(whole((4, 6)))
 
 
-@pytest.mark.extras
 def test_the_package_reads_our_files_and_we_read_its(tmp_path: Path):
-    safetensors = pytest.importorskip("safetensors.numpy")
     write(tmp_path / "ours.safetensors")
     for name, value in safetensors.load_file(tmp_path / "ours.safetensors").items():
         np.testing.assert_array_equal(value, VALUES[name])
