@@ -8,7 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
+from safetensors import numpy as safetensors
 
 from jaxpp_flax.checkpoint import CheckpointNotFoundError, CorruptCheckpointError
 from jaxpp_flax.pretrained.safetensors_file import DTYPES, Tensor, create_file, read_header
