@@ -186,7 +186,7 @@ def _struct_of(leaf: Any, path: str, wanted: str | None) -> jax.ShapeDtypeStruct
 
 
 def jit(
-    fun: Callable[..., Any],
+    func: Callable[..., Any],
     mpmd_config: MpmdConfig,
     *,
     in_shardings: Any = None,
@@ -199,7 +199,7 @@ def jit(
     """Partition a function over the meshes of a topology, by the names in it.
 
     Args:
-      fun: any JAX function of arrays, with `named_computation`, `named_tensor`, `call` in it; it takes positional
+      func: any JAX function of arrays, with `named_computation`, `named_tensor`, `call` in it; it takes positional
         arguments. Differentiate inside of it.
       mpmd_config: from `make_config`.
       in_shardings, out_shardings: prefix trees of `NamedSharding`s, of `PartitionSpec`s or of None, as in `jax.jit`.
@@ -243,5 +243,5 @@ def jit(
         raise TypeError(f"mpmd_config must come from `mpmd.make_config`, got {type(mpmd_config).__name__}.")
     if partitioning_options is not None:
         mpmd_config = replace(mpmd_config, partitioning_options=PartitioningOptions(partitioning_options))
-    name = override_func_name or getattr(fun, "__name__", "fun")
-    return MpmdWrapped(fun, mpmd_config, in_shardings, out_shardings, donate_argnums, keep_unused, name)
+    name = override_func_name or getattr(func, "__name__", "func")
+    return MpmdWrapped(func, mpmd_config, in_shardings, out_shardings, donate_argnums, keep_unused, name)
