@@ -77,8 +77,8 @@ def test_tutorial(tutorial: Any, capsys: pytest.CaptureFixture[str]):
     assert str(last + [f"bwd_3__{m}" for m in range(4)]) in printed
     for line in ("task_name=fwd_0", "mpmd_idx=0", "call_counter=1", "tgt_mpmd_idx=1", "src_mpmd_idx=0"):
         assert f"      {line}\n" in printed
-    assert re.search(r"v\d+:f32\[2,8,16\] = transfer\[\n", printed)
-    assert re.search(r"_:f32\[2,8,16\] = delete\[mpmd_idx=0\] v\d+\n", printed)
+    assert re.search(r"[a-z]+:f32\[2,8,16\] = transfer\[\n", printed)
+    assert re.search(r"_:f32\[2,8,16\] = delete\[mpmd_idx=0\] [a-z]+\n", printed)
 
 
 def test_resharding(capsys: pytest.CaptureFixture[str]):
