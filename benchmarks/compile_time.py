@@ -1,4 +1,4 @@
-"""Time to the first step: trace, compile, run; and how many executables that took.
+"""Time to the first step: trace, compile, run; how many executables that took, and how many compilations by XLA.
 
 python benchmarks/compile_time.py
 python benchmarks/compile_time.py --microbatches 512      # less a second step, it must not grow
@@ -56,6 +56,7 @@ def main() -> None:
                 "less a second step": seconds - second,
                 "distinct tasks": distinct or "",
                 "executables": compiled.num_executables if compiled else "",
+                "compilations": compiled.num_compilations if compiled else "",
                 "bound: 1.5 plain + 0.3 per task": 1.5 * plain + 0.3 * distinct if compiled else "",
             }
         )
