@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 # Activations are larger than what the engine's labels call tiny, so that every matrix product is real work to them.
 ROWS, DIM = 16, 8
@@ -128,3 +130,24 @@ def _to_numpy(leaf: Any) -> np.ndarray:
     if hasattr(leaf, "dtype") and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(jnp.asarray(leaf))
     return np.asarray(leaf)
+
+
+@contextmanager
+def cache_on_disk(directory: Path, *, used: bool = True) -> Iterator[None]:
+    """JAX's cache of compilations in a directory, for quick ones too; no cache if it is not `used`."""
+    settings = {
+        "jax_enable_compilation_cache": used,
+        "jax_compilation_cache_dir": str(directory),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()

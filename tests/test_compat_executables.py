@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax import _compat_executables
 from jaxpp_flax._compat_executables import Original, compile_original
+from tests.helpers import cache_on_disk
 
 OPTIONS = {"xla_cpu_enable_fast_math": False}
 
@@ -61,22 +61,8 @@ def check_copy(original: Original, mesh: Mesh) -> None:
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[bool]:
     """JAX's cache on disk, new and empty; or none."""
     used = getattr(request, "param", False)
-    settings = {
-        "jax_enable_compilation_cache": used,
-        "jax_compilation_cache_dir": str(tmp_path),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    try:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
+    with cache_on_disk(tmp_path, used=used):
         yield used
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
 
 
 with_and_without_disk = pytest.mark.parametrize("disk", [False, True], indirect=True, ids=["no disk", "disk"])

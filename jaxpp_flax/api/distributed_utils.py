@@ -19,7 +19,7 @@ def distributed_main(fn: Callable[[], Any]) -> None:
 
     JaxPP's launch script sets `JAX_COORDINATOR_IP`, `JAX_COORDINATOR_PORT`, `NNODES` and `NODE_RANK`. If they are set,
     JAX's distributed runtime is started from them first and shut down at the end; `N_GPUS`, if set, is the number of
-    this process's devices. If none of the four is set, `fn` runs in this process alone.
+    this process's devices. Without these variables, `fn` runs in this process alone.
 
     Raises:
       ValueError: if only some of the four are set.

@@ -14,12 +14,13 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray, MpmdSharding
 from jaxpp_flax.engine.arrays.placing import are_attached, place
 from jaxpp_flax.engine.binding import Binding
+from jaxpp_flax.engine.bound_program import BoundProgram
 from jaxpp_flax.engine.front import Front
 from jaxpp_flax.engine.plan import Plan
 from jaxpp_flax.engine.runtime.executables import compile_program
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
 from jaxpp_flax.engine.runtime.profile import TaskTiming
-from jaxpp_flax.engine.runtime.startup import compare_programs, compare_values, start
+from jaxpp_flax.engine.runtime.startup import compare_programs
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.summary import MemoryAnalysis, StageSummary, analyse_memory, summarise_stages
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
@@ -52,10 +53,9 @@ class Compiled:
             return
         self._runtime = Runtime(program, self._executables, mesh, distributed)
         results = [self._result(i) for i in range(len(program.results))]
-        self._binding = Binding(program, signature, consts, plan.wanted, results, distributed)
-        if distributed is not None:
-            constants = {f"constant {i}, {jax.typeof(c)}": c for i, c in enumerate(consts)}
-            start(distributed, self._runtime.parcels, constants)
+        binding = Binding(program, signature, consts, plan.wanted, results, distributed)
+        self._bound = BoundProgram(self._runtime, binding, distributed)
+        self._bound.start(consts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.
@@ -69,12 +69,7 @@ class Compiled:
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on flat arguments whose types fit the signature; the types are not checked."""
         self._refuse_described_devices()
-        binding = self._binding
-        if self._distributed is not None and not binding.calls:
-            compare_values(self._distributed, "the arguments", binding.in_several_processes(leaves))
-        environment = binding.environment(leaves)
-        self._runtime.run(environment)
-        return binding.collect(environment)
+        return self._bound.run(leaves)
 
     def profile(self, *args: Any, **kwargs: Any) -> tuple[Any, list[TaskTiming]]:
         """Run one real step and measure it: return the results, and the times of each task of the loop on its rank.
@@ -92,9 +87,10 @@ class Compiled:
                 "a step is measured in one process that owns all ranks, but here each process owns some. Measure it "
                 "there: on one host, or with virtual CPU devices."
             )
-        environment = self._binding.environment(self._signature.leaves_of(args, kwargs))
+        binding = self._bound.binding
+        environment = binding.environment(self._signature.leaves_of(args, kwargs))
         timings = self._runtime.profile(environment)
-        return self._binding.collect(environment), timings
+        return binding.collect(environment), timings
 
     def _refuse_described_devices(self) -> None:
         if not self._can_run:

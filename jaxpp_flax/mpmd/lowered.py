@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,17 +11,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import Device
-from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.engine.binding import Binding, wanted_inputs
+from jaxpp_flax.engine.bound_program import BoundProgram, array_result
 from jaxpp_flax.engine.runtime.executables import Executables, compile_program
 from jaxpp_flax.engine.runtime.fetching import Wanted
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
-from jaxpp_flax.engine.runtime.startup import SharedSpecs, compare_programs, compare_values, start
+from jaxpp_flax.engine.runtime.startup import SharedSpecs, compare_programs
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
 from jaxpp_flax.engine.signature import Signature
 from jaxpp_flax.engine.summary import MemoryAnalysis, sum_costs, walk_memory
-from jaxpp_flax.engine.tracing.ir import Constant, memory_kind_of
+from jaxpp_flax.engine.tracing.ir import memory_kind_of
 from jaxpp_flax.mpmd.config import MpmdConfig, Topology
 from jaxpp_flax.mpmd.options import options_of_ranks
 from jaxpp_flax.mpmd.partitioning.build import Built
@@ -199,29 +198,23 @@ class MpmdLowered:
 
     @cached_property
     def _executable(self) -> MpmdExecutable:
-        distributed = self.distributed
-        runtime = Runtime(self._executables.program, self._executables, self._meshes, distributed)
-        executable = MpmdExecutable(self, self._executables, runtime, self._bind())
-        if distributed is not None:
-            constants = {f"constant {i}, {jax.typeof(c)}": c for i, c in enumerate(self._constants)}
-            start(distributed, runtime.parcels, constants)
-        return executable
+        distributed, executables, avals = (
+            self._connected[0],
+            self._executables,
+            [a.aval for a in self.built.step.outputs],
+        )
+        program = executables.program
+        results = [array_result(*found) for found in zip(program.results, self._result_shardings, avals, strict=True)]
+        runtime = Runtime(program, executables, self._meshes, distributed)
+        binding = Binding(program, self.signature, self._constants, self._wanted, results, distributed)
+        bound = BoundProgram(runtime, binding, distributed)
+        bound.start(self._constants)
+        return MpmdExecutable(self, executables, bound)
 
     def _with_compiler(self, compiler: TaskCompiler[Topology]) -> MpmdLowered:
         """Return this program on the meshes of another compiler."""
         parts = self.built, self.signature, self._config, self._out_specs, self._constants
         return MpmdLowered(*parts, compiler, self.out_info)
-
-    def _bind(self) -> Binding:
-        program, distributed = self._executables.program, self.distributed
-        avals = [atom.aval for atom in self.built.step.outputs]
-        results = [_result(*found) for found in zip(program.results, self._result_shardings, avals, strict=True)]
-        return Binding(program, self.signature, self._constants, self._wanted, results, distributed)
-
-    @property
-    def distributed(self) -> DistributedProgram | None:
-        """The program's names and connection among several processes; None if all meshes are of this process."""
-        return self._connected[0]
 
     @cached_property
     def _connected(self) -> tuple[DistributedProgram, SharedSpecs] | tuple[None, None]:
@@ -269,8 +262,8 @@ class MpmdExecutable:
       [Array([2., 2.], dtype=float32)]
     """
 
-    def __init__(self, lowered: MpmdLowered, executables: Executables, runtime: Runtime, binding: Binding) -> None:
-        self.lowered, self._executables, self._runtime, self._binding = lowered, executables, runtime, binding
+    def __init__(self, lowered: MpmdLowered, executables: Executables, bound: BoundProgram) -> None:
+        self.lowered, self._executables, self._bound = lowered, executables, bound
         leaves = zip(lowered.signature.leaves, lowered._argument_ranks, strict=True)
         self._homes = [ArgumentHome(leaf.path, lowered._meshes, ranks) for leaf, ranks in leaves]
 
@@ -319,12 +312,7 @@ class MpmdExecutable:
         """
         for leaf, home in zip(leaves, self._homes, strict=True):
             home.check(leaf, self.lowered.name)
-        distributed, binding = self.lowered.distributed, self._binding
-        if distributed is not None and not binding.calls:
-            compare_values(distributed, "the arguments", binding.in_several_processes(leaves))
-        environment = binding.environment(leaves)
-        self._runtime.run(environment)
-        return binding.collect(environment)
+        return self._bound.run(leaves)
 
 
 class MpmdCompiled:
@@ -373,19 +361,3 @@ class MpmdCompiled:
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on flat arguments whose types fit the program; the types are not checked."""
         return self.mpmd_executable.run(leaves)
-
-
-def _result(
-    result: Mapping[int, int] | Constant, sharding: NamedSharding, aval: Any
-) -> Callable[[list[Any]], jax.Array]:
-    """Return a function that makes a result from the slots after a run.
-
-    On a mesh of other processes the result has no shards here. A returned constant has no sharding of its own: it gets
-    `sharding`, the requested one.
-    """
-    if all(device.process_index != jax.process_index() for device in sharding.device_set):
-        shape, dtype = tuple(aval.shape), aval.dtype
-        return lambda _: jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
-    if isinstance(result, Constant):
-        return lambda _: place(jax.numpy.asarray(result.value, result.aval.dtype), sharding)
-    return operator.itemgetter(next(iter(result.values())))

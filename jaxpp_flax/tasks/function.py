@@ -102,14 +102,13 @@ class MpmdFunction:
         jaxpr = jax.make_jaxpr(flat)(*typed)
         graph, constants = from_jaxpr(jaxpr)
         donated, meshes = self._parameters.donated(call), self._meshes.frozen()
-        owners = {device.process_index for device in self.mpmd_mesh.jax_mesh.devices.flat}
         program = build(
             graph,
             meshes,
             [None] * len(constants) + [rank for rank, _ in places],
             [False] * len(constants) + list(donated),
             infer_donation=self.infer_donation,
-            keep_received=len(owners) > 1,
+            keep_received=len(self.mpmd_mesh.processes) > 1,
         )
         shardings, out_tree = traced
         signature = Signature.of(call, structs, specs, out_tree, donated, function=self._name, made="lowered")

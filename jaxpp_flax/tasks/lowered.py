@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.binding import Binding, wanted_inputs
+from jaxpp_flax.engine.bound_program import BoundProgram, array_result
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.runtime.executables import compile_program
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
-from jaxpp_flax.engine.runtime.startup import compare_programs, compare_values, start
+from jaxpp_flax.engine.runtime.startup import compare_programs
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Signature
-from jaxpp_flax.engine.tracing.ir import Constant, Graph
+from jaxpp_flax.engine.tracing.ir import Graph
 from jaxpp_flax.tasks.meshes import TaskMeshes
 
 __all__ = ["CompiledMpmdFun", "LoweredMpmdFun"]
@@ -118,14 +117,12 @@ class CompiledMpmdFun:
         with context_mesh(None):  # no mesh around the call may change what is compiled
             executables = compile_program(program, compiler, specs, chosen, avals, meshes.local_ranks, shared=shared)
         self._executables = executables
-        self._runtime = Runtime(executables.program, executables, meshes, distributed)
-        self._distributed = distributed
         wanted = wanted_inputs(meshes, program.arguments, specs, signature, avals)
-        results = [self._result(i) for i in range(len(program.results))]
-        self._binding = Binding(executables.program, signature, constants, wanted, results, distributed)
-        if distributed is not None:
-            named = {f"constant {i}, {jax.typeof(c)}": c for i, c in enumerate(constants)}
-            start(distributed, self._runtime.parcels, named)
+        out_avals = [atom.aval for atom in lowered.graph.outputs]
+        results = list(map(array_result, program.results, lowered._out, out_avals))  # pyright: ignore[reportPrivateUsage]
+        binding = Binding(executables.program, signature, constants, wanted, results, distributed)
+        self._bound = BoundProgram(Runtime(executables.program, executables, meshes, distributed), binding, distributed)
+        self._bound.start(constants)
 
     def __call__(self, *args: Any) -> Any:
         """Run the function.
@@ -138,12 +135,7 @@ class CompiledMpmdFun:
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on flat arguments whose types fit; the types are not checked."""
-        binding = self._binding
-        if self._distributed is not None and not binding.calls:
-            compare_values(self._distributed, "the arguments", binding.in_several_processes(leaves))
-        environment = binding.environment(leaves)
-        self._runtime.run(environment)
-        return binding.collect(environment)
+        return self._bound.run(leaves)
 
     @property
     def tasks(self) -> Mapping[str, Any]:
@@ -158,16 +150,3 @@ class CompiledMpmdFun:
     def as_text(self, rank: int | None = None) -> str:
         """See `LoweredMpmdFun.as_text`."""
         return self._lowered.as_text(rank)
-
-    def _result(self, position: int) -> Callable[[list[Any]], jax.Array]:
-        """Return a function that makes a result from the slots after a run."""
-        result: Any = self._lowered.program.results[position]
-        sharding = self._lowered._out[position]  # pyright: ignore[reportPrivateUsage]
-        aval = self._lowered.graph.outputs[position].aval
-        if isinstance(result, Constant) or sharding is None:
-            return lambda _: jnp.asarray(result.value, aval.dtype)
-        ((rank, slot),) = result.items()
-        if rank in self._lowered.meshes.local_ranks:
-            return operator.itemgetter(slot)
-        # As in JAX, an array of other processes has no part here.
-        return lambda _: jax.make_array_from_single_device_arrays(aval.shape, sharding, [], dtype=aval.dtype)

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxpp_flax._compat_executables import Original
 from jaxpp_flax.engine.arrays.mesh import canonical
@@ -22,7 +21,7 @@ from jaxpp_flax.engine.runtime import executables as compile_module
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import Schedule, Std1F1B
 from tests.engine.toys import chain, chain_loss, mesh_of
-from tests.helpers import batch_of
+from tests.helpers import batch_of, cache_on_disk
 
 pytestmark = pytest.mark.full_compilation
 
@@ -90,22 +89,8 @@ def test_nothing_but_the_tasks_is_compiled():
 @pytest.fixture
 def persistent_cache(tmp_path: Path) -> Iterator[None]:
     """JAX's cache on disk, new and empty, for quick compilations too."""
-    settings = {
-        "jax_enable_compilation_cache": True,
-        "jax_compilation_cache_dir": str(tmp_path),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    try:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
+    with cache_on_disk(tmp_path):
         yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
 
 
 @pytest.mark.usefixtures("persistent_cache")

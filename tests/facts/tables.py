@@ -138,7 +138,7 @@ def tables(facts: Facts) -> dict[str, list[str]]:
             ["module", "its names here"],
             ([f"`{fact.name}`", ", ".join(f"`{name}`" for name in fact.holds.split())] for fact in modules),
         ),
-        "own": _table(["name", "what it is"], ([f"`{fact.name}`", fact.note] for fact in own)),
+        "own": _table(["name", "meaning"], ([f"`{fact.name}`", fact.note] for fact in own)),
     }
     return {name: lines for name, lines in made.items() if len(lines) > 2}
 

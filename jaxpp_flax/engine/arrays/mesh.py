@@ -55,6 +55,11 @@ class RankMeshes(ABC):
         return tuple(frozenset(device.process_index for device in devices) for devices in self._rank_devices)
 
     @cached_property
+    def processes(self) -> frozenset[int]:
+        """The processes that have devices of some rank."""
+        return frozenset[int]().union(*self.rank_processes)
+
+    @cached_property
     def local_ranks(self) -> tuple[int, ...]:
         """The ranks with at least one device in this process: the process takes part in their tasks."""
         process = jax.process_index()

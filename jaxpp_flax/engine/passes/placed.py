@@ -38,10 +38,7 @@ class ResultRanks:
     @classmethod
     def of(cls, mesh: MpmdMesh, everywhere: Sequence[bool]) -> ResultRanks | None:
         """Make the rule for a mesh; None if one process owns the whole mesh."""
-        owners = tuple(
-            frozenset(device.process_index for device in mesh.rank_devices(rank)) for rank in range(mesh.mpmd_dim)
-        )
-        return cls(owners, tuple(everywhere)) if len(frozenset.union(*owners)) > 1 else None
+        return cls(mesh.rank_processes, tuple(everywhere)) if len(mesh.processes) > 1 else None
 
     def is_for_all(self, position: int, atom: Atom, updated: frozenset[int]) -> bool:
         """Return whether every process gets a result; `updated` are the ranks of the argument that it updates."""

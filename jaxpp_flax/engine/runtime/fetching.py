@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxpp_flax.engine.arrays.mesh import RankMeshes, named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
@@ -104,7 +104,7 @@ def _in_own_memory(sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, sharding.spec)
 
 
-def _processes(sharding: NamedSharding) -> set[int]:
+def _processes(sharding: Sharding) -> set[int]:
     return {device.process_index for device in sharding.device_set}
 
 
@@ -115,7 +115,7 @@ def _can_repartition(lies: NamedSharding, target: NamedSharding, ndim: int) -> b
 
 def check_parts(value: jax.Array, wanted: Wanted) -> None:
     """Refuse an array over several processes if one process lacks parts that it needs; all processes refuse it."""
-    has = {device.process_index for device in value.sharding.device_set}
+    has = _processes(value.sharding)
     for rank in wanted.ranks:
         target = wanted.on(rank)
         whole = value.is_fully_replicated and _processes(target) <= has

@@ -40,7 +40,7 @@ def compare_programs(
       BarrierTimeoutError, ProcessFailedError: if a process does not arrive.
     """
     process = jax.process_index()
-    owners = sorted(frozenset[int]().union(*mesh.rank_processes))
+    owners = sorted(mesh.processes)
     if owners == [process]:
         return None, None
     if process not in owners:
@@ -124,4 +124,4 @@ class SharedSpecs:
         return f"{self.distributed.name}/specs/{task}"
 
     def _speaker(self, rank: int) -> int:
-        return min(device.process_index for device in self.mesh.rank_devices(rank))
+        return min(self.mesh.rank_processes[rank])

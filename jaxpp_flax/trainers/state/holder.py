@@ -173,9 +173,7 @@ class StateHolder:
           RuntimeError: if the state is on disk: the caller did not `load` it.
           ModelError: if the model is abstract and has no values yet.
         """
-        self._refuse_on_disk()
-        if isinstance(self._now, Unread):
-            self.load()
+        self._need_in_memory()
         state = self._now.state
         if self._ranks is None:
             state = self._with_values(state)
@@ -193,9 +191,7 @@ class StateHolder:
         Raises:
           RuntimeError, ModelError: as `whole`.
         """
-        self._refuse_on_disk()
-        if isinstance(self._now, Unread):
-            self.load()
+        self._need_in_memory()
         if is_abstract((self._now.state.params, self._now.state.model_state)):
             if self._ranks is None:
                 self._now = replace(self._now, state=self._with_values(self._now.state))
@@ -297,7 +293,10 @@ class StateHolder:
             raise ModelError(abstract_text(state))
         return self._initializer.make_some(lambda params, rest: flatten(model_part(params, rest))[0], paths, shardings)
 
-    def _refuse_on_disk(self) -> None:
+    def _need_in_memory(self) -> None:
+        """Read weights in files; refuse a checkpoint that `fit` is to read."""
+        if isinstance(self._now, Unread):
+            self.load()
         if isinstance(self._now, OnDisk):
             raise RuntimeError(
                 f"the state is the checkpoint {self._now.path}, which `fit(resume=True)` reads after it has drawn the "
@@ -337,19 +336,25 @@ class StateHolder:
 
     def _on_ranks(self, mesh: MpmdMesh, shardings: TrainState) -> TrainState:
         """Return the state with every leaf on its ranks: made, copied from the user's arrays, or moved."""
-        state = self._now.state
-        placed = self._weights_on_ranks(mesh, state, shardings, lambda state: state)
+        placed = self._weights_on_ranks(mesh, self._now.state, shardings, lambda state: state)
+        return self.training_part_on_ranks(mesh, placed, shardings)
+
+    def training_part_on_ranks(self, mesh: MpmdMesh, state: TrainState, shardings: TrainState) -> TrainState:
+        """Return a state whose weights are on their ranks with the rest there too.
+
+        Where the optimizer's state or the average have only shapes, they are made from the parameters.
+        """
         ema, opt_state = state.ema, state.opt_state
         if is_abstract(ema):
-            ema = make_on_ranks(lambda params: jax.tree.map(jnp.copy, params), placed.params, shardings.ema)
+            ema = make_on_ranks(lambda params: jax.tree.map(jnp.copy, params), state.params, shardings.ema)
         else:
             ema = put_on_ranks(mesh, ema, shardings.ema)
         if is_abstract(opt_state):
-            opt_state = make_on_ranks(self._init, placed.params, shardings.opt_state)
+            opt_state = make_on_ranks(self._init, state.params, shardings.opt_state)
         else:
             opt_state = put_on_ranks(mesh, opt_state, shardings.opt_state)
         step, scale = put_on_ranks(mesh, (state.step, state.loss_scale), (shardings.step, shardings.loss_scale))
-        return replace(placed, opt_state=opt_state, ema=ema, step=step, loss_scale=scale)
+        return replace(state, opt_state=opt_state, ema=ema, step=step, loss_scale=scale)
 
     def _weights_on_ranks(
         self, mesh: MpmdMesh, state: TrainState, shardings: TrainState, part: Callable[[TrainState], TrainState]

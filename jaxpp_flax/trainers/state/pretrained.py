@@ -19,9 +19,8 @@ from jaxpp_flax.pretrained import IDENTITY, NameMap, export_pretrained
 from jaxpp_flax.pretrained.exporting import SHARD_BYTES
 from jaxpp_flax.pretrained.loading import LoadPlan, plan_load
 from jaxpp_flax.trainers.state.holder import StateHolder, copied
-from jaxpp_flax.trainers.state.optimizer_state import make_on_ranks
 from jaxpp_flax.trainers.state.placement import put_on_ranks
-from jaxpp_flax.trainers.state.train_state import TrainState, is_abstract, model_part
+from jaxpp_flax.trainers.state.train_state import TrainState, is_abstract, model_part, shapes_of
 from jaxpp_flax.trainers.step.optimizer_update import Update
 
 # The beginnings of paths in a state that a model's own paths do not have.
@@ -136,9 +135,7 @@ class PretrainedWeights:
         others = {path: leaf for path, leaf in leaves.items() if _name(path) not in arrays and path not in made}
         placed = put_on_ranks(self.mesh, others, {path: places[path] for path in others})
         model = jax.tree.unflatten(structure, _filled(leaves | made | placed, arrays).values())
-        rest = {"step": state.step, "loss_scale": state.loss_scale}
-        rest = put_on_ranks(self.mesh, rest, {"step": shardings.step, "loss_scale": shardings.loss_scale})
-        return self._complete(replace(state, **model, **rest), shardings)
+        return self._with_training_part(replace(state, **model), shardings)
 
     def _read_in_place(self, plan: LoadPlan, state: TrainState) -> TrainState:
         """Read the weights to where they are. The old ones are freed before, so that memory never holds both."""
@@ -154,16 +151,15 @@ class PretrainedWeights:
             model = jax.tree.unflatten(structure, _filled(leaves, arrays).values())
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{error} The weights before are gone: load some before training.") from error
-        return self._complete(replace(state, **model), shardings)
+        return self._with_training_part(replace(state, **model), shardings)
 
-    def _complete(self, state: TrainState, shardings: TrainState) -> TrainState:
-        """Make the optimizer's state and the average from the parameters, where they are to be."""
+    def _with_training_part(self, state: TrainState, shardings: TrainState) -> TrainState:
+        """Make the optimizer's state and the average anew from the parameters, where they are to be."""
         if self.mesh is None:
             ema = None if state.ema is None else jax.tree.map(copied, state.params)
             return replace(state, opt_state=jax.tree.map(copied, self.update.tx.init(state.params)), ema=ema)
-        opt_state = make_on_ranks(self.update.tx.init, state.params, shardings.opt_state)
-        ema = None if state.ema is None else make_on_ranks(lambda params: params, state.params, shardings.ema)
-        return replace(state, opt_state=opt_state, ema=ema)
+        state = replace(state, opt_state=shapes_of(state.opt_state), ema=shapes_of(state.ema))
+        return self.held.training_part_on_ranks(self.mesh, state, shardings)
 
 
 def _name(path: str) -> str:
