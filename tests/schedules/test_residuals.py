@@ -22,7 +22,8 @@ def test_a_share_outside_is_refused(share):
 
 def test_a_plan_has_an_entry_for_each_stage():
     plan = ResidualPlan([KEEP, StageResiduals(recompute=True)])
-    assert plan.stages == (KEEP, plan.of(1)) and not plan.is_kept
+    assert plan.stages == (KEEP, plan.of(1))
+    assert not plan.is_kept
     assert ResidualPlan.keep(3) == ResidualPlan((KEEP, KEEP, KEEP))
     with pytest.raises(ScheduleError, match="an entry for each stage"):
         ResidualPlan(())
