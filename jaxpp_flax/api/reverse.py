@@ -14,7 +14,7 @@ from jaxpp_flax.api.jit import say_about_pgle
 from jaxpp_flax.api.steps.array import MpmdArray
 from jaxpp_flax.api.steps.environment import warn_of_variables
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
-from jaxpp_flax.engine.arrays.layouts import broadcast_layouts
+from jaxpp_flax.engine.arrays.layouts import broadcast_layouts, broadcast_prefix
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.placing import place
 
@@ -43,7 +43,7 @@ def mpmd_jit_rev(
     Args:
       fun: a function of arrays.
       mpmd_mesh: the ranks.
-      out_refs: a tree like the results', of the sets of ranks that hold each of them: `mesh_ids` of a compiled step's
+      out_refs: a prefix tree of the results, of the sets of ranks that hold each of them: `mesh_ids` of a compiled step's
         `in_shardings`. A result of no rank goes to rank 0.
       in_shardings, out_shardings: prefix trees of `PartitionSpec`s or shardings, for the positional arguments and for
         the results; default: replicated.
@@ -56,6 +56,7 @@ def mpmd_jit_rev(
 
     Raises:
       NotImplementedError: if an argument that is not supported is given.
+      TypeError: if `out_refs` holds anything but sets.
       ValueError: if `out_refs` or `out_shardings` does not fit to the results, or `in_shardings` to the arguments.
 
     Example:
@@ -95,7 +96,7 @@ def mpmd_jit_rev(
         leaves = jax.tree.leaves(args)
         results = jax.eval_shape(fun, *args)
         types, tree = jax.tree.flatten(results)
-        ranks = [frozenset(ids) or frozenset({0}) for ids in tree.flatten_up_to(out_refs)]
+        ranks = [_ranks(ids, where) for where, ids in broadcast_prefix(out_refs, results, "out_refs")]
         wanted = _shardings(out_shardings, results, "out_shardings", mpmd_mesh, ranks)
         read = _shardings(in_shardings, args, "in_shardings", mpmd_mesh, [frozenset({0})] * len(leaves))
         parts: list[dict[int, jax.Array]] = [{} for _ in types]
@@ -113,6 +114,12 @@ def mpmd_jit_rev(
         return jax.tree.unflatten(tree, list(arrays))
 
     return run
+
+
+def _ranks(ids: Any, where: str) -> frozenset[int]:
+    if not isinstance(ids, (set, frozenset)):
+        raise TypeError(f"{where} is {ids!r}, but it must be a set of ranks, such as {{0}}; an empty set means rank 0.")
+    return frozenset(ids) or frozenset({0})
 
 
 def _shardings(

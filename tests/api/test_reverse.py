@@ -88,5 +88,18 @@ def test_what_is_refused():
         jaxpp.mpmd_jit_rev(init, MESH, out_refs={}, donate_argnums=0)
     with pytest.warns(UserWarning, match="mpmd_jit_rev got use_pgle=True, which has no effect"):
         jaxpp.mpmd_jit_rev(init, MESH, out_refs={}, use_pgle=True)
-    with pytest.raises(ValueError, match="key"):
-        jaxpp.mpmd_jit_rev(init, MESH, out_refs={"first": {0}})(jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("refs", "text"),
+    [
+        ({"a": {0}}, "out_refs is not a prefix of the tree"),
+        ({"a": {0}, "b": 1}, r"out_refs\['b'\] is 1, but it must be a set of ranks"),
+        (None, "out_refs is None, but it must be a set of ranks"),
+        ({"a": {0}, "b": {7}}, "rank 7 is not in"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused(refs, text):
+    make = jaxpp.mpmd_jit_rev(lambda x: {"a": x, "b": x + 1}, MESH, out_refs=refs)
+    with pytest.raises((TypeError, ValueError), match=text):
+        make(jnp.ones(2))
