@@ -43,7 +43,7 @@ def mpmd_jit_rev(
     Args:
       fun: a function of arrays.
       mpmd_mesh: the ranks.
-      out_refs: a prefix tree of the results, of the sets of ranks that hold each of them: `mesh_ids` of a compiled step's
+      out_refs: a prefix tree of the results: the sets of ranks that hold them, as `mesh_ids` of a compiled step's
         `in_shardings`. A result of no rank goes to rank 0.
       in_shardings, out_shardings: prefix trees of `PartitionSpec`s or shardings, for the positional arguments and for
         the results; default: replicated.

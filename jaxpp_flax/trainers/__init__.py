@@ -29,7 +29,15 @@ from jaxpp_flax.trainers.options import (
 )
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.optimizer_update import DynamicLossScale
-from jaxpp_flax.trainers.trackers import CompositeTracker, DictTracker, JsonlTracker, NoopTracker, Tracker
+from jaxpp_flax.trainers.trackers import (
+    CompositeTracker,
+    DictTracker,
+    JsonlTracker,
+    NoopTracker,
+    TensorBoardTracker,
+    Tracker,
+    WandbTracker,
+)
 from jaxpp_flax.trainers.trainer import PipelineTrainer
 from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport
 from jaxpp_flax.trainers.tuning.step_profile import StepProfile
@@ -71,6 +79,8 @@ __all__ = [
     "StepHook",
     "StepProfile",
     "StepRecord",
+    "TensorBoardTracker",
     "Tracker",
     "TrainState",
+    "WandbTracker",
 ]

@@ -22,6 +22,7 @@ from jaxpp_flax.globs import NameFilter
 from jaxpp_flax.trainers.assigner import check_cost, check_limit
 from jaxpp_flax.trainers.loop.nonfinite import OnNonFinite
 from jaxpp_flax.trainers.loop.progress import Meter
+from jaxpp_flax.trainers.loop.tracked_run import as_config
 from jaxpp_flax.trainers.model.frozen import check_frozen
 from jaxpp_flax.trainers.model.sharding import AxisRulesLike, MeshAxes, as_pairs
 from jaxpp_flax.trainers.setup import check_count, check_functions
@@ -359,7 +360,8 @@ class Logging(_Options):
     A boolean alone means `Logging(progress=...)`: `logging=False` shows nothing.
 
     Args:
-      tracker: gets the metrics.
+      tracker: gets the configuration and the metrics; with several processes, in process 0.
+      config: a mapping or a dataclass, for the tracker beside the number of stages and the like.
       every: steps between two rows of metrics.
       progress: True for a bar on a terminal and lines elsewhere, False for nothing, or a `Meter`.
 
@@ -372,11 +374,13 @@ class Logging(_Options):
     """
 
     tracker: Tracker | None = None
+    config: Any = None
     every: int = 10
     progress: bool | Meter = True
 
     def __post_init__(self) -> None:
         check_count("every", self.every)
+        as_config(self.config)
         if not isinstance(self.progress, (bool, Meter)):
             kind = type(self.progress).__name__
             raise TypeError(f"progress={self.progress!r} ({kind}): it must be True, False or a Meter.")

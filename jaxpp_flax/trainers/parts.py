@@ -16,6 +16,7 @@ from jaxpp_flax.trainers.loop.nonfinite import OnNonFinite, StepsUnderWay
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison, await_same_call
 from jaxpp_flax.trainers.loop.progress import Display
 from jaxpp_flax.trainers.loop.saving import Saving
+from jaxpp_flax.trainers.loop.tracked_run import as_config
 from jaxpp_flax.trainers.loop.train_step import TrainStep
 from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
@@ -159,7 +160,8 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
     )  # fmt: skip
     loop = TrainingLoop(
         rows=rows, held=held, checkpoints=checkpoints, saving=saving, tracking=tracking, callbacks=callbacks,
-        display=display, deadline=None if options is None else options.preemption_deadline,
+        config=as_config(logging.config), display=display,
+        deadline=None if options is None else options.preemption_deadline,
         trace=lambda microbatches: core.builders.trace(held.memory, microbatches), await_same_end=train_step.end,
     )  # fmt: skip
     return Parts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import importlib
+import importlib.util
 import json
 import math
 import os
@@ -25,6 +26,8 @@ __all__ = [
 class Tracker(abc.ABC):
     """Receives metrics that are already on the host. For your own tracker, write a subclass with `log`.
 
+    With several processes, the tracker of process 0 alone is called: open files and connections at the first call.
+
     Example:
       >>> class Printer(Tracker):
       ...     def log(self, metrics, *, step):
@@ -41,7 +44,14 @@ class Tracker(abc.ABC):
         """Record the configuration of the run; by default, do nothing."""
 
     def close(self) -> None:  # noqa: B027 (optional)
-        """Write the remaining metrics at the end of the run; a later `log` may reopen the tracker."""
+        """Write the remaining metrics; `fit` calls this on every way out. A later `log` opens the tracker again."""
+
+    def get_state(self) -> Any:
+        """Return what a resumed run needs to continue this one, as JSON for a checkpoint; None for nothing."""
+        return None
+
+    def set_state(self, state: Any) -> None:  # noqa: B027 (optional)
+        """Continue the run of a state from `get_state`; `fit(resume=True)` calls this before the first `log`."""
 
 
 class NoopTracker(Tracker):
@@ -132,12 +142,27 @@ class CompositeTracker(Tracker):
             tracker.log_config(config)
 
     def close(self) -> None:
+        errors: list[Exception] = []
         for tracker in self.trackers:
-            tracker.close()
+            try:
+                tracker.close()
+            except Exception as error:  # the others close all the same
+                errors.append(error)
+        if errors:
+            raise ExceptionGroup("trackers did not close", errors)
+
+    def get_state(self) -> Any:
+        states = [tracker.get_state() for tracker in self.trackers]
+        return states if any(state is not None for state in states) else None
+
+    def set_state(self, state: Any) -> None:
+        for tracker, of in zip(self.trackers, state, strict=False):  # a run may add trackers
+            if of is not None:
+                tracker.set_state(of)
 
 
 class TensorBoardTracker(Tracker):
-    """Writes scalars, and no arrays, for TensorBoard; needs the extra `tensorboard`.
+    """Writes scalars, and no arrays, for TensorBoard; needs the extra `tensorboard`. The first call opens the file.
 
     Args:
       log_dir: the run's folder.
@@ -147,7 +172,14 @@ class TensorBoardTracker(Tracker):
     """
 
     def __init__(self, log_dir: str | os.PathLike[str]) -> None:
-        self._writer = _load("tensorboardX", "tensorboard").SummaryWriter(os.fspath(log_dir))
+        _need("tensorboardX", "tensorboard")
+        self._log_dir, self._opened = os.fspath(log_dir), None
+
+    @property
+    def _writer(self) -> Any:
+        if self._opened is None:
+            self._opened = importlib.import_module("tensorboardX").SummaryWriter(self._log_dir)
+        return self._opened
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
         for name, value in metrics.items():
@@ -158,21 +190,34 @@ class TensorBoardTracker(Tracker):
         self._writer.add_text("config", "\n".join(f"- {name}: {value}" for name, value in config.items()))
 
     def close(self) -> None:
-        self._writer.close()  # `flush` alone may leave the last metrics in the queue
+        if self._opened is not None:
+            self._opened.close()  # `flush` alone may leave the last metrics in the queue
+            self._opened = None
 
 
 class WandbTracker(Tracker):
-    """Logs to Weights & Biases; needs the extra `wandb`.
+    """Logs to Weights & Biases; needs the extra `wandb`. The first call opens the run.
+
+    Checkpoints keep the run's id: `fit(resume=True)` continues the same run. `id="..."` names a run to continue.
 
     Args:
-      run_options: arguments of `wandb.init`: `project=`, `name=`, ...
+      run_options: arguments of `wandb.init`: `project=`, `name=`, `id=`, ...
 
     Raises:
       ImportError: without `wandb`.
     """
 
     def __init__(self, **run_options: Any) -> None:
-        self._run = _load("wandb", "wandb").init(**run_options)
+        _need("wandb", "wandb")
+        self._options, self._opened = run_options, None
+
+    @property
+    def _run(self) -> Any:
+        if self._opened is None:
+            options = {"resume": "allow", **self._options} if "id" in self._options else self._options
+            self._opened = importlib.import_module("wandb").init(**options)
+            self._options = {**self._options, "id": self._opened.id}
+        return self._opened
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
         self._run.log(dict(metrics), step=step)
@@ -181,16 +226,23 @@ class WandbTracker(Tracker):
         self._run.config.update(dict(config), allow_val_change=True)
 
     def close(self) -> None:
-        self._run.finish()
+        if self._opened is not None:
+            self._opened.finish()
+            self._opened = None
+
+    def get_state(self) -> Any:
+        return {"id": self._options["id"]} if "id" in self._options else None
+
+    def set_state(self, state: Any) -> None:
+        if self._opened is None:
+            self._options = {"id": state["id"], **self._options}
 
 
-def _load(module: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
+def _need(module: str, extra: str) -> None:
+    if importlib.util.find_spec(module) is None:
         raise ImportError(
             f"this tracker needs the package {module!r}, which is not installed: `pip install 'jaxpp-flax[{extra}]'`."
-        ) from error
+        )
 
 
 def _plain(value: Any) -> Any:

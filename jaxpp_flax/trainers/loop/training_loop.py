@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpp_flax.processes.group import ProcessGroup, process_group
@@ -27,6 +27,7 @@ from jaxpp_flax.trainers.loop.hooks import (
 )
 from jaxpp_flax.trainers.loop.progress import Display
 from jaxpp_flax.trainers.loop.saving import Saving
+from jaxpp_flax.trainers.loop.tracked_run import TrackedRun
 from jaxpp_flax.trainers.setup import check_count
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.step.loss_trace import LossTrace
@@ -81,6 +82,7 @@ class TrainingLoop:
 
     Args:
       deadline: seconds from SIGTERM to the end; None does not handle the signal.
+      config: the user's part of the configuration, for the tracker.
       trace: traces the training loss for given microbatches.
       await_same_end: waits, after the last step, until every process has taken the same number of steps.
     """
@@ -91,6 +93,7 @@ class TrainingLoop:
     saving: Saving
     tracking: DataTracking
     callbacks: CallbackStates
+    config: Mapping[str, Any]
     display: Display
     deadline: float | None
     trace: Callable[[Any], LossTrace]
@@ -228,6 +231,7 @@ class TrainingLoop:
         )  # fmt: skip
         trainer.stopping = None
         total = _steps_left(data, source, steps, arguments.epochs, position)
+        arguments = replace(arguments, callbacks=(*arguments.callbacks, TrackedRun(trainer, self.config)))
         self.callbacks.begin(arguments.callbacks, resumed=bool(arguments.resume))
         try:
             return _Fit(self, trainer, arguments, total).run(source, lambda batch: self._check_filling(rule, batch))
