@@ -1,0 +1,90 @@
+"""Callbacks that end `fit`: a metric, a clock, a file."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.trainers.callbacks import Callback, EarlyStopping, StopOnFile, TimeLimit
+
+DATA = [jnp.ones((4, 2))] * 3
+
+
+class Stops:
+    """Stands in for the trainer: notes why it was stopped."""
+
+    reason: str | None = None
+
+    def stop(self, reason):
+        self.reason = reason
+
+
+def trainer():
+    return PipelineTrainer(
+        nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), lambda model, x: (model(x) ** 2).mean(),
+        num_stages=1, num_microbatches=2, logging=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mode", "values", "stopped_at"),
+    [("min", [3, 2, 2.5, 2.5], 4), ("max", [1, 2, 1.5, 3, 3.05, 2], 6), ("max", [1, 2, 3], None)],
+)
+def test_a_metric_that_does_not_improve_ends_the_run(mode, values, stopped_at):
+    callback, stops = EarlyStopping("score", patience=2, min_delta=0.1, mode=mode), Stops()
+    found = None
+    for step, value in enumerate(values, start=1):
+        callback.on_evaluate(stops, step, {"score": value})
+        callback = restored(callback, mode)  # the state survives a checkpoint
+        if stops.reason is not None and found is None:
+            found = step
+    assert found == stopped_at
+
+
+def restored(callback, mode):
+    other = EarlyStopping("score", patience=2, min_delta=0.1, mode=mode)
+    other.set_state(callback.get_state())
+    return other
+
+
+def test_a_mode_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match=r"EarlyStopping\(mode='best'\): it must be 'min' or 'max'"):
+        EarlyStopping(mode="best")
+
+
+def test_the_clock_ends_the_run(monkeypatch):
+    clock = itertools.count(100.0, 2.0)  # each look at the clock is two seconds later
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    t = trainer()
+    callback, stops = TimeLimit(5), Stops()
+    callback.on_fit_start(stops)
+    for step in (1, 2):
+        callback.on_step(stops, step)
+    assert stops.reason is None
+    callback.on_step(stops, 3)
+    assert stops.reason == "the time limit of 5 seconds"
+    monkeypatch.undo()
+    t.fit(DATA, steps=50, callbacks=[TimeLimit(1e-9)])
+    assert (t.step, t.stopping) == (1, "the time limit of 1e-09 seconds")
+    with pytest.raises(ValueError, match=r"TimeLimit\(0\): it must be a number of seconds above 0"):
+        TimeLimit(0)
+
+
+def test_a_file_ends_the_run(tmp_path):
+    class Touch(Callback):
+        def on_step(self, trainer, step):
+            if step == 2:
+                (tmp_path / "stop").touch()
+
+    t = trainer()
+    t.fit(DATA, steps=50, callbacks=[Touch(), StopOnFile(tmp_path / "stop", every=3)])
+    assert t.step == 3
+    assert t.stopping == f"the file {tmp_path / 'stop'} exists"
+    with pytest.raises(FileExistsError, match=r"exists before the first step\. Delete it to train"):
+        t.fit(DATA, callbacks=[StopOnFile(tmp_path / "stop")])
