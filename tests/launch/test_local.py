@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -142,9 +142,19 @@ def test_a_process_killed_while_it_starts(tmp_path: Path):
             return len(children) == 2
 
         wait_for(all_started, "the start of both processes")
-        # It listens to the launcher from soon after it has loaded JAX, which takes long on a busy machine.
-        wait_for(lambda: "jaxlib" in Path(f"/proc/{min(children)}/maps").read_text(), "the other one to load JAX")
-        time.sleep(1.0)
+        os.kill(max(children), signal.SIGSTOP)  # it gets no further, however busy the machine is
+
+        def has_a_place() -> bool:
+            """Whether the other one has made its socket: the next thing that it does is to listen to the launcher."""
+            sockets = set[str]()
+            for file in Path(f"/proc/{min(children)}/fd").iterdir():
+                with suppress(FileNotFoundError):  # closed since
+                    sockets.add(os.readlink(file))
+            lines = Path("/proc/net/unix").read_text().splitlines()
+            return any("@jaxpp_flax process" in line and f"socket:[{line.split()[6]}]" in sockets for line in lines)
+
+        wait_for(has_a_place, "the other one to connect")
+        time.sleep(0.5)
         os.kill(max(children), signal.SIGKILL)
         assert run.finish() == 128 + signal.SIGKILL
         assert "killed by SIGKILL" in error_block(run.stderr)
