@@ -1,7 +1,8 @@
 """Llama, Mistral, Qwen2 and Qwen3 in NNX: tokens (batch, length) to logits of the next token.
 
 `LlamaConfig.from_huggingface` reads a `config.json`; `NAMES` is the map of the weights for `load_pretrained` and
-`export_pretrained`. Attention has grouped heads and rotary positions; the blocks are marked as possible cuts.
+`export_pretrained`. Attention has grouped heads and rotary positions; the blocks are marked as possible cuts. Rows may hold
+several documents: with `segments`, the number of each token's document, a token sees only its own document.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Attention(nnx.Module):
             self.query_norm = nnx.RMSNorm(size, epsilon=config.epsilon, dtype=config.dtype, rngs=rngs)
             self.key_norm = nnx.RMSNorm(size, epsilon=config.epsilon, dtype=config.dtype, rngs=rngs)
 
-    def __call__(self, x):
+    def __call__(self, x, segments=None):
         config = self.config
         heads = (*x.shape[:2], -1, config.head_size)
         query, key, value = (layer(x).reshape(heads) for layer in (self.query, self.key, self.value))
@@ -100,8 +101,10 @@ class Attention(nnx.Module):
             query, key = self.query_norm(query), self.key_norm(key)
         angles = jnp.arange(x.shape[1])[:, None] * frequencies(config)
         window = None if config.window is None else (config.window - 1, 0)
+        # Rotary positions count only as differences, so they need not begin anew with each document.
+        mask = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
         mixed = jax.nn.dot_product_attention(
-            rotate(query, angles), rotate(key, angles), value, is_causal=True, local_window_size=window
+            rotate(query, angles), rotate(key, angles), value, mask=mask, is_causal=True, local_window_size=window
         )
         return self.out(mixed.reshape(*x.shape[:2], -1))
 
@@ -137,8 +140,8 @@ class Block(nnx.Module):
         self.gate, self.up = linear(config.width, config.hidden), linear(config.width, config.hidden)
         self.down = linear(config.hidden, config.width)
 
-    def __call__(self, x):
-        x = x + self.attention(self.attention_norm(x))
+    def __call__(self, x, segments=None):
+        x = x + self.attention(self.attention_norm(x), segments)
         y = self.mlp_norm(x)
         return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
 
@@ -152,10 +155,10 @@ class Llama(nnx.Module):
             self.head = nnx.Linear(config.width, config.vocabulary, use_bias=False, dtype=config.dtype, rngs=rngs)
         self.tied = config.tied
 
-    def __call__(self, tokens):
+    def __call__(self, tokens, segments=None):
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, segments)
         x = self.norm(x)
         return self.embed.attend(x) if self.tied else self.head(x)
 
