@@ -323,20 +323,10 @@ class PipelineTrainer:
 
     @described_by(Generator.generate)
     def generate(
-        self,
-        prompts: Any,
-        *,
-        max_new_tokens: int,
-        lengths: Any = None,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        eos_token_id: int | Sequence[int] | None = None,
-        seed: int = 0,
-        prefill: int = 1,
-        groups: int | None = None,
-        cache_dtype: DTypeLike | None = None,
-    ) -> list[np.ndarray]:
+        self, prompts: Any, *, max_new_tokens: int, lengths: Any = None, temperature: float = 0.0,
+        top_k: int | None = None, top_p: float | None = None, eos_token_id: int | Sequence[int] | None = None,
+        seed: int = 0, prefill: int = 1, groups: int | None = None, cache_dtype: DTypeLike | None = None,
+    ) -> list[np.ndarray]:  # fmt: skip
         return self._parts.generator.generate(
             prompts, max_new_tokens=max_new_tokens, lengths=lengths, temperature=temperature, top_k=top_k, top_p=top_p,
             eos_token_id=eos_token_id, seed=seed, prefill=prefill, groups=groups, cache_dtype=cache_dtype,

@@ -97,7 +97,8 @@ class Layout:
             raise ModelError(
                 f"the cache of this generation does not fit: {short.device} would hold "
                 f"{amount(needed[short.device], 'B')} of it, and has {amount(short.free, 'B')} free. Nothing was "
-                "placed. Pass fewer prompts in one call, fewer max_new_tokens or a narrower cache_dtype, or use more stages."
+                "placed. Pass fewer prompts in one call, fewer max_new_tokens or a narrower cache_dtype, or use more "
+                "stages."
             )
 
 

@@ -1,4 +1,4 @@
-"""Small language models with a cache, and the plain reference of generation: the whole sequence again for each token."""
+"""Small language models with a cache, and the plain reference: the whole sequence again for each token."""
 
 from __future__ import annotations
 
