@@ -1,9 +1,9 @@
 """Documents to batches of fixed shape, through grain: read, tokenized, shuffled, packed.
 
-A document is its tokens and the end token. From it come pairs of an input and its target, the next token; the pairs of one
-document after another fill rows of `length`. `segments` counts the documents of a row from 1; 0 is padding. So no target is
-a token of another document, and with `segments` in the attention, a row's losses are those of its documents one by one.
-A document that does not fit goes on in the next row, as one that begins there.
+A document is its tokens and the end token. It gives pairs of an input and its target, the next token. The pairs of one
+document after another fill rows of `length`. `segments` counts the documents of a row from 1; 0 is padding. So no
+target is a token of another document, and with `segments` in the attention, a row's losses are those of its documents
+one by one. A document that does not fit goes on in the next row, as one that begins there.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def library_docstrings() -> Iterator[str]:
 
 
 def split_documents(documents: list[str]) -> tuple[list[str], list[str]]:
-    """Those to train on, and the held-out ones: every tenth, and the last one of fewer."""
-    held_out = documents[9::10] or documents[-1:]
-    return [text for i, text in enumerate(documents) if i % 10 != 9][: len(documents) - len(held_out)], held_out
+    """Those to train on, and the held-out ones: every tenth, or the last one of fewer than ten."""
+    every = min(10, len(documents))
+    return [text for i, text in enumerate(documents, 1) if i % every], documents[every - 1 :: every]
 
 
 def training_batches(documents: list[str], tokenizer: Tokenizer, end: int, settings: Settings) -> grain.IterDataset:

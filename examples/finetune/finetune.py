@@ -2,7 +2,7 @@
 
     python examples/finetune/make_tiny_model.py tiny
     python examples/finetune/finetune.py --model tiny --output run
-    python -m jaxpp_flax.launch -n 4 examples/finetune/finetune.py --model tiny --output run4 --stages 2 --data-parallel 2
+    python -m jaxpp_flax.launch -n 4 examples/finetune/finetune.py --model tiny --output run4 --data-parallel 2
     sbatch examples/finetune/job.slurm
 
 The same command again goes on after an interruption. docs/finetuning.md explains each part.
@@ -48,8 +48,8 @@ def make_trainer(settings: Settings, config: dict[str, Any]) -> PipelineTrainer:
 
 
 def finetune(settings: Settings, callbacks: Sequence[Callback] = ()) -> PipelineTrainer:
-    """Train from the weights of `settings.model`, or from the latest checkpoint; return the trainer at the last step."""
-    config, tokenizer = read_config(settings.model), Tokenizer.from_file(str(settings.model / "tokenizer.json"))
+    """Train from the weights of `settings.model`, or from the latest checkpoint, to the last step."""
+    config, tokenizer = read_config(settings.model), read_tokenizer(settings)
     train, held_out = split_documents(read_documents(settings.text))
     batches = training_batches(train, tokenizer, end_token(config), settings)
     eval_batches = held_out_batches(held_out, tokenizer, end_token(config), settings)
@@ -59,12 +59,21 @@ def finetune(settings: Settings, callbacks: Sequence[Callback] = ()) -> Pipeline
     if begins:
         trainer.load_pretrained(settings.model, map=NAMES, cast=True, keep="*/lora_*" if settings.lora_rank else ())
         say(f"{len(train)} documents to train on; held-out loss before: {trainer.evaluate(eval_batches)['loss']:.4f}")
-    trainer.fit(
+    metrics = trainer.fit(
         batches, steps=settings.steps, eval_data=eval_batches, eval_every=settings.eval_every, callbacks=callbacks,
         resume=True,
     )  # fmt: skip
-    say(f"held-out loss: {trainer.evaluate(eval_batches)['loss']:.4f}")
+    if metrics:  # none where the last step was done before
+        say(f"held-out loss: {metrics['eval_loss']:.4f}")
     return trainer
+
+
+def generate(trainer: PipelineTrainer, settings: Settings) -> list[str]:
+    """The prompts, continued by the most likely tokens."""
+    tokenizer, end = read_tokenizer(settings), end_token(read_config(settings.model))
+    prompts = [tokenizer.encode(prompt).ids for prompt in settings.prompts]
+    found = trainer.generate(prompts, max_new_tokens=settings.max_new_tokens, eos_token_id=end)
+    return [tokenizer.decode([*prompt, *new.tolist()]) for prompt, new in zip(prompts, found, strict=True)]
 
 
 def export(trainer: PipelineTrainer, settings: Settings) -> None:
@@ -79,6 +88,10 @@ def export(trainer: PipelineTrainer, settings: Settings) -> None:
     say(f"wrote {target}")
 
 
+def read_tokenizer(settings: Settings) -> Tokenizer:
+    return Tokenizer.from_file(str(settings.model / "tokenizer.json"))
+
+
 def say(text: str) -> None:
     if jax.process_index() == 0:
         print(text, flush=True)
@@ -91,6 +104,8 @@ def main() -> None:
     if not jax.distributed.is_initialized():  # of several processes, the launcher knows the devices
         jax.config.update("jax_num_cpu_devices", settings.num_devices)  # on CPU alone
     trainer = finetune(settings)
+    for text in generate(trainer, settings) if settings.prompts else ():
+        say(f"> {text}")
     export(trainer, settings)
 
 

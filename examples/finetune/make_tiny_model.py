@@ -1,6 +1,6 @@
 """Writes a tiny random Llama as Hugging Face does, to try the recipe without a download.
 
-    python examples/finetune/make_tiny_model.py tiny
+python examples/finetune/make_tiny_model.py tiny
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from settings import Settings
 from jaxpp_flax.layers import add_lora
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "pretrained"))
-from llama import NAMES, Llama, LlamaConfig  # noqa: E402
+from llama import NAMES, Llama, LlamaConfig
 
 __all__ = ["NAMES", "Llama", "LlamaConfig", "end_token", "loss_fn", "model_factory", "read_config"]
 
