@@ -1,15 +1,16 @@
 """Llama, Mistral, Qwen2 and Qwen3 in NNX: tokens (batch, length) to logits of the next token.
 
 `LlamaConfig.from_huggingface` reads a `config.json`; `NAMES` is the map of the weights for `load_pretrained` and
-`export_pretrained`. Attention has grouped heads and rotary positions; the blocks are marked as possible cuts. A row
-may hold several documents: with `segments`, the number of each token's document, a token sees only its own one.
+`export_pretrained`. Attention has grouped heads, rotary positions, and a cache for `trainer.generate`, which takes
+several tokens of a prompt at once; the blocks are marked as possible cuts. A row may hold several documents: with
+`segments`, the number of each token's document, a token sees only its own one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -79,8 +80,7 @@ class LlamaConfig:
 
 class Attention(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.config = config
-        self.decode = False  # True continues sequences with a cache: `trainer.generate`
+        self.config, self.decode = config, False
         width, size = config.width, config.head_size
 
         def linear(ins: int, outs: int, bias: bool = False) -> nnx.Linear:
@@ -94,40 +94,42 @@ class Attention(nnx.Module):
             self.query_norm = nnx.RMSNorm(size, epsilon=config.epsilon, dtype=config.dtype, rngs=rngs)
             self.key_norm = nnx.RMSNorm(size, epsilon=config.epsilon, dtype=config.dtype, rngs=rngs)
 
+    def init_cache(self, input_shape, dtype=None):
+        """Make the cache of `trainer.generate`, for sequences of shape (batch, length, ...)."""
+        config = self.config
+        shape = (*input_shape[:2], config.key_value_heads, config.head_size)
+        self.cached_key = nnx.Cache(jnp.zeros(shape, dtype or config.dtype))
+        self.cached_value = nnx.Cache(jnp.zeros(shape, dtype or config.dtype))
+        self.cache_index = nnx.Cache(jnp.int32(0))  # the position of the next token
+
     def __call__(self, x, segments=None):
         config = self.config
         heads = (*x.shape[:2], -1, config.head_size)
         query, key, value = (layer(x).reshape(heads) for layer in (self.query, self.key, self.value))
         if config.head_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        first = self.cache_position[...] if self.decode else 0
-        positions = first + jnp.arange(x.shape[1])
+        positions = jnp.arange(x.shape[1]) + (self.cache_index[...] if self.decode else 0)
         # Rotary positions count only as differences, so they need not begin anew with each document.
         angles = positions[:, None] * frequencies(config)
         query, key = rotate(query, angles), rotate(key, angles)
-        window = None if config.window is None else (config.window - 1, 0)
-        options: dict[str, Any] = {"is_causal": True, "local_window_size": window}
-        if segments is not None:
-            options["mask"] = segments[:, None, :, None] == segments[:, None, None, :]
         if self.decode:
-            key, value = self._with_cache(key, value, first)
-            distance = positions[:, None] - jnp.arange(key.shape[1])  # from a token to each place of the cache
-            seen = distance >= 0 if config.window is None else (distance >= 0) & (distance < config.window)
-            options = {"mask": seen[None, None]}
-        mixed = jax.nn.dot_product_attention(query, key, value, **options)
+            mixed = self.attend_to_cache(query, key, value, positions)
+        else:
+            window = None if config.window is None else (config.window - 1, 0)
+            own = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
+            mixed = jax.nn.dot_product_attention(query, key, value, mask=own, is_causal=True, local_window_size=window)
         return self.out(mixed.reshape(*x.shape[:2], -1))
 
-    def init_cache(self, input_shape: Sequence[int], dtype: Any = None):
-        """Make room for the keys and values of (batch, length, ...) tokens."""
-        shape = (*input_shape[:2], self.config.key_value_heads, self.config.head_size)
-        self.cached_key, self.cached_value = (nnx.Cache(jnp.zeros(shape, dtype or self.config.dtype)) for _ in range(2))
-        self.cache_position = nnx.Cache(jnp.int32(0))
-
-    def _with_cache(self, key, value, first):
+    def attend_to_cache(self, query, key, value, positions):
+        """Add the keys and values of one or more tokens to the cache; each token sees itself and those before it."""
         for cached, new in ((self.cached_key, key), (self.cached_value, value)):
-            cached[...] = jax.lax.dynamic_update_slice_in_dim(cached[...], new.astype(cached.dtype), first, axis=1)
-        self.cache_position[...] = first + key.shape[1]
-        return self.cached_key[...].astype(key.dtype), self.cached_value[...].astype(value.dtype)
+            start = (0, self.cache_index[...], 0, 0)
+            cached[...] = jax.lax.dynamic_update_slice(cached[...], new.astype(cached.dtype), start)
+        self.cache_index[...] += key.shape[1]
+        distance = positions[:, None] - jnp.arange(self.cached_key.shape[1])
+        seen = (distance >= 0) & (distance < (self.config.window or distance.shape[1]))
+        key, value = (cached[...].astype(query.dtype) for cached in (self.cached_key, self.cached_value))
+        return jax.nn.dot_product_attention(query, key, value, mask=seen[None, None])
 
 
 def frequencies(config: LlamaConfig) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ class Block(nnx.Module):
     def __init__(self, *, rngs: nnx.Rngs, dropout: float):
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(
-            num_heads=2, in_features=WIDTH, decode=False, dropout_rate=dropout, rngs=rngs
+            2, in_features=WIDTH, decode=False, deterministic=False, dropout_rate=dropout, rngs=rngs
         )
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
         self.mlp = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -92,6 +92,3 @@ def greedy(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) ->
 def assert_equal(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> None:
     assert [row.tolist() for row in found] == [row.tolist() for row in expected]
     assert all(row.dtype == np.int32 for row in found)
-
-
-Model = Callable[[nnx.Rngs], nnx.Module]
