@@ -3,7 +3,7 @@
     python examples/finetune/make_tiny_model.py tiny
     python examples/finetune/finetune.py --model tiny --output run
     python -m jaxpp_flax.launch -n 4 examples/finetune/finetune.py --model tiny --output run4 --data-parallel 2
-    sbatch examples/finetune/job.slurm
+    sbatch examples/finetune/job.slurm --model llama --output run --stages 4 --data-parallel 8 --batch-size 64
 
 The same command again goes on after an interruption. docs/finetuning.md explains each part.
 """
@@ -54,9 +54,9 @@ def finetune(settings: Settings, callbacks: Sequence[Callback] = ()) -> Pipeline
     batches = training_batches(train, tokenizer, end_token(config), settings)
     eval_batches = held_out_batches(held_out, tokenizer, end_token(config), settings)
 
-    begins = not any((settings.output / "checkpoints").glob("[0-9]*"))  # each process looks before any of them trains
+    saved = any(path.name.isdigit() for path in (settings.output / "checkpoints").glob("*"))
     trainer = make_trainer(settings, config)
-    if begins:
+    if not saved:
         trainer.load_pretrained(settings.model, map=NAMES, cast=True, keep="*/lora_*" if settings.lora_rank else ())
         say(f"{len(train)} documents to train on; held-out loss before: {trainer.evaluate(eval_batches)['loss']:.4f}")
     metrics = trainer.fit(

@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import os
+import random
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -225,46 +228,87 @@ def test_all_weights_are_trained_and_written(recipe: SimpleNamespace, settings: 
 
 
 # ---------------------------------------------------------------- the commands
-def held_out_losses(output: str) -> list[str]:
-    return re.findall(r"held-out loss(?: before)?: (\d+\.\d{4})", output)
+def held_out_losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"held-out loss(?: before)?: (\d+\.\d{4})", output)]
+
+
+def continued(output: str) -> list[str]:
+    return re.findall(r"^(?:\[0\] )?> (.*)", output, flags=re.MULTILINE)
+
+
+def arguments(settings: Any, output: Path, **more: object) -> list[str]:
+    """The command line of a short run."""
+    given = {
+        "model": settings.model, "text": settings.text, "output": output, "steps": 3, "batch-size": 8, "length": 32,
+        "learning-rate": 1e-2, "microbatches": 2, "eval-batches": 2, "max-new-tokens": 3, **more,
+    }  # fmt: skip
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.fixture(scope="module")
+def one(settings: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The directory and the output of a run as one process, on 2 stages of 2 devices."""
+    output = tmp_path_factory.mktemp("one")
+    return output, run_example("finetune/finetune.py", *arguments(settings, output, **{"data-parallel": 2}))
 
 
 @pytest.mark.slow
-def test_four_processes_write_the_same_model_as_one(recipe: SimpleNamespace, settings: Any, text: Path, tmp_path: Path):
-    def command(output: str) -> list[str]:
-        return shlex.split(
-            f"--model {settings.model} --text {text} --output {tmp_path / output} --steps 3 --batch-size 8 --length 32 "
-            "--learning-rate 1e-2 --data-parallel 2 --microbatches 2 --eval-batches 2 --max-new-tokens 3"
-        )
-
-    one = run_example("finetune/finetune.py", *command("one"))
-    script = str(FOLDER / "finetune.py")
-    launch = ("-m", "jaxpp_flax.launch", "-n", "4", script)
-    four = run_python(*launch, *command("four"), XLA_FLAGS=None).stdout
-    assert len(held_out_losses(one)) == 2
-    assert held_out_losses(four) == held_out_losses(one)
-    assert [line.removeprefix("[0] ") for line in four.splitlines() if "> " in line] == [
-        line for line in one.splitlines() if "> " in line
-    ]
-    files = [
-        {path.name: path.read_bytes() for path in (tmp_path / name / "model").iterdir()} for name in ("one", "four")
-    ]
-    assert files[0] == files[1]
-    done = run_python(script, *command("one"), status=1)
-    assert "this run is complete. Choose another --output" in done.stderr
+def test_four_processes_write_the_same_model_as_one(settings: Any, one: tuple[Path, str], tmp_path: Path):
+    launch = ("-m", "jaxpp_flax.launch", "-n", "4", str(FOLDER / "finetune.py"))
+    four = run_python(*launch, *arguments(settings, tmp_path, **{"data-parallel": 2}), XLA_FLAGS=None).stdout
+    assert len(held_out_losses(one[1])) == len(continued(one[1])) == 2
+    assert held_out_losses(four) == held_out_losses(one[1])
+    assert continued(four) == continued(one[1])
+    first, second = ({of.name: of.read_bytes() for of in (at / "model").iterdir()} for at in (one[0], tmp_path))
+    assert first == second
 
 
-def commands_in(path: Path) -> list[str]:
-    """The arguments of each call of finetune.py that a page or a job file shows."""
-    joined = path.read_text(encoding="utf-8").replace("\\\n", " ")
-    return [found.partition("||")[0] for found in re.findall(r"finetune\.py +(--model.*)", joined)]
+def test_a_complete_run_is_refused(recipe: SimpleNamespace, settings: Any, tmp_path: Path, monkeypatch: Any):
+    (tmp_path / "model").mkdir()
+    monkeypatch.setattr(sys, "argv", ["finetune.py", *arguments(settings, tmp_path)])
+    with pytest.raises(SystemExit, match=r"this run is complete\. Choose another --output"):
+        recipe.finetune.main()
+
+
+SRUN = """#!/usr/bin/env bash
+# A stand-in for SLURM's: two tasks on this host.
+shift
+export SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 SLURM_JOB_NUM_NODES=1 SLURM_STEP_NODELIST=localhost
+SLURM_PROCID=0 SLURM_LOCALID=0 "$@" & first=$!
+SLURM_PROCID=1 SLURM_LOCALID=1 "$@" & second=$!
+status=0
+wait $first || status=$?
+wait $second || status=$?
+exit $status
+"""
+
+
+@pytest.mark.slow
+def test_the_job_file_runs_the_recipe(settings: Any, one: tuple[Path, str], tmp_path: Path):
+    (tmp_path / "srun").write_text(SRUN, encoding="utf-8")
+    (tmp_path / "srun").chmod(0o755)
+    changed = {
+        "PATH": f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+        "SLURM_JOB_ID": str(random.randrange(10**6)),  # JAX derives the port from it
+    }  # fmt: skip
+    own = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    job = ["bash", str(FOLDER / "job.slurm"), *arguments(settings, tmp_path / "run")]
+    done = subprocess.run(
+        job, cwd=ROOT, env={**own, **changed}, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # One device in each stage instead of two: another order of sums, and four digits are printed.
+    np.testing.assert_allclose(held_out_losses(done.stdout), held_out_losses(one[1]), atol=2e-4)
+    assert continued(done.stdout) == continued(one[1])
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("name", ["docs/finetuning.md", "examples/finetune/finetune.py", "examples/finetune/job.slurm"])
 def test_the_commands_that_are_shown_are_valid(recipe: SimpleNamespace, name: str):
     import tyro
 
-    commands = commands_in(ROOT / name)
+    shown = (ROOT / name).read_text(encoding="utf-8")
+    commands = re.findall(r"(?:finetune\.py|job\.slurm) +(--model.*)", shown)
     assert commands
     for command in commands:
         found = tyro.cli(recipe.settings.Settings, args=shlex.split(command, comments=True))
