@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxpp_flax.trainers.generation.decoding import DecodingModel
 from jaxpp_flax.trainers.generation.layout import Layout, layout_specs
@@ -58,7 +59,8 @@ class Generator:
         seed: int = 0,
         prefill: int = 1,
         groups: int | None = None,
-        cache_dtype: Any = None,
+        cache_length: int | None = None,
+        cache_dtype: DTypeLike | None = None,
     ) -> list[np.ndarray]:
         """Continue each prompt by up to `max_new_tokens` tokens, pipelined, with a cache on each stage's devices.
 
@@ -79,6 +81,8 @@ class Generator:
             stages, groups or processes.
           prefill: how many tokens of a prompt the model takes in one call. `nnx.MultiHeadAttention` takes one.
           groups: of sequences that are under way at once. Default: the number of stages, so that all of them work.
+          cache_length: the positions in the cache of a sequence. Default: as many as the longest needs. Calls with
+            equal numbers of prompts and equal `cache_length` share their compiled steps.
           cache_dtype: of the cache. Default: the dtype of each module's computation.
 
         Returns:
@@ -100,11 +104,13 @@ class Generator:
                 "trainer.generate continues sequences with NNX models, and this model is of Linen. Move its weights "
                 "(`trainer.variables`) to an NNX model, or decode with `module.apply(..., mutable=['cache'])`."
             )
-        work = given.groups(count, max_new_tokens=new, multiple=self.scheduling.batch_shards)
+        cache_length = cache_length if cache_length is None else check_count("cache_length", cache_length)
+        shards = self.scheduling.batch_shards
+        work = given.groups(count, max_new_tokens=new, multiple=shards, cache_length=cache_length)
         self.meet("trainer.generate")
         compared = BatchComparison(self.scheduling.mesh, "generation")
         compared.before([(group.tokens, fixed_values(group, sampling)) for group in work])
-        make = functools.partial(self._decoding_model, adapter, length=given.longest + new - 1, dtype=cache_dtype)
+        make = functools.partial(self._decoding_model, adapter, length=work[0].tokens.shape[1] - 1, dtype=cache_dtype)
         prepared = self._prepare(make, given, work, [group.calls(prefill) for group in work], sampling)
         run_in_turn(prepared.runs, prepared.steps, self.held.weights().for_inference(), self._most_under_way(len(work)))
         found = {number: row for run in prepared.runs for number, row in run.sequences(sampling.end_tokens).items()}

@@ -8,11 +8,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
 from jaxpp_flax import PipelineStage
 
 WIDTH, VOCABULARY, POSITIONS = 8, 13, 16
+PROMPTS, NEW = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [2, 2], [3, 1, 4, 1]], 6
 
 
 class Positions(nnx.Module):
@@ -64,6 +66,11 @@ class GPT(nnx.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+def loss_fn(model: Any, batch: Any) -> jax.Array:
+    logits = model(batch["tokens"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
 
 def greedy(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[np.ndarray]:

@@ -19,14 +19,7 @@ from jaxpp_flax.trainers.generation import rounds
 from tests.examples.running import load_example
 from tests.trainers import models as plain
 from tests.trainers.generation import models as m
-
-PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [2, 2], [3, 1, 4, 1]]
-NEW = 6
-
-
-def loss_fn(model: Any, batch: Any) -> Any:
-    logits = model(batch["tokens"])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+from tests.trainers.generation.models import NEW, PROMPTS, loss_fn
 
 
 def make(model: Any, **options: Any) -> PipelineTrainer:
@@ -202,6 +195,7 @@ REFUSED_ARGUMENTS = [
     ({"prompts": np.ones((2, 3), int), "lengths": [1]}, ValueError, "lengths has shape (1,)"),
     ({"lengths": [1]}, ValueError, "lengths are for an array"),
     ({"max_new_tokens": 0}, ValueError, "max_new_tokens=0"),
+    ({"cache_length": 2}, ValueError, "cache_length=2: the longest prompt, 2 tokens, with max_new_tokens=2 needs 3"),
     ({"prefill": 0}, ValueError, "prefill=0"),
     ({"groups": -1}, ValueError, "groups=-1"),
     ({"temperature": -1.0}, ValueError, "temperature=-1.0"),
