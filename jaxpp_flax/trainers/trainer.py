@@ -13,7 +13,6 @@ import optax
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 
 from jaxpp_flax.assignment import Plan
 from jaxpp_flax.assignment.resolution import AssignmentLike
@@ -323,13 +322,14 @@ class PipelineTrainer:
 
     @described_by(Generator.generate)
     def generate(
-        self, prompts: Any, *, max_new_tokens: int, lengths: Any = None, temperature: float = 0.0,
+        self, prompts: Any, *, max_new_tokens: int, lengths: Any = None, temperature: float = 0.0, seed: int = 0,
         top_k: int | None = None, top_p: float | None = None, eos_token_id: int | Sequence[int] | None = None,
-        seed: int = 0, prefill: int = 1, groups: int | None = None, cache_dtype: DTypeLike | None = None,
+        prefill: int = 1, groups: int | None = None, cache_length: int | None = None, cache_dtype: Any = None,
     ) -> list[np.ndarray]:  # fmt: skip
         return self._parts.generator.generate(
-            prompts, max_new_tokens=max_new_tokens, lengths=lengths, temperature=temperature, top_k=top_k, top_p=top_p,
-            eos_token_id=eos_token_id, seed=seed, prefill=prefill, groups=groups, cache_dtype=cache_dtype,
+            prompts, max_new_tokens=max_new_tokens, lengths=lengths, temperature=temperature, seed=seed, top_k=top_k,
+            top_p=top_p, eos_token_id=eos_token_id, prefill=prefill, groups=groups, cache_length=cache_length,
+            cache_dtype=cache_dtype,
         )  # fmt: skip
 
     @described_by(ProcessInputs.leaves_read)

@@ -1,4 +1,4 @@
-"""A model in decoding form: the modules keep what they need of earlier tokens in `nnx.Cache` variables."""
+"""A model in decoding form: a function of the next tokens and a cache of the earlier ones."""
 
 from __future__ import annotations
 
@@ -6,104 +6,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-from flax import nnx
-
-from jaxpp_flax.messages import listed
-from jaxpp_flax.trainers.errors import ModelError
-from jaxpp_flax.trainers.model.calling import call_model
-from jaxpp_flax.trainers.model.nnx_model import NnxModel
-from jaxpp_flax.trainers.state.train_state import is_abstract, shapes_of
-
 __all__ = ["DecodingModel"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodingModel:
-    """An NNX model whose call continues sequences: it takes the next tokens, and a cache of the earlier ones.
+    """A model that continues sequences. `decode_nnx` and `decode_linen` make it.
 
     Args:
-      graphdef: of the module with `decode=True`, in `eval()` mode, with its cache.
-      make_cache: makes the first cache, an `nnx.State`; it reads no parameter.
+      call: returns the logits of tokens (batch, tokens, vocabulary), and the cache with these tokens added, from
+        `(parameters, rest of the state, cache, tokens)`.
+      make_cache: makes the cache of no tokens; it reads no parameter.
       cache: the shapes of that cache.
+
+    Example:
+      >>> import jax
+      >>> DecodingModel(call=print, make_cache=dict, cache={"key": jax.ShapeDtypeStruct((2, 8, 1, 4), "float32")}).cache
+      {'key': ShapeDtypeStruct(shape=(2, 8, 1, 4), dtype=float32)}
     """
 
-    graphdef: Any
+    call: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
     make_cache: Callable[[], Any]
     cache: Any
-
-    @classmethod
-    def of(
-        cls, adapter: NnxModel, params: Any, rest: Any, *, batch_size: int, length: int, dtype: Any = None
-    ) -> DecodingModel:
-        """Bring a model into decoding form, by Flax's own convention.
-
-        The attribute `decode` becomes True wherever a module has it. Each module with a method
-        `init_cache(input_shape, dtype=...)` makes its `nnx.Cache` variables there, for inputs of the shape
-        (batch, length, features). `dtype` None leaves the dtype to the modules: that of their computation.
-
-        Raises:
-          ModelError: if no module makes a cache, or a module refuses this length.
-        """
-        params, rest = shapes_of(params), shapes_of(rest)
-        found: list[Any] = []
-
-        def make_cache() -> Any:
-            module = adapter.rebuild(params, rest)
-            module.eval()
-            module.set_attributes(decode=True, raise_if_not_found=False)
-            _init_caches(module, batch_size, length, dtype)
-            graphdef, cache, _ = nnx.split(module, nnx.Cache, ...)
-            if not found:
-                _check_cache(module, cache)
-                found.append(graphdef)
-            return cache
-
-        cache = jax.eval_shape(make_cache)
-        return cls(graphdef=found[0], make_cache=make_cache, cache=cache)
-
-    def apply(self, params: Any, rest: Any, cache: Any, tokens: Any) -> tuple[Any, Any]:
-        """Return the logits of the tokens (batch, tokens, vocabulary), and the cache with the tokens added."""
-        module = nnx.merge(self.graphdef, params, rest, cache, copy=True)
-        logits = call_model(module, tokens)
-        _, after, _ = nnx.split(module, nnx.Cache, ...)
-        return logits, after
-
-
-def _init_caches(module: Any, batch_size: int, length: int, dtype: Any) -> None:
-    for path, part in list(nnx.iter_modules(module)):
-        if not callable(getattr(part, "init_cache", None)):
-            continue
-        own = getattr(part, "dtype", None) if dtype is None else dtype
-        shape = (batch_size, length, getattr(part, "in_features", 1))
-        try:
-            part.init_cache(shape, **({} if own is None else {"dtype": own}))
-        except ValueError as error:
-            name = "/".join(map(str, path)) or type(part).__name__
-            raise ModelError(
-                f"{name}.init_cache refuses sequences of {length} tokens, the longest prompt with max_new_tokens: "
-                f"{error}"
-            ) from error
-
-
-def _check_cache(module: Any, cache: Any) -> None:
-    name, leaves = type(module).__name__, nnx.to_flat_state(cache)
-    if not leaves:
-        mixing = [
-            "/".join(map(str, path)) + f" ({type(part).__name__})"
-            for path, part in nnx.iter_modules(module)
-            if path and "attention" in type(part).__name__.lower()
-        ]
-        where = f" Its attention: {listed(mixing, 3, str)}." if mixing else ""
-        raise ModelError(
-            f"the model {name} has no cache to generate with: no module in it has a method "
-            f"`init_cache(input_shape, dtype=...)` that makes `nnx.Cache` variables.{where} Each module that looks at "
-            "other positions needs one, as nnx.MultiHeadAttention has: keys and values for attention, and the next "
-            "position for learned positions. See docs/generation.md."
-        )
-    old = ["/".join(map(str, path)) for path, variable in leaves if is_abstract(variable)]
-    if old:
-        raise ModelError(
-            f"the model {name} makes cache variables in its constructor ({listed(old, 3, str)}), which would belong to "
-            "one batch and one length. Make them in a method `init_cache(input_shape, dtype=...)` of their module."
-        )

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings
 from jaxpp_flax.trainers.generation.decoding import DecodingModel
-from jaxpp_flax.trainers.generation.layout import Layout, layout_specs
+from jaxpp_flax.trainers.generation.linen_decoding import decode_linen
+from jaxpp_flax.trainers.generation.nnx_decoding import decode_nnx
+from jaxpp_flax.trainers.generation.program import DecodingProgram
 from jaxpp_flax.trainers.generation.prompts import Group, Prompts
-from jaxpp_flax.trainers.generation.rounds import GroupRun, run_in_turn
+from jaxpp_flax.trainers.generation.rounds import run_in_turn
 from jaxpp_flax.trainers.generation.sampling import Sampling, read_end_tokens
-from jaxpp_flax.trainers.generation.steps import DecodingStep, first_progress, fixed_values
+from jaxpp_flax.trainers.generation.steps import DecodingStep, fixed_values
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
+from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.nnx_model import NnxModel
 from jaxpp_flax.trainers.setup import check_count
 from jaxpp_flax.trainers.state.holder import StateHolder
@@ -36,7 +39,8 @@ _MOST_UNDER_WAY = 16
 class Generator:
     """Continues sequences with the current weights; the state does not change.
 
-    `meet` is called with the name of a call that every process must make after the same step.
+    `meet` is called with the name of a call that every process must make after the same step. `programs` keeps what
+    is compiled.
     """
 
     adapter: ModelAdapter
@@ -44,6 +48,7 @@ class Generator:
     executables: CompiledSteps
     held: StateHolder
     meet: Callable[[str], None]
+    programs: dict[Any, DecodingProgram] = field(default_factory=dict)
 
     def generate(
         self,
@@ -58,14 +63,16 @@ class Generator:
         seed: int = 0,
         prefill: int = 1,
         groups: int | None = None,
-        cache_dtype: Any = None,
+        cache_length: int | None = None,
+        cache_dtype: DTypeLike | None = None,
     ) -> list[np.ndarray]:
         """Continue each prompt by up to `max_new_tokens` tokens, pipelined, with a cache on each stage's devices.
 
-        The model is brought into decoding form by Flax's convention: modules with an attribute `decode` get True, and
-        modules with a method `init_cache(input_shape, dtype=...)`, as `nnx.MultiHeadAttention` has, make their
-        `nnx.Cache` variables. The model must compute logits (batch, length, vocabulary) from tokens (batch, length).
-        The state does not change. See `docs/generation.md`.
+        The model is brought into decoding form by Flax's convention. NNX: modules with an attribute `decode` get True,
+        and modules with a method `init_cache(input_shape, dtype=...)`, as `nnx.MultiHeadAttention` has, make their
+        `nnx.Cache` variables. Linen: with `decode=True`, the module makes its collection `cache`. The model computes
+        logits (batch, length, vocabulary) from tokens (batch, length). The state does not change. See
+        `docs/generation.md`.
 
         Args:
           prompts: lists of tokens, of any lengths; or an integer array (batch, length).
@@ -79,6 +86,8 @@ class Generator:
             stages, groups or processes.
           prefill: how many tokens of a prompt the model takes in one call. `nnx.MultiHeadAttention` takes one.
           groups: of sequences that are under way at once. Default: the number of stages, so that all of them work.
+          cache_length: the positions in the cache of a sequence. Default: as many as the longest needs. Calls with
+            equal numbers of prompts and equal `cache_length` share their compiled steps.
           cache_dtype: of the cache. Default: the dtype of each module's computation.
 
         Returns:
@@ -94,66 +103,41 @@ class Generator:
         )  # fmt: skip
         count = self.scheduling.num_stages if groups is None else check_count("groups", groups)
         new, prefill = check_count("max_new_tokens", max_new_tokens), check_count("prefill", prefill)
-        given, adapter = Prompts.of(prompts, lengths), self.adapter
-        if not isinstance(adapter, NnxModel):
-            raise TypeError(
-                "trainer.generate continues sequences with NNX models, and this model is of Linen. Move its weights "
-                "(`trainer.variables`) to an NNX model, or decode with `module.apply(..., mutable=['cache'])`."
-            )
-        work = given.groups(count, max_new_tokens=new, multiple=self.scheduling.batch_shards)
+        given = Prompts.of(prompts, lengths)
+        cache_length = cache_length if cache_length is None else check_count("cache_length", cache_length)
+        shards = self.scheduling.batch_shards
+        work = given.groups(count, max_new_tokens=new, multiple=shards, cache_length=cache_length)
         self.meet("trainer.generate")
         compared = BatchComparison(self.scheduling.mesh, "generation")
         compared.before([(group.tokens, fixed_values(group, sampling)) for group in work])
-        make = functools.partial(self._decoding_model, adapter, length=given.longest + new - 1, dtype=cache_dtype)
-        prepared = self._prepare(make, given, work, [group.calls(prefill) for group in work], sampling)
-        run_in_turn(prepared.runs, prepared.steps, self.held.weights().for_inference(), self._most_under_way(len(work)))
-        found = {number: row for run in prepared.runs for number, row in run.sequences(sampling.end_tokens).items()}
+        program, calls = self._program(work[0], sampling, cache_dtype), [group.calls(prefill) for group in work]
+        counts = sorted({taken for each in calls for taken in each})
+        program.check(self.held.memory.for_inference(), counts, given, sampling)
+        program.compile(counts)
+        runs = program.runs(work, calls, sampling)
+        run_in_turn(runs, program.steps, self.held.weights().for_inference(), self._most_under_way(len(runs)))
+        found = {number: row for run in runs for number, row in run.sequences(sampling.end_tokens).items()}
         return [found[i] for i in range(len(found))]
 
-    def _decoding_model(self, adapter: NnxModel, batch_size: int, *, length: int, dtype: Any) -> DecodingModel:
-        state = self.held.memory
-        return DecodingModel.of(
-            adapter, state.params, state.model_state, batch_size=batch_size, length=length, dtype=dtype
-        )
+    def _program(self, group: Group, sampling: Sampling, dtype: Any) -> DecodingProgram:
+        """Return the program for groups like this one; it is made once."""
+        (size, width), schedule = group.tokens.shape, self.scheduling.schedule
+        key = (size, width, None if dtype is None else jnp.dtype(dtype), sampling.compiled, schedule, trace_settings())
+        if key not in self.programs:
+            model, doubled = (self._decoding_model(rows, width - 1, dtype) for rows in (size, 2 * size))
+            forward = ForwardOnly(schedule) if schedule is not None else None
+            step = DecodingStep(model=model, sampling=sampling, schedule=forward)
+            mesh = self.scheduling.mesh
+            self.programs[key] = DecodingProgram(step, doubled.cache, group, self.executables, mesh)
+        return self.programs[key]
 
-    def _prepare(
-        self,
-        make: Callable[[int], DecodingModel],
-        given: Prompts,
-        work: Sequence[Group],
-        calls: Sequence[Sequence[int]],
-        sampling: Sampling,
-    ) -> _Prepared:
-        """Check model and prompts, compile a step for each number of tokens, and place each group's arrays."""
-        size, mesh, schedule = len(work[0].sequences), self.scheduling.mesh, self.scheduling.schedule
-        model, counts = make(size), sorted({taken for each in calls for taken in each})
-        forward = ForwardOnly(schedule) if schedule is not None else None
-        step = DecodingStep(model=model, sampling=sampling, schedule=forward)
-        tokens = {taken: jax.ShapeDtypeStruct((size, taken), jnp.int32) for taken in counts}
-        for taken in counts:
-            vocabulary = step.check(self.held.memory.for_inference(), model.cache, tokens[taken])
-            given.check_vocabulary(vocabulary)
-            sampling.check_vocabulary(vocabulary)
-        progress, fixed = first_progress(work[0]), fixed_values(work[0], sampling)
-        specs = layout_specs(mesh, model.cache, make(2 * size).cache, progress, fixed)
-        steps = {
-            taken: self.executables.for_decoding(step, ((model.cache, progress), tokens[taken], fixed), specs)
-            for taken in counts
-        }
-        layout = Layout(steps[counts[0]], model, mesh)
-        layout.check_fits(len(work))
-        runs = [
-            GroupRun(group, each, layout.carried(first_progress(group)), layout.fixed(fixed_values(group, sampling)))
-            for group, each in zip(work, calls, strict=True)
-        ]
-        return _Prepared(runs, steps)
+    def _decoding_model(self, batch_size: int, length: int, dtype: Any) -> DecodingModel:
+        sizes, state = {"batch_size": batch_size, "length": length}, self.held.memory
+        if isinstance(self.adapter, LinenModel):
+            return decode_linen(self.adapter, **sizes, dtype=dtype)
+        return decode_nnx(cast(NnxModel, self.adapter), state.params, state.model_state, **sizes, dtype=dtype)
 
     def _most_under_way(self, num_groups: int) -> int:
         schedule = self.scheduling.schedule
         tasks = 1 if schedule is None else -(-schedule.num_stages // schedule.num_ranks)
         return max(1, min(2 * num_groups, _MOST_UNDER_WAY // tasks))
-
-
-class _Prepared(NamedTuple):
-    runs: list[GroupRun]
-    steps: dict[int, Any]  # by the number of tokens that a call takes

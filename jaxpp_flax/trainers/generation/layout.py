@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.device_memory import shortage
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.placing import place_on_ranks
 from jaxpp_flax.messages import amount
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.generation.decoding import DecodingModel
 from jaxpp_flax.trainers.mesh import batch_spec
-from jaxpp_flax.trainers.state.optimizer_state import make_on_ranks
 
 __all__ = ["Layout", "layout_specs"]
 
@@ -63,10 +66,38 @@ class Layout:
     def carried(self, progress: Any) -> Any:
         """Return the cache and the progress of a group before its first call."""
         if self.mesh is None:
-            return jax.jit(self.model.make_cache)(), _copies(progress)
-        of_cache, of_progress = self.compiled.in_shardings[0][1]
-        cache = make_on_ranks(lambda _: self.model.make_cache(), (), of_cache)
-        return cache, jax.tree.map(place_on_ranks, progress, of_progress)
+            return self._make_cache(), _copies(progress)
+        return self._make_cache(), jax.tree.map(place_on_ranks, progress, self.compiled.in_shardings[0][1][1])
+
+    @cached_property
+    def _make_cache(self) -> Callable[[], Any]:
+        """Makes a cache, each leaf on its ranks; compiled once for all groups."""
+        if self.mesh is None:
+            return jax.jit(self.model.make_cache)
+        shardings, tree = jax.tree.flatten(self.compiled.in_shardings[0][1][0])
+        shapes = jax.tree.leaves(self.model.cache)
+        makers = {rank: self._maker(rank, shardings) for rank in self.mesh.local_ranks}
+
+        @context_mesh(None)  # with a context mesh, JAX would compare each rank's devices with its devices
+        def make() -> Any:
+            parts: list[dict[int, jax.Array]] = [{} for _ in shapes]
+            for rank, (mine, maker) in makers.items():
+                for i, array in zip(mine, maker(), strict=True):
+                    parts[i][rank] = array
+            arrays = zip(parts, shardings, shapes, strict=True)
+            return jax.tree.unflatten(tree, [MpmdArray(of, s, shape=x.shape, dtype=x.dtype) for of, s, x in arrays])
+
+        return make
+
+    def _maker(self, rank: int, shardings: Sequence[MpmdSharding]) -> tuple[list[int], Callable[[], list[jax.Array]]]:
+        """Return the leaves of a rank, and a function that makes these alone."""
+        mine = [i for i, sharding in enumerate(shardings) if rank in sharding.ranks]
+
+        def make() -> list[jax.Array]:
+            leaves = jax.tree.leaves(self.model.make_cache())
+            return [leaves[i] for i in mine]
+
+        return mine, jax.jit(make, out_shardings=[shardings[i].local_sharding(rank) for i in mine])
 
     def fixed(self, values: Any) -> Any:
         """Return the values that a group's steps read and do not change."""

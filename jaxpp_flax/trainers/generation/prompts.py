@@ -16,7 +16,7 @@ class Group:
     """Sequences that one call of the model continues together; unused rows pad the group.
 
     Args:
-      tokens: (rows, length) int32: the prompts from the left, then zeros.
+      tokens: (rows, positions of the cache + 1) int32: the prompts from the left, then zeros.
       lengths: (rows,) int32: of the prompts; an unused row has 1.
       limits: (rows,) int32: the largest length with the new tokens; an unused row has 1.
       sequences: (rows,) int32: the number of the sequence among all prompts; an unused row has -1.
@@ -103,14 +103,30 @@ class Prompts:
                     f"tokens from 0 to {size - 1}. Use the tokenizer of this model; pad with lengths=."
                 )
 
-    def groups(self, count: int, *, max_new_tokens: int, multiple: int = 1) -> list[Group]:
-        """Divide the prompts into at most `count` groups of one size, a multiple of `multiple`, by length."""
+    def groups(
+        self, count: int, *, max_new_tokens: int, multiple: int = 1, cache_length: int | None = None
+    ) -> list[Group]:
+        """Divide the prompts into at most `count` groups of one size, a multiple of `multiple`, by length.
+
+        Raises:
+          ValueError: if the longest sequence does not fit into a cache of `cache_length` positions.
+        """
+        needed = self.longest + max_new_tokens - 1  # the last token is not put in
+        if cache_length is not None and cache_length < needed:
+            raise ValueError(
+                f"cache_length={cache_length}: the longest prompt, {self.longest} tokens, with "
+                f"max_new_tokens={max_new_tokens} needs {needed} positions. Pass at least as many, or leave it out."
+            )
+        width = 1 + (needed if cache_length is None else cache_length)
         order = sorted(range(len(self.rows)), key=lambda i: self.rows[i].size)
         size = -(-len(order) // (count * multiple)) * multiple
-        return [self._group(order[start : start + size], size, max_new_tokens) for start in range(0, len(order), size)]
+        return [
+            self._group(order[start : start + size], (size, width), max_new_tokens)
+            for start in range(0, len(order), size)
+        ]
 
-    def _group(self, members: Sequence[int], size: int, max_new_tokens: int) -> Group:
-        tokens = np.zeros((size, self.longest + max_new_tokens), np.int32)
+    def _group(self, members: Sequence[int], shape: tuple[int, int], max_new_tokens: int) -> Group:
+        tokens, size = np.zeros(shape, np.int32), shape[0]
         lengths, limits = np.ones(size, np.int32), np.ones(size, np.int32)
         sequences = np.full(size, -1, np.int32)
         for row, member in enumerate(members):

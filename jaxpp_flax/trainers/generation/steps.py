@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxpp_flax.engine.tracing.hints import place_with
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
@@ -18,6 +17,7 @@ from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.generation.decoding import DecodingModel
 from jaxpp_flax.trainers.generation.prompts import Group
 from jaxpp_flax.trainers.generation.sampling import Sampling
+from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.state.train_state import TrainState, shapes_of
 
 __all__ = ["DecodingStep", "first_progress", "fixed_values"]
@@ -51,7 +51,7 @@ class DecodingStep:
     def __call__(self, state: TrainState, carried: Any, tokens: Any, fixed: Any) -> tuple[Any, Any, Any]:
         def body(carried: Any, _: Any) -> Any:
             cache, progress = carried
-            logits, cache = self.model.apply(state.params, state.model_state, cache, tokens)
+            logits, cache = self.model.call(state.params, state.model_state, cache, tokens)
             progress, chosen = self._advance(progress, fixed, logits[:, -1], tokens.shape[1])
             return (cache, progress), (chosen[:, None], progress["ended"].all())
 
@@ -87,7 +87,7 @@ class DecodingStep:
         leaves, tree = jax.tree.flatten(shapes_of(cache))
 
         def call(leaves: Any, state: TrainState, tokens: Any) -> Any:
-            logits, after = self.model.apply(state.params, state.model_state, jax.tree.unflatten(tree, leaves), tokens)
+            logits, after = self.model.call(state.params, state.model_state, jax.tree.unflatten(tree, leaves), tokens)
             return jax.tree.leaves(after), logits
 
         try:
@@ -102,7 +102,7 @@ class DecodingStep:
         wanted = (*tokens.shape, "vocabulary")
         if getattr(logits, "ndim", None) != 3 or logits.shape[:2] != tokens.shape:
             raise ModelError(f"the model returns {_type_text(logits)} in decoding; generate needs logits {wanted}.")
-        names = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(cache)]
+        names = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(cache)]
         graph, consts = from_jaxpr(jaxpr)
         before = graph.inputs[len(consts) :]
         for name, old, new, value, result in zip(names, leaves, after, before, graph.outputs, strict=False):

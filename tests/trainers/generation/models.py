@@ -8,11 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import linen as nn
 from flax import nnx
 
+import jaxpp_flax.linen as linen_pipeline
 from jaxpp_flax import PipelineStage
 
 WIDTH, VOCABULARY, POSITIONS = 8, 13, 16
+PROMPTS, NEW = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [2, 2], [3, 1, 4, 1]], 6
 
 
 class Positions(nnx.Module):
@@ -66,6 +70,39 @@ class GPT(nnx.Module):
         return self.head(x)
 
 
+class LinenBlock(nn.Module):
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        mask = None if self.decode else nn.make_causal_mask(jnp.ones(x.shape[:2]))
+        return x + nn.MultiHeadDotProductAttention(2, decode=self.decode)(nn.LayerNorm()(x), mask=mask)
+
+
+class LinenGPT(nn.Module):
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, training: bool = True) -> jax.Array:
+        x, first = nn.Embed(VOCABULARY, WIDTH, embedding_init=nn.initializers.normal(1.0))(tokens), 0
+        if self.decode:
+            is_made = self.has_variable("cache", "position")
+            position = self.variable("cache", "position", lambda: jnp.int32(0))
+            first = position.value
+            if is_made:
+                position.value = first + tokens.shape[1]
+        x = x + nn.Embed(POSITIONS, WIDTH)(first + jnp.arange(tokens.shape[1]))
+        x = nn.Dropout(0.1, deterministic=not training)(x)
+        for _ in range(2):
+            x = linen_pipeline.PipelineStage(LinenBlock(self.decode))(x)
+        return nn.Dense(VOCABULARY, kernel_init=nn.initializers.normal(1.0))(x)
+
+
+def loss_fn(model: Any, batch: Any) -> jax.Array:
+    logits = model(batch["tokens"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
 def greedy(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[np.ndarray]:
     """Continue each prompt by the most likely tokens under plain `jax.jit`, without a cache, one sequence at a time.
 
@@ -73,18 +110,17 @@ def greedy(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) ->
     """
     model.eval()
     graphdef, state = nnx.split(model)
-    length = max(map(len, prompts)) + max_new_tokens
+    return greedy_of(lambda tokens: nnx.merge(graphdef, state)(tokens), prompts, max_new_tokens)
 
-    @jax.jit
-    def logits(state: Any, tokens: jax.Array) -> jax.Array:
-        return nnx.merge(graphdef, state)(tokens)
 
-    found = []
+def greedy_of(function: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[np.ndarray]:
+    """`greedy` for a function from tokens to logits."""
+    length, logits, found = max(map(len, prompts)) + max_new_tokens, jax.jit(function), []
     for prompt in prompts:
         row = np.zeros((1, length), np.int32)
         row[0, : len(prompt)] = prompt
         for position in range(len(prompt), len(prompt) + max_new_tokens):
-            row[0, position] = int(jnp.argmax(logits(state, row)[0, position - 1]))
+            row[0, position] = int(jnp.argmax(logits(row)[0, position - 1]))
         found.append(row[0, len(prompt) : len(prompt) + max_new_tokens])
     return found
 

@@ -16,24 +16,17 @@ from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers import MeshOptions, ModelError
 from jaxpp_flax.trainers.generation import rounds
+from jaxpp_flax.trainers.state.train_state import is_abstract
 from tests.examples.running import load_example
 from tests.trainers import models as plain
 from tests.trainers.generation import models as m
-
-PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [2, 2], [3, 1, 4, 1]]
-NEW = 6
-
-
-def loss_fn(model: Any, batch: Any) -> Any:
-    logits = model(batch["tokens"])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+from tests.trainers.generation.models import NEW, PROMPTS, loss_fn
 
 
 def make(model: Any, **options: Any) -> PipelineTrainer:
     made = (lambda rngs: model(rngs)) if isinstance(model, type) else model
-    return PipelineTrainer(
-        made, optax.sgd(0.1), loss_fn, num_microbatches=2, logging=False, **{"num_stages": 2, **options}
-    )
+    options = {"tx": optax.sgd(0.1), "num_stages": 2, **options}
+    return PipelineTrainer(made, loss_fn=loss_fn, num_microbatches=2, logging=False, **options)
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +131,16 @@ def test_each_cache_lies_on_its_own_rank(monkeypatch: pytest.MonkeyPatch):
     assert all(isinstance(leaf, MpmdArray) for leaf in jax.tree.leaves(trainer.state.params))
 
 
+def test_calls_with_one_cache_length_share_their_compiled_steps(greedy: list[np.ndarray]):
+    trainer = make(m.GPT(nnx.Rngs(0)), tx=optax.adam(0.1))
+    for prompts in (PROMPTS, [[2], [3, 1], [4, 4, 4], [5], [6]]):
+        found = trainer.generate(prompts, max_new_tokens=NEW, cache_length=12)
+        assert len(trainer._core.executables.compiled) == 1
+        assert is_abstract(trainer._core.held.memory.opt_state)  # no optimizer is made
+        if prompts is PROMPTS:
+            m.assert_equal(found, greedy)
+
+
 class Forgetful(nnx.Module):
     """Attention that makes a cache, and does not use it."""
 
@@ -185,8 +188,23 @@ def test_a_model_without_a_cache_is_told_what_to_add():
         make(Plain).generate([[1]], max_new_tokens=1)
     module = plain.LinenModel(2)
     variables = module.init(jax.random.key(0), jnp.ones((1, 2), jnp.int32))
-    with pytest.raises(TypeError, match="this model is of Linen"):
+    with pytest.raises(ModelError, match=r"LinenModel has neither a field `decode` nor an argument"):
         make(module, variables=variables).generate([[1]], max_new_tokens=1)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_linen_model_makes_its_cache_by_init(stages: int):
+    module = m.LinenGPT()
+    variables = module.init(jax.random.key(0), jnp.ones((1, 2), jnp.int32), training=False)
+    expected = m.greedy_of(lambda tokens: module.apply(variables, tokens, training=False), PROMPTS, NEW)
+    trainer = make(
+        module,
+        variables=lambda key: module.init(key, jnp.ones((1, 2), jnp.int32), training=False),
+        num_stages=stages,
+    )
+    m.assert_equal(trainer.generate(PROMPTS, max_new_tokens=NEW), expected)
+    with pytest.raises(ValueError, match="cache_dtype='bfloat16': the Linen module LinenGPT"):
+        trainer.generate(PROMPTS, max_new_tokens=NEW, cache_dtype="bfloat16")
 
 
 REFUSED_ARGUMENTS = [
@@ -202,6 +220,7 @@ REFUSED_ARGUMENTS = [
     ({"prompts": np.ones((2, 3), int), "lengths": [1]}, ValueError, "lengths has shape (1,)"),
     ({"lengths": [1]}, ValueError, "lengths are for an array"),
     ({"max_new_tokens": 0}, ValueError, "max_new_tokens=0"),
+    ({"cache_length": 2}, ValueError, "cache_length=2: the longest prompt, 2 tokens, with max_new_tokens=2 needs 3"),
     ({"prefill": 0}, ValueError, "prefill=0"),
     ({"groups": -1}, ValueError, "groups=-1"),
     ({"temperature": -1.0}, ValueError, "temperature=-1.0"),
