@@ -61,6 +61,11 @@ def test_the_page_about_tasks_runs(capsys: pytest.CaptureFixture[str]):
     assert out.endswith("[4, 5, 6, 7]\n")
 
 
+def test_the_page_about_generation_runs(capsys: pytest.CaptureFixture[str]):
+    run_page("generation.md", blocks=2)
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
 def test_the_page_about_pretrained_weights_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

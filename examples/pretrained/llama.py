@@ -1,7 +1,9 @@
 """Llama, Mistral, Qwen2 and Qwen3 in NNX: tokens (batch, length) to logits of the next token.
 
 `LlamaConfig.from_huggingface` reads a `config.json`; `NAMES` is the map of the weights for `load_pretrained` and
-`export_pretrained`. Attention has grouped heads and rotary positions; the blocks are marked as possible cuts.
+`export_pretrained`. Attention has grouped heads, rotary positions, and a cache for `trainer.generate`, which takes
+several tokens of a prompt at once; the blocks are marked as possible cuts. A row may hold several documents: with
+`segments`, the number of each token's document, a token sees only its own one.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class LlamaConfig:
 
 class Attention(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.config = config
+        self.config, self.decode = config, False
         width, size = config.width, config.head_size
 
         def linear(ins: int, outs: int, bias: bool = False) -> nnx.Linear:
@@ -92,18 +94,42 @@ class Attention(nnx.Module):
             self.query_norm = nnx.RMSNorm(size, epsilon=config.epsilon, dtype=config.dtype, rngs=rngs)
             self.key_norm = nnx.RMSNorm(size, epsilon=config.epsilon, dtype=config.dtype, rngs=rngs)
 
-    def __call__(self, x):
+    def init_cache(self, input_shape, dtype=None):
+        """Make the cache of `trainer.generate`, for sequences of shape (batch, length, ...)."""
+        config = self.config
+        shape = (*input_shape[:2], config.key_value_heads, config.head_size)
+        self.cached_key = nnx.Cache(jnp.zeros(shape, dtype or config.dtype))
+        self.cached_value = nnx.Cache(jnp.zeros(shape, dtype or config.dtype))
+        self.cache_index = nnx.Cache(jnp.int32(0))  # the position of the next token
+
+    def __call__(self, x, segments=None):
         config = self.config
         heads = (*x.shape[:2], -1, config.head_size)
         query, key, value = (layer(x).reshape(heads) for layer in (self.query, self.key, self.value))
         if config.head_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        angles = jnp.arange(x.shape[1])[:, None] * frequencies(config)
-        window = None if config.window is None else (config.window - 1, 0)
-        mixed = jax.nn.dot_product_attention(
-            rotate(query, angles), rotate(key, angles), value, is_causal=True, local_window_size=window
-        )
+        positions = jnp.arange(x.shape[1]) + (self.cache_index[...] if self.decode else 0)
+        # Rotary positions count only as differences, so they need not begin anew with each document.
+        angles = positions[:, None] * frequencies(config)
+        query, key = rotate(query, angles), rotate(key, angles)
+        if self.decode:
+            mixed = self.attend_to_cache(query, key, value, positions)
+        else:
+            window = None if config.window is None else (config.window - 1, 0)
+            own = None if segments is None else segments[:, None, :, None] == segments[:, None, None, :]
+            mixed = jax.nn.dot_product_attention(query, key, value, mask=own, is_causal=True, local_window_size=window)
         return self.out(mixed.reshape(*x.shape[:2], -1))
+
+    def attend_to_cache(self, query, key, value, positions):
+        """Add the keys and values of one or more tokens to the cache; each token sees itself and those before it."""
+        for cached, new in ((self.cached_key, key), (self.cached_value, value)):
+            start = (0, self.cache_index[...], 0, 0)
+            cached[...] = jax.lax.dynamic_update_slice(cached[...], new.astype(cached.dtype), start)
+        self.cache_index[...] += key.shape[1]
+        distance = positions[:, None] - jnp.arange(self.cached_key.shape[1])
+        seen = (distance >= 0) & (distance < (self.config.window or distance.shape[1]))
+        key, value = (cached[...].astype(query.dtype) for cached in (self.cached_key, self.cached_value))
+        return jax.nn.dot_product_attention(query, key, value, mask=seen[None, None])
 
 
 def frequencies(config: LlamaConfig) -> np.ndarray:
@@ -137,8 +163,8 @@ class Block(nnx.Module):
         self.gate, self.up = linear(config.width, config.hidden), linear(config.width, config.hidden)
         self.down = linear(config.hidden, config.width)
 
-    def __call__(self, x):
-        x = x + self.attention(self.attention_norm(x))
+    def __call__(self, x, segments=None):
+        x = x + self.attention(self.attention_norm(x), segments)
         y = self.mlp_norm(x)
         return x + self.down(nnx.silu(self.gate(y)) * self.up(y))
 
@@ -152,10 +178,10 @@ class Llama(nnx.Module):
             self.head = nnx.Linear(config.width, config.vocabulary, use_bias=False, dtype=config.dtype, rngs=rngs)
         self.tied = config.tied
 
-    def __call__(self, tokens):
+    def __call__(self, tokens, segments=None):
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, segments)
         x = self.norm(x)
         return self.embed.attend(x) if self.tied else self.head(x)
 

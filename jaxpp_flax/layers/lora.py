@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
@@ -21,7 +22,7 @@ from jaxpp_flax.globs import NameFilter, matches, matches_any
 from jaxpp_flax.layers.nnx import StageMeta
 from jaxpp_flax.layers.stage_class import origin_of, stage_class
 
-__all__ = ["add_lora", "merge_lora"]
+__all__ = ["adapter_scales", "add_lora", "merge_lora", "merged_kernel"]
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -107,25 +108,51 @@ def merge_lora(model: M) -> M:
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"merge_lora needs an instance of an nnx.Module, got {type(model).__name__}.")
+    scales = adapter_scales(model)
     modules: dict[str, Any] = {_path_text(path): module for path, module in nnx.iter_modules(model)}
-    plain = {path: _class_without_adapter(type(module)) for path, module in modules.items()}
-    adapted = [path for path, cls in plain.items() if cls is not None]
+    for path, scale in scales.items():
+        layer = modules[path]
+        factors = layer.lora.lora_a[...], layer.lora.lora_b[...]
+        layer.kernel[...] = merged_kernel(layer.kernel[...], *factors, scale=scale)
+        for name in ("lora", "lora_scale"):
+            if hasattr(layer, name):
+                delattr(layer, name)
+        object.__setattr__(layer, "__class__", _class_without_adapter(type(layer)))
+    return model
+
+
+def adapter_scales(model: nnx.Module) -> dict[str, float]:
+    """Return the scale of each adapter that `merge_lora` merges, by the path of its layer; values may be abstract.
+
+    Raises:
+      ValueError: as `merge_lora`.
+
+    Example:
+      >>> model = nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
+      >>> adapter_scales(add_lora(model, rank=2, alpha=4, rngs=nnx.Rngs(1)))
+      {'layers/0': 2.0}
+    """
+    modules: dict[str, Any] = {_path_text(path): module for path, module in nnx.iter_modules(model)}
+    adapted = [path for path, module in modules.items() if _class_without_adapter(type(module)) is not None]
     factors = {id(modules[path].lora) for path in adapted}
     others = sorted(p for p, module in modules.items() if isinstance(module, nnx.LoRA) and id(module) not in factors)
     if others or not adapted:
         found = f"the nnx.LoRA at {others[0]!r} belongs to no linear layer" if others else "no layer has an adapter"
         raise ValueError(f"merge_lora: {found}. It merges the adapters of add_lora and of nnx.LoRALinear.")
-    for path in adapted:
-        layer = modules[path]
-        a, b = (jnp.asarray(factor[...], jnp.float32) for factor in (layer.lora.lora_a, layer.lora.lora_b))
-        kernel = layer.kernel[...]
-        term = getattr(layer, "lora_scale", 1.0) * jnp.matmul(a, b, precision="highest").reshape(kernel.shape)
-        layer.kernel[...] = (kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32)) + term).astype(kernel.dtype)
-        for name in ("lora", "lora_scale"):
-            if hasattr(layer, name):
-                delattr(layer, name)
-        object.__setattr__(layer, "__class__", plain[path])
-    return model
+    return {path: float(getattr(modules[path], "lora_scale", 1.0)) for path in adapted}
+
+
+@partial(jax.jit, static_argnames="scale")
+def merged_kernel(kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array, *, scale: float) -> jax.Array:
+    """Return `kernel + scale * (lora_a @ lora_b)`, summed in float32 and rounded once to the kernel's dtype.
+
+    Example:
+      >>> merged_kernel(jnp.ones((2, 3)), jnp.ones((2, 4)), jnp.ones((4, 3)), scale=0.5).tolist()
+      [[3.0, 3.0, 3.0], [3.0, 3.0, 3.0]]
+    """
+    a, b = lora_a.astype(jnp.float32), lora_b.astype(jnp.float32)
+    term = scale * jnp.matmul(a, b, precision="highest").reshape(kernel.shape)
+    return (kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32)) + term).astype(kernel.dtype)
 
 
 class _Adapted(nnx.Module, metaclass=StageMeta):

@@ -199,7 +199,8 @@ def _leaves_to_write(tree: Any) -> dict[str, Leaf]:
         source = open_source(tree)
         names = {name: of for name, of in source.tensors.items() if name not in source.optional}
         return {name.replace(".", "/"): _stored_leaf(of) for name, of in names.items()}
-    return {path: _array_leaf(leaf) for path, leaf in flatten(tree)[0].items()}
+    leaves = flatten(tree)[0]
+    return {path: leaf if isinstance(leaf, Leaf) else array_leaf(leaf) for path, leaf in leaves.items()}
 
 
 def _stored_leaf(tensor: StoredTensor) -> Leaf:
@@ -211,7 +212,12 @@ def _stored_leaf(tensor: StoredTensor) -> Leaf:
     return Leaf(tensor.shape, tensor.numpy_dtype, parts)
 
 
-def _array_leaf(leaf: Any) -> Leaf:
+def array_leaf(leaf: Any) -> Leaf:
+    """Return the leaf of an array; each process has the parts that it is to write.
+
+    >>> [(index, values.tolist()) for index, values in array_leaf(np.arange(3)).parts()]
+    [((slice(0, 3, 1),), [0, 1, 2])]
+    """
     shape, dtype = tuple(np.shape(leaf)), leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
 
     def parts() -> Iterator[tuple[Index, np.ndarray]]:

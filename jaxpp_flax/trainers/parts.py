@@ -11,6 +11,7 @@ from jaxpp_flax.trainers.callbacks import CallbackStates
 from jaxpp_flax.trainers.checkpoints import Checkpointing, open_store
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, ProcessInputs
 from jaxpp_flax.trainers.data.stream import DataTracking
+from jaxpp_flax.trainers.generation.generator import Generator
 from jaxpp_flax.trainers.loop.evaluation import Evaluation
 from jaxpp_flax.trainers.loop.nonfinite import OnNonFinite, StepsUnderWay
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison, await_same_call
@@ -80,6 +81,7 @@ class Parts:
     pretrained: PretrainedWeights
     display: Display
     evaluation: Evaluation
+    generator: Generator
     checkpoints: Checkpointing
     train_step: TrainStep
     loop: TrainingLoop
@@ -164,11 +166,13 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
         deadline=None if options is None else options.preemption_deadline,
         trace=lambda microbatches: core.builders.trace(held.memory, microbatches), await_same_end=train_step.end,
     )  # fmt: skip
+    weights = Weights(core.adapter, held, core.meet)
     return Parts(
-        weights=Weights(core.adapter, held, core.meet),
-        pretrained=PretrainedWeights(held, core.update, mesh, core.meet),
+        weights=weights,
+        pretrained=PretrainedWeights(held, core.update, mesh, core.meet, weights.abstract_model),
         display=display,
         evaluation=evaluation,
+        generator=Generator(core.adapter, core.scheduling, core.executables, held, core.meet),
         checkpoints=checkpoints,
         train_step=train_step,
         loop=loop,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 import optax
 from flax import linen as nn
 from flax import nnx
@@ -26,6 +27,7 @@ from jaxpp_flax.trainers.data.batch_sharding import InferenceKind, ProcessInputs
 from jaxpp_flax.trainers.data.position import ResumeData
 from jaxpp_flax.trainers.data.remainder import Remainder
 from jaxpp_flax.trainers.decorators import described_by, refuse_renamed
+from jaxpp_flax.trainers.generation.generator import Generator
 from jaxpp_flax.trainers.loop.evaluation import Evaluation
 from jaxpp_flax.trainers.loop.hooks import StepHook
 from jaxpp_flax.trainers.loop.train_step import TrainStep
@@ -318,6 +320,18 @@ class PipelineTrainer:
     def predict(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
         return self._parts.evaluation.predict(batch, global_batch_size=global_batch_size)
 
+    @described_by(Generator.generate)
+    def generate(
+        self, prompts: Any, *, max_new_tokens: int, lengths: Any = None, temperature: float = 0.0, seed: int = 0,
+        top_k: int | None = None, top_p: float | None = None, eos_token_id: int | Sequence[int] | None = None,
+        prefill: int = 1, groups: int | None = None, cache_length: int | None = None, cache_dtype: Any = None,
+    ) -> list[np.ndarray]:  # fmt: skip
+        return self._parts.generator.generate(
+            prompts, max_new_tokens=max_new_tokens, lengths=lengths, temperature=temperature, seed=seed, top_k=top_k,
+            top_p=top_p, eos_token_id=eos_token_id, prefill=prefill, groups=groups, cache_length=cache_length,
+            cache_dtype=cache_dtype,
+        )  # fmt: skip
+
     @described_by(ProcessInputs.leaves_read)
     def leaves_read(self, batch: Any) -> Any:
         return self._parts.inputs.leaves_read(batch)
@@ -378,7 +392,9 @@ class PipelineTrainer:
         config: Mapping[str, Any] | None = None,
         max_shard_bytes: int = SHARD_BYTES,
         ema: bool = False,
+        merge_lora: bool = False,
     ) -> Path:
         return self._parts.pretrained.export(
-            directory, map=map, only=only, config=config, max_shard_bytes=max_shard_bytes, ema=ema
-        )
+            directory, map=map, only=only, config=config, max_shard_bytes=max_shard_bytes, ema=ema,
+            merge_lora=merge_lora,
+        )  # fmt: skip

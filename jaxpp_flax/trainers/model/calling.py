@@ -100,10 +100,14 @@ def call_model(model: Any, batch: Any) -> Any:
       >>> call_model(Model(), 3)
       3
     """
-    module = model.module if isinstance(model, LinenCall) else model
+    return model(batch, **inference_arguments(model.module if isinstance(model, LinenCall) else model))
+
+
+def inference_arguments(module: Any) -> dict[str, bool]:
+    """Return the boolean arguments of a module's `__call__` that turn training off, with their values."""
     taken = _parameters(module)
     boolean = {n: of for n, of in taken.items() if of.default is of.empty or isinstance(of.default, bool)}
-    return model(batch, **{name: value for name, value in _INFERENCE.items() if name in boolean})
+    return {name: value for name, value in _INFERENCE.items() if name in boolean}
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:

@@ -15,10 +15,12 @@ from jaxpp_flax.checkpoint.errors import CorruptCheckpointError
 from jaxpp_flax.checkpoint.format.leaves import is_key
 from jaxpp_flax.checkpoint.format.paths import PathFilter, flatten
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.layers.lora import adapter_scales
 from jaxpp_flax.pretrained import IDENTITY, NameMap, export_pretrained
 from jaxpp_flax.pretrained.exporting import SHARD_BYTES
 from jaxpp_flax.pretrained.loading import LoadPlan, plan_load
 from jaxpp_flax.trainers.state.holder import StateHolder, copied
+from jaxpp_flax.trainers.state.merged_adapters import merged_leaves
 from jaxpp_flax.trainers.state.placement import put_on_ranks
 from jaxpp_flax.trainers.state.train_state import TrainState, is_abstract, model_part, shapes_of
 from jaxpp_flax.trainers.step.optimizer_update import Update
@@ -35,12 +37,14 @@ class PretrainedWeights:
 
     Args:
       meet: waits until every process has made the call of this name.
+      abstract_model: returns the model with shapes in place of values.
     """
 
     held: StateHolder
     update: Update
     mesh: MpmdMesh | None
     meet: Callable[[str], None]
+    abstract_model: Callable[[], Any]
 
     def load(
         self,
@@ -96,6 +100,7 @@ class PretrainedWeights:
         config: Mapping[str, Any] | None = None,
         max_shard_bytes: int = SHARD_BYTES,
         ema: bool = False,
+        merge_lora: bool = False,
     ) -> Path:
         """Write the current weights to a new directory as Hugging Face does: safetensors, with an index.
 
@@ -108,18 +113,28 @@ class PretrainedWeights:
           config: the content of a `config.json` beside the weights, which `transformers` needs.
           max_shard_bytes: the largest size of a file.
           ema: write the average of the weights.
+          merge_lora: write the weights of the model without adapters: each adapter is added to its layer's kernel, on
+            the kernel's ranks, when this leaf is written. Bit for bit the weights of `merge_lora(trainer.model)`.
 
         Raises:
           CheckpointMismatchError: if the map does not fit; the message lists all leaves.
           CheckpointSaveError: if the directory exists, or cannot be written.
-          ValueError: for `ema=True` without an average.
+          ValueError: for `ema=True` without an average, or `merge_lora=True` without adapters.
         """
         self.meet("trainer.export_pretrained")
+        scales = self._scales() if merge_lora else {}
         state = self.held.weights()
         if ema and state.ema is None:
             raise ValueError("export_pretrained(ema=True) needs an average: parameters=Parameters(ema_decay=0.999).")
         leaves = _weights_of(replace(state, params=state.ema) if ema else state)
+        leaves = merged_leaves(leaves, scales)
         return export_pretrained(leaves, directory, map=map, only=only, config=config, max_shard_bytes=max_shard_bytes)
+
+    def _scales(self) -> dict[str, float]:
+        model = self.abstract_model()
+        if not isinstance(model, nnx.Module):
+            raise ValueError("export_pretrained(merge_lora=True) merges the adapters of an NNX model; this is Linen.")
+        return adapter_scales(model)
 
     def _read(self, plan: LoadPlan, state: TrainState, shardings: TrainState | None) -> TrainState:
         """Make the first state from the files: with these shardings, or on the devices of `state`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -70,20 +71,49 @@ class CompiledSteps:
         `build` makes the pure function, if the step is not compiled yet. With `donate`, the step reuses the state's
         memory. Without, the weights are placed for it now, if no step was compiled before.
         """
-        held, scheduling = self._held, self._scheduling
+        held = self._held
         process_group().step = held.step + (kind == "train")  # for messages
         key = self._key(kind, microbatches)
         if key not in self.compiled:
-            if scheduling.mesh is not None:  # without a mesh, `jax.jit` handles this setting
-                refuse_disabled_jit("a pipelined step")
-            compare_compilations(scheduling.mesh, held.memory, kind, scheduling.schedule, microbatches)
-            policy = self._cut_policy(kind, microbatches)
+            policy = self._ready_to_compile(kind, microbatches)
             state = held.memory if donate else held.memory.for_inference()
             self.compiled[key] = self._compile(build(), state, microbatches, policy, donate=donate)
         compiled = self.compiled[key]
         if not donate:
             held.place_weights(lambda: compiled.in_shardings[0][0])
         return compiled
+
+    def for_decoding(self, step: Any, arguments: tuple[Any, ...], specs: tuple[Any, ...]) -> Any:
+        """Return the compiled `DecodingStep` for such arguments, and place the weights for it.
+
+        Args:
+          step: the step; its `key` holds what its arguments do not tell.
+          arguments: `(carried, tokens, fixed)`, arrays or shapes; the step reuses the memory of `carried`.
+          specs: the specs of these arguments on a rank.
+        """
+        held, state_specs = self._held, self.state_specs
+        key = (*self._key("generate", arguments), step.key)
+        if key not in self.compiled:
+            policy = self._ready_to_compile("generate", {"tokens": arguments[1]})
+            form = _Form(
+                in_specs=(None if state_specs is None else state_specs.for_inference(), *specs),
+                out_specs=(*specs[:2], None),
+                donated=(1,),
+                everywhere=False,
+            )
+            all_arguments = (held.memory.for_inference(), *arguments)
+            self.compiled[key] = self._compile_form(step, all_arguments, policy, form)
+        compiled = self.compiled[key]
+        held.place_weights(lambda: compiled.in_shardings[0][0])
+        return compiled
+
+    def _ready_to_compile(self, kind: str, batch: Any) -> CutPolicy:
+        """Compare with the other processes, and return the policy of the cuts."""
+        scheduling = self._scheduling
+        if scheduling.mesh is not None:  # without a mesh, `jax.jit` handles this setting
+            refuse_disabled_jit("a pipelined step")
+        compare_compilations(scheduling.mesh, self._held.memory, kind, scheduling.schedule, batch)
+        return self._cut_policy(kind, batch)
 
     def _key(self, kind: str, microbatches: Any) -> Any:
         return (kind, self._scheduling.schedule, signature(microbatches), trace_settings())
@@ -102,32 +132,56 @@ class CompiledSteps:
 
     def _compile(self, function: Callable[..., Any], state: Any, batch: Any, policy: CutPolicy, *, donate: bool) -> Any:
         """Compile `function(state, batch)`. All processes get the function's results other than a new state."""
-        donated = (0,) if donate else ()
         specs, mesh = self.state_specs, self._scheduling.mesh
         if specs is not None and not donate:
             specs = specs.for_inference()
+        in_specs = None
+        if mesh is not None:
+            shards = num_batch_shards(mesh)
+            # Only inference has batches that data-parallel devices cannot divide evenly: each device computes all.
+            leaves, structure = jax.tree.flatten(batch)
+            is_shared = all(leaf.shape[1] % shards == 0 for leaf in leaves if len(leaf.shape) > 1)
+            of_batch = [batch_spec(mesh, len(leaf.shape)) if is_shared else PartitionSpec() for leaf in leaves]
+            in_specs = (specs, jax.tree.unflatten(structure, of_batch))
+        form = _Form(
+            in_specs=in_specs,
+            # A step returns the state with the shardings of its input state.
+            out_specs=(specs, None) if donate and specs is not None else None,
+            donated=(0,) if donate else (),
+            everywhere=(False, True) if donate else True,
+        )
+        return self._compile_form(function, (state, batch), policy, form)
+
+    def _compile_form(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], policy: CutPolicy, form: _Form
+    ) -> Any:
+        mesh = self._scheduling.mesh
         if mesh is None:
-            jitted = jax.jit(function, donate_argnums=donated)
+            jitted = jax.jit(function, donate_argnums=form.donated)
             if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
                 return jitted  # a compiled function would refuse to run operation by operation
-            return jitted.lower(state, batch).compile()
-        shards = num_batch_shards(mesh)
-        # Only inference has batches that data-parallel devices cannot divide evenly: each device computes all of it.
-        leaves, structure = jax.tree.flatten(batch)
-        is_shared = all(leaf.shape[1] % shards == 0 for leaf in leaves if len(leaf.shape) > 1)
-        specs_of_batch = [batch_spec(mesh, len(leaf.shape)) if is_shared else PartitionSpec() for leaf in leaves]
+            return jitted.lower(*arguments).compile()
         step = mpmd_jit_with_loop(
             function,
             mesh,
-            in_shardings=(specs, jax.tree.unflatten(structure, specs_of_batch)),
-            # A step returns the state with the shardings of its input state.
-            out_shardings=(specs, None) if donate and specs is not None else None,
-            donate_argnums=donated,
+            in_shardings=form.in_specs,
+            out_shardings=form.out_specs,
+            donate_argnums=form.donated,
             cut_policy=policy,
-            everywhere=(False, True) if donate else True,
+            everywhere=form.everywhere,
         )
         with nn.logical_axis_rules(self._rules.on(inner_sizes(mesh))):
-            return step.compile(state, batch)
+            return step.compile(*arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Form:
+    """The form of a step on a mesh: the specs of its arguments and results, and who reuses and gets them."""
+
+    in_specs: Any
+    out_specs: Any
+    donated: tuple[int, ...]
+    everywhere: Any
 
 
 def stage_table(stages: Sequence[StageSummary], memory: Mapping[int, int], title: str) -> Table:

@@ -1,0 +1,143 @@
+"""`trainer.generate`: groups of sequences go through the stages one behind another, so that every rank works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings
+from jaxpp_flax.trainers.generation.decoding import DecodingModel
+from jaxpp_flax.trainers.generation.linen_decoding import decode_linen
+from jaxpp_flax.trainers.generation.nnx_decoding import decode_nnx
+from jaxpp_flax.trainers.generation.program import DecodingProgram
+from jaxpp_flax.trainers.generation.prompts import Group, Prompts
+from jaxpp_flax.trainers.generation.rounds import run_in_turn
+from jaxpp_flax.trainers.generation.sampling import Sampling, read_end_tokens
+from jaxpp_flax.trainers.generation.steps import DecodingStep, fixed_values
+from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
+from jaxpp_flax.trainers.model.adapter import ModelAdapter
+from jaxpp_flax.trainers.model.linen_model import LinenModel
+from jaxpp_flax.trainers.model.nnx_model import NnxModel
+from jaxpp_flax.trainers.setup import check_count
+from jaxpp_flax.trainers.state.holder import StateHolder
+from jaxpp_flax.trainers.step.builder import ForwardOnly
+from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
+from jaxpp_flax.trainers.tuning.scheduling import Scheduling
+
+__all__ = ["Generator"]
+
+# XLA's CPU client stops at 32 computations in flight on a device, so no more calls than these are under way.
+_MOST_UNDER_WAY = 16
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Continues sequences with the current weights; the state does not change.
+
+    `meet` is called with the name of a call that every process must make after the same step. `programs` keeps what
+    is compiled.
+    """
+
+    adapter: ModelAdapter
+    scheduling: Scheduling
+    executables: CompiledSteps
+    held: StateHolder
+    meet: Callable[[str], None]
+    programs: dict[Any, DecodingProgram] = field(default_factory=dict)
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        max_new_tokens: int,
+        lengths: Any = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        seed: int = 0,
+        prefill: int = 1,
+        groups: int | None = None,
+        cache_length: int | None = None,
+        cache_dtype: DTypeLike | None = None,
+    ) -> list[np.ndarray]:
+        """Continue each prompt by up to `max_new_tokens` tokens, pipelined, with a cache on each stage's devices.
+
+        The model is brought into decoding form by Flax's convention. NNX: modules with an attribute `decode` get True,
+        and modules with a method `init_cache(input_shape, dtype=...)`, as `nnx.MultiHeadAttention` has, make their
+        `nnx.Cache` variables. Linen: with `decode=True`, the module makes its collection `cache`. The model computes
+        logits (batch, length, vocabulary) from tokens (batch, length). The state does not change. See
+        `docs/generation.md`.
+
+        Args:
+          prompts: lists of tokens, of any lengths; or an integer array (batch, length).
+          max_new_tokens: the most tokens to add to each prompt.
+          lengths: for an array that is padded on the right: the length of each prompt.
+          temperature: 0 takes the most likely token; otherwise logits are divided by this number, and sampled.
+          top_k: sample among the k most likely tokens.
+          top_p: sample among the most likely tokens that together have this probability.
+          eos_token_id: the token, or tokens, that end a sequence.
+          seed: of the samples. A sample depends on the seed, the number of the prompt and the position alone: not on
+            stages, groups or processes.
+          prefill: how many tokens of a prompt the model takes in one call. `nnx.MultiHeadAttention` takes one.
+          groups: of sequences that are under way at once. Default: the number of stages, so that all of them work.
+          cache_length: the positions in the cache of a sequence. Default: as many as the longest needs. Calls with
+            equal numbers of prompts and equal `cache_length` share their compiled steps.
+          cache_dtype: of the cache. Default: the dtype of each module's computation.
+
+        Returns:
+          One array for each prompt, in order: the new tokens alone, int32, of shape (n,) with n from 1 to
+          `max_new_tokens`. There is no padding: a sequence ends with its end token, which is included, or is full.
+
+        Raises:
+          ModelError: if the model has no cache, does not use it, or does not take such lengths.
+          ValueError, TypeError: for a prompt or an option that does not fit; nothing has run then.
+        """
+        sampling = Sampling(
+            temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, end_tokens=read_end_tokens(eos_token_id)
+        )  # fmt: skip
+        count = self.scheduling.num_stages if groups is None else check_count("groups", groups)
+        new, prefill = check_count("max_new_tokens", max_new_tokens), check_count("prefill", prefill)
+        given = Prompts.of(prompts, lengths)
+        cache_length = cache_length if cache_length is None else check_count("cache_length", cache_length)
+        shards = self.scheduling.batch_shards
+        work = given.groups(count, max_new_tokens=new, multiple=shards, cache_length=cache_length)
+        self.meet("trainer.generate")
+        compared = BatchComparison(self.scheduling.mesh, "generation")
+        compared.before([(group.tokens, fixed_values(group, sampling)) for group in work])
+        program, calls = self._program(work[0], sampling, cache_dtype), [group.calls(prefill) for group in work]
+        counts = sorted({taken for each in calls for taken in each})
+        program.check(self.held.memory.for_inference(), counts, given, sampling)
+        program.compile(counts)
+        runs = program.runs(work, calls, sampling)
+        run_in_turn(runs, program.steps, self.held.weights().for_inference(), self._most_under_way(len(runs)))
+        found = {number: row for run in runs for number, row in run.sequences(sampling.end_tokens).items()}
+        return [found[i] for i in range(len(found))]
+
+    def _program(self, group: Group, sampling: Sampling, dtype: Any) -> DecodingProgram:
+        """Return the program for groups like this one; it is made once."""
+        (size, width), schedule = group.tokens.shape, self.scheduling.schedule
+        key = (size, width, None if dtype is None else jnp.dtype(dtype), sampling.compiled, schedule, trace_settings())
+        if key not in self.programs:
+            model, doubled = (self._decoding_model(rows, width - 1, dtype) for rows in (size, 2 * size))
+            forward = ForwardOnly(schedule) if schedule is not None else None
+            step = DecodingStep(model=model, sampling=sampling, schedule=forward)
+            mesh = self.scheduling.mesh
+            self.programs[key] = DecodingProgram(step, doubled.cache, group, self.executables, mesh)
+        return self.programs[key]
+
+    def _decoding_model(self, batch_size: int, length: int, dtype: Any) -> DecodingModel:
+        sizes, state = {"batch_size": batch_size, "length": length}, self.held.memory
+        if isinstance(self.adapter, LinenModel):
+            return decode_linen(self.adapter, **sizes, dtype=dtype)
+        return decode_nnx(cast(NnxModel, self.adapter), state.params, state.model_state, **sizes, dtype=dtype)
+
+    def _most_under_way(self, num_groups: int) -> int:
+        schedule = self.scheduling.schedule
+        tasks = 1 if schedule is None else -(-schedule.num_stages // schedule.num_ranks)
+        return max(1, min(2 * num_groups, _MOST_UNDER_WAY // tasks))

@@ -1,0 +1,138 @@
+"""The choice of the next token from logits: greedy, or sampled with a temperature, `top_k` and `top_p`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["Sampling", "read_end_tokens"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The checked options of sampling. `temperature` 0 is greedy: the token with the largest logit, the first of equal.
+
+    Raises:
+      ValueError, TypeError: naming the option that does not fit.
+
+    Example:
+      >>> sampling = Sampling(temperature=0.7, top_k=2)
+      >>> logits = jnp.asarray([[0.0, 3.0, 2.9, -1.0]])
+      >>> int(sampling.choose(logits, sampling.numbers(), jnp.arange(1), jnp.int32(4))[0]) in (1, 2)
+      True
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    end_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature!r}: it must be a number of at least 0 (0: greedy).")
+        if self.top_k is not None and (not _is_whole(self.top_k) or self.top_k < 1):
+            raise ValueError(f"top_k={self.top_k!r}: it must be a whole number of at least 1, or None.")
+        if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
+            raise ValueError(f"top_p={self.top_p!r}: it must be a number above 0 and at most 1, or None.")
+        if not _is_whole(self.seed) or not 0 <= self.seed < 1 << 32:
+            raise ValueError(f"seed={self.seed!r}: it must be a whole number from 0 to 2**32 - 1.")
+        for name, value in (("top_k", self.top_k), ("top_p", self.top_p)):
+            if value is not None and self.is_greedy:
+                raise ValueError(
+                    f"{name}={value!r} and temperature=0.0: greedy decoding takes the most likely token, so {name} "
+                    "would have no effect. Pass a temperature above 0, such as 1.0, or leave it out."
+                )
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if no random number is drawn."""
+        return self.temperature == 0
+
+    @property
+    def compiled(self) -> tuple[Any, ...]:
+        """The part that is compiled into a step; the numbers may change without a new compilation."""
+        return (self.is_greedy, self.top_k, self.top_p is not None, self.end_tokens)
+
+    def check_vocabulary(self, size: int) -> None:
+        """Refuse what a vocabulary of this size does not have.
+
+        Raises:
+          ValueError: naming the option.
+        """
+        if self.top_k is not None and self.top_k > size:
+            raise ValueError(f"top_k={self.top_k}: the model has {size} tokens. Leave it out to sample among all.")
+        for token in self.end_tokens:
+            if not 0 <= token < size:
+                raise ValueError(f"eos_token_id has the token {token}, but the model has tokens from 0 to {size - 1}.")
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the part that a step takes as arguments: scalars."""
+        return {
+            "temperature": np.float32(self.temperature),
+            "top_p": np.float32(1.0 if self.top_p is None else self.top_p),
+            "seed": np.uint32(self.seed),
+        }
+
+    def choose(self, logits: Any, numbers: dict[str, Any], sequences: Any, position: Any) -> Any:
+        """Return the next token of each sequence, int32.
+
+        The random numbers depend only on the seed, the number of the sequence, and the position of the token.
+
+        Args:
+          logits: (batch, vocabulary).
+          numbers: the result of `numbers()`.
+          sequences: (batch,), the numbers of the sequences among all prompts.
+          position: scalar, the position of the token to choose.
+        """
+        if self.is_greedy:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        logits = logits.astype(jnp.float32) / numbers["temperature"]
+        if self.top_k is not None:
+            logits = _at_least(logits, jax.lax.top_k(logits, self.top_k)[0][:, -1:])
+        if self.top_p is not None:
+            logits = _at_least(logits, _least_of_nucleus(logits, numbers["top_p"]))
+        key = jax.random.key(numbers["seed"])
+        keys = jax.vmap(lambda number: jax.random.fold_in(jax.random.fold_in(key, number), position))(sequences)
+        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+def read_end_tokens(value: Any) -> tuple[int, ...]:
+    """Read `eos_token_id`: None, a token or several.
+
+    Raises:
+      TypeError: if it is anything else.
+
+    Example:
+      >>> read_end_tokens(None), read_end_tokens(2), read_end_tokens([2, 5])
+      ((), (2,), (2, 5))
+    """
+    tokens = () if value is None else tuple(value) if isinstance(value, (list, tuple, np.ndarray)) else (value,)
+    if not all(map(_is_whole, tokens)):
+        raise TypeError(f"eos_token_id={value!r}: it must be a token (a whole number), several tokens, or None.")
+    return tuple(map(int, tokens))
+
+
+def _at_least(logits: Any, least: Any) -> Any:
+    return jnp.where(logits < least, -jnp.inf, logits)
+
+
+def _least_of_nucleus(logits: Any, top_p: Any) -> Any:
+    """Return the least logit of the most likely tokens that together have the probability `top_p`, (batch, 1)."""
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    shares = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(shares, axis=-1) - shares  # the first token always belongs to them
+    return jnp.min(jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

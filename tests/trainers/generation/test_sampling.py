@@ -1,0 +1,61 @@
+"""The distribution of samples, against one that NumPy computes from the definition."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxpp_flax.trainers.generation.sampling import Sampling
+
+LOGITS = np.array([1.0, 3.0, 2.5, -1.0, 0.0, 2.0], np.float32)
+COUNT = 20_000
+
+
+def shares(sampling: Sampling) -> np.ndarray:
+    """The share of each token among many samples, one for each sequence."""
+    logits = jnp.broadcast_to(LOGITS, (COUNT, len(LOGITS)))
+    chosen = jax.jit(sampling.choose)(logits, sampling.numbers(), jnp.arange(COUNT), jnp.int32(7))
+    return np.bincount(np.asarray(chosen), minlength=len(LOGITS)) / COUNT
+
+
+def expected(temperature: float, kept: list[int]) -> np.ndarray:
+    weights = np.zeros(len(LOGITS))
+    weights[kept] = np.exp(LOGITS[kept] / temperature)
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(temperature=0.7), [0, 1, 2, 3, 4, 5]),
+        (Sampling(temperature=2.0, top_k=3), [1, 2, 5]),
+        (Sampling(temperature=1.0, top_k=1), [1]),
+        # The three most likely tokens have 0.47, 0.75 and 0.92 of the probability.
+        (Sampling(temperature=1.0, top_p=0.8), [1, 2, 5]),
+        (Sampling(temperature=1.0, top_p=0.7), [1, 2]),
+        (Sampling(temperature=1.0, top_p=0.01), [1]),
+        # Among the first four, the first two have 0.78: top_p is applied after top_k.
+        (Sampling(temperature=1.0, top_k=4, top_p=0.76), [1, 2]),
+    ],
+)
+def test_samples_have_the_shares_of_their_probabilities(sampling: Sampling, kept: list[int]):
+    found = shares(sampling)
+    assert not found[[i for i in range(len(LOGITS)) if i not in kept]].any()
+    # Five standard deviations of a share among so many samples, at most.
+    np.testing.assert_allclose(found, expected(sampling.temperature, kept), atol=5 * 0.5 / np.sqrt(COUNT))
+
+
+def test_a_sample_depends_on_the_sequence_and_the_position():
+    sampling = Sampling(temperature=1.0)
+    logits = jnp.zeros((64, 97))
+
+    def sample(first: int, position: int, seed: int = 0) -> list[int]:
+        numbers = Sampling(temperature=1.0, seed=seed).numbers()
+        return sampling.choose(logits, numbers, first + jnp.arange(64), jnp.int32(position)).tolist()
+
+    assert sample(0, 3) == sample(0, 3)
+    assert sample(0, 3)[8:] == sample(8, 3)[:-8]  # the row in the group makes no difference
+    assert sample(0, 3) != sample(0, 4)
+    assert sample(0, 3) != sample(0, 3, seed=1)
