@@ -162,9 +162,10 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
         display=display, deadline=None if options is None else options.preemption_deadline,
         trace=lambda microbatches: core.builders.trace(held.memory, microbatches), await_same_end=train_step.end,
     )  # fmt: skip
+    weights = Weights(core.adapter, held, core.meet)
     return Parts(
-        weights=Weights(core.adapter, held, core.meet),
-        pretrained=PretrainedWeights(held, core.update, mesh, core.meet),
+        weights=weights,
+        pretrained=PretrainedWeights(held, core.update, mesh, core.meet, weights.abstract_model),
         display=display,
         evaluation=evaluation,
         checkpoints=checkpoints,

@@ -121,11 +121,11 @@ def check_fits(state: TrainState, shardings: TrainState) -> None:
     )
 
 
-def put_on_ranks(mesh: MpmdMesh, tree: Any, shardings: Any) -> Any:
+def put_on_ranks(mesh: MpmdMesh, tree: Any, shardings: Any, *, donate: bool = True) -> Any:
     """Put a tree on its ranks; every process must call this.
 
     Arrays of the user are copied and stay valid: a step may donate the copies. An `MpmdArray` that lies elsewhere is
-    moved, and its old arrays are deleted.
+    moved, and its old arrays are deleted; without `donate` it is copied too.
     """
     leaves, structure = jax.tree.flatten(tree)
     targets: list[MpmdSharding] = jax.tree.leaves(shardings)
@@ -138,9 +138,8 @@ def put_on_ranks(mesh: MpmdMesh, tree: Any, shardings: Any) -> Any:
             found[i] = place_on_ranks(leaf, target)  # every process has the value: nothing is sent
     for is_own in (True, False):
         left = [i for i, leaf in enumerate(leaves) if found.get(i) is None and isinstance(leaf, MpmdArray) == is_own]
-        found |= dict(
-            zip(left, _moved(mesh, [leaves[i] for i in left], [targets[i] for i in left], is_own), strict=True)
-        )
+        moved = _moved(mesh, [leaves[i] for i in left], [targets[i] for i in left], is_own and donate)
+        found |= dict(zip(left, moved, strict=True))
     return jax.tree.unflatten(structure, [found[i] for i in range(len(leaves))])
 
 
