@@ -80,7 +80,7 @@ def export(trainer: PipelineTrainer, settings: Settings) -> None:
     """Write the new model, adapters merged, as `transformers` and this recipe read it."""
     config = read_config(settings.model) | {"dtype": "float32"}
     target = settings.output / "model"
-    trainer.export_pretrained(target, map=NAMES, config=config, merge_lora=settings.lora_rank > 0)
+    trainer.export_pretrained(target, map=NAMES, config=config)
     if jax.process_index() == 0:
         for name in TOKENIZER_FILES:
             if (settings.model / name).exists():

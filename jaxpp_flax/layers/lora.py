@@ -8,8 +8,9 @@ a layer that ends a stage still does: the mark comes after the adapter's term.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial, wraps
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any, TypeVar
 
 import jax
@@ -22,13 +23,15 @@ from jaxpp_flax.globs import NameFilter, matches, matches_any
 from jaxpp_flax.layers.nnx import StageMeta
 from jaxpp_flax.layers.stage_class import origin_of, stage_class
 
-__all__ = ["adapter_scales", "add_lora", "merge_lora", "merged_kernel"]
+__all__ = ["add_lora", "merge_lora"]
 
 M = TypeVar("M", bound=nnx.Module)
 
 _LAYERS = (nnx.Linear, nnx.LinearGeneral)
 # The metadata of NNX variables that name a mesh axis for each dimension, in newer and older versions of Flax.
 _AXIS_NAMES = ("out_sharding", "sharding_names", "sharding")
+# Elements of a kernel whose term is computed at once. A kernel in parts has the same blocks, and so the same bits.
+_BLOCK = 1 << 22
 
 
 def add_lora(
@@ -108,51 +111,133 @@ def merge_lora(model: M) -> M:
     """
     if not isinstance(model, nnx.Module):
         raise TypeError(f"merge_lora needs an instance of an nnx.Module, got {type(model).__name__}.")
-    scales = adapter_scales(model)
-    modules: dict[str, Any] = {_path_text(path): module for path, module in nnx.iter_modules(model)}
-    for path, scale in scales.items():
-        layer = modules[path]
-        factors = layer.lora.lora_a[...], layer.lora.lora_b[...]
-        layer.kernel[...] = merged_kernel(layer.kernel[...], *factors, scale=scale)
+    for layer, plain in _adapted_layers(model, "merge_lora").values():
+        factors = jnp.asarray(layer.lora.lora_a[...]), jnp.asarray(layer.lora.lora_b[...])
+        kernel, scale = jnp.asarray(layer.kernel[...]), getattr(layer, "lora_scale", 1.0)
+        whole = tuple(slice(0, size) for size in kernel.shape)
+        blocks = [merged_rows(kernel, whole, kernel.shape, rows, factors, scale) for rows in row_blocks(kernel.shape)]
+        layer.kernel[...] = jnp.concatenate(blocks) if len(blocks) > 1 else blocks[0]
         for name in ("lora", "lora_scale"):
             if hasattr(layer, name):
                 delattr(layer, name)
-        object.__setattr__(layer, "__class__", _class_without_adapter(type(layer)))
+        object.__setattr__(layer, "__class__", plain)
     return model
 
 
-def adapter_scales(model: nnx.Module) -> dict[str, float]:
-    """Return the scale of each adapter that `merge_lora` merges, by the path of its layer; values may be abstract.
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter of a model: the paths of its layer's kernel and of its factors, and the scale of their product."""
+
+    kernel: str
+    factors: tuple[str, str]
+    scale: float
+
+
+def find_adapters(model: Any) -> list[Adapter]:
+    """Return the adapters that `merge_lora` would merge; the model may be abstract.
 
     Raises:
-      ValueError: as `merge_lora`.
+      ValueError: as `merge_lora`, but not for a model without adapters.
 
     Example:
-      >>> model = nnx.Sequential(nnx.Linear(4, 8, rngs=nnx.Rngs(0)))
-      >>> adapter_scales(add_lora(model, rank=2, alpha=4, rngs=nnx.Rngs(1)))
-      {'layers/0': 2.0}
+      >>> find_adapters(add_lora(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), rank=2, alpha=4, rngs=nnx.Rngs(1)))
+      [Adapter(kernel='kernel', factors=('lora/lora_a', 'lora/lora_b'), scale=2.0)]
+    """
+    if not any(isinstance(module, nnx.LoRA) for _, module in nnx.iter_modules(model)):
+        return []
+    layers = [layer for layer, _ in _adapted_layers(model, "find_adapters").values()]
+    names = {id(node): _path_text(path) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)}
+    return [
+        Adapter(
+            names[id(layer.kernel)],
+            (names[id(layer.lora.lora_a)], names[id(layer.lora.lora_b)]),
+            getattr(layer, "lora_scale", 1.0),
+        )
+        for layer in layers
+    ]
+
+
+def row_blocks(shape: Sequence[int]) -> Iterator[slice]:
+    """Yield the ranges of a kernel's first axis whose terms are computed one after another.
+
+    Example:
+      >>> list(row_blocks((3, 1 << 21)))
+      [slice(0, 2, None), slice(2, 3, None)]
+    """
+    step = max(1, _BLOCK // max(1, math.prod(shape[1:])))
+    for first in range(0, max(1, shape[0]), step):
+        yield slice(first, min(first + step, shape[0]))
+
+
+def merged_rows(
+    piece: jax.Array,
+    index: Sequence[slice],
+    shape: Sequence[int],
+    rows: slice,
+    factors: tuple[jax.Array, jax.Array],
+    scale: float,
+) -> jax.Array:
+    """Return a part of a kernel with the adapter's term added: the rule of `merge_lora`.
+
+    The term is computed in float32 for whole rows, whatever part of them is wanted, and the sum is rounded once to the
+    kernel's dtype. So every division of a kernel gives the same bits.
+
+    Args:
+      piece: `kernel[index]`.
+      index: a slice with start and stop for each axis.
+      shape: of the kernel.
+      rows: one of `row_blocks(shape)`, of which `index` has a part.
+      factors: `lora_a` and `lora_b`, whole, on the devices of `piece`.
+      scale: of the product of the factors.
+    """
+    a, b = factors
+    count = a.shape[0] // max(1, shape[0])  # several input axes are one axis of `lora_a`
+    term = _term(_part(a, [slice(rows.start * count, rows.stop * count)]), b, scale)
+    begin, end = max(rows.start, index[0].start), min(rows.stop, index[0].stop)
+    term = jnp.reshape(term, (rows.stop - rows.start, *shape[1:]))
+    term = _part(term, [slice(begin - rows.start, end - rows.start), *index[1:]])
+    return _sum(_part(piece, [slice(begin - index[0].start, end - index[0].start)]), term)
+
+
+@jax.jit
+def _term(a: jax.Array, b: jax.Array, scale: float) -> jax.Array:
+    return scale * jnp.matmul(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), precision="highest")
+
+
+@jax.jit
+def _sum(kernel: jax.Array, term: jax.Array) -> jax.Array:
+    return (kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32)) + term).astype(kernel.dtype)
+
+
+def _part(array: jax.Array, index: Sequence[slice]) -> jax.Array:
+    """Return `array[index]`, without a copy if it is all of the array."""
+    whole = all(of.start == 0 and of.stop == size for of, size in zip(index, array.shape, strict=False))
+    return array if whole else array[tuple(index)]
+
+
+def _adapted_layers(model: nnx.Module, caller: str) -> dict[str, tuple[Any, type]]:
+    """Return the layers with an adapter by path, each with its class without one.
+
+    Raises:
+      ValueError: see `merge_lora`.
     """
     modules: dict[str, Any] = {_path_text(path): module for path, module in nnx.iter_modules(model)}
-    adapted = [path for path, module in modules.items() if _class_without_adapter(type(module)) is not None]
-    factors = {id(modules[path].lora) for path in adapted}
+    plain = {path: _class_without_adapter(type(module)) for path, module in modules.items()}
+    adapted = {path: (modules[path], cls) for path, cls in plain.items() if cls is not None}
+    factors = {id(layer.lora) for layer, _ in adapted.values()}
     others = sorted(p for p, module in modules.items() if isinstance(module, nnx.LoRA) and id(module) not in factors)
     if others or not adapted:
         found = f"the nnx.LoRA at {others[0]!r} belongs to no linear layer" if others else "no layer has an adapter"
-        raise ValueError(f"merge_lora: {found}. It merges the adapters of add_lora and of nnx.LoRALinear.")
-    return {path: float(getattr(modules[path], "lora_scale", 1.0)) for path in adapted}
-
-
-@partial(jax.jit, static_argnames="scale")
-def merged_kernel(kernel: jax.Array, lora_a: jax.Array, lora_b: jax.Array, *, scale: float) -> jax.Array:
-    """Return `kernel + scale * (lora_a @ lora_b)`, summed in float32 and rounded once to the kernel's dtype.
-
-    Example:
-      >>> merged_kernel(jnp.ones((2, 3)), jnp.ones((2, 4)), jnp.ones((4, 3)), scale=0.5).tolist()
-      [[3.0, 3.0, 3.0], [3.0, 3.0, 3.0]]
-    """
-    a, b = lora_a.astype(jnp.float32), lora_b.astype(jnp.float32)
-    term = scale * jnp.matmul(a, b, precision="highest").reshape(kernel.shape)
-    return (kernel.astype(jnp.promote_types(kernel.dtype, jnp.float32)) + term).astype(kernel.dtype)
+        raise ValueError(f"{caller}: {found}. It merges the adapters of add_lora and of nnx.LoRALinear.")
+    owners: dict[int, str] = {}
+    for path, (layer, _) in adapted.items():
+        other = owners.setdefault(id(layer.kernel), path)
+        if other != path:
+            raise ValueError(
+                f"{caller}: the layers {other!r} and {path!r} share a kernel, and each has an adapter of its own: one "
+                "kernel cannot be merged with both. Give the layers kernels of their own."
+            )
+    return adapted
 
 
 class _Adapted(nnx.Module, metaclass=StageMeta):

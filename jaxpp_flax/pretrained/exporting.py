@@ -48,8 +48,9 @@ def export_pretrained(
     complete.
 
     Args:
-      tree: a pytree of arrays, such as `trainer.state.params`; or the path of weights on disk (an Orbax checkpoint, or
-        safetensors), whose leaves are written one at a time.
+      tree: a pytree of arrays, such as `trainer.state.params`, or of `Leaf`s, whose parts are made when it is their
+        turn; or the path of weights on disk (an Orbax checkpoint, or safetensors), whose leaves are written one at a
+        time.
       directory: it must not exist.
       map: the names and arrangement in the files, as in `load_pretrained`.
       only: globs of the leaves to write; None writes all.
@@ -199,8 +200,7 @@ def _leaves_to_write(tree: Any) -> dict[str, Leaf]:
         source = open_source(tree)
         names = {name: of for name, of in source.tensors.items() if name not in source.optional}
         return {name.replace(".", "/"): _stored_leaf(of) for name, of in names.items()}
-    leaves = flatten(tree)[0]
-    return {path: leaf if isinstance(leaf, Leaf) else array_leaf(leaf) for path, leaf in leaves.items()}
+    return {path: leaf if isinstance(leaf, Leaf) else _array_leaf(leaf) for path, leaf in flatten(tree)[0].items()}
 
 
 def _stored_leaf(tensor: StoredTensor) -> Leaf:
@@ -212,31 +212,30 @@ def _stored_leaf(tensor: StoredTensor) -> Leaf:
     return Leaf(tensor.shape, tensor.numpy_dtype, parts)
 
 
-def array_leaf(leaf: Any) -> Leaf:
-    """Return the leaf of an array; each process has the parts that it is to write.
-
-    >>> [(index, values.tolist()) for index, values in array_leaf(np.arange(3)).parts()]
-    [((slice(0, 3, 1),), [0, 1, 2])]
-    """
+def _array_leaf(leaf: Any) -> Leaf:
     shape, dtype = tuple(np.shape(leaf)), leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
+    return Leaf(shape, dtype, lambda: ((index, np.asarray(part)) for index, part in written_parts(leaf)))
 
-    def parts() -> Iterator[tuple[Index, np.ndarray]]:
-        array = leaf
-        if isinstance(leaf, MpmdArray):
-            # Every rank has all of the leaf; the first one writes it, each of its processes what it holds.
-            array = leaf._partially_addressable_arrays.get(leaf.sharding.ranks[0])
-            if array is None:
-                return
-        elif (not isinstance(leaf, jax.Array) or leaf.is_fully_addressable) and process_group().process_index:
-            return  # every process has this value, and process 0 writes it
-        if not isinstance(array, jax.Array):
-            yield full_index((slice(None),) * len(shape), shape), np.asarray(array)
+
+def written_parts(leaf: Any) -> Iterator[tuple[Index, Any]]:
+    """Yield the parts of a leaf that this process writes: a NumPy array, or an array on one device, each.
+
+    All processes together write every value once.
+    """
+    shape, array = np.shape(leaf), leaf
+    if isinstance(leaf, MpmdArray):
+        # Every rank has all of the leaf; the first one writes it, each of its processes what it holds.
+        array = leaf._partially_addressable_arrays.get(leaf.sharding.ranks[0])
+        if array is None:
             return
-        for shard in array.addressable_shards:
-            if shard.replica_id == 0:
-                # NumPy values are cached in the array that they come from: in this new one, which ends here.
-                own = SingleDeviceSharding(shard.device, memory_kind=shard.data.sharding.memory_kind)
-                view = jax.make_array_from_single_device_arrays(shard.data.shape, own, [shard.data])
-                yield full_index(shard.index, shape), np.asarray(view)
-
-    return Leaf(shape, dtype, parts)
+    elif (not isinstance(leaf, jax.Array) or leaf.is_fully_addressable) and process_group().process_index:
+        return  # every process has this value, and process 0 writes it
+    if not isinstance(array, jax.Array):
+        yield full_index((slice(None),) * len(shape), shape), np.asarray(array)
+        return
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            # NumPy values are cached in the array that they come from: in this new one, which ends here.
+            own = SingleDeviceSharding(shard.device, memory_kind=shard.data.sharding.memory_kind)
+            view = jax.make_array_from_single_device_arrays(shard.data.shape, own, [shard.data])
+            yield full_index(shard.index, shape), view

@@ -33,6 +33,7 @@ from jaxpp_flax.trainers.loop.progress import Display
 from jaxpp_flax.trainers.options import Checkpoints
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.optimizer_state import with_copies
+from jaxpp_flax.trainers.state.partial_restore import complete, target_with_the_rest_later
 
 __all__ = ["Checkpointing", "Resume", "check_resume", "open_store"]
 
@@ -199,7 +200,7 @@ class Checkpointing:
         if low_memory:
             self._release(plan)
         try:
-            self.held.restored(plan.read())
+            self.held.restored(complete(plan.read(), self.held, self.init))
         except CorruptCheckpointError as error:
             if not low_memory:
                 raise
@@ -222,7 +223,7 @@ class Checkpointing:
         elif self.held.lacks_values:
             target = self.held.target_of_model(choose(only))
         else:
-            target = self.held.whole()  # leaves that are not restored keep their values
+            target = target_with_the_rest_later(self.held)  # leaves that are not restored keep their values
         about = read_json(path, "about") or {}
         try:
             # A checkpoint that no trainer wrote may hold other items.

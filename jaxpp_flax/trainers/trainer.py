@@ -392,9 +392,9 @@ class PipelineTrainer:
         config: Mapping[str, Any] | None = None,
         max_shard_bytes: int = SHARD_BYTES,
         ema: bool = False,
-        merge_lora: bool = False,
+        merge_adapters: bool = True,
     ) -> Path:
         return self._parts.pretrained.export(
             directory, map=map, only=only, config=config, max_shard_bytes=max_shard_bytes, ema=ema,
-            merge_lora=merge_lora,
+            merge_adapters=merge_adapters,
         )  # fmt: skip

@@ -219,7 +219,7 @@ class StateHolder:
             self.load()
             placed = jax.tree.map(copied, self.whole())
         elif isinstance(self._now, (OnDisk, Unread)):
-            self._compare(mesh)
+            self.compare(mesh)
             placed, self._beginning = self._now.read(shardings()), None
         else:
             placed = self._on_ranks(mesh, shardings())
@@ -315,7 +315,7 @@ class StateHolder:
             raise ModelError(abstract_text(state))
         return self._initializer
 
-    def _compare(self, mesh: MpmdMesh) -> None:
+    def compare(self, mesh: MpmdMesh) -> None:
         """Compare the first states of all processes, once."""
         if not self._compared and isinstance(self._now, (Made, Unread)):
             compare_initial_states(mesh, self._now.state, self._init, self._initializer)
@@ -363,7 +363,7 @@ class StateHolder:
         weights, wanted = (state.params, state.model_state), (shardings.params, shardings.model_state)
         initializer = self._need_initializer(state) if is_abstract(weights) else None
         check_fits(part(state), part(shardings))
-        self._compare(mesh)
+        self.compare(mesh)
         params, rest = put_on_ranks(mesh, weights, wanted) if initializer is None else initializer.make_on_ranks(wanted)
         return replace(state, params=params, model_state=rest)
 

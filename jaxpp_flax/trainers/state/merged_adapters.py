@@ -1,60 +1,68 @@
-"""The weights of a model without its adapters (LoRA), each sum made on the ranks of its kernel when it is written."""
+"""The leaves of a plain model, made of an adapted one's when they are written: each kernel on its own ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.engine.arrays.placing import on_every_process, place_on_ranks
-from jaxpp_flax.layers.lora import merged_kernel
-from jaxpp_flax.pretrained.exporting import Leaf, array_leaf
+from jaxpp_flax.layers.lora import Adapter, merged_rows, row_blocks
+from jaxpp_flax.pretrained.exporting import Leaf, written_parts
 from jaxpp_flax.pretrained.slices import Index
+from jaxpp_flax.trainers.state.placement import put_on_ranks
 
-_FACTORS = ("lora_a", "lora_b")
+__all__ = ["merge_leaves"]
 
 
-def merged_leaves(leaves: Mapping[str, Any], scales: Mapping[str, float]) -> dict[str, Any]:
-    """Return the leaves to export: no factors, and for each adapted kernel its sum with its adapter.
+def merge_leaves(leaves: Mapping[str, Any], adapters: Sequence[Adapter], mesh: MpmdMesh | None) -> dict[str, Any]:
+    """Return the leaves of the plain model, with the bits of `merge_lora`; every process must call this.
+
+    An adapted kernel is a `Leaf`: its parts are merged when they are written, each on the device that holds it. Factors
+    that lie on other ranks than their kernel, as before the first step, are copied there.
 
     Args:
-      leaves: the model's weights by path.
-      scales: the scale of each adapter by the path of its layer, from `adapter_scales`.
+      leaves: of the adapted model by path.
+      adapters: of the model; see `find_adapters`.
+      mesh: of the ranks; None without a pipeline.
     """
-    merged = dict(leaves)
-    for layer, scale in scales.items():
-        at = f"{layer}/" if layer else ""
-        kernel = merged[f"{at}kernel"]
-        # A factor that lies elsewhere comes now, by a call of all processes. The sums need no other process.
-        factors = [_beside(merged.pop(f"{at}lora/{name}"), kernel) for name in _FACTORS]
-        merged[f"{at}kernel"] = _sum_leaf(kernel, factors, scale)
-    return merged
+    factors = {adapter.kernel: tuple(leaves[path] for path in adapter.factors) for adapter in adapters}
+    if mesh is not None:
+        ranks = {path: leaves[path].sharding.ranks[:1] for path in factors if isinstance(leaves[path], MpmdArray)}
+        places = {path: (MpmdSharding(mesh, ranks[path], PartitionSpec()),) * 2 for path in ranks}
+        factors |= put_on_ranks(mesh, {path: factors[path] for path in places}, places, donate=False)
+    gone = {path for adapter in adapters for path in adapter.factors}
+    plain = {path: leaf for path, leaf in leaves.items() if path not in gone}
+    for adapter in adapters:
+        kernel = plain[adapter.kernel]
+        parts = partial(_merged_parts, kernel, factors[adapter.kernel], adapter.scale)
+        plain[adapter.kernel] = Leaf(tuple(kernel.shape), kernel.dtype, parts)
+    return plain
 
 
-def _sum_leaf(kernel: Any, factors: list[Any], scale: float) -> Leaf:
-    def parts() -> Iterator[tuple[Index, np.ndarray]]:
-        yield from array_leaf(_sum(kernel, factors, scale)).parts()
-
-    return Leaf(tuple(kernel.shape), kernel.dtype, parts)
-
-
-def _sum(kernel: Any, factors: list[Any], scale: float) -> Any:
-    if not isinstance(kernel, MpmdArray):
-        return merged_kernel(kernel, *factors, scale=scale)
-    first = kernel.sharding.on_ranks(kernel.sharding.ranks[:1])
-    (rank,) = first.ranks
-    part, a, b = (array._partially_addressable_arrays.get(rank) for array in (kernel, *factors))  # pyright: ignore[reportPrivateUsage]
-    here = {} if part is None else {rank: jax.device_put(merged_kernel(part, a, b, scale=scale), part.sharding)}
-    return MpmdArray(here, first, shape=kernel.shape, dtype=kernel.dtype)
+def _merged_parts(kernel: Any, factors: Sequence[Any], scale: float) -> Iterator[tuple[Index, np.ndarray]]:
+    """Yield what this process writes of a kernel with its adapter, block by block."""
+    for index, piece in written_parts(kernel):
+        array = jnp.asarray(piece)
+        (device,) = array.devices()
+        a, b = (_on_device(factor, device) for factor in factors)
+        for rows in row_blocks(kernel.shape):
+            begin, end = max(rows.start, index[0].start), min(rows.stop, index[0].stop)
+            if begin < end:
+                with context_mesh(None):  # JAX would compare the device with the devices of a context mesh
+                    merged = np.asarray(merged_rows(array, index, kernel.shape, rows, (a, b), scale))
+                yield (slice(begin, end), *index[1:]), merged
 
 
-def _beside(factor: Any, kernel: Any) -> Any:
-    """Return the factor on the kernel's first rank. Before the first step, it may be on another one."""
-    if not isinstance(kernel, MpmdArray) or kernel.sharding.ranks[0] in factor.sharding.ranks:
-        return factor
-    place = type(kernel.sharding)(kernel.sharding.mpmd_mesh, kernel.sharding.ranks[:1], PartitionSpec())
-    return place_on_ranks(on_every_process(factor), place)
+def _on_device(factor: Any, device: Any) -> jax.Array:
+    if isinstance(factor, MpmdArray):
+        (array,) = factor._partially_addressable_arrays.values()  # pyright: ignore[reportPrivateUsage]
+        return next(shard.data for shard in array.addressable_shards if shard.device == device)
+    return jax.device_put(factor, device)

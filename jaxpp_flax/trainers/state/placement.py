@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,10 @@ from jaxpp_flax.messages import amount
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["Ranks", "check_fits", "put_on_ranks"]
+__all__ = ["Ranks", "balanced_order", "check_fits", "put_on_ranks"]
+
+# With several processes, leaves of so many bytes in all move together.
+_SMALL_GROUP = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +125,11 @@ def check_fits(state: TrainState, shardings: TrainState) -> None:
     )
 
 
-def put_on_ranks(mesh: MpmdMesh, tree: Any, shardings: Any) -> Any:
+def put_on_ranks(mesh: MpmdMesh, tree: Any, shardings: Any, *, donate: bool = True) -> Any:
     """Put a tree on its ranks; every process must call this.
 
     Arrays of the user are copied and stay valid: a step may donate the copies. An `MpmdArray` that lies elsewhere is
-    moved, and its old arrays are deleted.
+    moved, and its old arrays are deleted; without `donate` it is copied too.
     """
     leaves, structure = jax.tree.flatten(tree)
     targets: list[MpmdSharding] = jax.tree.leaves(shardings)
@@ -138,21 +142,62 @@ def put_on_ranks(mesh: MpmdMesh, tree: Any, shardings: Any) -> Any:
             found[i] = place_on_ranks(leaf, target)  # every process has the value: nothing is sent
     for is_own in (True, False):
         left = [i for i, leaf in enumerate(leaves) if found.get(i) is None and isinstance(leaf, MpmdArray) == is_own]
-        found |= dict(
-            zip(left, _moved(mesh, [leaves[i] for i in left], [targets[i] for i in left], is_own), strict=True)
-        )
+        moved = _moved(mesh, [leaves[i] for i in left], [targets[i] for i in left], is_own and donate)
+        found |= dict(zip(left, moved, strict=True))
     return jax.tree.unflatten(structure, [found[i] for i in range(len(leaves))])
 
 
 def _moved(mesh: MpmdMesh, leaves: list[Any], targets: list[MpmdSharding], donate: bool) -> list[Any]:
-    """Move leaves to their targets. Random keys, which cannot go between processes, go as their data."""
+    """Move leaves to their targets, so that no rank ever holds much more than before or after.
+
+    Random keys, which cannot go between processes, go as their data.
+    """
+    if not leaves:
+        return []
     is_key = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and mesh.jax_mesh.is_multi_process for leaf in leaves]
     data = [_on_parts(leaf, jax.random.key_data) if key else leaf for leaf, key in zip(leaves, is_key, strict=True)]
-    placed = spmd_to_mpmd_reshard(mesh, data, targets, donate=donate)
+    order = balanced_order(leaves, targets) if donate else range(len(leaves))
+    # One group adds one leaf to a device. With several processes each group is compiled, so small leaves share one.
+    threshold = max(map(_nbytes, data)) if donate else 0
+    threshold = max(threshold, _SMALL_GROUP) if mesh.jax_mesh.is_multi_process else threshold
+    placed = spmd_to_mpmd_reshard(
+        mesh, [data[i] for i in order], [targets[i] for i in order], threshold or None, donate=donate
+    )
+    found = dict(zip(order, placed, strict=True))
     return [
-        _on_parts(leaf, functools.partial(jax.random.wrap_key_data, impl=key_impl(source.dtype))) if key else leaf
-        for leaf, source, key in zip(placed, leaves, is_key, strict=True)
+        _on_parts(found[i], functools.partial(jax.random.wrap_key_data, impl=key_impl(leaf.dtype))) if key else found[i]
+        for i, (leaf, key) in enumerate(zip(leaves, is_key, strict=True))
     ]
+
+
+def balanced_order(leaves: Sequence[Any], targets: Sequence[MpmdSharding]) -> list[int]:
+    """Return the order of moves in which a rank that has given bytes away is the next to get some.
+
+    Example:
+      >>> import numpy as np
+      >>> from jax.sharding import Mesh
+      >>> mesh = MpmdMesh(Mesh(np.array(jax.devices()[:2]), ("stage",)), "stage")
+      >>> on = [MpmdSharding(mesh, {rank}, PartitionSpec()) for rank in (0, 1)]
+      >>> leaves = [jax.ShapeDtypeStruct((2,), jnp.float32, sharding=on[i]) for i in (0, 0, 1, 1)]
+      >>> balanced_order(leaves, [on[1], on[1], on[0], on[0]])
+      [0, 2, 1, 3]
+    """
+    waiting: dict[int, dict[int, deque[int]]] = {}  # by the first rank that gets a leaf, and the first that gives it
+    for i, (leaf, target) in enumerate(zip(leaves, targets, strict=True)):
+        source = leaf.sharding.ranks[0] if isinstance(leaf.sharding, MpmdSharding) else -1
+        waiting.setdefault(target.ranks[0], {}).setdefault(source, deque()).append(i)
+    held, order = Counter[int](), list[int]()
+    while waiting:
+        to = min(waiting, key=lambda rank: held[rank])
+        source = max(waiting[to], key=lambda rank: held[rank])
+        order.append(i := waiting[to][source].popleft())
+        held[to] += _nbytes(leaves[i])
+        held[source] -= _nbytes(leaves[i])
+        if not waiting[to][source]:
+            del waiting[to][source]
+        if not waiting[to]:
+            del waiting[to]
+    return order
 
 
 def _on_parts(leaf: MpmdArray, function: Callable[[jax.Array], jax.Array]) -> MpmdArray:

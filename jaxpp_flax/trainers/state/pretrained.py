@@ -13,14 +13,14 @@ from flax import nnx
 
 from jaxpp_flax.checkpoint.errors import CorruptCheckpointError
 from jaxpp_flax.checkpoint.format.leaves import is_key
-from jaxpp_flax.checkpoint.format.paths import PathFilter, flatten
+from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.layers.lora import adapter_scales
+from jaxpp_flax.layers.lora import find_adapters
 from jaxpp_flax.pretrained import IDENTITY, NameMap, export_pretrained
 from jaxpp_flax.pretrained.exporting import SHARD_BYTES
 from jaxpp_flax.pretrained.loading import LoadPlan, plan_load
 from jaxpp_flax.trainers.state.holder import StateHolder, copied
-from jaxpp_flax.trainers.state.merged_adapters import merged_leaves
+from jaxpp_flax.trainers.state.merged_adapters import merge_leaves
 from jaxpp_flax.trainers.state.placement import put_on_ranks
 from jaxpp_flax.trainers.state.train_state import TrainState, is_abstract, model_part, shapes_of
 from jaxpp_flax.trainers.step.optimizer_update import Update
@@ -37,7 +37,7 @@ class PretrainedWeights:
 
     Args:
       meet: waits until every process has made the call of this name.
-      abstract_model: returns the model with shapes in place of values.
+      abstract_model: returns the model as shapes.
     """
 
     held: StateHolder
@@ -100,11 +100,13 @@ class PretrainedWeights:
         config: Mapping[str, Any] | None = None,
         max_shard_bytes: int = SHARD_BYTES,
         ema: bool = False,
-        merge_lora: bool = False,
+        merge_adapters: bool = True,
     ) -> Path:
         """Write the current weights to a new directory as Hugging Face does: safetensors, with an index.
 
         Each process writes the slices that its ranks hold, one after another, directly to their place in the files.
+        Adapters (LoRA) are merged: the files have the leaves and the bits of `merge_lora(trainer.model)`, but each
+        kernel is merged on its own ranks, and nothing is ever in one place.
 
         Args:
           directory: it must not exist; it gets its name when it is complete.
@@ -113,28 +115,33 @@ class PretrainedWeights:
           config: the content of a `config.json` beside the weights, which `transformers` needs.
           max_shard_bytes: the largest size of a file.
           ema: write the average of the weights.
-          merge_lora: write the weights of the model without adapters: each adapter is added to its layer's kernel, on
-            the kernel's ranks, when this leaf is written. Bit for bit the weights of `merge_lora(trainer.model)`.
+          merge_adapters: False writes kernels and adapters as they are. Without it, if `only` chooses nothing but
+            adapters (`"*/lora_*"`), these are written alone.
 
         Raises:
           CheckpointMismatchError: if the map does not fit; the message lists all leaves.
           CheckpointSaveError: if the directory exists, or cannot be written.
-          ValueError: for `ema=True` without an average, or `merge_lora=True` without adapters.
+          ValueError: for `ema=True` without an average; if an adapter cannot be merged.
         """
         self.meet("trainer.export_pretrained")
-        scales = self._scales() if merge_lora else {}
         state = self.held.weights()
         if ema and state.ema is None:
             raise ValueError("export_pretrained(ema=True) needs an average: parameters=Parameters(ema_decay=0.999).")
         leaves = _weights_of(replace(state, params=state.ema) if ema else state)
-        leaves = merged_leaves(leaves, scales)
+        if merge_adapters:
+            leaves = self._merged(leaves, only)
         return export_pretrained(leaves, directory, map=map, only=only, config=config, max_shard_bytes=max_shard_bytes)
 
-    def _scales(self) -> dict[str, float]:
-        model = self.abstract_model()
-        if not isinstance(model, nnx.Module):
-            raise ValueError("export_pretrained(merge_lora=True) merges the adapters of an NNX model; this is Linen.")
-        return adapter_scales(model)
+    def _merged(self, leaves: dict[str, Any], only: PathFilter | None) -> dict[str, Any]:
+        """Return the leaves of the plain model; all leaves, if there is no adapter or adapters alone are wanted."""
+        try:
+            adapters = find_adapters(self.abstract_model())
+        except ValueError as error:
+            raise ValueError(f"{error} To write the adapters as they are, pass merge_adapters=False.") from error
+        factors = {path for adapter in adapters for path in adapter.factors}
+        if factors.issuperset(filter(choose(only), leaves)):
+            return leaves
+        return merge_leaves(leaves, adapters, self.mesh)
 
     def _read(self, plan: LoadPlan, state: TrainState, shardings: TrainState | None) -> TrainState:
         """Make the first state from the files: with these shardings, or on the devices of `state`."""

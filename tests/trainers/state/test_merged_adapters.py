@@ -1,4 +1,4 @@
-"""Export with adapters merged: the weights of `merge_lora(trainer.model)`, without the whole model on one device."""
+"""An export of a model with adapters has the files of the merged model, and no device holds the whole of it."""
 
 from __future__ import annotations
 
@@ -6,103 +6,109 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.layers import add_lora, merge_lora
-from jaxpp_flax.pretrained import load_pretrained
+from jaxpp_flax.layers import add_lora, lora, merge_lora
+from jaxpp_flax.pretrained import export_pretrained, load_pretrained
+from jaxpp_flax.pretrained.sources import open_source
 from jaxpp_flax.trainers import Parameters
-from tests.trainers.models import LinenModel, Model, make_batch, mean_loss
+from tests.trainers import models as m
 
-BATCH = make_batch(8)
-
-
-def adapted(rngs: nnx.Rngs) -> Model:
-    return add_lora(Model(4, rngs=rngs), rank=3, alpha=6, layers="blocks", rngs=rngs)
+BATCH = m.make_batch(8)
+CUT = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "tensor"))
 
 
-def make_trainer(stages: int = 2, model: Any = adapted, wrt: Any = nnx.LoRAParam, **options: Any) -> PipelineTrainer:
-    return PipelineTrainer(
-        model, optax.adam(0.1), mean_loss, num_stages=stages, num_microbatches=2, logging=False,
-        parameters=Parameters(wrt=wrt, ema_decay=0.5), **options,
-    )  # fmt: skip
+class Attending(m.Model):
+    """Kernels of several axes, of bfloat16, and with an annotation."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(4, rngs=rngs)
+        axes, wide = (2, m.WIDTH), 2 * m.WIDTH
+        self.blocks[1].widen = nnx.LinearGeneral(m.WIDTH, axes, rngs=rngs)
+        self.blocks[1].narrow = nnx.LinearGeneral(axes, m.WIDTH, axis=(-2, -1), rngs=rngs)
+        self.blocks[2].narrow = nnx.Linear(wide, m.WIDTH, rngs=rngs, param_dtype=jnp.bfloat16)
+        self.blocks[3].widen = nnx.Linear(m.WIDTH, wide, rngs=rngs, kernel_init=CUT)
 
 
-def written(trainer: PipelineTrainer, path: Path, **options: Any) -> dict[str, np.ndarray]:
-    """What an export writes, by the paths of the plain model, which it must fill without an error."""
-    trainer.export_pretrained(path, merge_lora=True, **options)
-    plain = nnx.to_pure_dict(nnx.state(nnx.eval_shape(lambda: Model(4, rngs=nnx.Rngs(0))), nnx.Param))
-    return dict(flat(load_pretrained(path, plain)))
+def adapted(rngs: nnx.Rngs) -> nnx.Module:
+    model = add_lora(Attending(rngs), rank=3, alpha=2, layers="blocks", rngs=rngs)
+    for path, factor in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        factor[...] = jax.random.normal(jax.random.key(len(str(path))), factor.shape, factor.dtype)
+    return model
 
 
-def flat(tree: Any) -> dict[str, np.ndarray]:
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+def make_trainer(model: Any = adapted, **options: Any) -> PipelineTrainer:
+    options = {"num_stages": 4, "parameters": Parameters(wrt=nnx.LoRAParam, ema_decay=0.5), **options}
+    return PipelineTrainer(model, optax.sgd(0.1), m.mean_loss, num_microbatches=2, logging=False, **options)
 
 
-def expected(model: Any) -> dict[str, np.ndarray]:
-    return flat(nnx.to_pure_dict(nnx.state(merge_lora(model), nnx.Param)))
+def check_files(trainer: PipelineTrainer, folder: Path, **options: Any) -> Path:
+    """The files of an export are those of `merge_lora`; returns them."""
+    merged = merge_lora(trainer.ema_model if options else trainer.model)
+    expected = export_pretrained(nnx.state(merged, nnx.Param), folder / "merged", max_shard_bytes=1000)
+    out = trainer.export_pretrained(folder / "out", max_shard_bytes=1000, **options)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == {
+        file.name: file.read_bytes() for file in expected.iterdir()
+    }
+    return out
 
 
-def assert_bitwise(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    assert found.keys() == wanted.keys()
-    for path, value in wanted.items():
-        np.testing.assert_array_equal(found[path], value, err_msg=path)
+@pytest.mark.parametrize("options", [{}, {"num_stages": 2, "mesh": {"tensor": 2}}, {"num_stages": 1}], ids=str)
+@pytest.mark.parametrize("block", [None, 3 * m.WIDTH], ids=["one block", "several blocks"])
+def test_the_files_are_those_of_the_merged_model(
+    options: dict[str, Any], block: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if block is not None:
+        monkeypatch.setattr(lora, "_BLOCK", block)
+    check_files(make_trainer(**options), tmp_path)
 
 
-@pytest.fixture(scope="module")
-def trained() -> PipelineTrainer:
+def test_after_a_step_and_of_the_average(tmp_path: Path):
     trainer = make_trainer()
     trainer.train_step(BATCH)
-    return trainer
-
-
-def test_the_weights_are_those_of_merge_lora_bit_by_bit(trained: PipelineTrainer, tmp_path: Path):
-    wanted = expected(trained.model)
-    begun = expected(adapted(nnx.Rngs(0)))
-    assert any(not np.array_equal(wanted[path], begun[path]) for path in wanted), "the adapters have learnt"
-    assert_bitwise(written(trained, tmp_path / "merged"), wanted)
-    assert_bitwise(written(trained, tmp_path / "average", ema=True), expected(trained.ema_model))
-
-
-def test_before_the_first_step_factors_may_lie_on_other_ranks(trained: PipelineTrainer, tmp_path: Path):
-    path = trained.save(tmp_path / "checkpoint")
-    for stages in (1, 2):
-        trainer = make_trainer(stages)
-        trainer.restore(path)
-        assert_bitwise(written(trainer, tmp_path / f"merged{stages}"), expected(trainer.model))
-    narrow = [tree["blocks"][2]["narrow"] for tree in (trainer.state.params, trainer.state.model_state)]
-    assert narrow[0]["lora"]["lora_a"].get_value().sharding.ranks != narrow[1]["kernel"].get_value().sharding.ranks
-
-
-def test_a_divided_kernel_is_merged_where_it_is(tmp_path: Path):
-    def model(rngs: nnx.Rngs) -> Model:
-        made = Model(4, rngs=rngs)
-        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "tensor"))
-        for block in made.blocks:
-            block.widen = nnx.Linear(8, 16, rngs=rngs, kernel_init=init)
-        add_lora(made, rank=2, layers="blocks", rngs=rngs)
-        for block in made.blocks:
-            block.widen.lora.lora_b[...] = rngs.params.normal((2, 16))
-        return made
-
+    first, second = check_files(trainer, tmp_path / "now"), check_files(trainer, tmp_path / "average", ema=True)
     with nnx.use_eager_sharding(False):
-        trainer = make_trainer(model=model, mesh={"tensor": 2})
-        found = written(trainer, tmp_path / "merged")
-        assert_bitwise(found, expected(trainer.model))
+        plain = nnx.state(Attending(nnx.Rngs(1)), nnx.Param)
+    read = [load_pretrained(path, plain)["blocks"][0]["widen"]["kernel"][...] for path in (first, second)]
+    assert not jnp.array_equal(*read)
 
 
-def test_a_model_without_adapters_is_refused(tmp_path: Path):
-    trainer = make_trainer(model=lambda rngs: Model(2, rngs=rngs), stages=1, wrt=nnx.Param)
-    with pytest.raises(ValueError, match="no layer has an adapter"):
-        trainer.export_pretrained(tmp_path / "merged", merge_lora=True)
-    linen = LinenModel(2)
-    variables = linen.init(jax.random.key(0), BATCH["tokens"])
-    trainer = PipelineTrainer(
-        linen, optax.sgd(0.1), mean_loss, variables=variables, num_stages=1, num_microbatches=2, logging=False
-    )
-    with pytest.raises(ValueError, match="of an NNX model; this is Linen"):
-        trainer.export_pretrained(tmp_path / "merged", merge_lora=True)
-    assert list(tmp_path.iterdir()) == []
+def test_before_the_first_step_factors_go_to_their_kernels_and_stay_where_they_were(tmp_path: Path):
+    trainer = make_trainer()
+    trainer.export_pretrained(tmp_path / "out")
+    held = trainer._core.held.memory
+    ranks = {leaf.sharding.ranks for leaf in jax.tree.leaves(held.params)}
+    assert len(ranks) == 4, "the base is frozen: its leaves are divided among the ranks apart from the factors"
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(held.params))
+    trainer.train_step(BATCH)
+
+
+def test_adapters_alone_and_everything_as_it_is(tmp_path: Path):
+    trainer = make_trainer()
+    model = nnx.to_flat_state(nnx.state(trainer.abstract_model, nnx.Param))
+    everything = {".".join(map(str, path)) for path, _ in model}
+    factors = {name for name in everything if ".lora." in name}
+    assert len(factors) == 16
+    cases: dict[str, tuple[dict[str, Any], set[str]]] = {
+        "alone": ({"only": "*/lora_*"}, factors),
+        "all": ({"merge_adapters": False}, everything),
+        "some": ({"only": "blocks/0"}, {name for name in everything - factors if name.startswith("blocks.0.")}),
+    }
+    for name, (options, expected) in cases.items():
+        assert set(open_source(trainer.export_pretrained(tmp_path / name, **options)).tensors) == expected, name
+
+
+def test_an_adapter_that_cannot_be_merged_is_refused_with_the_argument_that_leaves_it(tmp_path: Path):
+    def wrapped(rngs: nnx.Rngs) -> nnx.Module:
+        model = m.Model(2, rngs=rngs)
+        model.head = nnx.LoRA(m.WIDTH, 2, m.VOCABULARY, base_module=model.head, rngs=rngs)
+        return model
+
+    trainer = make_trainer(wrapped, num_stages=2)
+    with pytest.raises(ValueError, match=r"nnx\.LoRA at 'head' belongs to no linear layer.*merge_adapters=False"):
+        trainer.export_pretrained(tmp_path / "out")
+    trainer.export_pretrained(tmp_path / "out", merge_adapters=False)

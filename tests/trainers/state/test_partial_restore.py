@@ -1,0 +1,87 @@
+"""Some leaves out of a checkpoint, before anything is placed: the others get the values that they would have had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.checkpoint import CheckpointMismatchError
+from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.trainers import Parameters
+from tests.trainers import models as m
+
+BATCH = m.make_batch(8)
+
+
+def make_trainer(seed: int, model: str = "factory", stages: int = 4, tx: Any = None) -> PipelineTrainer:
+    factory = lambda rngs: m.Model(4, rngs=rngs, dropout=0.1)  # noqa: E731
+    made = factory if model == "factory" else factory(nnx.Rngs(seed))
+    return PipelineTrainer(
+        made, tx or optax.adam(0.1), m.mean_loss, num_stages=stages, num_microbatches=2, logging=False, seed=seed,
+        parameters=Parameters(ema_decay=0.5),
+    )  # fmt: skip
+
+
+def values(trainer: PipelineTrainer) -> dict[str, np.ndarray]:
+    leaves = flatten(trainer.state)[0]
+    return {path: np.asarray(leaf) for path, leaf in leaves.items() if "key" not in path.rpartition("/")[2]}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    trainer = make_trainer(3)
+    trainer.train_step(BATCH)
+    path = trainer.save(tmp_path_factory.mktemp("saved") / "run")
+    return path, values(trainer)
+
+
+CHOSEN: dict[str, Any] = {
+    "some weights": lambda path: path.startswith("params/blocks/1/"),
+    "weights": lambda path: path.startswith("params/"),
+    "half of the optimizer": lambda path: path.startswith("opt_state/0/mu/"),
+    "streams": lambda path: path.startswith("model_state/") or path == "step",
+}
+
+
+@pytest.mark.parametrize("model", ["factory", "module"])
+@pytest.mark.parametrize("case", CHOSEN)
+def test_chosen_leaves_are_read_and_the_others_are_first_values(case: str, model: str, saved: Any):
+    path, stored = saved
+    first = values(make_trainer(0))
+    trainer = make_trainer(0, model)
+    trainer.restore(path, only=CHOSEN[case])
+    source = {name: name for name in stored if CHOSEN[case](name)}
+    # The average follows the weights that were restored.
+    source |= {f"ema/{name[7:]}": name for name in source if name.startswith("params/")}
+    found = values(trainer)
+    assert source
+    assert found.keys() == stored.keys()
+    for name, value in found.items():
+        expected = stored[source[name]] if name in source else first[name]
+        np.testing.assert_array_equal(value, expected, err_msg=name)
+    assert np.isfinite(float(trainer.train_step(BATCH)["loss"]))
+
+
+def test_nothing_is_made_that_is_read(saved: Any):
+    trainer = make_trainer(0)
+    made: list[Any] = []
+    held = trainer._core.held
+    make, held.make_model_leaves = held.make_model_leaves, lambda paths, to: made.append(set(paths)) or make(paths, to)
+    trainer.restore(saved[0], only="params/*")
+    assert len(made) == 1
+    assert all(path.startswith("model_state/") for path in made[0])
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(held.memory.opt_state))
+
+
+def test_a_checkpoint_that_does_not_fit_makes_nothing(saved: Any):
+    trainer = make_trainer(0, tx=optax.sgd(0.1, momentum=0.9))
+    with pytest.raises(CheckpointMismatchError, match="opt_state/0/trace/blocks/0/narrow/bias: missing in the check"):
+        trainer.restore(saved[0], only=["params", "opt_state"])
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trainer._core.held.memory.params))

@@ -1,0 +1,80 @@
+"""No device holds more than its share of a model and one leaf, whatever call is made of a trainer."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.pretrained.safetensors_file import Tensor
+from jaxpp_flax.trainers.state import holder, initializer
+from tests.trainers.lives import LAYERS, LIVES, RANKS, data, live, num_bytes
+
+WIDTH = 64
+LEAF = WIDTH * WIDTH * 4
+SMALL = 8 * 1024  # counters, batches and activations: half a leaf
+
+
+def live_bytes() -> dict[Any, int]:
+    """The bytes of all arrays on each device, each buffer once."""
+    buffers: dict[Any, dict[int, int]] = {device: {} for device in jax.devices()}
+    for array in jax.live_arrays():
+        if array.size < WIDTH or array.is_deleted() or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            continue
+        for shard in array.addressable_shards:
+            buffers[shard.device][shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    return {device: sum(found.values()) for device, found in buffers.items()}
+
+
+class Peak:
+    """The most bytes on a device beyond those of the beginning; sampled after each leaf too."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        gc.collect()
+        self._before, self.most, self.samples = live_bytes(), 0, 0
+        for owner, name in (
+            (MpmdArray, "__init__"),
+            (MpmdArray, "delete"),
+            (initializer._Run, "_take"),
+            (Tensor, "write"),
+        ):
+            monkeypatch.setattr(owner, name, self._sampled(getattr(owner, name)))
+
+    def _sampled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def sampled(*arguments: Any, **options: Any) -> Any:
+            result = function(*arguments, **options)
+            self.look()
+            return result
+
+        return sampled
+
+    def look(self) -> None:
+        now = live_bytes()
+        self.samples += 1
+        self.most = max(self.most, max(now[device] - self._before[device] for device in now))
+
+
+def test_no_device_holds_more_than_its_share_in_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(holder, "_KEPT_FOR_DIAGNOSIS", 0)
+    state = LIVES["new"].trainer(WIDTH)._core.held.memory
+    assert num_bytes(state) >= RANKS * (3 * LAYERS * LEAF // RANKS)
+    peak, over = Peak(monkeypatch), dict[str, float]()
+
+    def watched(name: str, call: Callable[[], Any], share: int) -> None:
+        gc.collect()
+        peak.most = 0
+        call()
+        peak.look()
+        if peak.most > share + LEAF + SMALL:
+            over[name] = round((peak.most - share) / LEAF, 2)
+
+    live(tmp_path, WIDTH, watched)
+    assert over == {}, "leaves beyond the share"
+    assert peak.samples > 200
+    assert data(WIDTH).nbytes < SMALL
