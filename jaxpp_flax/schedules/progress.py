@@ -16,6 +16,7 @@ from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind, fused,
 
 Emit = Callable[[int, AnyTask, float, float], None]
 Delay = Callable[[int, int, Task], float]
+Hold = Callable[[int, int, float, float], float]
 
 _DEPENDENCIES = list(dict.fromkeys(read for reads in DEPENDENCIES.values() for read in reads))
 
@@ -56,7 +57,13 @@ class _Run:
     """The results and the ranks of one call of :func:`advance`."""
 
     def __init__(
-        self, num_stages: int, emit: Emit | None, table: CostTable, delay: Delay | None, processors: int | None
+        self,
+        num_stages: int,
+        emit: Emit | None,
+        table: CostTable,
+        delay: Delay | None,
+        hold: Hold | None,
+        processors: int | None,
     ) -> None:
         self.keys = num_stages * len(_DEPENDENCIES)  # of one microbatch
         self.rows = {
@@ -65,6 +72,7 @@ class _Run:
         self.fused_rows = [_row(fused(stage, 0), table, num_stages) for stage in range(num_stages)]
         self.emit = emit
         self.delay = delay
+        self.hold = hold
         self.made: dict[int, tuple[float, int]] = {}  # when and on which rank, until the result is read
         self.waiting: dict[int, int] = {}  # the rank that waits for a result
         self.ready: list[int] = []  # the ranks whose result is there
@@ -78,7 +86,7 @@ class _Run:
         """
         # Schedules may have tens of millions of tasks, and attribute look-ups would take much of the time.
         keys, rows, fused_rows, emit, delay = self.keys, self.rows, self.fused_rows, self.emit, self.delay
-        made, waiting, ready, free = self.made, self.waiting, self.ready, self.free
+        made, waiting, ready, free, hold = self.made, self.waiting, self.ready, self.free, self.hold
         now = 0.0
         for position, task in enumerate(tasks):
             kind_rows = fused_rows if isinstance(task, FusedTask) else rows[task.kind]
@@ -96,6 +104,8 @@ class _Run:
                     arrived += delay(source, rank, Task(kind, stage, m))
                 if arrived > start:
                     start = arrived
+            if hold is not None:
+                start = hold(rank, position, now, start)
             if free is not None:
                 heapq.heappush(self.queue, (start, rank))
                 start = yield None
@@ -119,6 +129,7 @@ def advance(
     *,
     table: CostTable | None = None,
     delay: Delay | None = None,
+    hold: Hold | None = None,
     processors: int | None = None,
 ) -> list[Blocked]:
     """Run every rank as far as possible, and return the blocked ranks.
@@ -131,11 +142,13 @@ def advance(
         table: the time of each kind of task on each stage; by default that of :class:`Costs`.
         delay: ``delay(source, target, task)``, the time that the result of ``task`` takes from
             rank to rank. Not called within a rank. None: no time.
+        hold: ``hold(rank, position, free, start)``, the time when a task can start whose rank is free, and whose
+            inputs have arrived, at these times. None: at ``start``.
         processors: the number of tasks that run at once: virtual devices on one machine's cores. The
             task that has been ready longest gets the next free processor (Graham's list scheduling), as
             in a thread pool with one queue. By default every rank has a processor of its own.
     """
-    run = _Run(num_stages, emit, Costs().table(num_stages) if table is None else table, delay, processors)
+    run = _Run(num_stages, emit, Costs().table(num_stages) if table is None else table, delay, hold, processors)
     steps = [run.rank(rank, tasks) for rank, tasks in enumerate(ranks)]
     waits = [next(step) for step in steps]
     while run.ready or run.queue:

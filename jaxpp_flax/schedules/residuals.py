@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.task import AnyTask, FusedTask, TaskKind
 
-__all__ = ["KEEP", "ResidualPlan", "StageResiduals"]
+__all__ = ["KEEP", "HostCopy", "ResidualPlan", "StageResiduals", "host_copies"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +56,13 @@ KEEP = StageResiduals()
 class ResidualPlan:
     """The residuals of each stage.
 
+    Args:
+      stages: an entry for each stage.
+      fetch_ahead: the number of tasks of the rank between the start of a fetch and the backward that reads the
+        values. More tasks hide a longer copy, and hold the values on the devices for longer.
+
     Raises:
-      ScheduleError: without stages.
+      ScheduleError: without stages, and for `fetch_ahead` below 1.
 
     Example:
       >>> plan = ResidualPlan((StageResiduals(offload=1.0), StageResiduals(recompute=True), KEEP))
@@ -67,11 +73,15 @@ class ResidualPlan:
     """
 
     stages: tuple[StageResiduals, ...]
+    fetch_ahead: int
 
-    def __init__(self, stages: Sequence[StageResiduals]) -> None:
+    def __init__(self, stages: Sequence[StageResiduals], *, fetch_ahead: int = 1) -> None:
         if not stages:
             raise ScheduleError("a ResidualPlan needs an entry for each stage, got none.")
+        if fetch_ahead < 1:
+            raise ScheduleError(f"fetch_ahead={fetch_ahead!r}: a fetch starts at least 1 task before its backward.")
         object.__setattr__(self, "stages", tuple(stages))
+        object.__setattr__(self, "fetch_ahead", fetch_ahead)
 
     @classmethod
     def keep(cls, num_stages: int) -> ResidualPlan:
@@ -86,3 +96,59 @@ class ResidualPlan:
     def of(self, stage: int) -> StageResiduals:
         """Return the entry of a stage."""
         return self.stages[stage]
+
+    def check(self, num_stages: int) -> None:
+        """Raise `ScheduleError` if the plan is for another number of stages."""
+        if len(self.stages) != num_stages:
+            raise ScheduleError(
+                f"the ResidualPlan has {len(self.stages)} entries, but the schedule has {num_stages} stages: give one "
+                "entry for each stage."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """The way of one microbatch's kept values to the host and back, in the order of a rank's tasks.
+
+    Attributes:
+      stage, microbatch: the forward that makes the values.
+      offload_after: the position of this forward in the rank's tasks; the offload follows it.
+      fetch_before: the position of the task in front of which the fetch stands.
+      read_at: the position of the backward that reads the values.
+    """
+
+    stage: int
+    microbatch: int
+    offload_after: int
+    fetch_before: int
+    read_at: int
+
+
+def host_copies(tasks: Sequence[AnyTask], plan: ResidualPlan) -> list[HostCopy]:
+    """Return what a rank offloads, in the order of its forwards.
+
+    The fetch stands `plan.fetch_ahead` tasks before the backward, and at least one task after the offload. If the
+    backward follows within two tasks after the forward, the values stay on the devices: moving them frees nothing. A
+    fused task keeps nothing.
+
+    Example:
+      >>> from jaxpp_flax.schedules import GPipe
+      >>> plan = ResidualPlan([StageResiduals(offload=0.5), KEEP])
+      >>> host_copies(GPipe(2).tasks(4)[0], plan)[0]
+      HostCopy(stage=0, microbatch=1, offload_after=1, fetch_before=4, read_at=5)
+    """
+    made: dict[tuple[int, int], int] = {}
+    found: list[HostCopy] = []
+    for position, task in enumerate(tasks):
+        if isinstance(task, FusedTask) or task.kind is TaskKind.BACKWARD_WEIGHT:
+            continue
+        key = task.stage, task.microbatch
+        if task.kind is TaskKind.FORWARD:
+            if plan.of(task.stage).offloads(task.microbatch):
+                made[key] = position
+            continue
+        after = made.pop(key, position)
+        fetch = max(position - plan.fetch_ahead, after + 2)
+        if fetch < position:
+            found.append(HostCopy(*key, after, fetch, position))
+    return sorted(found, key=lambda copy: copy.offload_after)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind
 
 PerStage = float | Sequence[float]
 """One number for every stage, or one for each."""
 
-_F, _B, _I = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT
+_F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,10 @@ class Costs:
         weight_activation: the part of the activation that is held from the end of ``I`` to the end of ``W``;
             by default all of it.
         sent: bytes that a stage's forward sends to the next stage, and gets back as gradient.
+        recomputation: time that ``B`` or ``I`` takes longer in a stage that recomputes its residuals; by default
+            the time of ``F``.
+        stage_input: memory held for each microbatch instead of ``activation``, from ``F`` to ``B`` or ``I``, in a
+            stage that recomputes its residuals.
 
     >>> costs = Costs(forward=[1.0, 1.0, 1.5], backward_input=[1.0, 1.0, 1.5])
     >>> from jaxpp_flax.schedules.task import backward
@@ -45,10 +50,11 @@ class Costs:
     activation: PerStage = 1.0
     weight_activation: PerStage | None = None
     sent: PerStage = 0.0
+    recomputation: PerStage | None = None
+    stage_input: PerStage = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward_input", "backward_weight", "backward",
-                     "activation", "weight_activation", "sent"):  # fmt: skip
+        for name in (each.name for each in fields(self)):
             value = getattr(self, name)
             if value is None:
                 continue
@@ -59,8 +65,12 @@ class Costs:
                 if not (math.isfinite(v) and v >= 0):
                     raise ScheduleError(f"{name} of stage {stage} must be a finite number >= 0, got {v!r}")
 
-    def table(self, num_stages: int) -> CostTable:
-        """These costs stage by stage, checked against the number of stages."""
+    def table(self, num_stages: int, residuals: ResidualPlan | None = None) -> CostTable:
+        """These costs stage by stage, checked against the number of stages; by default every stage keeps its residuals.
+
+        Raises:
+            ScheduleError: if a list of costs, or ``residuals``, is for another number of stages.
+        """
 
         def spread(name: str) -> list[float]:
             value = getattr(self, name)
@@ -76,9 +86,18 @@ class Costs:
         whole = (
             spread("backward") if self.backward is not None else [i + w for i, w in zip(inputs, weights, strict=True)]
         )
-        activation = spread("activation")
+        forward, activation = spread("forward"), spread("activation")
         kept = spread("weight_activation") if self.weight_activation is not None else activation
-        return CostTable(spread("forward"), whole, inputs, weights, activation, kept, spread("sent"))
+        saved, stage_input = list(activation), spread("stage_input")
+        again = spread("recomputation") if self.recomputation is not None else forward
+        fused_backward = list(whole)
+        if residuals is not None:
+            residuals.check(num_stages)
+            for stage in (s for s in range(num_stages) if residuals.of(s).recompute):
+                saved[stage] = stage_input[stage]
+                whole[stage] += again[stage]
+                inputs[stage] += again[stage]
+        return CostTable(forward, whole, inputs, weights, activation, kept, spread("sent"), saved, fused_backward)
 
     def duration(self, task: AnyTask) -> float:
         """The time of one task."""
@@ -90,7 +109,11 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class CostTable:
-    """:class:`Costs` as one list per quantity, indexed by stage."""
+    """:class:`Costs` as one list per quantity, indexed by stage.
+
+    ``saved`` is the memory held from the forward to the backward: the activation, or the stage's input.
+    ``fused_backward`` is the time of a backward in one task with its forward, which recomputes nothing.
+    """
 
     forward: list[float]
     backward: list[float]
@@ -99,11 +122,13 @@ class CostTable:
     activation: list[float]
     kept: list[float]
     sent: list[float]
+    saved: list[float]
+    fused_backward: list[float]
 
     def duration(self, task: AnyTask) -> float:
         stage = task.stage
         if isinstance(task, FusedTask):
-            return self.forward[stage] + self.backward[stage]
+            return self.forward[stage] + self.fused_backward[stage]
         kind = task.kind
         if kind is _F:
             return self.forward[stage]
@@ -117,10 +142,11 @@ class CostTable:
         if isinstance(task, FusedTask):
             return self.activation[stage], -self.activation[stage]
         if task.kind is _F:
-            return self.activation[stage], 0.0
-        if task.kind is _I:
-            return 0.0, self.kept[stage] - self.activation[stage]
-        return 0.0, -(self.activation[stage] if task.kind is _B else self.kept[stage])
+            return self.saved[stage], 0.0
+        if task.kind is _W:
+            return 0.0, -self.kept[stage]
+        recomputed = max(0.0, self.activation[stage] - self.saved[stage])
+        return recomputed, (self.kept[stage] if task.kind is _I else 0.0) - (self.saved[stage] + recomputed)
 
     def sent_bytes(self, result: Task) -> float:
         """Return the bytes of a task's result: its stage's output, or the gradient of its stage's input."""

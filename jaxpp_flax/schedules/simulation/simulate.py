@@ -1,19 +1,21 @@
 """Discrete simulation of a schedule: the times of tasks, idle time, and memory.
 
 A rank runs its tasks in order, each as soon as the rank is free and the inputs have arrived. The
-simulation is exact for the model in :mod:`costs`.
+simulation is exact for the model in :mod:`costs`. Residuals that a plan offloads also use the rank's link to its host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 
 from jaxpp_flax.schedules.dependencies import needs, results
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.progress import advance
+from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.schedules.schedule import Schedule, TaskLists, streams
-from jaxpp_flax.schedules.simulation.costs import Costs, CostTable, Transfer
+from jaxpp_flax.schedules.simulation.costs import Costs, CostTable, Link, Transfer
+from jaxpp_flax.schedules.simulation.host_link import HostEvent, HostLinks
 from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind
 from jaxpp_flax.schedules.validate import deadlock_error
 
@@ -37,8 +39,9 @@ class Summary:
         busy: the compute time of each rank.
         first_start: the start of each rank's first task.
         last_end: the end of each rank's last task.
-        peak_memory: the maximum activation memory of each rank at one time.
+        peak_memory: the maximum activation memory of each rank's devices at one time.
         num_tasks: the number of tasks; a fused task counts once.
+        peak_host_memory: the maximum activation memory of each rank on its host at one time.
     """
 
     makespan: float
@@ -47,6 +50,7 @@ class Summary:
     last_end: tuple[float, ...]
     peak_memory: tuple[float, ...]
     num_tasks: int
+    peak_host_memory: tuple[float, ...]
 
     @property
     def bubble(self) -> float:
@@ -77,29 +81,27 @@ class Summary:
 
 @dataclass(frozen=True)
 class Timeline(Summary):
-    """A :class:`Summary` and the events behind it, by rank and in order of time."""
+    """A :class:`Summary` and the events behind it, by rank and in order of time.
+
+    ``host_events`` holds each rank's copies to the host and back; ``residuals`` is the plan behind them.
+    """
 
     events: tuple[tuple[Event, ...], ...]
     num_stages: int
     costs: Costs
     transfer: Transfer
+    residuals: ResidualPlan | None = None
+    host_events: tuple[tuple[HostEvent, ...], ...] = ()
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
-        """Return ``(time, activation memory from this time on)`` at each change on ``rank``."""
-        table = self.costs.table(self.num_stages)
-        changes: list[tuple[float, int, float]] = []
-        for event in self.events[rank]:
-            before, after = table.memory_change(event.task)
-            # At the same time, ending tasks free memory before starting tasks take memory.
-            changes += [(event.start, 1, before), (event.end, 0, after)]
-        changes.sort()
-        held = 0.0
-        steps: list[tuple[float, float]] = []
-        for time, _, change in changes:
-            if change:
-                held += change
-                steps.append((time, held))
-        return steps
+        """Return ``(time, activation memory from this time on)`` at each change on the devices of ``rank``."""
+        table = self.costs.table(self.num_stages, self.residuals)
+        copies = self.host_events[rank] if self.host_events else ()
+        return _memory_steps(_device_changes(self.events[rank], copies, table))
+
+    def host_memory(self, rank: int) -> list[tuple[float, float]]:
+        """Return ``(time, activation memory from this time on)`` at each change on the host of ``rank``."""
+        return _memory_steps(_host_changes(self.host_events[rank] if self.host_events else ()))
 
     def critical_path(self) -> list[Event]:
         """Return a chain of tasks that ends with the step; each task waits for the one before.
@@ -111,7 +113,10 @@ class Timeline(Summary):
         >>> [event.task for event in simulate(GPipe(2), num_microbatches=1).critical_path()]
         [fwd_0__0, fwd_1__0, bwd_1__0, bwd_0__0]
         """
-        table = self.costs.table(self.num_stages)
+        table = self.costs.table(self.num_stages, self.residuals)
+        fetches = {
+            (rank, copy.stage, copy.microbatch): copy for rank, copies in enumerate(self.host_events) for copy in copies
+        }
         made: dict[Task, Event] = {}
         before: dict[AnyTask, Event] = {}
         for events in self.events:
@@ -132,9 +137,36 @@ class Timeline(Summary):
                 if maker is not None:
                     apart = maker.rank != current.rank
                     wait = self.transfer.time(maker.rank, current.rank, table.sent_bytes(need)) if apart else 0.0
-                    causes.append((maker.end + wait, maker))
+                    fetch = fetches.get((current.rank, need.stage, need.microbatch))
+                    kept = need.kind is TaskKind.FORWARD and need.stage == current.task.stage
+                    causes.append((fetch.fetch_end if kept and fetch else maker.end + wait, maker))
             current = max(causes, key=lambda cause: cause[0])[1] if causes else None
         return path[::-1]
+
+
+def _device_changes(
+    events: Iterable[Event], copies: Iterable[HostEvent], table: CostTable
+) -> list[tuple[float, int, float]]:
+    changes: list[tuple[float, int, float]] = []
+    for event in events:
+        before, after = table.memory_change(event.task)
+        # At the same time, ending tasks free memory before starting tasks take memory.
+        changes += [(event.start, 1, before), (event.end, 0, after)]
+    return changes + [(time, int(change > 0), change) for copy in copies for time, change in copy.device_changes()]
+
+
+def _host_changes(copies: Iterable[HostEvent]) -> list[tuple[float, int, float]]:
+    return [(time, int(change > 0), change) for copy in copies for time, change in copy.host_changes()]
+
+
+def _memory_steps(changes: list[tuple[float, int, float]]) -> list[tuple[float, float]]:
+    held = 0.0
+    steps: list[tuple[float, float]] = []
+    for time, _, change in sorted(changes):
+        if change:
+            held += change
+            steps.append((time, held))
+    return steps
 
 
 class _Recorder:
@@ -177,7 +209,59 @@ class _Recorder:
             "last_end": tuple(self.last),
             "peak_memory": tuple(self.peak),
             "num_tasks": self.count,
+            "peak_host_memory": (0.0,) * len(self.busy),
         }
+
+
+def _peak(steps: list[tuple[float, float]]) -> float:
+    return max((held for _, held in steps), default=0.0)
+
+
+def _run_with_host(
+    schedule: Schedule | TaskLists,
+    costs: Costs,
+    transfer: Transfer,
+    num_microbatches: int | None,
+    processors: int | None,
+    plan: ResidualPlan,
+    link: Link,
+) -> Timeline:
+    """Run ``schedule`` with the copies of a plan; the memory changes between tasks too, so all events are kept."""
+    iterables, num_stages = streams(schedule, num_microbatches)
+    ranks = [list(tasks) for tasks in iterables]
+    table = costs.table(num_stages, plan)
+    recorder, links = _Recorder(len(ranks), table, keep=True), HostLinks(ranks, plan, table, link)
+
+    def record(rank: int, task: AnyTask, start: float, end: float) -> None:
+        recorder(rank, task, start, end)
+        links.ended(rank, end)
+
+    waits = _delay(transfer, table)
+    blocked = advance(ranks, num_stages, record, table=table, delay=waits, hold=links.hold, processors=processors)
+    if blocked:
+        raise deadlock_error(ranks, blocked)
+    events = tuple(tuple(rank) for rank in recorder.events or ())
+    peaks = {
+        "peak_memory": tuple(
+            _peak(_memory_steps(_device_changes(e, c, table))) for e, c in zip(events, links.events, strict=True)
+        ),
+        "peak_host_memory": tuple(_peak(_memory_steps(_host_changes(copies))) for copies in links.events),
+    }
+    return Timeline(
+        **{**recorder.figures(), **peaks},  # type: ignore[arg-type]
+        events=events,
+        num_stages=num_stages,
+        costs=costs,
+        transfer=transfer,
+        residuals=plan,
+        host_events=links.events,
+    )
+
+
+def _delay(transfer: Transfer, table: CostTable) -> Callable[[int, int, Task], float] | None:
+    """Return the time that a result takes from rank to rank; None if all transfers are instant."""
+    instant = not transfer.links and transfer.default.time(1.0) == 0.0
+    return None if instant else lambda source, target, result: transfer.time(source, target, table.sent_bytes(result))
 
 
 def _run(
@@ -191,12 +275,7 @@ def _run(
     ranks, num_stages = streams(schedule, num_microbatches)
     table = costs.table(num_stages)
     recorder = _Recorder(len(ranks), table, keep)
-
-    def delay(source: int, target: int, result: Task) -> float:
-        return transfer.time(source, target, table.sent_bytes(result))
-
-    instant = not transfer.links and transfer.default.time(1.0) == 0.0
-    waits = None if instant else delay
+    waits = _delay(transfer, table)
     blocked = advance(ranks, num_stages, recorder, table=table, delay=waits, processors=processors)
     if blocked:
         raise deadlock_error([list(tasks) for tasks in streams(schedule, num_microbatches)[0]], blocked)
@@ -210,6 +289,8 @@ def simulate(
     *,
     num_microbatches: int | None = None,
     processors: int | None = None,
+    residuals: ResidualPlan | None = None,
+    host_link: Link | None = None,
 ) -> Timeline:
     """Run ``schedule`` in the model, and return the events with their times.
 
@@ -220,9 +301,14 @@ def simulate(
         num_microbatches: for a :class:`Schedule`; by default its own number, if it has one.
         processors: the number of tasks that can run at once, over all ranks: the cores of a machine
             with virtual devices as ranks. By default every rank has its own processor.
+        residuals: what each stage does with its residuals; by default it keeps them on the devices.
+        host_link: the link between each rank's devices and its host, for offloaded residuals; by default instant. Each
+            direction carries one copy at a time, beside the tasks. An offload starts when its forward ends, a fetch
+            when the rank comes to it, and the backward waits for the fetch.
 
     Raises:
-        ScheduleError: if ``schedule`` deadlocks, or ``processors`` is below 1.
+        ScheduleError: if ``schedule`` deadlocks, ``processors`` is below 1, or ``residuals`` has entries for another
+            number of stages.
 
     >>> from jaxpp_flax.schedules import Std1F1B
     >>> step = simulate(Std1F1B(4), num_microbatches=8)
@@ -230,12 +316,22 @@ def simulate(
     (33.0, 0.273, (4.0, 3.0, 2.0, 1.0))
     >>> simulate(Std1F1B(4), num_microbatches=8, processors=1).makespan  # 4 ranks x 8 x (1 + 2)
     96.0
+    >>> from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
+    >>> plan = ResidualPlan([StageResiduals(offload=1.0), KEEP, KEEP, KEEP])
+    >>> moved = simulate(Std1F1B(4), num_microbatches=8, residuals=plan, host_link=Link(bandwidth=1.0))
+    >>> moved.makespan, moved.peak_memory, moved.peak_host_memory
+    (33.0, (3.0, 3.0, 2.0, 1.0), (3.0, 0.0, 0.0, 0.0))
     """
     if processors is not None and processors < 1:
         raise ScheduleError(f"processors must be at least 1, got {processors}")
     costs = Costs() if costs is None else costs
     links = Transfer.of(transfer)
+    if residuals is not None and not residuals.is_kept:
+        link = Link() if host_link is None else host_link
+        return _run_with_host(schedule, costs, links, num_microbatches, processors, residuals, link)
     recorder, num_stages = _run(schedule, costs, links, num_microbatches, keep=True, processors=processors)
+    if residuals is not None:
+        residuals.check(num_stages)
     events = tuple(tuple(rank) for rank in recorder.events or ())
     return Timeline(**recorder.figures(), events=events, num_stages=num_stages, costs=costs, transfer=links)  # type: ignore[arg-type]
 
@@ -246,6 +342,8 @@ def summarize(
     transfer: Transfer | float | None = None,
     *,
     num_microbatches: int | None = None,
+    residuals: ResidualPlan | None = None,
+    host_link: Link | None = None,
 ) -> Summary:
     """Simulate as in :func:`simulate`, without the events: for schedules too large to keep.
 
@@ -254,6 +352,11 @@ def summarize(
     573.0
     """
     costs = Costs() if costs is None else costs
+    if residuals is not None:
+        step = simulate(
+            schedule, costs, transfer, num_microbatches=num_microbatches, residuals=residuals, host_link=host_link
+        )
+        return Summary(**{each.name: getattr(step, each.name) for each in fields(Summary)})
     recorder, _ = _run(schedule, costs, Transfer.of(transfer), num_microbatches, keep=False)
     return Summary(**recorder.figures())  # type: ignore[arg-type]
 

@@ -51,14 +51,14 @@ def colour(kind: TaskKind, chunk: int, chunks: int) -> str:
 
 def bars(timeline: Timeline) -> list[Bar]:
     """Everything to be drawn of ``timeline``."""
-    table = timeline.costs.table(timeline.num_stages)
+    table = timeline.costs.table(timeline.num_stages, timeline.residuals)
     out: list[Bar] = []
     for events in timeline.events:
         stages = sorted({event.task.stage for event in events})
         for event in events:
             task = event.task
             chunk = stages.index(task.stage)
-            for kind, start, end, label in _pieces(event, table.forward[task.stage], table.backward[task.stage]):
+            for kind, start, end, label in _pieces(event, table.forward[task.stage], table.fused_backward[task.stage]):
                 shade = colour(kind, chunk, len(stages))
                 out.append(Bar(event.rank, start, end, kind, task.stage, task.microbatch, label, shade))
     return out
