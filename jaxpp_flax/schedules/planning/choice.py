@@ -19,7 +19,7 @@ from jaxpp_flax.schedules.planning.model import Prediction, StepModel
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
 from jaxpp_flax.schedules.task import FusedTask
 
-__all__ = ["Choice", "LimitError", "best_mixture", "choose_residuals", "describe", "limits_of"]
+__all__ = ["Choice", "LimitError", "best_mixture", "choose_residuals", "describe", "limits_of", "why_chosen"]
 
 _SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 OPTIONS = (
@@ -153,6 +153,26 @@ def describe(stage: StageResiduals) -> str:
 
 
 _Mixture = tuple[StageResiduals, ...]  # of the stages of one rank, in increasing order
+
+
+def why_chosen(choice: Choice) -> str:
+    """Say why this choice was made, in a line.
+
+    Example:
+      >>> from jaxpp_flax.schedules.planning.model import Prediction
+      >>> fits = Prediction(seconds=1.0, peak_bytes=(8.0,), host_bytes=(0.0,), stages=())
+      >>> why_chosen(Choice(residuals=ResidualPlan([KEEP]), prediction=fits, keep=fits, excess=0.0, exact=True))
+      'all residuals fit within memory_limit: predicted step 1 s'
+    """
+    seconds = amount(choice.prediction.seconds, "s")
+    if choice.residuals.is_kept:
+        return f"all residuals fit within memory_limit: predicted step {seconds}"
+    most = amount(max(choice.keep.peak_bytes), "B")
+    how = "the best of all mixtures" if choice.exact else "the best mixture found, not proven best"
+    return (
+        f"all residuals together would take {most}; {how} of keep, recompute and offload: predicted step {seconds}, "
+        f"{choice.slowdown - 1:.1%} longer than with all kept"
+    )
 
 
 class _Search:
