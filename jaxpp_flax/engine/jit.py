@@ -20,13 +20,16 @@ from jaxpp_flax.engine.passes.placed import ResultRanks
 from jaxpp_flax.engine.passes.submesh_constraints import on_submesh
 from jaxpp_flax.engine.pipeline import build
 from jaxpp_flax.engine.plan import Plan
+from jaxpp_flax.engine.program.program import HOST_MEMORY
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
+from jaxpp_flax.engine.runtime.host_memory import refuse_without_host_memory
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_array, type_of
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
 from jaxpp_flax.engine.tracing.one_pass import OnePass
 from jaxpp_flax.engine.tracing.static_arguments import unwrapping
 from jaxpp_flax.engine.tracing.treduce import Last, treduce_i
+from jaxpp_flax.schedules.residuals import ResidualPlan
 
 __all__ = ["MpmdFunction", "mpmd_jit", "mpmd_jit_with_loop", "one_pass"]
 
@@ -60,11 +63,14 @@ class MpmdFunction:
       cut_policy: chooses the marks that cut; by default all of them.
       everywhere: with several processes, the results that all of them get: a prefix tree of bools. All processes
         always get scalars, and small results that are not the new value of an argument.
+      residuals: what each stage does with the values that its forward keeps for its backward: keep them on the devices
+        (the default), recompute them, or offload them to host memory (`jaxpp_flax.schedules.ResidualPlan`).
 
     A call takes arrays, NumPy arrays and `MpmdArray`s, and returns `MpmdArray`s.
 
     Raises (when it is compiled, before anything runs):
-      ValueError: no `treduce`; too few or too many marks; a schedule that does not fit; a marker that cannot cut.
+      ValueError: no `treduce`; too few or too many marks; a schedule that does not fit; a marker that cannot cut;
+        residuals for another number of stages, or on devices without `pinned_host` memory.
       TypeError: an argument that is not an array.
 
     Example:
@@ -106,6 +112,7 @@ class MpmdFunction:
         compiler_options: Mapping[str, Any] | None = None,
         cut_policy: CutPolicy = cut_at_every_mark,
         everywhere: Any = False,
+        residuals: ResidualPlan | None = None,
     ) -> None:
         _check_mesh(mpmd_mesh)
         functools.update_wrapper(self, fun)
@@ -116,6 +123,7 @@ class MpmdFunction:
         self._parameters = Parameters.of(fun, static_argnums, static_argnames, donate_argnums, donate_argnames)
         self._policy = cut_policy
         self._everywhere = everywhere
+        self._residuals = residuals
         self._compiler = TaskCompiler(mpmd_mesh, compiler_options)
         fun = with_memories(fun, self._out_specs)
         nums, names = self._parameters.static_argnums, self._parameters.static_argnames
@@ -181,6 +189,8 @@ class MpmdFunction:
 
     def _make_plan(self, call: Call, structs: Sequence[jax.ShapeDtypeStruct], layouts: tuple[Layout, ...]) -> Plan:
         refuse_disabled_jit("a pipelined step")
+        if self._residuals is not None and any(stage.offload for stage in self._residuals.stages):
+            refuse_without_host_memory(self.mpmd_mesh.rank_devices(0)[0], HOST_MEMORY)
         mesh, paths = self.mpmd_mesh, call.paths()
         in_specs = [layout.spec or PartitionSpec() for layout in layouts]
         sizes = dict(mesh.unstack[0].shape)
@@ -194,7 +204,9 @@ class MpmdFunction:
         with context_mesh(mesh.abstract_submesh if mesh.is_explicit else None):
             given_away = [False] * len(consts) + list(donated)
             idle = self._front.idle_ranks(mesh.mpmd_dim)
-            built = build(graph, mesh.mpmd_dim, self._policy, given_away, specs, sizes, result_ranks, idle)
+            built = build(
+                graph, mesh.mpmd_dim, self._policy, given_away, specs, sizes, result_ranks, idle, self._residuals
+            )
         wanted = broadcast_layouts(self._out_specs, traced.out_info, "out_specs", self.mpmd_mesh)
         out_specs = [layout.spec for layout in wanted]
         results = jax.tree_util.tree_leaves_with_path(traced.out_info)

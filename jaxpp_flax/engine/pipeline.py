@@ -19,6 +19,7 @@ from jaxpp_flax.engine.passes.placed import Loop, Placed, ResultRanks
 from jaxpp_flax.engine.passes.runner import Settings, observers, run_passes
 from jaxpp_flax.engine.program.program import Program
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value
+from jaxpp_flax.schedules.residuals import ResidualPlan
 
 __all__ = ["Built", "build"]
 
@@ -73,6 +74,7 @@ def build(
     axis_sizes: Mapping[str, int],
     result_ranks: ResultRanks | None = None,
     idle_ranks: frozenset[int] = frozenset({0}),
+    residuals: ResidualPlan | None = None,
 ) -> Built:
     """Run all passes on a traced step; `axis_sizes` are those of a submesh. See `Settings` for the other arguments.
 
@@ -94,6 +96,7 @@ def build(
         shards=shards,
         result_ranks=result_ranks,
         idle_ranks=idle_ranks,
+        residuals=residuals,
     )
     made = {
         each.name: structure

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh, RankMeshes
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.pipeline import Built
-from jaxpp_flax.engine.program.program import Free, Instruction, Program, Run, Transfer
+from jaxpp_flax.engine.program.live_memory import LiveMemory
+from jaxpp_flax.engine.program.program import Program, Run
 from jaxpp_flax.engine.runtime.executables import Executables
 from jaxpp_flax.engine.tracing.ir import Value, memory_kind_of
 from jaxpp_flax.engine.tracing.markers import segment_names
@@ -53,7 +54,8 @@ class MemoryAnalysis:
 
     `peak_bytes` is the most that one step holds above the arguments. `live_microbatches` maps each stage of the rank
     to the largest number of microbatches whose activations the stage holds at one time. Workspace inside an executable
-    is not counted (`temp_bytes` gives the largest).
+    is not counted (`temp_bytes` gives the largest). `host_peak_bytes` is the most that offloaded residuals take of host
+    memory, for each device.
     """
 
     rank: int
@@ -61,6 +63,7 @@ class MemoryAnalysis:
     peak_bytes: int
     temp_bytes: int
     live_microbatches: dict[int, int]
+    host_peak_bytes: int = 0
 
 
 def summarise_stages(
@@ -165,7 +168,7 @@ def walk_memory(
     program: Program, executables: Executables, mesh: RankMeshes, avals: Sequence[Any]
 ) -> tuple[MemoryAnalysis, ...]:
     """Walk a program and count what is live on each rank; `avals` are the types of its arguments."""
-    memory = _Memory(program)
+    memory = LiveMemory(program)
     argument = [0] * program.num_ranks
     for ranks, spec, aval in zip(program.arguments, executables.in_specs, avals, strict=True):
         on_device = memory_kind_of(aval) is None
@@ -173,7 +176,7 @@ def walk_memory(
             shape = NamedSharding(mesh.unstack[rank], spec).shard_shape(tuple(aval.shape))
             size = math.prod(shape) * int(getattr(aval.dtype, "itemsize", 0)) if on_device else 0
             argument[rank] += size
-            memory.held[slot] = (rank, size)
+            memory.hold(slot, rank, size)
     for number, instruction in enumerate(program.instructions):
         memory.step(instruction, executables.written_bytes.get(number, ()))
     temporary = [[0] for _ in argument]
@@ -185,57 +188,12 @@ def walk_memory(
             rank=rank,
             argument_bytes=argument[rank],
             peak_bytes=memory.peak[rank],
+            host_peak_bytes=memory.host_peak[rank],
             temp_bytes=max(temporary[rank]),
             live_microbatches={s: m for s, m in sorted(memory.most.items()) if rank_of[s] == rank},
         )
         for rank in range(program.num_ranks)
     )
-
-
-class _Memory:
-    """The memory of the ranks while a program runs.
-
-    `held` gives the rank and the bytes of each slot (an argument frees memory too, if it is donated), `activations` the
-    stage and the microbatch of a forward's results, `most` the largest number of microbatches that a stage holds.
-    """
-
-    def __init__(self, program: Program) -> None:
-        self.tasks = program.tasks
-        self.held: dict[int, tuple[int, int]] = {}
-        self.activations: dict[int, tuple[int, int]] = {}
-        self.live, self.peak = [0] * program.num_ranks, [0] * program.num_ranks
-        self.most: dict[int, int] = {}
-
-    def step(self, instruction: Instruction, written: Sequence[int]) -> None:
-        if isinstance(instruction, Free):
-            self._drop(instruction.slots)
-            return
-        rank = instruction.target if isinstance(instruction, Transfer) else instruction.rank
-        if isinstance(instruction, Run):  # its outputs take the memory of its donated inputs
-            self._drop(instruction.inputs[position] for position in self.tasks[instruction.task].donate)
-        for slot, size in zip(instruction.writes(), written, strict=True):
-            self.held[slot] = (rank, size)
-            self.live[rank] += size
-        self.peak[rank] = max(self.peak[rank], self.live[rank])
-        if isinstance(instruction, Run):
-            self._count_microbatches(instruction)
-
-    def _drop(self, slots: Iterable[int]) -> None:
-        for slot in slots:
-            rank, size = self.held.pop(slot, (0, 0))
-            self.live[rank] -= size
-            self.activations.pop(slot, None)
-
-    def _count_microbatches(self, run: Run) -> None:
-        task = self.tasks[run.task]
-        if task.stage is None or "fwd" not in task.name:
-            return
-        going_round = {output for output, _ in task.pins}
-        for position, slot in enumerate(run.outputs):
-            if position not in going_round:
-                self.activations[slot] = (task.stage, run.microbatch)
-        count = len({microbatch for stage, microbatch in self.activations.values() if stage == task.stage})
-        self.most[task.stage] = max(self.most.get(task.stage, 0), count)
 
 
 def _temp(executable: Any) -> int:

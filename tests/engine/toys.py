@@ -24,6 +24,7 @@ from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Op, treduce, treduce_p
 from jaxpp_flax.schedules import Schedule
+from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.schedules.task import TaskKind
 from tests.helpers import DIM, tree_allclose
 
@@ -124,13 +125,19 @@ def same_as_plain(step: Callable[..., Any], num_ranks: int, *args: Any, rtol: fl
     return actual
 
 
-def built(step: Callable[..., Any], num_ranks: int, *args: Any, donated: Sequence[bool] | None = None) -> Built:
+def built(
+    step: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    donated: Sequence[bool] | None = None,
+    residuals: ResidualPlan | None = None,
+) -> Built:
     """All passes over a step on a mesh of single devices, and nothing compiled."""
     graph, consts = from_jaxpr(jax.jit(step).trace(*args).jaxpr)
     assert not consts
     size = len(graph.inputs)
     specs = [jax.sharding.PartitionSpec()] * size
-    return build(graph, num_ranks, cut_at_every_mark, donated or [False] * size, specs, {})
+    return build(graph, num_ranks, cut_at_every_mark, donated or [False] * size, specs, {}, residuals=residuals)
 
 
 def kinds(part: Partition) -> list[tuple[int, TaskKind]]:

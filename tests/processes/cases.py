@@ -20,6 +20,7 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce
 from jaxpp_flax.schedules import GPipe, Interleaved1F1B, Schedule, Std1F1B, ZeroBubble
+from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals
 from tests.engine.toys import chain, chain_loss, sgd_step
 from tests.helpers import ROWS, batch_of
 
@@ -41,6 +42,12 @@ class Case:
     mesh: MpmdMesh
     in_specs: Any = None
     donate: bool = True
+    residuals: ResidualPlan | None = None
+
+
+def offloaded(num_stages: int) -> ResidualPlan:
+    """Every stage moves what it keeps to the host; every second one keeps its input only."""
+    return ResidualPlan([StageResiduals(recompute=stage % 2 == 1, offload=1.0) for stage in range(num_stages)])
 
 
 def mesh_of(num_ranks: int, layout: str) -> MpmdMesh:
@@ -172,6 +179,15 @@ def one_device_each(num_processes: int) -> Iterator[Case]:
     yield Case("tied-kept", tied, tied_state(num_processes), batch, schedule, mesh, donate=False)
     yield Case("statistics", with_statistics, statistics_state(num_processes), batch, schedule, mesh)
     yield Case("odd-types", odd_types, chain(num_processes), batch, schedule, mesh)
+    yield Case(
+        "offloaded",
+        plain_chain,
+        chain(num_processes),
+        batch,
+        GPipe(num_processes),
+        mesh,
+        residuals=offloaded(num_processes),
+    )
 
 
 def two_devices_each(num_processes: int) -> Iterator[Case]:
@@ -207,6 +223,16 @@ def two_devices_each(num_processes: int) -> Iterator[Case]:
         mesh_of(num_processes, "rows"),
     )
     yield Case(
+        "columns-offloaded",
+        plain_chain,
+        chain(num_processes),
+        batch,
+        GPipe(num_processes),
+        mesh_of(num_processes, "columns"),
+        (None, P(None, "data")),
+        residuals=offloaded(num_processes),
+    )
+    yield Case(
         "rows-many", plain_chain, chain(num_processes), many, GPipe(num_processes), mesh_of(num_processes, "rows")
     )
 
@@ -217,12 +243,13 @@ GROUPS: dict[str, Callable[[int], Iterator[Case]]] = {"one": one_device_each, "t
 NAMES = {
     "one": (
         "chain-gpipe", "chain-1f1b", "chain-interleaved", "chain-zero_bubble", "clipped", "tied", "tied-kept",
-        "statistics", "odd-types",
+        "statistics", "odd-types", "offloaded",
     ),
     "two": (
         "ranks-gpipe", "rows-replicated-chain", "rows-data-chain", "rows-clipped", "rows-tied", "rows-odd",
         "columns-replicated-chain", "columns-data-chain", "columns-clipped", "columns-tied", "columns-odd",
-        "rows-interleaved", "columns-zero_bubble", "rows-statistics", "rows-many",
+        "rows-interleaved", "columns-zero_bubble", "rows-statistics",
+        "columns-offloaded", "rows-many",
     ),
 }  # fmt: skip
 

@@ -68,6 +68,7 @@ def compare(case: Case, expected: list[np.ndarray]) -> None:
         case.mesh,
         in_specs=case.in_specs,
         donate_argnums=donated,
+        residuals=case.residuals,
     )
     for _ in range(STEPS):
         state, outputs = run(state, case.batch)

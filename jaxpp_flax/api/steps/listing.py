@@ -106,7 +106,7 @@ class _Printer:
         types = [self.types[slot] for slot in transfer.sent]
         results = " ".join(self._define(slot, aval) for slot, aval in zip(transfer.received, types, strict=True))
         source = self.mesh.unstack[transfer.source]
-        yield f"    {results} = transfer["
+        yield f"    {results} = {transfer.verb}["
         yield f"      src_mpmd_idx={transfer.source}"
         yield f"      src_shardings={[NamedSharding(source, spec) for spec in self.specs.get(number, ())]}"
         yield f"      tgt_mpmd_idx={transfer.target}"

@@ -15,6 +15,8 @@ from jaxpp_flax.engine.passes.loop.choose_cuts import choose_cuts
 from jaxpp_flax.engine.passes.loop.defer_reductions import defer_in_loops
 from jaxpp_flax.engine.passes.loop.lower_loops import lower_loops
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop, open_loops
+from jaxpp_flax.engine.passes.loop.recompute import recompute
+from jaxpp_flax.engine.passes.offload import offload
 from jaxpp_flax.engine.passes.place import place
 from jaxpp_flax.engine.passes.runner import Pass
 from jaxpp_flax.engine.passes.split_conditions import split_conditions
@@ -80,6 +82,12 @@ PASSES: tuple[Pass, ...] = (
         ensures="tasks, accumulators and carries; each labelled equation stands in one task",
     ),
     Pass(
+        "recompute",
+        lambda step, settings: step.each(lambda loop: recompute(loop, settings.residuals)),
+        requires="tasks",
+        ensures="stages that recompute their residuals keep the inputs of their forward instead",
+    ),
+    Pass(
         "lower_loops",
         lambda step, _: lower_loops(step),
         requires="loops cut into tasks",
@@ -102,6 +110,12 @@ PASSES: tuple[Pass, ...] = (
         lambda placed, settings: unroll(placed, settings.num_ranks),
         requires="a step on ranks",
         ensures="instructions in the schedule's order; each slot is written once",
+    ),
+    Pass(
+        "offload",
+        lambda program, settings: offload(program, settings.residuals),
+        requires="each slot written once",
+        ensures="the plan's kept values move to the host after their forward, and come back before their backward",
     ),
     Pass(
         "liveness",

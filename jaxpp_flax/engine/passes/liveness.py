@@ -44,7 +44,7 @@ def allocate_slots(
     transfers = [i for i in program.instructions if isinstance(i, Transfer)]
     not_given = {slot for transfer in transfers for slot in transfer.sent}
     if keep_received:
-        not_given.update(slot for transfer in transfers for slot in transfer.received)
+        not_given.update(slot for transfer in transfers if transfer.memory is None for slot in transfer.received)
     ends, read = _last_uses(program.instructions, kept)
     donate = _donations(program, ends, not_given, donatable)
     slots = _Slots()
@@ -118,7 +118,7 @@ def _with_frees(
             gone.update(instruction.inputs[position] for position in donate[instruction.task])
         elif isinstance(instruction, Transfer):
             rank, target = instruction.source, instruction.target
-            yield Transfer(rank, target, reads, slots.define(writes, target))
+            yield Transfer(rank, target, reads, slots.define(writes, target), instruction.memory)
         else:
             raise VerificationError("slots are allocated once: the program already frees some")
         if freed := [slot for slot in dying if slot not in gone]:

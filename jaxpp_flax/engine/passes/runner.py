@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
 from jaxpp_flax.engine.passes.placed import ResultRanks
+from jaxpp_flax.schedules.residuals import ResidualPlan
 
 __all__ = ["Observer", "Pass", "Settings", "observers", "run_passes", "wants_verification"]
 
@@ -29,6 +30,7 @@ class Settings:
       shards: returns the number of shards over an entry of a spec.
       result_ranks: with several processes, the results that all of them get.
       idle_ranks: the ranks of a result that no rank needs, and that each rank can compute by itself.
+      residuals: what each stage does with its residuals; None keeps them on the devices.
     """
 
     num_ranks: int
@@ -38,6 +40,7 @@ class Settings:
     shards: ShardCounts
     result_ranks: ResultRanks | None = None
     idle_ranks: frozenset[int] = frozenset({0})
+    residuals: ResidualPlan | None = None
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,12 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.tracing.ir import Graph, VerificationError
-from jaxpp_flax.schedules.task import TaskKind
+from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 
-__all__ = ["Free", "Instruction", "Program", "ProgramTask", "Run", "Transfer"]
+__all__ = ["HOST_MEMORY", "Free", "Instruction", "Program", "ProgramTask", "Run", "Transfer"]
+
+HOST_MEMORY = "pinned_host"
+"""The kind of memory to which residuals are offloaded."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +43,15 @@ class ProgramTask:
     like: tuple[int | None, ...] = ()
     out_specs: tuple[PartitionSpec, ...] = ()
 
+    def scheduled(self, microbatch: int) -> Task | FusedTask | None:
+        """Return the task of the schedule that this one runs for a microbatch; None outside loops."""
+        if self.stage is None or self.kind is None:
+            return None
+        if self.fused:
+            backward = Task(TaskKind.BACKWARD, self.stage, microbatch)
+            return FusedTask(Task(TaskKind.FORWARD, self.stage, microbatch), backward)
+        return Task(self.kind, self.stage, microbatch)
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -62,12 +74,22 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Copy slots of `source` into slots of `target`, as one batch."""
+    """Copy slots of `source` into slots of `target`, as one batch.
+
+    `memory` is None, or the kind of memory into which a rank copies its own slots: to the host (an offload), or back to
+    the devices (a fetch).
+    """
 
     source: int
     target: int
     sent: tuple[int, ...]
     received: tuple[int, ...]
+    memory: str | None = None
+
+    @property
+    def verb(self) -> str:
+        """`transfer`, `offload` or `fetch`."""
+        return "transfer" if self.memory is None else "offload" if self.memory == HOST_MEMORY else "fetch"
 
     def reads(self) -> tuple[int, ...]:
         """Slots read."""
@@ -129,12 +151,14 @@ class Program:
         for task in self.tasks:
             task.graph.verify()
         defined = self.preset()
+        on_host: set[int] = set()  # what was offloaded
         for number, instruction in enumerate(self.instructions):
             where = f"instruction {number} ({self._describe(instruction)})"
             rank = instruction.source if isinstance(instruction, Transfer) else instruction.rank
             for slot in instruction.reads():
                 if defined.get(slot) != rank:
                     raise VerificationError(f"{where} reads slot {slot}, which rank {rank} does not hold")
+            _verify_memory(instruction, on_host, where)
             if isinstance(instruction, Free):
                 for slot in instruction.slots:
                     del defined[slot]
@@ -161,6 +185,8 @@ class Program:
         if isinstance(instruction, Run):
             suffix = f"__{instruction.microbatch}" if instruction.microbatch >= 0 else ""
             return f"run {self.tasks[instruction.task].name}{suffix} on rank {instruction.rank}"
+        if isinstance(instruction, Transfer) and instruction.memory is not None:
+            return f"{instruction.verb} on rank {instruction.target}"
         if isinstance(instruction, Transfer):
             return f"transfer rank {instruction.source} -> rank {instruction.target}"
         return f"free on rank {instruction.rank}"
@@ -181,6 +207,11 @@ class Program:
                     f"rank {instruction.rank}: {names(instruction.outputs)} = "
                     f"{self._describe(instruction).split()[1]}({names(instruction.inputs)}){note}"
                 )
+            elif isinstance(instruction, Transfer) and instruction.memory is not None:
+                lines.append(
+                    f"rank {instruction.target}: {instruction.verb} {names(instruction.sent)} "
+                    f"to {instruction.memory} as {names(instruction.received)}"
+                )
             elif isinstance(instruction, Transfer):
                 lines.append(
                     f"rank {instruction.source} -> rank {instruction.target}: "
@@ -189,3 +220,20 @@ class Program:
             else:
                 lines.append(f"rank {instruction.rank}: free {names(instruction.slots)}")
         return "\n".join(lines)
+
+
+def _verify_memory(instruction: Instruction, on_host: set[int], where: str) -> None:
+    """Check that offloaded slots are fetched before anything else reads them; keep the set of these slots."""
+    memory = instruction.memory if isinstance(instruction, Transfer) else None
+    if isinstance(instruction, Transfer) and memory is not None and instruction.source != instruction.target:
+        raise VerificationError(f"{where} moves slots of rank {instruction.source}: a rank offloads its own")
+    if isinstance(instruction, Free):
+        on_host.difference_update(instruction.slots)
+        return
+    for slot in instruction.reads():
+        if (slot in on_host) != (memory is not None and memory != HOST_MEMORY):
+            state = "is in host memory" if slot in on_host else "was not offloaded"
+            raise VerificationError(f"{where} reads slot {slot}, which {state}")
+    on_host.difference_update(instruction.writes())
+    if memory == HOST_MEMORY:
+        on_host.update(instruction.writes())

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical, carried_over, spec_on
-from jaxpp_flax.engine.program.program import Program, ProgramTask, Run, Transfer
+from jaxpp_flax.engine.program.program import HOST_MEMORY, Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.program.specs import initial_spec, specs_wanted, with_own_results
 from jaxpp_flax.engine.runtime.startup import SharedSpecs
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler, Waiting
@@ -124,6 +124,7 @@ class _Walk:
     by_specs: dict[tuple[int, tuple[PartitionSpec, ...]], _Result] = field(default_factory=dict)
     by_held: dict[tuple[int, _AllHeld], _Result] = field(default_factory=dict)
     carried: dict[tuple[_Held, int], _Held] = field(default_factory=dict)  # to ranks with meshes of other shapes
+    in_other_memory: dict[_Held, _Held] = field(default_factory=dict["_Held", "_Held"])  # offloaded, and back
     sent: dict[int, _AllHeld] = field(default_factory=dict)
     received: dict[int, _AllHeld] = field(default_factory=dict)
     written: dict[int, _AllHeld] = field(default_factory=dict)
@@ -213,6 +214,9 @@ class _Walk:
 
     def transfer(self, number: int, transfer: Transfer) -> None:
         sent = received = tuple(map(self.held.__getitem__, transfer.sent))
+        if transfer.memory is not None:
+            self._memory_copy(number, transfer, sent)
+            return
         if not self._alike(transfer):
             received = tuple(self._carried_over(held, transfer.target) for held in sent)
         if wanted := self.wanted.get(number):  # P() is no wish here: the sender may keep it partitioned
@@ -221,6 +225,18 @@ class _Walk:
             )
         self.held.update(zip(transfer.received, received, strict=True))
         self.sent[number], self.received[number], self.written[number] = sent, received, sent
+
+    def _memory_copy(self, number: int, transfer: Transfer, sent: _AllHeld) -> None:
+        """Note a copy between a rank's memories; a fetched value is again what it was before its offload."""
+        other = tuple(self.in_other_memory.get(held) or self._on_host(held) for held in sent)
+        self.held.update(zip(transfer.received, other, strict=True))
+        self.sent[number], self.received[number] = sent, other
+        self.written[number] = sent if transfer.memory == HOST_MEMORY else other
+
+    def _on_host(self, held: _Held) -> _Held:
+        host = self.in_other_memory[held] = replace(held)
+        self.in_other_memory[host] = held
+        return host
 
     def _alike(self, transfer: Transfer) -> bool:
         """Return whether both ends of a transfer have meshes of one shape; then a spec means the same on both."""

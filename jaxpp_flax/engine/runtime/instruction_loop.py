@@ -12,9 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpp_flax._compat import copy_arrays
 from jaxpp_flax.engine.arrays.mesh import RankMeshes
 from jaxpp_flax.engine.arrays.placing import place
-from jaxpp_flax.engine.program.program import Free, Program, Run, Transfer
+from jaxpp_flax.engine.program.program import HOST_MEMORY, Free, Program, Run, Transfer
 from jaxpp_flax.engine.runtime.debug_switches import SpecialValues
 from jaxpp_flax.engine.runtime.executables import Executables
+from jaxpp_flax.engine.runtime.host_memory import to_memory
 from jaxpp_flax.engine.runtime.profile import TaskTiming, collector, run_profiled, run_timed
 from jaxpp_flax.engine.runtime.shared_buffers import handed_over
 from jaxpp_flax.engine.runtime.transport.base import Parcel
@@ -87,6 +88,8 @@ class Runtime:
         return self._step_of(_free, instruction.slots, instruction.delete)
 
     def _bind_any_transfer(self, number: int, instruction: Transfer, local: set[int]) -> Step | None:
+        if instruction.memory is not None:
+            return self._bind_memory_copy(number, instruction) if instruction.source in local else None
         source, target = self._mesh.unstack[instruction.source], self._mesh.unstack[instruction.target]
         types = self._executables.transfer_avals[number]
         memories = tuple(memory_kind_of(aval) for aval in types)
@@ -118,6 +121,12 @@ class Runtime:
                 environment[slot] = array
 
         return step
+
+    def _bind_memory_copy(self, number: int, instruction: Transfer) -> Step:
+        memory = HOST_MEMORY if instruction.memory == HOST_MEMORY else None  # None is the devices' own
+        specs = self._executables.transfer_specs[number]
+        shardings = self._shardings_of(self._mesh.unstack[instruction.target], specs, (memory,) * len(specs))
+        return self._step_of(_move, instruction.sent, instruction.received, shardings)
 
     def run(self, environment: Environment) -> None:
         """Run one step; `environment` holds the arguments in their slots and receives the results in theirs.
@@ -183,6 +192,13 @@ def _copy(
         environment[slot] = copy
 
 
+def _move(
+    sent: Sequence[int], received: Sequence[int], shardings: Sequence[NamedSharding], environment: Environment
+) -> None:
+    for slot, copy in zip(received, to_memory([environment[s] for s in sent], shardings), strict=True):
+        environment[slot] = copy
+
+
 def _hand_over(moves: Sequence[tuple[int, int]], rest: Step | None, environment: Environment) -> None:
     for source, target in moves:
         environment[target] = environment[source]
@@ -215,7 +231,7 @@ def _free(slots: tuple[int, ...], delete: tuple[int, ...], environment: Environm
 def _refuse_other_memory(program: Program, executables: Executables) -> None:
     """Refuse to send a value between processes unless it is in device memory; every process refuses alike."""
     for number, transfer in enumerate(program.instructions):
-        if not isinstance(transfer, Transfer):
+        if not isinstance(transfer, Transfer) or transfer.memory is not None:
             continue
         for aval in executables.transfer_avals[number]:
             if (kind := memory_kind_of(aval)) is not None:

@@ -150,7 +150,7 @@ class _MeasuredStep:
             for slot in run.outputs:
                 self.environment[slot].block_until_ready()
             end = time.perf_counter() - self.begin
-        task = _scheduled(self.program, run)
+        task = self.program.tasks[run.task].scheduled(run.microbatch)
         if task is not None:
             self.timings[run.rank].append(TaskTiming(rank=run.rank, task=task, start=start, end=end))
 
@@ -167,16 +167,6 @@ class _Overlay:
 
     def __setitem__(self, slot: int, value: Any) -> None:
         self.written[slot] = value
-
-
-def _scheduled(program: Program, run: Run) -> Task | FusedTask | None:
-    task = program.tasks[run.task]
-    if task.stage is None or task.kind is None:
-        return None
-    if task.fused:
-        forward = Task(TaskKind.FORWARD, task.stage, run.microbatch)
-        return FusedTask(forward, Task(TaskKind.BACKWARD, task.stage, run.microbatch))
-    return Task(task.kind, task.stage, run.microbatch)
 
 
 # -- the time of each task alone

@@ -17,7 +17,8 @@ def handed_over(program: Program) -> dict[int, frozenset[int]]:
 
     There are two cases. Either the source forgets the value at once: the value moves. Or the source keeps the value (it
     never donates a value that it has sent), and the target neither donates nor returns it. The caller's arguments never
-    move. Donated arguments are not shared either, because they are deleted at their last use on the source.
+    move. Donated arguments are not shared either, because they are deleted at their last use on the source. A copy
+    between the memories of one rank is always made.
     """
     results = {slot for result in program.results if isinstance(result, dict) for slot in result.values()}
     deleted = {slot for i in program.instructions if isinstance(i, Free) for slot in i.delete}
@@ -30,6 +31,9 @@ def handed_over(program: Program) -> dict[int, frozenset[int]]:
         borrowed.difference_update(instruction.writes())
         if isinstance(instruction, Run):
             borrowed.update(_passed_on(program, instruction, borrowed))
+            continue
+        if instruction.memory is not None:
+            found[number] = frozenset()
             continue
         following = program.instructions[number + 1] if number + 1 < len(program.instructions) else None
         dropped = following.slots if isinstance(following, Free) and following.rank == instruction.source else ()

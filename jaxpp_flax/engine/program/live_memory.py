@@ -1,0 +1,82 @@
+"""The bytes that are live on each rank while a program runs, on the devices and on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from jaxpp_flax.engine.program.program import HOST_MEMORY, Free, Instruction, Program, Run, Transfer
+from jaxpp_flax.schedules.task import TaskKind
+
+__all__ = ["LiveMemory"]
+
+
+class LiveMemory:
+    """The memory of the ranks while a program runs, in bytes on each device.
+
+    Call `hold` for the arguments, then `step` for each instruction in order.
+
+    Attributes:
+      held: the rank, the bytes and the memory of each slot (True for host memory).
+      live, peak: of each rank's device memory, above the arguments. A donated argument frees memory.
+      host_live, host_peak: of the host memory that each rank's offloaded residuals take.
+      most: for each stage, the largest number of microbatches whose activations it holds.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.tasks = program.tasks
+        self.held: dict[int, tuple[int, int, bool]] = {}
+        self.live, self.peak = [0] * program.num_ranks, [0] * program.num_ranks
+        self.host_live, self.host_peak = [0] * program.num_ranks, [0] * program.num_ranks
+        self.most: dict[int, int] = {}
+        self._activations: dict[int, tuple[int, int]] = {}  # the stage and the microbatch of a forward's results
+
+    def hold(self, slot: int, rank: int, size: int) -> None:
+        """Note an argument: its bytes are not counted as live, but its donation frees them."""
+        self.held[slot] = rank, size, False
+
+    def step(self, instruction: Instruction, written: Sequence[int]) -> None:
+        """Run an instruction; `written` has the bytes of the slots that it writes."""
+        if isinstance(instruction, Free):
+            self._drop(instruction.slots)
+            return
+        rank = instruction.target if isinstance(instruction, Transfer) else instruction.rank
+        on_host = isinstance(instruction, Transfer) and instruction.memory == HOST_MEMORY
+        live, peak = (self.host_live, self.host_peak) if on_host else (self.live, self.peak)
+        if isinstance(instruction, Run):  # its outputs take the memory of its donated inputs
+            self._drop(instruction.inputs[position] for position in self.tasks[instruction.task].donate)
+        for slot, size in zip(instruction.writes(), written, strict=True):
+            self.held[slot] = (rank, size, on_host)
+            live[rank] += size
+        peak[rank] = max(peak[rank], live[rank])
+        if isinstance(instruction, Run):
+            self._note_activations(instruction)
+        elif isinstance(instruction, Transfer) and instruction.memory is not None:
+            self._note_move(instruction)
+
+    def _drop(self, slots: Iterable[int]) -> None:
+        for slot in slots:
+            rank, size, on_host = self.held.pop(slot, (0, 0, False))
+            (self.host_live if on_host else self.live)[rank] -= size
+            self._activations.pop(slot, None)
+
+    def _note_activations(self, run: Run) -> None:
+        task = self.tasks[run.task]
+        if task.stage is None or task.kind is not TaskKind.FORWARD:
+            return
+        going_round = {output for output, _ in task.pins}
+        for position, slot in enumerate(run.outputs):
+            if position not in going_round:
+                self._activations[slot] = (task.stage, run.microbatch)
+        self._count_microbatches(task.stage)
+
+    def _note_move(self, move: Transfer) -> None:
+        for sent, received in zip(move.sent, move.received, strict=True):
+            if sent in self._activations:
+                self._activations[received] = self._activations[sent]
+                self._count_microbatches(self._activations[sent][0])
+
+    def _count_microbatches(self, stage: int) -> None:
+        """Count the microbatches of which the devices hold an activation."""
+        on_devices = (found for slot, found in self._activations.items() if not self.held[slot][2])
+        count = len({microbatch for of, microbatch in on_devices if of == stage})
+        self.most[stage] = max(self.most.get(stage, 0), count)

@@ -1,0 +1,97 @@
+"""The bytes that a program holds on devices and on the host, compared with live arrays after every instruction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+
+from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.program.live_memory import LiveMemory
+from jaxpp_flax.engine.program.program import Instruction
+from jaxpp_flax.schedules import GPipe, Schedule, Std1F1B, ZeroBubble
+from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals
+from tests.engine.test_memory import hidden_loss, live, observe, two_layers
+from tests.engine.toys import mesh_of, sgd_step
+from tests.helpers import batch_of
+
+pytestmark = pytest.mark.full_compilation
+
+STAGES, MICROBATCHES = 3, 5
+
+
+def compiled_step(schedule: Schedule, stages: list[StageResiduals] | None) -> tuple[Any, Any]:
+    plan = None if stages is None else ResidualPlan(stages)
+    arguments = two_layers(STAGES), batch_of(MICROBATCHES, dim=8)
+    step = mpmd_jit_with_loop(sgd_step(schedule, hidden_loss), mesh_of(STAGES), residuals=plan)
+    return step.compile(*arguments), arguments
+
+
+def predicted(compiled: Any) -> list[tuple[list[int], list[int]]]:
+    """The live bytes of devices and hosts after each instruction."""
+    memory, found = LiveMemory(compiled.program), []
+    for number, instruction in enumerate(compiled.program.instructions):
+        memory.step(instruction, compiled._executables.written_bytes.get(number, ()))
+        found.append((list(memory.live), list(memory.host_live)))
+    return found
+
+
+def measured(compiled: Any, arguments: Any) -> list[tuple[list[int], list[int]]]:
+    """The same on real buffers, by the kind of memory of each live array."""
+    devices = {compiled.mpmd_mesh.rank_devices(rank)[0]: rank for rank in range(STAGES)}
+    found: list[tuple[list[int], list[int]]] = []
+    start: list[int] = []
+
+    def look(instruction: Instruction, environment: list[Any], done: bool) -> None:
+        bytes_of = {"device": [0] * STAGES, "pinned_host": [0] * STAGES}
+        held = {id(x): x for x in environment if x is not None and not x.is_deleted()}
+        for x in held.values():
+            (device,) = x.devices()
+            bytes_of[x.sharding.memory_kind or "device"][devices[device]] += x.nbytes
+        on_host = sum(x.nbytes for x in live() if x.sharding.memory_kind == "pinned_host")
+        assert on_host == sum(bytes_of["pinned_host"]), "nothing else keeps an offloaded value"
+        start[:] = start or bytes_of["device"]
+        if done:
+            above = [now - first for now, first in zip(bytes_of["device"], start, strict=True)]
+            found.append((above, bytes_of["pinned_host"]))
+
+    observe(compiled, arguments, look)
+    return found
+
+
+OFFLOAD = StageResiduals(offload=1.0)
+PLANS = {
+    "kept": None,
+    "moved": [OFFLOAD] * STAGES,
+    "mixed": [StageResiduals(recompute=True, offload=1.0), StageResiduals(offload=0.5), StageResiduals(recompute=True)],
+}
+
+
+@pytest.mark.parametrize("schedule", [GPipe(STAGES), Std1F1B(STAGES), ZeroBubble(STAGES)], ids=lambda s: type(s).__name__)
+def test_bytes_after_every_instruction_are_those_of_live_arrays(schedule: Schedule):
+    peaks = {}
+    for name, stages in PLANS.items():
+        compiled, arguments = compiled_step(schedule, stages)
+        expected = predicted(compiled)
+        assert measured(compiled, arguments) == expected
+        peaks[name] = [row.peak_bytes for row in compiled.memory_analysis()]
+        host = [max(held[rank] for _, held in expected) for rank in range(STAGES)]
+        assert [row.host_peak_bytes for row in compiled.memory_analysis()] == host
+        assert any(host) == (name != "kept")
+        assert all(not held for held in expected[-1][1]), "all that was offloaded is fetched"
+    assert peaks["moved"][0] < peaks["kept"][0]
+    assert peaks["mixed"][0] < peaks["kept"][0]
+
+
+def test_microbatches_on_the_devices_are_counted():
+    """With GPipe, every forward ends before the first backward: the devices hold two or three of five microbatches."""
+    compiled, _ = compiled_step(GPipe(STAGES), PLANS["moved"])
+    kept, _ = compiled_step(GPipe(STAGES), None)
+    most, all_of_them = (
+        {stage: m for row in c.memory_analysis() for stage, m in row.live_microbatches.items()}
+        for c in (compiled, kept)
+    )
+    assert set(all_of_them.values()) == {MICROBATCHES}
+    assert set(most.values()) <= {2, 3}
+    assert jax.devices()[0].default_memory().kind == "device"

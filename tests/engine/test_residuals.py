@@ -1,0 +1,149 @@
+"""Steps that recompute or offload their residuals compute what plain `jax.jit` computes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.treduce import treduce
+from jaxpp_flax.schedules import GPipe, Interleaved1F1B, Schedule, ScheduleError, Std1F1B, ZeroBubble
+from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
+from tests.engine.toys import chain, mesh_of, sgd_step
+from tests.helpers import DIM, batch_of, tree_allclose
+
+OFFLOAD = StageResiduals(offload=1.0)
+RECOMPUTE = StageResiduals(recompute=True)
+BOTH = StageResiduals(recompute=True, offload=1.0)
+HALF = StageResiduals(offload=0.5)
+
+
+def rich_loss(params: Any, carry: Any, mb: Any) -> Any:
+    """Tied weights, a skip connection, dropout, running statistics as of BatchNorm, and a loss of each stage's own."""
+    means, count = carry
+    x = skip = jnp.tanh(mb["x"] @ params["tied"])
+    own, new = 0.0, []
+    for i, (layer, mean) in enumerate(zip(params["layers"], means, strict=True)):
+        if i:
+            x = mark_stage_end(x)
+        new.append(0.9 * mean + 0.1 * x.mean(0))
+        x = jnp.tanh((x - jax.lax.stop_gradient(new[-1])) @ layer["w"] + layer["b"])
+        own += 0.01 * jnp.mean(x**4)
+        x = x * jax.random.bernoulli(jax.random.fold_in(jax.random.key(0), count + i), 0.8, x.shape)
+    loss = jnp.mean(((x + skip) @ params["tied"].T - mb["y"]) ** 2) + own
+    return loss, (new, count + 10)
+
+
+def rich_step(params: Any, carry: Any, batch: Any, schedule: Schedule | None) -> Any:
+    def body(carry: Any, mb: Any) -> Any:
+        (loss, carry), grads = jax.value_and_grad(rich_loss, has_aux=True)(params, carry, mb)
+        return carry, (loss, grads)
+
+    carry, (losses, grads) = treduce(body, batch, schedule, init=carry)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), carry, losses, grads
+
+
+def arguments(num_stages: int, num_microbatches: int = 4) -> Any:
+    tied = jnp.asarray(np.random.default_rng(5).normal(size=(DIM, DIM)) / DIM**0.5, jnp.float32)
+    carry = [jnp.zeros(DIM) for _ in range(num_stages)], jnp.int32(7)
+    return {"tied": tied, "layers": chain(num_stages)}, carry, batch_of(num_microbatches)
+
+
+@functools.cache
+def plain(num_stages: int) -> Any:
+    return numpy(jax.jit(functools.partial(rich_step, schedule=None))(*arguments(num_stages)))
+
+
+def numpy(tree: Any) -> Any:
+    return jax.tree.map(np.asarray, tree)
+
+
+def pipelined(schedule: Schedule, stages: list[StageResiduals] | None, fetch_ahead: int = 1) -> Any:
+    plan = None if stages is None else ResidualPlan(stages, fetch_ahead=fetch_ahead)
+    step = functools.partial(rich_step, schedule=schedule)
+    return mpmd_jit_with_loop(step, mesh_of(schedule.num_ranks), residuals=plan, donate_argnums=(0, 1))
+
+
+@pytest.mark.parametrize(
+    "schedule", [GPipe(3), Std1F1B(3), ZeroBubble(3), Interleaved1F1B(4, 2)], ids=lambda s: type(s).__name__
+)
+def test_every_mixture_computes_what_plain_jit_does(schedule: Schedule):
+    stages = schedule.num_stages
+    kept = numpy(pipelined(schedule, None)(*arguments(stages)))
+    tree_allclose(kept, plain(stages), rtol=1e-5)
+    moved = pipelined(schedule, [OFFLOAD] * stages, fetch_ahead=2)
+    results = numpy(moved(*arguments(stages)))
+    text = moved.compile(*arguments(stages)).as_text()
+    assert text.count("offload") == text.count("fetch") > schedule.num_ranks
+    # Only the place of bytes changes.
+    jax.tree.map(np.testing.assert_array_equal, results, kept)
+    mixed = [BOTH, RECOMPUTE, HALF, BOTH][:stages]
+    # Sums of float32 in another order: XLA fuses the recomputation with the backward.
+    tree_allclose(numpy(pipelined(schedule, mixed)(*arguments(stages))), plain(stages), rtol=1e-5)
+
+
+def test_with_rows_on_several_devices_of_a_rank():
+    mesh = MpmdMesh(Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("stage", "data")), "stage")
+    args = chain(2), batch_of(4)
+    expected = numpy(jax.jit(sgd_step(None))(*args))
+    results = {}
+    for name, plan in (("kept", None), ("moved", ResidualPlan([OFFLOAD, OFFLOAD])), ("both", ResidualPlan([BOTH] * 2))):
+        step = mpmd_jit_with_loop(sgd_step(GPipe(2)), mesh, in_specs=(None, P(None, "data")), residuals=plan)
+        results[name] = numpy(step(*args))
+        tree_allclose(results[name], expected, rtol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, results["moved"], results["kept"])
+
+
+def test_stage_table_and_text_tell_what_is_kept():
+    args = chain(2), batch_of(4)
+    kept, again = (
+        mpmd_jit_with_loop(sgd_step(GPipe(2)), mesh_of(2), residuals=plan).compile(*args)
+        for plan in (None, ResidualPlan([RECOMPUTE, RECOMPUTE]))
+    )
+    row = args[1]["x"][0].nbytes
+    # What the backward reads of the forwards: stage 0 reads the batch alone, stage 1 what stage 0 has sent.
+    assert [stage.activation_bytes for stage in again.stages] == [0, row]
+    assert all(k.activation_bytes > a.activation_bytes for k, a in zip(kept.stages, again.stages, strict=True))
+    assert again.as_text("recompute").count("tanh") == 2 * kept.as_text("recompute").count("tanh")
+
+
+def test_debug_nans_and_profile_walk_through_the_copies():
+    args = chain(2), batch_of(4)
+    compiled = mpmd_jit_with_loop(sgd_step(GPipe(2)), mesh_of(2), residuals=ResidualPlan([OFFLOAD] * 2)).compile(*args)
+    expected = numpy(compiled(*args))
+    results, timings = compiled.profile(*args)
+    jax.tree.map(np.testing.assert_array_equal, numpy(results), expected)
+    assert len(timings) == 16
+    params, batch = jax.tree.map(lambda p: p * np.nan, args[0]), args[1]
+    with jax.debug_nans(True):
+        compiled(*args)
+        with pytest.raises(FloatingPointError, match=r"task fwd_0 \(rank 0, stage 0, microbatch 0\)"):
+            compiled(params, batch)
+
+
+def refused(text: str, plan: ResidualPlan, step: Any = None, error: type[Exception] = ValueError) -> None:
+    with pytest.raises(error, match=text):
+        mpmd_jit_with_loop(step or sgd_step(GPipe(2)), mesh_of(2), residuals=plan).compile(chain(2), batch_of(4))
+
+
+def test_refusals():
+    refused(r"residuals= of the treduce at .*has 3 entries, but the schedule has 2 stages", ResidualPlan([KEEP] * 3),
+            error=ScheduleError)  # fmt: skip
+
+    def loss(params: Any, mb: Any) -> jax.Array:
+        x = jnp.tanh(mb["x"] @ params[0]["w"])
+        x = x * jax.experimental.io_callback(lambda: np.float32(2), jax.ShapeDtypeStruct((), jnp.float32))
+        x = mark_stage_end(x)
+        return jnp.mean((x @ params[1]["w"] - mb["y"]) ** 2)
+
+    refused("recomputes the residuals of stage 0, but io_callback at .*test_residuals.py.*side effects.*twice",
+            ResidualPlan([RECOMPUTE, KEEP]), sgd_step(GPipe(2), loss))  # fmt: skip
