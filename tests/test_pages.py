@@ -41,6 +41,11 @@ def test_the_page_about_assignments_runs(capsys: pytest.CaptureFixture[str]):
     assert '{"name": "after_block_7", "stage": 3' in out
 
 
+def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
+    run_page("memory.md", blocks=1)
+    assert "offload" in capsys.readouterr().out
+
+
 def test_the_page_for_programs_of_jaxpp_runs(capsys: pytest.CaptureFixture[str]):
     try:
         run_page("jaxpp.md", blocks=3)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -114,15 +114,35 @@ class MemoryModel:
         """Return the bytes by which the worst rank exceeds its limit."""
         return max(b - limit for b, limit in zip(self.rank_bytes(sizes), self.limits, strict=True))
 
+    def active_bytes(self, start: int, end: int) -> float:
+        """Return the activations of one microbatch of a stage with blocks `start` to `end` (exclusive)."""
+        return self._active(start, end)
+
+    def fixed_parts(self, start: int, end: int) -> dict[str, float]:
+        """Return the bytes of such a stage that are held for the whole step, by kind."""
+        kinds = dict.fromkeys(item.kind for item in self.held if item.kind != "activations")
+        return {kind: _needed([h for h in self.held if h.kind == kind], start, end) for kind in kinds}
+
+    def with_one_in_flight(self) -> MemoryModel:
+        """Return the memory if each rank holds the activations of one microbatch of one of its stages at a time.
+
+        No mixture of keep, recompute and offload holds less.
+        """
+        moments: list[tuple[tuple[int, ...], ...]] = []
+        for rank in range(len(self.limits)):
+            count = len(self.stages_of(rank))
+            moments.append(tuple(tuple(int(i == at) for i in range(count)) for at in range(count)))
+        return replace(self, live=tuple(moments))
+
     def parts(self, sizes: Sequence[int], rank: int) -> dict[str, float]:
         """Return a rank's bytes by kind; activations at the fullest moment, with all microbatches in flight."""
         ends = list(itertools.accumulate(sizes))
         stages = self.stages_of(rank)
         ranges = [(ends[stage] - sizes[stage], ends[stage]) for stage in stages]
         found: dict[str, float] = {}
-        for kind in dict.fromkeys(item.kind for item in self.held if item.kind != "activations"):
-            of_kind = [item for item in self.held if item.kind == kind]
-            found[kind] = sum(_needed(of_kind, start, end) for start, end in ranges)
+        for start, end in ranges:
+            for kind, nbytes in self.fixed_parts(start, end).items():
+                found[kind] = found.get(kind, 0.0) + nbytes
         active = [self._active(start, end) for start, end in ranges]
         found["activations"] = max(
             sum(n * a for n, a in zip(moment, active, strict=True)) for moment in self.live[rank]

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ from jaxpp_flax.assignment.balancing import rank_loads
 from jaxpp_flax.assignment.policies import AssignmentError, by_name, segment_names
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.messages import amount, listed, near_names
+from jaxpp_flax.schedules import ScheduleError
+from jaxpp_flax.schedules.planning import Choice, describe, why_chosen
+from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals
 
 __all__ = ["Plan", "PlannedBlock"]
 
@@ -57,7 +60,8 @@ class Plan:
       exact: True if no other assignment is better; None if no search was made.
       step_gain: the share of its time that the simulated step saves over an even assignment, if the search aimed at the
         step (several stages on a rank).
-      rank_bytes: the bytes on each rank's devices, if a memory limit was given.
+      residuals: what each stage does with the values that its forward keeps for its backward; None: it keeps them.
+      choice: if a memory limit was given, the search for `residuals`, with the predicted bytes and seconds.
 
     Raises:
       AssignmentError: if a stage is empty, out of range or out of order, a name occurs twice, or a cost is not a
@@ -83,7 +87,8 @@ class Plan:
     even_sizes: tuple[int, ...] | None = None
     exact: bool | None = None
     step_gain: float | None = None
-    rank_bytes: tuple[float, ...] | None = None
+    residuals: ResidualPlan | None = None
+    choice: Choice | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
@@ -151,6 +156,11 @@ class Plan:
         return self._loads(self.stage_sizes)
 
     @property
+    def rank_bytes(self) -> tuple[float, ...] | None:
+        """The predicted bytes on each rank's devices, if a memory limit was given."""
+        return None if self.choice is None else self.choice.prediction.peak_bytes
+
+    @property
     def imbalance(self) -> float | None:
         """The slowest rank's cost divided by the mean; 1 is perfect balance."""
         return _imbalance(self.rank_costs)
@@ -185,8 +195,11 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan as JSON, one line for each block; return the path."""
         lines = ",\n".join(f"  {json.dumps(_known(block))}" for block in self.blocks)
-        head = {"about": _ABOUT, "format": _FORMAT, "num_stages": self.num_stages, "unit": self.unit}
-        top = "".join(f" {json.dumps(k)}: {json.dumps(v)},\n" for k, v in {**head, "source": self.source}.items())
+        head: dict[str, Any] = {"about": _ABOUT, "format": _FORMAT, "num_stages": self.num_stages, "unit": self.unit}
+        head["source"] = self.source
+        if self.residuals is not None and not self.residuals.is_kept:
+            head["residuals"] = asdict(self.residuals)
+        top = "".join(f" {json.dumps(k)}: {json.dumps(v)},\n" for k, v in head.items())
         target = Path(path)
         target.write_text(f'{{\n{top} "blocks": [\n{lines}\n ]\n}}\n', encoding="utf-8")
         return target
@@ -219,7 +232,8 @@ def _known(block: PlannedBlock) -> dict[str, Any]:
 
 
 def _read(found: Any) -> Plan:
-    top = _keys(found, "the plan", required=("num_stages", "blocks"), optional=("about", "format", "unit", "source"))
+    optional = ("about", "format", "unit", "source", "residuals")
+    top = _keys(found, "the plan", required=("num_stages", "blocks"), optional=optional)
     if top.get("format", _FORMAT) != _FORMAT:
         raise AssignmentError(f"the plan has format {top['format']!r}; this version reads {_FORMAT!r}.")
     if not isinstance(top["blocks"], list):
@@ -229,8 +243,24 @@ def _read(found: Any) -> Plan:
         name = f" ({item['name']!r})" if isinstance(item, Mapping) and "name" in item else ""
         blocks.append(PlannedBlock(**_keys(item, f"block {number}{name}", ("name", "stage"), ("forward", "backward"))))
     return Plan(
-        num_stages=top["num_stages"], blocks=blocks, unit=top.get("unit", ""), source=str(top.get("source", ""))
+        num_stages=top["num_stages"],
+        blocks=blocks,
+        unit=top.get("unit", ""),
+        source=str(top.get("source", "")),
+        residuals=_read_residuals(top["residuals"]) if "residuals" in top else None,
     )
+
+
+def _read_residuals(found: Any) -> ResidualPlan:
+    top = _keys(found, "residuals", required=("stages",), optional=("fetch_ahead", "offload_within"))
+    stages = [
+        _keys(stage, f"stage {number} of residuals", (), ("recompute", "offload"))
+        for number, stage in enumerate(top.pop("stages"))
+    ]
+    try:
+        return ResidualPlan([StageResiduals(**stage) for stage in stages], **top)
+    except (ScheduleError, TypeError) as error:
+        raise AssignmentError(f"residuals of the plan: {error}") from error
 
 
 def _keys(found: Any, what: str, required: Sequence[str], optional: Sequence[str]) -> dict[str, Any]:
@@ -271,6 +301,11 @@ def _check(plan: Plan) -> None:
             number = isinstance(cost, (int, float)) and not isinstance(cost, bool)
             if cost is not None and not (number and math.isfinite(cost) and cost >= 0):
                 raise AssignmentError(f"{kind} of {block.name!r} is {cost!r}; costs are numbers of at least 0.")
+    if plan.residuals is not None and len(plan.residuals.stages) != count:
+        raise AssignmentError(
+            f"the plan's residuals have {len(plan.residuals.stages)} entries for num_stages={count}. Give one for each "
+            "stage."
+        )
     for before, after in itertools.pairwise(plan.blocks):
         if after.stage < before.stage:
             raise AssignmentError(
@@ -351,4 +386,9 @@ def _caption(plan: Plan) -> str:
         lines.append(text)
     if plan.rank_bytes is not None:
         lines.append(f"bytes on each device: {', '.join(amount(b, 'B') for b in plan.rank_bytes)}")
+    if plan.residuals is not None and not plan.residuals.is_kept:
+        stages = ", ".join(f"stage {n} {describe(stage)}" for n, stage in enumerate(plan.residuals.stages))
+        lines.append(f"residuals: {stages}")
+    if plan.choice is not None:
+        lines.append(why_chosen(plan.choice))
     return "\n".join(lines)

@@ -43,6 +43,8 @@ def resolve(assignment: AssignmentLike) -> CutPolicy:
             )
     if isinstance(assignment, (str, os.PathLike)):
         return Plan.load(assignment)
+    if isinstance(assignment, Plan):
+        return assignment
     if isinstance(assignment, Mapping):
         return by_name(assignment)
     if isinstance(assignment, Sequence):

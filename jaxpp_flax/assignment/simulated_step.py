@@ -9,7 +9,7 @@ from functools import cached_property
 
 from jaxpp_flax.schedules import Costs, Schedule, summarize
 
-__all__ = ["StepTime"]
+__all__ = ["StepTime", "both_passes"]
 
 _MOST_TASKS = 300_000  # the number of tasks that all tries simulate together: about half a second
 _FORWARD_SHARE = 1 / 3  # of a block with one cost for both passes: backward has two contractions for each one forward
@@ -53,9 +53,18 @@ class StepTime:
 
     @cached_property
     def _running(self) -> tuple[list[float], list[float]]:
-        forward, backward = self.forward, self.backward
-        if not any(backward):
-            whole = forward
-            forward = [cost * _FORWARD_SHARE for cost in whole]
-            backward = [cost - ahead for cost, ahead in zip(whole, forward, strict=True)]
+        forward, backward = both_passes(self.forward, self.backward)
         return [0.0, *itertools.accumulate(forward)], [0.0, *itertools.accumulate(backward)]
+
+
+def both_passes(forward: Sequence[float], backward: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    """Return the costs of the blocks' forwards and backwards; without a backward, `forward` is the cost of both.
+
+    Example:
+      >>> both_passes([3.0, 6.0], [0.0, 0.0])
+      ([1.0, 2.0], [2.0, 4.0])
+    """
+    if any(backward):
+        return forward, backward
+    ahead = [cost * _FORWARD_SHARE for cost in forward]
+    return ahead, [cost - part for cost, part in zip(forward, ahead, strict=True)]

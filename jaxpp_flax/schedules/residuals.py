@@ -60,9 +60,12 @@ class ResidualPlan:
       stages: an entry for each stage.
       fetch_ahead: the number of tasks of the rank between the start of a fetch and the backward that reads the
         values. More tasks hide a longer copy, and hold the values on the devices for longer.
+      offload_within: the number of tasks of the rank, after a forward, that may run before its offload has ended; the
+        next task waits. This bounds the values that leave at one time, whatever the speed of the link. None: no task
+        waits.
 
     Raises:
-      ScheduleError: without stages, and for `fetch_ahead` below 1.
+      ScheduleError: without stages, and for `fetch_ahead` or `offload_within` below 1.
 
     Example:
       >>> plan = ResidualPlan((StageResiduals(offload=1.0), StageResiduals(recompute=True), KEEP))
@@ -74,14 +77,22 @@ class ResidualPlan:
 
     stages: tuple[StageResiduals, ...]
     fetch_ahead: int
+    offload_within: int | None
 
-    def __init__(self, stages: Sequence[StageResiduals], *, fetch_ahead: int = 1) -> None:
+    def __init__(
+        self, stages: Sequence[StageResiduals], *, fetch_ahead: int = 1, offload_within: int | None = None
+    ) -> None:
         if not stages:
             raise ScheduleError("a ResidualPlan needs an entry for each stage, got none.")
         if fetch_ahead < 1:
             raise ScheduleError(f"fetch_ahead={fetch_ahead!r}: a fetch starts at least 1 task before its backward.")
+        if offload_within is not None and offload_within < 1:
+            raise ScheduleError(
+                f"offload_within={offload_within!r}: an offload runs beside at least 1 task after its forward."
+            )
         object.__setattr__(self, "stages", tuple(stages))
         object.__setattr__(self, "fetch_ahead", fetch_ahead)
+        object.__setattr__(self, "offload_within", offload_within)
 
     @classmethod
     def keep(cls, num_stages: int) -> ResidualPlan:
@@ -113,6 +124,7 @@ class HostCopy:
     Attributes:
       stage, microbatch: the forward that makes the values.
       offload_after: the position of this forward in the rank's tasks; the offload follows it.
+      gone_before: the position of the task that waits for the end of the offload; None: no task does.
       fetch_before: the position of the task in front of which the fetch stands.
       read_at: the position of the backward that reads the values.
     """
@@ -120,6 +132,7 @@ class HostCopy:
     stage: int
     microbatch: int
     offload_after: int
+    gone_before: int | None
     fetch_before: int
     read_at: int
 
@@ -135,7 +148,7 @@ def host_copies(tasks: Sequence[AnyTask], plan: ResidualPlan) -> list[HostCopy]:
       >>> from jaxpp_flax.schedules import GPipe
       >>> plan = ResidualPlan([StageResiduals(offload=0.5), KEEP])
       >>> host_copies(GPipe(2).tasks(4)[0], plan)[0]
-      HostCopy(stage=0, microbatch=1, offload_after=1, fetch_before=4, read_at=5)
+      HostCopy(stage=0, microbatch=1, offload_after=1, gone_before=None, fetch_before=4, read_at=5)
     """
     made: dict[tuple[int, int], int] = {}
     found: list[HostCopy] = []
@@ -150,5 +163,6 @@ def host_copies(tasks: Sequence[AnyTask], plan: ResidualPlan) -> list[HostCopy]:
         after = made.pop(key, position)
         fetch = max(position - plan.fetch_ahead, after + 2)
         if fetch < position:
-            found.append(HostCopy(*key, after, fetch, position))
+            gone = None if plan.offload_within is None else min(after + 1 + plan.offload_within, fetch)
+            found.append(HostCopy(*key, after, gone, fetch, position))
     return sorted(found, key=lambda copy: copy.offload_after)

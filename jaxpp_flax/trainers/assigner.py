@@ -11,9 +11,11 @@ from typing import Any, cast
 import jax
 
 from jaxpp_flax.assignment import AssignmentError, CutPolicy, Plan, even, resolve, segment_names
-from jaxpp_flax.assignment.balancing import balance, leanest
+from jaxpp_flax.assignment.balancing import balance
 from jaxpp_flax.assignment.block_times import time_blocks
+from jaxpp_flax.assignment.limited import LimitedStep, balance_within
 from jaxpp_flax.assignment.memory import Held, MemoryModel, live_counts
+from jaxpp_flax.assignment.platform_speed import flops_per_byte, hardware_of
 from jaxpp_flax.assignment.policies import cuts_of
 from jaxpp_flax.assignment.simulated_step import StepTime
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, axes_in
@@ -21,13 +23,13 @@ from jaxpp_flax.engine.blocks import Marks, Work
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.messages import amount, near_names
 from jaxpp_flax.schedules import Schedule
+from jaxpp_flax.schedules.planning import Choice, Hardware, describe
+from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.trainers.state.train_state import TrainState
 
 __all__ = ["Assigner", "Pipeline", "check_cost", "check_limit", "kept_bytes"]
 
 _SOURCES = ("estimated", "flops", "measured")
-# Approximate FLOPs in the time to move one byte: for the estimate, where nothing is measured.
-_FLOPS_PER_BYTE = {"cpu": 4.0, "gpu": 100.0, "cuda": 100.0, "rocm": 100.0, "tpu": 200.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +59,19 @@ class Assigner:
 
     Args:
       assignment: see `jaxpp_flax.assignment.resolve`.
-      cost, memory_limit: the checked values of `jaxpp_flax.trainers.Assignment`.
+      cost, memory_limit, hardware: the checked values of `jaxpp_flax.trainers.Assignment`.
 
     Raises:
       AssignmentError, TypeError: for an assignment that `resolve` refuses.
     """
 
-    def __init__(self, assignment: Any, cost: Any = None, memory_limit: Any = None) -> None:
+    def __init__(
+        self, assignment: Any, cost: Any = None, memory_limit: Any = None, hardware: Hardware | None = None
+    ) -> None:
         self._policy = resolve(assignment)
         self._balances = isinstance(assignment, str) and assignment == "balanced"
         self._cost = "estimated" if cost is None and self._balances else cost
-        self._limit = memory_limit
+        self._limit, self._hardware = memory_limit, hardware
         self._plans: dict[Any, tuple[tuple[int, ...], Plan]] = {}
         self._works: dict[int, tuple[Work, ...]] = {}
         self._unseen: list[Plan] = []
@@ -76,6 +80,11 @@ class Assigner:
         """Return the plan for a schedule; None before a training step was compiled for the schedule."""
         found = self._plans.get((schedule, num_microbatches))
         return None if found is None else found[1]
+
+    def residuals_of(self, schedule: Schedule | None, num_microbatches: int) -> ResidualPlan | None:
+        """Return the residuals for the step that was cut last for a schedule; None if all stages keep theirs."""
+        plan = self.plan_of(schedule, num_microbatches)
+        return None if plan is None or plan.residuals is None or plan.residuals.is_kept else plan.residuals
 
     def news(self) -> list[Plan]:
         """Return the plans with costs that were made since the last call, so that each is shown once."""
@@ -90,8 +99,10 @@ class Assigner:
             if key not in self._plans:
                 self._plans[key] = self._make(marks, num_stages, pipeline)
                 self._unseen.append(self._plans[key][1])
-            elif self._limit is not None:  # other shapes of a batch
-                self._check_memory(marks, _sizes(self._plans[key][0], marks), pipeline)
+            elif self._limit is not None:  # other shapes of a batch: the blocks stay where they are
+                cuts, plan = self._plans[key]
+                choice = self._choose(marks, _sizes(cuts, marks), pipeline)
+                self._plans[key] = cuts, replace(plan, choice=choice, residuals=choice.residuals)
             return self._plans[key][0]
 
         def infer(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
@@ -107,27 +118,27 @@ class Assigner:
 
     def _make(self, marks: Marks, num_stages: int, pipeline: Pipeline) -> tuple[tuple[int, ...], Plan]:
         work, source, unit = self._work(marks, pipeline)
-        cuts = () if self._balances else tuple(self._policy(marks, num_stages))
         even_sizes = _sizes(even()(marks, num_stages), marks)  # raises where there are too few marks
-        exact = step_gain = None
-        if self._balances:
-            memory = self._memory(marks, pipeline) if self._limit is not None else None
-            step = StepTime(
-                schedule=pipeline.schedule,
-                num_microbatches=pipeline.num_microbatches,
-                forward=[w.forward for w in work],
-                backward=[w.backward for w in work],
-            )
-            found = balance([w.total for w in work], pipeline.ranks, memory, [0.0, *marks.sent], even_sizes, step)
-            if found is None:  # only a limit refuses all assignments
-                memory = self._memory(marks, pipeline)
-                sizes = leanest(len(work), num_stages, memory)
-                raise self._too_large(marks, sizes, pipeline, memory, "no assignment")
-            cuts, exact = cuts_of(found.sizes), found.exact
+        exact = step_gain = choice = None
+        if not self._balances:
+            cuts = tuple(self._policy(marks, num_stages))
+            choice = self._choose(marks, _sizes(cuts, marks), pipeline) if self._limit is not None else None
+        else:
+            step = _step_time(pipeline, work)
+            if self._limit is None:
+                # Without a limit, there always is an assignment.
+                costs = [w.total for w in work]
+                found = cast(Any, balance(costs, pipeline.ranks, None, [0.0, *marks.sent], even_sizes, step))
+            else:
+                limited = self._limited_step(marks, pipeline)
+                found, choice = balance_within(limited, even_sizes)
+                if choice.excess > 0:
+                    raise _too_large(marks, found.sizes, limited, choice, found.exact)
+            cuts = cuts_of(found.sizes)
+            exact = found.exact and (choice is None or choice.residuals.is_kept)
             if len(set(pipeline.ranks)) < num_stages and (even_step := step(even_sizes)):
                 step_gain = 1.0 - step(found.sizes) / even_step
-        sizes = _sizes(cuts, marks)
-        rank_bytes = self._check_memory(marks, sizes, pipeline) if self._limit is not None else None
+        given = self._policy.residuals if isinstance(self._policy, Plan) else None
         plan = Plan.of(
             marks,
             cuts,
@@ -139,7 +150,8 @@ class Assigner:
             even_sizes=even_sizes,
             exact=exact,
             step_gain=step_gain,
-            rank_bytes=rank_bytes,
+            choice=choice,
+            residuals=given if choice is None else choice.residuals,
         )
         return cuts, plan
 
@@ -165,8 +177,7 @@ class Assigner:
             return self._works[len(marks)], "measured", "s"
         if cost == "flops":
             return marks.work(), "operations counted", "FLOP"
-        platform = pipeline.mesh.rank_devices(0)[0].platform
-        return marks.work(_FLOPS_PER_BYTE.get(platform, 100.0)), "operations and bytes estimated", "FLOP"
+        return _estimated(marks, pipeline), "operations and bytes estimated", "FLOP"
 
     def _measure(self, marks: Marks, mesh: MpmdMesh) -> tuple[Work, ...]:
         if mesh.jax_mesh.is_multi_process:
@@ -203,39 +214,72 @@ class Assigner:
             limits=limits,
         )
 
-    def _check_memory(self, marks: Marks, sizes: Sequence[int], pipeline: Pipeline) -> tuple[float, ...]:
-        """Return the bytes of each rank; refuse an assignment in which a rank exceeds its limit."""
-        memory = self._memory(marks, pipeline)
-        if memory.excess(sizes) > 0:
-            raise self._too_large(marks, sizes, pipeline, memory, "the assignment")
-        return tuple(memory.rank_bytes(sizes))
+    def _choose(self, marks: Marks, sizes: Sequence[int], pipeline: Pipeline) -> Choice:
+        """Return the cheapest residuals for these stages; refuse an assignment in which a rank exceeds its limit."""
+        step = self._limited_step(marks, pipeline)
+        choice = step.choose(sizes)
+        if choice.excess > 0:
+            raise _too_large(marks, sizes, step, choice, None)
+        return choice
 
-    def _too_large(
-        self, marks: Marks, sizes: Sequence[int], pipeline: Pipeline, memory: MemoryModel, what: str
-    ) -> AssignmentError:
-        """Return the error: it names the rank furthest above its limit, its contents, and possible changes."""
-        found = memory.rank_bytes(sizes)
-        rank = max(range(len(found)), key=lambda r: found[r] - memory.limits[r])
-        names = segment_names(marks)
-        ends = list(itertools.accumulate(sizes))
-        stages = ", ".join(f"stage {s}: {_span(names[ends[s] - sizes[s] : ends[s]])}" for s in memory.stages_of(rank))
-        parts = ", ".join(f"{kind} {amount(n, 'B')}" for kind, n in memory.parts(sizes, rank).items() if n)
-        flight = " or ".join("+".join(map(str, moment)) for moment in memory.live[rank])
-        if what == "no assignment":
-            searched = len(set(pipeline.ranks)) < len(sizes)  # then the search does not try all assignments
-            keeps = "was found that keeps" if searched else "keeps"
-            text = (
-                f"no assignment of {len(names)} blocks to {len(sizes)} stages {keeps} within memory_limit: even where "
-                f"stages are as lean as they get, rank {rank} holds"
-            )
-        else:
-            text = f"the assignment does not keep within memory_limit: rank {rank} holds"
-        least = memory.limits[rank]
-        return AssignmentError(
-            f"{text} {found[rank]:,.0f} bytes on each device, but may hold {least:,.0f} ({stages}; {parts}, with "
-            f"{flight} microbatches in flight). Use more stages or devices, a schedule with fewer microbatches in "
-            f"flight, smaller microbatches, remat='full', or a higher limit."
+    def _limited_step(self, marks: Marks, pipeline: Pipeline) -> LimitedStep:
+        work, _, unit = self._work(marks, pipeline)
+        estimated = _estimated(marks, pipeline)
+        work, unit = (estimated, "FLOP") if work is None else (work, unit)
+        devices = pipeline.mesh.rank_devices(0)
+        hardware = hardware_of(devices[0].platform) if self._hardware is None else self._hardware
+        seconds = 1.0 if unit == "s" else 1.0 / (hardware.flops * len(devices))
+        if not unit:  # numbers without a unit share the estimated time
+            seconds *= sum(w.total for w in estimated) / (sum(w.total for w in work) or 1.0)
+        return LimitedStep(
+            time=_step_time(pipeline, work),
+            seconds=seconds,
+            memory=self._memory(marks, pipeline),
+            sent=[0.0, *(nbytes / marks.blocks.batch_shards for nbytes in marks.sent)],
+            hardware=hardware,
         )
+
+
+def _estimated(marks: Marks, pipeline: Pipeline) -> tuple[Work, ...]:
+    return marks.work(flops_per_byte(pipeline.mesh.rank_devices(0)[0].platform))
+
+
+def _step_time(pipeline: Pipeline, work: Sequence[Work]) -> StepTime:
+    return StepTime(
+        schedule=pipeline.schedule,
+        num_microbatches=pipeline.num_microbatches,
+        forward=[w.forward for w in work],
+        backward=[w.backward for w in work],
+    )
+
+
+def _too_large(
+    marks: Marks, sizes: Sequence[int], step: LimitedStep, choice: Choice, exact: bool | None
+) -> AssignmentError:
+    """Return the error: it names the rank furthest above its limit, its contents, and possible changes.
+
+    `exact` is None if the assignment was given, and False if the search has not tried all assignments.
+    """
+    held, memory = choice.prediction.peak_bytes, step.memory
+    rank = max(range(len(held)), key=lambda r: held[r] - memory.limits[r])
+    names = segment_names(marks)
+    ends = list(itertools.accumulate(sizes))
+    stages = ", ".join(
+        f"stage {s}: {_span(names[ends[s] - sizes[s] : ends[s]])}, {describe(choice.residuals.of(s))}"
+        for s in memory.stages_of(rank)
+    )
+    kinds = step.model(sizes).bytes_by_kind(rank, choice.prediction)
+    parts = ", ".join(f"{kind} {amount(n, 'B')}" for kind, n in kinds.items() if n)
+    if exact is None:
+        text = "the assignment does not keep within memory_limit"
+    else:
+        keeps = "keeps" if exact else "was found that keeps"
+        text = f"no assignment of {len(names)} blocks to {len(sizes)} stages {keeps} within memory_limit"
+    return AssignmentError(
+        f"{text}, whatever its stages keep, recompute or offload: in the closest plan found, rank {rank} holds "
+        f"{held[rank]:,.0f} bytes on each device, but may hold {memory.limits[rank]:,.0f} ({stages}; {parts}). Use "
+        "more stages or devices, a schedule with fewer microbatches in flight, smaller microbatches, or a higher limit."
+    )
 
 
 def kept_bytes(state: TrainState, specs: TrainState | None, batch: Any, mesh: MpmdMesh) -> list[float]:

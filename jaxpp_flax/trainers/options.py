@@ -19,6 +19,7 @@ from jaxpp_flax.assignment.resolution import AssignmentLike
 from jaxpp_flax.checkpoint.checkpoint_store import KeepPolicy, SavePolicy, check_interval
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.globs import NameFilter
+from jaxpp_flax.schedules.planning import Hardware
 from jaxpp_flax.trainers.assigner import check_cost, check_limit
 from jaxpp_flax.trainers.loop.nonfinite import OnNonFinite
 from jaxpp_flax.trainers.loop.progress import Meter
@@ -173,8 +174,9 @@ class Assignment:
         bytes, "flops", "measured" (each block compiled alone and timed), numbers, or a mapping from names to numbers.
         None: "estimated" with "balanced", else no costs.
       memory_limit: bytes that each device may hold (one number, or one for each rank): parameters, gradients,
-        optimizer state, and activations in flight. "balanced" keeps the limit; an assignment beyond the limit is
-        refused.
+        optimizer state, and activations in flight. Stages recompute or offload what does not fit; "balanced" also
+        moves blocks. What fits in no way is refused.
+      hardware: the speeds that `memory_limit` weighs; None: rough ones of the platform.
 
     Raises:
       TypeError, ValueError: naming the field that does not fit.
@@ -188,6 +190,7 @@ class Assignment:
     _: KW_ONLY
     cost: str | Sequence[float] | Mapping[str, float] | None = None
     memory_limit: float | Sequence[float] | None = None
+    hardware: Hardware | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.how, Assignment):
@@ -195,6 +198,8 @@ class Assignment:
         if self.cost is not None:
             check_cost(self.cost)
         check_limit(self.memory_limit)
+        if self.hardware is not None and not isinstance(self.hardware, Hardware):
+            raise _misfit("hardware", self.hardware, "a jaxpp_flax.schedules.planning.Hardware")
 
     @classmethod
     def of(cls, value: Assignment | AssignmentLike) -> Assignment:

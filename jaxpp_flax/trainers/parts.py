@@ -114,7 +114,7 @@ def make_core(
     )  # fmt: skip
     chosen = choose_model(model, variables, parameters.wrt, parameters.frozen, streams.seed, streams.names)
     check_parameters(chosen.params, chosen.name)
-    assigner = Assigner(assignment.how, assignment.cost, assignment.memory_limit)
+    assigner = Assigner(assignment.how, assignment.cost, assignment.memory_limit, assignment.hardware)
     first = update.first_state(chosen.params, chosen.rest)
     mesh, rules = scheduling.mesh, AxisRules.in_context(devices.rules)
     specs = state_specs(first, chosen.notes, mesh, rules)

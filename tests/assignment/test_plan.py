@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -10,6 +11,9 @@ from rich.console import Console
 from jaxpp_flax.assignment import AssignmentError, Plan, PlannedBlock, resolve
 from jaxpp_flax.engine.blocks import Work
 from jaxpp_flax.engine.tracing.markers import Mark
+from jaxpp_flax.schedules import Std1F1B
+from jaxpp_flax.schedules.planning import Hardware, StageLoad, StepModel, choose_residuals
+from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
 
 MARKS = [Mark(name, True, "m.py:1") for name in ("embed", "block_0", "block_1", "block_2", "head")]
 
@@ -37,6 +41,40 @@ def test_a_plan_goes_to_a_file_and_back(tmp_path):
         assert resolve(assignment)(MARKS, 2) == (3,)
     # A line for each block, for people and for diffs.
     assert sum('"stage"' in line for line in path.read_text().splitlines()) == 6
+
+
+def test_residuals_go_to_a_file_and_back(tmp_path):
+    residuals = ResidualPlan([StageResiduals(offload=0.5), KEEP], fetch_ahead=2, offload_within=2)
+    plan = replace(example(), residuals=residuals)
+    path = plan.save(tmp_path / "plan.json")
+    assert Plan.load(path).residuals == residuals
+    assert Plan.load(example().save(path)).residuals is None
+    for change, text in (
+        (lambda r: r["stages"][0].update(offload=2), "residuals of the plan: offload=2"),
+        (lambda r: r["stages"][0].update(ofload=1), "stage 0 of residuals has the unknown key 'ofload'"),
+        (lambda r: r["stages"].pop(), "the plan's residuals have 1 entries for num_stages=2"),
+    ):
+        plan.save(path)
+        found = json.loads(path.read_text())
+        change(found["residuals"])
+        path.write_text(json.dumps(found))
+        with pytest.raises(AssignmentError, match=text):
+            Plan.load(path)
+
+
+def test_a_table_says_what_was_chosen_and_why():
+    load = StageLoad(forward=1e-3, backward=2e-3, residual_bytes=1e6, input_bytes=1e3)
+    card = Hardware(flops=1e12, host_bandwidth=10e9)
+    model = StepModel(schedule=Std1F1B(2), num_microbatches=8, stages=[load] * 2, hardware=card)
+    for limit, wanted in (
+        (3e6, "all residuals fit within memory_limit: predicted step 27 ms"),
+        (1.5e6, "residuals: stage 0 recompute, stage 1 keep"),
+        (1.5e6, "all residuals together would take 2 MB; the best of all mixtures of keep, recompute and offload: "
+         "predicted step 34 ms, 25.9% longer"),
+    ):  # fmt: skip
+        choice = choose_residuals(model, limit)
+        caption = replace(example(), choice=choice, residuals=choice.residuals).table().caption
+        assert wanted in caption
 
 
 def test_a_file_may_be_edited(tmp_path):

@@ -225,13 +225,13 @@ def test_a_limit_moves_blocks_or_is_refused():
     assert tight.plan.rank_bytes[0] < most[0]
     assert tight.plan.imbalance >= trainer.plan.imbalance
     text = (
-        r"no assignment of 7 blocks to 3 stages keeps within memory_limit: .* rank \d holds [\d,]+ bytes on each "
-        r"device, but may hold 50,000 \(stage \d: .*parameters .*, optimizer .*, gradients .*, activations .*, with 4 "
-        r"microbatches in flight\)\. Use more stages"
+        r"no assignment of 7 blocks to 3 stages keeps within memory_limit, whatever its stages keep, recompute or "
+        r"offload: in the closest plan found, rank \d holds [\d,]+ bytes on each device, but may hold 50,000 \(stage "
+        r"\d: .*recompute, .*; .*parameters .*, optimizer .*, gradients .*, residuals .*\)\. Use more stages"
     )
     with pytest.raises(AssignmentError, match=text):
         trainer_of(assignment=Balanced(memory_limit=5e4), schedule="gpipe").compile(tokens(64))
-    with pytest.raises(AssignmentError, match=r"the assignment does not keep within memory_limit: rank \d holds"):
+    with pytest.raises(AssignmentError, match=r"the assignment does not keep within memory_limit, .* rank \d holds"):
         trainer_of(assignment=Assignment("even", memory_limit=5e4)).compile(tokens(64))
     # A limit for each rank: the last rank may hold everything.
     with pytest.raises(AssignmentError, match=r"rank 0 holds .* but may hold 5"):

@@ -52,6 +52,10 @@ class _RankLink:
         self.fetch_before: dict[int, list[HostCopy]] = {}
         for copy in copies:
             self.fetch_before.setdefault(copy.fetch_before, []).append(copy)
+        self.gone_before: dict[int, list[HostCopy]] = {}
+        for copy in copies:
+            if copy.gone_before is not None:
+                self.gone_before.setdefault(copy.gone_before, []).append(copy)
         self.free_out = self.free_in = 0.0
         self.offloaded: dict[HostCopy, tuple[float, float]] = {}
         self.fetched: dict[HostCopy, float] = {}
@@ -89,11 +93,17 @@ class HostLinks:
         return tuple(tuple(link.events) for link in self.links)
 
     def hold(self, rank: int, position: int, free: float, start: float) -> float:
-        """Start the fetches in front of a task when the rank is free; return when the task has its own values."""
+        """Start the fetches in front of a task when the rank is free; return when the task can start.
+
+        The rank first waits for the offloads that end before the task; the task waits for its own values too.
+        """
         link = self.links[rank]
+        for copy in link.gone_before.get(position, ()):
+            free = max(free, link.offloaded[copy][1])
         for copy in link.fetch_before.get(position, ()):
             link.fetch(copy, free)
         read = link.read_at.get(position)
+        start = max(start, free)
         return start if read is None else max(start, link.fetched.pop(read))
 
     def ended(self, rank: int, end: float) -> None:

@@ -11,13 +11,14 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec
 from rich.table import Table
 
-from jaxpp_flax.assignment import CutPolicy, even
+from jaxpp_flax.assignment import CutPolicy, Plan, even
 from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.summary import StageSummary
 from jaxpp_flax.messages import amount
 from jaxpp_flax.processes import process_group
+from jaxpp_flax.schedules.planning import describe, why_chosen
 from jaxpp_flax.trainers.assigner import Assigner, Pipeline, kept_bytes
 from jaxpp_flax.trainers.data.batch import signature
 from jaxpp_flax.trainers.loop.process_synchronization import compare_compilations
@@ -184,18 +185,27 @@ class _Form:
     everywhere: Any
 
 
-def stage_table(stages: Sequence[StageSummary], memory: Mapping[int, int], title: str) -> Table:
+def stage_table(
+    stages: Sequence[StageSummary], memory: Mapping[int, int], title: str, plan: Plan | None = None
+) -> Table:
     """Make the table that is printed before the first step.
 
-    It has the FLOPs and the sent bytes of one microbatch, and `memory`, the maximum bytes of each rank.
+    It has the FLOPs and the sent bytes of one microbatch, and `memory`, the maximum bytes of each rank. If the plan
+    was made for a memory limit, it also has what each stage does with its residuals, their bytes in one step (kept,
+    moved to the host, recomputed), and the predicted bytes of each rank and seconds of a step.
     """
     table = Table(title=title, title_justify="left")
     for column, side in (("stage", "right"), ("rank", "right"), ("blocks", "left"), ("parameters", "right")):
         table.add_column(column, justify=side)  # type: ignore[arg-type]
     for column in ("size", "FLOPs", "sent", "memory", "devices"):
         table.add_column(column, justify="right")
+    choice = None if plan is None else plan.choice
+    if choice is not None:
+        for column in ("residuals", "kept", "moved", "recomputed", "predicted"):
+            table.add_column(column, justify="right")
+        table.caption, table.caption_justify = why_chosen(choice), "left"
     for stage in stages:
-        table.add_row(
+        row = [
             str(stage.stage),
             str(stage.rank),
             ", ".join(names) if len(names := stage.blocks) <= 3 else f"{names[0]} … {names[-1]} ({len(names)})",
@@ -205,5 +215,11 @@ def stage_table(stages: Sequence[StageSummary], memory: Mapping[int, int], title
             amount(stage.sent_bytes, "B"),
             amount(memory.get(stage.rank), "B"),
             ", ".join(str(getattr(device, "id", device)) for device in stage.devices),
-        )
+        ]
+        if choice is not None:
+            use = choice.prediction.stages[stage.stage]
+            row.append(describe(choice.residuals.of(stage.stage)))
+            held = choice.prediction.peak_bytes[stage.rank]
+            row += [amount(nbytes, "B") for nbytes in (use.kept, use.moved, use.recomputed, held)]
+        table.add_row(*row)
     return table

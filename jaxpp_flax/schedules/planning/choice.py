@@ -1,0 +1,359 @@
+"""The cheapest mixture of keep, recompute and offload within a memory limit, by the simulated step.
+
+The memory of a rank follows from the order of its tasks and from its own stages, so each rank alone finds its mixtures
+that fit. If these are few, all plans are simulated, and the choice is exact. Otherwise a greedy plan takes the mixture
+with the least added work on each rank, and a local search then changes one stage at a time. Nothing is random: equal
+inputs give equal choices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxpp_flax.messages import amount
+from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.planning.model import Prediction, StepModel
+from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
+from jaxpp_flax.schedules.task import FusedTask
+
+__all__ = ["Choice", "LimitError", "best_mixture", "choose_residuals", "describe", "limits_of", "why_chosen"]
+
+_SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
+OPTIONS = (
+    KEEP,
+    *(StageResiduals(offload=share) for share in _SHARES),
+    StageResiduals(recompute=True),
+    StageResiduals(recompute=True, offload=0.5),
+    StageResiduals(recompute=True, offload=1.0),
+)
+"""The options of a stage, in the order of preference among equals."""
+
+_WINDOWS = (1, 2, 4)
+"""Tasks beside which an offload runs after its forward, and a fetch before its backward."""
+
+_MOST_TASKS = 100_000  # that all simulations of one choice run together: a few seconds
+_MOST_WALKED = 30_000  # tasks that the mixtures of one rank's stages walk together, to find those that fit
+_TOLERANCE = 1e-9  # relative: sums of the same floats in another order count as equal
+
+_Worth = tuple[float, ...]
+
+
+class LimitError(ScheduleError):
+    """No mixture of keep, recompute and offload keeps within the memory limit.
+
+    Attributes:
+      closest: the choice that exceeds the limit least.
+    """
+
+    def __init__(self, text: str, closest: Choice) -> None:
+        super().__init__(text)
+        self.closest = closest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The residuals that were chosen, and what they do to the step.
+
+    Attributes:
+      residuals: what each stage does.
+      prediction: the step with them.
+      keep: the step if all residuals stay on the devices.
+      excess: bytes by which the fullest rank exceeds its limit; 0 if the choice fits.
+      exact: True if all mixtures of the options were tried.
+    """
+
+    residuals: ResidualPlan
+    prediction: Prediction
+    keep: Prediction
+    excess: float
+    exact: bool
+
+    @property
+    def slowdown(self) -> float:
+        """The time of the step over the time without a limit."""
+        return self.prediction.seconds / self.keep.seconds if self.keep.seconds else 1.0
+
+
+def choose_residuals(model: StepModel, memory_limit: float | Sequence[float] | None = None) -> Choice:
+    """Return the cheapest mixture of keep, recompute and offload that keeps within the limit.
+
+    Without a limit, or if it fits, every stage keeps its residuals. Among mixtures with equal steps, the one that
+    recomputes least is chosen, then the one that moves the fewest bytes.
+
+    Args:
+      model: the step.
+      memory_limit: bytes that each device may hold (one number, or one for each rank); None: no limit.
+
+    Raises:
+      LimitError: if no mixture fits; it names the closest one, and the bytes of the fullest rank by kind.
+      ScheduleError: if `memory_limit` has another number of entries than the schedule has ranks.
+
+    Example:
+      >>> from jaxpp_flax.schedules import Std1F1B
+      >>> from jaxpp_flax.schedules.planning.model import Hardware, StageLoad
+      >>> load = StageLoad(forward=1.0, backward=2.0, residual_bytes=10.0, input_bytes=1.0)
+      >>> model = StepModel(schedule=Std1F1B(4), num_microbatches=8, stages=[load] * 4,
+      ...                   hardware=Hardware(flops=1.0, host_bandwidth=10.0))
+      >>> choose_residuals(model).prediction.peak_bytes
+      (40.0, 30.0, 20.0, 10.0)
+      >>> choice = choose_residuals(model, memory_limit=30.0)
+      >>> choice.prediction.peak_bytes, choice.slowdown, describe(choice.residuals.of(0))
+      ((30.0, 30.0, 20.0, 10.0), 1.0, 'offload 62%')
+    """
+    choice = best_mixture(model, memory_limit)
+    if choice.excess > 0:
+        raise _nothing_fits(model, choice, limits_of(model, memory_limit))
+    return choice
+
+
+def best_mixture(model: StepModel, memory_limit: float | Sequence[float] | None = None) -> Choice:
+    """Return what `choose_residuals` returns, or else the mixture that exceeds the limit least."""
+    search = _Search(model, limits_of(model, memory_limit))
+    keep = ResidualPlan.keep(model.schedule.num_stages)
+    if search.excess(keep) == 0:
+        return search.choice(keep, exact=True)
+    fitting = {window: search.fitting(window) for window in _WINDOWS}
+    fitting = {window: ranks for window, ranks in fitting.items() if all(ranks)}
+    if not fitting:
+        leanest = (search.joined([search.leanest(r, w) for r in range(len(search.limits))], w) for w in _WINDOWS)
+        return search.choice(min(leanest, key=search.excess), exact=not search.is_thinned)
+    if sum(math.prod(map(len, ranks)) for ranks in fitting.values()) <= search.left:
+        plans = (search.joined(m, window) for window, ranks in fitting.items() for m in itertools.product(*ranks))
+        return search.choice(search.best(plans), exact=not search.is_thinned)
+    starts = [plan for window, ranks in fitting.items() for plan in _greedy(search, ranks, window)]
+    return search.choice(_climb(search, search.best(starts), fitting), exact=False)
+
+
+def limits_of(model: StepModel, memory_limit: float | Sequence[float] | None) -> tuple[float, ...]:
+    """Return the limit of each rank; infinity for None."""
+    count = model.schedule.num_ranks
+    if memory_limit is None:
+        return (math.inf,) * count
+    if not isinstance(memory_limit, Sequence):
+        return (float(memory_limit),) * count
+    if len(memory_limit) != count:
+        raise ScheduleError(
+            f"memory_limit has {len(memory_limit)} numbers for {count} ranks. Give one for each, or one number for all."
+        )
+    return tuple(map(float, memory_limit))
+
+
+def describe(stage: StageResiduals) -> str:
+    """Say what a stage does, in a word or two.
+
+    Example:
+      >>> describe(KEEP), describe(StageResiduals(offload=0.5)), describe(StageResiduals(recompute=True, offload=0.5))
+      ('keep', 'offload 50%', 'recompute, offload inputs 50%')
+    """
+    moved = f"offload{' inputs' if stage.recompute else ''} {stage.offload:.0%}" if stage.offload else ""
+    return ", ".join(part for part in ("recompute" if stage.recompute else "", moved) if part) or "keep"
+
+
+_Mixture = tuple[StageResiduals, ...]  # of the stages of one rank, in increasing order
+
+
+def why_chosen(choice: Choice) -> str:
+    """Say why this choice was made, in a line.
+
+    Example:
+      >>> from jaxpp_flax.schedules.planning.model import Prediction
+      >>> fits = Prediction(seconds=1.0, peak_bytes=(8.0,), host_bytes=(0.0,), stages=())
+      >>> why_chosen(Choice(residuals=ResidualPlan([KEEP]), prediction=fits, keep=fits, excess=0.0, exact=True))
+      'all residuals fit within memory_limit: predicted step 1 s'
+    """
+    seconds = amount(choice.prediction.seconds, "s")
+    if choice.residuals.is_kept:
+        return f"all residuals fit within memory_limit: predicted step {seconds}"
+    most = amount(max(choice.keep.peak_bytes), "B")
+    how = "the best of all mixtures" if choice.exact else "the best mixture found, not proven best"
+    return (
+        f"all residuals together would take {most}; {how} of keep, recompute and offload: predicted step {seconds}, "
+        f"{choice.slowdown - 1:.1%} longer than with all kept"
+    )
+
+
+class _Search:
+    """Judges plans: their memory without a simulation, their time with one, each once."""
+
+    def __init__(self, model: StepModel, limits: Sequence[float]) -> None:
+        self.model, self.limits = model, limits
+        self.left = max(_MOST_TASKS // sum(map(len, model.tasks)), 16)  # simulations
+        self.is_thinned = False  # True if some mixtures of a rank are not tried
+        ranks, num_stages = range(model.schedule.num_ranks), model.schedule.num_stages
+        self.stages = [[s for s in range(num_stages) if model.rank_of[s] == rank] for rank in ranks]
+        self._mixtures = [self._all_mixtures(rank) for rank in ranks]
+        self._peaks: dict[tuple[int, _Mixture, int], float] = {}
+        self._found: dict[ResidualPlan, tuple[_Worth, Prediction]] = {}
+
+    def joined(self, mixtures: Sequence[_Mixture], window: int) -> ResidualPlan:
+        """Return the plan of the mixtures of all ranks."""
+        stages = [KEEP] * self.model.schedule.num_stages
+        for here, mixture in zip(self.stages, mixtures, strict=True):
+            for stage, option in zip(here, mixture, strict=True):
+                stages[stage] = option
+        return ResidualPlan(stages, fetch_ahead=window, offload_within=window)
+
+    def mixture(self, plan: ResidualPlan, rank: int) -> _Mixture:
+        return tuple(plan.of(stage) for stage in self.stages[rank])
+
+    # ------------------------------------------------------------ memory
+
+    def over(self, rank: int, mixture: _Mixture, window: int) -> float:
+        """Return the bytes by which a rank exceeds its limit."""
+        key = rank, mixture, window
+        if key not in self._peaks:
+            alone = [(KEEP,) * len(here) for here in self.stages]
+            alone[rank] = mixture
+            self._peaks[key] = self.model.ordered_peak(rank, self.joined(alone, window))
+        held = self.model.rank_fixed[rank] + self._peaks[key]
+        return held - self.limits[rank] if held > self.limits[rank] * (1 + _TOLERANCE) else 0.0
+
+    def excess(self, plan: ResidualPlan) -> float:
+        """Return the bytes above the limits of all ranks."""
+        return sum(self.over(r, self.mixture(plan, r), plan.fetch_ahead) for r in range(len(self.limits)))
+
+    def fitting(self, window: int) -> list[list[_Mixture]]:
+        """Return each rank's mixtures that fit, those with the least added work first."""
+        return [[m for m in mixtures if not self.over(rank, m, window)] for rank, mixtures in enumerate(self._mixtures)]
+
+    def leanest(self, rank: int, window: int) -> _Mixture:
+        """Return the rank's mixture that holds the fewest bytes."""
+        return min(self._mixtures[rank], key=lambda mixture: self.over(rank, mixture, window))
+
+    def _all_mixtures(self, rank: int) -> list[_Mixture]:
+        options = [_options(self.model, stage) for stage in self.stages[rank]]
+        most = max(_MOST_WALKED // len(self.model.tasks[rank]), 16)
+        for parts in (4, 2):
+            if math.prod(map(len, options)) > most:
+                self.is_thinned = True
+                options = [[option for option in of if option.offload * parts % 1 == 0] for of in options]
+        mixtures: Iterable[_Mixture] = itertools.product(*options)
+        if math.prod(map(len, options)) > most:
+            mixtures = _first_and_rest(options)
+        here = self.stages[rank]
+        return sorted(mixtures, key=lambda m: sum(_added_work(self.model, *pair) for pair in zip(here, m, strict=True)))
+
+    # ------------------------------------------------------------ time
+
+    def worth(self, plan: ResidualPlan) -> _Worth:
+        """Return the seconds of a step, those of recomputation, the bytes moved: less is better, in this order."""
+        if plan not in self._found:
+            self.left -= 1
+            found = self.model.predict(plan)
+            self._found[plan] = (found.seconds, found.recomputation, found.moved), found
+        return self._found[plan][0]
+
+    def best(self, plans: Iterable[ResidualPlan]) -> ResidualPlan:
+        """Return the best plan; the first one among equals."""
+        plans = iter(plans)
+        best = next(plans)
+        for plan in plans:
+            if _less(self.worth(plan), self.worth(best)):
+                best = plan
+        return best
+
+    def choice(self, plan: ResidualPlan, *, exact: bool) -> Choice:
+        """Return the result of the search."""
+        keep = ResidualPlan.keep(len(plan.stages))
+        for needed in (plan, keep):
+            self.worth(needed)
+        return Choice(
+            residuals=plan,
+            prediction=self._found[plan][1],
+            keep=self._found[keep][1],
+            excess=max(self.over(r, self.mixture(plan, r), plan.fetch_ahead) for r in range(len(self.limits))),
+            exact=exact,
+        )
+
+
+def _less(one: _Worth, other: _Worth) -> bool:
+    for a, b in zip(one, other, strict=True):
+        if abs(a - b) > _TOLERANCE * max(abs(a), abs(b)):
+            return a < b
+    return False
+
+
+def _options(model: StepModel, stage: int) -> Sequence[StageResiduals]:
+    """Return the options that differ for a stage: shares that move the same microbatches are one option."""
+    tasks, load = model.tasks[model.rank_of[stage]], model.stages[stage]
+    if any(isinstance(task, FusedTask) and task.stage == stage for task in tasks) or not load.residual_bytes:
+        return (KEEP,)
+    found: dict[tuple[bool, tuple[int, ...]], StageResiduals] = {}
+    for option in OPTIONS:
+        moves_nothing = option.recompute and option.offload and not load.input_bytes
+        if not moves_nothing:
+            moved = tuple(m for m in range(model.num_microbatches) if option.offloads(m))
+            found.setdefault((option.recompute, moved), option)
+    return tuple(found.values())
+
+
+def _first_and_rest(options: Sequence[Sequence[StageResiduals]]) -> list[_Mixture]:
+    """Return mixtures in which a rank's first stages do one thing, and its other stages another."""
+    known = list(dict.fromkeys(option for of in options for option in of))
+    found: dict[_Mixture, None] = {}
+    for one, other in itertools.product(known, repeat=2):
+        for cut in range(len(options) + 1):
+            wanted = [one] * cut + [other] * (len(options) - cut)
+            found[tuple(w if w in of else of[0] for w, of in zip(wanted, options, strict=True))] = None
+    return list(found)
+
+
+def _added_work(model: StepModel, stage: int, option: StageResiduals) -> float:
+    """Estimate the seconds that an option adds to each microbatch: a guess for the order of the search."""
+    load = model.stages[stage]
+    copied = load.input_bytes if option.recompute else load.residual_bytes
+    moved = option.offload * model.hardware.host_link.time(copied) if option.offload else 0.0
+    # The tasks hide a copy up to their own time; of two hidden ones, the shorter is better.
+    exposed = max(moved - load.forward - load.backward, 0.0)
+    return option.recompute * load.time_again + exposed + 1e-3 * moved
+
+
+def _greedy(search: _Search, ranks: Sequence[Sequence[_Mixture]], window: int) -> Iterator[ResidualPlan]:
+    """Yield plans with the least added work on each rank: of any mixtures, without recomputation, without offload."""
+    allowed: tuple[Callable[[StageResiduals], bool], ...] = (
+        lambda option: True,
+        lambda option: not option.recompute,
+        lambda option: not option.offload,
+    )
+    for is_allowed in allowed:
+        yield search.joined([next((m for m in of if all(map(is_allowed, m))), of[0]) for of in ranks], window)
+
+
+def _climb(search: _Search, plan: ResidualPlan, fitting: Mapping[int, Sequence[Sequence[_Mixture]]]) -> ResidualPlan:
+    """Change one rank at a time while that helps and simulations are left."""
+    ranks, in_vain = fitting[plan.fetch_ahead], 0
+    for rank in itertools.cycle(range(len(ranks))):
+        in_vain += 1
+        now = search.mixture(plan, rank)
+        near = [m for m in ranks[rank] if sum(a != b for a, b in zip(m, now, strict=True)) == 1]
+        for mixture in near:
+            if search.left <= 0:
+                return plan
+            mixtures = [search.mixture(plan, r) for r in range(len(ranks))]
+            mixtures[rank] = mixture
+            moved = search.joined(mixtures, plan.fetch_ahead)
+            if _less(search.worth(moved), search.worth(plan)):
+                plan, in_vain = moved, 0
+                break
+        if in_vain == len(ranks):
+            return plan
+    return plan
+
+
+def _nothing_fits(model: StepModel, choice: Choice, limits: Sequence[float]) -> LimitError:
+    peaks = choice.prediction.peak_bytes
+    rank = max(range(len(peaks)), key=lambda r: peaks[r] - limits[r])
+    stages = [stage for stage, of in enumerate(model.rank_of) if of == rank]
+    does = ", ".join(f"stage {stage}: {describe(choice.residuals.of(stage))}" for stage in stages)
+    kinds = ", ".join(
+        f"{kind} {amount(n, 'B')}" for kind, n in model.bytes_by_kind(rank, choice.prediction).items() if n
+    )
+    return LimitError(
+        f"no mixture of keep, recompute and offload keeps within memory_limit: in the closest plan found, rank {rank} "
+        f"holds {peaks[rank]:,.0f} bytes on each device, but may hold {limits[rank]:,.0f} ({does}; {kinds}). Use more "
+        "stages or devices, a schedule with fewer microbatches in flight, smaller microbatches, or a higher limit.",
+        choice,
+    )

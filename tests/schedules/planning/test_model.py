@@ -1,0 +1,101 @@
+"""The model of a step: predicted bytes by the order of tasks, predicted seconds by the simulator."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxpp_flax.schedules import ScheduleError, Std1F1B, simulate
+from jaxpp_flax.schedules.planning.model import Hardware, StageLoad, StepModel
+from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
+from tests.schedules.helpers import schedules
+
+CARD = Hardware(flops=1.0, host_bandwidth=4.0)
+
+
+@st.composite
+def models(draw: st.DrawFn, max_ranks: int = 4, max_per_rank: int = 2, max_microbatches: int = 6) -> StepModel:
+    schedule = draw(schedules(max_ranks, max_per_rank))
+    number = st.integers(1, 4).map(float)
+    load = st.builds(
+        lambda f, r, i, p: StageLoad(
+            forward=f, backward=2 * f, residual_bytes=4 * r, input_bytes=i, fixed_bytes={"parameters": p}
+        ),
+        number, number, number, number,
+    )  # fmt: skip
+    stages = draw(st.lists(load, min_size=schedule.num_stages, max_size=schedule.num_stages))
+    hardware = Hardware(flops=1.0, host_bandwidth=draw(st.sampled_from([1.0, 4.0, 100.0])))
+    count = draw(st.integers(1, max_microbatches))
+    return StepModel(schedule=schedule, num_microbatches=count, stages=stages, hardware=hardware)
+
+
+def test_a_step_by_hand():
+    """1F1B on two ranks: rank 0 runs F0 F1 B0 F2 B1 F3 B2 B3 and holds two microbatches, of 10 bytes each."""
+    load = StageLoad(forward=1.0, backward=2.0, residual_bytes=10.0, input_bytes=1.0, fixed_bytes={"parameters": 5.0})
+    model = StepModel(schedule=Std1F1B(2), num_microbatches=4, stages=[load] * 2, hardware=CARD)
+    kept = model.predict(ResidualPlan.keep(2))
+    assert (kept.seconds, kept.peak_bytes, kept.host_bytes) == (15.0, (25.0, 15.0), (0.0, 0.0))
+    assert [(use.kept, use.moved, use.recomputed) for use in kept.stages] == [(40.0, 0.0, 0.0)] * 2
+    again = model.predict(ResidualPlan([StageResiduals(recompute=True), KEEP]))
+    # Two inputs of 1 byte; the backward makes the residuals of its own microbatch in place of its input.
+    assert again.peak_bytes == (5.0 + 1.0 + 10.0, 15.0)
+    assert (again.stages[0].recomputed, again.stages[0].kept, again.recomputation) == (40.0, 4.0, 4.0)
+    assert again.seconds > kept.seconds
+    assert model.bytes_by_kind(0, again) == {"parameters": 5.0, "residuals": 11.0}
+
+
+@given(st.data())
+def test_the_order_of_tasks_bounds_the_bytes_of_every_simulation(data: st.DataObject):
+    model = data.draw(models())
+    option = st.builds(StageResiduals, recompute=st.booleans(), offload=st.sampled_from([0.0, 0.5, 1.0]))
+    count = model.schedule.num_stages
+    stages = data.draw(st.lists(option, min_size=count, max_size=count))
+    window = data.draw(st.integers(1, 3))
+    plan = ResidualPlan(stages, fetch_ahead=window, offload_within=data.draw(st.sampled_from([None, window])))
+    predicted = model.predict(plan)
+    step = simulate(
+        model.schedule, model.costs, num_microbatches=model.num_microbatches,
+        residuals=plan, host_link=model.hardware.host_link,
+    )  # fmt: skip
+    assert predicted.seconds == step.makespan
+    for rank, (held, at_one_time) in enumerate(zip(predicted.peak_bytes, step.peak_memory, strict=True)):
+        assert held >= model.rank_fixed[rank] + at_one_time - 1e-9
+    kept = model.predict(ResidualPlan.keep(count))
+    steady = simulate(model.schedule, model.costs, num_microbatches=model.num_microbatches).peak_memory
+    assert kept.peak_bytes == tuple(f + peak for f, peak in zip(model.rank_fixed, steady, strict=True))
+    if plan.offload_within is None:  # tasks that wait for offloads may wait longer than the copies of a slow link
+        assert all(a <= b for a, b in zip(predicted.peak_bytes, kept.peak_bytes, strict=True)) or any(
+            stage.recompute for stage in stages
+        )
+
+
+def test_no_task_starts_before_the_offload_that_it_waits_for():
+    load = StageLoad(forward=1.0, backward=2.0, residual_bytes=12.0)
+    model = StepModel(schedule=Std1F1B(4), num_microbatches=8, stages=[load] * 4, hardware=CARD)
+    stages = [StageResiduals(offload=1.0), KEEP, KEEP, KEEP]
+    for within in (1, 2):
+        plan = ResidualPlan(stages, fetch_ahead=2, offload_within=within)
+        step = simulate(model.schedule, model.costs, num_microbatches=8, residuals=plan, host_link=CARD.host_link)
+        position = {(e.task.stage, e.task.microbatch): n for n, e in enumerate(step.events[0]) if "fwd" in repr(e.task)}
+        for copy in step.host_events[0]:
+            after = position[copy.stage, copy.microbatch] + 1 + within
+            assert copy.offload_end <= step.events[0][after].start
+
+
+@pytest.mark.parametrize("wrong", [{"flops": 0.0}, {"host_bandwidth": -1.0}, {"link_latency": -1.0}, {"flops": True}])
+def test_hardware_that_cannot_be_is_refused(wrong: dict[str, float]):
+    name, value = next(iter(wrong.items()))
+    with pytest.raises(ScheduleError, match=f"Hardware: {name}={value!r}; it must be a number"):
+        Hardware(**{"flops": 1.0, "host_bandwidth": 1.0, **wrong})
+
+
+def test_loads_for_other_stages_are_refused():
+    load = StageLoad(forward=1.0, backward=2.0, residual_bytes=1.0)
+    with pytest.raises(ScheduleError, match="StepModel has 2 loads, but the schedule has 3 stages"):
+        StepModel(schedule=Std1F1B(3), num_microbatches=4, stages=[load] * 2, hardware=CARD)
+
+
+def test_an_offload_needs_a_task_beside_it():
+    with pytest.raises(ScheduleError, match="offload_within=0: an offload runs beside at least 1 task"):
+        ResidualPlan([KEEP], offload_within=0)
