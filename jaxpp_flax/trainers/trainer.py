@@ -32,6 +32,7 @@ from jaxpp_flax.trainers.loop.evaluation import Evaluation
 from jaxpp_flax.trainers.loop.hooks import StepHook
 from jaxpp_flax.trainers.loop.train_step import TrainStep
 from jaxpp_flax.trainers.loop.training_loop import FitArguments, TrainingLoop
+from jaxpp_flax.trainers.memory_options import Memory
 from jaxpp_flax.trainers.options import (
     Assignment,
     Checkpoints,
@@ -97,6 +98,7 @@ class PipelineTrainer:
         NNX module have their own seeds). `RandomStreams` names a Linen model's streams too.
       logging: `Logging(tracker=, every=, progress=)`: metrics and the progress display; False shows nothing.
       checkpoints: a directory, or `Checkpoints(directory, every=, keep=, ...)`; see `docs/checkpointing.md`.
+      memory: `Memory(optimizer_state="pinned_host")`: what lies in host memory between steps; see `docs/memory.md`.
 
     Raises:
       ModelError, MeshError, AssignmentError, ScheduleError, ValueError, TypeError: for arguments that do not fit.
@@ -144,6 +146,7 @@ class PipelineTrainer:
         seed: int | RandomStreams = 0,
         logging: Logging | bool = True,
         checkpoints: str | os.PathLike[str] | Checkpoints | None = None,
+        memory: Memory | None = None,
     ) -> None:
         check_functions(loss_fn=loss_fn)
         check_remat(remat, "PipelineTrainer")
@@ -163,6 +166,7 @@ class PipelineTrainer:
             remat=remat,
             precision=Precision.of(precision),
             streams=RandomStreams.of(seed),
+            memory=Memory.of(memory),
         )  # fmt: skip
         self._parts = make_parts(
             self._core,
@@ -350,36 +354,22 @@ class PipelineTrainer:
 
     @described_by(Checkpointing.save)
     def save(
-        self,
-        where: str | os.PathLike[str] | int | None = None,
-        *,
-        only: PathFilter | None = None,
-        wait: bool = True,
+        self, where: str | os.PathLike[str] | int | None = None, *, only: PathFilter | None = None, wait: bool = True
     ) -> Path:
         return self._parts.checkpoints.save(where, only=only, wait=wait)
 
     @described_by(Checkpointing.restore)
     def restore(
-        self,
-        where: str | os.PathLike[str] | int = "latest",
-        *,
-        only: PathFilter | None = None,
-        rename: Mapping[str, str] | None = None,
-        missing: Literal["error", "keep"] = "error",
-        low_memory: bool = False,
-    ) -> None:
+        self, where: str | os.PathLike[str] | int = "latest", *, only: PathFilter | None = None,
+        rename: Mapping[str, str] | None = None, missing: Literal["error", "keep"] = "error", low_memory: bool = False,
+    ) -> None:  # fmt: skip
         self._parts.checkpoints.restore(where, only=only, rename=rename, missing=missing, low_memory=low_memory)
 
     @described_by(PretrainedWeights.load)
     def load_pretrained(
-        self,
-        source: str | os.PathLike[str],
-        *,
-        map: NameMap = IDENTITY,
-        cast: bool = False,
-        untie: bool = False,
+        self, source: str | os.PathLike[str], *, map: NameMap = IDENTITY, cast: bool = False, untie: bool = False,
         keep: PathFilter = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._parts.pretrained.load(source, map=map, cast=cast, untie=untie, keep=keep)
 
     @described_by(PretrainedWeights.export)

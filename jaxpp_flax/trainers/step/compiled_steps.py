@@ -77,7 +77,7 @@ class CompiledSteps:
         key = self._key(kind, microbatches)
         if key not in self.compiled:
             policy = self._ready_to_compile(kind, microbatches)
-            state = held.memory if donate else held.memory.for_inference()
+            state = held.kept.described(held.memory) if donate else held.memory.for_inference()
             self.compiled[key] = self._compile(build(), state, microbatches, policy, donate=donate)
         compiled = self.compiled[key]
         if not donate:
@@ -127,7 +127,7 @@ class CompiledSteps:
             schedule=schedule,
             num_microbatches=self._scheduling.num_microbatches,
             mesh=mesh,
-            kept=lambda: kept_bytes(self._held.memory, specs, microbatches, mesh),
+            kept=lambda: kept_bytes(self._held.memory, specs, microbatches, mesh, self._held.kept.kind_of),
         )
         return self._assigner.policy(pipeline, training=kind == "train")
 

@@ -68,7 +68,9 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("schedule", [GPipe(STAGES), Std1F1B(STAGES), ZeroBubble(STAGES)], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize(
+    "schedule", [GPipe(STAGES), Std1F1B(STAGES), ZeroBubble(STAGES)], ids=lambda s: type(s).__name__
+)
 def test_bytes_after_every_instruction_are_those_of_live_arrays(schedule: Schedule):
     peaks = {}
     for name, stages in PLANS.items():
