@@ -202,7 +202,7 @@ class MpmdFunction:
             given_away = [False] * len(consts) + list(donated)
             idle = self._front.idle_ranks(mesh.mpmd_dim)
             names = (*["a captured array"] * len(consts), *[f"argument{path}" for path in paths])
-            fsdp = FsdpRule.of(self._fsdp, mesh.abstract_submesh, names)
+            fsdp = FsdpRule.of(self._fsdp, mesh.abstract_submesh, dict(zip(graph.inputs, names, strict=True)))
             built = build(graph, mesh.mpmd_dim, self._policy, given_away, specs, sizes, result_ranks, idle, fsdp)
         wanted = broadcast_layouts(self._out_specs, traced.out_info, "out_specs", self.mpmd_mesh)
         out_specs = [layout.spec for layout in wanted]

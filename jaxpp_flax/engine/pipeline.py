@@ -119,4 +119,5 @@ def _blocks(loop: OpenLoop, arguments: Mapping[Value, tuple[int, PartitionSpec]]
         batch_dims=loop.batch_dims,
         shards_of=shards,
         batch_shards=loop.batch_shards,
+        gathered=loop.gathered,
     )

@@ -32,7 +32,7 @@ class CompiledSteps:
     """Compiles a step if its key is new. Without ranks, steps run under `jax.jit`.
 
     The schedule and the place of the state may change between two calls. `state_specs` has the specs of annotated
-    leaves of the state; `rules` has the meanings of logical axis names.
+    leaves of the state; `rules` has the meanings of logical axis names; `fsdp` is the setting of training steps.
     """
 
     def __init__(
@@ -44,9 +44,10 @@ class CompiledSteps:
         *,
         state_specs: TrainState | None,
         rules: AxisRules,
+        fsdp: str | int = "microbatch",
     ) -> None:
         self._scheduling, self._assigner, self._builders, self._held = scheduling, assigner, builders, held
-        self.state_specs, self._rules = state_specs, rules
+        self.state_specs, self._rules, self._fsdp = state_specs, rules, fsdp
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
 
     def for_training(self, microbatches: Any) -> Any:
@@ -125,6 +126,7 @@ class CompiledSteps:
             donate_argnums=donated,
             cut_policy=policy,
             everywhere=(False, True) if donate else True,
+            fsdp=self._fsdp if donate else "microbatch",
         )
         with nn.logical_axis_rules(self._rules.on(inner_sizes(mesh))):
             return step.compile(state, batch)

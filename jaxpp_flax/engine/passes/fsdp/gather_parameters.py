@@ -9,6 +9,7 @@ mesh the gathered parameter has another type than its shards. The body's own `re
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ShardCounts, propagate
 from jaxpp_flax.engine.arrays.mesh import axes_in, keep_axes
-from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, Gather
+from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning, Gather
 from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
 from jaxpp_flax.engine.tracing.hints import without_hints
 from jaxpp_flax.engine.tracing.inline import inline
@@ -86,6 +87,7 @@ def _gather_in_loop(
     if not gathered:
         return loop
     body = _reading(body, twins, axes)
+    _warn_of_shards(body, twins, dict(zip(body.constants, loop.constants, strict=True)), rule)
     body, tails = _without_last_placing(body, axes)
     return replace(loop, body=body, gathered=gathered, tails=tails)
 
@@ -129,6 +131,23 @@ def _reading(body: LoopBody, twins: dict[Atom, Value], axes: set[str]) -> LoopBo
     return replace(body, constants=constants).rewritten(graph)
 
 
+def _warn_of_shards(
+    body: LoopBody, twins: Mapping[Atom, Value], operands: Mapping[Value, Atom], rule: FsdpRule
+) -> None:
+    """Warn of parameters that the body reads as shards, which then gathers them itself."""
+    made = {v for e in body.equations for v in e.outputs}
+    for value, twin in twins.items():
+        if twin in operands and twin is not value and value in made:
+            readers = [e for e in body.equations if value in e.inputs]
+            warnings.warn(
+                f"{rule.name_of(operands[twin])}, {value.aval.str_short()}, is read as shards by `{readers[0].name}` "
+                f"at {readers[0].where}, so every microbatch gathers it again. Call `jax.sharding.reshard` on the "
+                "parameter itself, outside scans and other calls.",
+                FsdpWarning,
+                stacklevel=2,
+            )
+
+
 def _placed_without(equation: Equation, axes: set[str]) -> Equation:
     """Return a constraint that does not shard a gathered parameter again."""
     name = _PLACINGS[equation.name]
@@ -142,7 +161,9 @@ def _placed_without(equation: Equation, axes: set[str]) -> Equation:
 def _without_last_placing(body: LoopBody, axes: set[str]) -> tuple[LoopBody, tuple[Equation | None, ...]]:
     """Take the placing of a gradient over the batch's axes out of the body; return it for each result, or None."""
     pulling = _Pulling(body, axes)
-    found = [pulling.last(a) if type(op) is AddOp else None for a, op in zip(body.results, body.operations, strict=True)]
+    found = [
+        pulling.last(a) if type(op) is AddOp else None for a, op in zip(body.results, body.operations, strict=True)
+    ]
     results = tuple(a if one is None else one[0] for a, one in zip(body.results, found, strict=True))
     equations = [made for e in body.equations for made in (e, *pulling.added.get(e, ()))]
     graph = prune(Graph(body.inputs, (*body.next_carry, *results), tuple(equations)))
@@ -185,24 +206,20 @@ def _check_limit(step: Opened, rule: FsdpRule) -> None:
     gathers = [gather for loop in step.loops for gather in loop.gathered.values()]
     largest = max(gathers, key=lambda gather: gather.nbytes)
     if largest.nbytes > rule.limit:
-        names = dict(zip(step.graph.inputs, rule.names, strict=True))
-        operand = largest.equation.inputs[0]
-        name = names.get(operand, "a value before the loop") if isinstance(operand, Value) else "a constant"
+        operand, needed = largest.equation.inputs[0], largest.nbytes
         raise ValueError(
-            f"fsdp={rule.limit}: {name}, {operand.aval.str_short()}, takes {largest.nbytes} bytes on a device once it "
-            f"is gathered, more than the limit. Use fsdp={largest.nbytes} or more, or fsdp='microbatch'."
+            f"fsdp={rule.limit}: {rule.name_of(operand)}, {operand.aval.str_short()}, takes {needed} bytes on a device "
+            f"once it is gathered, more than the limit. Use fsdp={needed} or more, or fsdp='microbatch'."
         )
 
 
-def _nothing_to_gather(
-    step: Opened, spec_of: Mapping[Value, PartitionSpec], rule: FsdpRule
-) -> str:
+def _nothing_to_gather(step: Opened, spec_of: Mapping[Value, PartitionSpec], rule: FsdpRule) -> str:
     setting = "'step'" if rule.limit is None else str(rule.limit)
     read = [a for loop in step.loops for a in loop.constants if isinstance(a, Value)]
     found = sorted({str(spec) for a in read if (spec := spec_of.get(a)) is not None and any(spec.partitions)})
     return (
-        f"fsdp={setting} gathers parameters that are sharded over an axis that also shards the examples of a microbatch, "
-        f"but the step has none. The sharded arguments of its loops have the partitions {', '.join(found) or '(none)'} "
-        f"inside a rank, whose mesh is {dict(rule.mesh.shape)}. Shard a parameter and the examples over one axis "
-        "(in_specs, or the annotations of the model), or leave fsdp= out."
+        f"fsdp={setting} gathers parameters that are sharded over an axis that also shards the examples of a "
+        f"microbatch, but the step has none. The sharded arguments of its loops have the partitions "
+        f"{', '.join(found) or '(none)'} inside a rank, whose mesh is {dict(rule.mesh.shape)}. Shard a parameter and "
+        "the examples over one axis (in_specs, or the annotations of the model), or leave fsdp= out."
     )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from jaxpp_flax.engine.tracing.ir import Equation
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value
 
-__all__ = ["FsdpRule", "Gather", "check_fsdp"]
+__all__ = ["FsdpRule", "FsdpWarning", "Gather", "check_fsdp"]
+
+
+class FsdpWarning(UserWarning):
+    """A parameter is gathered, or its gradient is reduced, in every microbatch, although `fsdp=` asks for once."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -19,15 +24,19 @@ class FsdpRule:
     Attributes:
       mesh: the submesh of a rank, without devices.
       limit: the most bytes of gathered parameters on a device at one time; None for no limit.
-      names: the name of each input of the step, for messages.
+      names: the names of the step's inputs, for messages.
     """
 
     mesh: AbstractMesh
     limit: int | None
-    names: tuple[str, ...]
+    names: Mapping[Value, str]
+
+    def name_of(self, atom: Atom) -> str:
+        """Return the name of an input of the step."""
+        return self.names.get(atom, "a value made before the loop") if isinstance(atom, Value) else "a constant"
 
     @classmethod
-    def of(cls, fsdp: str | int, mesh: AbstractMesh, names: tuple[str, ...]) -> FsdpRule | None:
+    def of(cls, fsdp: str | int, mesh: AbstractMesh, names: Mapping[Value, str]) -> FsdpRule | None:
         """Make the rule of a checked setting; None for "microbatch"."""
         if fsdp == "microbatch":
             return None
@@ -60,7 +69,9 @@ def check_fsdp(fsdp: Any) -> str | int:
       >>> check_fsdp("step"), check_fsdp(1 << 30)
       ('step', 1073741824)
     """
-    known = 'Use "step" (gather once in a step), "microbatch" (in every task), or the bytes that may be gathered at once.'
+    known = (
+        'Use "step" (gather once in a step), "microbatch" (in every task), or the bytes that may be gathered at once.'
+    )
     if isinstance(fsdp, str):
         if fsdp not in ("step", "microbatch"):
             raise ValueError(f"fsdp={fsdp!r} is no known setting. {known}")

@@ -7,6 +7,7 @@ is a reduce-scatter on every platform. What the batch is sharded over besides th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import axes_in
-from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
+from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning
 from jaxpp_flax.engine.passes.fsdp.windows import fit_gathers
 from jaxpp_flax.engine.passes.loop.lower_loops import Lowered
 from jaxpp_flax.engine.passes.placed import Loop
@@ -37,6 +38,7 @@ def scatter_gradients(step: Lowered, specs: Sequence[PartitionSpec], rule: FsdpR
         return step
     nodes = tuple(fit_gathers(node, rule.limit) if isinstance(node, Loop) else node for node in step.nodes)
     places = _Places(nodes, step, specs)
+    _warn_of_reductions(nodes, step.inputs, specs, rule)
     made: list[Equation | Loop] = []
     sums: set[Equation] = set()
     skipped: set[Equation] = set()
@@ -52,6 +54,25 @@ def scatter_gradients(step: Lowered, specs: Sequence[PartitionSpec], rule: FsdpR
         made += equations
         sums.update(equations)
     return replace(step, nodes=tuple(made), sums=frozenset(sums))
+
+
+def _warn_of_reductions(
+    nodes: Sequence[Equation | Loop], inputs: Sequence[Value], specs: Sequence[PartitionSpec], rule: FsdpRule
+) -> None:
+    """Warn of gradients that cannot wait for the end of the loop."""
+    for loop in nodes:
+        if not isinstance(loop, Loop):
+            continue
+        gathered = {a for gather in loop.gathers.values() for a in gather.equation.inputs}
+        for accumulator, like, batch_dim in zip(loop.partition.accumulators, loop.like, loop.batch_dims, strict=True):
+            if like is not None and batch_dim is None and inputs[like] in gathered:
+                warnings.warn(
+                    f"the gradient of {rule.name_of(inputs[like])}, {accumulator.state.aval.str_short()}, is no sum "
+                    "over examples in its dtype, so it is reduced in every microbatch, not once. Sum it in the dtype "
+                    "in which it is computed; docs/engine.md, 'Data axes', has the rules.",
+                    FsdpWarning,
+                    stacklevel=2,
+                )
 
 
 class _Places:
