@@ -59,6 +59,10 @@ def test_the_page_for_programs_of_shardy_runs():
     run_page("mpmd.md", blocks=2)
 
 
+def test_the_page_about_memory_runs():
+    run_page("memory.md", blocks=1)
+
+
 def test_the_page_about_tasks_runs(capsys: pytest.CaptureFixture[str]):
     run_page("tasks.md", blocks=1)
     out = capsys.readouterr().out

@@ -75,7 +75,7 @@ def _compile(marks: Marks, mesh: MpmdMesh) -> dict[tuple[int, TaskKind], list[_T
     for task in part.tasks:
         values = task.graph.inputs
         place = {value: i for i, value in enumerate(values)}
-        in_specs = [specs[v] if v in specs else blocks.spec_of(v) for v in values]
+        in_specs = [specs[v] if v in specs else blocks.spec_read(v) for v in values]
         turns = tuple(
             (i, place[states[v]])
             for i, v in enumerate(task.graph.outputs)

@@ -21,8 +21,8 @@ class Held:
     """Bytes on each device of a rank that runs any of `blocks`.
 
     Attributes:
-      kind: "parameters", "optimizer", "gradients", "data" or "activations"; activations count once for each
-        microbatch in flight.
+      kind: "parameters", "gathered", "optimizer", "gradients", "data" or "activations"; activations count once for
+        each microbatch in flight.
       nbytes: the number of bytes.
       blocks: the blocks that need these bytes, in increasing order.
     """

@@ -14,6 +14,7 @@ from typing import Any, overload
 
 from jax.sharding import PartitionSpec
 
+from jaxpp_flax.engine.passes.fsdp.rule import Gather
 from jaxpp_flax.engine.passes.loop.label import label
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.loop.partition import partition
@@ -63,8 +64,9 @@ class Holding:
 
     Attributes:
       kind: "parameters" (and all other operands that the loop reads whole), "data" (indexed by the microbatch, held for
-        all microbatches), "gradients" (accumulators), or "activations" (made by a forward and read by a backward, or
-        made by an input gradient and read by the weight gradient: held for each microbatch in flight).
+        all microbatches), "gradients" (accumulators), "activations" (made by a forward and read by a backward, or
+        made by an input gradient and read by the weight gradient: held for each microbatch in flight), or "gathered"
+        (whole copies of sharded parameters, with `fsdp=`; under a limit in bytes, this counts all of them).
       nbytes: bytes on each device of a rank.
       blocks: the blocks that need the value, in increasing order.
       argument: its position among the step's flat arguments, counted from the end (-1 is the last); or None.
@@ -91,6 +93,7 @@ class Blocks:
         that dimension; or None.
       shards_of: returns the number of shards over an entry of a PartitionSpec.
       batch_shards: the number of parts into which the examples of a microbatch are cut.
+      gathered: the constants that are parameters gathered for the loop (with `fsdp=`).
     """
 
     body: LoopBody
@@ -99,6 +102,7 @@ class Blocks:
     batch_dims: Sequence[Any] = ()
     shards_of: Callable[[Any], int] = lambda entry: 1
     batch_shards: int = 1
+    gathered: Mapping[Value, Gather] = field(default_factory=dict[Value, Gather])
 
     @cached_property
     def partition(self) -> Partition:
@@ -114,6 +118,10 @@ class Blocks:
         """Return the partition of a constant or carry leaf inside a rank."""
         known = self.arguments.get(value)
         return PartitionSpec() if known is None else known[1]
+
+    def spec_read(self, value: Value) -> PartitionSpec:
+        """Return the partition in which tasks read a constant or carry leaf."""
+        return self.gathered[value].spec if value in self.gathered else self.spec_of(value)
 
     def state_specs(self) -> dict[Value, PartitionSpec]:
         """Return the spec of each accumulator; see `accumulator_spec`."""
@@ -163,6 +171,9 @@ class Blocks:
                     shards=shards,
                 )
             )
+            if value in self.gathered:
+                blocks = tuple(sorted(stages))
+                found.append(Holding(kind="gathered", nbytes=float(self.gathered[value].nbytes), blocks=blocks))
         for accumulator in part.accumulators:
             stage = part.tasks[accumulator.task].stage
             nbytes = accumulator.state.nbytes / self._shards(specs[accumulator.state])

@@ -17,6 +17,7 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.front import Front
+from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, check_fsdp
 from jaxpp_flax.engine.passes.placed import ResultRanks
 from jaxpp_flax.engine.passes.submesh_constraints import on_submesh
 from jaxpp_flax.engine.pipeline import build
@@ -66,6 +67,10 @@ class MpmdFunction:
         always get scalars, and small results that are not the new value of an argument.
       residuals: what each stage does with the values that its forward keeps for its backward: keep them on the devices
         (the default), recompute them, or offload them to host memory (`jaxpp_flax.schedules.ResidualPlan`).
+      fsdp: for parameters that are sharded over an axis that also shards the examples of a microbatch. "microbatch":
+        each task gathers what it reads, and reduces its gradients. "step": a stage gathers them once, before its first
+        task, and their gradients are reduced and scattered once, after the loop. A number: as "step", with at most so
+        many bytes of gathered parameters on a device at one time.
 
     A call takes arrays, NumPy arrays and `MpmdArray`s, and returns `MpmdArray`s.
 
@@ -114,8 +119,10 @@ class MpmdFunction:
         cut_policy: CutPolicy = cut_at_every_mark,
         everywhere: Any = False,
         residuals: ResidualPlan | None = None,
+        fsdp: str | int = "microbatch",
     ) -> None:
         _check_mesh(mpmd_mesh)
+        self._fsdp = check_fsdp(fsdp)
         functools.update_wrapper(self, fun)
         self.mpmd_mesh: MpmdMesh = mpmd_mesh
         self._fun = fun
@@ -212,8 +219,10 @@ class MpmdFunction:
         with context_mesh(mesh.abstract_submesh if mesh.is_explicit else None):
             given_away = [False] * len(consts) + list(donated)
             idle = self._front.idle_ranks(mesh.mpmd_dim)
+            names = (*["a captured array"] * len(consts), *[f"argument{path}" for path in paths])
+            fsdp = FsdpRule.of(self._fsdp, mesh.abstract_submesh, dict(zip(graph.inputs, names, strict=True)))
             built = build(
-                graph, mesh.mpmd_dim, self._policy, given_away, specs, sizes, result_ranks, idle, self._residuals
+                graph, mesh.mpmd_dim, self._policy, given_away, specs, sizes, result_ranks, idle, self._residuals, fsdp
             )
         wanted = broadcast_layouts(self._out_specs, traced.out_info, "out_specs", self.mpmd_mesh)
         out_specs = [layout.spec for layout in wanted]

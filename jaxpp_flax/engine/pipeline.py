@@ -14,6 +14,7 @@ from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.blocks import Blocks, CutPolicy, Marks
 from jaxpp_flax.engine.passes import PASSES
+from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
 from jaxpp_flax.engine.passes.placed import Loop, Placed, ResultRanks
 from jaxpp_flax.engine.passes.runner import Settings, observers, run_passes
@@ -75,6 +76,7 @@ def build(
     result_ranks: ResultRanks | None = None,
     idle_ranks: frozenset[int] = frozenset({0}),
     residuals: ResidualPlan | None = None,
+    fsdp: FsdpRule | None = None,
 ) -> Built:
     """Run all passes on a traced step; `axis_sizes` are those of a submesh. See `Settings` for the other arguments.
 
@@ -97,6 +99,7 @@ def build(
         result_ranks=result_ranks,
         idle_ranks=idle_ranks,
         residuals=residuals,
+        fsdp=fsdp,
     )
     made = {
         each.name: structure
@@ -119,4 +122,5 @@ def _blocks(loop: OpenLoop, arguments: Mapping[Value, tuple[int, PartitionSpec]]
         batch_dims=loop.batch_dims,
         shards_of=shards,
         batch_shards=loop.batch_shards,
+        gathered=loop.gathered,
     )

@@ -33,7 +33,7 @@ class StageSummary:
     `sent_bytes` counts the activations that the stage sends forward, for one microbatch. `activation_bytes` counts the
     forward's results that the backward reads (none if the two are one task). `weight_bytes` counts the results of the
     forward and of the input gradient that the weight gradient reads. Both also count one microbatch, over the rank's
-    devices.
+    devices. `gathered_bytes` counts, on each device, the sharded parameters that are gathered for the stage's tasks.
     """
 
     stage: int
@@ -46,6 +46,7 @@ class StageSummary:
     activation_bytes: int
     weight_bytes: int
     devices: tuple[Any, ...]
+    gathered_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,7 @@ def summarise_stages(
                 activation_bytes=_held_bytes(part, stage, (_F,), (_B, _I, _W)),
                 weight_bytes=_held_bytes(part, stage, (_F, _B, _I), (_W,)),
                 devices=mesh.rank_devices(rank),
+                gathered_bytes=sum(loop.gathers[v].nbytes for v in parameters if v in loop.gathers),
             )
         )
     return tuple(rows)

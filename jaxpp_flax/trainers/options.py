@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxpp_flax.assignment.resolution import AssignmentLike
 from jaxpp_flax.checkpoint.checkpoint_store import KeepPolicy, SavePolicy, check_interval
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.passes.fsdp.rule import check_fsdp
 from jaxpp_flax.globs import NameFilter
 from jaxpp_flax.schedules.planning import Hardware
 from jaxpp_flax.trainers.assigner import check_cost, check_limit
@@ -234,9 +235,11 @@ class MeshOptions:
         of stages.
       sharding_rules: pairs (name, mesh axis or None) for the axis names in the annotations of the model's parameters.
         These rules come before the rules of Flax's `logical_axis_rules` that are active where the trainer is made.
+      fsdp: how often a train step gathers parameters that are sharded over "data" or "fsdp": in each task
+        ("microbatch"), once ("step"), or once for as many tasks as a limit in bytes allows. See `mpmd_jit_with_loop`.
 
     Raises:
-      ValueError: if both a mesh and axes are given.
+      ValueError: if both a mesh and axes are given, or for an unknown `fsdp`.
       TypeError: if the rules are not pairs.
 
     Example:
@@ -248,8 +251,10 @@ class MeshOptions:
     axes: Mapping[str, int] | None = None
     num_ranks: int | None = None
     sharding_rules: AxisRulesLike | None = None
+    fsdp: str | int = "microbatch"
 
     def __post_init__(self) -> None:
+        check_fsdp(self.fsdp)
         if self.mesh is not None and self.axes is not None:
             raise ValueError("both mesh= and axes= are given; a mesh already says which axes it has.")
         _ = self.rules

@@ -14,6 +14,7 @@ from jaxpp_flax.trainers.callbacks import CallbackStates
 from jaxpp_flax.trainers.checkpoints import Checkpointing, open_store
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, ProcessInputs
 from jaxpp_flax.trainers.data.stream import DataTracking
+from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.generation.generator import Generator
 from jaxpp_flax.trainers.loop.evaluation import Evaluation
 from jaxpp_flax.trainers.loop.nonfinite import OnNonFinite, StepsUnderWay
@@ -125,6 +126,11 @@ def make_core(
     assigner = Assigner(assignment.how, assignment.cost, assignment.memory_limit, assignment.hardware)
     first = update.first_state(chosen.params, chosen.rest)
     mesh, rules = scheduling.mesh, AxisRules.in_context(devices.rules)
+    if mesh is None and devices.fsdp != "microbatch":
+        raise MeshError(
+            f"MeshOptions(fsdp={devices.fsdp!r}) gathers parameters that are sharded inside a stage, but one stage "
+            "without mesh axes runs under plain jax.jit on one device. Leave fsdp= out, or give axes={'fsdp': ...}."
+        )
     specs = state_specs(first, chosen.notes, mesh, rules)
     ranks = None if mesh is None else Ranks(mesh=mesh, specs=specs, kept=kept)
     held = StateHolder(first, update.tx.init, initializer=chosen.initializer, ranks=ranks, kept=kept)
@@ -140,7 +146,9 @@ def make_core(
         assigner=assigner,
         held=held,
         builders=builders,
-        executables=CompiledSteps(scheduling, assigner, builders, held, state_specs=specs, rules=rules),
+        executables=CompiledSteps(
+            scheduling, assigner, builders, held, state_specs=specs, rules=rules, fsdp=devices.fsdp
+        ),
         rows=BatchSharding(mesh, scheduling.num_microbatches, scheduling.batch_shards),
     )
 

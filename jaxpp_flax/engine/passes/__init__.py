@@ -10,6 +10,8 @@ from dataclasses import replace
 
 from jaxpp_flax.engine.passes.check_supported import check_supported
 from jaxpp_flax.engine.passes.drop_unused import drop_unused_results
+from jaxpp_flax.engine.passes.fsdp.gather_parameters import gather_parameters
+from jaxpp_flax.engine.passes.fsdp.scatter_gradients import scatter_gradients
 from jaxpp_flax.engine.passes.liveness import allocate_slots
 from jaxpp_flax.engine.passes.loop.choose_cuts import choose_cuts
 from jaxpp_flax.engine.passes.loop.defer_reductions import defer_in_loops
@@ -59,6 +61,12 @@ PASSES: tuple[Pass, ...] = (
         ensures="each loop has a schedule for the mesh, and a body with every mark at the top",
     ),
     Pass(
+        "gather_parameters",
+        lambda step, settings: gather_parameters(step, settings.specs, settings.shards, settings.fsdp),
+        requires="opened loops",
+        ensures="with `fsdp=`, bodies read gathered parameters, and leave their gradients unplaced",
+    ),
+    Pass(
         "defer_reductions",
         lambda step, settings: defer_in_loops(step, settings.specs, settings.shards),
         requires="opened loops",
@@ -99,6 +107,12 @@ PASSES: tuple[Pass, ...] = (
         lambda step, _: replace(step, nodes=tuple(find_relatives(step.nodes, step.inputs))),
         requires="lowered loops",
         ensures="each accumulator knows the argument that it updates, and so its sharding",
+    ),
+    Pass(
+        "scatter_gradients",
+        lambda step, settings: scatter_gradients(step, settings.specs, settings.fsdp),
+        requires="accumulators that know their arguments",
+        ensures="with `fsdp=`, the sum of a sharded parameter's gradient is one reduce-scatter; gathers fit the limit",
     ),
     Pass(
         "place",

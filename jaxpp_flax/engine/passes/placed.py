@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.passes.fsdp.rule import Gather
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, VerificationError, values
 from jaxpp_flax.engine.tracing.markers import Mark
@@ -64,7 +65,8 @@ class Loop:
 
     For each accumulator, `batch_dims` gives its dimension over the shards of the batch and the mesh axes of that
     dimension (see `defer_reductions`), or None; `like` gives the position of the step's argument that it updates, or
-    None. `marks` are the marks of the body, and `cuts` the indices of the marks that cut.
+    None. `marks` are the marks of the body, and `cuts` the indices of the marks that cut. `gathers` are the operands of
+    tasks that are gathered from outer values, and `gather_limit` the bytes of them that a device holds at one time.
     """
 
     partition: Partition
@@ -78,6 +80,8 @@ class Loop:
     like: tuple[int | None, ...] = ()
     marks: tuple[Mark, ...] = ()
     cuts: tuple[int, ...] = ()
+    gathers: Mapping[Value, Gather] = field(default_factory=dict[Value, Gather])
+    gather_limit: int | None = None
 
     @property
     def outputs(self) -> tuple[Value, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
+from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
 from jaxpp_flax.engine.passes.placed import ResultRanks
 from jaxpp_flax.schedules.residuals import ResidualPlan
@@ -29,6 +30,7 @@ class Settings:
       specs: the partition of each input inside a submesh.
       shards: returns the number of shards over an entry of a spec.
       result_ranks: with several processes, the results that all of them get.
+      fsdp: gathers parameters in tasks of their own; None leaves them to each task that reads them.
       idle_ranks: the ranks of a result that no rank needs, and that each rank can compute by itself.
       residuals: what each stage does with its residuals; None keeps them on the devices.
     """
@@ -39,6 +41,7 @@ class Settings:
     specs: Sequence[PartitionSpec]
     shards: ShardCounts
     result_ranks: ResultRanks | None = None
+    fsdp: FsdpRule | None = None
     idle_ranks: frozenset[int] = frozenset({0})
     residuals: ResidualPlan | None = None
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from jaxpp_flax.engine.passes.fsdp.windows import plan_gathers
 from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask
 from jaxpp_flax.engine.passes.placed import Loop, Move, Placed, Segment
 from jaxpp_flax.engine.program.program import Instruction, Program, ProgramTask, Run, Transfer
@@ -163,6 +164,7 @@ class _LoopUnroller:
         self.accumulated = {a.result: a.state for a in self.part.accumulators}
         self.carried = {c.result: k for k, c in enumerate(self.part.carries)}
         self.shared: _Slots = {}  # of the operands and the accumulators
+        self.gather_tasks: dict[tuple[int, tuple[Value, ...]], int] = {}
         # The slots of each microbatch: its own values, and the carries with which it starts.
         self.values: list[_Slots] = [{} for _ in range(loop.length + 1)]
         self.carry_of = {i: self._carries_read(task) for i, task in enumerate(tasks)}
@@ -179,14 +181,19 @@ class _LoopUnroller:
     def run(self) -> None:
         slots = self.program.slots
         for operand, value in zip(self.loop.operands, self.part.operands, strict=True):
-            self.shared.update({(value, rank): slots[operand, rank] for rank in self.loop.readers.get(value, ())})
+            if value not in self.loop.gathers:
+                self.shared.update({(value, rank): slots[operand, rank] for rank in self.loop.readers.get(value, ())})
         self._initial_accumulators()
         for k, carry in enumerate(self.part.carries):
             for rank in {self.rank[carry.task], *self._carry_readers(k)}:
                 self.values[0][k, rank] = slots[self.loop.carry_init[carry.leaf], rank]
         wiring = [self._wire(i) for i in range(len(self.part.tasks))]
         numbers = [self.program.add_task(self._program_task(i)) for i in range(len(self.part.tasks))]
-        for task, microbatch in _scheduled(self.loop):
+        order = _scheduled(self.loop)
+        gathers = plan_gathers(self.loop, [task for task, _ in order])
+        for (task, microbatch), gathered in zip(order, gathers, strict=True):
+            if gathered:
+                self._gather(task, gathered)
             self._run_task(wiring[task], numbers[task], self.rank[task], microbatch)
         for value, accumulator in zip(self.loop.accumulator_results, self.part.accumulators, strict=True):
             rank = self.rank[accumulator.task]
@@ -212,6 +219,21 @@ class _LoopUnroller:
             self.shared.update(
                 {(self.part.accumulators[k].state, rank): s for k, s in zip(members, outputs, strict=True)}
             )
+
+    def _gather(self, index: int, gathered: tuple[Value, ...]) -> None:
+        """Run a task that gathers parameters, before a task that reads them."""
+        rank, found = self.rank[index], [self.loop.gathers[value] for value in gathered]
+        equations = tuple(gather.equation for gather in found)
+        shards = tuple(value for e in equations for value in values(e.inputs))
+        key = rank, gathered
+        if key not in self.gather_tasks:
+            name = f"{self.name}gather_{self.part.tasks[index].stage}"
+            graph, specs = Graph(shards, gathered, equations), tuple(gather.spec for gather in found)
+            self.gather_tasks[key] = self.program.add_task(ProgramTask(name, rank, graph, out_specs=specs))
+        outputs = self.program.new_slots(len(gathered))
+        self.shared.update({(value, rank): slot for value, slot in zip(gathered, outputs, strict=True)})
+        inputs = tuple(self.program.slots[shard, rank] for shard in shards)
+        self.program.instructions.append(Run(self.gather_tasks[key], -1, rank, inputs, outputs))
 
     def _program_task(self, index: int) -> ProgramTask:
         task = self.part.tasks[index]

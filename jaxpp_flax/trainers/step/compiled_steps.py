@@ -34,7 +34,7 @@ class CompiledSteps:
     """Compiles a step if its key is new. Without ranks, steps run under `jax.jit`.
 
     The schedule and the place of the state may change between two calls. `state_specs` has the specs of annotated
-    leaves of the state; `rules` has the meanings of logical axis names.
+    leaves of the state; `rules` has the meanings of logical axis names; `fsdp` is the setting of training steps.
     """
 
     def __init__(
@@ -46,9 +46,10 @@ class CompiledSteps:
         *,
         state_specs: TrainState | None,
         rules: AxisRules,
+        fsdp: str | int = "microbatch",
     ) -> None:
         self._scheduling, self._assigner, self._builders, self._held = scheduling, assigner, builders, held
-        self.state_specs, self._rules = state_specs, rules
+        self.state_specs, self._rules, self._fsdp = state_specs, rules, fsdp
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
 
     def for_training(self, microbatches: Any) -> Any:
@@ -150,6 +151,7 @@ class CompiledSteps:
             out_specs=(specs, None) if donate and specs is not None else None,
             donated=(0,) if donate else (),
             everywhere=(False, True) if donate else True,
+            fsdp=self._fsdp if donate else "microbatch",
         )
         return self._compile_form(function, (state, batch), policy, form)
 
@@ -170,6 +172,7 @@ class CompiledSteps:
             donate_argnums=form.donated,
             cut_policy=policy,
             everywhere=form.everywhere,
+            fsdp=form.fsdp,
         )
         with nn.logical_axis_rules(self._rules.on(inner_sizes(mesh))):
             return step.compile(*arguments)
@@ -183,6 +186,7 @@ class _Form:
     out_specs: Any
     donated: tuple[int, ...]
     everywhere: Any
+    fsdp: str | int = "microbatch"
 
 
 def stage_table(

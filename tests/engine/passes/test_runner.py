@@ -30,12 +30,14 @@ STEP = sgd_step(GPipe(2))
 # What the structure after each pass shows of `STEP`; that of the others is the step with its `treduce`.
 SHOWS = {
     "open_loops": r"loop over 2 microbatches: GPipe; marks: layer_0\n",
+    "gather_parameters": r"loop over 2 microbatches: GPipe; marks: layer_0\n",
     "defer_reductions": r"loop over 2 microbatches: GPipe; marks: layer_0\n",
     "choose_cuts": r"marks: layer_0 \(cuts\)\n",
     "label": r"(?m)^   3  .* = dot_general",
     "partition": r"task bwd_0 \(stage 0\)",
     "lower_loops": r"(?m)^loop over 2 microbatches: GPipe$",
     "updated_arguments": r"its accumulators update .*argument 0.*argument 3",
+    "scatter_gradients": r"its accumulators update .*argument 0.*argument 3",
     "place": r"(?m)^rank 1:$",
     "stream_updates": r"(?m)^rank 1:$",
     "unroll": r"rank 0 -> rank 1: send s\d+ receive s\d+",

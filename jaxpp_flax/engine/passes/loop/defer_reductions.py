@@ -59,14 +59,32 @@ def _defer_in_loop(
         (v.aval.shape, name)
         for v, a in operands.items()
         for name in axes_in(spec_of.get(a, ()) if isinstance(a, Value) and v not in batch else ())
+        if v not in loop.gathered
     }
 
     def may_defer(gradient: Value, axes: Any) -> bool:
-        return all((gradient.aval.shape, name) not in sharded for name in axes_in((axes,)))
+        typed = struct_of(gradient.aval).sharding
+        taken = axes_in(typed.spec) if loop.gathered and typed is not None else ()
+        return all((gradient.aval.shape, name) not in sharded and name not in taken for name in axes_in((axes,)))
 
     body, axes, batch_dims = defer_reductions(body, batch, shards, may_defer)
+    body, tails = _with_tails(body, loop.tails, axes)
     parts = math.prod(shards(entry) for entry in {entry for _, entry in batch.values()})
-    return replace(loop, body=body, data_axes=axes, batch_dims=batch_dims, batch_shards=parts)
+    return replace(loop, body=body, data_axes=axes, batch_dims=batch_dims, batch_shards=parts, tails=tails)
+
+
+def _with_tails(
+    body: LoopBody, tails: Sequence[Equation | None], axes: Sequence[Any]
+) -> tuple[LoopBody, tuple[Equation | None, ...]]:
+    """Let the body itself place a result that is not deferred, so that its accumulator stays sharded."""
+    results, equations = list(body.results), list(body.equations)
+    left = list(tails)
+    for k, tail in enumerate(tails):
+        if tail is not None and axes[k] is None:
+            placed = Value(tail.outputs[0].aval.update(dtype=results[k].aval.dtype))
+            equations.append(replace(tail, inputs=(results[k],), outputs=(placed,)))
+            results[k], left[k] = placed, None
+    return body.rewritten(Graph(body.inputs, (*body.next_carry, *results), tuple(equations))), tuple(left)
 
 
 class Deferred(NamedTuple):

@@ -91,8 +91,9 @@ class _Lowering:
         """Make the loop as a node; fill `before` and `after`."""
         opened, part = self.opened, self.part
         operands, carry_init = self._materialise(opened.constants), self._materialise(opened.carry_init)
-        for tree, axes, target in zip(part.results, opened.data_axes, opened.results, strict=True):
-            self._resolve(tree, axes, target)
+        tails = opened.tails or [None] * len(part.results)
+        for tree, axes, tail, target in zip(part.results, opened.data_axes, tails, opened.results, strict=True):
+            self._resolve(tree, axes, tail, target)
         return Loop(
             partition=part,
             schedule=opened.schedule,
@@ -104,6 +105,7 @@ class _Lowering:
             batch_dims=part.of_accumulators(opened.batch_dims),
             marks=opened.body.marks,
             cuts=opened.cuts,
+            gathers=opened.gathered_from(operands),
         )
 
     def _materialise(self, atoms: Sequence[Atom]) -> tuple[Value, ...]:
@@ -117,8 +119,8 @@ class _Lowering:
             found.append(atom)
         return tuple(found)
 
-    def _resolve(self, tree: Partial | int, axes: Any, target: Value | None) -> Value:
-        """Return the value of a result: `target` if given."""
+    def _resolve(self, tree: Partial | int, axes: Any, tail: Equation | None, target: Value | None) -> Value:
+        """Return the value of a result: `target` if given. `tail` places a sum over the shards."""
         if isinstance(tree, int):
             state = self.part.accumulators[tree].result
             if axes is None:
@@ -126,8 +128,11 @@ class _Lowering:
                 return self.results[tree]
             self.results[tree] = Value(state.aval)
             # The one reduction over the data axis: the sum of the shards' partial gradients.
-            return self._sum(lambda x: jax.lax.reduce_sum(x, (0,)), [self.results[tree]], target)
-        left, right = self._resolve(tree.left, axes, None), self._resolve(tree.right, axes, None)
+            total = self._sum(
+                lambda x: jax.lax.reduce_sum(x, (0,)), [self.results[tree]], target if tail is None else None
+            )
+            return total if tail is None else self._sum(lambda x: tail.bind(x)[0], [total], target)
+        left, right = self._resolve(tree.left, axes, tail, None), self._resolve(tree.right, axes, tail, None)
         return self._sum(jax.lax.add, [left, right], target)
 
     def _sum(self, function: Callable[..., Any], partials: Sequence[Value], target: Value | None) -> Value:

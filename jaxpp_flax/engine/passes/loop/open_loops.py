@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim
 from jaxpp_flax.engine.passes.check_supported import refuse_partial_sums
+from jaxpp_flax.engine.passes.fsdp.rule import Gather
 from jaxpp_flax.engine.passes.loop.label import Labels, label
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.loop.partition import partition, verify_effects
@@ -55,6 +56,8 @@ class OpenLoop:
       batch_dims: for each result, the dimension of its accumulator over the shards of the batch, and the mesh axes of
         that dimension; or None.
       batch_shards: the number of parts into which the examples of a microbatch are cut.
+      gathered: the constants of the body that are parameters gathered from their shards (see `gather_parameters`).
+      tails: for each result, the equation that places the sum over the microbatches, or None.
       cuts: the indices of the marks that cut, once they are chosen.
       labels: the phase of each equation, once the body is labelled.
       partition: the tasks, once the body is cut.
@@ -66,6 +69,8 @@ class OpenLoop:
     data_axes: tuple[Any, ...]
     batch_dims: tuple[BatchDim | None, ...]
     batch_shards: int = 1
+    gathered: Mapping[Value, Gather] = field(default_factory=dict[Value, Gather])
+    tails: tuple[Equation | None, ...] = ()
     cuts: tuple[int, ...] = ()
     labels: Labels | None = None
     partition: Partition | None = None
@@ -98,6 +103,11 @@ class OpenLoop:
     @property
     def results(self) -> tuple[Value, ...]:
         return self.equation.outputs[len(self.body.carry) :]
+
+    def gathered_from(self, operands: Sequence[Value]) -> dict[Value, Gather]:
+        """Return the gathered parameters; their shards are among `operands`, one for each constant of the body."""
+        read = dict(zip(self.body.constants, operands, strict=True))
+        return {v: replace(g, equation=replace(g.equation, inputs=(read[v],))) for v, g in self.gathered.items()}
 
     def verify(self) -> None:
         """Check the body, the labels and the tasks, as far as they are made."""

@@ -1,0 +1,225 @@
+"""Let a loop read gathered parameters in place of their shards.
+
+A parameter qualifies if every microbatch reads it whole, and it is sharded over axes that also shard the examples of a
+microbatch. The loop's tasks then need no collective for it: `unroll` gathers it in a task of its own. On an Explicit
+mesh the gathered parameter has another type than its shards. The body's own `reshard` reads the gathered one, and the
+`reshard` of the gradient to the parameter's partition waits until after the loop.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ShardCounts, propagate
+from jaxpp_flax.engine.arrays.mesh import axes_in, keep_axes
+from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning, Gather
+from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
+from jaxpp_flax.engine.tracing.hints import without_hints
+from jaxpp_flax.engine.tracing.inline import inline
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit, prune, struct_of, use_counts
+from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
+from jaxpp_flax.engine.tracing.treduce import AddOp
+
+__all__ = ["gather_parameters"]
+
+_PLACINGS = {"reshard": "dst_sharding", "sharding_constraint": "sharding"}
+# Operations on one array after which the elements lie as before.
+_ELEMENTWISE = {"convert_element_type", "copy", "copy_p", "name", "neg", "reduce_precision", "stop_gradient"}
+_SUMS = {"add", "add_any"}
+
+
+def gather_parameters(
+    step: Opened, specs: Sequence[PartitionSpec], shards: ShardCounts, rule: FsdpRule | None
+) -> Opened:
+    """Change the loops of a step; without a rule, nothing changes.
+
+    Args:
+      step: with opened loops.
+      specs: the partition of each input of the step inside a submesh.
+      shards: returns the number of shards over an entry of a spec.
+      rule: the setting, or None.
+
+    Raises:
+      ValueError: if no loop reads a parameter that is sharded over the axes of its batch, or if the limit is smaller
+        than such a parameter.
+    """
+    if rule is None:
+        return step
+    spec_of = dict(zip(step.graph.inputs, specs, strict=True))
+    known = {v: dim for v, spec in spec_of.items() if (dim := shards.batch_dim(spec)) is not None}
+    dims = propagate(step.graph.equations, known, shards)
+    for equation in step.graph.equations:  # a parameter that is converted before the loop
+        if equation.name in _ELEMENTWISE and equation.inputs[0] in spec_of:
+            spec_of[equation.outputs[0]] = spec_of[equation.inputs[0]]  # type: ignore[index]
+    found = step.each(lambda loop: _gather_in_loop(loop, spec_of, dims, shards, rule))
+    if not any(loop.gathered for loop in found.loops):
+        raise ValueError(_nothing_to_gather(step, spec_of, rule))
+    _check_limit(found, rule)
+    return found
+
+
+def _gather_in_loop(
+    loop: OpenLoop,
+    spec_of: Mapping[Value, PartitionSpec],
+    dims: Mapping[Value, BatchDim],
+    shards: ShardCounts,
+    rule: FsdpRule,
+) -> OpenLoop:
+    body = loop.body.rewritten(without_hints(inline(loop.body.graph, flatten=True, remat=True)))
+    sliced = sliced_by_index(body.equations, body.index)
+    operands = dict(zip(body.constants, loop.constants, strict=True))
+    axes = {name for v in sliced if operands.get(v) in dims for name in axes_in((dims[operands[v]][1],))}  # type: ignore[index]
+    gathered: dict[Value, Gather] = {}
+    twins: dict[Atom, Value] = {}
+    for value, operand in operands.items():
+        if value in sliced or not isinstance(operand, Value) or axes.isdisjoint(axes_in(spec_of.get(operand, ()))):
+            continue
+        spec = keep_axes(spec_of[operand], lambda name: name not in axes)
+        gather = _gather(operand, spec, shards, rule)
+        twins[value] = value if struct_of(value.aval).sharding is None else gather.equation.outputs[0]
+        gathered[twins[value]] = replace(gather, equation=replace(gather.equation, outputs=(twins[value],)))
+    if not gathered:
+        return loop
+    body = _reading(body, twins, axes)
+    _warn_of_shards(body, twins, dict(zip(body.constants, loop.constants, strict=True)), rule)
+    body, tails = _without_last_placing(body, axes)
+    return replace(loop, body=body, gathered=gathered, tails=tails)
+
+
+def _gather(operand: Value, spec: PartitionSpec, shards: ShardCounts, rule: FsdpRule) -> Gather:
+    sharding = NamedSharding(rule.mesh, spec)
+    place = jax.lax.with_sharding_constraint if struct_of(operand.aval).sharding is None else jax.sharding.reshard
+    (equation,), _ = emit(lambda x: place(x, sharding), [operand])
+    parts = math.prod(shards(entry) for entry in spec.partitions if entry is not None)
+    return Gather(equation=equation, spec=spec, nbytes=operand.nbytes // parts)
+
+
+def _reading(body: LoopBody, twins: dict[Atom, Value], axes: set[str]) -> LoopBody:
+    """Let the equations of a body read gathered parameters; `twins` maps a value to the one that takes its place.
+
+    On an Auto mesh a twin is the value itself. On an Explicit mesh its type differs. An equation that needs the old
+    type reads the shard that a device has of the gathered parameter: this moves nothing.
+    """
+    constants = tuple(twins.get(v, v) for v in body.constants)
+    equations: list[Equation] = []
+    for value, twin in list(twins.items()):
+        if twin is not value:
+            sharding = struct_of(value.aval).sharding
+            (cut,), _ = emit(lambda x, to=sharding: jax.sharding.reshard(x, to), [twin])
+            equations.append(replace(cut, outputs=(value,)))
+    for equation in body.equations:
+        first = equation.inputs[0] if equation.inputs else None
+        if first not in twins or equation.name not in {*_PLACINGS, *_ELEMENTWISE}:
+            equations.append(equation)
+            continue
+        (out,), twin = equation.outputs, twins[first]
+        if twin is first:
+            twins[out] = out
+            equations.append(_placed_without(equation, axes) if equation.name in _PLACINGS else equation)
+        elif equation.name in _PLACINGS:
+            equations.append(replace(equation, inputs=(twin,)))
+        else:
+            made, (twins[out],) = emit(lambda x, e=equation: e.bind(x)[0], [twin], like=equation)  # type: ignore[list-item]
+            equations += [*made, equation]
+    graph = prune(Graph((*constants, body.index, *body.carry), body.outputs, tuple(equations)))
+    return replace(body, constants=constants).rewritten(graph)
+
+
+def _warn_of_shards(
+    body: LoopBody, twins: Mapping[Atom, Value], operands: Mapping[Value, Atom], rule: FsdpRule
+) -> None:
+    """Warn of parameters that the body reads as shards, which then gathers them itself."""
+    made = {v for e in body.equations for v in e.outputs}
+    for value, twin in twins.items():
+        if twin in operands and twin is not value and value in made:
+            readers = [e for e in body.equations if value in e.inputs]
+            warnings.warn(
+                f"{rule.name_of(operands[twin])}, {value.aval.str_short()}, is read as shards by `{readers[0].name}` "
+                f"at {readers[0].where}, so every microbatch gathers it again. Call `jax.sharding.reshard` on the "
+                "parameter itself, outside scans and other calls.",
+                FsdpWarning,
+                stacklevel=2,
+            )
+
+
+def _placed_without(equation: Equation, axes: set[str]) -> Equation:
+    """Return a constraint that does not shard a gathered parameter again."""
+    name = _PLACINGS[equation.name]
+    sharding = equation.params[name]
+    if not isinstance(sharding, NamedSharding):
+        return equation
+    spec = keep_axes(sharding.spec, lambda axis: axis not in axes)
+    return replace(equation, params={**equation.params, name: NamedSharding(sharding.mesh, spec)})
+
+
+def _without_last_placing(body: LoopBody, axes: set[str]) -> tuple[LoopBody, tuple[Equation | None, ...]]:
+    """Take the placing of a gradient over the batch's axes out of the body; return it for each result, or None."""
+    pulling = _Pulling(body, axes)
+    found = [
+        pulling.last(a) if type(op) is AddOp else None for a, op in zip(body.results, body.operations, strict=True)
+    ]
+    results = tuple(a if one is None else one[0] for a, one in zip(body.results, found, strict=True))
+    equations = [made for e in body.equations for made in (e, *pulling.added.get(e, ()))]
+    graph = prune(Graph(body.inputs, (*body.next_carry, *results), tuple(equations)))
+    return body.rewritten(graph), tuple(one and one[1] for one in found)
+
+
+class _Pulling:
+    """Exchanges the placing of a gradient with the elementwise operations behind it; `added` follow an equation."""
+
+    def __init__(self, body: LoopBody, axes: set[str]) -> None:
+        self.producer, self.axes = body.producer, axes
+        self.users = use_counts(body.equations, body.outputs)
+        self.added: dict[Equation, list[Equation]] = {}
+
+    def last(self, atom: Atom) -> tuple[Atom, Equation] | None:
+        """Return the value before its placing, and the equation that places it; None if nothing places it."""
+        equation = self.producer.get(atom) if isinstance(atom, Value) else None
+        if equation is None or self.users.get(atom) != 1:  # type: ignore[arg-type]
+            return None
+        if equation.name in _PLACINGS:
+            sharding = equation.params[_PLACINGS[equation.name]]
+            named = isinstance(sharding, NamedSharding) and not self.axes.isdisjoint(axes_in(sharding.spec))
+            return (equation.inputs[0], equation) if named else None
+        if equation.name not in (_ELEMENTWISE | _SUMS):
+            return None
+        before = [self.last(a) for a in equation.inputs]
+        tails = [one[1] for one in before if one is not None]
+        if len(tails) < len(before) or any(dict(tail.params) != dict(tails[0].params) for tail in tails):
+            return None
+        made, (result,) = emit(
+            lambda *xs: equation.bind(*xs)[0], [one[0] for one in before if one is not None], like=equation
+        )
+        self.added.setdefault(equation, []).extend(made)
+        return result, tails[0]
+
+
+def _check_limit(step: Opened, rule: FsdpRule) -> None:
+    if rule.limit is None:
+        return
+    gathers = [gather for loop in step.loops for gather in loop.gathered.values()]
+    largest = max(gathers, key=lambda gather: gather.nbytes)
+    if largest.nbytes > rule.limit:
+        operand, needed = largest.equation.inputs[0], largest.nbytes
+        raise ValueError(
+            f"fsdp={rule.limit}: {rule.name_of(operand)}, {operand.aval.str_short()}, takes {needed} bytes on a device "
+            f"once it is gathered, more than the limit. Use fsdp={needed} or more, or fsdp='microbatch'."
+        )
+
+
+def _nothing_to_gather(step: Opened, spec_of: Mapping[Value, PartitionSpec], rule: FsdpRule) -> str:
+    setting = "'step'" if rule.limit is None else str(rule.limit)
+    read = [a for loop in step.loops for a in loop.constants if isinstance(a, Value)]
+    found = sorted({str(spec) for a in read if (spec := spec_of.get(a)) is not None and any(spec.partitions)})
+    return (
+        f"fsdp={setting} gathers parameters that are sharded over an axis that also shards the examples of a "
+        f"microbatch, but the step has none. The sharded arguments of its loops have the partitions "
+        f"{', '.join(found) or '(none)'} inside a rank, whose mesh is {dict(rule.mesh.shape)}. Shard a parameter and "
+        "the examples over one axis (in_specs, or the annotations of the model), or leave fsdp= out."
+    )

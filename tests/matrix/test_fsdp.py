@@ -1,0 +1,295 @@
+"""FSDP once per step: parameters are gathered before the loop's tasks, gradients reduced and scattered after it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.compiled import Compiled
+from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.passes.fsdp.rule import FsdpWarning
+from jaxpp_flax.engine.program.program import Run
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.schedules import Interleaved1F1B, Schedule, Std1F1B, ZeroBubble
+from tests.engine.test_memory import observe
+from tests.helpers import batch_of, slow, tree_allclose
+from tests.matrix.harness import mesh_of, run
+from tests.matrix.test_sharding import (
+    _COLLECTIVES,
+    DIM,
+    FSDP,
+    ROWS,
+    explicit_mesh,
+    model,
+    on_one_submesh,
+    parameters,
+    state_of,
+    train_step,
+)
+
+MICROBATCHES = 4
+LEAVES = len(FSDP)  # sharded leaves of a stage
+
+
+def specs_of(of_layer: Any, layers: int, batch_axes: Any) -> tuple[Any, Any]:
+    specs = [of_layer] * layers
+    return (specs, (optax.TraceState(specs), optax.EmptyState())), {"x": P(None, batch_axes), "y": P(None, batch_axes)}
+
+
+def check(
+    mesh: MpmdMesh,
+    of_layer: Any,
+    batch_axes: Any,
+    schedule: Schedule,
+    fsdp: Any = "step",
+    apply: Callable[..., jax.Array] = model,
+    microbatches: int = MICROBATCHES,
+) -> Compiled:
+    """Compare two steps with plain `jax.jit` on one submesh; return the compiled step."""
+    step, batch = train_step(apply), batch_of(microbatches, ROWS, DIM, host=True)
+    state, (state_specs, data) = state_of(parameters(schedule.num_stages)), specs_of(
+        of_layer, schedule.num_stages, batch_axes
+    )  # fmt: skip
+    pipelined = mpmd_jit_with_loop(step, mesh, in_specs=(state_specs, data), static_argnums=2, fsdp=fsdp)
+    actual = run(pipelined, state, batch, schedule, 2)
+    # In float32 to 1e-5: the order of the sums over devices and microbatches differs.
+    tree_allclose(actual, on_one_submesh(step, state, batch, mesh, state_specs, data), rtol=1e-5)
+    (params, opt_state), (_, grads) = actual[-1]
+    for layer in (*params, *grads, *opt_state[0].trace):
+        assert {k: v.spec for k, v in layer.items()} == of_layer, "the optimizer works on shards"
+    return pipelined.compile(state, batch, schedule)
+
+
+def executed(compiled: Compiled, in_loop: bool) -> Counter[str]:
+    """The collectives that one step executes, in the tasks of the loop or outside of them."""
+    found: Counter[str] = Counter()
+    texts = [
+        _COLLECTIVES.findall(re.sub(r"/\*.*?\*/", "", executable.as_text()))
+        for executable in compiled._executables.tasks
+    ]
+    for instruction in compiled.program.instructions:
+        if isinstance(instruction, Run) and (instruction.microbatch >= 0) == in_loop:
+            found.update(texts[instruction.task])
+    return found
+
+
+def names_before(compiled: Compiled, name: str) -> set[str]:
+    """The tasks that run before the first run of a task, on its rank."""
+    tasks = compiled.program.tasks
+    found: set[str] = set()
+    (rank,) = {task.rank for task in tasks if task.name == name}
+    for instruction in compiled.program.instructions:
+        if isinstance(instruction, Run) and instruction.rank == rank:
+            if tasks[instruction.task].name == name:
+                break
+            found.add(tasks[instruction.task].name)
+    return found
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_weights_are_gathered_and_gradients_scattered_once(microbatches: int):
+    """Whatever the number of microbatches."""
+    compiled = check(mesh_of(2, fsdp=4), FSDP, "fsdp", Std1F1B(2), microbatches=microbatches)
+    assert executed(compiled, in_loop=False) == {"all-gather": 2 * LEAVES, "reduce-scatter": 2 * LEAVES}
+    # The loss is a mean over all examples: the last stage needs that one number for every microbatch.
+    assert executed(compiled, in_loop=True) == {"all-reduce": microbatches}
+    assert "gather_0" in names_before(compiled, "fwd_0")
+    assert "gather_1" in names_before(compiled, "fwd_bwd_1")
+    assert [stage.gathered_bytes for stage in compiled.stages] == [4 * (2 * DIM * 2 * DIM + 2 * DIM)] * 2
+
+
+def test_bytes_are_those_of_real_buffers():
+    mesh, schedule = mesh_of(2, fsdp=4), Std1F1B(2)
+    compiled = check(mesh, FSDP, "fsdp", schedule)
+    state, batch = state_of(parameters(2)), batch_of(MICROBATCHES, ROWS, DIM, host=True)
+    devices = [mesh.rank_devices(rank)[0] for rank in range(2)]
+    start: list[int] = []
+    peak = [0, 0]
+
+    def look(instruction: Any, environment: list[Any], done: bool) -> None:
+        now = [0, 0]
+        for x in {id(x): x for x in environment if x is not None and not x.is_deleted()}.values():
+            for shard in x.addressable_shards:
+                if shard.device in devices:
+                    now[devices.index(shard.device)] += shard.data.nbytes
+        start[:] = start or now
+        peak[:] = map(max, peak, now)
+
+    observe(compiled, (state, batch), look)
+    assert [row.peak_bytes for row in compiled.memory_analysis()] == [p - s for p, s in zip(peak, start, strict=True)]
+
+
+def test_hybrid_mesh_with_a_split_backward():
+    """Over "data" the shards of a gradient are summed, after they are scattered over "fsdp"."""
+    compiled = check(mesh_of(2, data=2, fsdp=2), FSDP, ("data", "fsdp"), ZeroBubble(2))
+    after = executed(compiled, in_loop=False)
+    assert after["all-gather"] == after["reduce-scatter"] == 2 * LEAVES
+    assert set(executed(compiled, in_loop=True)) == {"all-reduce"}  # of the loss
+
+
+TENSOR = {"up": P("fsdp", "tensor"), "bias": P("tensor"), "down": P("tensor", "fsdp")}
+
+
+def test_tensor_axis_beside():
+    compiled = check(mesh_of(2, fsdp=2, tensor=2), TENSOR, "fsdp", Std1F1B(2))
+    after = executed(compiled, in_loop=False)
+    assert after["all-gather"] == after["reduce-scatter"] == 2 * 2  # the bias is not cut over "fsdp"
+    assert "all-gather" not in executed(compiled, in_loop=True)
+
+
+def test_axes_that_share_a_dimension():
+    """Where the batch's axis is the outer one, a device's shard is in several pieces of the gathered parameter."""
+    of_layer = {"up": P(("fsdp", "tensor")), "bias": P(("tensor", "fsdp")), "down": P()}
+    check(mesh_of(2, fsdp=2, tensor=2), of_layer, "fsdp", Std1F1B(2))
+
+
+def explicit(params: Any, x: jax.Array) -> jax.Array:
+    """The weights are gathered where they are used, one of them between two operations on its elements."""
+    for i, p in enumerate(params):
+        up = -jax.sharding.reshard(-p["up"], P(None, None))
+        bias, down = jax.sharding.reshard(p["bias"], P(None)), jax.sharding.reshard(p["down"], P(None, None))
+        x = x + jnp.tanh(x @ up + bias) @ down
+        x = mark_stage_end(x) if i < len(params) - 1 else x
+    return x
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 2}, slow({"data": 2, "fsdp": 2})])
+def test_explicit_axes(axes: dict[str, int]):
+    """The body's own `reshard` and its transpose move nothing: they are around the loop."""
+    compiled = check(explicit_mesh(2, **axes), FSDP, tuple(axes), Std1F1B(2), apply=explicit)
+    after = executed(compiled, in_loop=False)
+    assert after["all-gather"] == after["reduce-scatter"] == 2 * LEAVES
+    assert set(executed(compiled, in_loop=True)) == {"all-reduce"}  # of the loss
+
+
+def constrained(params: Any, x: jax.Array) -> jax.Array:
+    """Weights that the model itself keeps sharded; and one of them in two stages."""
+    for i, p in enumerate(params):
+        up = jax.lax.with_sharding_constraint(params[0]["up"], P("fsdp"))
+        x = x + jnp.tanh(x @ up + p["bias"]) @ p["down"]
+        x = mark_stage_end(x) if i < len(params) - 1 else x
+    return x
+
+
+def test_tied_weights_with_constraints():
+    """A weight of two stages is gathered in both, and each reduces its own part of the gradient once."""
+    mesh = mesh_of(2, fsdp=2)
+    of_layer = {**FSDP}
+    compiled = check(mesh, of_layer, "fsdp", Std1F1B(2), apply=constrained)
+    after = executed(compiled, in_loop=False)
+    assert after["all-gather"] == after["reduce-scatter"] == 2 * LEAVES
+    assert set(executed(compiled, in_loop=True)) == {"all-reduce"}
+
+
+STAGE_BYTES = 4 * (2 * DIM * 2 * DIM + 2 * DIM)
+UP_BYTES = 4 * DIM * 2 * DIM
+
+
+@pytest.mark.parametrize("limit", [2 * STAGE_BYTES, STAGE_BYTES, slow(UP_BYTES + 4 * 2 * DIM)])
+def test_a_limit_in_bytes(limit: int):
+    """Two stages on each rank: gathered once, in windows, or in part by the tasks themselves."""
+    mesh, schedule = mesh_of(2, fsdp=2), Interleaved1F1B(4, 2)
+    compiled = check(mesh, FSDP, "fsdp", schedule, fsdp=limit)
+    gathers, inside = executed(compiled, in_loop=False)["all-gather"], executed(compiled, in_loop=True)["all-gather"]
+    if limit == 2 * STAGE_BYTES:
+        assert (gathers, inside) == (4 * LEAVES, 0)
+    elif limit == STAGE_BYTES:
+        assert inside == 0
+        assert 4 * LEAVES < gathers < 4 * LEAVES * 2 * MICROBATCHES
+    else:
+        assert inside >= 4 * MICROBATCHES  # one weight of each stage
+    assert executed(compiled, in_loop=False)["reduce-scatter"] == 4 * LEAVES
+    assert max(gathered_bytes(compiled)) <= limit
+
+
+def gathered_bytes(compiled: Compiled) -> list[int]:
+    """The most bytes on each rank that gather tasks have made and nothing has freed."""
+    program, held = compiled.program, dict[int, tuple[int, int]]()
+    most = [0] * program.num_ranks
+    for number, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Run):
+            for slot in (instruction.inputs[i] for i in program.tasks[instruction.task].donate):
+                held.pop(slot, None)
+            if "gather" in program.tasks[instruction.task].name:
+                sizes = compiled._executables.written_bytes[number]
+                held.update({s: (instruction.rank, n) for s, n in zip(instruction.outputs, sizes, strict=True)})
+        for slot in getattr(instruction, "slots", ()):
+            held.pop(slot, None)
+        now = Counter[int]()
+        for rank, nbytes in held.values():
+            now[rank] += nbytes
+        most = [max(most[rank], now[rank]) for rank in range(program.num_ranks)]
+    return most
+
+
+def lower(mesh: MpmdMesh, specs: Any, data: Any, fsdp: Any, apply: Callable[..., Any] = model) -> Any:
+    state, batch = state_of(parameters(2)), batch_of(MICROBATCHES, ROWS, DIM, host=True)
+    step = mpmd_jit_with_loop(train_step(apply), mesh, in_specs=(specs, data), static_argnums=2, fsdp=fsdp)
+    return step.compile(state, batch, Std1F1B(2))
+
+
+def test_without_a_sharded_parameter():
+    data = {"x": P(None, "data"), "y": P(None, "data")}
+    text = (
+        r"fsdp='step' gathers parameters .* the step has none\. .* partitions P\(None, 'data'\S* inside a rank, whose"
+    )
+    with pytest.raises(ValueError, match=text):
+        lower(mesh_of(2, data=2), P(), data, "step")
+    # A batch that every device has whole: then the weights are no FSDP.
+    state_specs, _ = specs_of(FSDP, 2, None)
+    with pytest.raises(ValueError, match=r"fsdp=4096 gathers parameters .* Shard a parameter and the examples over"):
+        lower(mesh_of(2, fsdp=2), state_specs, P(), 4096)
+
+
+def test_a_limit_below_a_parameter():
+    state_specs, data = specs_of(FSDP, 2, "fsdp")
+    text = rf"fsdp=100: argument\S*\['(up|down)'\], float32\[\d+,\d+\], takes {UP_BYTES} bytes .* Use fsdp=2048"
+    with pytest.raises(ValueError, match=text):
+        lower(mesh_of(2, fsdp=2), state_specs, data, 100)
+
+
+def test_a_gradient_that_cannot_wait_is_told():
+    """The sum of a bfloat16 product that asks for float32 is rounded to bfloat16 behind the sum."""
+
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        params = [{**p, "up": p["up"].astype(jnp.bfloat16)} for p in params]
+        for i, p in enumerate(params):
+            up = jax.lax.dot(x.astype(jnp.bfloat16), p["up"], preferred_element_type=jnp.float32)
+            x = x + jnp.tanh(up + p["bias"]) @ p["down"]
+            x = mark_stage_end(x) if i < len(params) - 1 else x
+        return x
+
+    state_specs, data = specs_of(FSDP, 2, "fsdp")
+    with pytest.warns(
+        FsdpWarning, match=r"the gradient that updates argument\S*\['up'\], float32\[16,32\], is no sum over"
+    ):
+        lower(mesh_of(2, fsdp=2), state_specs, data, "step", apply)
+
+
+def test_explicit_shards_that_are_read_are_told():
+    def apply(params: Any, x: jax.Array) -> jax.Array:
+        for i, p in enumerate(params):
+            up = jax.sharding.reshard(p["up"] * 2, P(None, None))
+            x = x + jnp.tanh(x @ up)[:, :DIM]
+            x = mark_stage_end(x) if i < len(params) - 1 else x
+        return x
+
+    state_specs, data = specs_of(FSDP, 2, "fsdp")
+    with pytest.warns(FsdpWarning) as found:
+        lower(explicit_mesh(2, fsdp=2), state_specs, data, "step", apply)
+    text = r"argument\S*\['up'\], float32\[16@fsdp,32\], is read as shards by `mul` at .*test_fsdp"
+    assert any(re.match(text, str(each.message)) for each in found)
+
+
+def test_an_unknown_word():
+    with pytest.raises(ValueError, match=r"fsdp='once' is no known setting"):
+        mpmd_jit_with_loop(train_step(), mesh_of(2, fsdp=2), fsdp="once")

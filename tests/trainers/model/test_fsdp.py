@@ -1,0 +1,58 @@
+"""`MeshOptions(fsdp=)`: annotated parameters are gathered once in a step, and their optimizer state stays sharded."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxpp_flax.trainers import Assignment, MeshError, MeshOptions
+from tests.helpers import slow, tree_allclose
+from tests.matrix.test_fsdp import executed
+from tests.trainers.model.test_sharding import STAGES, WIDTH, batch, trainer
+
+RULES = [("batch", ("data", "fsdp")), ("embed", "fsdp"), ("mlp", None)]
+CASES = {
+    "nnx": ("nnx", {"fsdp": 2}, {"names": ("fsdp", None)}, None, P("fsdp")),
+    "linen": ("linen", {"data": 2, "fsdp": 2}, {}, RULES, P("fsdp")),
+    "data": ("nnx", {"data": 4}, {"names": ("data", None)}, None, P("data")),
+}
+
+
+@pytest.mark.parametrize("case", ["nnx", slow("linen"), slow("data")])
+def test_a_train_step_gathers_once(case):
+    kind, axes, options, rules, spec = CASES[case]
+    mesh, assignment = MeshOptions(axes=axes, sharding_rules=rules, fsdp="step"), Assignment(memory_limit=1e12)
+    piped = trainer(kind, mesh=mesh, assignment=assignment, **options)
+    plain = trainer(kind, mesh=MeshOptions(sharding_rules=rules), stages=1, **options)
+    for _ in range(2):
+        losses = [float(made.train_step(batch())["loss"]) for made in (piped, plain)]
+        np.testing.assert_allclose(*losses, rtol=1e-5)
+    # Adam divides by the gradients' size: a rounding in a small one weighs more than its own 6e-8.
+    tree_allclose(*(jax.tree.map(np.asarray, made.state.params) for made in (piped, plain)), rtol=1e-4)
+    kernels = [leaf for leaf in jax.tree.leaves(piped.state) if leaf.shape == (WIDTH, 4 * WIDTH)]
+    assert [kernel.spec for kernel in kernels] == [spec] * (STAGES * 3), "parameters and two moments stay sharded"
+    (compiled,) = piped._core.executables.compiled.values()
+    leaves = Counter(leaf.spec == P() for leaf in jax.tree.leaves(piped.state.params))[False]
+    after = executed(compiled, in_loop=False)
+    assert after["all-gather"] == after["reduce-scatter"] == leaves
+    assert "all-gather" not in executed(compiled, in_loop=True)
+    # As in test_assigner: elsewhere than on the last rank only scalars and arrays on their way are left out.
+    for found, predicted in list(zip(compiled.memory_analysis(), piped.plan.rank_bytes, strict=True))[:-1]:
+        assert predicted == pytest.approx(found.argument_bytes + found.peak_bytes, rel=0.1)
+    assert float(piped.evaluate([batch()])["loss"]) == pytest.approx(float(plain.evaluate([batch()])["loss"]), rel=1e-5)
+
+
+def test_what_cannot_be_gathered():
+    with pytest.raises(ValueError, match=r"fsdp='always' is no known setting"):
+        MeshOptions(fsdp="always")
+    with pytest.raises(MeshError, match=r"MeshOptions\(fsdp='step'\) gathers .* Leave fsdp= out, or give axes="):
+        trainer("nnx", stages=1, mesh=MeshOptions(fsdp="step"))
+    with pytest.raises(ValueError, match=r"fsdp='step' gathers parameters .* but the step has none"):
+        trainer("nnx", (None, None), mesh=MeshOptions(axes={"fsdp": 2}, fsdp="step")).train_step(batch())
+    small = trainer("nnx", mesh=MeshOptions(axes={"fsdp": 2}, fsdp=64))
+    with pytest.raises(ValueError, match=r"fsdp=64: argument\S*(up|down)\S*, float32\[\d+,\d+\], takes \d+ bytes"):
+        small.train_step(batch())
