@@ -166,6 +166,7 @@ REFUSED_MODELS = [
     (Forgetful, {}, "does not write its cache variable kept"),
     (lambda rngs: Forgetful(rngs, made_at="__init__"), {}, "makes cache variables in its constructor (kept)"),
     (m.GPT, {"prefill": 4}, "prefill asks the model for 2 tokens in one call, which it refuses"),
+    (m.GPT, {"cache_dtype": "bfloat16"}, "the model fails for the next token with its cache"),
     (m.GPT, {"max_new_tokens": 30}, "positions.init_cache refuses sequences of 31 tokens"),
 ]
 
