@@ -32,7 +32,7 @@ def decode_linen(adapter: LinenModel, *, batch_size: int, length: int, dtype: An
     module, name = adapter.module, type(adapter.module).__name__
     if dtype is not None:
         raise ValueError(f"cache_dtype={dtype!r}: the Linen module {name} makes its cache in its own dtype.")
-    arguments = inference_arguments(module)
+    arguments: dict[str, Any] = {**inference_arguments(module)}
     if "decode" in inspect.signature(type(module).__call__).parameters:
         arguments["decode"] = True
     elif "decode" in {field.name for field in dataclasses.fields(module)}:

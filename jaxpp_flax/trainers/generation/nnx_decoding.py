@@ -53,7 +53,8 @@ def decode_nnx(
 
 
 def _init_caches(module: Any, batch_size: int, length: int, dtype: Any) -> None:
-    for path, part in list(nnx.iter_modules(module)):
+    modules: list[tuple[Any, Any]] = list(nnx.iter_modules(module))
+    for path, part in modules:
         if not callable(getattr(part, "init_cache", None)):
             continue
         own = getattr(part, "dtype", None) if dtype is None else dtype

@@ -94,7 +94,10 @@ class DecodingStep:
             jaxpr, (after, logits) = jax.make_jaxpr(call, return_shape=True)(leaves, shapes_of(state), tokens)
         except (ValueError, TypeError) as error:
             if tokens.shape[1] == 1:
-                raise
+                raise ModelError(
+                    f"the model fails for the next token with its cache: {error} If it is the dtype of the cache that "
+                    "differs, pass cache_dtype=, the dtype of the model's computation."
+                ) from error
             raise ModelError(
                 f"prefill asks the model for {tokens.shape[1]} tokens in one call, which it refuses: {error} "
                 "Attention such as nnx.MultiHeadAttention takes one token with a cache: use prefill=1."

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax.engine.arrays import device_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers import MeshOptions, ModelError
 from jaxpp_flax.trainers.generation import rounds
@@ -131,7 +132,9 @@ def test_each_cache_lies_on_its_own_rank(monkeypatch: pytest.MonkeyPatch):
     assert all(isinstance(leaf, MpmdArray) for leaf in jax.tree.leaves(trainer.state.params))
 
 
-def test_calls_with_one_cache_length_share_their_compiled_steps(greedy: list[np.ndarray]):
+def test_calls_with_one_cache_length_share_their_compiled_steps(
+    greedy: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+):
     trainer = make(m.GPT(nnx.Rngs(0)), tx=optax.adam(0.1))
     for prompts in (PROMPTS, [[2], [3, 1], [4, 4, 4], [5], [6]]):
         found = trainer.generate(prompts, max_new_tokens=NEW, cache_length=12)
@@ -139,6 +142,9 @@ def test_calls_with_one_cache_length_share_their_compiled_steps(greedy: list[np.
         assert is_abstract(trainer._core.held.memory.opt_state)  # no optimizer is made
         if prompts is PROMPTS:
             m.assert_equal(found, greedy)
+    monkeypatch.setattr(device_memory, "free_bytes", lambda device: 100)
+    with pytest.raises(ModelError, match=r"the cache of this generation does not fit: .* has 100 B free"):
+        trainer.generate(PROMPTS, max_new_tokens=NEW, cache_length=12)
 
 
 class Forgetful(nnx.Module):
@@ -166,6 +172,7 @@ REFUSED_MODELS = [
     (Forgetful, {}, "does not write its cache variable kept"),
     (lambda rngs: Forgetful(rngs, made_at="__init__"), {}, "makes cache variables in its constructor (kept)"),
     (m.GPT, {"prefill": 4}, "prefill asks the model for 2 tokens in one call, which it refuses"),
+    (m.GPT, {"cache_dtype": "bfloat16"}, "the model fails for the next token with its cache"),
     (m.GPT, {"max_new_tokens": 30}, "positions.init_cache refuses sequences of 31 tokens"),
 ]
 
