@@ -31,7 +31,7 @@ _LAYERS = (nnx.Linear, nnx.LinearGeneral)
 # The metadata of NNX variables that name a mesh axis for each dimension, in newer and older versions of Flax.
 _AXIS_NAMES = ("out_sharding", "sharding_names", "sharding")
 # Elements of a kernel whose term is computed at once. A kernel in parts has the same blocks, and so the same bits.
-_BLOCK = 1 << 22
+_BLOCK = 1 << 19
 
 
 def add_lora(
@@ -161,7 +161,7 @@ def row_blocks(shape: Sequence[int]) -> Iterator[slice]:
     """Yield the ranges of a kernel's first axis whose terms are computed one after another.
 
     Example:
-      >>> list(row_blocks((3, 1 << 21)))
+      >>> list(row_blocks((3, 1 << 18)))
       [slice(0, 2, None), slice(2, 3, None)]
     """
     step = max(1, _BLOCK // max(1, math.prod(shape[1:])))
@@ -211,8 +211,10 @@ def _sum(kernel: jax.Array, term: jax.Array) -> jax.Array:
 
 def _part(array: jax.Array, index: Sequence[slice]) -> jax.Array:
     """Return `array[index]`, without a copy if it is all of the array."""
-    whole = all(of.start == 0 and of.stop == size for of, size in zip(index, array.shape, strict=False))
-    return array if whole else array[tuple(index)]
+    index = [*index, *(slice(0, size) for size in array.shape[len(index) :])]
+    starts, sizes = [of.start for of in index], tuple(of.stop - of.start for of in index)
+    # One program for all blocks: with `array[index]`, the start would be a constant of the program.
+    return array if sizes == array.shape else jax.lax.dynamic_slice(array, starts, sizes)
 
 
 def _adapted_layers(model: nnx.Module, caller: str) -> dict[str, tuple[Any, type]]:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from flax import nnx
 
+from jaxpp_flax.layers import merge_lora
 from jaxpp_flax.pretrained import export_pretrained
 from tests.processes.running import run_processes
+from tests.trainers.divided import make_trainer
 from tests.trainers.models import Model
 
 pytestmark = pytest.mark.processes
@@ -48,3 +50,29 @@ def test_a_full_disk_in_one_process_is_an_error_in_all_and_leaves_nothing(tmp_pa
     write_weights(tmp_path)
     run_processes(2, "run_pretrained.py", str(tmp_path), "2", "full")
     assert [file.name for file in tmp_path.iterdir()] == ["in"]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_parts_of_a_model_come_back_bit_by_bit_on_other_stages_and_processes(tmp_path: Path):
+    """Adapters alone, kernels that two processes divide, a checkpoint of Orbax: out of four processes, into one."""
+    run_processes(4, "run_parts_of_weights.py", str(tmp_path))
+    assert files(tmp_path / "all again") == files(tmp_path / "all")
+    for again in ("merged again", "merged of adapters"):
+        assert files(tmp_path / again) == files(tmp_path / "merged"), again
+    first = make_trainer(2)
+    merged = merge_lora(first.model)
+    export_pretrained(nnx.state(merged, nnx.Param), tmp_path / "here", max_shard_bytes=1000)
+    assert files(tmp_path / "here") == files(tmp_path / "first merged")
+    for how in ("restore", "adapters", "load_pretrained"):
+        trainer = make_trainer(1, seed=0 if how == "adapters" else 5)
+        if how == "restore":
+            trainer.restore(tmp_path / "run")
+        elif how == "adapters":
+            trainer.restore(tmp_path / "adapters", only="params/*")
+        else:
+            trainer.load_pretrained(tmp_path / "run")
+        written = trainer.export_pretrained(tmp_path / f"one {how}", merge_adapters=False, max_shard_bytes=1000)
+        assert files(written) == files(tmp_path / "all"), how

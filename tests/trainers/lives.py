@@ -67,7 +67,13 @@ def data(width: int) -> np.ndarray:
     return np.ones((8, width), np.float32)
 
 
-STEP: dict[str, Call] = {"step": lambda t, folder, x: jax.block_until_ready(t.train_step(x)["loss"])}
+def step(trainer: PipelineTrainer, folder: Path, x: np.ndarray) -> None:
+    """Make a step to its end: a rank without the loss may be at work when the loss is known."""
+    jax.block_until_ready(trainer.train_step(x)["loss"])
+    jax.block_until_ready(jax.tree.leaves(trainer.state))
+
+
+STEP: dict[str, Call] = {"step": step}
 
 LIVES: dict[str, Life] = {
     "new": Life(
@@ -80,6 +86,15 @@ LIVES: dict[str, Life] = {
             "restore in place": lambda t, folder, x: t.restore(folder / "after", low_memory=True),
             "export": lambda t, folder, x: t.export_pretrained(folder / "trained"),
         }
+    ),
+    "adapted": Life(
+        calls={
+            "load_pretrained beside adapters": lambda t, folder, x: t.load_pretrained(folder / "out", keep="*/lora_*"),
+            **STEP,
+            "export of merged adapters": lambda t, folder, x: t.export_pretrained(folder / "merged"),
+        },
+        model=adapted,
+        options={"parameters": Parameters(wrt=nnx.LoRAParam)},
     ),
     "evaluated": Life(
         calls={
@@ -117,15 +132,6 @@ LIVES: dict[str, Life] = {
             "load_pretrained again": lambda t, folder, x: t.load_pretrained(folder / "trained"),
             "export of what was loaded": lambda t, folder, x: t.export_pretrained(folder / "again"),
         }
-    ),
-    "adapted": Life(
-        calls={
-            "load_pretrained beside adapters": lambda t, folder, x: t.load_pretrained(folder / "out", keep="*/lora_*"),
-            **STEP,
-            "export of merged adapters": lambda t, folder, x: t.export_pretrained(folder / "merged"),
-        },
-        model=adapted,
-        options={"parameters": Parameters(wrt=nnx.LoRAParam)},
     ),
 }  # fmt: skip
 

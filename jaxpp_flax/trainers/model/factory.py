@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import random
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from flax import linen as nn
 from flax import nnx
 from flax.errors import TraceContextError
@@ -76,7 +78,8 @@ def trace_factory(
       take_apart: checks the result of `make`, and returns the adapter, the parameters and the rest.
 
     Raises:
-      ModelError: if the factory reads values of arrays, changes what lies outside, or keeps its module.
+      ModelError: if the factory reads values of arrays, changes what lies outside (global random numbers too), or
+        keeps its module.
     """
     adapters: list[Any] = []
     modules: list[weakref.ref[Any]] = []
@@ -92,6 +95,7 @@ def trace_factory(
                 modules.append(weakref.ref(module))
         return params, rest
 
+    drawn = _global_random_numbers()
     try:
         made = Initializer.trace(parts)
     except TraceContextError as error:
@@ -110,8 +114,20 @@ def trace_factory(
             f"the factory {name_of(factory)} has side effects in its trace: {', '.join(sorted(map(str, effects)))}, "
             f"such as `jax.debug.print` or a callback. Remove them. {_REMEDY}"
         )
+    if changed := [name for name, before in drawn.items() if before != _global_random_numbers()[name]]:
+        raise ModelError(
+            f"the factory {name_of(factory)} draws from the global random numbers of {' and '.join(changed)}: this "
+            "changes what others draw, and each process would make another model. Draw from `rngs`, or from a "
+            "generator made inside with a seed: `np.random.default_rng(0)`."
+        )
     _check_not_kept(factory, modules)
     return adapters[-1], made
+
+
+def _global_random_numbers() -> dict[str, Any]:
+    """Return the states of the generators that all of the process shares, by the name of their module."""
+    kind, key, *rest = np.random.get_state(legacy=True)
+    return {"`random`": random.getstate(), "`numpy.random`": (kind, np.asarray(key).tobytes(), *rest)}
 
 
 def _check_not_kept(factory: Callable[..., Any], modules: list[weakref.ref[Any]]) -> None:
