@@ -46,7 +46,7 @@ def test_a_platform_without_host_memory_is_refused(monkeypatch: pytest.MonkeyPat
     step = mpmd_jit_with_loop(
         sgd_step(GPipe(2)), mesh_of(2), residuals=ResidualPlan([StageResiduals(offload=0.5), StageResiduals()])
     )
-    with pytest.raises(ValueError, match="to 'floppy' memory, but .* has only the kinds 'device', 'pinned_host'"):
+    with pytest.raises(ValueError, match=r"to 'floppy' memory, but .* has only the kinds 'device', 'pinned_host'"):
         step.compile(chain(2), batch_of(4))
 
 
