@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
+from jaxpp_flax.engine.analyses.memory_requests import check_memory_requests
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_for_stages, trace_settings
 from jaxpp_flax.engine.arrays.layouts import Layout, broadcast_layouts, check_divides, layout_of, with_memories
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
@@ -174,7 +175,13 @@ class MpmdFunction:
             types = tuple(type_of(leaf) for leaf in call.leaves)
         except TypeError as error:
             raise not_an_array(call) from error
-        layouts = tuple(layout_of(leaf, self.mpmd_mesh) for leaf in call.leaves)
+        try:
+            layouts = tuple(layout_of(leaf, self.mpmd_mesh) for leaf in call.leaves)
+        except ValueError:  # paths are made only for the message
+            layouts = tuple(
+                layout_of(leaf, self.mpmd_mesh, f"argument{path}")
+                for leaf, path in zip(call.leaves, call.paths(), strict=True)
+            )
         return _Key(call.tree, types, layouts, call.statics, trace_settings())
 
     def _plan(self, call: Call, key: _Key) -> Plan:
@@ -197,6 +204,7 @@ class MpmdFunction:
         check_divides([f"argument{path}" for path in paths], structs, in_specs, sizes)
         traced = self._trace(call, structs, layouts)
         graph, consts = from_jaxpr(traced.jaxpr)
+        check_memory_requests(graph, mesh.jax_mesh.devices.flat)
         graph = on_submesh(graph, self.mpmd_mesh)
         donated = self._parameters.donated(call)
         specs = [PartitionSpec()] * len(consts) + list(in_specs)

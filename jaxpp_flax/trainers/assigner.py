@@ -238,8 +238,16 @@ class Assigner:
         )
 
 
-def kept_bytes(state: TrainState, specs: TrainState | None, batch: Any, mesh: MpmdMesh) -> list[float]:
+def kept_bytes(
+    state: TrainState,
+    specs: TrainState | None,
+    batch: Any,
+    mesh: MpmdMesh,
+    memory_kind: Callable[[Any], str | None] = lambda leaf: None,
+) -> list[float]:
     """Return, for each leaf of `(state, batch)`, the bytes on each device that the optimizer and the average keep.
+
+    `memory_kind` returns the memory of a leaf of the optimizer: None for the devices' own. Others do not count.
 
     A leaf of the optimizer belongs to the parameter with the same path. A leaf with the parameter's shape has the
     parameter's sharding, from `specs` (see `state_specs`).
@@ -251,10 +259,10 @@ def kept_bytes(state: TrainState, specs: TrainState | None, batch: Any, mesh: Mp
     shards = {path: _shards(spec, sizes) for (path, _), spec in zip(params, listed, strict=True)}
     shapes = {path: leaf.shape for path, leaf in params}
     extra = dict.fromkeys(shapes, 0.0)
-    for tree in (state.opt_state, state.ema):
+    for tree, kind_of in ((state.opt_state, memory_kind), (state.ema, lambda leaf: None)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             tail = next((path[i:] for i in range(len(path)) if path[i:] in extra), None)
-            if tail is not None:
+            if tail is not None and kind_of(leaf) is None:
                 extra[tail] += leaf.size * leaf.dtype.itemsize / (shards[tail] if leaf.shape == shapes[tail] else 1)
     nothing, nothing_of_batch = jax.tree.map(lambda _: 0.0, (state, batch))
     of_params = jax.tree.unflatten(jax.tree.structure(state.params), [extra[path] for path, _ in params])

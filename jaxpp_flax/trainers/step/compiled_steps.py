@@ -78,7 +78,7 @@ class CompiledSteps:
                 refuse_disabled_jit("a pipelined step")
             compare_compilations(scheduling.mesh, held.memory, kind, scheduling.schedule, microbatches)
             policy = self._cut_policy(kind, microbatches)
-            state = held.memory if donate else held.memory.for_inference()
+            state = held.kept.described(held.memory) if donate else held.memory.for_inference()
             self.compiled[key] = self._compile(build(), state, microbatches, policy, donate=donate)
         compiled = self.compiled[key]
         if not donate:
@@ -96,7 +96,7 @@ class CompiledSteps:
             schedule=schedule,
             num_microbatches=self._scheduling.num_microbatches,
             mesh=mesh,
-            kept=lambda: kept_bytes(self._held.memory, specs, microbatches, mesh),
+            kept=lambda: kept_bytes(self._held.memory, specs, microbatches, mesh, self._held.kept.kind_of),
         )
         return self._assigner.policy(pipeline, training=kind == "train")
 
