@@ -17,6 +17,7 @@ from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.summary import StageSummary
 from jaxpp_flax.messages import amount
 from jaxpp_flax.processes import process_group
+from jaxpp_flax.schedules import ResidualPlan
 from jaxpp_flax.trainers.assigner import Assigner, Pipeline, kept_bytes
 from jaxpp_flax.trainers.data.batch import signature
 from jaxpp_flax.trainers.loop.process_synchronization import compare_compilations
@@ -32,7 +33,7 @@ class CompiledSteps:
     """Compiles a step if its key is new. Without ranks, steps run under `jax.jit`.
 
     The schedule and the place of the state may change between two calls. `state_specs` has the specs of annotated
-    leaves of the state; `rules` has the meanings of logical axis names.
+    leaves of the state; `rules` has the meanings of logical axis names; `residuals` is for training steps.
     """
 
     def __init__(
@@ -44,9 +45,11 @@ class CompiledSteps:
         *,
         state_specs: TrainState | None,
         rules: AxisRules,
+        residuals: ResidualPlan | None = None,
     ) -> None:
         self._scheduling, self._assigner, self._builders, self._held = scheduling, assigner, builders, held
         self.state_specs, self._rules = state_specs, rules
+        self._residuals = residuals
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
 
     def for_training(self, microbatches: Any) -> Any:
@@ -125,6 +128,7 @@ class CompiledSteps:
             donate_argnums=donated,
             cut_policy=policy,
             everywhere=(False, True) if donate else True,
+            residuals=self._residuals if donate else None,
         )
         with nn.logical_axis_rules(self._rules.on(inner_sizes(mesh))):
             return step.compile(state, batch)
