@@ -13,6 +13,7 @@ from jax.tree_util import keystr
 from jaxpp_flax.engine.analyses.memory_requests import check_memory_requests
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_for_stages, trace_settings
 from jaxpp_flax.engine.arrays.layouts import Layout, broadcast_layouts, check_divides, layout_of, with_memories
+from jaxpp_flax.engine.arrays.memory_kinds import check_devices
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.compiled import Compiled
@@ -24,7 +25,6 @@ from jaxpp_flax.engine.pipeline import build
 from jaxpp_flax.engine.plan import Plan
 from jaxpp_flax.engine.program.program import HOST_MEMORY
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
-from jaxpp_flax.engine.runtime.host_memory import refuse_without_host_memory
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_array, type_of
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
@@ -204,7 +204,7 @@ class MpmdFunction:
     def _make_plan(self, call: Call, structs: Sequence[jax.ShapeDtypeStruct], layouts: tuple[Layout, ...]) -> Plan:
         refuse_disabled_jit("a pipelined step")
         if self._residuals is not None and any(stage.offload for stage in self._residuals.stages):
-            refuse_without_host_memory(self.mpmd_mesh.rank_devices(0)[0], HOST_MEMORY)
+            check_devices(HOST_MEMORY, self.mpmd_mesh.jax_mesh.devices.flat, "a ResidualPlan that offloads")
         mesh, paths = self.mpmd_mesh, call.paths()
         in_specs = [layout.spec or PartitionSpec() for layout in layouts]
         sizes = dict(mesh.unstack[0].shape)

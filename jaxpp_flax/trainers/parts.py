@@ -48,7 +48,7 @@ from jaxpp_flax.trainers.step.builder import StepBuilder, StepBuilderCache
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 from jaxpp_flax.trainers.step.diagnosis import first_loss_error
 from jaxpp_flax.trainers.step.optimizer_update import Update
-from jaxpp_flax.trainers.tuning.scheduling import Scheduling
+from jaxpp_flax.trainers.tuning.scheduling import Scheduling, no_pipeline
 
 __all__ = ["Core", "Parts", "make_core", "make_parts"]
 
@@ -117,6 +117,10 @@ def make_core(
     skips, kept = precision.rule == "skip", OptimizerMemory(memory.optimizer_state)
     used = jax.local_devices()[:1] if scheduling.mesh is None else scheduling.mesh.jax_mesh.devices.flat
     check_devices(kept.kind, used, "Memory(optimizer_state=)")
+    if memory.residuals is not None:
+        if scheduling.mesh is None:
+            raise ValueError(no_pipeline("Memory(residuals=)"))
+        memory.residuals.check(scheduling.num_stages)
     update = Update(
         tx=tx, loss_scale=precision.scale, gradient_dtype=precision.gradient_dtype, ema_decay=parameters.ema_decay,
         skips_nonfinite=skips, kept=kept,
@@ -147,8 +151,9 @@ def make_core(
         held=held,
         builders=builders,
         executables=CompiledSteps(
-            scheduling, assigner, builders, held, state_specs=specs, rules=rules, fsdp=devices.fsdp
-        ),
+            scheduling, assigner, builders, held, state_specs=specs, rules=rules, fsdp=devices.fsdp,
+            residuals=memory.residuals,
+        ),  # fmt: skip
         rows=BatchSharding(mesh, scheduling.num_microbatches, scheduling.batch_shards),
     )
 

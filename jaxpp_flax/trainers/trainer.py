@@ -98,7 +98,8 @@ class PipelineTrainer:
         NNX module have their own seeds). `RandomStreams` names a Linen model's streams too.
       logging: `Logging(tracker=, every=, progress=)`: metrics and the progress display; False shows nothing.
       checkpoints: a directory, or `Checkpoints(directory, every=, keep=, ...)`; see `docs/checkpointing.md`.
-      memory: `Memory(optimizer_state="pinned_host")`: what lies in host memory between steps; see `docs/memory.md`.
+      memory: `Memory(optimizer_state="pinned_host", residuals=ResidualPlan(...))`: what lies in host memory or is
+        recomputed; see `docs/memory.md`.
 
     Raises:
       ModelError, MeshError, AssignmentError, ScheduleError, ValueError, TypeError: for arguments that do not fit.

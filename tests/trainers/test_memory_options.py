@@ -7,6 +7,7 @@ import pytest
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.engine.arrays import memory_kinds
+from jaxpp_flax.schedules import ResidualPlan, ScheduleError, StageResiduals
 from jaxpp_flax.trainers import Memory
 from tests.trainers import models as m
 
@@ -42,3 +43,28 @@ def test_a_kind_that_the_platform_lacks_is_refused_with_the_kinds_it_has(monkeyp
     with pytest.raises(ValueError, match=text):
         make(Memory(optimizer_state="pinned_host"), num_stages)
     make(Memory(), num_stages)
+
+
+def test_residuals_are_refused_where_they_do_not_fit():
+    with pytest.raises(TypeError, match=r"^residuals must be ResidualPlan.*got str: 'offload'"):
+        Memory(residuals="offload")  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match="has 3 entries, but the schedule has 2 stages"):
+        make(Memory(residuals=ResidualPlan.keep(3)))
+    with pytest.raises(ValueError, match=r"^Memory\(residuals=\) needs a pipeline"):
+        make(Memory(residuals=ResidualPlan.keep(1)), num_stages=1)
+
+
+def test_residuals_reach_the_training_step():
+    """Offloading changes nothing but the place of bytes; a recomputed step is the same within rounding."""
+    plan = ResidualPlan([StageResiduals(recompute=True), StageResiduals(offload=1.0)])
+    losses = {}
+    for name, memory in (("kept", None), ("moved", Memory(residuals=plan))):
+        trainer = PipelineTrainer(
+            m.Layers(2), optax.adam(0.1), m.squared_error, num_stages=2, num_microbatches=4, schedule="gpipe",
+            logging=False, memory=memory,
+        )  # fmt: skip
+        losses[name] = [float(trainer.train_step(m.make_xy(8, seed=seed))["loss"]) for seed in range(3)]
+        (compiled,) = trainer._core.executables.compiled.values()
+        assert ("offload" in compiled.as_text()) == (memory is not None)
+    assert losses["moved"] == pytest.approx(losses["kept"], rel=1e-5)
+    assert losses["kept"][0] != losses["kept"][-1]

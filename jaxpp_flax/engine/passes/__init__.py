@@ -17,8 +17,8 @@ from jaxpp_flax.engine.passes.loop.choose_cuts import choose_cuts
 from jaxpp_flax.engine.passes.loop.defer_reductions import defer_in_loops
 from jaxpp_flax.engine.passes.loop.lower_loops import lower_loops
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop, open_loops
-from jaxpp_flax.engine.passes.loop.recompute import recompute
-from jaxpp_flax.engine.passes.offload import offload
+from jaxpp_flax.engine.passes.memory.offload import offload
+from jaxpp_flax.engine.passes.memory.recompute import recompute
 from jaxpp_flax.engine.passes.place import place
 from jaxpp_flax.engine.passes.runner import Pass
 from jaxpp_flax.engine.passes.split_conditions import split_conditions

@@ -18,6 +18,7 @@ from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.summary import StageSummary
 from jaxpp_flax.messages import amount
 from jaxpp_flax.processes import process_group
+from jaxpp_flax.schedules import ResidualPlan
 from jaxpp_flax.schedules.planning import describe, why_chosen
 from jaxpp_flax.trainers.assigner import Assigner, Pipeline, kept_bytes
 from jaxpp_flax.trainers.data.batch import signature
@@ -34,7 +35,7 @@ class CompiledSteps:
     """Compiles a step if its key is new. Without ranks, steps run under `jax.jit`.
 
     The schedule and the place of the state may change between two calls. `state_specs` has the specs of annotated
-    leaves of the state; `rules` has the meanings of logical axis names; `fsdp` is the setting of training steps.
+    leaves of the state; `rules` has the meanings of logical axis names; `fsdp` and `residuals` are for training steps.
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class CompiledSteps:
         state_specs: TrainState | None,
         rules: AxisRules,
         fsdp: str | int = "microbatch",
+        residuals: ResidualPlan | None = None,
     ) -> None:
         self._scheduling, self._assigner, self._builders, self._held = scheduling, assigner, builders, held
-        self.state_specs, self._rules, self._fsdp = state_specs, rules, fsdp
+        self.state_specs, self._rules, self._fsdp, self._residuals = state_specs, rules, fsdp, residuals
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
 
     def for_training(self, microbatches: Any) -> Any:
@@ -152,6 +154,7 @@ class CompiledSteps:
             donated=(0,) if donate else (),
             everywhere=(False, True) if donate else True,
             fsdp=self._fsdp if donate else "microbatch",
+            residuals=self._residuals if donate else None,
         )
         return self._compile_form(function, (state, batch), policy, form)
 
@@ -173,6 +176,7 @@ class CompiledSteps:
             cut_policy=policy,
             everywhere=form.everywhere,
             fsdp=form.fsdp,
+            residuals=form.residuals,
         )
         with nn.logical_axis_rules(self._rules.on(inner_sizes(mesh))):
             return step.compile(*arguments)
@@ -187,6 +191,7 @@ class _Form:
     donated: tuple[int, ...]
     everywhere: Any
     fsdp: str | int = "microbatch"
+    residuals: ResidualPlan | None = None
 
 
 def stage_table(
