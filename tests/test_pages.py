@@ -33,6 +33,11 @@ def test_the_page_about_the_trainer_runs(capsys: pytest.CaptureFixture[str]):
     assert "'accuracy'" in out
 
 
+def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
+    run_page("memory.md", blocks=1)
+    assert capsys.readouterr().out == "{'pinned_host'}\n"
+
+
 def test_the_page_about_assignments_runs(capsys: pytest.CaptureFixture[str]):
     run_page("assignment.md", blocks=3)
     out = capsys.readouterr().out
