@@ -34,11 +34,10 @@ def test_the_page_about_the_trainer_runs(capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
-    run_page("memory.md", blocks=2)
-    kept, moved, simulated = capsys.readouterr().out.splitlines()
-    assert "[0, 0]" in kept
-    assert "[0, 0]" not in moved
-    assert simulated.startswith("3.5 ")
+    run_page("memory.md", blocks=5)
+    out = capsys.readouterr().out
+    assert out.startswith("{'pinned_host'}\n")
+    assert "offload" in out
 
 
 def test_the_page_about_assignments_runs(capsys: pytest.CaptureFixture[str]):
@@ -47,11 +46,6 @@ def test_the_page_about_assignments_runs(capsys: pytest.CaptureFixture[str]):
     assert "assignment of 9 blocks to 4 stages, operations and bytes estimated" in out
     assert "no assignment of 9 blocks to 4 stages keeps within memory_limit" in out
     assert '{"name": "after_block_7", "stage": 3' in out
-
-
-def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
-    run_page("memory.md", blocks=1)
-    assert "offload" in capsys.readouterr().out
 
 
 def test_the_page_for_programs_of_jaxpp_runs(capsys: pytest.CaptureFixture[str]):
@@ -65,10 +59,6 @@ def test_the_page_for_programs_of_jaxpp_runs(capsys: pytest.CaptureFixture[str])
 
 def test_the_page_for_programs_of_shardy_runs():
     run_page("mpmd.md", blocks=2)
-
-
-def test_the_page_about_memory_runs():
-    run_page("memory.md", blocks=1)
 
 
 def test_the_page_about_tasks_runs(capsys: pytest.CaptureFixture[str]):

@@ -38,7 +38,7 @@ from jaxpp_flax.trainers.options import (
     Precision,
     RandomStreams,
 )
-from jaxpp_flax.trainers.setup import check_parameters, choose_model
+from jaxpp_flax.trainers.setup import check_memory, check_parameters, choose_model
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.optimizer_memory import OptimizerMemory
 from jaxpp_flax.trainers.state.placement import Ranks
@@ -127,6 +127,7 @@ def make_core(
     )  # fmt: skip
     chosen = choose_model(model, variables, parameters.wrt, parameters.frozen, streams.seed, streams.names)
     check_parameters(chosen.params, chosen.name)
+    check_memory(chosen.params, chosen.rest, chosen.name)
     assigner = Assigner(assignment.how, assignment.cost, assignment.memory_limit, assignment.hardware)
     first = update.first_state(chosen.params, chosen.rest)
     mesh, rules = scheduling.mesh, AxisRules.in_context(devices.rules)
@@ -151,7 +152,13 @@ def make_core(
         held=held,
         builders=builders,
         executables=CompiledSteps(
-            scheduling, assigner, builders, held, state_specs=specs, rules=rules, fsdp=devices.fsdp,
+            scheduling,
+            assigner,
+            builders,
+            held,
+            state_specs=specs,
+            rules=rules,
+            fsdp=devices.fsdp,
             residuals=memory.residuals,
         ),  # fmt: skip
         rows=BatchSharding(mesh, scheduling.num_microbatches, scheduling.batch_shards),

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxpp_flax import Callback, PipelineTrainer, Tracker
 from jaxpp_flax.trainers import Checkpoints, Logging
-from jaxpp_flax.trainers.trackers import CompositeTracker, DictTracker
+from jaxpp_flax.trainers.loop.trackers import CompositeTracker, DictTracker
 
 DATA = [jnp.ones((4, 2))] * 3
 
