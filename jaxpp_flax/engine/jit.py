@@ -69,7 +69,8 @@ class MpmdFunction:
     A call takes arrays, NumPy arrays and `MpmdArray`s, and returns `MpmdArray`s.
 
     Raises (when it is compiled, before anything runs):
-      ValueError: no `treduce`; too few or too many marks; a schedule that does not fit; a marker that cannot cut.
+      ValueError: no `treduce`; too few or too many marks; a schedule that does not fit; a marker that cannot cut;
+        an `fsdp=` that is unknown, gathers nothing, or is a limit below a parameter.
       TypeError: an argument that is not an array.
 
     Example:
