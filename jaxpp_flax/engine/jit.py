@@ -76,7 +76,8 @@ class MpmdFunction:
 
     Raises (when it is compiled, before anything runs):
       ValueError: no `treduce`; too few or too many marks; a schedule that does not fit; a marker that cannot cut;
-        residuals for another number of stages, or on devices without `pinned_host` memory.
+        residuals for another number of stages, or on devices without `pinned_host` memory; an `fsdp=` that is unknown,
+        gathers nothing, or is a limit below a parameter.
       TypeError: an argument that is not an array.
 
     Example:

@@ -34,7 +34,7 @@ from jaxpp_flax.engine.tracing.ir import (
     values,
 )
 
-__all__ = ["scatter_gradients"]
+__all__ = ["scatter_gradients", "scatter_sum"]
 
 
 def scatter_gradients(step: Lowered, specs: Sequence[PartitionSpec], rule: FsdpRule | None) -> Lowered:
@@ -60,7 +60,7 @@ def scatter_gradients(step: Lowered, specs: Sequence[PartitionSpec], rule: FsdpR
                 sums.update([node] if isinstance(node, Equation) and node in step.sums else [])
             continue
         last = places.placing_of(node) or node
-        equations = _scattered(node, last.outputs[0], place, rule)
+        equations = scatter_sum(node, last.outputs[0], place, rule)
         skipped.update([last] if equations != [node] else [])
         made += equations
         sums.update(equations)
@@ -84,8 +84,8 @@ def _warn_of_reductions(
             if _adds_something(loop.partition.tasks[accumulator.task].graph, accumulator):
                 warnings.warn(
                     f"the gradient that updates {rule.name_of(inputs[like])}, {aval.str_short()}, is no sum over "
-                    "examples in its dtype, so it is reduced in every microbatch, not once. Sum it in the dtype in which it is "
-                    "computed; docs/engine.md, 'Data axes', has the rules.",
+                    "examples in its dtype, so it is reduced in every microbatch, not once. Sum it in the dtype in "
+                    "which it is computed; docs/engine.md, 'Data axes', has the rules.",
                     FsdpWarning,
                     stacklevel=2,
                 )
@@ -118,7 +118,7 @@ class _Places:
         if equation.name != "reduce_sum" or equation.inputs[0] not in self.accumulated:
             return None
         before, after = self.accumulated[equation.inputs[0]]  # type: ignore[index]
-        return (before, after) if set(axes_in(before)[:1]) and _scattered_axes(before, after) else None
+        return (before, after) if _scattered_axes(before, after) else None
 
     def placing_of(self, equation: Equation) -> Equation | None:
         """Return the equation behind a sum that only places the sum."""
@@ -133,7 +133,7 @@ def _scattered_axes(before: PartitionSpec, after: PartitionSpec) -> set[str]:
     return set(axes_in((before.partitions[0],))).intersection(axes_in(after))
 
 
-def _scattered(equation: Equation, target: Value, place: tuple[PartitionSpec, PartitionSpec], rule: FsdpRule) -> Any:
+def scatter_sum(equation: Equation, target: Value, place: tuple[PartitionSpec, PartitionSpec], rule: FsdpRule) -> Any:
     """Return the equations of the sum that make `target`; the equation itself if nothing better is known."""
     before, after = place
     axes = axes_in((before.partitions[0],))

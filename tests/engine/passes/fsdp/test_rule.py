@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, check_fsdp
@@ -21,7 +22,7 @@ def test_settings(fsdp: Any):
         return
     assert rule is not None
     assert rule.limit == (None if fsdp == "step" else fsdp)
-    assert rule.name_of(Constant(1, jax.core.ShapedArray((), int))) == "a constant"
+    assert rule.name_of(Constant(1, jax.typeof(jnp.int32(1)))) == "a constant"
 
 
 @pytest.mark.parametrize(
