@@ -27,8 +27,9 @@ def check_leaf(path: Any, leaf: Any) -> None:
     if not isinstance(leaf, complex | float | int) and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise BatchError(f"{leaf_name(path)} is a {type(leaf).__name__}, not an array. Convert it with `np.asarray`.")
     if not computes_on(leaf):
+        kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
         raise BatchError(
-            f"{leaf_name(path)} is a jax.Array in {leaf.sharding.memory_kind!r} memory, but a step computes with its "
+            f"{leaf_name(path)} is a jax.Array in {kind!r} memory, but a step computes with its "
             "batch in the devices' own memory. Pass `np.asarray(leaf)`, which the step copies to its devices, or "
             "`jax.device_put(leaf, jax.devices()[0])`."
         )
