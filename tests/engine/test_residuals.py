@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -141,7 +142,7 @@ def test_refusals():
 
     def loss(params: Any, mb: Any) -> jax.Array:
         x = jnp.tanh(mb["x"] @ params[0]["w"])
-        x = x * jax.experimental.io_callback(lambda: np.float32(2), jax.ShapeDtypeStruct((), jnp.float32))
+        x = x * io_callback(lambda: np.float32(2), jax.ShapeDtypeStruct((), jnp.float32))
         x = mark_stage_end(x)
         return jnp.mean((x @ params[1]["w"] - mb["y"]) ** 2)
 

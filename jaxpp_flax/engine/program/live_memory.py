@@ -50,7 +50,7 @@ class LiveMemory:
         peak[rank] = max(peak[rank], live[rank])
         if isinstance(instruction, Run):
             self._note_activations(instruction)
-        elif isinstance(instruction, Transfer) and instruction.memory is not None:
+        elif instruction.memory is not None:
             self._note_move(instruction)
 
     def _drop(self, slots: Iterable[int]) -> None:

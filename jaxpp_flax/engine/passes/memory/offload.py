@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
 
 from jaxpp_flax.engine.program.program import HOST_MEMORY, Instruction, Program, Run, Transfer
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
@@ -153,10 +155,10 @@ class _Values:
         later = [reader for reader in self.readers[slot] if reader > self.sends_end[forward]]
         if not set(later) <= set(backwards):
             return False
-        if not isinstance(aval, jax.core.ShapedArray):
+        if not isinstance(aval, ShapedArray):
             raise TypeError(
                 f"the ResidualPlan offloads stage {copy.stage}, whose backward reads {aval}: only arrays can be moved "
                 "to host memory. Keep the residuals of this stage on the devices."
             )
         # Keys of random numbers are a few bytes, and what the user has put on the host is there.
-        return memory_kind_of(aval) is None and not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
+        return memory_kind_of(aval) is None and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
