@@ -159,8 +159,9 @@ def test_what_cannot_be_merged_is_refused():
 
 
 def test_layers_that_share_a_kernel_are_not_merged_into_it():
-    model = m.Chain([nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(2)])
-    model.blocks[1].kernel = model.blocks[0].kernel
+    first, second = (nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(2))
+    second.kernel = first.kernel
+    model = m.Chain([first, second])
     add_lora(model, rank=2, rngs=nnx.Rngs(2))
     with pytest.raises(ValueError, match=r"merge_lora: the layers 'blocks/0' and 'blocks/1' share a kernel.*of their"):
         merge_lora(model)

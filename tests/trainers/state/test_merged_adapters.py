@@ -28,8 +28,9 @@ class Attending(m.Model):
     def __init__(self, rngs: nnx.Rngs):
         super().__init__(4, rngs=rngs)
         axes, wide = (2, m.WIDTH), 2 * m.WIDTH
-        self.blocks[1].widen = nnx.LinearGeneral(m.WIDTH, axes, rngs=rngs)
-        self.blocks[1].narrow = nnx.LinearGeneral(axes, m.WIDTH, axis=(-2, -1), rngs=rngs)
+        block: Any = self.blocks[1]
+        block.widen = nnx.LinearGeneral(m.WIDTH, axes, rngs=rngs)
+        block.narrow = nnx.LinearGeneral(axes, m.WIDTH, axis=(-2, -1), rngs=rngs)
         self.blocks[2].narrow = nnx.Linear(wide, m.WIDTH, rngs=rngs, param_dtype=jnp.bfloat16)
         self.blocks[3].widen = nnx.Linear(m.WIDTH, wide, rngs=rngs, kernel_init=CUT)
 
@@ -104,7 +105,7 @@ def test_adapters_alone_and_everything_as_it_is(tmp_path: Path):
 
 def test_an_adapter_that_cannot_be_merged_is_refused_with_the_argument_that_leaves_it(tmp_path: Path):
     def wrapped(rngs: nnx.Rngs) -> nnx.Module:
-        model = m.Model(2, rngs=rngs)
+        model: Any = m.Model(2, rngs=rngs)
         model.head = nnx.LoRA(m.WIDTH, 2, m.VOCABULARY, base_module=model.head, rngs=rngs)
         return model
 

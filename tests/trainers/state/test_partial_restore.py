@@ -72,7 +72,7 @@ def test_chosen_leaves_are_read_and_the_others_are_first_values(case: str, model
 def test_nothing_is_made_that_is_read(saved: Any):
     trainer = make_trainer(0)
     made: list[Any] = []
-    held = trainer._core.held
+    held: Any = trainer._core.held
     make, held.make_model_leaves = held.make_model_leaves, lambda paths, to: made.append(set(paths)) or make(paths, to)
     trainer.restore(saved[0], only="params/*")
     assert len(made) == 1

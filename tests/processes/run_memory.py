@@ -1,0 +1,68 @@
+"""Run by `test_memory.py` as several processes: what each holds, on the host, in every call of a trainer.
+
+Usage: run_memory.py FOLDER. Prints JSON: by call, the bytes beyond what the process may hold; and the leaf's bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.processes.running import join_run
+
+join_run()
+
+
+from jaxpp_flax.trainers.state import holder  # noqa: E402
+from tests.trainers.lives import LIVES, live  # noqa: E402
+
+SMALL, WIDTH = 64, 1448  # leaves of 8 MiB
+LEAF = WIDTH * WIDTH * 4
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of <malloc.h>
+# Calls on two ranks would leave two of four processes without a part.
+OWN = {name: life for name, life in LIVES.items() if "2" not in name and name != "restored what is there"}
+
+
+def memory(field: str) -> int:
+    """VmRSS: the process's memory now. VmHWM: the most since the last `forget`."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024 if found else 0
+
+
+def forget() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def main() -> None:
+    faulthandler.dump_traceback_later(300, exit=True)
+    # Freed leaves go back to the system at once: the C library would keep them, after it has freed a first large one.
+    library = ctypes.CDLL(None)
+    library.mallopt(_MMAP_THRESHOLD, 1 << 20)
+    holder._KEPT_FOR_DIAGNOSIS = 0
+    folder = Path(sys.argv[1])
+    over: dict[str, float] = {}
+
+    def watched(name: str, call: Callable[[], Any], share: int) -> None:
+        gc.collect()
+        library.malloc_trim(0)  # what compilations have freed
+        forget()
+        call()
+        over[name] = (memory("VmHWM") - before - share) / LEAF
+
+    before = 0
+    live(folder / "small", SMALL, watched, OWN)  # imports, threads, and the code of XLA
+    over.clear()
+    gc.collect()
+    before = memory("VmRSS")
+    live(folder / "large", WIDTH, watched, OWN)
+    print("found " + json.dumps(over), flush=True)
+
+
+main()
