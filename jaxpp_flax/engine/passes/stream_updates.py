@@ -2,8 +2,8 @@
 
 An optimizer whose state lies on the host moves each leaf to the devices, updates it and moves it back. One program for
 all of that may fetch every leaf before the first one leaves. So the equations around the fetches become several
-programs: each has the fetches of some leaves, and what depends on them. They run one after another. XLA may round the
-last bit of a division by a shared number differently in a smaller program, so small states stay in one program.
+programs: each has the fetches of some leaves, and what depends on them. They run one after another. XLA rounds the
+last bit of some results differently in another program (Adam's, on CPU), so small states stay in one program.
 """
 
 from __future__ import annotations
