@@ -64,7 +64,8 @@ class MpmdFunction:
       everywhere: with several processes, the results that all of them get: a prefix tree of bools. All processes
         always get scalars, and small results that are not the new value of an argument.
       residuals: what each stage does with the values that its forward keeps for its backward: keep them on the devices
-        (the default), recompute them, or offload them to host memory (`jaxpp_flax.schedules.ResidualPlan`).
+        (the default), recompute them, or offload them to host memory (`jaxpp_flax.schedules.ResidualPlan`). A function
+        gives the plan after `cut_policy` has chosen the cuts.
 
     A call takes arrays, NumPy arrays and `MpmdArray`s, and returns `MpmdArray`s.
 
@@ -112,7 +113,7 @@ class MpmdFunction:
         compiler_options: Mapping[str, Any] | None = None,
         cut_policy: CutPolicy = cut_at_every_mark,
         everywhere: Any = False,
-        residuals: ResidualPlan | None = None,
+        residuals: ResidualPlan | Callable[[], ResidualPlan | None] | None = None,
     ) -> None:
         _check_mesh(mpmd_mesh)
         functools.update_wrapper(self, fun)
@@ -189,8 +190,6 @@ class MpmdFunction:
 
     def _make_plan(self, call: Call, structs: Sequence[jax.ShapeDtypeStruct], layouts: tuple[Layout, ...]) -> Plan:
         refuse_disabled_jit("a pipelined step")
-        if self._residuals is not None and any(stage.offload for stage in self._residuals.stages):
-            refuse_without_host_memory(self.mpmd_mesh.rank_devices(0)[0], HOST_MEMORY)
         mesh, paths = self.mpmd_mesh, call.paths()
         in_specs = [layout.spec or PartitionSpec() for layout in layouts]
         sizes = dict(mesh.unstack[0].shape)
@@ -207,6 +206,9 @@ class MpmdFunction:
             built = build(
                 graph, mesh.mpmd_dim, self._policy, given_away, specs, sizes, result_ranks, idle, self._residuals
             )
+        chosen = built.settings.residual_plan
+        if chosen is not None and any(stage.offload for stage in chosen.stages):
+            refuse_without_host_memory(self.mpmd_mesh.rank_devices(0)[0], HOST_MEMORY)
         wanted = broadcast_layouts(self._out_specs, traced.out_info, "out_specs", self.mpmd_mesh)
         out_specs = [layout.spec for layout in wanted]
         results = jax.tree_util.tree_leaves_with_path(traced.out_info)

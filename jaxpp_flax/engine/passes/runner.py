@@ -30,7 +30,8 @@ class Settings:
       shards: returns the number of shards over an entry of a spec.
       result_ranks: with several processes, the results that all of them get.
       idle_ranks: the ranks of a result that no rank needs, and that each rank can compute by itself.
-      residuals: what each stage does with its residuals; None keeps them on the devices.
+      residuals: what each stage does with its residuals; None keeps them on the devices. A function gives it after the
+        cuts are chosen, which a choice of residuals may depend on.
     """
 
     num_ranks: int
@@ -40,7 +41,12 @@ class Settings:
     shards: ShardCounts
     result_ranks: ResultRanks | None = None
     idle_ranks: frozenset[int] = frozenset({0})
-    residuals: ResidualPlan | None = None
+    residuals: ResidualPlan | Callable[[], ResidualPlan | None] | None = None
+
+    @property
+    def residual_plan(self) -> ResidualPlan | None:
+        """The value of `residuals`, or its result."""
+        return self.residuals() if callable(self.residuals) else self.residuals
 
 
 @dataclass(frozen=True)

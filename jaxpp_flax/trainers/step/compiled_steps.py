@@ -18,6 +18,7 @@ from jaxpp_flax.engine.summary import StageSummary
 from jaxpp_flax.messages import amount
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.schedules.planning import describe, why_chosen
+from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.trainers.assigner import Assigner, Pipeline, kept_bytes
 from jaxpp_flax.trainers.data.batch import signature
 from jaxpp_flax.trainers.loop.process_synchronization import compare_compilations
@@ -101,6 +102,10 @@ class CompiledSteps:
         )
         return self._assigner.policy(pipeline, training=kind == "train")
 
+    def _residuals(self) -> ResidualPlan | None:
+        """Return the residuals that the assigner chose with the cuts of the training step."""
+        return self._assigner.residuals_of(self._scheduling.schedule, self._scheduling.num_microbatches)
+
     def _compile(self, function: Callable[..., Any], state: Any, batch: Any, policy: CutPolicy, *, donate: bool) -> Any:
         """Compile `function(state, batch)`. All processes get the function's results other than a new state."""
         donated = (0,) if donate else ()
@@ -125,6 +130,7 @@ class CompiledSteps:
             out_shardings=(specs, None) if donate and specs is not None else None,
             donate_argnums=donated,
             cut_policy=policy,
+            residuals=self._residuals if donate else None,  # inference has no backward
             everywhere=(False, True) if donate else True,
         )
         with nn.logical_axis_rules(self._rules.on(inner_sizes(mesh))):
