@@ -33,17 +33,21 @@ def test_the_page_about_the_trainer_runs(capsys: pytest.CaptureFixture[str]):
     assert "'accuracy'" in out
 
 
+def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
+    run_page("memory.md", blocks=3)
+    kept, moved, simulated, _, chosen = capsys.readouterr().out.splitlines()
+    assert "[0, 0]" in kept
+    assert "[0, 0]" not in moved
+    assert simulated.startswith("3.5 ")
+    assert "offload" in chosen
+
+
 def test_the_page_about_assignments_runs(capsys: pytest.CaptureFixture[str]):
     run_page("assignment.md", blocks=3)
     out = capsys.readouterr().out
     assert "assignment of 9 blocks to 4 stages, operations and bytes estimated" in out
     assert "no assignment of 9 blocks to 4 stages keeps within memory_limit" in out
     assert '{"name": "after_block_7", "stage": 3' in out
-
-
-def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
-    run_page("memory.md", blocks=1)
-    assert "offload" in capsys.readouterr().out
 
 
 def test_the_page_for_programs_of_jaxpp_runs(capsys: pytest.CaptureFixture[str]):

@@ -10,8 +10,10 @@ import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from jax.tree_util import keystr
 
+from jaxpp_flax.engine.analyses.memory_requests import check_memory_requests
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh, trace_for_stages, trace_settings
 from jaxpp_flax.engine.arrays.layouts import Layout, broadcast_layouts, check_divides, layout_of, with_memories
+from jaxpp_flax.engine.arrays.memory_kinds import check_devices
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.compiled import Compiled
@@ -22,7 +24,6 @@ from jaxpp_flax.engine.pipeline import build
 from jaxpp_flax.engine.plan import Plan
 from jaxpp_flax.engine.program.program import HOST_MEMORY
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
-from jaxpp_flax.engine.runtime.host_memory import refuse_without_host_memory
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_array, type_of
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
@@ -175,7 +176,13 @@ class MpmdFunction:
             types = tuple(type_of(leaf) for leaf in call.leaves)
         except TypeError as error:
             raise not_an_array(call) from error
-        layouts = tuple(layout_of(leaf, self.mpmd_mesh) for leaf in call.leaves)
+        try:
+            layouts = tuple(layout_of(leaf, self.mpmd_mesh) for leaf in call.leaves)
+        except ValueError:  # paths are made only for the message
+            layouts = tuple(
+                layout_of(leaf, self.mpmd_mesh, f"argument{path}")
+                for leaf, path in zip(call.leaves, call.paths(), strict=True)
+            )
         return _Key(call.tree, types, layouts, call.statics, trace_settings())
 
     def _plan(self, call: Call, key: _Key) -> Plan:
@@ -196,6 +203,7 @@ class MpmdFunction:
         check_divides([f"argument{path}" for path in paths], structs, in_specs, sizes)
         traced = self._trace(call, structs, layouts)
         graph, consts = from_jaxpr(traced.jaxpr)
+        check_memory_requests(graph, mesh.jax_mesh.devices.flat)
         graph = on_submesh(graph, self.mpmd_mesh)
         donated = self._parameters.donated(call)
         specs = [PartitionSpec()] * len(consts) + list(in_specs)
@@ -208,7 +216,7 @@ class MpmdFunction:
             )
         chosen = built.settings.residual_plan
         if chosen is not None and any(stage.offload for stage in chosen.stages):
-            refuse_without_host_memory(self.mpmd_mesh.rank_devices(0)[0], HOST_MEMORY)
+            check_devices(HOST_MEMORY, self.mpmd_mesh.jax_mesh.devices.flat, "a ResidualPlan that offloads")
         wanted = broadcast_layouts(self._out_specs, traced.out_info, "out_specs", self.mpmd_mesh)
         out_specs = [layout.spec for layout in wanted]
         results = jax.tree_util.tree_leaves_with_path(traced.out_info)

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxpp_flax.engine.arrays.layouts import broadcast_prefix, memory_wanted
+from jaxpp_flax.engine.arrays.layouts import broadcast_prefix
+from jaxpp_flax.engine.arrays.memory_kinds import memory_wanted
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.mpmd.config import MpmdConfig, Topology, mesh_and_memory
 

@@ -21,6 +21,7 @@ from jaxpp_flax.schedules.families.v_shaped import ZBV, DualPipeV
 from jaxpp_flax.schedules.families.zero_bubble import ZeroBubble, ZeroBubbleH2
 from jaxpp_flax.schedules.names import by_name, names
 from jaxpp_flax.schedules.order import merge_order
+from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulation.costs import Costs, Link, Transfer
 from jaxpp_flax.schedules.simulation.measured import measured_costs
@@ -48,8 +49,10 @@ __all__ = [
     "KimiK2",
     "LatencyHiding1F1B",
     "Link",
+    "ResidualPlan",
     "Schedule",
     "ScheduleError",
+    "StageResiduals",
     "Std1F1B",
     "Summary",
     "Task",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.arrays.layouts import memory_wanted
+from jaxpp_flax.engine.arrays.memory_kinds import memory_wanted
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, RankMeshes, canonical
 
 __all__ = ["TaskMeshes"]

@@ -16,6 +16,7 @@ from jaxpp_flax.trainers.errors import (
     NonFiniteLossError,
 )
 from jaxpp_flax.trainers.loop.hooks import Evaluate, LogMetrics, LoopHook, StepHook, StepRecord
+from jaxpp_flax.trainers.memory_options import Memory
 from jaxpp_flax.trainers.options import (
     Assignment,
     Balanced,
@@ -57,6 +58,7 @@ __all__ = [
     "Logging",
     "LoopHook",
     "LossError",
+    "Memory",
     "MeshError",
     "MeshOptions",
     "ModelError",

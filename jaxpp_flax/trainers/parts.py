@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
+from jaxpp_flax.engine.arrays.memory_kinds import check_devices
 from jaxpp_flax.trainers.assigner import Assigner
 from jaxpp_flax.trainers.callbacks import CallbackStates
 from jaxpp_flax.trainers.checkpoints import Checkpointing, open_store
@@ -18,6 +21,7 @@ from jaxpp_flax.trainers.loop.progress import Display
 from jaxpp_flax.trainers.loop.saving import Saving
 from jaxpp_flax.trainers.loop.train_step import TrainStep
 from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
+from jaxpp_flax.trainers.memory_options import Memory
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_model
 from jaxpp_flax.trainers.model.sharding import AxisRules, state_specs
@@ -33,6 +37,7 @@ from jaxpp_flax.trainers.options import (
 )
 from jaxpp_flax.trainers.setup import check_parameters, choose_model
 from jaxpp_flax.trainers.state.holder import StateHolder
+from jaxpp_flax.trainers.state.optimizer_memory import OptimizerMemory
 from jaxpp_flax.trainers.state.placement import Ranks
 from jaxpp_flax.trainers.state.pretrained import PretrainedWeights
 from jaxpp_flax.trainers.state.weights import Weights
@@ -40,7 +45,7 @@ from jaxpp_flax.trainers.step.builder import StepBuilder, StepBuilderCache
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 from jaxpp_flax.trainers.step.diagnosis import first_loss_error
 from jaxpp_flax.trainers.step.optimizer_update import Update
-from jaxpp_flax.trainers.tuning.scheduling import Scheduling
+from jaxpp_flax.trainers.tuning.scheduling import Scheduling, no_pipeline
 
 __all__ = ["Core", "Parts", "make_core", "make_parts"]
 
@@ -98,16 +103,28 @@ def make_core(
     remat: Any,
     precision: Precision,
     streams: RandomStreams,
+    memory: Memory,
 ) -> Core:
     """Make the core from the checked options of a trainer.
 
     Raises:
       ModelError, AssignmentError, TypeError, ValueError: for a model, optimizer or assignment that does not fit.
     """
-    skips = precision.rule == "skip"
+    skips, kept = precision.rule == "skip", OptimizerMemory(memory.optimizer_state)
+    used = jax.local_devices()[:1] if scheduling.mesh is None else scheduling.mesh.jax_mesh.devices.flat
+    check_devices(kept.kind, used, "Memory(optimizer_state=)")
+    if memory.residuals is not None:
+        if scheduling.mesh is None:
+            raise ValueError(no_pipeline("Memory(residuals=)"))
+        memory.residuals.check(scheduling.num_stages)
+        if assignment.memory_limit is not None:
+            raise ValueError(
+                f"both Memory(residuals=) and memory_limit={assignment.memory_limit!r} are given: a limit chooses the "
+                "residuals itself. Leave one of them out."
+            )
     update = Update(
         tx=tx, loss_scale=precision.scale, gradient_dtype=precision.gradient_dtype, ema_decay=parameters.ema_decay,
-        skips_nonfinite=skips,
+        skips_nonfinite=skips, kept=kept,
     )  # fmt: skip
     chosen = choose_model(model, variables, parameters.wrt, parameters.frozen, streams.seed, streams.names)
     check_parameters(chosen.params, chosen.name)
@@ -115,8 +132,8 @@ def make_core(
     first = update.first_state(chosen.params, chosen.rest)
     mesh, rules = scheduling.mesh, AxisRules.in_context(devices.rules)
     specs = state_specs(first, chosen.notes, mesh, rules)
-    ranks = None if mesh is None else Ranks(mesh=mesh, specs=specs)
-    held = StateHolder(first, update.tx.init, initializer=chosen.initializer, ranks=ranks)
+    ranks = None if mesh is None else Ranks(mesh=mesh, specs=specs, kept=kept)
+    held = StateHolder(first, update.tx.init, initializer=chosen.initializer, ranks=ranks, kept=kept)
     builder = StepBuilder(model=chosen.adapter, update=update, loss_fn=loss_fn, remat=remat)
     builders = StepBuilderCache(builder, scheduling.num_microbatches)
     return Core(
@@ -129,7 +146,9 @@ def make_core(
         assigner=assigner,
         held=held,
         builders=builders,
-        executables=CompiledSteps(scheduling, assigner, builders, held, state_specs=specs, rules=rules),
+        executables=CompiledSteps(
+            scheduling, assigner, builders, held, state_specs=specs, rules=rules, residuals=memory.residuals
+        ),
         rows=BatchSharding(mesh, scheduling.num_microbatches, scheduling.batch_shards),
     )
 

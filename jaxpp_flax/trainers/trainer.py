@@ -30,6 +30,7 @@ from jaxpp_flax.trainers.loop.evaluation import Evaluation
 from jaxpp_flax.trainers.loop.hooks import StepHook
 from jaxpp_flax.trainers.loop.train_step import TrainStep
 from jaxpp_flax.trainers.loop.training_loop import FitArguments, TrainingLoop
+from jaxpp_flax.trainers.memory_options import Memory
 from jaxpp_flax.trainers.options import (
     Assignment,
     Checkpoints,
@@ -95,6 +96,8 @@ class PipelineTrainer:
         NNX module have their own seeds). `RandomStreams` names a Linen model's streams too.
       logging: `Logging(tracker=, every=, progress=)`: metrics and the progress display; False shows nothing.
       checkpoints: a directory, or `Checkpoints(directory, every=, keep=, ...)`; see `docs/checkpointing.md`.
+      memory: `Memory(optimizer_state="pinned_host", residuals=ResidualPlan(...))`: what lies in host memory or is
+        recomputed; see `docs/memory.md`.
 
     Raises:
       ModelError, MeshError, AssignmentError, ScheduleError, ValueError, TypeError: for arguments that do not fit.
@@ -142,6 +145,7 @@ class PipelineTrainer:
         seed: int | RandomStreams = 0,
         logging: Logging | bool = True,
         checkpoints: str | os.PathLike[str] | Checkpoints | None = None,
+        memory: Memory | None = None,
     ) -> None:
         check_functions(loss_fn=loss_fn)
         check_remat(remat, "PipelineTrainer")
@@ -161,6 +165,7 @@ class PipelineTrainer:
             remat=remat,
             precision=Precision.of(precision),
             streams=RandomStreams.of(seed),
+            memory=Memory.of(memory),
         )  # fmt: skip
         self._parts = make_parts(
             self._core,

@@ -8,8 +8,9 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.schedules import ResidualPlan, StageResiduals
 from jaxpp_flax.schedules.planning import Hardware, describe
-from jaxpp_flax.trainers import Assignment, MeshOptions
+from jaxpp_flax.trainers import Assignment, Memory, MeshOptions
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
 
@@ -52,3 +53,9 @@ def test_sixty_percent_of_the_peak_trains_as_plain_jit_does(options, card, does)
     on_their_way = 4 * (64 * m.LENGTH * m.WIDTH * 4)
     for rank, predicted in zip(trainer.compile(batches[0]).memory_analysis(), plan.rank_bytes, strict=True):
         assert rank.argument_bytes + rank.peak_bytes <= predicted + on_their_way
+
+
+def test_residuals_are_given_or_chosen():
+    plan = ResidualPlan([StageResiduals(recompute=True)] * 4)
+    with pytest.raises(ValueError, match=r"both Memory\(residuals=\) and memory_limit=1000.0 are given"):
+        trainer_of(Assignment(memory_limit=1000.0), memory=Memory(residuals=plan))

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.tree_util import keystr
 
+from jaxpp_flax.engine.arrays.memory_kinds import SPACES, memory_wanted
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, axes_in, canonical, keep_axes
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
@@ -24,11 +25,8 @@ __all__ = [
     "broadcast_prefix",
     "check_divides",
     "layout_of",
-    "memory_wanted",
     "with_memories",
 ]
-
-_SPACES = {"device": jax.memory.Space.Device, "pinned_host": jax.memory.Space.Host}
 
 
 class Layout(NamedTuple):
@@ -43,7 +41,7 @@ class Layout(NamedTuple):
         return Layout(spec, found.memory_kind if self.memory_kind is None else self.memory_kind)
 
 
-def layout_of(leaf: Any, mesh: MpmdMesh) -> Layout:
+def layout_of(leaf: Any, mesh: MpmdMesh, where: str = "an argument") -> Layout:
     """Return an argument's own partition, without the stage axis, and its memory.
 
     Raises:
@@ -52,36 +50,12 @@ def layout_of(leaf: Any, mesh: MpmdMesh) -> Layout:
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
         return Layout(PartitionSpec(), "device")
-    memory = memory_wanted(sharding, "an argument") or "device"
+    memory = memory_wanted(sharding, where) or "device"
     if isinstance(leaf, MpmdArray):
         return Layout(leaf.spec, memory)
     if not isinstance(sharding, NamedSharding):
         return Layout(PartitionSpec(), memory)
     return Layout(_within_submesh(sharding.spec, mesh), memory)
-
-
-def memory_wanted(sharding: Any, where: str) -> str | None:
-    """Return the kind of memory that a sharding names, if any.
-
-    Raises:
-      ValueError: if it is neither device memory nor `pinned_host`: JAX's types know no other kind.
-
-    Example:
-      >>> memory_wanted(jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"), "x")
-      'pinned_host'
-      >>> memory_wanted(PartitionSpec("data"), "x") is None
-      True
-    """
-    kind = getattr(sharding, "memory_kind", None)
-    if kind is None or kind in _SPACES:
-        return kind
-    has_devices = not isinstance(getattr(sharding, "mesh", None), AbstractMesh)
-    if has_devices and kind == next(iter(sharding.device_set)).default_memory().kind:
-        return "device"
-    raise ValueError(
-        f"{where} has the memory kind {kind!r} ({sharding}), but JAX's types know only 'device' and 'pinned_host', so "
-        "it would be lost inside of the step. Use `sharding.with_memory_kind('pinned_host')`."
-    )
 
 
 def _within_submesh(spec: PartitionSpec, mesh: MpmdMesh) -> PartitionSpec:
@@ -153,7 +127,7 @@ def with_memories(fun: Callable[..., Any], out_shardings: Any) -> Callable[..., 
 
 def _moved(leaf: Any, kind: str | None) -> Any:
     there = (memory_kind_of(jax.typeof(leaf)) or "device") if isinstance(leaf, jax.Array) else "device"
-    return leaf if kind is None or kind == there else jax.device_put(leaf, _SPACES[kind])
+    return leaf if kind is None or kind == there else jax.device_put(leaf, SPACES[kind])
 
 
 def check_divides(

@@ -271,7 +271,8 @@ class MpmdSharding(NamedSharding):
 
     def __repr__(self) -> str:
         ranks = "{" + ", ".join(map(str, sorted(self.mesh_ids))) + "}"
-        return f"MpmdSharding(mesh_ids={ranks}, spec={self.spec}, mesh={dict(self.mpmd_mesh.jax_mesh.shape)})"
+        kind = "" if named_memory(self) is None else f", memory_kind={self.memory_kind!r}"
+        return f"MpmdSharding(mesh_ids={ranks}, spec={self.spec}, mesh={dict(self.mpmd_mesh.jax_mesh.shape)}{kind})"
 
 
 def keep_axes(spec: PartitionSpec, keep: Callable[[str], bool]) -> PartitionSpec:

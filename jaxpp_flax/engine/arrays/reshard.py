@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxpp_flax._compat import copy_arrays
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding, named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 
 __all__ = ["mpmd_to_spmd_reshard", "spmd_to_mpmd_reshard"]
@@ -170,11 +170,6 @@ def _refuse_collectives(function: str, paths: list[str], leaves: list[Any]) -> N
             raise TypeError(
                 f"{function}: leaf {path} holds PRNG keys, which cannot move between processes. Pass "
                 "`jax.random.key_data(keys)` and wrap the result with `jax.random.wrap_key_data`."
-            )
-        if isinstance(leaf, MpmdArray) and leaf.sharding.memory_kind == "pinned_host":
-            raise ValueError(
-                f"{function}: leaf {path} lies in 'pinned_host' memory, and with several processes only what is in the "
-                "devices' own memory is moved. Return it there from the step that makes it (`out_shardings`)."
             )
 
 
@@ -351,13 +346,20 @@ def _stack(mpmd_mesh: MpmdMesh, leaf: MpmdArray) -> jax.Array:
     for rank in mpmd_mesh.local_ranks:
         part = leaf._partially_addressable_arrays.get(rank) if rank == leaf.mpmd_idxs[0] else None
         if part is not None:
-            rows += [jax.lax.bitcast_convert_type(shard.data[None], dtype) for shard in part.addressable_shards]
+            own = [_in_own_memory(shard.data) for shard in part.addressable_shards]
+            rows += [jax.lax.bitcast_convert_type(data[None], dtype) for data in own]
         else:
             shape = (1, *leaf.sharding.local_sharding(rank).shard_shape(leaf.shape))
             devices = [device for device in mpmd_mesh.rank_devices(rank) if device.process_index == process]
             rows += [jnp.zeros(shape, dtype, device=device) for device in devices]
     shape = (mpmd_mesh.mpmd_dim, *leaf.shape)
     return jax.make_array_from_single_device_arrays(shape, sharding, rows, dtype=dtype)
+
+
+def _in_own_memory(data: jax.Array) -> jax.Array:
+    """Return a shard in its device's own memory: collectives compute there."""
+    (device,) = data.devices()
+    return data if named_memory(data.sharding) is None else jax.device_put(data, SingleDeviceSharding(device))
 
 
 def _rows(arrays: list[jax.Array], ranks: tuple[int, ...], dtypes: tuple[Any, ...]) -> list[jax.Array]:

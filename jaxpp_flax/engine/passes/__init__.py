@@ -15,11 +15,12 @@ from jaxpp_flax.engine.passes.loop.choose_cuts import choose_cuts
 from jaxpp_flax.engine.passes.loop.defer_reductions import defer_in_loops
 from jaxpp_flax.engine.passes.loop.lower_loops import lower_loops
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop, open_loops
-from jaxpp_flax.engine.passes.loop.recompute import recompute
-from jaxpp_flax.engine.passes.offload import offload
+from jaxpp_flax.engine.passes.memory.offload import offload
+from jaxpp_flax.engine.passes.memory.recompute import recompute
 from jaxpp_flax.engine.passes.place import place
 from jaxpp_flax.engine.passes.runner import Pass
 from jaxpp_flax.engine.passes.split_conditions import split_conditions
+from jaxpp_flax.engine.passes.stream_updates import stream_updates
 from jaxpp_flax.engine.passes.unroll import unroll
 from jaxpp_flax.engine.passes.updated_arguments import find_relatives
 from jaxpp_flax.engine.tracing.inline import inline
@@ -104,6 +105,12 @@ PASSES: tuple[Pass, ...] = (
         lambda step, settings: place(step, settings.result_ranks, settings.idle_ranks),
         requires="lowered loops",
         ensures="every equation runs on the ranks that read its results; moves bring the rest",
+    ),
+    Pass(
+        "stream_updates",
+        lambda placed, _: stream_updates(placed),
+        requires="a step on ranks",
+        ensures="work outside loops fetches at most a window from host memory at once, or one array",
     ),
     Pass(
         "unroll",

@@ -50,12 +50,10 @@ def bring(
 
     Every process calls this with the same array at the same point, because all of them know where the array lives.
     Connections to new peers are opened on the way. A replica that is moved arrives with the partition that the step
-    wants; what the devices of a rank have already, they keep.
+    wants, in device memory, also if it lies in host memory; what the devices of a rank have already, they keep.
 
     No two calls of the step may have the same number `call`; `argument` is the position of the argument.
 
-    Raises:
-      ValueError: in every process, and before anything is sent, if the array lies in other than device memory.
     """
     parts = leaf._partially_addressable_arrays  # pyright: ignore[reportPrivateUsage]
     routes = {rank: _origin(leaf, wanted, rank) for rank in sorted(set(wanted.ranks))}
@@ -64,11 +62,13 @@ def bring(
         part = parts.get(source)
         if target is not None:
             what = f"rank {rank}: argument{wanted.name} of the step, which rank {source} has"
-            lies = leaf.sharding.local_sharding(source)
+            lies = _in_own_memory(leaf.sharding.local_sharding(source))
             route = plan([Leaf(leaf.shape, leaf.dtype, lies, target)], jax.process_index(), what)
             distributed.connection.connect(route.own_parcels())
             if part is not None and part.is_deleted():
                 raise RuntimeError(leaf._deleted_message(source))  # pyright: ignore[reportPrivateUsage]
+            if part is not None and named_memory(part.sharding) is not None:  # only device memory is sent
+                part = jax.device_put(part, lies)
             tag = distributed.tag(0, call, f"/argument-{argument}-to-{rank}")
             (part,) = route.move(distributed.connection, [part], [True], tag)
         if part is not None and rank in wanted.mesh.local_ranks:
@@ -89,13 +89,6 @@ def _origin(leaf: MpmdArray, wanted: Wanted, rank: int) -> tuple[int, NamedShard
     # A replica is near if its process also has devices of the target rank.
     owners = _processes(target)
     source = min(leaf.mpmd_idxs, key=lambda own: (_processes(sharding.local_sharding(own)) != owners, own))
-    lies = sharding.local_sharding(source)
-    if named_memory(lies) is not None:
-        raise ValueError(
-            f"argument{wanted.name}, {leaf.dtype}{list(leaf.shape)}, lies in {lies.memory_kind!r} memory on rank "
-            f"{source}, but the step reads it on rank {rank} of another process, and only what is in the devices' own "
-            "memory goes from process to process. Move it there first, or pass a host array that every process has."
-        )
     return source, target
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-__all__ = ["refuse_without_host_memory", "to_memory"]
+__all__ = ["to_memory"]
 
 
 def to_memory(arrays: Sequence[jax.Array], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
@@ -34,17 +34,3 @@ def _shards_to_memory(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     ]
     copies = jax.device_put(shards, targets)
     return jax.make_array_from_single_device_arrays(array.shape, sharding, copies)
-
-
-def refuse_without_host_memory(device: jax.Device, kind: str) -> None:
-    """Refuse to offload on a platform without this kind of host memory.
-
-    Raises:
-      ValueError: naming the kinds of memory that the device has.
-    """
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if kind not in kinds:
-        raise ValueError(
-            f"the ResidualPlan offloads residuals to {kind!r} memory, but {device} ({device.platform}) has only the "
-            f"kinds {', '.join(map(repr, kinds))}. Keep or recompute the residuals: `StageResiduals(recompute=True)`."
-        )

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from jaxpp_flax.engine.program.program import Program, Run, Transfer
-from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
+from jaxpp_flax.schedules.task import FusedTask, Task
 
 __all__ = ["TaskTiming", "collect_task_times_ms", "collector", "run_profiled", "run_timed"]
 

@@ -20,6 +20,7 @@ from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.loop.process_synchronization import compare_initial_states
 from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.state.initializer import Initializer
+from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory
 from jaxpp_flax.trainers.state.optimizer_state import make_on_ranks
 from jaxpp_flax.trainers.state.placement import Ranks, check_fits, put_on_ranks
 from jaxpp_flax.trainers.state.train_state import TrainState, is_abstract, model_part, shapes_of, target_of
@@ -95,6 +96,7 @@ class StateHolder:
       init: makes the optimizer's state from parameters.
       initializer: makes the parameters and the rest of the model's state, if `first` has only their shapes.
       ranks: None without a mesh; the state is then on the default device.
+      kept: the memory of the optimizer's state.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -112,10 +114,12 @@ class StateHolder:
         *,
         initializer: Initializer | None = None,
         ranks: Ranks | None = None,
+        kept: OptimizerMemory = ON_DEVICES,
     ) -> None:
         self.step = 0  # the number of optimizer steps done
         self._now: Made | OnDisk | Unread | Placed = Made(first)
         self._init, self._initializer, self._ranks = init, initializer, ranks
+        self.kept = kept
         self._compared = False
         self._beginning: Beginning | None = Beginning(None)  # until the first loss is seen
         if initializer is not None:
@@ -151,7 +155,7 @@ class StateHolder:
         value is made or read.
         """
         if self._ranks is None or self.is_placed:
-            return abstract_state(self.memory)
+            return self.kept.described(abstract_state(self.memory))
         return target_of(shapes_of(self.memory), self._ranks.preliminary(self.memory))
 
     def target_of_model(self, wanted: Callable[[str], bool]) -> TrainState:
@@ -178,7 +182,7 @@ class StateHolder:
         if self._ranks is None:
             state = self._with_values(state)
             if is_abstract(state.opt_state):
-                state = replace(state, opt_state=self._init(state.params))
+                state = replace(state, opt_state=self.kept.first(self._init, state.params, state.opt_state))
             self._now = replace(self._now, state=state)
         elif not isinstance(self._now, Placed) or is_abstract(state):
             placed = self._on_ranks(self._ranks.mesh, self._ranks.preliminary(state))
@@ -218,6 +222,7 @@ class StateHolder:
         if mesh is None:
             self.load()
             placed = jax.tree.map(copied, self.whole())
+            placed = replace(placed, opt_state=self.kept.on_default_device(placed.opt_state))
         elif isinstance(self._now, (OnDisk, Unread)):
             self._compare(mesh)
             placed, self._beginning = self._now.read(shardings()), None
@@ -265,7 +270,7 @@ class StateHolder:
 
     def is_on_disk(self, path: Path) -> None:
         """Hold the checkpoint at `path`, which fits. It is read once the target shardings are known."""
-        self._now = OnDisk(path, shapes_of(self._now.state))
+        self._now = OnDisk(path, self.kept.described(shapes_of(self._now.state)))
 
     def is_in_files(self, read: Callable[[TrainState | None], TrainState]) -> None:
         """Hold weights in files, which fit. `read` makes the state from them once the target shardings are known."""

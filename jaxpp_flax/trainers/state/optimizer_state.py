@@ -15,13 +15,14 @@ from jaxpp_flax.checkpoint.format.leaves import Wanted
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.checkpoint.reading import RestorePlan
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
-from jaxpp_flax.engine.arrays.mesh import MpmdSharding
+from jaxpp_flax.engine.arrays.mesh import MpmdSharding, named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.program.description import describe_graph
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr, values
 from jaxpp_flax.processes import value_hash, value_text
 from jaxpp_flax.trainers.errors import ModelError
+from jaxpp_flax.trainers.state.optimizer_memory import groups_of_host_leaves
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.loss_trace import used_inputs
 
@@ -120,14 +121,12 @@ def make_on_ranks(function: Callable[[Any], Any], argument: Any, shardings: Any)
     graph, consts = from_jaxpr(jax.make_jaxpr(flat)(shapes))
     results = jax.eval_shape(flat, shapes)
     parts: list[dict[int, jax.Array]] = [{} for _ in wanted]
-    for rank in wanted[0].mpmd_mesh.local_ranks:
-        mine = [i for i, sharding in enumerate(wanted) if rank in sharding.ranks]
-        if not mine:
-            continue
+
+    def make(rank: int, mine: Sequence[int]) -> None:
         used = used_inputs(graph, [i in mine for i in range(len(wanted))])[len(consts) :]
         read = [i for i, is_used in enumerate(used) if is_used]
 
-        def on_rank(values: Sequence[Any], mine: Sequence[int] = mine, read: Sequence[int] = read) -> list[Any]:
+        def on_rank(values: Sequence[Any]) -> list[Any]:
             given = dict(zip(read, values, strict=True))
             # This rank's results do not depend on the other inputs, so these zeros are never computed.
             whole = flat([given[i] if i in given else jnp.zeros(s.shape, s.dtype) for i, s in enumerate(shapes)])
@@ -138,6 +137,13 @@ def make_on_ranks(function: Callable[[Any], Any], argument: Any, shardings: Any)
         )
         for i, array in zip(mine, made, strict=True):
             parts[i][rank] = array
+
+    for rank in wanted[0].mpmd_mesh.local_ranks:
+        own = [i for i, sharding in enumerate(wanted) if rank in sharding.ranks]
+        for group in groups_of_host_leaves([named_memory(wanted[i]) for i in own], [results[i] for i in own]):
+            make(rank, [own[i] for i in group])
+            if named_memory(wanted[own[group[0]]]) is not None:  # the devices pass the next group on when this one left
+                jax.block_until_ready([parts[own[i]][rank] for i in group])
     arrays = [
         MpmdArray(of, sharding, shape=result.shape, dtype=result.dtype)
         for of, sharding, result in zip(parts, wanted, results, strict=True)

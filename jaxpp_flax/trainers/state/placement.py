@@ -13,12 +13,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.device_memory import shortage
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding, named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.placing import key_impl, place_on_ranks
 from jaxpp_flax.engine.arrays.reshard import spmd_to_mpmd_reshard
 from jaxpp_flax.messages import amount
 from jaxpp_flax.trainers.errors import ModelError
+from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory
 from jaxpp_flax.trainers.state.train_state import TrainState
 
 __all__ = ["Ranks", "check_fits", "put_on_ranks"]
@@ -26,7 +27,7 @@ __all__ = ["Ranks", "check_fits", "put_on_ranks"]
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """The ranks of a trainer, and the specs of the annotated leaves (see `state_specs`).
+    """The ranks of a trainer, the specs of the annotated leaves (see `state_specs`), and the optimizer's memory.
 
     Example:
       >>> import numpy as np
@@ -41,6 +42,7 @@ class Ranks:
 
     mesh: MpmdMesh
     specs: TrainState | None = None
+    kept: OptimizerMemory = ON_DEVICES
 
     def preliminary(self, state: TrainState) -> TrainState:
         """Return an `MpmdSharding` for each leaf of a state for which no step is compiled.
@@ -51,9 +53,9 @@ class Ranks:
         """
         everywhere, count = tuple(range(self.mesh.mpmd_dim)), self.mesh.mpmd_dim
         known: dict[Any, tuple[int, ...]] = {}
-        made = functools.cache(lambda ranks, spec: MpmdSharding(self.mesh, ranks, spec))
+        made = functools.cache(lambda ranks, spec, kind: MpmdSharding(self.mesh, ranks, spec, kind))
 
-        def spread(tree: Any, specs: Any, beside: bool = False) -> Any:
+        def spread(tree: Any, specs: Any, beside: bool = False, kept: OptimizerMemory = ON_DEVICES) -> Any:
             leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
             listed = [None] * len(leaves) if specs is None else jax.tree.leaves(specs, is_leaf=_is_spec)
             total, before, found = max(1, sum(_nbytes(leaf) for _, leaf in leaves)), 0, list[MpmdSharding]()
@@ -66,7 +68,7 @@ class Ranks:
                 before += _nbytes(leaf)
                 if not beside:
                     known[path] = ranks
-                found.append(made(ranks, PartitionSpec() if spec is None else spec))
+                found.append(made(ranks, PartitionSpec() if spec is None else spec, kept.kind_of(leaf)))
             return jax.tree.unflatten(structure, found)
 
         of = lambda name: getattr(self.specs, name, None)  # noqa: E731
@@ -75,7 +77,7 @@ class Ranks:
         return TrainState(
             step=spread(state.step, None),
             params=spread(state.params, of("params")),
-            opt_state=spread(state.opt_state, of("opt_state"), beside=True),
+            opt_state=spread(state.opt_state, of("opt_state"), beside=True, kept=self.kept),
             model_state=rest,
             ema=spread(state.ema, of("ema"), beside=True),
             loss_scale=spread(state.loss_scale, None),
@@ -85,7 +87,8 @@ class Ranks:
 def check_fits(state: TrainState, shardings: TrainState) -> None:
     """Refuse a state that does not fit on the devices of its ranks, before anything is placed.
 
-    Leaves that lie on their ranks already count as free.
+    Leaves that lie on their ranks already count as free. Leaves in host memory count only where the devices are CPUs,
+    whose memory is the host's.
 
     Raises:
       ModelError: the message names a device, its share, and the largest leaf.
@@ -101,6 +104,8 @@ def check_fits(state: TrainState, shardings: TrainState) -> None:
             local = sharding.local_sharding(rank)
             size = math.prod(local.shard_shape(leaf.shape)) * _itemsize(leaf)
             for device in local.device_set:
+                if named_memory(sharding) is not None and device.platform != "cpu":
+                    continue
                 needed[device] = needed.get(device, 0) + size
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
                 largest[device] = max(largest.get(device, (0, "")), (size, name))

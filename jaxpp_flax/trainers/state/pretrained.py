@@ -157,7 +157,8 @@ class PretrainedWeights:
         """Make the optimizer's state and the average anew from the parameters, where they are to be."""
         if self.mesh is None:
             ema = None if state.ema is None else jax.tree.map(copied, state.params)
-            return replace(state, opt_state=jax.tree.map(copied, self.update.tx.init(state.params)), ema=ema)
+            opt_state = self.held.kept.first(self.update.tx.init, state.params, shapes_of(state.opt_state))
+            return replace(state, opt_state=jax.tree.map(copied, opt_state), ema=ema)
         state = replace(state, opt_state=shapes_of(state.opt_state), ema=shapes_of(state.ema))
         return self.held.training_part_on_ranks(self.mesh, state, shardings)
 

@@ -17,8 +17,8 @@ from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.summary import StageSummary
 from jaxpp_flax.messages import amount
 from jaxpp_flax.processes import process_group
+from jaxpp_flax.schedules import ResidualPlan
 from jaxpp_flax.schedules.planning import describe, why_chosen
-from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.trainers.assigner import Assigner, Pipeline, kept_bytes
 from jaxpp_flax.trainers.data.batch import signature
 from jaxpp_flax.trainers.loop.process_synchronization import compare_compilations
@@ -34,7 +34,7 @@ class CompiledSteps:
     """Compiles a step if its key is new. Without ranks, steps run under `jax.jit`.
 
     The schedule and the place of the state may change between two calls. `state_specs` has the specs of annotated
-    leaves of the state; `rules` has the meanings of logical axis names.
+    leaves of the state; `rules` has the meanings of logical axis names; `residuals` is for training steps.
     """
 
     def __init__(
@@ -46,9 +46,11 @@ class CompiledSteps:
         *,
         state_specs: TrainState | None,
         rules: AxisRules,
+        residuals: ResidualPlan | None = None,
     ) -> None:
         self._scheduling, self._assigner, self._builders, self._held = scheduling, assigner, builders, held
         self.state_specs, self._rules = state_specs, rules
+        self._given_residuals = residuals
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
 
     def for_training(self, microbatches: Any) -> Any:
@@ -80,7 +82,7 @@ class CompiledSteps:
                 refuse_disabled_jit("a pipelined step")
             compare_compilations(scheduling.mesh, held.memory, kind, scheduling.schedule, microbatches)
             policy = self._cut_policy(kind, microbatches)
-            state = held.memory if donate else held.memory.for_inference()
+            state = held.kept.described(held.memory) if donate else held.memory.for_inference()
             self.compiled[key] = self._compile(build(), state, microbatches, policy, donate=donate)
         compiled = self.compiled[key]
         if not donate:
@@ -98,12 +100,14 @@ class CompiledSteps:
             schedule=schedule,
             num_microbatches=self._scheduling.num_microbatches,
             mesh=mesh,
-            kept=lambda: kept_bytes(self._held.memory, specs, microbatches, mesh),
+            kept=lambda: kept_bytes(self._held.memory, specs, microbatches, mesh, self._held.kept.kind_of),
         )
         return self._assigner.policy(pipeline, training=kind == "train")
 
     def _residuals(self) -> ResidualPlan | None:
-        """Return the residuals that the assigner chose with the cuts of the training step."""
+        """Return the given residuals, or those that the assigner chose with the cuts of the training step."""
+        if self._given_residuals is not None:
+            return self._given_residuals
         return self._assigner.residuals_of(self._scheduling.schedule, self._scheduling.num_microbatches)
 
     def _compile(self, function: Callable[..., Any], state: Any, batch: Any, policy: CutPolicy, *, donate: bool) -> Any:
@@ -130,8 +134,8 @@ class CompiledSteps:
             out_shardings=(specs, None) if donate and specs is not None else None,
             donate_argnums=donated,
             cut_policy=policy,
-            residuals=self._residuals if donate else None,  # inference has no backward
             everywhere=(False, True) if donate else True,
+            residuals=self._residuals if donate else None,  # inference has no backward
         )
         with nn.logical_axis_rules(self._rules.on(inner_sizes(mesh))):
             return step.compile(state, batch)

@@ -6,13 +6,14 @@ import inspect
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory, fetched, put_back
 from jaxpp_flax.trainers.state.optimizer_state import shapes_or_values
 from jaxpp_flax.trainers.state.train_state import TrainState
 
@@ -88,6 +89,7 @@ class Update:
     gradient_dtype: Any = None  # the type in which gradients are summed over the microbatches; None: their own type
     ema_decay: float | None = None  # of the exponential moving average of the weights; None: no average is kept
     skips_nonfinite: bool = False  # a loss or gradients that are not finite skip the step, without a loss scale too
+    kept: OptimizerMemory = ON_DEVICES  # the memory of the optimizer's state between steps
 
     def __post_init__(self) -> None:
         if not hasattr(self.tx, "init") or not hasattr(self.tx, "update"):
@@ -141,6 +143,7 @@ class Update:
             # The product of scale and divisor may overflow a narrow type, even if neither factor overflows.
             grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         grads = jax.tree.map(mean, grads, state.params)
+        state = replace(state, opt_state=fetched(state.opt_state))
         updates, opt_state = self._updates(grads, state, loss)
         params = optax.apply_updates(state.params, updates)
         old, new = carried
@@ -170,7 +173,7 @@ class Update:
         after = TrainState(
             step=state.step + 1,
             params=params,
-            opt_state=opt_state,
+            opt_state=put_back(opt_state, self.kept),
             model_state=new_model_state(new),
             ema=ema,
             loss_scale=grown,

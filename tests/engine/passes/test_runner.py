@@ -34,10 +34,13 @@ SHOWS = {
     "choose_cuts": r"marks: layer_0 \(cuts\)\n",
     "label": r"(?m)^   3  .* = dot_general",
     "partition": r"task bwd_0 \(stage 0\)",
+    "recompute": r"task bwd_0 \(stage 0\)",
     "lower_loops": r"(?m)^loop over 2 microbatches: GPipe$",
     "updated_arguments": r"its accumulators update .*argument 0.*argument 3",
     "place": r"(?m)^rank 1:$",
+    "stream_updates": r"(?m)^rank 1:$",
     "unroll": r"rank 0 -> rank 1: send s\d+ receive s\d+",
+    "offload": r"rank 0 -> rank 1: send s\d+ receive s\d+",
     "liveness": r"rank 1: free s\d+",
 }
 

@@ -120,8 +120,8 @@ def _refuse_effects(equation: Equation, stage: int) -> None:
     if equation.effects:
         raise ValueError(
             f"the ResidualPlan recomputes the residuals of stage {stage}, but {equation.name} at {equation.where} has "
-            f"side effects ({', '.join(sorted(map(str, equation.effects)))}), which would happen twice. Keep or offload "
-            "the residuals of this stage, or take the operation out of what its backward needs."
+            f"side effects ({', '.join(sorted(map(str, equation.effects)))}), which would happen twice. Keep or "
+            "offload the residuals of this stage, or take the operation out of what its backward needs."
         )
 
 

@@ -79,7 +79,7 @@ def policy_loss(params: Any, mb: Any) -> jax.Array:
     """A stage whose policy keeps one named value and recomputes the rest."""
 
     def block(x: jax.Array, w: jax.Array) -> jax.Array:
-        x = checkpoint_name(jnp.sin(x @ w), "saved")
+        x = checkpoint_name(jax.lax.erf(x @ w), "saved")
         return jnp.cos(jnp.tanh(x))
 
     policy = jax.checkpoint_policies.save_only_these_names("saved")
@@ -91,10 +91,11 @@ def policy_loss(params: Any, mb: Any) -> jax.Array:
 def test_what_a_policy_saves_stays_saved():
     part = tasks_of(GPipe(2), ResidualPlan([RECOMPUTE, KEEP]), policy_loss)
     forward, backward = task(part, TaskKind.FORWARD, 0), task(part, TaskKind.BACKWARD, 0)
-    names = [e.name for e in forward.graph.equations for v in e.outputs if v in kept(part, 0)]
-    assert "name" in " ".join(names) or kept(part, 0)
-    assert len(kept(part, 0)) < len(kept(tasks_of(GPipe(2), None, policy_loss), 0))
-    assert count(backward.graph, "sin") == 0, "the saved value is not computed again"
+    (saved,) = kept(part, 0)
+    (maker,) = [e for e in forward.graph.equations if saved in e.outputs]
+    assert maker.name == "reduce_precision", "jax.checkpoint's own mark of a saved value"
+    assert len(kept(tasks_of(GPipe(2), None, policy_loss), 0)) > 1
+    assert count(backward.graph, "erf") == 0, "the saved value is not computed again"
     assert count(backward.graph, "cos") > 0
 
 

@@ -1,8 +1,8 @@
 """Move the values that a stage keeps for its backward to host memory after the forward, and back before the backward.
 
-Both copies are instructions with a place in the order of their rank; `schedules.residuals.host_copies` chooses the place
-for the program as for the simulator. A value moves if the stage's own backward of the same microbatch is its only later
-reader. So parameters, the batch, accumulators, carries and results stay on the devices, and so does a value that
+Both copies are instructions with a place in the order of their rank; `schedules.residuals.host_copies` chooses the
+place for the program as for the simulator. A value moves if the stage's own backward of the same microbatch is its only
+later reader. So parameters, the batch, accumulators, carries and results stay on the devices, and so does a value that
 another stage of the rank still reads.
 """
 
@@ -155,8 +155,8 @@ class _Values:
             return False
         if not isinstance(aval, jax.core.ShapedArray):
             raise TypeError(
-                f"the ResidualPlan offloads stage {copy.stage}, whose backward reads {aval}: only arrays can be moved to "
-                "host memory. Keep the residuals of this stage on the devices."
+                f"the ResidualPlan offloads stage {copy.stage}, whose backward reads {aval}: only arrays can be moved "
+                "to host memory. Keep the residuals of this stage on the devices."
             )
         # Keys of random numbers are a few bytes, and what the user has put on the host is there.
         return memory_kind_of(aval) is None and not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)

@@ -1,0 +1,60 @@
+"""The options of memory: the place of what a step does not compute with all the time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxpp_flax.engine.arrays.memory_kinds import check_kind
+from jaxpp_flax.schedules import ResidualPlan
+
+__all__ = ["Memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The options of memory, `memory=`. See `docs/memory.md`.
+
+    Args:
+      residuals: what each stage does with the values that its forward keeps for its backward: keep, recompute or
+        offload them (`jaxpp_flax.schedules.ResidualPlan`). None keeps them on the devices.
+      optimizer_state: the memory kind in which the optimizer's state lies between steps: "pinned_host" is host memory.
+        Each step streams it to the devices, a few leaves at a time, and back; the results are the same. Single numbers
+        (counters, hyperparameters) stay on the devices. None: the devices' own memory.
+
+    Raises:
+      TypeError, ValueError: naming the field that does not fit.
+
+    Example:
+      >>> Memory(optimizer_state="pinned_host").optimizer_state
+      'pinned_host'
+      >>> from jaxpp_flax.schedules import ResidualPlan, StageResiduals
+      >>> Memory(residuals=ResidualPlan([StageResiduals(offload=0.5), StageResiduals()])).residuals.of(0).offload
+      0.5
+    """
+
+    optimizer_state: str | None = None
+    residuals: ResidualPlan | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.residuals, (ResidualPlan, type(None))):
+            raise TypeError(
+                "residuals must be ResidualPlan([StageResiduals(...), ...]) with an entry for each stage, or None, got "
+                f"{type(self.residuals).__name__}: {self.residuals!r}."
+            )
+        kind = self.optimizer_state
+        if kind is not None:
+            if not isinstance(kind, str):
+                raise TypeError(
+                    f"optimizer_state must be a memory kind such as 'pinned_host', or None, got "
+                    f"{type(kind).__name__}: {kind!r}."
+                )
+            check_kind(kind, "Memory(optimizer_state=)")
+
+    @classmethod
+    def of(cls, value: Memory | None) -> Memory:
+        """Convert the trainer's argument."""
+        if value is None:
+            return cls()
+        if not isinstance(value, cls):
+            raise TypeError(f"memory must be Memory(...), got {type(value).__name__}: {value!r}.")
+        return value

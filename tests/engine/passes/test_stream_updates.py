@@ -1,0 +1,85 @@
+"""Work that fetches state from the host is divided, so that the devices never have all of it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.passes.placed import Segment
+from jaxpp_flax.engine.tracing.ir import memory_kind_of
+from jaxpp_flax.schedules import Std1F1B
+from tests.engine.toys import chain, gradients, mesh_of
+from tests.helpers import batch_of, tree_allclose
+
+stream_updates = import_module("jaxpp_flax.engine.passes.stream_updates")  # the package has the function's name
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+LAYERS = 4  # two on each of two ranks, with two arrays each
+
+
+def step(params: Any, moments: Any, batch: Any) -> Any:
+    """Two moments for each parameter, and updates that are scaled by their norm over all parameters."""
+    losses, grads = gradients(Std1F1B(2))(params, batch)
+    first, second = jax.tree.map(lambda m: jax.device_put(m, DEVICE), moments)
+    first = jax.tree.map(lambda m, g: 0.9 * m + g, first, grads)
+    second = jax.tree.map(lambda m, g: 0.9 * m + g * g, second, grads)
+    updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + 1.0), first, second)
+    norm = jnp.sqrt(sum(jnp.sum(u * u) for u in jax.tree.leaves(updates)))
+    params = jax.tree.map(lambda p, u: p - 0.1 * u / norm, params, updates)
+    return params, jax.tree.map(lambda m: jax.device_put(m, HOST), (first, second)), losses
+
+
+def compiled_step() -> Any:
+    moments = jax.tree.map(np.zeros_like, (chain(LAYERS), chain(LAYERS)))
+    moments = jax.device_put(moments, SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
+    pipelined = mpmd_jit_with_loop(step, mesh_of(2), cut_policy=lambda marks, _: [1], donate_argnums=(0, 1))
+    return pipelined, (chain(LAYERS), moments, batch_of(2))
+
+
+def fetched(compiled: Any) -> list[int]:
+    """The bytes that each program outside the loop fetches from the host."""
+    return [
+        sum(map(stream_updates._fetched_bytes, task.graph.equations))
+        for task in compiled.program.tasks
+        if any(memory_kind_of(v.aval) for v in task.graph.inputs)
+    ]
+
+
+def test_each_program_fetches_a_window_and_nothing_changes(monkeypatch: pytest.MonkeyPatch):
+    pipelined, arguments = compiled_step()
+    expected = jax.jit(step)(*arguments)
+    whole = pipelined.compile(*arguments)
+    each = 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(chain(LAYERS // 2)))  # two moments of a rank's parameters
+    assert fetched(whole) == [each, each]
+    at_once = jax.tree.map(np.asarray, pipelined(*arguments))
+
+    weight = chain(1)[0]["w"].nbytes
+    monkeypatch.setattr(stream_updates, "_WINDOW_BYTES", 2 * weight)  # the moments of one weight
+    divided, arguments = compiled_step()
+    compiled = divided.compile(*arguments)
+    found = fetched(compiled)
+    assert (sum(found), max(found), len(found)) == (2 * each, 2 * weight, 8)
+    # A leaf's moments leave in the program that fetched them.
+    for task in compiled.program.tasks:
+        counts = [
+            sum(memory_kind_of(a.aval) is not None for a in atoms) for atoms in (task.graph.inputs, task.graph.outputs)
+        ]
+        assert counts[0] == counts[1]
+    results = divided(*arguments)
+    # The same operations on the same numbers: only the programs' borders differ.
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, results), at_once)
+    # A norm is summed in another order than in one program: 1e-6 is sixteen units in the last place.
+    tree_allclose(at_once, jax.tree.map(np.asarray, expected), rtol=1e-6)
+
+
+def test_a_step_within_the_window_stays_as_it_is():
+    pipelined, arguments = compiled_step()
+    placed = pipelined.compile(*arguments)._plan.built.placed
+    assert stream_updates.stream_updates(placed) is placed
+    assert any(isinstance(each, Segment) for each in placed.steps)

@@ -1,0 +1,149 @@
+"""The optimizer's state in host memory: the same training, and fewer bytes on the devices between steps."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from importlib import import_module
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.trainers import Memory, Parameters, Precision
+from jaxpp_flax.trainers.state import optimizer_memory
+from tests.helpers import tree_allclose
+from tests.trainers import models as m
+
+stream_updates = import_module("jaxpp_flax.engine.passes.stream_updates")  # the package has the function's name
+HOST = Memory(optimizer_state="pinned_host")
+BATCH = m.make_xy(8)
+
+
+def make(memory: Memory | None, num_stages: int = 2, model: Any = None, **options: Any) -> PipelineTrainer:
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10)))
+    model = m.Layers(4, rngs=nnx.Rngs(0)) if model is None else model
+    return PipelineTrainer(
+        model, tx, m.squared_error, num_stages=num_stages, num_microbatches=2, logging=False, memory=memory, **options
+    )
+
+
+def live_bytes() -> Counter[tuple[Any, str]]:
+    """The bytes of all live arrays, by device and kind of memory."""
+    gc.collect()
+    found: Counter[tuple[Any, str]] = Counter()
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            found[shard.device, str(array.sharding.memory_kind)] += shard.data.nbytes
+    return found
+
+
+def host_bytes(opt_state: Any) -> Counter[tuple[Any, str]]:
+    """The bytes of an optimizer's arrays by device; the kind is the one where they are when they leave the device."""
+    found: Counter[tuple[Any, str]] = Counter()
+    for leaf in jax.tree.leaves(opt_state):
+        for shard in (leaf if isinstance(leaf, jax.Array) else leaf.as_jax_array()).addressable_shards:
+            if leaf.size > 1:
+                found[shard.device, "pinned_host"] += shard.data.nbytes
+    return found
+
+
+def trained(memory: Memory | None, steps: int, **options: Any) -> tuple[PipelineTrainer, list[float], Counter[Any]]:
+    """Train, and count what this has left live; what JAX keeps for all trainers was made before."""
+    before = live_bytes()
+    trainer = make(memory, **options)
+    losses = [float(trainer.train_step(BATCH)["loss"]) for _ in range(steps)]
+    jax.block_until_ready(jax.tree.leaves(trainer.state))
+    after = live_bytes()
+    after.subtract(before)
+    return trainer, losses, Counter({key: size for key, size in after.items() if size})
+
+
+def same(actual: Any, expected: Any) -> None:
+    """Bit for bit: only the place of bytes differs."""
+    jax.tree.map(lambda a, e: np.testing.assert_array_equal(np.asarray(a), np.asarray(e)), actual, expected)
+
+
+def kinds(opt_state: Any) -> dict[bool, set[str]]:
+    """The kinds of memory of the leaves that are single numbers, and of the others."""
+    found: dict[bool, set[str]] = {}
+    for leaf in jax.tree.leaves(opt_state):
+        found.setdefault(leaf.size == 1, set()).add(leaf.sharding.memory_kind)
+    return found
+
+
+ON_HOST = {True: {"device"}, False: {"pinned_host"}}
+OPTIONS = {
+    "parameters": Parameters(ema_decay=0.9, frozen=["layers/0/bias"]),
+    "precision": Precision(on_nonfinite="skip"),
+}
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_training_is_the_same_and_the_devices_hold_less(
+    monkeypatch: pytest.MonkeyPatch, num_stages: int, tmp_path: Any
+):
+    options = {"num_stages": num_stages, **OPTIONS}
+    trained(None, 1, **options)
+    plain, expected, on_devices = trained(None, 3, **options)
+    monkeypatch.setattr(optimizer_memory, "_GROUP_BYTES", 1)  # each leaf is made alone
+    trainer, losses, on_host = trained(HOST, 3, **options)
+    assert losses == expected
+    assert kinds(trainer.state.opt_state) == ON_HOST
+    same(trainer.state, plain.state)
+    moved = host_bytes(trainer.state.opt_state)
+    assert len(moved) == num_stages
+    assert all(moved.values())
+    for (device, kind), size in moved.items():
+        assert on_host[device, kind] == size
+        assert on_devices[device, "device"] - on_host[device, "device"] == size
+        assert (device, kind) not in on_devices
+    same(trainer.evaluate([BATCH])["loss"], plain.evaluate([BATCH])["loss"])
+    if num_stages > 1:
+        analyses = [t.compile(BATCH).memory_analysis() for t in (plain, trainer)]
+        freed = [a.argument_bytes - b.argument_bytes for a, b in zip(*analyses, strict=True)]
+        assert freed == list(moved.values())
+
+    saved = trainer.save(tmp_path / "saved")
+    trainer.restore(saved)
+    assert kinds(trainer.state.opt_state) == ON_HOST
+    other = make(HOST, 3 - num_stages, **OPTIONS)
+    other.restore(saved)
+    assert kinds(other.state.opt_state) == ON_HOST  # before a step is compiled
+    same(other.state, trainer.state)
+    plain.restore(saved)  # a checkpoint knows no memory
+    assert kinds(plain.state.opt_state) == {True: {"device"}, False: {"device"}}
+    assert float(plain.train_step(BATCH)["loss"]) == float(trainer.train_step(BATCH)["loss"])
+    assert np.isfinite(float(other.train_step(BATCH)["loss"]))
+    assert kinds(other.state.opt_state) == ON_HOST
+
+
+def test_leaves_that_are_fetched_alone_are_updated_alike(monkeypatch: pytest.MonkeyPatch):
+    """More programs of fewer leaves: XLA may divide by a shared number, or multiply by its reciprocal.
+
+    Three steps of Adam, with updates of size 1e-2 beside weights of size 1: 1e-5 covers their last bits.
+    """
+    plain, expected, _ = trained(None, 3)
+    monkeypatch.setattr(stream_updates, "_WINDOW_BYTES", 1)
+    trainer, losses, _ = trained(HOST, 3)
+    assert kinds(trainer.state.opt_state) == ON_HOST
+    assert len(trainer.compile(BATCH).program.tasks) > len(plain.compile(BATCH).program.tasks) + 4
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    tree_allclose(*(jax.tree.map(np.asarray, t.state.params) for t in (trainer, plain)), rtol=1e-5, atol=1e-6)
+
+
+def test_a_factory_makes_the_state_on_the_host():
+    """A step written for this option also runs on a state that lies on the devices."""
+    trainer = make(HOST, model=lambda rngs: m.Layers(4, rngs=rngs))
+    assert kinds(trainer.state.opt_state) == ON_HOST
+    step = jax.jit(trainer.step_function(BATCH))
+    microbatches = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), BATCH)
+    ordinary = make(None)
+    ordinary_state = jax.tree.map(np.asarray, ordinary.state)
+    state, metrics = step(ordinary_state, microbatches)
+    assert kinds(state.opt_state) == ON_HOST
+    assert float(metrics["loss"]) == pytest.approx(float(ordinary.train_step(BATCH)["loss"]), rel=1e-6)
