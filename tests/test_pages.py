@@ -35,9 +35,12 @@ def test_the_page_about_the_trainer_runs(capsys: pytest.CaptureFixture[str]):
 
 def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
     run_page("memory.md", blocks=5)
-    out = capsys.readouterr().out
-    assert out.startswith("{'pinned_host'}\n")
-    assert "offload" in out
+    kinds, kept, moved, simulated, _, chosen = capsys.readouterr().out.splitlines()
+    assert kinds == "{'pinned_host'}"
+    assert "[0, 0]" in kept
+    assert "[0, 0]" not in moved
+    assert simulated.startswith("3.5 ")
+    assert "offload" in chosen
 
 
 def test_the_page_about_assignments_runs(capsys: pytest.CaptureFixture[str]):

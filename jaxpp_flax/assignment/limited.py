@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 
 from jaxpp_flax.assignment.balancing import Balance, balance, leanest, rank_loads
 from jaxpp_flax.assignment.memory import MemoryModel
+from jaxpp_flax.assignment.policies import AssignmentError
 from jaxpp_flax.assignment.simulated_step import StepTime, both_passes
-from jaxpp_flax.schedules.planning import Choice, Hardware, StageLoad, StepModel, best_mixture
+from jaxpp_flax.messages import amount
+from jaxpp_flax.schedules.planning import Choice, Hardware, StageLoad, StepModel, best_mixture, describe
 
-__all__ = ["LimitedStep", "balance_within"]
+__all__ = ["LimitedStep", "balance_within", "too_large"]
 
 _LESS = 1e-9  # relative: a step that is shorter by less counts as equal
 
@@ -119,3 +121,36 @@ def _is_better(one: Choice, other: Choice) -> bool:
     if one.excess or other.excess:
         return one.excess < other.excess
     return one.prediction.seconds < other.prediction.seconds * (1 - _LESS)
+
+
+def too_large(
+    names: Sequence[str], sizes: Sequence[int], step: LimitedStep, choice: Choice, exact: bool | None
+) -> AssignmentError:
+    """Return the error: it names the rank furthest above its limit, its contents, and possible changes.
+
+    `names` are those of the blocks. `exact` is None if the assignment was given, and False if the search has not tried
+    all assignments.
+    """
+    held, memory = choice.prediction.peak_bytes, step.memory
+    rank = max(range(len(held)), key=lambda r: held[r] - memory.limits[r])
+    ends = list(itertools.accumulate(sizes))
+    stages = ", ".join(
+        f"stage {s}: {_span(names[ends[s] - sizes[s] : ends[s]])}, {describe(choice.residuals.of(s))}"
+        for s in memory.stages_of(rank)
+    )
+    kinds = step.model(sizes).bytes_by_kind(rank, choice.prediction)
+    parts = ", ".join(f"{kind} {amount(n, 'B')}" for kind, n in kinds.items() if n)
+    if exact is None:
+        text = "the assignment does not keep within memory_limit"
+    else:
+        keeps = "keeps" if exact else "was found that keeps"
+        text = f"no assignment of {len(names)} blocks to {len(sizes)} stages {keeps} within memory_limit"
+    return AssignmentError(
+        f"{text}, whatever its stages keep, recompute or offload: in the closest plan found, rank {rank} holds "
+        f"{held[rank]:,.0f} bytes on each device, but may hold {memory.limits[rank]:,.0f} ({stages}; {parts}). Use "
+        "more stages or devices, a schedule with fewer microbatches in flight, smaller microbatches, or a higher limit."
+    )
+
+
+def _span(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"

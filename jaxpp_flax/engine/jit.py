@@ -66,7 +66,8 @@ class MpmdFunction:
       everywhere: with several processes, the results that all of them get: a prefix tree of bools. All processes
         always get scalars, and small results that are not the new value of an argument.
       residuals: what each stage does with the values that its forward keeps for its backward: keep them on the devices
-        (the default), recompute them, or offload them to host memory (`jaxpp_flax.schedules.ResidualPlan`).
+        (the default), recompute them, or offload them to host memory (`jaxpp_flax.schedules.ResidualPlan`). A function
+        gives the plan after `cut_policy` has chosen the cuts.
       fsdp: for parameters that are sharded over an axis that also shards the examples of a microbatch. "microbatch":
         each task gathers what it reads, and reduces its gradients. "step": a stage gathers them once, before its first
         task, and their gradients are reduced and scattered once, after the loop. A number: as "step", with at most so
@@ -119,7 +120,7 @@ class MpmdFunction:
         compiler_options: Mapping[str, Any] | None = None,
         cut_policy: CutPolicy = cut_at_every_mark,
         everywhere: Any = False,
-        residuals: ResidualPlan | None = None,
+        residuals: ResidualPlan | Callable[[], ResidualPlan | None] | None = None,
         fsdp: str | int = "microbatch",
     ) -> None:
         _check_mesh(mpmd_mesh)
@@ -204,8 +205,6 @@ class MpmdFunction:
 
     def _make_plan(self, call: Call, structs: Sequence[jax.ShapeDtypeStruct], layouts: tuple[Layout, ...]) -> Plan:
         refuse_disabled_jit("a pipelined step")
-        if self._residuals is not None and any(stage.offload for stage in self._residuals.stages):
-            check_devices(HOST_MEMORY, self.mpmd_mesh.jax_mesh.devices.flat, "a ResidualPlan that offloads")
         mesh, paths = self.mpmd_mesh, call.paths()
         in_specs = [layout.spec or PartitionSpec() for layout in layouts]
         sizes = dict(mesh.unstack[0].shape)
@@ -225,6 +224,9 @@ class MpmdFunction:
             built = build(
                 graph, mesh.mpmd_dim, self._policy, given_away, specs, sizes, result_ranks, idle, self._residuals, fsdp
             )
+        chosen = built.settings.residual_plan
+        if chosen is not None and any(stage.offload for stage in chosen.stages):
+            check_devices(HOST_MEMORY, self.mpmd_mesh.jax_mesh.devices.flat, "a ResidualPlan that offloads")
         wanted = broadcast_layouts(self._out_specs, traced.out_info, "out_specs", self.mpmd_mesh)
         out_specs = [layout.spec for layout in wanted]
         results = jax.tree_util.tree_leaves_with_path(traced.out_info)

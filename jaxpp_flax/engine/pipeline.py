@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -75,7 +75,7 @@ def build(
     axis_sizes: Mapping[str, int],
     result_ranks: ResultRanks | None = None,
     idle_ranks: frozenset[int] = frozenset({0}),
-    residuals: ResidualPlan | None = None,
+    residuals: ResidualPlan | Callable[[], ResidualPlan | None] | None = None,
     fsdp: FsdpRule | None = None,
 ) -> Built:
     """Run all passes on a traced step; `axis_sizes` are those of a submesh. See `Settings` for the other arguments.
@@ -108,6 +108,7 @@ def build(
     }
     mesh = jax.sharding.get_abstract_mesh()
     x64 = bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+    settings = replace(settings, residuals=settings.residual_plan)  # a function may give another plan to the next step
     return Built(made["liveness"], made["place"], graph, settings, None if mesh.empty else mesh, x64)
 
 

@@ -13,7 +13,7 @@ import jax
 from jaxpp_flax.assignment import AssignmentError, CutPolicy, Plan, even, resolve, segment_names
 from jaxpp_flax.assignment.balancing import balance
 from jaxpp_flax.assignment.block_times import time_blocks
-from jaxpp_flax.assignment.limited import LimitedStep, balance_within
+from jaxpp_flax.assignment.limited import LimitedStep, balance_within, too_large
 from jaxpp_flax.assignment.memory import Held, MemoryModel, live_counts
 from jaxpp_flax.assignment.platform_speed import flops_per_byte, hardware_of
 from jaxpp_flax.assignment.policies import cuts_of
@@ -21,9 +21,9 @@ from jaxpp_flax.assignment.simulated_step import StepTime
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, axes_in
 from jaxpp_flax.engine.blocks import Marks, Work
 from jaxpp_flax.engine.tracing.markers import Mark
-from jaxpp_flax.messages import amount, near_names
+from jaxpp_flax.messages import near_names
 from jaxpp_flax.schedules import Schedule
-from jaxpp_flax.schedules.planning import Choice, Hardware, describe
+from jaxpp_flax.schedules.planning import Choice, Hardware
 from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.trainers.state.train_state import TrainState
 
@@ -133,7 +133,7 @@ class Assigner:
                 limited = self._limited_step(marks, pipeline)
                 found, choice = balance_within(limited, even_sizes)
                 if choice.excess > 0:
-                    raise _too_large(marks, found.sizes, limited, choice, found.exact)
+                    raise too_large(segment_names(marks), found.sizes, limited, choice, found.exact)
             cuts = cuts_of(found.sizes)
             exact = found.exact and (choice is None or choice.residuals.is_kept)
             if len(set(pipeline.ranks)) < num_stages and (even_step := step(even_sizes)):
@@ -219,7 +219,7 @@ class Assigner:
         step = self._limited_step(marks, pipeline)
         choice = step.choose(sizes)
         if choice.excess > 0:
-            raise _too_large(marks, sizes, step, choice, None)
+            raise too_large(segment_names(marks), sizes, step, choice, None)
         return choice
 
     def _limited_step(self, marks: Marks, pipeline: Pipeline) -> LimitedStep:
@@ -250,35 +250,6 @@ def _step_time(pipeline: Pipeline, work: Sequence[Work]) -> StepTime:
         num_microbatches=pipeline.num_microbatches,
         forward=[w.forward for w in work],
         backward=[w.backward for w in work],
-    )
-
-
-def _too_large(
-    marks: Marks, sizes: Sequence[int], step: LimitedStep, choice: Choice, exact: bool | None
-) -> AssignmentError:
-    """Return the error: it names the rank furthest above its limit, its contents, and possible changes.
-
-    `exact` is None if the assignment was given, and False if the search has not tried all assignments.
-    """
-    held, memory = choice.prediction.peak_bytes, step.memory
-    rank = max(range(len(held)), key=lambda r: held[r] - memory.limits[r])
-    names = segment_names(marks)
-    ends = list(itertools.accumulate(sizes))
-    stages = ", ".join(
-        f"stage {s}: {_span(names[ends[s] - sizes[s] : ends[s]])}, {describe(choice.residuals.of(s))}"
-        for s in memory.stages_of(rank)
-    )
-    kinds = step.model(sizes).bytes_by_kind(rank, choice.prediction)
-    parts = ", ".join(f"{kind} {amount(n, 'B')}" for kind, n in kinds.items() if n)
-    if exact is None:
-        text = "the assignment does not keep within memory_limit"
-    else:
-        keeps = "keeps" if exact else "was found that keeps"
-        text = f"no assignment of {len(names)} blocks to {len(sizes)} stages {keeps} within memory_limit"
-    return AssignmentError(
-        f"{text}, whatever its stages keep, recompute or offload: in the closest plan found, rank {rank} holds "
-        f"{held[rank]:,.0f} bytes on each device, but may hold {memory.limits[rank]:,.0f} ({stages}; {parts}). Use "
-        "more stages or devices, a schedule with fewer microbatches in flight, smaller microbatches, or a higher limit."
     )
 
 
@@ -321,10 +292,6 @@ def _sizes(cuts: Sequence[int], marks: Sequence[Mark]) -> tuple[int, ...]:
     """Return the number of blocks in each stage; the part after the last mark counts too."""
     edges = [0, *(cut + 1 for cut in cuts), len(marks) + 1]
     return tuple(b - a for a, b in itertools.pairwise(edges))
-
-
-def _span(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
 def _at_every_mark(run: Callable[[], Any], what: str, instead: str) -> Any:

@@ -121,6 +121,11 @@ def make_core(
         if scheduling.mesh is None:
             raise ValueError(no_pipeline("Memory(residuals=)"))
         memory.residuals.check(scheduling.num_stages)
+        if assignment.memory_limit is not None:
+            raise ValueError(
+                f"both Memory(residuals=) and memory_limit={assignment.memory_limit!r} are given: a limit chooses the "
+                "residuals itself. Leave one of them out."
+            )
     update = Update(
         tx=tx, loss_scale=precision.scale, gradient_dtype=precision.gradient_dtype, ema_decay=parameters.ema_decay,
         skips_nonfinite=skips, kept=kept,

@@ -92,7 +92,7 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass(
         "recompute",
-        lambda step, settings: step.each(lambda loop: recompute(loop, settings.residuals)),
+        lambda step, settings: step.each(lambda loop: recompute(loop, settings.residual_plan)),
         requires="tasks",
         ensures="stages that recompute their residuals keep the inputs of their forward instead",
     ),
@@ -134,7 +134,7 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass(
         "offload",
-        lambda program, settings: offload(program, settings.residuals),
+        lambda program, settings: offload(program, settings.residual_plan),
         requires="each slot written once",
         ensures="the plan's kept values move to the host after their forward, and come back before their backward",
     ),

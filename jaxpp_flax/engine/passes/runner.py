@@ -32,7 +32,8 @@ class Settings:
       result_ranks: with several processes, the results that all of them get.
       fsdp: gathers parameters in tasks of their own; None leaves them to each task that reads them.
       idle_ranks: the ranks of a result that no rank needs, and that each rank can compute by itself.
-      residuals: what each stage does with its residuals; None keeps them on the devices.
+      residuals: what each stage does with its residuals; None keeps them on the devices. A function gives it after the
+        cuts are chosen, which a choice of residuals may depend on.
     """
 
     num_ranks: int
@@ -43,7 +44,12 @@ class Settings:
     result_ranks: ResultRanks | None = None
     fsdp: FsdpRule | None = None
     idle_ranks: frozenset[int] = frozenset({0})
-    residuals: ResidualPlan | None = None
+    residuals: ResidualPlan | Callable[[], ResidualPlan | None] | None = None
+
+    @property
+    def residual_plan(self) -> ResidualPlan | None:
+        """The value of `residuals`, or its result."""
+        return self.residuals() if callable(self.residuals) else self.residuals
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class CompiledSteps:
         residuals: ResidualPlan | None = None,
     ) -> None:
         self._scheduling, self._assigner, self._builders, self._held = scheduling, assigner, builders, held
-        self.state_specs, self._rules, self._fsdp, self._residuals = state_specs, rules, fsdp, residuals
+        self.state_specs, self._rules, self._fsdp, self._given_residuals = state_specs, rules, fsdp, residuals
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
 
     def for_training(self, microbatches: Any) -> Any:
@@ -134,6 +134,12 @@ class CompiledSteps:
         )
         return self._assigner.policy(pipeline, training=kind == "train")
 
+    def _residuals(self) -> ResidualPlan | None:
+        """Return the given residuals, or those that the assigner chose with the cuts of the training step."""
+        if self._given_residuals is not None:
+            return self._given_residuals
+        return self._assigner.residuals_of(self._scheduling.schedule, self._scheduling.num_microbatches)
+
     def _compile(self, function: Callable[..., Any], state: Any, batch: Any, policy: CutPolicy, *, donate: bool) -> Any:
         """Compile `function(state, batch)`. All processes get the function's results other than a new state."""
         specs, mesh = self.state_specs, self._scheduling.mesh
@@ -154,7 +160,7 @@ class CompiledSteps:
             donated=(0,) if donate else (),
             everywhere=(False, True) if donate else True,
             fsdp=self._fsdp if donate else "microbatch",
-            residuals=self._residuals if donate else None,
+            residuals=self._residuals if donate else None,  # inference has no backward
         )
         return self._compile_form(function, (state, batch), policy, form)
 
@@ -191,7 +197,7 @@ class _Form:
     donated: tuple[int, ...]
     everywhere: Any
     fsdp: str | int = "microbatch"
-    residuals: ResidualPlan | None = None
+    residuals: Callable[[], ResidualPlan | None] | None = None
 
 
 def stage_table(
