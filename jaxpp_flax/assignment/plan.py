@@ -14,6 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from jaxpp_flax.assignment.balancing import rank_loads
+from jaxpp_flax.assignment.choice import Choice
 from jaxpp_flax.assignment.policies import AssignmentError, by_name, segment_names
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.messages import amount, listed, near_names
@@ -58,6 +59,7 @@ class Plan:
       step_gain: the share of its time that the simulated step saves over an even assignment, if the search aimed at the
         step (several stages on a rank).
       rank_bytes: the bytes on each rank's devices, if a memory limit was given.
+      choice: the estimates that decided, if even or balanced stages were chosen by them (`assignment="auto"`).
 
     Raises:
       AssignmentError: if a stage is empty, out of range or out of order, a name occurs twice, or a cost is not a
@@ -84,6 +86,7 @@ class Plan:
     exact: bool | None = None
     step_gain: float | None = None
     rank_bytes: tuple[float, ...] | None = None
+    choice: Choice | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
@@ -172,6 +175,11 @@ class Plan:
         if self.ranks is None or len(known) < len(costs):
             return None
         return tuple(rank_loads(known, sizes, self.ranks))
+
+    @property
+    def choice_text(self) -> str | None:
+        """The choice between even and balanced stages as one line; None if there was no choice."""
+        return None if self.choice is None else self.choice.text(self.unit)
 
     def table(self) -> Table:
         """Return a table of blocks with cost, stage and rank; below, the imbalance of the ranks, before and after."""
@@ -335,7 +343,7 @@ def _sum(values: Any) -> float | None:
 
 
 def _caption(plan: Plan) -> str:
-    lines: list[str] = []
+    lines = [] if plan.choice_text is None else [plan.choice_text]
     costs = plan.rank_costs
     if costs is not None and plan.imbalance is not None:
         lines.append(f"ranks: {', '.join(amount(cost, plan.unit) for cost in costs)}")

@@ -11,11 +11,12 @@ from typing import Any, cast
 import jax
 
 from jaxpp_flax.assignment import AssignmentError, CutPolicy, Plan, even, resolve, segment_names
-from jaxpp_flax.assignment.balancing import balance, leanest
+from jaxpp_flax.assignment.balancing import Balance, balance, leanest
 from jaxpp_flax.assignment.block_times import time_blocks
+from jaxpp_flax.assignment.choice import Choice, choose
 from jaxpp_flax.assignment.memory import Held, MemoryModel, live_counts
-from jaxpp_flax.assignment.policies import cuts_of
-from jaxpp_flax.assignment.simulated_step import StepTime
+from jaxpp_flax.assignment.policies import cuts_of, sizes_of
+from jaxpp_flax.assignment.simulated_step import MOST_TASKS, StepTime
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, axes_in
 from jaxpp_flax.engine.blocks import Marks, Work
 from jaxpp_flax.engine.tracing.markers import Mark
@@ -28,6 +29,8 @@ __all__ = ["Assigner", "Pipeline", "check_cost", "check_limit", "kept_bytes"]
 _SOURCES = ("estimated", "flops", "measured")
 # Approximate FLOPs in the time to move one byte: for the estimate, where nothing is measured.
 _FLOPS_PER_BYTE = {"cpu": 4.0, "gpu": 100.0, "cuda": 100.0, "rocm": 100.0, "tpu": 200.0}
+# Of a search that nobody asked for, with several stages on a rank: about a tenth of a second.
+_MOST_TASKS_UNASKED = 60_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +68,10 @@ class Assigner:
 
     def __init__(self, assignment: Any, cost: Any = None, memory_limit: Any = None) -> None:
         self._policy = resolve(assignment)
-        self._balances = isinstance(assignment, str) and assignment == "balanced"
-        self._cost = "estimated" if cost is None and self._balances else cost
+        # How stages are searched: "auto" or "balanced"; None: the policy alone decides.
+        self._search = assignment if isinstance(assignment, str) and assignment in ("auto", "balanced") else None
+        self._cost = "estimated" if cost is None and self._search else cost
+        self._quiet = self._search == "auto" and cost is None  # the table of stages tells the choice
         self._limit = memory_limit
         self._plans: dict[Any, tuple[tuple[int, ...], Plan]] = {}
         self._works: dict[int, tuple[Work, ...]] = {}
@@ -78,9 +83,12 @@ class Assigner:
         return None if found is None else found[1]
 
     def news(self) -> list[Plan]:
-        """Return the plans with costs that were made since the last call, so that each is shown once."""
+        """Return the plans with costs that were made since the last call, so that each is shown once.
+
+        Costs that only served to choose between even and balanced stages are not shown.
+        """
         unseen, self._unseen = self._unseen, []
-        return [plan for plan in unseen if plan.rank_costs is not None]
+        return [plan for plan in unseen if plan.rank_costs is not None and not self._quiet]
 
     def policy(self, pipeline: Pipeline, *, training: bool) -> CutPolicy:
         """Return the policy for a training step; inference uses the cuts of training, once these exist."""
@@ -91,7 +99,7 @@ class Assigner:
                 self._plans[key] = self._make(marks, num_stages, pipeline)
                 self._unseen.append(self._plans[key][1])
             elif self._limit is not None:  # other shapes of a batch
-                self._check_memory(marks, _sizes(self._plans[key][0], marks), pipeline)
+                self._check_memory(marks, sizes_of(self._plans[key][0], marks), pipeline)
             return self._plans[key][0]
 
         def infer(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
@@ -106,27 +114,18 @@ class Assigner:
     # ------------------------------------------------------------------ making a plan
 
     def _make(self, marks: Marks, num_stages: int, pipeline: Pipeline) -> tuple[tuple[int, ...], Plan]:
+        even_sizes = sizes_of(even()(marks, num_stages), marks)  # raises where there are too few marks
         work, source, unit = self._work(marks, pipeline)
-        cuts = () if self._balances else tuple(self._policy(marks, num_stages))
-        even_sizes = _sizes(even()(marks, num_stages), marks)  # raises where there are too few marks
-        exact = step_gain = None
-        if self._balances:
-            memory = self._memory(marks, pipeline) if self._limit is not None else None
-            step = StepTime(
-                schedule=pipeline.schedule,
-                num_microbatches=pipeline.num_microbatches,
-                forward=[w.forward for w in work],
-                backward=[w.backward for w in work],
-            )
-            found = balance([w.total for w in work], pipeline.ranks, memory, [0.0, *marks.sent], even_sizes, step)
-            if found is None:  # only a limit refuses all assignments
-                memory = self._memory(marks, pipeline)
-                sizes = leanest(len(work), num_stages, memory)
-                raise self._too_large(marks, sizes, pipeline, memory, "no assignment")
-            cuts, exact = cuts_of(found.sizes), found.exact
-            if len(set(pipeline.ranks)) < num_stages and (even_step := step(even_sizes)):
+        exact = step_gain = choice = None
+        if self._search is None:
+            cuts = tuple(self._policy(marks, num_stages))
+        else:
+            found, choice, step = self._found(marks, work, even_sizes, pipeline)
+            cuts = cuts_of(even_sizes if found is None else found.sizes)
+            exact = None if found is None else found.exact
+            if found is not None and len(set(pipeline.ranks)) < num_stages and (even_step := step(even_sizes)):
                 step_gain = 1.0 - step(found.sizes) / even_step
-        sizes = _sizes(cuts, marks)
+        sizes = sizes_of(cuts, marks)
         rank_bytes = self._check_memory(marks, sizes, pipeline) if self._limit is not None else None
         plan = Plan.of(
             marks,
@@ -140,8 +139,41 @@ class Assigner:
             exact=exact,
             step_gain=step_gain,
             rank_bytes=rank_bytes,
+            choice=choice,
         )
         return cuts, plan
+
+    def _found(
+        self, marks: Marks, work: Sequence[Work], even_sizes: Sequence[int], pipeline: Pipeline
+    ) -> tuple[Balance | None, Choice | None, StepTime]:
+        """Return balanced stages (None: even ones are better), the choice of "auto", and the time of a step."""
+        memory = self._memory(marks, pipeline) if self._limit is not None else None
+        step = StepTime(
+            schedule=pipeline.schedule,
+            num_microbatches=pipeline.num_microbatches,
+            forward=[w.forward for w in work],
+            backward=[w.backward for w in work],
+            most_tasks=_MOST_TASKS_UNASKED if self._quiet else MOST_TASKS,
+        )
+
+        def search() -> Balance | None:
+            return balance([w.total for w in work], pipeline.ranks, memory, [0.0, *marks.sent], even_sizes, step)
+
+        if self._search == "balanced":
+            found, choice = search(), None
+        else:
+            found, choice = choose(
+                even_sizes,
+                step,
+                search,
+                fits=lambda sizes: memory is None or memory.excess(sizes) <= 0,
+                can_cut=lambda sizes: marks.blocks.can_cut(cuts_of(sizes)),
+            )
+        if found is None and choice is None:  # only a limit refuses all assignments
+            memory = self._memory(marks, pipeline)
+            sizes = leanest(len(work), len(even_sizes), memory)
+            raise self._too_large(marks, sizes, pipeline, memory, "no assignment")
+        return found, choice, step
 
     def _work(self, marks: Marks, pipeline: Pipeline) -> tuple[Any, str, str]:
         """Return the cost of each block, the source of the costs, and their unit."""
@@ -263,12 +295,6 @@ def kept_bytes(state: TrainState, specs: TrainState | None, batch: Any, mesh: Mp
 
 def _shards(spec: Any, sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[name] for name in axes_in(spec or ()))
-
-
-def _sizes(cuts: Sequence[int], marks: Sequence[Mark]) -> tuple[int, ...]:
-    """Return the number of blocks in each stage; the part after the last mark counts too."""
-    edges = [0, *(cut + 1 for cut in cuts), len(marks) + 1]
-    return tuple(b - a for a, b in itertools.pairwise(edges))
 
 
 def _span(names: Sequence[str]) -> str:

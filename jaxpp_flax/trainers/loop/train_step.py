@@ -66,7 +66,8 @@ class TrainStep:
         if scheduling.mesh is not None:
             title = f"{scheduling.num_stages} stages on {scheduling.mesh.mpmd_dim} ranks, {scheduling.schedule!r}"
             memory = {of.rank: of.argument_bytes + of.peak_bytes for of in compiled.memory_analysis()}
-            display.message(stage_table(compiled.stages, memory, title))
+            plan = self.assigner.plan_of(scheduling.schedule, scheduling.num_microbatches)
+            display.message(stage_table(compiled.stages, memory, title, plan and plan.choice_text))
             for plan in self.assigner.news():
                 display.message(plan.table())
         return compiled

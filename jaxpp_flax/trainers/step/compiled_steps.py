@@ -130,12 +130,14 @@ class CompiledSteps:
             return step.compile(state, batch)
 
 
-def stage_table(stages: Sequence[StageSummary], memory: Mapping[int, int], title: str) -> Table:
+def stage_table(
+    stages: Sequence[StageSummary], memory: Mapping[int, int], title: str, caption: str | None = None
+) -> Table:
     """Make the table that is printed before the first step.
 
     It has the FLOPs and the sent bytes of one microbatch, and `memory`, the maximum bytes of each rank.
     """
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     for column, side in (("stage", "right"), ("rank", "right"), ("blocks", "left"), ("parameters", "right")):
         table.add_column(column, justify=side)  # type: ignore[arg-type]
     for column in ("size", "FLOPs", "sent", "memory", "devices"):
