@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -184,6 +185,36 @@ def test_distinct_tasks_compile_side_by_side(kind: AxisType | None, monkeypatch:
     assert compiled.num_compilations == compiled.num_lowerings == len(begun)
     # float32, and sums over two devices in another order
     tree_allclose(pipelined(params, batch), jax.jit(step)(params, batch), rtol=1e-5, atol=1e-6)
+
+
+def test_a_leaf_of_the_state_takes_few_calls_of_python():
+    """Beside the tasks, a step looks at each array of its state: two or three hundred in an optimizer's state."""
+
+    def step(state: Any, batch: Any) -> Any:
+        params, more = state
+        losses, grads = treduce(lambda mb: jax.value_and_grad(chain_loss)(params, mb), batch, Std1F1B(2))
+        return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), [x + 1 for x in more]), losses
+
+    def calls(num_leaves: int) -> int:
+        pipelined = mpmd_jit_with_loop(step, mesh_of(2))
+        state, batch = (chain(2), [jnp.ones(2)] * num_leaves), batch_of(2)
+        for _ in range(3):  # the third has seen the second one's results
+            state, _losses = pipelined(state, batch)
+        count = 0
+
+        def counting(frame: Any, event: str, argument: Any) -> None:
+            nonlocal count
+            count += event == "call"
+
+        sys.setprofile(counting)
+        try:
+            pipelined(state, batch)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    # It is placed (a call, its sharding, a comparison), and made anew as a result (two calls); two to spare.
+    assert calls(50) - calls(10) <= 40 * 7
 
 
 class Counting:
