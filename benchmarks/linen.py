@@ -5,7 +5,8 @@ python benchmarks/linen.py --width 64 --microbatches 8 --repeats 3 # time to fir
 python benchmarks/linen.py --stages 8 --blocks 16
 python benchmarks/linen.py --cache /tmp/jax_cache                  # twice: the second start
 
-A stage of two blocks has about 36 arrays of parameters; a backward task also takes their accumulators and residuals. Interleaved schedules have two stages on a rank.
+A stage of two blocks has about 36 arrays of parameters; a backward task also takes their accumulators and residuals.
+Interleaved schedules have two stages on a rank.
 """
 
 from __future__ import annotations
