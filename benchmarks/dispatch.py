@@ -6,9 +6,12 @@ python benchmarks/dispatch.py --microbatches 128 --stages 8
 
 from __future__ import annotations
 
+from typing import Any
+
 from workload import (
     Contestant,
     batch,
+    block,
     jaxpp,
     ours,
     parameters,
@@ -17,9 +20,34 @@ from workload import (
     prepare,
     race,
     report,
+    stage_of,
     tasks_in,
     train_step,
 )
+
+
+def pieces(arguments: Any) -> Any:
+    """The workload's model and SGD for a loop by hand."""
+    import jax
+    from by_hand import Pieces
+
+    def forward(stage: int, params: Any, x: Any) -> Any:
+        for p in params:
+            x = block(p, x)
+        return x
+
+    def split(params: Any) -> list[Any]:
+        stages = [stage_of(i, len(params), arguments.stages) for i in range(len(params))]
+        return [[p for p, of in zip(params, stages, strict=True) if of == s] for s in range(arguments.stages)]
+
+    return Pieces(
+        split=split,
+        merge=lambda parts: [p for part in parts for p in part],
+        params_of=lambda part: part,
+        forward=forward,
+        loss=lambda y, x: (y * y).mean(),
+        update=lambda part, grads: jax.tree.map(lambda p, g: p - 0.01 * g / arguments.microbatches, part, grads),
+    )
 
 
 def main() -> None:
@@ -36,7 +64,9 @@ def main() -> None:
     contestants = {
         "plain jax.jit, one device": Contestant(jax.jit(train_step(stages, schedule), donate_argnums=0), params, data),
         "jaxpp_flax": Contestant(pipelined("Std1F1B", stages, stages, ours()), params, data),
-        "a loop written by hand": Contestant(hand_written_step(arguments, schedule), params, data),
+        "a loop written by hand": Contestant(
+            hand_written_step(pieces(arguments), schedule, arguments.microbatches), params, data
+        ),
     }
     if (peer := jaxpp()) is not None:
         contestants["JaxPP"] = Contestant(pipelined("Std1F1B", stages, stages, peer), params, data)

@@ -4,6 +4,7 @@ from jaxpp_flax.assignment.plan import Plan, PlannedBlock
 from jaxpp_flax.assignment.policies import (
     AssignmentError,
     CutPolicy,
+    auto,
     balanced,
     block_names,
     by_name,
@@ -18,6 +19,7 @@ __all__ = [
     "CutPolicy",
     "Plan",
     "PlannedBlock",
+    "auto",
     "balanced",
     "block_names",
     "by_name",

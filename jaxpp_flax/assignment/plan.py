@@ -15,6 +15,7 @@ from rich.table import Table
 
 from jaxpp_flax.assignment.balancing import rank_loads
 from jaxpp_flax.assignment.policies import AssignmentError, by_name, segment_names
+from jaxpp_flax.assignment.stages_choice import StagesChoice
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.messages import amount, listed, near_names
 from jaxpp_flax.schedules import ScheduleError
@@ -62,6 +63,7 @@ class Plan:
         step (several stages on a rank).
       residuals: what each stage does with the values that its forward keeps for its backward; None: it keeps them.
       choice: if a memory limit was given, the search for `residuals`, with the predicted bytes and seconds.
+      stages_choice: the estimates that decided, if even or balanced stages were chosen by them (`assignment="auto"`).
 
     Raises:
       AssignmentError: if a stage is empty, out of range or out of order, a name occurs twice, or a cost is not a
@@ -89,6 +91,7 @@ class Plan:
     step_gain: float | None = None
     residuals: ResidualPlan | None = None
     choice: Choice | None = None
+    stages_choice: StagesChoice | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
@@ -182,6 +185,12 @@ class Plan:
         if self.ranks is None or len(known) < len(costs):
             return None
         return tuple(rank_loads(known, sizes, self.ranks))
+
+    @property
+    def choice_text(self) -> str:
+        """The choices of stages and of residuals, a line each; "" if nothing was to be chosen."""
+        stages = "" if self.stages_choice is None else self.stages_choice.text(self.unit)
+        return "\n".join(filter(None, (stages, "" if self.choice is None else why_chosen(self.choice))))
 
     def table(self) -> Table:
         """Return a table of blocks with cost, stage and rank; below, the imbalance of the ranks, before and after."""
@@ -370,7 +379,7 @@ def _sum(values: Any) -> float | None:
 
 
 def _caption(plan: Plan) -> str:
-    lines: list[str] = []
+    lines = [] if plan.stages_choice is None else [plan.stages_choice.text(plan.unit)]
     costs = plan.rank_costs
     if costs is not None and plan.imbalance is not None:
         lines.append(f"ranks: {', '.join(amount(cost, plan.unit) for cost in costs)}")

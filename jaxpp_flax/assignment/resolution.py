@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias, cast
 
 from jaxpp_flax.assignment.plan import Plan
-from jaxpp_flax.assignment.policies import AssignmentError, CutPolicy, balanced, by_name, even, sizes
+from jaxpp_flax.assignment.policies import AssignmentError, CutPolicy, auto, balanced, by_name, even, sizes
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.messages import near_names
 
@@ -17,9 +17,11 @@ __all__ = ["AssignmentLike", "resolve"]
 AssignmentLike: TypeAlias = str | os.PathLike[str] | Mapping[str, int] | Sequence[int] | Plan | CutPolicy
 """The type of `assignment=`: see `resolve`."""
 
+_NAMED = {"auto": auto, "even": even, "balanced": balanced}
+
 
 def resolve(assignment: AssignmentLike) -> CutPolicy:
-    """Return the policy for `"even"`, `"balanced"`, sizes, a mapping from names, a plan, its file, or a policy.
+    """Return the policy for `"auto"`, `"even"`, `"balanced"`, sizes, names, a plan, its file, or a policy.
 
     Raises:
       AssignmentError: if `assignment` is an unknown string.
@@ -31,13 +33,11 @@ def resolve(assignment: AssignmentLike) -> CutPolicy:
       ((1,), (0,), (2,))
     """
     if isinstance(assignment, str):
-        if assignment == "even":
-            return even()
-        if assignment == "balanced":
-            return balanced()
+        if assignment in _NAMED:
+            return _NAMED[assignment]()
         if not assignment.endswith(".json"):
             raise AssignmentError(
-                f"unknown assignment {assignment!r}.{near_names(assignment, ['even', 'balanced'])} Use 'even', "
+                f"unknown assignment {assignment!r}.{near_names(assignment, list(_NAMED))} Use 'auto', 'even', "
                 "'balanced', a list of sizes such as [3, 2, 3], a mapping from names of blocks to stages, a plan or "
                 "its .json file, or a callable (marks, num_stages) -> indices of the marks that cut."
             )
@@ -52,9 +52,9 @@ def resolve(assignment: AssignmentLike) -> CutPolicy:
     if callable(assignment):
         return _checked(cast(CutPolicy, assignment))
     raise TypeError(
-        f"assignment is {assignment!r} ({type(assignment).__name__}); it must be 'even', 'balanced', a list of sizes, "
-        "a mapping from names of blocks to stages, a plan or its .json file, or a callable (marks, num_stages) -> "
-        "indices of the marks that cut."
+        f"assignment is {assignment!r} ({type(assignment).__name__}); it must be 'auto', 'even', 'balanced', a list of "
+        "sizes, a mapping from names of blocks to stages, a plan or its .json file, or a callable (marks, num_stages) "
+        "-> indices of the marks that cut."
     )
 
 

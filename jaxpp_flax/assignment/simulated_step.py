@@ -9,9 +9,11 @@ from functools import cached_property
 
 from jaxpp_flax.schedules import Costs, Schedule, summarize
 
-__all__ = ["StepTime", "both_passes"]
+__all__ = ["MOST_TASKS", "StepTime", "both_passes"]
 
-_MOST_TASKS = 300_000  # the number of tasks that all tries simulate together: about half a second
+MOST_TASKS = 300_000
+"""The number of tasks that all tries of a search simulate together, if a user asks for it: about half a second."""
+
 _FORWARD_SHARE = 1 / 3  # of a block with one cost for both passes: backward has two contractions for each one forward
 
 
@@ -24,24 +26,37 @@ class StepTime:
       num_microbatches: the number of microbatches of a step.
       forward: the forward cost of each block.
       backward: the backward cost of each block; if all are 0, `forward` is the cost of both passes together.
+      most_tasks: the number of tasks that all tries of a search simulate together.
 
     Example:
       >>> from jaxpp_flax.schedules import Std1F1B
       >>> step = StepTime(schedule=Std1F1B(2), num_microbatches=4, forward=[1, 1, 1], backward=[2, 2, 2])
       >>> step([2, 1]), step([1, 2])
       (25.0, 27.0)
+      >>> step.with_equal_stages()
+      22.5
     """
 
     schedule: Schedule
     num_microbatches: int
     forward: Sequence[float]
     backward: Sequence[float]
+    most_tasks: int = MOST_TASKS
 
     def __call__(self, sizes: Sequence[int]) -> float:
         forward, backward = (
             [after[end] - after[end - size] for size, end in zip(sizes, itertools.accumulate(sizes), strict=True)]
             for after in self._running
         )
+        return self._makespan(forward, backward)
+
+    def with_equal_stages(self) -> float:
+        """Return the makespan of a step with the same work in stages of equal cost, as if blocks could be divided."""
+        stages = self.schedule.num_stages
+        forward, backward = ([after[-1] / stages] * stages for after in self._running)
+        return self._makespan(forward, backward)
+
+    def _makespan(self, forward: Sequence[float], backward: Sequence[float]) -> float:
         half = [cost / 2 for cost in backward]  # a split backward has one contraction in each part
         costs = Costs(forward=forward, backward_input=half, backward_weight=half)
         return summarize(self.schedule, costs, num_microbatches=self.num_microbatches).makespan
@@ -49,7 +64,7 @@ class StepTime:
     @property
     def tries(self) -> int:
         """The number of assignments that can be tried in reasonable time."""
-        return _MOST_TASKS // (2 * self.schedule.num_stages * self.num_microbatches)
+        return self.most_tasks // (2 * self.schedule.num_stages * self.num_microbatches)
 
     @cached_property
     def _running(self) -> tuple[list[float], list[float]]:

@@ -73,6 +73,7 @@ class Binding:
         self._signature, self._num_slots, self._distributed = signature, program.num_slots, distributed
         self._results = tuple(results)
         self.calls = 0
+        self._alike: list[Any] = [None] * program.num_slots  # by slot: the latest sharding that lies as its target does
         count = len(constants)
         # A later step may take a result of this one as an argument, and donate it.
         returned = {slot for result in program.results if isinstance(result, dict) for slot in result.values()}
@@ -148,12 +149,21 @@ class Binding:
         for target in argument.targets:
             rank, sharding = target.rank, target.sharding
             part = parts.get(rank)
-            if part is None or (part.sharding is not sharding and not lies_alike(part.sharding, sharding)):
+            if part is None or not self._lies_alike(part.sharding, target):
                 part = leaf._value if part is None else part  # pyright: ignore[reportPrivateUsage]
                 part = place(part, sharding, may_alias=may_alias)
             elif part.is_deleted():
                 raise RuntimeError(leaf._deleted_message(rank))  # pyright: ignore[reportPrivateUsage]
             environment[target.slot] = part
+
+    def _lies_alike(self, sharding: Any, target: _Target) -> bool:
+        """Compare a part's sharding with its target; an executable's results have the same object in every step."""
+        if sharding is self._alike[target.slot]:
+            return True
+        if not lies_alike(sharding, target.sharding):
+            return False
+        self._alike[target.slot] = sharding
+        return True
 
     def in_several_processes(self, leaves: Iterable[Any]) -> dict[str, Any]:
         """Return, by name, the arguments that every process passes itself and that several processes read."""

@@ -15,6 +15,7 @@ from typing import Any, overload
 from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.passes.fsdp.rule import Gather
+from jaxpp_flax.engine.passes.loop.carries import CarryError
 from jaxpp_flax.engine.passes.loop.label import label
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.loop.partition import partition
@@ -113,6 +114,14 @@ class Blocks:
         """
         labels = label(self.body, range(len(self.body.marks)))
         return partition(labels, fuse_last=False, split_backward=self.split_backward)
+
+    def can_cut(self, cuts: Sequence[int]) -> bool:
+        """Return whether the body can be cut at these marks; it cannot where a carry is used by two stages."""
+        try:
+            partition(label(self.body, cuts), fuse_last=False, split_backward=self.split_backward)
+        except CarryError:
+            return False
+        return True
 
     def spec_of(self, value: Value) -> PartitionSpec:
         """Return the partition of a constant or carry leaf inside a rank."""

@@ -117,6 +117,11 @@ class Compiled:
         sharding = self._result_sharding(position)
         local = [rank for rank in sharding.ranks if self.mpmd_mesh.is_local(rank)]
 
+        make = self._front.array_type._from_parts  # pyright: ignore[reportPrivateUsage]
+        if isinstance(result, dict) and len(local) == 1:  # the usual case, with few calls of Python
+            rank, slot = local[0], result[local[0]]
+            return lambda environment: make(sharding, {rank: environment[slot]}, aval)
+
         def parts(environment: list[Any]) -> dict[int, jax.Array]:
             if isinstance(result, dict):
                 return {rank: environment[result[rank]] for rank in local}
@@ -125,7 +130,6 @@ class Compiled:
                 value = value.item()
             return {rank: place(value, sharding.local_sharding(rank)) for rank in local}
 
-        make = self._front.array_type._from_parts  # pyright: ignore[reportPrivateUsage]
         return lambda environment: make(sharding, parts(environment), aval)
 
     @property

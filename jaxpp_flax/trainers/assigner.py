@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,13 +10,14 @@ from typing import Any, cast
 import jax
 
 from jaxpp_flax.assignment import AssignmentError, CutPolicy, Plan, even, resolve, segment_names
-from jaxpp_flax.assignment.balancing import balance
+from jaxpp_flax.assignment.balancing import Balance, balance
 from jaxpp_flax.assignment.block_times import time_blocks
 from jaxpp_flax.assignment.limited import LimitedStep, balance_within, too_large
 from jaxpp_flax.assignment.memory import Held, MemoryModel, live_counts
 from jaxpp_flax.assignment.platform_speed import flops_per_byte, hardware_of
-from jaxpp_flax.assignment.policies import cuts_of
-from jaxpp_flax.assignment.simulated_step import StepTime
+from jaxpp_flax.assignment.policies import cuts_of, sizes_of
+from jaxpp_flax.assignment.simulated_step import MOST_TASKS, StepTime
+from jaxpp_flax.assignment.stages_choice import StagesChoice, choose
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, axes_in
 from jaxpp_flax.engine.blocks import Marks, Work
 from jaxpp_flax.engine.tracing.markers import Mark
@@ -30,6 +30,8 @@ from jaxpp_flax.trainers.state.train_state import TrainState
 __all__ = ["Assigner", "Pipeline", "check_cost", "check_limit", "kept_bytes"]
 
 _SOURCES = ("estimated", "flops", "measured")
+# Of a search that nobody asked for, with several stages on a rank: about a tenth of a second.
+_MOST_TASKS_UNASKED = 60_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +71,10 @@ class Assigner:
         self, assignment: Any, cost: Any = None, memory_limit: Any = None, hardware: Hardware | None = None
     ) -> None:
         self._policy = resolve(assignment)
-        self._balances = isinstance(assignment, str) and assignment == "balanced"
-        self._cost = "estimated" if cost is None and self._balances else cost
+        # How stages are searched: "auto" or "balanced"; None: the policy alone decides.
+        self._search = assignment if isinstance(assignment, str) and assignment in ("auto", "balanced") else None
+        self._cost = "estimated" if cost is None and self._search else cost
+        self._quiet = self._search == "auto" and cost is None  # the table of stages tells the choice
         self._limit, self._hardware = memory_limit, hardware
         self._plans: dict[Any, tuple[tuple[int, ...], Plan]] = {}
         self._works: dict[int, tuple[Work, ...]] = {}
@@ -87,9 +91,12 @@ class Assigner:
         return None if plan is None or plan.residuals is None or plan.residuals.is_kept else plan.residuals
 
     def news(self) -> list[Plan]:
-        """Return the plans with costs that were made since the last call, so that each is shown once."""
+        """Return the plans with costs that were made since the last call, so that each is shown once.
+
+        Costs that only served to choose between even and balanced stages are not shown.
+        """
         unseen, self._unseen = self._unseen, []
-        return [plan for plan in unseen if plan.rank_costs is not None]
+        return [plan for plan in unseen if plan.rank_costs is not None and not self._quiet]
 
     def policy(self, pipeline: Pipeline, *, training: bool) -> CutPolicy:
         """Return the policy for a training step; inference uses the cuts of training, once these exist."""
@@ -101,7 +108,7 @@ class Assigner:
                 self._unseen.append(self._plans[key][1])
             elif self._limit is not None:  # other shapes of a batch: the blocks stay where they are
                 cuts, plan = self._plans[key]
-                choice = self._choose(marks, _sizes(cuts, marks), pipeline)
+                choice = self._choose(marks, sizes_of(cuts, marks), pipeline)
                 self._plans[key] = cuts, replace(plan, choice=choice, residuals=choice.residuals)
             return self._plans[key][0]
 
@@ -117,26 +124,18 @@ class Assigner:
     # ------------------------------------------------------------------ making a plan
 
     def _make(self, marks: Marks, num_stages: int, pipeline: Pipeline) -> tuple[tuple[int, ...], Plan]:
+        even_sizes = sizes_of(even()(marks, num_stages), marks)  # raises where there are too few marks
         work, source, unit = self._work(marks, pipeline)
-        even_sizes = _sizes(even()(marks, num_stages), marks)  # raises where there are too few marks
-        exact = step_gain = choice = None
-        if not self._balances:
+        exact = step_gain = stages_choice = choice = None
+        if self._search is None:
             cuts = tuple(self._policy(marks, num_stages))
-            choice = self._choose(marks, _sizes(cuts, marks), pipeline) if self._limit is not None else None
+            choice = self._choose(marks, sizes_of(cuts, marks), pipeline) if self._limit is not None else None
         else:
-            step = _step_time(pipeline, work)
-            if self._limit is None:
-                # Without a limit, there always is an assignment.
-                costs = [w.total for w in work]
-                found = cast(Any, balance(costs, pipeline.ranks, None, [0.0, *marks.sent], even_sizes, step))
-            else:
-                limited = self._limited_step(marks, pipeline)
-                found, choice = balance_within(limited, even_sizes)
-                if choice.excess > 0:
-                    raise too_large(segment_names(marks), found.sizes, limited, choice, found.exact)
-            cuts = cuts_of(found.sizes)
-            exact = found.exact and (choice is None or choice.residuals.is_kept)
-            if len(set(pipeline.ranks)) < num_stages and (even_step := step(even_sizes)):
+            step = _step_time(pipeline, work, _MOST_TASKS_UNASKED if self._quiet else MOST_TASKS)
+            found, stages_choice, choice = self._found(marks, step, even_sizes, pipeline)
+            cuts = cuts_of(even_sizes if found is None else found.sizes)
+            exact = None if found is None else found.exact and (choice is None or choice.residuals.is_kept)
+            if found is not None and len(set(pipeline.ranks)) < num_stages and (even_step := step(even_sizes)):
                 step_gain = 1.0 - step(found.sizes) / even_step
         given = self._policy.residuals if isinstance(self._policy, Plan) else None
         plan = Plan.of(
@@ -151,9 +150,40 @@ class Assigner:
             exact=exact,
             step_gain=step_gain,
             choice=choice,
+            stages_choice=stages_choice,
             residuals=given if choice is None else choice.residuals,
         )
         return cuts, plan
+
+    def _found(
+        self, marks: Marks, step: StepTime, even_sizes: Sequence[int], pipeline: Pipeline
+    ) -> tuple[Balance | None, StagesChoice | None, Choice | None]:
+        """Return balanced stages (None: even ones are better), the choice of "auto", and that of residuals."""
+        limited = None if self._limit is None else self._limited_step(marks, pipeline)
+        choices: dict[tuple[int, ...], Choice] = {}
+
+        def search() -> Balance:
+            if limited is None:  # without a limit, there always is an assignment
+                costs = [f + b for f, b in zip(step.forward, step.backward, strict=True)]
+                return cast(Balance, balance(costs, pipeline.ranks, None, [0.0, *marks.sent], even_sizes, step))
+            found, choice = balance_within(limited, even_sizes)
+            if choice.excess > 0:
+                raise too_large(segment_names(marks), found.sizes, limited, choice, found.exact)
+            choices[tuple(found.sizes)] = choice
+            return found
+
+        def fits(sizes: Sequence[int]) -> bool:
+            if limited is None:
+                return True
+            choice = choices[tuple(sizes)] = limited.choose(sizes)
+            return choice.excess <= 0 and choice.residuals.is_kept
+
+        if self._search == "balanced":
+            found, stages_choice = search(), None
+        else:
+            can_cut = lambda sizes: marks.blocks.can_cut(cuts_of(sizes))  # noqa: E731
+            found, stages_choice = choose(even_sizes, step, search, fits=fits, can_cut=can_cut)
+        return found, stages_choice, choices.get(tuple(even_sizes if found is None else found.sizes))
 
     def _work(self, marks: Marks, pipeline: Pipeline) -> tuple[Any, str, str]:
         """Return the cost of each block, the source of the costs, and their unit."""
@@ -244,12 +274,13 @@ def _estimated(marks: Marks, pipeline: Pipeline) -> tuple[Work, ...]:
     return marks.work(flops_per_byte(pipeline.mesh.rank_devices(0)[0].platform))
 
 
-def _step_time(pipeline: Pipeline, work: Sequence[Work]) -> StepTime:
+def _step_time(pipeline: Pipeline, work: Sequence[Work], most_tasks: int = MOST_TASKS) -> StepTime:
     return StepTime(
         schedule=pipeline.schedule,
         num_microbatches=pipeline.num_microbatches,
         forward=[w.forward for w in work],
         backward=[w.backward for w in work],
+        most_tasks=most_tasks,
     )
 
 
@@ -286,12 +317,6 @@ def kept_bytes(
 
 def _shards(spec: Any, sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[name] for name in axes_in(spec or ()))
-
-
-def _sizes(cuts: Sequence[int], marks: Sequence[Mark]) -> tuple[int, ...]:
-    """Return the number of blocks in each stage; the part after the last mark counts too."""
-    edges = [0, *(cut + 1 for cut in cuts), len(marks) + 1]
-    return tuple(b - a for a, b in itertools.pairwise(edges))
 
 
 def _at_every_mark(run: Callable[[], Any], what: str, instead: str) -> Any:

@@ -169,14 +169,14 @@ class Assignment:
     A value of `how` alone, such as `assignment="even"`, means `Assignment("even")`. See `docs/assignment.md`.
 
     Args:
-      how: "even", "balanced", sizes such as `[3, 2, 3]`, a mapping of names (globs) to stages, a `Plan` or its JSON
-        file, or a policy.
+      how: "auto", "even", "balanced", sizes such as `[3, 2, 3]`, a mapping of names (globs) to stages, a `Plan` or its
+        JSON file, or a policy.
       cost: the costs of the blocks, for "balanced" and for the table of the assignment: "estimated" from operations and
         bytes, "flops", "measured" (each block compiled alone and timed), numbers, or a mapping from names to numbers.
-        None: "estimated" with "balanced", else no costs.
+        None: "estimated" with "auto" and "balanced", else no costs.
       memory_limit: bytes that each device may hold (one number, or one for each rank): parameters, gradients,
-        optimizer state, and activations in flight. Stages recompute or offload what does not fit; "balanced" also
-        moves blocks. What fits in no way is refused.
+        optimizer state, and activations in flight. Stages recompute or offload what does not fit; "auto" and
+        "balanced" also move blocks. What fits in no way is refused.
       hardware: the speeds that `memory_limit` weighs; None: rough ones of the platform.
 
     Raises:
@@ -187,7 +187,7 @@ class Assignment:
       16000000000.0
     """
 
-    how: AssignmentLike = "even"
+    how: AssignmentLike = "auto"
     _: KW_ONLY
     cost: str | Sequence[float] | Mapping[str, float] | None = None
     memory_limit: float | Sequence[float] | None = None

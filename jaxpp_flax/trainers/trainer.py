@@ -85,8 +85,9 @@ class PipelineTrainer:
         first steps and continues with the best schedule that a search finds.
       mesh: a `jax.sharding.Mesh` with an axis "stage", or an `MpmdMesh`. None: a mesh over `jax.devices()`. A mapping
         such as `{"data": 2}` adds axes to that mesh. `MeshOptions` has more: groups of devices, sharding rules.
-      assignment: which blocks form a stage: "even", "balanced", sizes such as `[3, 2, 3]`, a mapping of names (globs)
-        to stages, a `Plan` or its JSON file, or a policy. `Assignment` and `Balanced` add costs and a memory limit.
+      assignment: which blocks form a stage: "auto" (even or balanced, by the estimated step), "even", "balanced",
+        sizes such as `[3, 2, 3]`, a mapping of names (globs) to stages, a `Plan` or its JSON file, or a policy.
+        `Assignment` and `Balanced` add costs and a memory limit.
       variables: for a Linen model: all collections that `init` returned; or a function of `jax.random.key(seed)` that
         makes them, each leaf on its ranks: `lambda key: model.init(key, x)`.
       parameters: `Parameters(wrt=, frozen=, ema_decay=)`: the parameters to train, and their moving average.
@@ -138,7 +139,7 @@ class PipelineTrainer:
         num_microbatches: int,
         schedule: str | Schedule | AutoSchedule = "1f1b",
         mesh: Mesh | MpmdMesh | Mapping[str, int] | MeshOptions | None = None,
-        assignment: AssignmentLike | Assignment = "even",
+        assignment: AssignmentLike | Assignment = "auto",
         variables: Mapping[str, Any] | Callable[..., Mapping[str, Any]] | None = None,
         parameters: Parameters | None = None,
         remat: Literal["full"] | Callable[..., bool] | None = None,

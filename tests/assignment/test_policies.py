@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jaxpp_flax.assignment import (
     AssignmentError,
     Plan,
+    auto,
     balanced,
     block_names,
     by_name,
@@ -26,6 +27,7 @@ from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import Mark, mark_stage_end
+from jaxpp_flax.engine.tracing.treduce import Add
 
 
 def blocks(count):
@@ -119,10 +121,10 @@ def test_by_name_refuses(mapping, num_stages, text):
 
 
 def test_resolve():
-    assert resolve("even")(blocks(4), 2) == (1,)
+    assert resolve("even")(blocks(4), 2) == resolve("auto")(blocks(4), 2) == (1,)
     assert resolve((1, 3))(blocks(4), 2) == (0,)
     assert resolve(lambda marks, num_stages: (2,))(blocks(4), 2) == (2,)
-    with pytest.raises(AssignmentError, match=r"unknown assignment 'evn'\. Did you mean 'even'\? Use 'even'"):
+    with pytest.raises(AssignmentError, match=r"unknown assignment 'evn'\. Did you mean 'even'\? Use 'auto', 'even'"):
         resolve("evn")
     with pytest.raises(TypeError, match=r"assignment is 3 \(int\)"):
         resolve(3)
@@ -186,27 +188,37 @@ def test_costs_of_another_number_of_blocks_are_refused() -> None:
         balanced()(marks, 2)
 
 
-def test_the_engine_counts_contractions_and_the_head() -> None:
+def marks_before(head_width: int) -> Marks:
+    """The marks of three blocks, with a head after them."""
+
     def loss(ws: list[jax.Array], head: jax.Array, x: jax.Array) -> jax.Array:
         for i, w in enumerate(ws):
             x = mark_stage_end(jnp.tanh(x @ w), f"b{i}", closes_block=True)
         return jnp.sum(x @ head)
 
     shapes = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 3
-    head, x = jax.ShapeDtypeStruct((8, 800), jnp.float32), jax.ShapeDtypeStruct((4, 8), jnp.float32)
-    jaxpr = jax.make_jaxpr(lambda index, ws, head, x: jax.value_and_grad(loss, (0, 1))(ws, head, x))(
-        jnp.int32(0), shapes, head, x
+    head, x = jax.ShapeDtypeStruct((8, head_width), jnp.float32), jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    jaxpr = jax.make_jaxpr(lambda ws, head, x, index: jax.value_and_grad(loss, (0, 1))(ws, head, x))(
+        shapes, head, x, jnp.int32(0)
     )
     body = inline(from_jaxpr(jaxpr)[0])
-    # What the loss reads counts as a carry here, and nothing comes back from it.
-    carries = len(body.inputs) - 1
-    marks = Marks(Blocks(LoopBody.of(body, num_consts=0, num_carry=carries, operations=(), length=1), False))
+    operations = (Add,) * len(body.outputs)
+    whole = LoopBody.of(body, num_consts=len(body.inputs) - 1, num_carry=0, operations=operations, length=1)
+    return Marks(Blocks(whole, False))
+
+
+def test_the_engine_counts_contractions_and_the_head() -> None:
+    marks = marks_before(800)
     *blocks, after = [work.total for work in marks.work()]
     # Three contractions of the head (forward, and two backward) against two or three of each block.
     assert after > 3 * 2 * 4 * 8 * 800
     assert 2 * 2 * 4 * 8 * 8 < blocks[1] < 0.1 * after
     assert marks.work()[1].forward < marks.work()[1].backward
     assert balanced()(marks, 2) == (2,)  # the head alone: the last mark cuts
+    assert auto()(marks, 2) == even()(marks, 2) == (1,)  # a block costs less than a twentieth of the head
+    assert auto()(marks, 1) == ()
+    smaller = marks_before(60)
+    assert auto()(smaller, 2) == balanced()(smaller, 2) == (2,)
     assert marks.sent == (4 * 8 * 4,) * 3
     # With bytes that count, the whole costs more, and of the blocks' elementwise work more than of their contractions.
     assert all(slow.total > fast.total for slow, fast in zip(marks.work(8.0), marks.work(), strict=True))

@@ -44,6 +44,16 @@ def test_a_peer_that_can_be_imported_takes_part(command: str, tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_a_linen_model_starts_and_trains_under_every_schedule(tmp_path: Path):
+    plain, hand, *rows = rows_of("linen", tmp_path, "--repeats", "1", "--vocabulary", "16")
+    assert [row["contestant"] for row in rows] == ["1F1B", "GPipe", "zero-bubble", "interleaved"]
+    assert (plain["over plain"], hand["over by hand"]) == (1.0, 1.0)
+    # Two blocks of 16 arrays, and what enters a stage: activations, or residuals and cotangents, and accumulators.
+    assert all(row["arrays of a task"] > 16 for row in rows)
+    assert all(row["compilations"] <= row["executables"] for row in rows)
+
+
+@pytest.mark.slow
 def test_memory_finds_what_is_predicted(tmp_path: Path):
     rows = rows_of("memory", tmp_path)
     assert [row["schedule"] for row in rows] == ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]

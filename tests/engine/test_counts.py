@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,17 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jaxpp_flax._compat_executables import Original
-from jaxpp_flax.engine.arrays.mesh import canonical
+from jaxpp_flax._compat_executables import Original, compile_original
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh, canonical
 from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.program.program import Run
 from jaxpp_flax.engine.runtime import executables as compile_module
+from jaxpp_flax.engine.runtime import held_values, task_compiler
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import Schedule, Std1F1B
 from tests.engine.toys import chain, chain_loss, mesh_of
-from tests.helpers import batch_of, cache_on_disk
+from tests.helpers import batch_of, cache_on_disk, tree_allclose
 
 pytestmark = pytest.mark.full_compilation
 
@@ -132,7 +137,8 @@ def test_what_is_found_out_for_instructions_does_not_grow_with_the_microbatches(
         looked_at.append(spec)
         return canonical(spec)
 
-    monkeypatch.setattr(compile_module, "canonical", counted)
+    for module in (compile_module, held_values):
+        monkeypatch.setattr(module, "canonical", counted)
     found = []
     for microbatches in (16, 64):
         looked_at.clear()
@@ -145,6 +151,70 @@ def test_what_is_found_out_for_instructions_does_not_grow_with_the_microbatches(
     again = [number for number, i in enumerate(program.instructions) if not isinstance(i, Run)]
     for objects in (program.instructions, steps):
         assert len({id(objects[number]) for number in again}) < len(again) / 4
+
+
+@pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit], ids=["one device", "auto", "explicit"])
+def test_distinct_tasks_compile_side_by_side(kind: AxisType | None, monkeypatch: pytest.MonkeyPatch):
+    """The first forward does not end before the update has begun (where XLA chooses no shardings, a backward too)."""
+    devices = np.array(jax.devices()[:6]).reshape(3, 2)
+    types = (AxisType.Auto if kind is None else kind,) * 2
+    mesh = MpmdMesh(Mesh(devices[:, :1] if kind is None else devices, ("stage", "data"), axis_types=types), "stage")
+    wanted = {"outer_0"} if kind is AxisType.Auto else {"outer_0", "bwd_0"}  # the update comes after the loop
+    begun, all_begun = list[str](), threading.Event()
+
+    def compile_later(lowered: Any, *more: Any) -> Any:
+        name = lowered.as_text().partition("\n")[0]
+        begun.append(name)
+        if all(any(part in each for each in begun) for part in wanted):
+            all_begun.set()
+        if "fwd_0" in name:
+            assert all_begun.wait(60), f"the forward waits for {wanted}, but only these are compiled: {begun}"
+        return compile_original(lowered, *more)
+
+    monkeypatch.setattr(task_compiler, "compile_original", compile_later)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)  # threads
+
+    def step(params: Any, batch: Any) -> Any:
+        losses, grads = treduce(lambda mb: jax.value_and_grad(chain_loss)(params, mb), batch, Std1F1B(3))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), losses
+
+    params, batch = chain(3), batch_of(4)
+    batched = {name: PartitionSpec(None, "data") for name in batch}
+    pipelined = mpmd_jit_with_loop(step, mesh, in_specs=(None, batched))
+    compiled = pipelined.compile(params, batch)
+    assert compiled.num_compilations == compiled.num_lowerings == len(begun)
+    # float32, and sums over two devices in another order
+    tree_allclose(pipelined(params, batch), jax.jit(step)(params, batch), rtol=1e-5, atol=1e-6)
+
+
+def test_a_leaf_of_the_state_takes_few_calls_of_python():
+    """Beside the tasks, a step looks at each array of its state: two or three hundred in an optimizer's state."""
+
+    def step(state: Any, batch: Any) -> Any:
+        params, more = state
+        losses, grads = treduce(lambda mb: jax.value_and_grad(chain_loss)(params, mb), batch, Std1F1B(2))
+        return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), [x + 1 for x in more]), losses
+
+    def calls(num_leaves: int) -> int:
+        pipelined = mpmd_jit_with_loop(step, mesh_of(2))
+        state, batch = (chain(2), [jnp.ones(2)] * num_leaves), batch_of(2)
+        for _ in range(3):  # the third has seen the second one's results
+            state, _losses = pipelined(state, batch)
+        count = 0
+
+        def counting(frame: Any, event: str, argument: Any) -> None:
+            nonlocal count
+            count += event == "call"
+
+        sys.setprofile(counting)
+        try:
+            pipelined(state, batch)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    # It is placed (a call, its sharding, a comparison), and made anew as a result (two calls); two to spare.
+    assert calls(50) - calls(10) <= 40 * 7
 
 
 class Counting:

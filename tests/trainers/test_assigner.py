@@ -102,14 +102,18 @@ def test_a_large_head_gets_a_stage_of_its_own(linen, cost):
         {"assignment": "balanced", "num_stages": 4, "mesh": MeshOptions(num_ranks=2), "schedule": "interleaved_1f1b"},
         slow({"assignment": "balanced", "num_stages": 4, "mesh": MeshOptions(num_ranks=2), "schedule": "zbv"}),
         slow({"assignment": Balanced(cost=[1, 1, 1, 1, 9])}),
+        {"assignment": Assignment(cost=[9, 9, 1, 1, 1])},
         {"assignment": {"block_*": 0, "block_4": 1, "after_block_4": 2}},
     ],
-    ids=["estimated", "measured", "interleaved", "zbv", "given", "by_name"],
+    ids=["estimated", "measured", "interleaved", "zbv", "given", "auto", "by_name"],
 )
 def test_results_are_those_of_plain_training(options):
     batches = [m.make_batch(8, seed) for seed in range(2)]
     options = {"num_stages": 3, "num_microbatches": 4, "logging": False, **options}
     trainer = PipelineTrainer(m.Model(5, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, **options)
+    trainer.compile(batches[0])
+    if trainer.plan.choice is not None:
+        assert (trainer.plan.choice.chosen, trainer.plan.stage_sizes) == ("balanced", (1, 1, 4))
     losses = [float(trainer.train_step(batch)["loss"]) for batch in batches]
     plain, params = m.plain_training(
         m.Model(5, rngs=nnx.Rngs(0), marked=False), optax.sgd(0.1), m.mean_loss, batches, 4
@@ -161,6 +165,36 @@ def test_the_table_is_printed_once_before_the_first_step():
     assert text.count("assignment of 7 blocks to 3 stages, operations and bytes estimated") == 1
     assert "slowest rank over the mean: even" in text
     assert "no other assignment is better" in text
+
+
+def test_the_default_tells_its_choice_with_the_stages():
+    traces = []
+
+    def counting(model, tokens):
+        traces.append(None)
+        return loss_fn(model, tokens)
+
+    def compiled(**options):
+        traces.clear()
+        console = Console(width=150, record=True)
+        trainer = PipelineTrainer(
+            Tower(nnx.Rngs(0)), optax.sgd(0.1), counting, num_stages=3, num_microbatches=4,
+            logging=Logging(progress=PlainMeter(console)), **options,
+        )  # fmt: skip
+        trainer.compile(tokens())
+        return trainer.plan, console.export_text(), len(traces)
+
+    even, even_text, even_traces = compiled(assignment="even")
+    plan, text, count = compiled()
+    assert count == even_traces  # the estimate reads the step that is traced anyway
+    assert "assignment" not in even_text
+    assert even.choice is None
+    # The head costs four blocks, so it is better off alone.
+    assert even.stage_sizes == (2, 2, 3)
+    assert (plan.choice.chosen, plan.choice.searched, plan.stage_sizes) == ("balanced", True, (3, 3, 1))
+    assert plan.choice.balanced < 0.9 * plan.choice.even
+    assert 'assignment "auto": balanced stages; simulated step: even' in text
+    assert "blocks to 3 stages" not in text  # nobody asked for the costs of the blocks
 
 
 def test_another_schedule_another_plan_and_measured_once(monkeypatch):
@@ -321,7 +355,10 @@ def test_a_model_that_cannot_be_cut_at_some_mark():
             **options,
         )  # fmt: skip
 
-    assert np.isfinite(float(sharing().train_step(m.make_batch(8))["loss"]))  # the estimate needs no such cut
+    chosen = sharing(assignment=Assignment(cost=[9, 5, 1, 1]))  # the first block alone would be best
+    assert np.isfinite(float(chosen.train_step(m.make_batch(8))["loss"]))  # the estimate needs no such cut
+    assert chosen.plan.stage_sizes == (2, 3)
+    assert chosen.plan.choice.reason == "the model cannot be cut into the balanced ones"
     with pytest.raises(
         AssignmentError, match=r"cost='measured' looks at each block alone, .* shar.* use cost='estimat"
     ):

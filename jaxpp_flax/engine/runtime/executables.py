@@ -1,26 +1,34 @@
 """Executables for a program's tasks, and the shardings of what they read and write.
 
 Shardings inside a submesh are found task by task: a task is compiled with the shardings of its inputs, and XLA chooses
-the shardings of its outputs. The next task reads these outputs. Where a rank has one device there is nothing to choose:
-its tasks are compiled side by side.
+the shardings of its outputs. The next task reads these outputs. So a task is lowered as soon as the shardings of its
+inputs are known, and all tasks that do not wait for one another are compiled side by side. Where a rank has one device,
+or all shardings are part of the types, nothing is chosen, and no task waits.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, TypeAlias
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical, carried_over, spec_on
-from jaxpp_flax.engine.program.program import HOST_MEMORY, Program, ProgramTask, Run, Transfer
+from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical, carried_over
+from jaxpp_flax.engine.program.program import HOST_MEMORY, Program, Run, Transfer
 from jaxpp_flax.engine.program.specs import initial_spec, specs_wanted, with_own_results
+from jaxpp_flax.engine.runtime.held_values import (
+    AllHeld,
+    Compiling,
+    Held,
+    explicit_spec,
+    held_after,
+    seem_alike,
+    spec_in_type,
+)
 from jaxpp_flax.engine.runtime.startup import SharedSpecs
-from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler, Waiting
-from jaxpp_flax.engine.tracing.ir import memory_kind_of, struct_of
+from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 
 __all__ = ["Executables", "compile_program"]
 
@@ -75,38 +83,8 @@ def compile_program(
     return walk.executables()
 
 
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """The contents of a slot; compared by identity.
-
-    One object stands for the slots of all microbatches: runs of a task that read the same objects write the same
-    objects. So each run only needs a lookup. `found` is the spec, or a function that returns it: another process may
-    still be compiling the task that writes the slot. `rank` is that task's rank, None for an argument of the step.
-    """
-
-    found: PartitionSpec | Callable[[], PartitionSpec]
-    aval: Any = None
-    rank: int | None = None
-
-    @cached_property
-    def spec(self) -> PartitionSpec:
-        return self.found if isinstance(self.found, PartitionSpec) else self.found()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.aval.shape)
-
-    def local_bytes(self, mesh: RankMeshes) -> int:
-        """Return the bytes on each device; 0 for an argument that is passed on, and for a value on the host."""
-        if self.rank is None or memory_kind_of(self.aval) is not None:
-            return 0
-        shape = NamedSharding(mesh.unstack[self.rank], self.spec).shard_shape(self.shape)
-        return math.prod(shape) * int(getattr(self.aval.dtype, "itemsize", 0))
-
-
-_AllHeld: TypeAlias = "tuple[_Held, ...]"
 # Of a run: its executable, None on another process's rank; and the contents of its outputs.
-_Result: TypeAlias = "tuple[Waiting | None, _AllHeld]"
+_Result: TypeAlias = "tuple[Callable[[], Any] | None, AllHeld]"
 
 
 @dataclass(eq=False)
@@ -121,24 +99,25 @@ class _Walk:
     ranks: set[int]
     shared: SharedSpecs | None
     first: dict[int, _Result] = field(default_factory=dict)  # of each task's first run
-    by_specs: dict[tuple[int, tuple[PartitionSpec, ...]], _Result] = field(default_factory=dict)
-    by_held: dict[tuple[int, _AllHeld], _Result] = field(default_factory=dict)
-    carried: dict[tuple[_Held, int], _Held] = field(default_factory=dict)  # to ranks with meshes of other shapes
-    in_other_memory: dict[_Held, _Held] = field(default_factory=dict["_Held", "_Held"])  # offloaded, and back
-    sent: dict[int, _AllHeld] = field(default_factory=dict)
-    received: dict[int, _AllHeld] = field(default_factory=dict)
-    written: dict[int, _AllHeld] = field(default_factory=dict)
-    variants: dict[int, Waiting] = field(default_factory=dict[int, Any])
+    distinct: dict[int, list[tuple[AllHeld, _Result]]] = field(default_factory=dict)  # runs by task, with their inputs
+    by_held: dict[tuple[int, AllHeld], _Result] = field(default_factory=dict)
+    carried: dict[tuple[Held, int], Held] = field(default_factory=dict)  # to ranks with meshes of other shapes
+    in_other_memory: dict[Held, Held] = field(default_factory=dict[Held, Held])  # offloaded, and back
+    sent: dict[int, AllHeld] = field(default_factory=dict)
+    received: dict[int, AllHeld] = field(default_factory=dict)
+    written: dict[int, AllHeld] = field(default_factory=dict)
+    variants: dict[int, Callable[[], Any]] = field(default_factory=dict[int, Any])
+    pending: list[Compiling] = field(default_factory=list[Compiling])  # in program order
 
     def __post_init__(self) -> None:
         program = self.program
         self.mesh: RankMeshes = self.compiler.mesh
         self.mesh_shapes = [dict(mesh.shape) for mesh in self.mesh.unstack]
         self.wanted = specs_wanted(program, self.result_specs, self._alike)
-        self.held: dict[int, _Held] = dict.fromkeys(program.indices.values(), _Held(PartitionSpec()))
+        self.held: dict[int, Held] = dict.fromkeys(program.indices.values(), Held(PartitionSpec()))
         for slots, spec, aval in zip(program.arguments, self.argument_specs, self.argument_avals, strict=True):
-            self.held.update(dict.fromkeys(slots.values(), _Held(spec, aval)))
-        self.compiled: list[Waiting | None] = [None] * len(program.tasks)
+            self.held.update(dict.fromkeys(slots.values(), Held(spec, aval)))
+        self.compiled: list[Callable[[], Any] | None] = [None] * len(program.tasks)
 
     def run(self, number: int, run: Run) -> None:
         key = run.task, tuple(map(self.held.__getitem__, run.inputs))
@@ -160,22 +139,51 @@ class _Walk:
         if first[0] is None:  # a task of other processes
             return first
         # Within a loop all runs are alike; other programs may read values that were made elsewhere.
-        key = run.task, tuple(canonical(self.held[slot].spec) for slot in run.inputs)
-        if key not in self.by_specs:
-            if new:
-                self.by_specs[key] = first
-            elif self.shared is None:
-                self.by_specs[key] = self._compile(number, run)
-            else:  # other processes know the partition of the first run's results only
-                self.by_specs[key] = self._compile(number, run, [held.spec for held in first[1]])[0], first[1]
-        return self.by_specs[key]
+        inputs = tuple(self.held[slot] for slot in run.inputs)
+        known = self.distinct.setdefault(run.task, [])
+        if new:
+            known.append((inputs, first))
+            return first
+        for alike in (seem_alike, self._are_alike):
+            for others, result in known:
+                if all(map(alike, inputs, others)):
+                    return result
+        if self.shared is None:
+            result = self._compile(number, run)
+        else:  # other processes know the partition of the first run's results only
+            result = self._compile(number, run, [held.spec for held in first[1]])[0], first[1]
+        known.append((inputs, result))
+        return result
+
+    def _are_alike(self, one: Held, other: Held) -> bool:
+        """Return whether two values have one partition; wait for the tasks that make them."""
+        if not (one.is_known and other.is_known):
+            self.start_all()
+        return canonical(one.spec) == canonical(other.spec)
+
+    def start_ready(self) -> None:
+        """Start the tasks whose inputs' specs have become known."""
+        waiting = list[Compiling]()
+        for compiling in self.pending:
+            if compiling.can_start:
+                compiling.start()
+            else:
+                waiting.append(compiling)
+        self.pending = waiting
+
+    def start_all(self) -> None:
+        """Start all tasks that wait: each as soon as possible, the first one when the tasks before it are compiled."""
+        while self.pending:
+            self.start_ready()
+            if self.pending:
+                self.pending.pop(0).start()
 
     def _first_result(self, number: int, run: Run) -> _Result:
         program, task, shared = self.program, self.program.tasks[run.task], self.shared
         if shared is not None and task.rank not in self.ranks:
             of_other = partial(_spec_of_other, shared, program, run.task)
             found = task.out_specs or [partial(of_other, i) for i in range(len(task.graph.outputs))]
-            return None, _held_after(task, found)
+            return None, held_after(task, found)
         compiled, made = self._compile(number, run)
         self.compiled[run.task] = compiled
         if shared is not None and not task.out_specs:
@@ -185,7 +193,7 @@ class _Walk:
     def _compile(self, number: int, run: Run, fixed: Sequence[PartitionSpec] = ()) -> _Result:
         """Compile a run's task for the partition of its inputs; `fixed` are the results' specs, if they are known."""
         task = self.program.tasks[run.task]
-        in_specs = [self.held[slot].spec for slot in run.inputs]
+        inputs = tuple(self.held[slot] for slot in run.inputs)
         wanted = dict(enumerate(fixed)) or self.wanted.get(number, {})
         out_specs = list(task.out_specs) or [wanted.get(i) for i in range(len(task.graph.outputs))]
         if task.batch_dims and not fixed:
@@ -193,24 +201,36 @@ class _Walk:
             out_specs = [
                 s or initial_spec(self.program, number, i, self._spec_held, wishes[i]) for i, s in enumerate(out_specs)
             ]
-        for output, source in () if fixed else task.pins:
-            out_specs[output] = in_specs[source]
         if not task.graph.inputs:  # then only the outputs' shardings tell XLA the mesh
-            out_specs = [s or _spec_in_type(atom.aval) for s, atom in zip(out_specs, task.graph.outputs, strict=True)]
+            out_specs = [s or spec_in_type(atom.aval) for s, atom in zip(out_specs, task.graph.outputs, strict=True)]
+        pins = {} if fixed else dict(task.pins)
+        mesh = self.mesh.unstack[task.rank]
+        if mesh.size > 1 and not task.out_specs:  # XLA chooses the specs of its results
+            if self.shared is not None:  # other processes wait for the specs
+                compiling = Compiling(self.compiler, task, inputs, out_specs, pins)
+                return compiling, held_after(task, compiling.specs)
+            atoms = zip(out_specs, task.graph.outputs, strict=True)
+            known = [explicit_spec(atom.aval, mesh) if spec is None else spec for spec, atom in atoms]  # P() is false
+            compiling = Compiling(self.compiler, task, inputs, known, pins)
+            self.pending.append(compiling)
+            self.start_ready()
+            return compiling, compiling.results()
+        if not all(held.is_known for held in inputs):
+            self.start_all()
+        in_specs = [held.spec for held in inputs]
+        for output, source in pins.items():
+            out_specs[output] = in_specs[source]
         if task.out_specs:  # XLA's own account leaves out `unreduced` and `reduced`
-            return self.compiler.start(task, in_specs, out_specs), _held_after(task, task.out_specs)
-        if self.mesh.unstack[task.rank].size == 1:  # nothing is chosen, so nobody waits for XLA
-            known = [s or _spec_in_type(atom.aval) for s, atom in zip(out_specs, task.graph.outputs, strict=True)]
-            return self.compiler.start(task, in_specs, known), _held_after(task, list(map(canonical, known)))
-        started = self.compiler.start(task, in_specs, out_specs)
-        specs = _output_specs(started(), task, self.mesh)
-        if None in specs:  # no PartitionSpec can say XLA's choice: ask for P() instead
-            started = self.compiler.start(task, in_specs, [s or PartitionSpec() for s in specs])
-            specs = _output_specs(started(), task, self.mesh)
-        return started, _held_after(task, [s or PartitionSpec() for s in specs])
+            return self.compiler.start(task, in_specs, out_specs), held_after(task, task.out_specs)
+        known = [s or spec_in_type(atom.aval) for s, atom in zip(out_specs, task.graph.outputs, strict=True)]
+        return self.compiler.start(task, in_specs, known), held_after(task, list(map(canonical, known)))
 
     def _spec_held(self, slot: int) -> PartitionSpec | None:
-        return self.held[slot].spec if slot in self.held else None
+        if slot not in self.held:
+            return None
+        if not self.held[slot].is_known:
+            self.start_all()
+        return self.held[slot].spec
 
     def transfer(self, number: int, transfer: Transfer) -> None:
         sent = received = tuple(map(self.held.__getitem__, transfer.sent))
@@ -226,14 +246,14 @@ class _Walk:
         self.held.update(zip(transfer.received, received, strict=True))
         self.sent[number], self.received[number], self.written[number] = sent, received, sent
 
-    def _memory_copy(self, number: int, transfer: Transfer, sent: _AllHeld) -> None:
+    def _memory_copy(self, number: int, transfer: Transfer, sent: AllHeld) -> None:
         """Note a copy between a rank's memories; a fetched value is again what it was before its offload."""
         other = tuple(self.in_other_memory.get(held) or self._on_host(held) for held in sent)
         self.held.update(zip(transfer.received, other, strict=True))
         self.sent[number], self.received[number] = sent, other
         self.written[number] = sent if transfer.memory == HOST_MEMORY else other
 
-    def _on_host(self, held: _Held) -> _Held:
+    def _on_host(self, held: Held) -> Held:
         host = self.in_other_memory[held] = replace(held)
         self.in_other_memory[host] = held
         return host
@@ -242,7 +262,7 @@ class _Walk:
         """Return whether both ends of a transfer have meshes of one shape; then a spec means the same on both."""
         return self.mesh_shapes[transfer.source] == self.mesh_shapes[transfer.target]
 
-    def _carried_over(self, held: _Held, target: int) -> _Held:
+    def _carried_over(self, held: Held, target: int) -> Held:
         key = held, target
         if key not in self.carried:
             mesh = self.mesh.unstack[target]
@@ -252,6 +272,7 @@ class _Walk:
 
     def finish(self) -> None:
         """Add tasks for the results that need another partition."""
+        self.start_all()
         results, end = self.program.results, len(self.program.instructions)
         wanted = [
             (position, rank)
@@ -267,8 +288,9 @@ class _Walk:
                 specs = [self.result_specs[position] for position, rank in wanted if rank == run.rank]
                 self.wanted[number] = {output: spec for output, spec in enumerate(specs) if spec is not None}
                 self.run(number, run)
+        self.start_all()
 
-    def _is_partitioned(self, rank: int, held: _Held, spec: PartitionSpec | None) -> bool:
+    def _is_partitioned(self, rank: int, held: Held, spec: PartitionSpec | None) -> bool:
         if spec is None:
             return True
         mesh = self.mesh.unstack[rank]
@@ -301,22 +323,5 @@ class _Walk:
         )
 
 
-def _held_after(task: ProgramTask, found: Sequence[PartitionSpec | Callable[[], PartitionSpec]]) -> _AllHeld:
-    """Return the contents of a task's outputs."""
-    return tuple(_Held(spec, atom.aval, task.rank) for spec, atom in zip(found, task.graph.outputs, strict=True))
-
-
 def _spec_of_other(shared: SharedSpecs, program: Program, task: int, output: int) -> PartitionSpec:
     return shared.of(program, task)[output]
-
-
-def _spec_in_type(aval: Any) -> PartitionSpec:
-    """Return the spec in a type on an Explicit mesh; on an Auto mesh, the spec of a whole array."""
-    typed = struct_of(aval).sharding
-    return PartitionSpec() if typed is None else canonical(typed.spec)
-
-
-def _output_specs(compiled: Any, task: ProgramTask, mesh: RankMeshes) -> list[PartitionSpec | None]:
-    submesh = mesh.unstack[task.rank]
-    shapes = [tuple(atom.aval.shape) for atom in task.graph.outputs]
-    return [spec_on(submesh, s, shape) for s, shape in zip(compiled.output_shardings, shapes, strict=True)]

@@ -12,8 +12,8 @@ import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
-from typing import Any, Generic, TypeAlias, TypeVar
+from functools import cached_property, partial
+from typing import Any, Generic, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -28,10 +28,29 @@ from jaxpp_flax.engine.program.specs import usable_donations
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, everywhere, memory_kind_of, struct_of
 
-__all__ = ["TaskCompiler"]
+__all__ = ["TaskCompiler", "Waiting"]
 
 MeshT = TypeVar("MeshT", bound=RankMeshes)
-Waiting: TypeAlias = Callable[[], Any]  # waits for an executable and returns it
+
+
+@dataclass(frozen=True, eq=False)
+class Waiting:
+    """Something that a thread compiles: a call waits for it, and returns it.
+
+    Args:
+      fetch: waits and returns it; called once.
+      is_done: whether the thread has ended.
+    """
+
+    fetch: Callable[[], Any]
+    is_done: Callable[[], bool]
+
+    @cached_property
+    def _fetched(self) -> Any:
+        return self.fetch()
+
+    def __call__(self) -> Any:
+        return self._fetched
 
 
 @dataclass
@@ -50,8 +69,8 @@ class TaskCompiler(Generic[MeshT]):
     compilations: int = 0
     executables: int = 0
     _lowered: dict[Hashable, Any] = field(default_factory=dict)
-    _originals: dict[Hashable, Callable[[], Original]] = field(default_factory=dict[Hashable, Any])  # by lowering
-    _started: dict[Hashable, Waiting] = field(default_factory=dict[Hashable, Any])  # by lowering and devices
+    _originals: dict[Hashable, Waiting] = field(default_factory=dict[Hashable, Waiting])  # by lowering
+    _started: dict[Hashable, Waiting] = field(default_factory=dict[Hashable, Waiting])  # by lowering and devices
     _fingerprints: Fingerprinter = field(default_factory=Fingerprinter)
     _for_devices: dict[Hashable, bool] = field(default_factory=dict[Hashable, bool])
 
@@ -64,7 +83,7 @@ class TaskCompiler(Generic[MeshT]):
     def start(
         self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
     ) -> Waiting:
-        """Let a thread compile a task, and return a function that waits for its executable."""
+        """Let a thread compile a task; a call of the result waits for its executable."""
         graph = self._fingerprints.graph(task.graph)
         mesh = self._lowering_mesh(task, graph)
         # JAX's settings at that time change how some primitives (random bits, say) are lowered.
@@ -85,15 +104,16 @@ class TaskCompiler(Generic[MeshT]):
         """Compile for the first rank; copy the executable for others, which takes a twentieth of the time."""
         compiling = self._originals.get(key)
         if compiling is not None:
-            return cache(partial(self._copy, compiling, lowered, rank))
+            return Waiting(partial(self._copy, compiling, lowered, rank), compiling.is_done)
         original = self._originals[key] = self._compile_for(lowered, rank)
-        return cache(lambda: original().compiled)
+        return Waiting(lambda: original().compiled, original.is_done)
 
-    def _copy(self, compiling: Callable[[], Original], lowered: Any, rank: int) -> Any:
+    def _copy(self, compiling: Waiting, lowered: Any, rank: int) -> Any:
         copied = compiling().copy_for(self.mesh.unstack[rank])
         return self._compile_for(lowered, rank)().compiled if copied is None else copied
 
-    def _compile_for(self, lowered: Any, rank: int) -> Callable[[], Original]:
+    def _compile_for(self, lowered: Any, rank: int) -> Waiting:
+        """Let a thread compile a lowered task for a rank: an `Original`."""
         self.compilations += 1
         devices, options = self.mesh.rank_devices(rank), self.rank_options.get(rank, self.options)
 
@@ -102,10 +122,9 @@ class TaskCompiler(Generic[MeshT]):
                 return compile_original(lowered, devices, options)
 
         # Settings that hold in this thread alone are not those of the thread that would compile.
-        with context_mesh(None):
-            settings = trace_context()
-        compiling = self._threads.submit(lambda: here() if trace_context() == settings else None)
-        return cache(lambda: compiling.result() or here())
+        settings = _settings()
+        compiling = self._threads.submit(lambda: here() if _settings() == settings else None)
+        return Waiting(lambda: compiling.result() or here(), compiling.done)
 
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
@@ -151,6 +170,12 @@ class TaskCompiler(Generic[MeshT]):
             traced = jitted.trace(*avals)
             platform = self.mesh.rank_devices(task.rank)[0].platform
             return traced.lower(lowering_platforms=(platform,))
+
+
+def _settings() -> Hashable:
+    """Return JAX's settings in this thread; without a mesh on both sides, since a new thread has none at all."""
+    with context_mesh(None):
+        return trace_context()
 
 
 def _named(graph: Graph, name: str) -> Callable[..., tuple[Any, ...]]:

@@ -19,7 +19,7 @@ from jaxpp_flax.engine.summary import StageSummary
 from jaxpp_flax.messages import amount
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.schedules import ResidualPlan
-from jaxpp_flax.schedules.planning import describe, why_chosen
+from jaxpp_flax.schedules.planning import describe
 from jaxpp_flax.trainers.assigner import Assigner, Pipeline, kept_bytes
 from jaxpp_flax.trainers.data.batch import signature
 from jaxpp_flax.trainers.loop.process_synchronization import compare_compilations
@@ -218,7 +218,8 @@ def stage_table(
     if choice is not None:
         for column in ("residuals", "kept", "moved", "recomputed", "predicted"):
             table.add_column(column, justify="right")
-        table.caption, table.caption_justify = why_chosen(choice), "left"
+    if plan is not None and plan.choice_text:
+        table.caption, table.caption_justify = plan.choice_text, "left"
     for stage in stages:
         row = [
             str(stage.stage),
