@@ -34,11 +34,12 @@ def test_the_page_about_the_trainer_runs(capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
-    run_page("memory.md", blocks=2)
-    kept, moved, simulated = capsys.readouterr().out.splitlines()
+    run_page("memory.md", blocks=3)
+    kept, moved, simulated, *rest = capsys.readouterr().out.splitlines()
     assert "[0, 0]" in kept
     assert "[0, 0]" not in moved
     assert simulated.startswith("3.5 ")
+    assert rest == ["{'pinned_host'}"]
 
 
 def test_the_page_about_assignments_runs(capsys: pytest.CaptureFixture[str]):

@@ -16,6 +16,7 @@ from jaxpp_flax.trainers.errors import (
     NonFiniteLossError,
 )
 from jaxpp_flax.trainers.loop.hooks import Evaluate, LogMetrics, LoopHook, StepHook, StepRecord
+from jaxpp_flax.trainers.loop.trackers import CompositeTracker, DictTracker, JsonlTracker, NoopTracker, Tracker
 from jaxpp_flax.trainers.memory_options import Memory
 from jaxpp_flax.trainers.options import (
     Assignment,
@@ -30,7 +31,6 @@ from jaxpp_flax.trainers.options import (
 )
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.optimizer_update import DynamicLossScale
-from jaxpp_flax.trainers.trackers import CompositeTracker, DictTracker, JsonlTracker, NoopTracker, Tracker
 from jaxpp_flax.trainers.trainer import PipelineTrainer
 from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport
 from jaxpp_flax.trainers.tuning.step_profile import StepProfile

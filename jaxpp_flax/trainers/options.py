@@ -22,11 +22,11 @@ from jaxpp_flax.globs import NameFilter
 from jaxpp_flax.trainers.assigner import check_cost, check_limit
 from jaxpp_flax.trainers.loop.nonfinite import OnNonFinite
 from jaxpp_flax.trainers.loop.progress import Meter
+from jaxpp_flax.trainers.loop.trackers import Tracker
 from jaxpp_flax.trainers.model.frozen import check_frozen
 from jaxpp_flax.trainers.model.sharding import AxisRulesLike, MeshAxes, as_pairs
 from jaxpp_flax.trainers.setup import check_count, check_functions
 from jaxpp_flax.trainers.step.optimizer_update import DynamicLossScale
-from jaxpp_flax.trainers.trackers import Tracker
 
 __all__ = [
     "Assignment",

@@ -35,7 +35,7 @@ from jaxpp_flax.trainers.options import (
     Precision,
     RandomStreams,
 )
-from jaxpp_flax.trainers.setup import check_parameters, choose_model
+from jaxpp_flax.trainers.setup import check_memory, check_parameters, choose_model
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.optimizer_memory import OptimizerMemory
 from jaxpp_flax.trainers.state.placement import Ranks
@@ -123,6 +123,7 @@ def make_core(
     )  # fmt: skip
     chosen = choose_model(model, variables, parameters.wrt, parameters.frozen, streams.seed, streams.names)
     check_parameters(chosen.params, chosen.name)
+    check_memory(chosen.params, chosen.rest, chosen.name)
     assigner = Assigner(assignment.how, assignment.cost, assignment.memory_limit)
     first = update.first_state(chosen.params, chosen.rest)
     mesh, rules = scheduling.mesh, AxisRules.in_context(devices.rules)

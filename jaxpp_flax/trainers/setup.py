@@ -13,6 +13,7 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 
+from jaxpp_flax.engine.arrays.memory_kinds import computes_on
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.schedules import Schedule, by_name
 from jaxpp_flax.trainers.errors import ModelError
@@ -190,6 +191,18 @@ def check_parameters(params: Any, name: str) -> None:
             raise ModelError(
                 f"the parameter {jax.tree_util.keystr(path)} of {name} has dtype {leaf.dtype}, which "
                 "has no gradient. Keep it in a variable of another type (NNX) or collection (Linen)."
+            )
+
+
+def check_memory(params: Any, rest: Any, name: str) -> None:
+    """Refuse a model with leaves in other than device memory; `name` is its class."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path((params, rest)):
+        if not computes_on(leaf):
+            raise ModelError(
+                f"the leaf {jax.tree_util.keystr(path[1:])} of {name} lies in {leaf.sharding.memory_kind!r} memory, "
+                "but a step computes with it in the devices' own memory. Move the model there first: "
+                "`jax.device_put(state, jax.devices()[0])`. What may lie on the host is the optimizer's state: "
+                'memory=Memory(optimizer_state="pinned_host").'
             )
 
 

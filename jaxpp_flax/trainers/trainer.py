@@ -28,6 +28,7 @@ from jaxpp_flax.trainers.data.remainder import Remainder
 from jaxpp_flax.trainers.decorators import described_by, refuse_renamed
 from jaxpp_flax.trainers.loop.evaluation import Evaluation
 from jaxpp_flax.trainers.loop.hooks import StepHook
+from jaxpp_flax.trainers.loop.trackers import NoopTracker, Tracker
 from jaxpp_flax.trainers.loop.train_step import TrainStep
 from jaxpp_flax.trainers.loop.training_loop import FitArguments, TrainingLoop
 from jaxpp_flax.trainers.memory_options import Memory
@@ -46,7 +47,6 @@ from jaxpp_flax.trainers.setup import check_count, check_functions
 from jaxpp_flax.trainers.state.pretrained import SHARD_BYTES, PretrainedWeights
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.state.weights import Weights
-from jaxpp_flax.trainers.trackers import NoopTracker, Tracker
 from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 from jaxpp_flax.trainers.tuning.step_profile import StepProfile

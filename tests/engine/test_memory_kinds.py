@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.checkpoint import restore, save
-from jaxpp_flax.engine.arrays import reshard
+from jaxpp_flax.engine.arrays import memory_kinds, reshard
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.reshard import mpmd_to_spmd_reshard, spmd_to_mpmd_reshard
@@ -138,7 +138,8 @@ def test_refusals():
     refused(r"out_specs\[0\]|out_shardings\[0\] has the memory kind 'unpinned_host'", step, params, batch,
             out_shardings=(elsewhere, None))  # fmt: skip
     refused(r"in_specs\[0\] has the memory kind 'unpinned_host'", step, params, batch, in_shardings=(elsewhere, None))
-    refused("an argument has the memory kind 'unpinned_host'", step, params, jax.device_put(batch, elsewhere))
+    refused(r"argument\['batch'\]\['x'\] has the memory kind 'unpinned_host'|argument\[1\]\['x'\] has", step, params,
+            jax.device_put(batch, elsewhere))  # fmt: skip
 
     def on_host(params: Any, mb: Any) -> Any:
         params = jax.tree.map(lambda p: jax.device_put(p, DEVICE), params)
@@ -172,8 +173,70 @@ def test_an_argument_in_another_memory_is_not_what_the_step_wants():
     )
     assert Wanted(mesh, (1,), P("x"), "", "pinned_host").is_met_by(on_host)
     assert not Wanted(mesh, (1,), P("x"), "").is_met_by(on_host)
-    # What every process of several refuses before anything is sent.
-    with pytest.raises(ValueError, match=r"argument\['m'\], float32\[8\], lies in 'pinned_host' memory on rank 1"):
-        fetching._origin(on_host, Wanted(mesh, (0,), P("x"), "['m']"), 0)
-    with pytest.raises(ValueError, match=r"leaf \['m'\] lies in 'pinned_host' memory.*out_shardings"):
-        reshard._refuse_collectives("mpmd_to_spmd_reshard", ["['m']"], [on_host])
+    # Between processes it travels in device memory.
+    source, target = fetching._origin(on_host, Wanted(mesh, (0,), P("x"), "['m']", "pinned_host"), 0)
+    assert (source, target and target.memory_kind) == (1, "device")
+
+
+def test_collectives_move_what_lies_on_the_host():
+    """The programs that several processes run, in one process."""
+    mesh, value = stages(), np.arange(8.0, dtype=np.float32)
+    there, back = MpmdSharding(mesh, {1}, P("x"), "pinned_host"), MpmdSharding(mesh, {0}, P(), "pinned_host")
+    on_host = spmd_to_mpmd_reshard(mesh, value, there)
+    reshard._refuse_collectives("mpmd_to_spmd_reshard", ["['m']"], [on_host])
+    whole = NamedSharding(mesh.jax_mesh, P(), memory_kind="pinned_host")
+    (gathered,) = reshard._gather_by_collective(mesh, [on_host], [whole])
+    assert gathered.sharding.memory_kind == "pinned_host"
+    (moved,) = reshard._place_by_collective(mesh, [on_host], [back])
+    assert (moved.mpmd_idxs, kinds(moved)) == ((0,), {("pinned_host", "pinned_host")})
+    for found in (gathered, moved):
+        np.testing.assert_array_equal(found, value)
+
+
+def in_the_loop(put: Any) -> Any:
+    def loss(params: Any, batch: Any) -> Any:
+        x = jnp.tanh(batch["x"] @ params[0]["w"])
+        x = mark_stage_end(x + jax.device_put(put(jax.lax.stop_gradient(x)), DEVICE))
+        return jnp.mean((x @ params[1]["w"] - batch["y"]) ** 2)
+
+    return gradients(Std1F1B(2), loss)
+
+
+def outside(put: Any) -> Any:
+    def step(params: Any, batch: Any) -> Any:
+        losses, grads = gradients(Std1F1B(2))(params, batch)
+        return losses, jax.tree.map(put, grads)
+
+    return step
+
+
+@pytest.mark.parametrize("around", [in_the_loop, outside, lambda put: outside(jax.jit(put))])
+def test_requests_inside_a_step_that_would_be_lost_are_refused(around: Any):
+    whole = stages().jax_mesh
+    host, elsewhere = (NamedSharding(whole, P(), memory_kind=kind) for kind in ("pinned_host", "unpinned_host"))
+    alone = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    put, constrain = jax.device_put, jax.lax.with_sharding_constraint
+    for request, text in (
+        (
+            lambda x: constrain(x, host),
+            r"constraint at .*test_memory_kinds.py.* 'pinned_host', but the value lies in 'd",
+        ),
+        (lambda x: constrain(x, elsewhere), r"the constraint at .* has the memory kind 'unpinned_host'"),
+        (
+            lambda x: put(x, elsewhere),
+            r"the `jax.device_put` at .*test_memory_kinds.py.* has the memory kind 'unpinned",
+        ),
+        (lambda x: put(x, alone), r"names the 'pinned_host' memory of one device, .*Space.Host"),
+    ):
+        refused(text, around(request), chain(2), batch_of(2))
+
+
+def test_host_memory_that_the_platform_lacks(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(memory_kinds, "kinds_of", lambda device: {"device", "vmem"})
+    lacks = r"asks for the memory kind 'pinned_host', which .* lacks: it has 'device', 'vmem'"
+    refused(rf"the `device_put` at .*test_memory_kinds.py.* {lacks}", outside(lambda x: jax.device_put(x, HOST)),
+            chain(2), batch_of(2))  # fmt: skip
+    momentum = jax.device_put(
+        jax.tree.map(np.zeros_like, chain(2)), SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    )
+    refused(f"an argument, float32.*{lacks}", momentum_step, chain(2), momentum, batch_of(2))

@@ -81,6 +81,13 @@ def check_moves() -> None:
                                 where = f"{mesh_name}, {name}, {spec}, {begin} to {list(wanted)}, rank {rank}"
                                 # Bytes, so that -0.0 and the kinds of NaN are told apart.
                                 assert on_host(shard.data).tobytes() == on_host(value)[shard.index].tobytes(), where
+        # What lies in host memory travels in device memory.
+        value = values()["large"]
+        hosted = place_on_ranks(value, MpmdSharding(mesh, {0}, P(), "pinned_host"))
+        there = moved(hosted, (mesh.mpmd_dim - 1,), distributed, number)
+        number += 1
+        for part in there._partially_addressable_arrays.values():
+            assert [np.array_equal(shard.data, value) for shard in part.addressable_shards].count(False) == 0
     print(f"{number} moves", flush=True)
 
 

@@ -11,6 +11,6 @@ pytestmark = pytest.mark.processes
 
 def test_arguments_of_other_ranks():
     for output in run_processes(2, "run_fetch_arguments.py", devices=2):
-        assert "276 moves" in output
+        assert "279 moves" in output
         assert "all done" in output
         assert "cut over all: argument[0][0]['w'], float32[8, 8], " in output

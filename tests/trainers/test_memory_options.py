@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import jax
 import optax
 import pytest
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.engine.arrays import memory_kinds
 from jaxpp_flax.schedules import ResidualPlan, ScheduleError, StageResiduals
-from jaxpp_flax.trainers import Memory
+from jaxpp_flax.trainers import BatchError, Memory, ModelError
 from tests.trainers import models as m
 
 
-def make(memory, num_stages=2):
-    model, tx = m.Layers(2), optax.adam(0.1)
+def make(memory, num_stages=2, model=None):
     return PipelineTrainer(
-        model, tx, m.squared_error, num_stages=num_stages, num_microbatches=2, logging=False, memory=memory
+        model or m.Layers(2),
+        optax.adam(0.1),
+        m.squared_error,
+        num_stages=num_stages,
+        num_microbatches=2,
+        logging=False,
+        memory=memory,
     )
 
 
@@ -68,3 +76,16 @@ def test_residuals_reach_the_training_step():
         assert ("offload" in compiled.as_text()) == (memory is not None)
     assert losses["moved"] == pytest.approx(losses["kept"], rel=1e-5)
     assert losses["kept"][0] != losses["kept"][-1]
+
+
+def test_a_model_or_a_batch_in_other_memory_is_refused_by_name():
+    host = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    batch = {**m.make_xy(8), "x": jax.device_put(m.make_xy(8)["x"], host)}
+    with pytest.raises(BatchError, match=r"\['x'\].* is a jax.Array in 'pinned_host' memory.*np\.asarray"):
+        make(None).train_step(batch)
+    model = m.Layers(2)
+    nnx.update(model, jax.device_put(nnx.state(model), host))
+    with pytest.raises(
+        ModelError, match=r"leaf \['layers'\]\[0\]\['bias'\].* of Layers lies in 'pinned_host' memory.*Memory\("
+    ):
+        make(None, model=model)

@@ -59,8 +59,8 @@ def _check_constraint(equation: Any, where: str) -> None:
     there = memory_kind_of(part_of(equation, "inputs")[0].aval) or "device"
     if kind not in (None, "device", there):
         raise ValueError(
-            f"the sharding constraint at {where} names the memory kind {kind!r}, but the value lies in {there!r} memory, "
-            "and a constraint moves no value to another memory: JAX would drop the kind. Write "
+            f"the sharding constraint at {where} names the memory kind {kind!r}, but the value lies in {there!r} "
+            "memory, and a constraint moves no value to another memory: JAX would drop the kind. Write "
             "`jax.device_put(x, jax.memory.Space.Host)` there, and constrain the partition without a memory kind."
         )
 
@@ -72,7 +72,7 @@ def _check_device_put(equation: Any, where: str) -> None:
         kind = memory_wanted(target, f"the `jax.device_put` at {where}")
         if kind not in (None, "device") and not isinstance(target, NamedSharding):
             raise ValueError(
-                f"the `jax.device_put` at {where} names the {kind!r} memory of one device, {target}, but a task runs on "
-                "all devices of its rank. Write `jax.device_put(x, jax.memory.Space.Host)`: each device's part then "
+                f"the `jax.device_put` at {where} names the {kind!r} memory of one device, {target}, but a task runs "
+                "on all devices of its rank. Write `jax.device_put(x, jax.memory.Space.Host)`: each device's part then "
                 "goes to its own host memory."
             )

@@ -91,7 +91,7 @@ def memory_wanted(sharding: Any, where: str) -> str | None:
     has_devices = not isinstance(getattr(sharding, "mesh", None), AbstractMesh)
     if has_devices and kind == next(iter(sharding.device_set)).default_memory().kind:
         return "device"
-    return check_kind(kind, f"{where} ({sharding})" if not has_devices else where)
+    return check_kind(kind, where)
 
 
 def computes_on(leaf: Any) -> bool:
@@ -103,7 +103,7 @@ def computes_on(leaf: Any) -> bool:
       >>> computes_on(jax.numpy.ones(2)), computes_on(jax.device_put(jax.numpy.ones(2), host))
       (True, False)
     """
-    sharding = getattr(leaf, "sharding", None)
+    sharding: Any = getattr(leaf, "sharding", None)
     kind = getattr(sharding, "memory_kind", None)
     if kind in (None, "device") or isinstance(getattr(sharding, "mesh", None), AbstractMesh):
         return kind in (None, "device")

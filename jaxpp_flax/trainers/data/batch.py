@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpp_flax.engine.arrays.memory_kinds import computes_on
 from jaxpp_flax.trainers.errors import BatchError
 
 
@@ -22,9 +23,16 @@ def leaf_name(path: Any) -> str:
 
 
 def check_leaf(path: Any, leaf: Any) -> None:
-    """Refuse a leaf that is neither an array nor a number: raise a `BatchError` with its name."""
+    """Refuse a leaf that is neither an array nor a number, or in other than device memory: raise a `BatchError`."""
     if not isinstance(leaf, complex | float | int) and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise BatchError(f"{leaf_name(path)} is a {type(leaf).__name__}, not an array. Convert it with `np.asarray`.")
+    if not computes_on(leaf):
+        kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+        raise BatchError(
+            f"{leaf_name(path)} is a jax.Array in {kind!r} memory, but a step computes with its "
+            "batch in the devices' own memory. Pass `np.asarray(leaf)`, which the step copies to its devices, or "
+            "`jax.device_put(leaf, jax.devices()[0])`."
+        )
 
 
 def first_examples(batch: Any) -> tuple[Any, Any]:

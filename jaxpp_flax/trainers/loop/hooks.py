@@ -12,7 +12,7 @@ import numpy as np
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.data.batch import count_units
 from jaxpp_flax.trainers.loop.progress import Meter, Rate
-from jaxpp_flax.trainers.trackers import Tracker
+from jaxpp_flax.trainers.loop.trackers import Tracker
 
 __all__ = ["Evaluate", "LogMetrics", "LoopHook", "StepHook", "StepRecord", "TrainerProtocol", "run_steps", "to_host"]
 

@@ -20,7 +20,7 @@ from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from jaxpp_flax.trainers.data.stream import Batches
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loop.progress import BarMeter, PlainMeter
-from jaxpp_flax.trainers.trackers import TensorBoardTracker
+from jaxpp_flax.trainers.loop.trackers import TensorBoardTracker
 from tests.trainers import models as m
 
 

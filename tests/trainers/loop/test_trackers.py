@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpp_flax.trainers.trackers import TensorBoardTracker, WandbTracker
+from jaxpp_flax.trainers.loop.trackers import TensorBoardTracker, WandbTracker
 
 pytestmark = pytest.mark.extras
 
