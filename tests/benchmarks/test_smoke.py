@@ -89,6 +89,14 @@ def test_fit_takes_part_beside_the_bare_step(tmp_path: Path):
     assert [row["contestant"] for row in rows] == ["the compiled step", "fit"]
 
 
+@pytest.mark.slow
+def test_residuals_keep_their_promises(tmp_path: Path):
+    run_python(str(ROOT / "benchmarks" / "residuals.py"), "--microbatches", "16", "--json", str(tmp_path / "rows.json"))
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert not found["failures"]
+    assert {row["limit"] for row in found["rows"]} == {1.0, 0.8, 0.6, 0.5, 0.4}
+
+
 @pytest.mark.processes
 def test_processes_take_turns_with_one(tmp_path: Path):
     found = result_of("processes", tmp_path, "--repeats", "1", "--rounds", "1")
