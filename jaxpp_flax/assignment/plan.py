@@ -196,8 +196,7 @@ class Plan:
         """Return a table of blocks with cost, stage and rank; below, the imbalance of the ranks, before and after."""
         return _table(self)
 
-    def __rich__(self) -> Table:
-        return self.table()
+    __rich__ = table
 
     # ------------------------------------------------------------ as a file
 
@@ -398,6 +397,4 @@ def _caption(plan: Plan) -> str:
     if plan.residuals is not None and not plan.residuals.is_kept:
         stages = ", ".join(f"stage {n} {describe(stage)}" for n, stage in enumerate(plan.residuals.stages))
         lines.append(f"residuals: {stages}")
-    if plan.choice is not None:
-        lines.append(why_chosen(plan.choice))
-    return "\n".join(lines)
+    return "\n".join(lines if plan.choice is None else [*lines, why_chosen(plan.choice)])

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxpp_flax.assignment.balancing import balance, rank_loads
-from jaxpp_flax.assignment.choice import is_clearly_less
+from jaxpp_flax.assignment.stages_choice import is_clearly_less
 from jaxpp_flax.engine.blocks import Marks
 from jaxpp_flax.engine.tracing.markers import Mark, block_names, segment_names
 from jaxpp_flax.globs import matches

@@ -25,13 +25,13 @@ from jaxpp_flax.trainers.loop.trackers import (
     Tracker,
     WandbTracker,
 )
-from jaxpp_flax.trainers.memory_options import Memory
 from jaxpp_flax.trainers.options import (
     Assignment,
     Balanced,
     Checkpoints,
     Inference,
     Logging,
+    Memory,
     MeshOptions,
     Parameters,
     Precision,

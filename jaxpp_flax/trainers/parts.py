@@ -24,7 +24,6 @@ from jaxpp_flax.trainers.loop.saving import Saving
 from jaxpp_flax.trainers.loop.tracked_run import as_config
 from jaxpp_flax.trainers.loop.train_step import TrainStep
 from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
-from jaxpp_flax.trainers.memory_options import Memory
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_model
 from jaxpp_flax.trainers.model.sharding import AxisRules, state_specs
@@ -33,6 +32,7 @@ from jaxpp_flax.trainers.options import (
     Checkpoints,
     Inference,
     Logging,
+    Memory,
     MeshOptions,
     Parameters,
     Precision,
@@ -115,17 +115,7 @@ def make_core(
       ModelError, AssignmentError, TypeError, ValueError: for a model, optimizer or assignment that does not fit.
     """
     skips, kept = precision.rule == "skip", OptimizerMemory(memory.optimizer_state)
-    used = jax.local_devices()[:1] if scheduling.mesh is None else scheduling.mesh.jax_mesh.devices.flat
-    check_devices(kept.kind, used, "Memory(optimizer_state=)")
-    if memory.residuals is not None:
-        if scheduling.mesh is None:
-            raise ValueError(no_pipeline("Memory(residuals=)"))
-        memory.residuals.check(scheduling.num_stages)
-        if assignment.memory_limit is not None:
-            raise ValueError(
-                f"both Memory(residuals=) and memory_limit={assignment.memory_limit!r} are given: a limit chooses the "
-                "residuals itself. Leave one of them out."
-            )
+    _check_memory_options(memory, scheduling, assignment, devices)
     update = Update(
         tx=tx, loss_scale=precision.scale, gradient_dtype=precision.gradient_dtype, ema_decay=parameters.ema_decay,
         skips_nonfinite=skips, kept=kept,
@@ -136,11 +126,6 @@ def make_core(
     assigner = Assigner(assignment.how, assignment.cost, assignment.memory_limit, assignment.hardware)
     first = update.first_state(chosen.params, chosen.rest)
     mesh, rules = scheduling.mesh, AxisRules.in_context(devices.rules)
-    if mesh is None and devices.fsdp != "microbatch":
-        raise MeshError(
-            f"MeshOptions(fsdp={devices.fsdp!r}) gathers parameters that are sharded inside a stage, but one stage "
-            "without mesh axes runs under plain jax.jit on one device. Leave fsdp= out, or give axes={'fsdp': ...}."
-        )
     specs = state_specs(first, chosen.notes, mesh, rules)
     ranks = None if mesh is None else Ranks(mesh=mesh, specs=specs, kept=kept)
     held = StateHolder(first, update.tx.init, initializer=chosen.initializer, ranks=ranks, kept=kept)
@@ -165,9 +150,30 @@ def make_core(
             rules=rules,
             fsdp=devices.fsdp,
             residuals=memory.residuals,
-        ),  # fmt: skip
+        ),
         rows=BatchSharding(mesh, scheduling.num_microbatches, scheduling.batch_shards),
     )
+
+
+def _check_memory_options(memory: Memory, scheduling: Scheduling, assignment: Assignment, devices: MeshOptions) -> None:
+    """Refuse options of memory that the devices, the mesh or one another do not allow."""
+    mesh = scheduling.mesh
+    used = jax.local_devices()[:1] if mesh is None else mesh.jax_mesh.devices.flat
+    check_devices(memory.optimizer_state, used, "Memory(optimizer_state=)")
+    if memory.residuals is not None:
+        if mesh is None:
+            raise ValueError(no_pipeline("Memory(residuals=)"))
+        memory.residuals.check(scheduling.num_stages)
+        if assignment.memory_limit is not None:
+            raise ValueError(
+                f"both Memory(residuals=) and memory_limit={assignment.memory_limit!r} are given: a limit chooses the "
+                "residuals itself. Leave one of them out."
+            )
+    if mesh is None and devices.fsdp != "microbatch":
+        raise MeshError(
+            f"MeshOptions(fsdp={devices.fsdp!r}) gathers parameters that are sharded inside a stage, but one stage "
+            "without mesh axes runs under plain jax.jit on one device. Leave fsdp= out, or give axes={'fsdp': ...}."
+        )
 
 
 def make_parts(core: Core, inference: Inference, logging: Logging, options: Checkpoints | None) -> Parts:

@@ -33,12 +33,12 @@ from jaxpp_flax.trainers.loop.hooks import StepHook
 from jaxpp_flax.trainers.loop.trackers import NoopTracker, Tracker
 from jaxpp_flax.trainers.loop.train_step import TrainStep
 from jaxpp_flax.trainers.loop.training_loop import FitArguments, TrainingLoop
-from jaxpp_flax.trainers.memory_options import Memory
 from jaxpp_flax.trainers.options import (
     Assignment,
     Checkpoints,
     Inference,
     Logging,
+    Memory,
     MeshOptions,
     Parameters,
     Precision,

@@ -1,0 +1,64 @@
+"""The options of checkpoints."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import KW_ONLY, dataclass
+from typing import TypeAlias
+
+from jaxpp_flax.checkpoint.checkpoint_store import KeepPolicy, SavePolicy, check_interval
+from jaxpp_flax.trainers.options.base import misfit
+
+__all__ = ["Checkpoints"]
+
+
+Directory: TypeAlias = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The options of checkpoints, `checkpoints=`: directory, times of saves, number kept. See `docs/checkpointing.md`.
+
+    A directory alone, `checkpoints="run"`, means `Checkpoints("run")`: `save` and `restore` use it, and only `save`
+    writes.
+
+    Args:
+      directory: the parent of one directory for each step.
+      every: steps between two saves in `fit`, which also saves its last step; or an Orbax save decision policy. None:
+        `save` alone writes.
+      keep: how many of the latest to keep, or an Orbax preservation policy; None keeps all.
+      asynchronous: write in the background.
+      preemption_deadline: SIGTERM ends `fit` after the current step with a checkpoint, within this many seconds. None
+        does not handle the signal.
+
+    Raises:
+      TypeError, ValueError: naming the field that does not fit.
+
+    Example:
+      >>> Checkpoints("run", every=100, keep=3).every
+      100
+    """
+
+    directory: Directory
+    _: KW_ONLY
+    every: SavePolicy | None = None
+    keep: KeepPolicy | None = None
+    asynchronous: bool = True
+    preemption_deadline: float | None = 30.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.directory, (str, os.PathLike)):
+            raise misfit("directory", self.directory, "a path")
+        check_interval("every", self.every)
+        check_interval("keep", self.keep)
+        if self.preemption_deadline is not None and not self.preemption_deadline > 0:
+            raise ValueError(f"preemption_deadline={self.preemption_deadline!r}: it must be seconds above 0, or None.")
+
+    @classmethod
+    def of(cls, value: Checkpoints | Directory | None) -> Checkpoints | None:
+        """Convert the trainer's `checkpoints=`."""
+        if value is None or isinstance(value, cls):
+            return value
+        if isinstance(value, (str, os.PathLike)):
+            return cls(value)
+        raise misfit("checkpoints", value, "a directory, or Checkpoints(directory, every=..., keep=...)")
