@@ -36,6 +36,37 @@ class Deep(nnx.Module):
         return x
 
 
+class Recall(nnx.Module):
+    """Adds to each token the sum of the tokens before it; in decoding form the sum is a cache."""
+
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(width, width, use_bias=False, rngs=rngs)
+        self.decode = False
+
+    def init_cache(self, input_shape: tuple[int, ...], dtype: Any = jnp.float32) -> None:
+        self.sum = nnx.Cache(jnp.zeros((input_shape[0], 1, self.linear.in_features), dtype))
+
+    def __call__(self, x):
+        sums = jnp.cumsum(x, axis=1)
+        if self.decode:
+            sums += self.sum[...]
+            self.sum[...] = sums[:, -1:]
+        return jnp.tanh(self.linear(sums))
+
+
+class Speaker(nnx.Module):
+    def __init__(self, width: int, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(8, width, rngs=rngs)
+        self.layers = nnx.List([PipelineStage(Recall(width, rngs)) for _ in range(LAYERS)])
+        self.head = nnx.Linear(width, 8, use_bias=False, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 def deep_loss(model, batch):
     return jnp.mean(model(batch) ** 2)
 
@@ -124,6 +155,13 @@ LIVES: dict[str, Life] = {
     ),
     "saved in part": Life(
         calls={"save of the weights": lambda t, folder, x: t.save(folder / "weights", only="params/*")}
+    ),
+    "speaking": Life(
+        calls={
+            "generate": lambda t, folder, x: t.generate(np.ones((RANKS, 2), np.int32), max_new_tokens=2),
+            "generate again": lambda t, folder, x: t.generate(np.ones((RANKS, 2), np.int32), max_new_tokens=2),
+        },
+        model=Speaker,
     ),
     "loaded": Life(
         calls={

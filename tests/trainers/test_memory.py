@@ -60,6 +60,7 @@ class Peak:
         self.most = max(self.most, max(now[device] - self._before[device] for device in now))
 
 
+@pytest.mark.slow
 def test_no_device_holds_more_than_its_share_in_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(holder, "_KEPT_FOR_DIAGNOSIS", 0)
     state = LIVES["new"].trainer(WIDTH)._core.held.memory
