@@ -112,8 +112,8 @@ def test_results_are_those_of_plain_training(options):
     options = {"num_stages": 3, "num_microbatches": 4, "logging": False, **options}
     trainer = PipelineTrainer(m.Model(5, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, **options)
     trainer.compile(batches[0])
-    if trainer.plan.choice is not None:
-        assert (trainer.plan.choice.chosen, trainer.plan.stage_sizes) == ("balanced", (1, 1, 4))
+    if trainer.plan.stages_choice is not None:
+        assert (trainer.plan.stages_choice.chosen, trainer.plan.stage_sizes) == ("balanced", (1, 1, 4))
     losses = [float(trainer.train_step(batch)["loss"]) for batch in batches]
     plain, params = m.plain_training(
         m.Model(5, rngs=nnx.Rngs(0), marked=False), optax.sgd(0.1), m.mean_loss, batches, 4
@@ -188,11 +188,11 @@ def test_the_default_tells_its_choice_with_the_stages():
     plan, text, count = compiled()
     assert count == even_traces  # the estimate reads the step that is traced anyway
     assert "assignment" not in even_text
-    assert even.choice is None
+    assert even.stages_choice is None
     # The head costs four blocks, so it is better off alone.
     assert even.stage_sizes == (2, 2, 3)
-    assert (plan.choice.chosen, plan.choice.searched, plan.stage_sizes) == ("balanced", True, (3, 3, 1))
-    assert plan.choice.balanced < 0.9 * plan.choice.even
+    assert (plan.stages_choice.chosen, plan.stages_choice.searched, plan.stage_sizes) == ("balanced", True, (3, 3, 1))
+    assert plan.stages_choice.balanced < 0.9 * plan.stages_choice.even
     assert 'assignment "auto": balanced stages; simulated step: even' in text
     assert "blocks to 3 stages" not in text  # nobody asked for the costs of the blocks
 
@@ -358,7 +358,7 @@ def test_a_model_that_cannot_be_cut_at_some_mark():
     chosen = sharing(assignment=Assignment(cost=[9, 5, 1, 1]))  # the first block alone would be best
     assert np.isfinite(float(chosen.train_step(m.make_batch(8))["loss"]))  # the estimate needs no such cut
     assert chosen.plan.stage_sizes == (2, 3)
-    assert chosen.plan.choice.reason == "the model cannot be cut into the balanced ones"
+    assert chosen.plan.stages_choice.reason == "the model cannot be cut into the balanced ones"
     with pytest.raises(
         AssignmentError, match=r"cost='measured' looks at each block alone, .* shar.* use cost='estimat"
     ):

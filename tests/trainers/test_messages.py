@@ -17,6 +17,7 @@ from jaxpp_flax.trainers.errors import MeshError
 from jaxpp_flax.trainers.mesh import build_mesh
 from jaxpp_flax.trainers.model.sharding import AxisRules
 from jaxpp_flax.trainers.state.optimizer_state import numbers_of_init
+from jaxpp_flax.trainers.state.optimizer_memory import OptimizerMemory
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling
@@ -27,7 +28,10 @@ def test_the_step_in_messages_is_the_trainer_s(kind: str, step: int):
     unused: Any = None
     scheduling = Scheduling(2, "1f1b", num_stages=1)
     after_step_12: Any = SimpleNamespace(
-        step=12, memory=TrainState(step=1, params={}, opt_state=(), model_state={}), place_weights=lambda _: None
+        step=12,
+        memory=TrainState(step=1, params={}, opt_state=(), model_state={}),
+        place_weights=lambda _: None,
+        kept=OptimizerMemory(),
     )
     steps = CompiledSteps(scheduling, unused, unused, after_step_12, state_specs=None, rules=AxisRules())
     assert (
