@@ -245,9 +245,12 @@ def test_shapes_and_places_cost_nothing():
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trainer._core.held.memory.params))
 
 
-def test_a_model_that_does_not_fit_is_refused_before_anything_is_placed(peak: Peak, monkeypatch: pytest.MonkeyPatch):
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_placed(
+    peak: Peak, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     from jaxpp_flax.engine.arrays import device_memory
 
+    saved = deep_trainer().save(tmp_path / "saved")
     trainer = deep_trainer()
     monkeypatch.setattr(device_memory, "free_bytes", lambda device: RANKS * SHARE // 2)
     with pytest.raises(
@@ -255,6 +258,12 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_placed(peak: Pe
     ):
         trainer.train_step(DATA)
     peak.at("the refusal", extra=-SHARE)
+    for restore in (trainer.restore, trainer.load_pretrained):
+        with pytest.raises(ModelError, match="does not fit, even in parts: the share of"):
+            restore(saved)
+            trainer.train_step(DATA)  # weights in files are read when the state is placed
+        peak.at("the refusal of a restore", extra=-SHARE)
+    trainer = deep_trainer()
     monkeypatch.setattr(device_memory, "free_bytes", lambda device: LAYERS * LEAF - 1)
     with pytest.raises(ModelError, match=r"trainer\.model copies all weights to one device: 32.8 kB to .*save\(\)"):
         _ = trainer.model

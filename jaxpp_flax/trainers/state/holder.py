@@ -22,7 +22,7 @@ from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.state.initializer import Initializer
 from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory
 from jaxpp_flax.trainers.state.optimizer_state import make_on_ranks
-from jaxpp_flax.trainers.state.placement import Ranks, check_fits, put_on_ranks
+from jaxpp_flax.trainers.state.placement import Ranks, fitting, put_on_ranks
 from jaxpp_flax.trainers.state.train_state import TrainState, is_abstract, model_part, shapes_of, target_of
 
 # Larger first parameters are not kept, or made again, for the diagnosis of a first loss that is not finite.
@@ -156,7 +156,7 @@ class StateHolder:
         """
         if self._ranks is None or self.is_placed:
             return self.kept.described(abstract_state(self.memory))
-        return target_of(shapes_of(self.memory), self._ranks.preliminary(self.memory))
+        return target_of(shapes_of(self.memory), fitting(self.memory, self._ranks.preliminary(self.memory)))
 
     def target_of_model(self, wanted: Callable[[str], bool]) -> TrainState:
         """Return `target()` for a restore of some leaves into an abstract model; leaves with values keep these.
@@ -206,8 +206,8 @@ class StateHolder:
     def load(self) -> None:
         """Read the state, if it is on disk: to a preliminary place on the ranks, or without ranks to one device."""
         if isinstance(self._now, (OnDisk, Unread)):
-            shardings = None if self._ranks is None else self._ranks.preliminary(self._now.state)
-            self.restored(self._now.read(shardings))
+            state, ranks = self._now.state, self._ranks
+            self.restored(self._now.read(None if ranks is None else fitting(state, ranks.preliminary(state))))
 
     def place(self, mesh: MpmdMesh | None, shardings: Callable[[], TrainState]) -> None:
         """Place the state for the compiled training step; without a mesh, copy it to the default device.
@@ -225,7 +225,7 @@ class StateHolder:
             placed = replace(placed, opt_state=self.kept.on_default_device(placed.opt_state))
         elif isinstance(self._now, (OnDisk, Unread)):
             self.compare(mesh)
-            placed, self._beginning = self._now.read(shardings()), None
+            placed, self._beginning = self._now.read(fitting(self._now.state, shardings())), None
         else:
             placed = self._on_ranks(mesh, shardings())
         self._now = Placed(placed)
@@ -367,7 +367,7 @@ class StateHolder:
         """Return the state with the weights on their ranks, if `part` of the state fits there."""
         weights, wanted = (state.params, state.model_state), (shardings.params, shardings.model_state)
         initializer = self._need_initializer(state) if is_abstract(weights) else None
-        check_fits(part(state), part(shardings))
+        fitting(part(state), part(shardings))
         self.compare(mesh)
         params, rest = put_on_ranks(mesh, weights, wanted) if initializer is None else initializer.make_on_ranks(wanted)
         return replace(state, params=params, model_state=rest)

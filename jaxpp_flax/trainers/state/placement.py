@@ -23,7 +23,7 @@ from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory
 from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["Ranks", "balanced_order", "check_fits", "put_on_ranks"]
+__all__ = ["Ranks", "balanced_order", "fitting", "put_on_ranks"]
 
 # With several processes, leaves of so many bytes in all move together.
 _SMALL_GROUP = 1 << 20
@@ -88,8 +88,8 @@ class Ranks:
         )
 
 
-def check_fits(state: TrainState, shardings: TrainState) -> None:
-    """Refuse a state that does not fit on the devices of its ranks, before anything is placed.
+def fitting(state: TrainState, shardings: TrainState) -> TrainState:
+    """Return the shardings; refuse a state that does not fit on the devices of its ranks, before anything is placed.
 
     Leaves that lie on their ranks already count as free. Leaves in host memory count only where the devices are CPUs,
     whose memory is the host's.
@@ -117,7 +117,7 @@ def check_fits(state: TrainState, shardings: TrainState) -> None:
                 kinds[name.partition("/")[0]] = kinds.get(name.partition("/")[0], 0) + size
     short = shortage(needed)
     if short is None:
-        return
+        return shardings
     device = short.device
     listing = ", ".join(f"{name} {amount(size, 'B')}" for name, size in parts[device].items() if size)
     memory = "the memory of the host, which all devices of this process share," if device.platform == "cpu" else "it"
