@@ -63,21 +63,19 @@ def is_clearly_less(balanced: float, even: float) -> bool:
 def choose(
     even: Sequence[int],
     step: StepTime,
-    search: Callable[[], Balance | None],
+    search: Callable[[], Balance],
     *,
     fits: Callable[[Sequence[int]], bool] = lambda sizes: True,
     can_cut: Callable[[Sequence[int]], bool] = lambda sizes: True,
-) -> tuple[Balance | None, StagesChoice | None]:
+) -> tuple[Balance | None, StagesChoice]:
     """Return the balanced stages and the choice; the stages are None if the even ones are chosen.
-
-    Both are None if the even stages do not fit, and the search found none that do.
 
     Args:
       even: the sizes of even stages.
       step: the time of a step for sizes of stages.
-      search: finds balanced stages; called only if even stages do not fit, or stages of equal cost would be clearly
-        faster.
-      fits: whether stages of these sizes keep within the memory limit.
+      search: finds balanced stages that fit; called only if even stages do not fit, or stages of equal cost would be
+        clearly faster.
+      fits: whether stages of these sizes keep within the memory limit without recomputation or offload.
       can_cut: whether the model can be cut into stages of these sizes.
 
     Example:
@@ -93,8 +91,6 @@ def choose(
     if even_fits and not is_clearly_less(equal := step.with_equal_stages(), even_step):
         return None, StagesChoice(chosen="even", even=even_step, balanced=equal, searched=False)
     found = search()
-    if found is None:  # even stages do not fit: a search that starts from stages that fit finds them at least
-        return None, None
     balanced_step = step(found.sizes)
     if not even_fits:
         reason = "even stages exceed memory_limit"
