@@ -21,8 +21,11 @@ def test_no_process_holds_more_than_its_share_in_any_call(tmp_path: Path):
         assert len(over) > 20
         # A copy of all weights is 8 leaves, of the whole state 24; own ones are counted in the share. A restore reads
         # ahead, by up to 256 MiB: here by the share of the process, 6 leaves. A step has temporary values, and moves
-        # leaves between processes, with their copies. What remains is compiled code, and what the allocator keeps.
+        # leaves between processes, with their copies. What remains is compiled code, and what the allocator keeps: 4
+        # leaves before `generate`, which compiles the most programs. Its second call, without these, stays below 2.
         calls = {name: name.partition(":")[2] for name in over}
-        limits = {name: 12 if "restore" in call or call.endswith("step") else 8 for name, call in calls.items()}
+        limits = {
+            name: 12 if "restore" in call or call.endswith(("step", "generate")) else 8 for name, call in calls.items()
+        }
         wrong = {name: leaves for name, leaves in over.items() if leaves >= limits[name]}
         assert not wrong, f"leaves beyond the share: {wrong}"
