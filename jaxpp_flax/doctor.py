@@ -35,7 +35,16 @@ from jaxpp_flax.processes.group import ProcessGroup, process_group
 
 __all__ = ["Finding", "Measurement", "examine", "main", "measure"]
 
-_PACKAGES = ("jaxpp-flax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "rich")
+# The oldest and the newest versions with which all tests pass (both ends of what `.ci/run` installs).
+TESTED_VERSIONS = {
+    "jax": ("0.10.2", "0.12.0.1"),
+    "jaxlib": ("0.10.2", "0.12.0.1"),
+    "flax": ("0.12.8", "0.12.12"),
+    "optax": ("0.2.8", "0.2.8"),
+    "orbax-checkpoint": ("0.12.8", "0.12.8"),
+    "numpy": ("2.4.6", "2.5.5"),
+    "rich": ("15.0.0", "15.0.0"),
+}
 _OLDEST_JAX = (0, 10)
 _SIZES = (4 << 10, 1 << 20, 64 << 20)
 _REPETITIONS = {4 << 10: 200, 1 << 20: 40, 64 << 20: 4}
@@ -82,10 +91,10 @@ class Measurement:
 
 def versions() -> list[Finding]:
     """The installed packages, and whether they fit each other."""
-    findings = [Finding("Python", sys.version.split()[0])]
-    for package in _PACKAGES:
+    findings = [Finding("Python", f"{sys.version.split()[0]} (tested: 3.11 and 3.13)")]
+    for package in ("jaxpp-flax", *TESTED_VERSIONS):
         try:
-            findings.append(Finding(package, importlib.metadata.version(package)))
+            findings.append(Finding(package, _beside_tested(package, importlib.metadata.version(package))))
         except importlib.metadata.PackageNotFoundError:
             findings.append(Finding(package, "not installed", f"pip install {package}"))
     jax_version, jaxlib_version = jax.__version__, importlib.metadata.version("jaxlib")
@@ -101,10 +110,26 @@ def versions() -> list[Finding]:
             Finding(
                 "JAX internals",
                 f"this JAX hides {', '.join(hidden)}: slower copies, or no several processes",
-                "use a JAX version that this package was tested with (CHANGELOG)",
+                "install a version of JAX from the range that was tested",
             )
         )
     return findings
+
+
+def _beside_tested(package: str, installed: str) -> str:
+    """
+    >>> _beside_tested("optax", "9.0")
+    '9.0 (tested: 0.2.8; this one is newer)'
+    """
+    if package not in TESTED_VERSIONS:
+        return installed
+    oldest, newest = TESTED_VERSIONS[package]
+    tested = oldest if oldest == newest else f"{oldest} to {newest}"
+    if _numbers(installed) > _numbers(newest):
+        tested += "; this one is newer"
+    elif _numbers(installed) < _numbers(oldest):
+        tested += "; this one is older"
+    return f"{installed} (tested: {tested})"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -25,10 +25,17 @@ def wrong(findings: list[Finding]) -> list[str]:
 
 def test_it_finds_what_is_installed_here():
     found = {finding.subject: finding.text for finding in doctor.examine(process_group())}
-    assert found["jax"] == jax.__version__
+    assert found["jax"].startswith(f"{jax.__version__} (tested: 0.10.2 to ")
     assert found["backend"] == "cpu"
     assert found["devices of this process"] == "8 × cpu"
     assert found["transport: transfer"].startswith("found")
+
+
+def test_each_version_stands_beside_the_tested_ones():
+    found = {finding.subject: finding.text for finding in doctor.versions()}
+    for package, (oldest, newest) in doctor.TESTED_VERSIONS.items():
+        tested = oldest if oldest == newest else f"{oldest} to {newest}"
+        assert found[package].startswith(f"{importlib.metadata.version(package)} (tested: {tested}")
 
 
 def test_a_missing_package_is_wrong(monkeypatch: pytest.MonkeyPatch):

@@ -18,6 +18,7 @@ from jaxpp_flax.assignment.balancing import balance, rank_loads
 from jaxpp_flax.assignment.stages_choice import is_clearly_less
 from jaxpp_flax.engine.blocks import Marks
 from jaxpp_flax.engine.tracing.markers import Mark, block_names, segment_names
+from jaxpp_flax.error_codes import documented
 from jaxpp_flax.globs import matches
 from jaxpp_flax.messages import listed, near_names
 
@@ -39,6 +40,7 @@ CutPolicy = Callable[[Sequence[Mark], int], tuple[int, ...]]
 """`policy(marks, num_stages)` returns the indices of the `num_stages - 1` marks that cut, in increasing order."""
 
 
+@documented("JPF303")
 class AssignmentError(ValueError):
     """The blocks of a model cannot be assigned to stages as requested."""
 

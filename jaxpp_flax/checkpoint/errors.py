@@ -4,31 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxpp_flax.error_codes import documented
 
+
+@documented("JPF400")
 class CheckpointError(Exception):
     """The base class of all errors of checkpoints."""
 
 
+@documented("JPF401")
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no checkpoint at the path."""
 
 
+@documented("JPF402")
 class UnfinishedCheckpointError(CheckpointError, FileNotFoundError):
     """The path holds the remains of a save that never ended."""
 
 
+@documented("JPF403")
 class CorruptCheckpointError(CheckpointError, OSError):
     """A file of the checkpoint is missing, cut off, or has changed since it was written."""
 
 
+@documented("JPF404")
 class CheckpointSaveError(CheckpointError, OSError):
     """A save failed; earlier complete checkpoints are not changed."""
 
 
+@documented("JPF405")
 class DirectoryInUseError(CheckpointSaveError):
     """Another running job writes to this directory of checkpoints."""
 
 
+@documented("JPF406")
 class CheckpointMismatchError(CheckpointError, ValueError):
     """The checkpoint's leaves differ from the target's leaves; `faults` has one line for each wrong leaf.
 

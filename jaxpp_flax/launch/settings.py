@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
+from jaxpp_flax.error_codes import documented
 from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT
 
 __all__ = ["LaunchError", "LaunchSettings", "describe_preemption", "device_environment", "join_host_and_port"]
@@ -15,6 +16,7 @@ __all__ = ["LaunchError", "LaunchSettings", "describe_preemption", "device_envir
 _VARIABLE = "JAXPP_FLAX_LAUNCH"
 
 
+@documented("JPF506")
 class LaunchError(RuntimeError):
     """The processes cannot be started as requested, or do not find each other."""
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpp_flax.error_codes import documented
 from jaxpp_flax.processes.group import ProcessGroup
 from jaxpp_flax.processes.store import CoordinationError
 from jaxpp_flax.processes.waits import name_processes
@@ -54,10 +55,12 @@ _VARIABLES = ("LIBTPU_INIT_ARGS", "NVIDIA_TF32_OVERRIDE")
 _OWN_FLAGS = ("--xla_force_host_platform_device_count", "--xla_dump", "--xla_gpu_dump")
 
 
+@documented("JPF503")
 class ValuesMismatchError(CoordinationError):
     """Processes of one run hold different values that must be equal; the message names the first one that differs."""
 
 
+@documented("JPF504")
 class ProgramMismatchError(CoordinationError):
     """Processes of one run have planned different programs; the message shows the first difference."""
 

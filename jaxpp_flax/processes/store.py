@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 
+from jaxpp_flax.error_codes import documented
+
 __all__ = [
     "ROOT",
     "BarrierTimeoutError",
@@ -23,14 +25,17 @@ ROOT = "jaxpp_flax"
 """The folder in the store that belongs to this package."""
 
 
+@documented("JPF500")
 class CoordinationError(RuntimeError):
     """The processes of a run cannot be coordinated, or do not agree."""
 
 
+@documented("JPF501")
 class BarrierTimeoutError(CoordinationError, TimeoutError):
     """Some processes did not come to a barrier in time; the message names them."""
 
 
+@documented("JPF502")
 class ProcessFailedError(CoordinationError):
     """Another process of the run was killed, was stopped, or has failed; the message names it."""
 

@@ -1,5 +1,8 @@
 """The error for a schedule that cannot be built or is wrong."""
 
+from jaxpp_flax.error_codes import documented
 
+
+@documented("JPF301")
 class ScheduleError(ValueError):
     """A schedule does not fit its counts, or a list of tasks is not a legal schedule."""

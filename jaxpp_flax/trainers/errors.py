@@ -1,5 +1,7 @@
 """The trainer's errors and warnings: each message names the fault, its place, and the remedy."""
 
+from jaxpp_flax.error_codes import documented
+
 __all__ = [
     "BatchError",
     "BatchStatisticsWarning",
@@ -11,29 +13,36 @@ __all__ = [
 ]
 
 
+@documented("JPF201")
 class BatchError(ValueError):
     """A batch does not fit the microbatches, the mesh, or itself."""
 
 
+@documented("JPF901")
 class BatchStatisticsWarning(UserWarning):
     """A loss writes statistics of a batch, as BatchNorm does: each comes from one microbatch only."""
 
 
+@documented("JPF202")
 class DataPositionError(ValueError):
     """The data cannot be moved to the position of a checkpoint."""
 
 
+@documented("JPF102")
 class LossError(TypeError):
     """A loss function returned a value that is not a loss."""
 
 
+@documented("JPF103")
 class MeshError(ValueError):
     """Devices, mesh and stages do not fit each other."""
 
 
+@documented("JPF101")
 class ModelError(ValueError):
     """A model cannot be trained in its present form."""
 
 
+@documented("JPF104")
 class NonFiniteLossError(FloatingPointError):
     """A loss, or a parameter to save, is not finite."""

@@ -20,6 +20,7 @@ from jaxpp_flax.engine.passes.placed import Loop, Move, Placed, ResultRanks, Seg
 from jaxpp_flax.engine.passes.split_conditions import is_condition, select_between_branches
 from jaxpp_flax.engine.tracing.hints import as_copy, is_mixing_by_design, place_with_p
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, values
+from jaxpp_flax.error_codes import documented
 
 __all__ = ["PlacementWarning", "place"]
 
@@ -31,6 +32,7 @@ Time = tuple[int, int]
 _END_OF_LOOP = 1 << 30
 
 
+@documented("JPF903")
 class PlacementWarning(UserWarning):
     """Work outside the loop mixes large values of several ranks."""
 

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, applied, bodies, inside, opened, prune
 from jaxpp_flax.engine.tracing.markers import FORWARD, TANGENT, marker_p
 from jaxpp_flax.engine.tracing.treduce import treduce_p
+from jaxpp_flax.error_codes import documented
 
 __all__ = ["CALLS", "MarkerPlacementError", "body_of", "count_marks", "inline", "is_recomputation"]
 
@@ -46,6 +47,7 @@ _REMEDIES = {
 _RECOMPUTED = "rematted_computation"
 
 
+@documented("JPF601")
 class MarkerPlacementError(ValueError):
     """A stage marker stands at a place where no pipeline can be cut."""
 

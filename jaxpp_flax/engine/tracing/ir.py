@@ -19,6 +19,8 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from jaxpp_flax.error_codes import documented
+
 __all__ = [
     "Atom", "Constant", "Equation", "Graph", "Value", "VerificationError", "ancestors", "applied", "bodies", "emit",
     "everywhere", "from_jaxpr", "in_memory", "inside", "memory_kind_of", "opened", "plain_literal", "producers",
@@ -26,6 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 
+@documented("JPF603")
 class VerificationError(AssertionError):
     """A structure between two passes breaks its own rules: a defect of the engine, never of the user's program."""
 

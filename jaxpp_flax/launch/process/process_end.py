@@ -19,6 +19,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
+from jaxpp_flax.error_codes import documented
 from jaxpp_flax.processes.failures import Failure, may_come_from_a_peer
 from jaxpp_flax.processes.group import ProcessGroup
 from jaxpp_flax.processes.store import ProcessFailedError
@@ -45,6 +46,7 @@ def end_at_once(status: int) -> NoReturn:
     os._exit(status)
 
 
+@documented("JPF507")
 class ProgramExitError(Exception):
     """The user's program called `sys.exit` with an error."""
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from jaxpp_flax.error_codes import documented
 from jaxpp_flax.messages import amount
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.planning.model import Prediction, StepModel
@@ -41,6 +42,7 @@ _TOLERANCE = 1e-9  # relative: sums of the same floats in another order count as
 _Worth = tuple[float, ...]
 
 
+@documented("JPF302")
 class LimitError(ScheduleError):
     """No mixture of keep, recompute and offload keeps within the memory limit.
 

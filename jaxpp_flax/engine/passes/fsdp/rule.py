@@ -9,10 +9,12 @@ from typing import Any
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value
+from jaxpp_flax.error_codes import documented
 
 __all__ = ["FsdpRule", "FsdpWarning", "Gather", "check_fsdp"]
 
 
+@documented("JPF902")
 class FsdpWarning(UserWarning):
     """A parameter is gathered, or its gradient is reduced, in every microbatch, although `fsdp=` asks for once."""
 

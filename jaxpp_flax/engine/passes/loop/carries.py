@@ -8,10 +8,12 @@ from functools import partial
 from jaxpp_flax.engine.passes.loop.loop_tasks import Carry
 from jaxpp_flax.engine.passes.loop.task_drafts import Key, TaskDrafts
 from jaxpp_flax.engine.tracing.ir import Atom, values
+from jaxpp_flax.error_codes import documented
 
 __all__ = ["CarryError", "write_carries"]
 
 
+@documented("JPF602")
 class CarryError(ValueError):
     """A leaf of the carry flows against the pipeline."""
 

@@ -10,9 +10,12 @@ from typing import ClassVar
 import jax
 from jax.sharding import Sharding
 
+from jaxpp_flax.error_codes import documented
+
 __all__ = ["Parcel", "Tag", "Transport", "TransportError"]
 
 
+@documented("JPF505")
 class TransportError(RuntimeError):
     """A transport could not move arrays between processes: a peer is gone, or silent for too long."""
 
