@@ -67,6 +67,17 @@ class Speaker(nnx.Module):
         return self.head(x)
 
 
+def live_bytes(least: int = 0) -> dict[Any, int]:
+    """The bytes of all arrays of at least so many elements on each device, each buffer once."""
+    buffers: dict[Any, dict[int, int]] = {device: {} for device in jax.devices()}
+    for array in jax.live_arrays():
+        if array.size < least or array.is_deleted() or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            continue
+        for shard in array.addressable_shards:
+            buffers[shard.device][shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    return {device: sum(found.values()) for device, found in buffers.items()}
+
+
 def deep_loss(model, batch):
     return jnp.mean(model(batch) ** 2)
 

@@ -14,11 +14,12 @@ import optax
 import pytest
 from flax import nnx
 
-from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers import MeshOptions, ModelError, Parameters
 from jaxpp_flax.trainers.state import holder, initializer
 from tests.trainers import models as m
+from tests.trainers.lives import LAYERS, RANKS, Deep, deep_loss, live_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
 
@@ -93,46 +94,20 @@ def test_linen_variables_from_a_function_have_the_bits_of_init(stages: int):
 
 # ------------------------------------------------------------------ memory
 
-RANKS, LAYERS, WIDTH = 4, 8, 32
+WIDTH = 32
 LEAF = WIDTH * WIDTH * 4
 SHARE = 3 * LAYERS * LEAF // RANKS  # parameters and two moments
 SMALL = 8192  # counters, keys and batches, and what a step computes
 
 
-class Deep(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        layers = [nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs) for _ in range(LAYERS)]
-        self.layers = nnx.List(map(PipelineStage, layers))
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = jnp.tanh(layer(x))
-        return x
-
-
-def deep_loss(model, batch):
-    return jnp.mean(model(batch) ** 2)
-
-
 DATA = np.ones((8, WIDTH), np.float32)
 
 
-def deep_trainer(model: Any = Deep, **options: Any) -> PipelineTrainer:
-    model = (lambda rngs: Deep(rngs)) if model is Deep else model
+def deep_trainer(model: Any = None, **options: Any) -> PipelineTrainer:
+    model = (lambda rngs: Deep(WIDTH, rngs)) if model is None else model
     return PipelineTrainer(
         model, optax.adam(1e-2), deep_loss, num_stages=RANKS, num_microbatches=2, logging=False, **options
     )
-
-
-def live_bytes() -> dict[Any, int]:
-    """The bytes of all arrays on each device, each buffer once."""
-    buffers: dict[Any, dict[int, int]] = {device: {} for device in jax.devices()}
-    for array in jax.live_arrays():
-        if array.is_deleted() or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            continue
-        for shard in array.addressable_shards:
-            buffers[shard.device][shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
-    return {device: sum(found.values()) for device, found in buffers.items()}
 
 
 class Peak:
@@ -199,7 +174,7 @@ def test_no_device_holds_more_than_its_share(peak: Peak, tmp_path: Path):
 
 
 def test_what_is_saved_before_the_first_step_is_the_first_state(tmp_path: Path):
-    lazy, eager = deep_trainer(), deep_trainer(Deep(nnx.Rngs(0)))
+    lazy, eager = deep_trainer(), deep_trainer(Deep(WIDTH, nnx.Rngs(0)))
     for name, trainer in (("lazy", lazy), ("eager", eager)):
         trainer.save(tmp_path / name)
     for name in ("lazy", "eager"):
@@ -216,7 +191,7 @@ def test_what_is_saved_before_the_first_step_is_the_first_state(tmp_path: Path):
 def test_an_abstract_module_needs_values_first(tmp_path: Path):
     values, batch = deep_trainer(), DATA
     values.save(tmp_path / "saved")
-    trainer = deep_trainer(nnx.eval_shape(lambda: Deep(nnx.Rngs(0))))
+    trainer = deep_trainer(nnx.eval_shape(lambda: Deep(WIDTH, nnx.Rngs(0))))
     assert trainer.abstract_model.layers[0].kernel.shape == (WIDTH, WIDTH)
     calls: list[Callable[[], Any]] = [
         lambda: trainer.train_step(batch),
@@ -230,7 +205,7 @@ def test_an_abstract_module_needs_values_first(tmp_path: Path):
             call()
     trainer.restore(tmp_path / "saved")
     assert float(trainer.train_step(batch)["loss"]) == float(values.train_step(batch)["loss"])
-    weights = deep_trainer(nnx.eval_shape(lambda: Deep(nnx.Rngs(0))))
+    weights = deep_trainer(nnx.eval_shape(lambda: Deep(WIDTH, nnx.Rngs(0))))
     weights.restore(tmp_path / "saved", only="params")  # the optimizer begins anew
     assert int(weights.state.opt_state[0].count) == 0
     assert bits(weights.state.params) == bits(deep_trainer().state.params)

@@ -7,29 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.pretrained.safetensors_file import Tensor
 from jaxpp_flax.trainers.state import holder, initializer
-from tests.trainers.lives import LAYERS, LIVES, RANKS, data, live, num_bytes
+from tests.trainers.lives import LAYERS, LIVES, RANKS, data, live, live_bytes, num_bytes
 
 WIDTH = 64
 LEAF = WIDTH * WIDTH * 4
 SMALL = 8 * 1024  # counters, batches and activations: half a leaf
-
-
-def live_bytes() -> dict[Any, int]:
-    """The bytes of all arrays on each device, each buffer once."""
-    buffers: dict[Any, dict[int, int]] = {device: {} for device in jax.devices()}
-    for array in jax.live_arrays():
-        if array.size < WIDTH or array.is_deleted() or jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            continue
-        for shard in array.addressable_shards:
-            buffers[shard.device][shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
-    return {device: sum(found.values()) for device, found in buffers.items()}
 
 
 class Peak:
@@ -37,7 +24,7 @@ class Peak:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         gc.collect()
-        self._before, self.most, self.samples = live_bytes(), 0, 0
+        self._before, self.most, self.samples = live_bytes(WIDTH), 0, 0
         for owner, name in (
             (MpmdArray, "__init__"),
             (MpmdArray, "delete"),
@@ -55,7 +42,7 @@ class Peak:
         return sampled
 
     def look(self) -> None:
-        now = live_bytes()
+        now = live_bytes(WIDTH)
         self.samples += 1
         self.most = max(self.most, max(now[device] - self._before[device] for device in now))
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-__all__ = ["SPACES", "check_devices", "check_kind", "computes_on", "memory_wanted"]
+__all__ = ["SPACES", "check_devices", "check_kind", "computes_on", "is_own_memory", "memory_wanted"]
 
 SPACES = {"device": jax.memory.Space.Device, "pinned_host": jax.memory.Space.Host}
 
@@ -88,10 +88,7 @@ def memory_wanted(sharding: Any, where: str) -> str | None:
     kind = getattr(sharding, "memory_kind", None)
     if kind is None or kind in SPACES:
         return kind
-    has_devices = not isinstance(getattr(sharding, "mesh", None), AbstractMesh)
-    if has_devices and kind == next(iter(sharding.device_set)).default_memory().kind:
-        return "device"
-    return check_kind(kind, where)
+    return "device" if is_own_memory(sharding) else check_kind(kind, where)
 
 
 def computes_on(leaf: Any) -> bool:
@@ -103,7 +100,14 @@ def computes_on(leaf: Any) -> bool:
       >>> computes_on(jax.numpy.ones(2)), computes_on(jax.device_put(jax.numpy.ones(2), host))
       (True, False)
     """
-    sharding: Any = getattr(leaf, "sharding", None)
+    return is_own_memory(getattr(leaf, "sharding", None))
+
+
+def is_own_memory(sharding: Any) -> bool:
+    """Return True if a sharding names the devices' own memory, under any of its names, or no memory.
+
+    Older JAX calls a CPU's own memory `unpinned_host`.
+    """
     kind = getattr(sharding, "memory_kind", None)
     if kind in (None, "device") or isinstance(getattr(sharding, "mesh", None), AbstractMesh):
         return kind in (None, "device")

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
+from jaxpp_flax.engine.arrays.memory_kinds import is_own_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.processes import exchange_values, process_group
 from jaxpp_flax.trainers.errors import NonFiniteLossError
@@ -125,7 +126,7 @@ def _device(part: Any) -> Any:
     if not isinstance(part, jax.Array):
         return None
     (device,) = part.devices()
-    return device if part.sharding.memory_kind in (None, device.default_memory().kind) else None
+    return device if is_own_memory(part.sharding) else None
 
 
 def _are_finite_on_host(parts: list[Any]) -> list[bool]:
