@@ -9,7 +9,7 @@
 than any named schedule that fits; within 2 % of the optimum where the exact solver proves one;
 strictly better than the best named schedule on most unbalanced or memory-limited cases.
 ``growth`` prints the processor time to validate and to simulate schedules of growing size.
-``study`` prints the tables of docs/schedule_study.md: a 70B and a 405B model on 64 to 16,384 GPUs.
+``study`` prints the tables of docs/internals/schedule_study.md: a 70B and a 405B model on 64 to 16,384 GPUs.
 ``measured`` trains a model with real arithmetic under 1F1B, ZB-H1 and ZB-V in turn, on a virtual CPU device with one
 thread for each rank, and prints bubbles as measured and as simulated. It needs a core for each rank.
 """
@@ -304,7 +304,7 @@ def study_case(model: Model, m: int, limit: float, evaluations: int) -> dict[tup
 
 
 def run_study(evaluations: int) -> int:
-    """Markdown tables for docs/schedule_study.md."""
+    """Markdown tables for docs/internals/schedule_study.md."""
     for model in MODELS:
         columns: dict[str, dict[tuple[str, int], str]] = {}
         for gpus in (64, 256, 1024, 4096, 16_384):
@@ -421,7 +421,7 @@ def main() -> int:
     one.add_argument("--evaluations", type=int, default=4000)
     two = commands.add_parser("growth", help="time against size")
     two.add_argument("--full", action="store_true", help="up to 1,024 ranks and 8,192 microbatches")
-    three = commands.add_parser("study", help="the tables of docs/schedule_study.md")
+    three = commands.add_parser("study", help="the tables of docs/internals/schedule_study.md")
     three.add_argument("--evaluations", type=int, default=4000)
     four = commands.add_parser("measured", help="1F1B, ZB-H1 and ZB-V in real steps: bubbles measured and simulated")
     four.add_argument("--ranks", type=int, default=2)

@@ -4,8 +4,8 @@
     python examples/vit_digits.py --no-pipeline       # the plain model under plain jax.jit
     python examples/vit_digits.py --stages 2 --schedule gpipe
 
-The plain model is in `models/vit.py`, the one for the pipeline in `models/vit_pipelined.py`: `docs/converting.md` shows
-the difference. Needs scikit-learn, for the images alone: `pip install scikit-learn`.
+The plain model is in `models/vit.py`, the one for the pipeline in `models/vit_pipelined.py`:
+`docs/start/own_model.md` shows the difference. Needs scikit-learn, for the images alone: `pip install scikit-learn`.
 """
 
 from __future__ import annotations

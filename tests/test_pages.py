@@ -27,14 +27,14 @@ def run_page(name: str, blocks: int, **given: object) -> None:
 
 
 def test_the_page_about_the_trainer_runs(capsys: pytest.CaptureFixture[str]):
-    run_page("trainer.md", blocks=6)
+    run_page("guides/trainer.md", blocks=6)
     out = capsys.readouterr().out
     assert "['Dense_0', 'Dense_1', 'Dense_2']" in out
     assert "'accuracy'" in out
 
 
 def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
-    run_page("memory.md", blocks=5)
+    run_page("guides/memory.md", blocks=5)
     kinds, kept, moved, simulated, _, chosen = capsys.readouterr().out.splitlines()
     assert kinds == "{'pinned_host'}"
     assert "[0, 0]" in kept
@@ -44,7 +44,7 @@ def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_page_about_assignments_runs(capsys: pytest.CaptureFixture[str]):
-    run_page("assignment.md", blocks=3)
+    run_page("guides/stages.md", blocks=3)
     out = capsys.readouterr().out
     assert "assignment of 9 blocks to 4 stages, operations and bytes estimated" in out
     assert "no assignment of 9 blocks to 4 stages keeps within memory_limit" in out
@@ -53,7 +53,7 @@ def test_the_page_about_assignments_runs(capsys: pytest.CaptureFixture[str]):
 
 def test_the_page_for_programs_of_jaxpp_runs(capsys: pytest.CaptureFixture[str]):
     try:
-        run_page("jaxpp.md", blocks=3)
+        run_page("coming_from/jaxpp.md", blocks=3)
     finally:  # the page puts a stand-in in the place of `jaxpp`
         for name in [name for name in sys.modules if name.partition(".")[0] == "jaxpp"]:
             del sys.modules[name]
@@ -61,18 +61,18 @@ def test_the_page_for_programs_of_jaxpp_runs(capsys: pytest.CaptureFixture[str])
 
 
 def test_the_page_for_programs_of_shardy_runs():
-    run_page("mpmd.md", blocks=2)
+    run_page("coming_from/shardy_mpmd.md", blocks=2)
 
 
 def test_the_page_about_tasks_runs(capsys: pytest.CaptureFixture[str]):
-    run_page("tasks.md", blocks=1)
+    run_page("guides/tasks.md", blocks=1)
     out = capsys.readouterr().out
     assert "first(" in out
     assert out.endswith("[4, 5, 6, 7]\n")
 
 
 def test_the_page_about_generation_runs(capsys: pytest.CaptureFixture[str]):
-    run_page("generation.md", blocks=2)
+    run_page("guides/generation.md", blocks=2)
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
@@ -89,13 +89,13 @@ def test_the_page_about_pretrained_weights_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "pretrained"))
     tokens = np.arange(4 * 6, dtype=np.int32).reshape(4, 6) % 16
-    run_page("pretrained.md", blocks=3, batches=[{"inputs": tokens, "targets": tokens}] * 2)
+    run_page("guides/pretrained.md", blocks=3, batches=[{"inputs": tokens, "targets": tokens}] * 2)
     assert "blocks/*/up/kernel <- model.layers.*.mlp.up_proj.weight, transpose (1, 0)" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"llama", "finetuned", "copy"}
     assert json.loads((tmp_path / "finetuned" / "config.json").read_text())["dtype"] == "float32"
 
 
-@pytest.mark.parametrize("page", ["docs/engine.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["docs/internals/engine.md", "CONTRIBUTING.md"])
 def test_every_file_that_a_page_names_exists(page: str):
     named = set(re.findall(r"`([\w/]+/\w+\.py)", (ROOT / page).read_text(encoding="utf-8")))
     assert named

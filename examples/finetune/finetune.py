@@ -5,7 +5,7 @@
     python -m jaxpp_flax.launch -n 4 examples/finetune/finetune.py --model tiny --output run4 --data-parallel 2
     sbatch examples/finetune/job.slurm --model llama --output run --stages 4 --data-parallel 8 --batch-size 64
 
-The same command again goes on after an interruption. docs/finetuning.md explains each part.
+The same command again goes on after an interruption. docs/guides/finetuning.md explains each part.
 """
 
 from __future__ import annotations

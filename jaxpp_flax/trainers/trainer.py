@@ -98,9 +98,9 @@ class PipelineTrainer:
       seed: the seed of a Linen model's random numbers, of `rngs`, and of functions that make a model (the streams of an
         NNX module have their own seeds). `RandomStreams` names a Linen model's streams too.
       logging: `Logging(tracker=, every=, progress=)`: metrics and the progress display; False shows nothing.
-      checkpoints: a directory, or `Checkpoints(directory, every=, keep=, ...)`; see `docs/checkpointing.md`.
+      checkpoints: a directory, or `Checkpoints(directory, every=, keep=, ...)`; see `docs/guides/checkpointing.md`.
       memory: `Memory(optimizer_state="pinned_host", residuals=ResidualPlan(...))`: what lies in host memory or is
-        recomputed; see `docs/memory.md`.
+        recomputed; see `docs/guides/memory.md`.
 
     Raises:
       ModelError, MeshError, AssignmentError, ScheduleError, ValueError, TypeError: for arguments that do not fit.

@@ -1,4 +1,4 @@
-"""Every layout to every layout: the table of docs/checkpointing.md."""
+"""Every layout to every layout: the table of docs/guides/checkpointing.md."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_from_an_unpipelined_linen_model_of_stock_orbax(tmp_path: Path):
 
 
 def test_the_table_of_the_docs_is_that_of_the_tests():
-    text = (Path(__file__).resolve().parents[2] / "docs" / "checkpointing.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "checkpointing.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
     header = next(row for row in rows if row[0] == r"from \ to")
     assert header[1:] == list(LAYOUTS)

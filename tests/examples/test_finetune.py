@@ -54,7 +54,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Documents of 30 to 900 characters: paragraphs of the project's own pages, and whole sentences beside them."""
     folder = tmp_path_factory.mktemp("text")
     for page in ("trainer", "checkpointing", "processes"):
-        paragraphs = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split("\n\n")
+        paragraphs = (ROOT / "docs" / "guides" / f"{page}.md").read_text(encoding="utf-8").split("\n\n")
         lines = [json.dumps({"text": part}) for part in paragraphs if 30 < len(part) < 900]
         (folder / f"{page}.jsonl").write_text("\n".join(lines) + "\n\n", encoding="utf-8")
     (folder / "last.txt").write_text("One file, one document.\n\nIt has two paragraphs.", encoding="utf-8")
@@ -303,7 +303,9 @@ def test_the_job_file_runs_the_recipe(settings: Any, one: tuple[Path, str], tmp_
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("name", ["docs/finetuning.md", "examples/finetune/finetune.py", "examples/finetune/job.slurm"])
+@pytest.mark.parametrize(
+    "name", ["docs/guides/finetuning.md", "examples/finetune/finetune.py", "examples/finetune/job.slurm"]
+)
 def test_the_commands_that_are_shown_are_valid(recipe: SimpleNamespace, name: str):
     import tyro
 

@@ -1,4 +1,4 @@
-"""The table in docs/models.md names tests that exist."""
+"""The table in docs/reference/models.md names tests that exist."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
-TABLE = (HERE.parents[1] / "docs" / "models.md").read_text()
+TABLE = (HERE.parents[1] / "docs" / "reference" / "models.md").read_text()
 
 
 def test_every_row_names_a_test_that_exists():

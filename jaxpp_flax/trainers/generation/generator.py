@@ -72,7 +72,7 @@ class Generator:
         and modules with a method `init_cache(input_shape, dtype=...)`, as `nnx.MultiHeadAttention` has, make their
         `nnx.Cache` variables. Linen: with `decode=True`, the module makes its collection `cache`. The model computes
         logits (batch, length, vocabulary) from tokens (batch, length). The state does not change. See
-        `docs/generation.md`.
+        `docs/guides/generation.md`.
 
         Args:
           prompts: lists of tokens, of any lengths; or an integer array (batch, length).

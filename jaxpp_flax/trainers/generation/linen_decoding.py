@@ -41,7 +41,7 @@ def decode_linen(adapter: LinenModel, *, batch_size: int, length: int, dtype: An
         raise ModelError(
             f"the Linen model {name} has neither a field `decode` nor an argument `decode` of its `__call__`. Add one, "
             "hand it on to its attention (`nn.MultiHeadDotProductAttention(decode=...)`), and keep the next position "
-            "of learned positions in a variable of the collection 'cache'. See docs/generation.md."
+            "of learned positions in a variable of the collection 'cache'. See docs/guides/generation.md."
         )
 
     def make_cache() -> Any:
@@ -58,6 +58,6 @@ def decode_linen(adapter: LinenModel, *, batch_size: int, length: int, dtype: An
     if not jax.tree.leaves(cache):
         raise ModelError(
             f"the Linen model {name} makes no collection 'cache' with decode=True. Its modules that look at other "
-            "positions need one, as nn.MultiHeadDotProductAttention(decode=True) has. See docs/generation.md."
+            "positions need one, as nn.MultiHeadDotProductAttention(decode=True) has. See docs/guides/generation.md."
         )
     return DecodingModel(call=call, make_cache=make_cache, cache=cache)

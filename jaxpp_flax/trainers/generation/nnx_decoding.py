@@ -82,7 +82,7 @@ def _check_cache(module: Any, cache: Any) -> None:
             f"the model {name} has no cache to generate with: no module in it has a method "
             f"`init_cache(input_shape, dtype=...)` that makes `nnx.Cache` variables.{where} Each module that looks at "
             "other positions needs one, as nnx.MultiHeadAttention has: keys and values for attention, and the next "
-            "position for learned positions. See docs/generation.md."
+            "position for learned positions. See docs/guides/generation.md."
         )
     old = ["/".join(map(str, path)) for path, variable in leaves if is_abstract(variable)]
     if old:

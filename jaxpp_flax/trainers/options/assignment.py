@@ -17,7 +17,7 @@ __all__ = ["Assignment", "Balanced"]
 class Assignment:
     """The options of the assignment of blocks to stages, `assignment=`: policy, costs of blocks, memory limit.
 
-    A value of `how` alone, such as `assignment="even"`, means `Assignment("even")`. See `docs/assignment.md`.
+    A value of `how` alone, such as `assignment="even"`, means `Assignment("even")`. See `docs/guides/stages.md`.
 
     Args:
       how: "auto", "even", "balanced", sizes such as `[3, 2, 3]`, a mapping of names (globs) to stages, a `Plan` or its

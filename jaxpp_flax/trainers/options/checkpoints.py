@@ -17,10 +17,10 @@ Directory: TypeAlias = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The options of checkpoints, `checkpoints=`: directory, times of saves, number kept. See `docs/checkpointing.md`.
+    """The options of checkpoints, `checkpoints=`: directory, times of saves, number kept.
 
     A directory alone, `checkpoints="run"`, means `Checkpoints("run")`: `save` and `restore` use it, and only `save`
-    writes.
+    writes. See `docs/guides/checkpointing.md`.
 
     Args:
       directory: the parent of one directory for each step.

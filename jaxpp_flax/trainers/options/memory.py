@@ -12,7 +12,7 @@ __all__ = ["Memory"]
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The options of memory, `memory=`. See `docs/memory.md`.
+    """The options of memory, `memory=`. See `docs/guides/memory.md`.
 
     Args:
       residuals: what each stage does with the values that its forward keeps for its backward: keep, recompute or

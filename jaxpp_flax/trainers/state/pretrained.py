@@ -63,7 +63,7 @@ class PretrainedWeights:
 
         Args:
           source: a safetensors file, an index of shards, a directory with either, or an Orbax checkpoint.
-          map: which tensor fills which leaf; see `docs/pretrained.md`.
+          map: which tensor fills which leaf; see `docs/guides/pretrained.md`.
           cast: convert floating numbers to the dtypes of the model's leaves.
           untie: fill leaves that the files tie to another tensor with a copy of that tensor.
           keep: globs of leaves that keep their values, such as adapters (`"*/lora_*"`).

@@ -64,7 +64,7 @@ def test_around_the_first_step_and_around_compile(kind: AxisType):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_constraints_to_the_mesh_of_a_rank(kind: AxisType):
-    """As docs/jaxpp.md has them: `NamedSharding(mpmd_mesh.lowering_mesh(), ...)`, and that of any other rank."""
+    """As docs/coming_from/jaxpp.md shows: `NamedSharding` on `mpmd_mesh.lowering_mesh()`, or on another rank's mesh."""
     mesh = mesh_of(kind)
     constrain = jax.lax.with_sharding_constraint if kind is AxisType.Auto else jax.sharding.reshard
 

@@ -58,7 +58,7 @@ def traced(*args: Any) -> tuple[Graph, list[PartitionSpec]]:
 
 
 def rows_of_the_page(heading: str, row: str) -> list[tuple[str, ...]]:
-    page = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "internals" / "engine.md").read_text(encoding="utf-8")
     return re.findall(row, page.partition(f"## {heading}\n")[2].partition("\n## ")[0])
 
 

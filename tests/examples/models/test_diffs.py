@@ -9,7 +9,7 @@ import pytest
 
 from tests.examples.models.comparing import MODELS, NAMES
 
-PAGE = MODELS.parents[1] / "docs" / "converting.md"
+PAGE = MODELS.parents[1] / "docs" / "start" / "own_model.md"
 MAX_CHANGED = 10
 
 

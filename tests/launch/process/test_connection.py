@@ -270,7 +270,7 @@ def test_chosen_accelerators_go_before_those_of_the_cluster(monkeypatch: pytest.
 
 
 def test_job_files_are_what_they_are_for():
-    jobs = Path(__file__).resolve().parents[3] / "docs" / "jobs"
+    jobs = Path(__file__).resolve().parents[3] / "docs" / "guides" / "jobs"
     yaml = pytest.importorskip("yaml")
     kinds = [part["kind"] for part in yaml.safe_load_all((jobs / "kubernetes.yaml").read_text())]
     assert kinds == ["Service", "ServiceAccount", "Role", "RoleBinding", "Job"]

@@ -85,7 +85,7 @@ def _warn_of_reductions(
                 warnings.warn(
                     f"the gradient that updates {rule.name_of(inputs[like])}, {aval.str_short()}, is no sum over "
                     "examples in its dtype, so it is reduced in every microbatch, not once. Sum it in the dtype in "
-                    "which it is computed; docs/engine.md, 'Data axes', has the rules.",
+                    "which it is computed; docs/internals/engine.md, 'Data axes', has the rules.",
                     FsdpWarning,
                     stacklevel=2,
                 )

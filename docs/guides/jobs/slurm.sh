@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# One process on each of 4 hosts; each has all accelerators of its host. Submit by: sbatch docs/jobs/slurm.sh
+# One process on each of 4 hosts; each has all accelerators of its host. Submit by: sbatch docs/guides/jobs/slurm.sh
 #SBATCH --job-name=train
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
