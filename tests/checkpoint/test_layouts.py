@@ -1,4 +1,4 @@
-"""Every layout to every layout: the table of docs/guides/checkpointing.md."""
+"""Every layout to every layout that docs/guides/checkpointing.md names."""
 
 from __future__ import annotations
 
@@ -108,10 +108,6 @@ def test_from_an_unpipelined_linen_model_of_stock_orbax(tmp_path: Path):
     tree_allclose(values(restored), values(plain), rtol=0, atol=0)
 
 
-def test_the_table_of_the_docs_is_that_of_the_tests():
+def test_the_page_names_each_layout():
     text = (Path(__file__).resolve().parents[2] / "docs" / "guides" / "checkpointing.md").read_text(encoding="utf-8")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
-    header = next(row for row in rows if row[0] == r"from \ to")
-    assert header[1:] == list(LAYOUTS)
-    cells = {row[0]: row[1:] for row in rows if row[0] in LAYOUTS}
-    assert cells == {name: ["✓"] * len(LAYOUTS) for name in LAYOUTS}
+    assert f"{', '.join(LAYOUTS)}." in " ".join(text.split())

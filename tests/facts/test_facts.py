@@ -236,4 +236,4 @@ def test_the_command_tells_a_page_that_differs(monkeypatch: pytest.MonkeyPatch, 
     written = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda self, encoding: written(self, encoding).replace("| same |", "| ? |"))
     assert main([]) == 1
-    assert "jaxpp.md, shardy_mpmd.md: the tables differ from the facts; run" in capsys.readouterr().out
+    assert "jaxpp_names.md, shardy_mpmd_names.md: the tables differ from the facts; run" in capsys.readouterr().out

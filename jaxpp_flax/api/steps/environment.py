@@ -38,5 +38,5 @@ def warn_of_variables(environment: Mapping[str, str] = os.environ) -> None:
     """
     for name in sorted(environment):
         if name.startswith("JAXPP_") and not name.startswith(_OWN):
-            remedy = _REMEDIES.get(name, "`docs/coming_from/jaxpp.md` lists the variables of JaxPP")
+            remedy = _REMEDIES.get(name, "`docs/reference/jaxpp_names.md` lists the variables of JaxPP")
             warnings.warn(f"{name}={environment[name]!r} has no effect in jaxpp_flax: {remedy}.", stacklevel=1)

@@ -26,7 +26,7 @@ def test_each_variable_is_named_once(monkeypatch: pytest.MonkeyPatch):
     assert sorted(str(warning.message) for warning in told) == [
         "JAXPP_ENABLE_LICM='1' has no effect in jaxpp_flax: compute outside of the loop what does not change in it.",
         "JAXPP_OF_A_LATER_VERSION='x' has no effect in jaxpp_flax: "
-        "`docs/coming_from/jaxpp.md` lists the variables of JaxPP.",
+        "`docs/reference/jaxpp_names.md` lists the variables of JaxPP.",
     ]
 
 
