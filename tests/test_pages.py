@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -31,6 +32,35 @@ def test_the_page_about_the_trainer_runs(capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out
     assert "['Dense_0', 'Dense_1', 'Dense_2']" in out
     assert "'accuracy'" in out
+
+
+class Block(nnx.Module):
+    """A layer of an installed package, for the page about one's own model."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.linear(x))
+
+
+class Model(nnx.Module):
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_the_ten_lines_for_a_model_of_another_package_run():
+    [block, *_] = python_blocks(ROOT / "docs" / "start" / "own_model.md")
+    batches = [np.ones((4, 4), np.float32)] * 5
+    given = {"Block": Block, "Model": Model, "batches": batches, "loss_fn": lambda model, x: jnp.mean(model(x) ** 2)}
+    exec(compile(block, "own_model.md", "exec"), given)
+    assert given["trainer"].step == 5
+    assert "block_0" in str(given["trainer"].plan).lower()
 
 
 def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
