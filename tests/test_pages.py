@@ -18,17 +18,19 @@ from tests.helpers import python_blocks
 from tests.running import ROOT
 
 
-def run_page(name: str, blocks: int, **given: object) -> None:
+def run_page(name: str, blocks: int, **given: object) -> dict[str, object]:
     """Run the page's blocks of Python, of which there are at least so many, in one namespace with what is given."""
     found = python_blocks(ROOT / "docs" / name)
     assert len(found) >= blocks
     namespace: dict[str, object] = {"__name__": "page", **given}
     for number, block in enumerate(found):
         exec(compile(block, f"{name}, block {number}", "exec"), namespace)
+    return namespace
 
 
-def test_the_page_about_the_trainer_runs(capsys: pytest.CaptureFixture[str]):
-    run_page("guides/trainer.md", blocks=6)
+def test_the_pages_about_the_trainer_and_its_data_run(capsys: pytest.CaptureFixture[str]):
+    names = run_page("guides/trainer.md", blocks=9)
+    run_page("guides/data.md", blocks=3, trainer=names["trainer"], batches=names["batches"])
     out = capsys.readouterr().out
     assert "['Dense_0', 'Dense_1', 'Dense_2']" in out
     assert "'accuracy'" in out

@@ -176,7 +176,7 @@ class TrainingLoop:
             number: the number of examples in a batch; each process passes only the examples that it reads, `rows_read`.
           remainder: the rule for a batch with fewer examples than the first one, such as the last one of a pass. "drop"
             leaves out a batch that cannot be cut into microbatches. "pad" repeats the last example, and the loss
-            ignores these copies by `batch["mask"]` (see `docs/guides/trainer.md`). "error" refuses the batch. None: an
+            ignores these copies by `batch["mask"]` (see `docs/guides/data.md`). "error" refuses the batch. None: an
             error before the first step if data is a list, else "drop", with a message.
           eval_data: data to evaluate at the end, and every `eval_every` steps.
           eval_global_batch_size: as `global_batch_size`, for `eval_data`: see `evaluate`.

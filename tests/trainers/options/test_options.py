@@ -29,7 +29,7 @@ from jaxpp_flax.trainers.decorators import RENAMED
 from jaxpp_flax.trainers.mesh import build_mesh
 from tests.trainers import models as m
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "guides" / "trainer.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "options.md"
 
 
 def make(**options):
