@@ -46,8 +46,8 @@ def slow_but(values: Iterable[Any], *default: Any) -> list[Any]:
 
 
 def python_blocks(page: Path) -> list[str]:
-    """The blocks of Python on a page, in order."""
-    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+    """The blocks of Python on a page, a notebook's cells among them, in order."""
+    return re.findall(r"```(?:python|\{code-cell\})\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def steps_in(directory: Path) -> list[int]:

@@ -127,6 +127,20 @@ def test_the_page_about_pretrained_weights_runs(
     assert json.loads((tmp_path / "finetuned" / "config.json").read_text())["dtype"] == "float32"
 
 
+def test_the_first_notebook_runs(capsys: pytest.CaptureFixture[str]):
+    run_page("start/first_training.md", blocks=6)
+    out = capsys.readouterr().out
+    assert "1f1b: makespan 33" in out
+    assert "step 61 loss 0.0" in out
+
+
+def test_the_notebook_about_meshes_runs(capsys: pytest.CaptureFixture[str]):
+    run_page("guides/mpmd.md", blocks=4)
+    out = capsys.readouterr().out
+    assert "(16, 16) on ranks (3,)" in out
+    assert "gradient on [4, 5]" in out
+
+
 @pytest.mark.parametrize("page", ["docs/internals/engine.md", "CONTRIBUTING.md"])
 def test_every_file_that_a_page_names_exists(page: str):
     named = set(re.findall(r"`([\w/]+/\w+\.py)", (ROOT / page).read_text(encoding="utf-8")))

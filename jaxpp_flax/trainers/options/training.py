@@ -82,7 +82,7 @@ class Parameters(Options):
 
     Args:
       wrt: filter of the NNX variables to train; the other variables are not changed.
-      frozen: parameters that are not changed: globs on their paths ("embed/*"), or a function of the path.
+      frozen: parameters that are not changed: globs on their paths (`"embed/*"`), or a function of the path.
       ema_decay: keeps a moving average of the trained parameters: `ema_model`.
 
     Raises:

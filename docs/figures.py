@@ -1,0 +1,100 @@
+"""The drawings of the pages.
+
+python docs/figures.py            # write them
+python docs/figures.py --check    # fail if a file differs from what would be written
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+from jaxpp_flax import schedules
+from jaxpp_flax.schedules.tools.drawing import svg
+from jaxpp_flax.schedules.tools.drawing.scene import Panels
+
+IMAGES = Path(__file__).parent / "images"
+
+
+def step(
+    name: str, num_microbatches: int, *, stages_per_rank: int = 1, transfer: schedules.Transfer | float | None = None
+) -> schedules.Timeline:
+    """One simulated step of a named schedule on four ranks. All stages together take the same time for any number."""
+    schedule = schedules.by_name(name, num_stages=4 * stages_per_rank, num_ranks=4)
+    part = 1 / stages_per_rank
+    costs = schedules.Costs(forward=part, backward_input=part, backward_weight=part, activation=part)
+    return schedules.simulate(schedule, num_microbatches=num_microbatches, costs=costs, transfer=transfer)
+
+
+def bubble() -> Panels:
+    """The same pipeline with few and with many microbatches."""
+    return [(f"1F1B, {m} microbatches", step("1f1b", m)) for m in (2, 4, 12)]
+
+
+def orders() -> Panels:
+    """Schedules that hold fewer activations, or idle less."""
+    return [
+        ("GPipe", step("gpipe", 8)),
+        ("1F1B", step("1f1b", 8)),
+        ("interleaved 1F1B, two stages on each rank", step("interleaved_1f1b", 8, stages_per_rank=2)),
+        ("ZB-H1", step("zero_bubble", 8)),
+    ]
+
+
+def stages() -> Panels:
+    """An uneven cut: every rank waits for the slowest one."""
+    panels = []
+    for title, times in (("equal stages", [1, 1, 1, 1]), ("the same work, cut unevenly", [0.8, 0.8, 0.8, 1.6])):
+        costs = schedules.Costs(forward=times, backward_input=times, backward_weight=times)
+        panels.append((title, schedules.simulate(schedules.Std1F1B(4), num_microbatches=6, costs=costs)))
+    return panels
+
+
+def schedule_zero_bubble() -> Panels:
+    """A backward in two halves: the weight gradients fill the gaps."""
+    return [
+        (title, step(name, 8))
+        for title, name in (("1F1B", "1f1b"), ("ZB-H1", "zero_bubble"), ("ZB-H2", "zero_bubble_h2"))
+    ]
+
+
+def schedule_v() -> Panels:
+    """Two stages on each rank, dealt out in turn and in a V."""
+    named = (("interleaved 1F1B", "interleaved_1f1b"), ("ZB-V", "zbv"))
+    return [(title, step(name, 8, stages_per_rank=2)) for title, name in named]
+
+
+def schedule_found() -> Panels:
+    """A search beats the named schedules where one link is slow."""
+    links = schedules.Transfer(schedules.Link(0.05), {(1, 2): schedules.Link(1.5), (2, 1): schedules.Link(1.5)})
+    search = partial(schedules.search, 4, 8, stages_per_rank=2, transfer=links)
+    best = search(evaluations=1).named[0]
+    found = search(memory_limit=max(best.peak_memory))
+    schedule = schedules.by_name(best.name, num_stages=8, num_ranks=4)
+    named = schedules.simulate(schedule, num_microbatches=8, transfer=links)
+    return [(f"the best named schedule, {best.name}", named), ("the one found", found.timeline)]
+
+
+FIGURES = (bubble, orders, stages, schedule_zero_bubble, schedule_v, schedule_found)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file differs")
+    check = parser.parse_args(arguments).check
+    stale = []
+    for draw in FIGURES:
+        path, text = IMAGES / f"{draw.__name__}.svg", svg(draw())
+        if not check:
+            path.write_text(text, encoding="utf-8")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != text:
+            stale.append(path.name)
+    if stale:
+        print(f"{', '.join(stale)}: run `python docs/figures.py`")
+    return len(stale)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
