@@ -1,7 +1,7 @@
 """The engine under the names of NVIDIA's and ROCm's `jaxpp.api`: change that import in a program of theirs.
 
-`docs/reference/jaxpp_names.md` lists the names of each version, with the differences here. A name that is refused raises
-an `AttributeError` that names its replacement.
+`docs/reference/jaxpp_names.md` lists the names of each version and their differences. A name that is refused raises an
+`AttributeError` that names its replacement.
 
 Example:
   >>> import jaxpp_flax.api as jaxpp
