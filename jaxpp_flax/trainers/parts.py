@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -108,6 +108,7 @@ def make_core(
     precision: Precision,
     streams: RandomStreams,
     memory: Memory,
+    logging: Logging,
 ) -> Core:
     """Make the core from the checked options of a trainer.
 
@@ -125,6 +126,7 @@ def make_core(
     check_memory(chosen.params, chosen.rest, chosen.name)
     assigner = Assigner(assignment.how, assignment.cost, assignment.memory_limit, assignment.hardware)
     first = update.first_state(chosen.params, chosen.rest)
+    update = replace(update, measured=logging.step_metrics(tx, first.opt_state))
     mesh, rules = scheduling.mesh, AxisRules.in_context(devices.rules)
     specs = state_specs(first, chosen.notes, mesh, rules)
     ranks = None if mesh is None else Ranks(mesh=mesh, specs=specs, kept=kept)

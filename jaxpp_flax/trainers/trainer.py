@@ -169,6 +169,7 @@ class PipelineTrainer:
             precision=Precision.of(precision),
             streams=RandomStreams.of(seed),
             memory=Memory.of(memory),
+            logging=logged,
         )  # fmt: skip
         self._parts = make_parts(
             self._core,

@@ -101,6 +101,7 @@ class StepBuilder:
             before = [leaves[i] for i in self.carried]
             after, (terms, grads) = self._loop(body, before, loop, Add)
             metrics, divisor = whole_batch(terms, loop.num_microbatches)
+            self.update.measured.check_apart(metrics)
 
             def model_state(carry: Sequence[Any]) -> Any:
                 return jax.tree.unflatten(tree, self._with_carry(leaves, carry))

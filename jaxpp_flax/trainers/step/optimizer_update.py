@@ -16,6 +16,7 @@ import optax
 from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory, fetched, put_back
 from jaxpp_flax.trainers.state.optimizer_state import shapes_or_values
 from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.step.metrics import NO_METRICS, StepMetrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +91,7 @@ class Update:
     ema_decay: float | None = None  # of the exponential moving average of the weights; None: no average is kept
     skips_nonfinite: bool = False  # a loss or gradients that are not finite skip the step, without a loss scale too
     kept: OptimizerMemory = ON_DEVICES  # the memory of the optimizer's state between steps
+    measured: StepMetrics = NO_METRICS  # the metrics of `Logging(metrics=)`
 
     def __post_init__(self) -> None:
         if not hasattr(self.tx, "init") or not hasattr(self.tx, "update"):
@@ -148,7 +150,8 @@ class Update:
         params = optax.apply_updates(state.params, updates)
         old, new = carried
         metrics: dict[str, Any] = {}
-        skips = scale is not None or self.skips_nonfinite
+        skips, finite = scale is not None or self.skips_nonfinite, None
+        opt_states = (state.opt_state, opt_state)
         if skips:
             finite = jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]).all()
             if scale is None:
@@ -162,6 +165,7 @@ class Update:
             metrics = {"skipped_step": 1.0 - finite.astype(jnp.float32)}
             if scale is not None:
                 metrics["loss_scale"] = jnp.float32(scale)
+        metrics |= self.measured.of(state.step, grads, state.params, updates, opt_states, finite)
         ema = state.ema
         if self.ema_decay is not None:
             ema = optax.incremental_update(params, ema, 1.0 - self.ema_decay)

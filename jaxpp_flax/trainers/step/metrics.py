@@ -1,0 +1,120 @@
+"""Metrics that a training step computes besides those of its loss: learning rate and norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp_flax.trainers.errors import LossError
+from jaxpp_flax.trainers.step.learning_rate import LearningRate
+
+__all__ = ["NO_METRICS", "StepMetric", "StepMetrics", "check_metrics"]
+
+StepMetric = Literal["learning_rate", "gradient_norm", "parameter_norm", "update_ratio"]
+
+
+def check_metrics(metrics: Any) -> tuple[StepMetric, ...]:
+    """Return the names of `Logging(metrics=)`: True means all of them.
+
+    Raises:
+      ValueError, TypeError: naming the value that does not fit.
+
+    Example:
+      >>> check_metrics(True)
+      ('learning_rate', 'gradient_norm', 'parameter_norm', 'update_ratio')
+      >>> check_metrics(["gradient_norm"])
+      ('gradient_norm',)
+    """
+    known = get_args(StepMetric)
+    if isinstance(metrics, bool):
+        return known if metrics else ()
+    if not isinstance(metrics, (tuple, list)):
+        raise TypeError(f"metrics={metrics!r}: it must be True, or a tuple of names: {', '.join(known)}.")
+    for name in metrics:
+        if name not in known:
+            raise ValueError(f"metrics={metrics!r}: {name!r} is not one of {', '.join(known)}.")
+    return tuple(dict.fromkeys(metrics))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """The metrics that a step computes from what it has anyway: gradients, parameters and updates.
+
+    Norms are the square roots of sums over all trained parameters, in float32 or wider. Each parameter is reduced to
+    one number where it lies, and these numbers are added in the order of the parameters: the sum depends neither on
+    the schedule nor on the stages.
+
+    Args:
+      names: the metrics to compute.
+      learning_rate: reads the learning rate, if it is one of them.
+    """
+
+    names: tuple[StepMetric, ...] = ()
+    learning_rate: LearningRate | None = None
+
+    def check_apart(self, metrics: Iterable[str]) -> None:
+        """Refuse metrics of a loss with the name of a metric of the step.
+
+        Raises:
+          LossError: naming the first of them.
+        """
+        for name in set(self.names) & set(metrics):
+            raise LossError(
+                f"the loss function returned a metric called {name!r}, and Logging(metrics=...) asks for the step's "
+                "own. Rename it, or leave it out of Logging(metrics=...)."
+            )
+
+    def of(
+        self, step: Any, grads: Any, params: Any, updates: Any, opt_states: tuple[Any, Any], finite: Any = None
+    ) -> dict[str, jax.Array]:
+        """Return the metrics of a step, scalars by name.
+
+        Args:
+          step: the number of steps done before.
+          grads: the gradients of the whole batch, without a loss scale.
+          params: the parameters before the step.
+          updates: what the step adds to the parameters.
+          opt_states: the optimizer's state before and after the update.
+          finite: False if the step is skipped, so that its update is zero; None if steps are never skipped.
+        """
+
+        def ratio() -> Any:
+            size = norm(params)
+            found = norm(updates) / jnp.where(size == 0, 1, size)
+            return found if finite is None else jnp.where(finite, found, 0)
+
+        makers: dict[StepMetric, Callable[[], Any]] = {
+            "learning_rate": lambda: self._rate(step, *opt_states),
+            "gradient_norm": lambda: norm(grads),
+            "parameter_norm": lambda: norm(params),
+            "update_ratio": ratio,
+        }
+        return {name: makers[name]() for name in self.names}
+
+    def _rate(self, step: Any, before: Any, after: Any) -> jax.Array:
+        if self.learning_rate is None:
+            raise ValueError('the metric "learning_rate" needs StepMetrics(learning_rate=).')
+        return jnp.asarray(self.learning_rate(step, before, after), jnp.float32)
+
+
+NO_METRICS = StepMetrics()
+
+
+def norm(tree: Any) -> jax.Array:
+    """Return the Euclidean norm over all leaves, in float32 or wider.
+
+    Example:
+      >>> float(norm({"a": jnp.full(4, 1.5, jnp.bfloat16), "b": jnp.full((), 4.0)}))
+      5.0
+    """
+    squares = [jnp.sum(_squared(leaf)) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares[1:], start=squares[0]))
+
+
+def _squared(leaf: Any) -> jax.Array:
+    wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+    return jnp.square(jnp.abs(wide)) if jnp.iscomplexobj(wide) else jnp.square(wide)
