@@ -165,7 +165,6 @@ def _check_memory_options(memory: Memory, scheduling: Scheduling, assignment: As
     if memory.residuals is not None:
         if mesh is None:
             raise ValueError(no_pipeline("Memory(residuals=)"))
-        memory.residuals.check(scheduling.num_stages)
         if assignment.memory_limit is not None:
             raise ValueError(
                 f"both Memory(residuals=) and memory_limit={assignment.memory_limit!r} are given: a limit chooses the "

@@ -152,14 +152,14 @@ class PipelineTrainer:
     ) -> None:
         check_functions(loss_fn=loss_fn)
         check_remat(remat, "PipelineTrainer")
-        devices, logged = MeshOptions.of(mesh), Logging.of(logging)
+        devices, logged, memory = MeshOptions.of(mesh), Logging.of(logging), Memory.of(memory)
         self._core = make_core(
             model,
             tx,
             loss_fn,
             scheduling=Scheduling(
                 check_count("num_microbatches", num_microbatches), schedule, check_count("num_stages", num_stages),
-                devices.num_ranks, devices.mesh, devices.axes,
+                devices.num_ranks, devices.mesh, devices.axes, memory.residuals,
             ),
             devices=devices,
             assignment=Assignment.of(assignment),
@@ -168,7 +168,7 @@ class PipelineTrainer:
             remat=remat,
             precision=Precision.of(precision),
             streams=RandomStreams.of(seed),
-            memory=Memory.of(memory),
+            memory=memory,
             logging=logged,
         )  # fmt: skip
         self._parts = make_parts(

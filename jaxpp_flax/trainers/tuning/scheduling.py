@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from jaxpp_flax.schedules import Schedule
+from jaxpp_flax.schedules import ResidualPlan, Schedule, ScheduleError
 from jaxpp_flax.trainers.mesh import num_batch_shards, wrap_mesh
 from jaxpp_flax.trainers.setup import choose_ranks
 from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport, ScheduleTuner
@@ -14,7 +15,7 @@ from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleRepor
 class Scheduling:
     """The current schedule and its ranks; for `"auto"`, also the tuner that finds a better schedule.
 
-    The arguments are those of the trainer.
+    The arguments are those of the trainer; `residuals` is the field of its `memory=`.
 
     Example:
       >>> scheduling = Scheduling(4, "1f1b", num_stages=2)
@@ -31,13 +32,18 @@ class Scheduling:
         num_ranks: int | None = None,
         mesh: Any = None,
         mesh_axes: Mapping[str, int] | None = None,
+        residuals: ResidualPlan | None = None,
     ) -> None:
         auto = AutoSchedule() if schedule == "auto" else schedule
+        if isinstance(auto, AutoSchedule) and residuals is not None:
+            auto = replace(auto, stages_per_rank=())  # the plan is for this number of stages
         if isinstance(auto, AutoSchedule):
             of_mesh = wrap_mesh(mesh, None).mpmd_dim if mesh is not None else num_stages
             schedule = auto.first(num_stages, num_ranks if num_ranks is not None else of_mesh)
         self.schedule, self.mesh = choose_ranks(schedule, num_stages, num_microbatches, num_ranks, mesh, mesh_axes)
-        self.num_stages, self.num_microbatches = num_stages, num_microbatches
+        self.num_stages, self.num_microbatches, self._residuals = num_stages, num_microbatches, residuals
+        if self.mesh is not None and residuals is not None:
+            residuals.check(num_stages)
         self.batch_shards = num_batch_shards(self.mesh)  # the devices of a stage that divide a microbatch's examples
         self.tuner: ScheduleTuner | None = None
         if isinstance(auto, AutoSchedule) and self.schedule is not None and self.mesh is not None:
@@ -64,12 +70,21 @@ class Scheduling:
           num_stages: the number of stages; default: the current number (or the number of the `Schedule`).
 
         Raises:
-          ValueError: if the schedule does not fit the ranks or the microbatches, or there are no ranks.
+          ValueError: if the schedule does not fit the ranks or the microbatches, there are no ranks, or the trainer's
+            `Memory(residuals=)` is for another number of stages.
         """
         if self.mesh is None:
             raise ValueError(no_pipeline(f"use_schedule({schedule!r})"))
         if num_stages is None:
             num_stages = schedule.num_stages if isinstance(schedule, Schedule) else self.num_stages
+        if self._residuals is not None:
+            try:
+                self._residuals.check(num_stages)
+            except ScheduleError as error:
+                raise ScheduleError(
+                    f"use_schedule({schedule!r}) with Memory(residuals=): {error} The plan holds for all schedules of a "
+                    f"trainer: keep num_stages={self.num_stages}, or make a trainer with another plan."
+                ) from error
         made, _ = choose_ranks(schedule, num_stages, self.num_microbatches, self.mesh.mpmd_dim, self.mesh, None)
         self.schedule, self.num_stages = made, num_stages
 

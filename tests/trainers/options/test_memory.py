@@ -12,6 +12,7 @@ from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.engine.arrays import memory_kinds
 from jaxpp_flax.schedules import ResidualPlan, ScheduleError, StageResiduals
 from jaxpp_flax.trainers import BatchError, Memory, ModelError
+from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 from tests.trainers import models as m
 
 
@@ -60,6 +61,22 @@ def test_residuals_are_refused_where_they_do_not_fit():
         make(Memory(residuals=ResidualPlan.keep(3)))
     with pytest.raises(ValueError, match=r"^Memory\(residuals=\) needs a pipeline"):
         make(Memory(residuals=ResidualPlan.keep(1)), num_stages=1)
+
+
+def test_another_schedule_keeps_the_number_of_stages_of_the_plan():
+    trainer = make(Memory(residuals=ResidualPlan.keep(2)), model=m.Layers(4))
+    before = trainer.schedule
+    text = (
+        r"^use_schedule\('interleaved_1f1b'\) with Memory\(residuals=\): the ResidualPlan has 2 entries, but the schedule "
+        r"has 4 stages: .* keep num_stages=2, or make a trainer with another plan"
+    )
+    with pytest.raises(ScheduleError, match=text):
+        trainer.use_schedule("interleaved_1f1b", num_stages=4)
+    assert trainer.schedule is before
+    trainer.use_schedule("gpipe")
+    auto = Scheduling(2, "auto", 2, residuals=ResidualPlan.keep(2))
+    assert auto.tuner is not None
+    assert {stages for stages, _ in auto.tuner.options.trials(2, 2)} == {2}
 
 
 def test_residuals_reach_the_training_step():
