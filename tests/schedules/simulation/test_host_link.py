@@ -86,7 +86,7 @@ def test_a_part_of_the_bytes_moves_and_cheap_values_are_made_again():
     step = simulate(GPipe(2), costs, num_microbatches=4, residuals=ResidualPlan([part, KEEP]))
     assert {e.end - e.start for e in step.events[0]} == {1.0, 2.25}
     assert {copy.size for copy in step.host_events[0]} == {3.0}
-    # Three bytes of each of four microbatches stay. One is back for its backward, which makes 2 bytes, and so is the next.
+    # Three bytes of each of four microbatches stay. One is back for its backward, which makes 2 bytes; so is the next.
     assert step.peak_memory == (4 * 3.0 + 2 * 3.0 + 2.0, 32.0)
     assert step.peak_host_memory == (2 * 3.0, 0.0)
     assert step.memory(0)[-1][1] == 0.0
