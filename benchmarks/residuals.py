@@ -34,6 +34,9 @@ from jaxpp_flax.schedules.planning import Hardware, LimitError, StageLoad, StepM
 LAYERS, WIDTH, LENGTH = 32, 4096, 4096
 FORWARD_FLOPS = 24 * LENGTH * WIDTH**2 + 4 * LENGTH**2 * WIDTH  # of a layer
 RESIDUAL_BYTES = 34 * LENGTH * WIDTH
+# Two outputs of norms (2 s h bytes each), the output of GELU (8 s h), and two masks of dropout (1 s h each).
+CHEAP_BYTES = 14 * LENGTH * WIDTH
+CHEAP_TRAFFIC = 26 * LENGTH * WIDTH  # these are written, and the inputs of norms and GELU are read
 STREAM_BYTES = 2 * LENGTH * WIDTH
 PARAMETERS = 12 * WIDTH**2
 MOST = 1.05  # times the step without a limit, at 60 % of the residuals
@@ -52,7 +55,7 @@ def cases() -> list[tuple[str, Schedule, bool]]:
     ]
 
 
-def model_of(schedule: Schedule, hardware: Hardware, microbatches: int) -> StepModel:
+def model_of(schedule: Schedule, hardware: Hardware, memory_bandwidth: float, microbatches: int) -> StepModel:
     layers = LAYERS / schedule.num_stages
     forward = layers * FORWARD_FLOPS / hardware.flops
     bytes_of = {"parameters": 2, "gradients": 4, "optimizer": 12}
@@ -62,6 +65,8 @@ def model_of(schedule: Schedule, hardware: Hardware, microbatches: int) -> StepM
         residual_bytes=layers * RESIDUAL_BYTES,
         input_bytes=STREAM_BYTES,
         sent_bytes=STREAM_BYTES,
+        cheap_bytes=layers * CHEAP_BYTES,
+        cheap_recomputation=layers * CHEAP_TRAFFIC / memory_bandwidth,
         fixed_bytes={kind: layers * PARAMETERS * n for kind, n in bytes_of.items()},
     )
     return StepModel(
@@ -116,6 +121,7 @@ def main() -> int:
     parser.add_argument("--flops", type=float, default=400e12, help="FLOPs that a device does in a second")
     parser.add_argument("--host-bandwidth", type=float, default=50e9, help="bytes a second, in each direction")
     parser.add_argument("--link-bandwidth", type=float, default=50e9, help="bytes a second from rank to rank")
+    parser.add_argument("--memory-bandwidth", type=float, default=2e12, help="bytes a second of the device's memory")
     parser.add_argument("--json", type=Path)
     flags = parser.parse_args()
     hardware = Hardware(flops=flags.flops, host_bandwidth=flags.host_bandwidth, link_bandwidth=flags.link_bandwidth)
@@ -124,7 +130,7 @@ def main() -> int:
     rows: list[dict[str, object]] = []
     failures: list[str] = []
     for name, schedule, is_promised in cases():
-        for row in rows_of(name, model_of(schedule, hardware, flags.microbatches)):
+        for row in rows_of(name, model_of(schedule, hardware, flags.memory_bandwidth, flags.microbatches)):
             rows.append(row)
             print(show(row), flush=True)
             step = row["step"]

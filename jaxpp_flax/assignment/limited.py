@@ -33,6 +33,7 @@ class LimitedStep:
       memory: the bytes that blocks need, and the limits.
       sent: bytes on each device that cross a cut before each block (the first is not used).
       hardware: the devices and their links.
+      cheap: seconds in which each block's backward recomputes its cheap values; None: stages recompute all or nothing.
 
     Example:
       >>> from jaxpp_flax.assignment.memory import Held, live_counts
@@ -52,6 +53,7 @@ class LimitedStep:
     memory: MemoryModel
     sent: Sequence[float]
     hardware: Hardware
+    cheap: Sequence[float] | None = None
 
     def model(self, sizes: Sequence[int]) -> StepModel:
         """Return the model of the step for the sizes of its stages."""
@@ -59,11 +61,21 @@ class LimitedStep:
         stages: list[StageLoad] = []
         for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
             start = end - size
+            active = self.memory.active_bytes(start, end)
+            cheap = (
+                {}
+                if self.cheap is None
+                else {
+                    "cheap_bytes": active - self.memory.kept_bytes(start, end),
+                    "cheap_recomputation": sum(self.cheap[start:end]),
+                }
+            )
             stages.append(
                 StageLoad(
                     forward=sum(forward[start:end]) * self.seconds,
                     backward=sum(backward[start:end]) * self.seconds,
-                    residual_bytes=self.memory.active_bytes(start, end),
+                    residual_bytes=active,
+                    **cheap,
                     input_bytes=self.sent[start] if start else 0.0,
                     sent_bytes=self.sent[end] if end < len(self.sent) else 0.0,
                     fixed_bytes=self.memory.fixed_parts(start, end),

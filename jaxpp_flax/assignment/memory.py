@@ -15,14 +15,16 @@ from jaxpp_flax.schedules import FusedTask, Schedule, TaskKind
 
 __all__ = ["Held", "MemoryModel", "live_counts"]
 
+_IN_FLIGHT = ("activations", "kept")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
     """Bytes on each device of a rank that runs any of `blocks`.
 
     Attributes:
-      kind: "parameters", "gathered", "optimizer", "gradients", "data" or "activations"; activations count once for
-        each microbatch in flight.
+      kind: "parameters", "gathered", "optimizer", "gradients", "data", "activations" or "kept"; activations count once
+        for each microbatch in flight, and "kept" counts in their place where cheap values are recomputed.
       nbytes: the number of bytes.
       blocks: the blocks that need these bytes, in increasing order.
     """
@@ -118,9 +120,13 @@ class MemoryModel:
         """Return the activations of one microbatch of a stage with blocks `start` to `end` (exclusive)."""
         return self._active(start, end)
 
+    def kept_bytes(self, start: int, end: int) -> float:
+        """Return what such a stage keeps of its activations if it recomputes its cheap values."""
+        return min(self._sums[2][start][end - start], self._active(start, end))
+
     def fixed_parts(self, start: int, end: int) -> dict[str, float]:
         """Return the bytes of such a stage that are held for the whole step, by kind."""
-        kinds = dict.fromkeys(item.kind for item in self.held if item.kind != "activations")
+        kinds = dict.fromkeys(item.kind for item in self.held if item.kind not in _IN_FLIGHT)
         return {kind: _needed([h for h in self.held if h.kind == kind], start, end) for kind in kinds}
 
     def with_one_in_flight(self) -> MemoryModel:
@@ -192,10 +198,11 @@ class MemoryModel:
         return self._sums[1][start][end - start]
 
     @cached_property
-    def _sums(self) -> tuple[list[list[float]], list[list[float]]]:
-        """For (fixed, in flight): the bytes of the n blocks from each start on."""
-        fixed = _range_sums([h for h in self.held if h.kind != "activations"], self.num_blocks)
-        return fixed, _range_sums([h for h in self.held if h.kind == "activations"], self.num_blocks)
+    def _sums(self) -> tuple[list[list[float]], ...]:
+        """For (fixed, activations, kept ones): the bytes of the n blocks from each start on."""
+        fixed = [h for h in self.held if h.kind not in _IN_FLIGHT]
+        groups = fixed, *([h for h in self.held if h.kind == kind] for kind in _IN_FLIGHT)
+        return tuple(_range_sums(group, self.num_blocks) for group in groups)
 
 
 def _needed(held: Iterable[Held], start: int, end: int) -> float:

@@ -262,7 +262,7 @@ def _read(found: Any) -> Plan:
 def _read_residuals(found: Any) -> ResidualPlan:
     top = _keys(found, "residuals", required=("stages",), optional=("fetch_ahead", "offload_within"))
     stages = [
-        _keys(stage, f"stage {number} of residuals", (), ("recompute", "offload"))
+        _keys(stage, f"stage {number} of residuals", (), ("recompute", "offload", "offload_values"))
         for number, stage in enumerate(top.pop("stages"))
     ]
     try:

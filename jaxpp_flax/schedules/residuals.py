@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.task import AnyTask, FusedTask, TaskKind
@@ -16,27 +17,38 @@ class StageResiduals:
     """The residuals of one stage: the values of its forward that its backward reads.
 
     Args:
-      recompute: the backward computes the residuals again from the stage's inputs, and these are kept instead.
+      recompute: True: the backward computes the residuals again from the stage's inputs, and these are kept instead.
+        "cheap": matrix products, convolutions, loops and kernels do not run twice; the backward computes the rest
+        again (elementwise operations, norms, activations), and as few bytes are kept as this allows.
       offload: the share of microbatches, from 0 to 1, whose kept values move to host memory after the forward and
         come back before the backward. The microbatches are spread evenly.
+      offload_values: the share of bytes that move, of each such microbatch, above 0 to 1. The fewest values move that
+        reach it, the largest ones first.
 
     Raises:
-      ScheduleError: for a share outside 0 to 1.
+      ScheduleError: for a share outside its bounds, and for another word than "cheap".
 
     Example:
       >>> half = StageResiduals(offload=0.5)
       >>> [half.offloads(microbatch) for microbatch in range(4)]
       [False, True, False, True]
-      >>> StageResiduals(recompute=True).is_kept
+      >>> StageResiduals(recompute="cheap", offload=1.0, offload_values=0.5).is_kept
       False
     """
 
-    recompute: bool = False
+    recompute: bool | Literal["cheap"] = False
     offload: float = 0.0
+    offload_values: float = 1.0
 
     def __post_init__(self) -> None:
+        if self.recompute not in (True, False, "cheap"):
+            raise ScheduleError(f'recompute={self.recompute!r}: use True, False or "cheap".')
         if not 0 <= self.offload <= 1:
             raise ScheduleError(f"offload={self.offload!r}: the share of offloaded microbatches is from 0 to 1.")
+        if not 0 < self.offload_values <= 1:
+            raise ScheduleError(
+                f"offload_values={self.offload_values!r}: the share of a microbatch's bytes is above 0, to 1."
+            )
 
     @property
     def is_kept(self) -> bool:
@@ -119,7 +131,7 @@ class ResidualPlan:
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """The way of one microbatch's kept values to the host and back, in the order of a rank's tasks.
+    """The way of one microbatch's offloaded values to the host and back, in the order of a rank's tasks.
 
     Attributes:
       stage, microbatch: the forward that makes the values.

@@ -267,11 +267,16 @@ class Assigner:
             memory=self._memory(marks, pipeline),
             sent=[0.0, *(nbytes / marks.blocks.batch_shards for nbytes in marks.sent)],
             hardware=hardware,
+            cheap=[work / (hardware.flops * len(devices)) for work in marks.cheap_work(_bytes_as_flops(pipeline))],
         )
 
 
 def _estimated(marks: Marks, pipeline: Pipeline) -> tuple[Work, ...]:
-    return marks.work(flops_per_byte(pipeline.mesh.rank_devices(0)[0].platform))
+    return marks.work(_bytes_as_flops(pipeline))
+
+
+def _bytes_as_flops(pipeline: Pipeline) -> float:
+    return flops_per_byte(pipeline.mesh.rank_devices(0)[0].platform)
 
 
 def _step_time(pipeline: Pipeline, work: Sequence[Work], most_tasks: int = MOST_TASKS) -> StepTime:

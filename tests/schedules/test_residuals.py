@@ -20,6 +20,18 @@ def test_a_share_outside_is_refused(share):
         StageResiduals(offload=share)
 
 
+@pytest.mark.parametrize("share", [0.0, -0.1, 1.5, float("nan")])
+def test_a_share_of_bytes_outside_is_refused(share):
+    with pytest.raises(ScheduleError, match=r"offload_values=.*: the share of a microbatch's bytes is above 0, to 1"):
+        StageResiduals(offload=1.0, offload_values=share)
+
+
+@pytest.mark.parametrize("word", ["dots", "", 2])
+def test_another_word_for_recomputation_is_refused(word):
+    with pytest.raises(ScheduleError, match=f'recompute={word!r}: use True, False or "cheap"'):
+        StageResiduals(recompute=word)
+
+
 def test_a_plan_has_an_entry_for_each_stage():
     plan = ResidualPlan([KEEP, StageResiduals(recompute=True)])
     assert plan.stages == (KEEP, plan.of(1))

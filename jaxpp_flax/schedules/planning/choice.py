@@ -23,12 +23,19 @@ from jaxpp_flax.schedules.task import FusedTask
 __all__ = ["Choice", "LimitError", "best_mixture", "choose_residuals", "describe", "limits_of", "why_chosen"]
 
 _SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
-OPTIONS = (
+_PARTS = (0.25, 0.5, 0.75)
+_WHOLE = (
     KEEP,
     *(StageResiduals(offload=share) for share in _SHARES),
     StageResiduals(recompute=True),
     StageResiduals(recompute=True, offload=0.5),
     StageResiduals(recompute=True, offload=1.0),
+)  # all values of a microbatch together
+OPTIONS = (
+    *_WHOLE,
+    *(StageResiduals(offload=1.0, offload_values=part) for part in _PARTS),
+    StageResiduals(recompute="cheap"),
+    *(StageResiduals(recompute="cheap", offload=1.0, offload_values=part) for part in (*_PARTS, 1.0)),
 )
 """The options of a stage, in the order of preference among equals."""
 
@@ -113,20 +120,24 @@ def choose_residuals(model: StepModel, memory_limit: float | Sequence[float] | N
 
 def best_mixture(model: StepModel, memory_limit: float | Sequence[float] | None = None) -> Choice:
     """Return what `choose_residuals` returns, or else the mixture that exceeds the limit least."""
-    search = _Search(model, limits_of(model, memory_limit))
+    limits = limits_of(model, memory_limit)
+    search = _Search(model, limits, OPTIONS)
     keep = ResidualPlan.keep(model.schedule.num_stages)
     if search.excess(keep) == 0:
         return search.choice(keep, exact=True)
-    fitting = {window: search.fitting(window) for window in _WINDOWS}
-    fitting = {window: ranks for window, ranks in fitting.items() if all(ranks)}
+    fitting = search.all_fitting()
     if not fitting:
         leanest = (search.joined([search.leanest(r, w) for r in range(len(search.limits))], w) for w in _WINDOWS)
         return search.choice(min(leanest, key=search.excess), exact=not search.is_thinned)
     if sum(math.prod(map(len, ranks)) for ranks in fitting.values()) <= search.left:
         plans = (search.joined(m, window) for window, ranks in fitting.items() for m in itertools.product(*ranks))
         return search.choice(search.best(plans), exact=not search.is_thinned)
-    starts = [plan for window, ranks in fitting.items() for plan in _greedy(search, ranks, window)]
-    return search.choice(_climb(search, search.best(starts), fitting), exact=False)
+    # The search among fewer options goes further. From its end on, more options can only help.
+    coarse = _Search(model, limits, _WHOLE)
+    few = coarse.all_fitting()
+    ends = [_climb(coarse, coarse.best(_starts(coarse, few)), few)] if few else []
+    start = search.best([*ends, *_starts(search, fitting)])
+    return search.choice(_climb(search, start, fitting), exact=False)
 
 
 def limits_of(model: StepModel, memory_limit: float | Sequence[float] | None) -> tuple[float, ...]:
@@ -149,9 +160,18 @@ def describe(stage: StageResiduals) -> str:
     Example:
       >>> describe(KEEP), describe(StageResiduals(offload=0.5)), describe(StageResiduals(recompute=True, offload=0.5))
       ('keep', 'offload 50%', 'recompute, offload inputs 50%')
+      >>> describe(StageResiduals(recompute="cheap", offload=1.0, offload_values=0.25))
+      'recompute cheap values, offload 25% of bytes'
     """
-    moved = f"offload{' inputs' if stage.recompute else ''} {stage.offload:.0%}" if stage.offload else ""
-    return ", ".join(part for part in ("recompute" if stage.recompute else "", moved) if part) or "keep"
+    again = {True: "recompute", "cheap": "recompute cheap values"}.get(stage.recompute, "")
+    moved = ""
+    if stage.offload:
+        share = f"{stage.offload:.0%}"
+        if stage.offload_values < 1:
+            of = "" if stage.offload == 1 else f" of {share} of microbatches"
+            share = f"{stage.offload_values:.0%} of bytes{of}"
+        moved = f"offload{' inputs' if stage.recompute is True else ''} {share}"
+    return ", ".join(part for part in (again, moved) if part) or "keep"
 
 
 _Mixture = tuple[StageResiduals, ...]  # of the stages of one rank, in increasing order
@@ -180,8 +200,8 @@ def why_chosen(choice: Choice) -> str:
 class _Search:
     """Judges plans: their memory without a simulation, their time with one, each once."""
 
-    def __init__(self, model: StepModel, limits: Sequence[float]) -> None:
-        self.model, self.limits = model, limits
+    def __init__(self, model: StepModel, limits: Sequence[float], options: Sequence[StageResiduals]) -> None:
+        self.model, self.limits, self.options = model, limits, options
         self.left = max(_MOST_TASKS // sum(map(len, model.tasks)), 16)  # simulations
         self.is_thinned = False  # True if some mixtures of a rank are not tried
         ranks, num_stages = range(model.schedule.num_ranks), model.schedule.num_stages
@@ -221,17 +241,22 @@ class _Search:
         """Return each rank's mixtures that fit, those with the least added work first."""
         return [[m for m in mixtures if not self.over(rank, m, window)] for rank, mixtures in enumerate(self._mixtures)]
 
+    def all_fitting(self) -> dict[int, list[list[_Mixture]]]:
+        """Return the mixtures that fit by window, for windows in which every rank has some."""
+        found = {window: self.fitting(window) for window in _WINDOWS}
+        return {window: ranks for window, ranks in found.items() if all(ranks)}
+
     def leanest(self, rank: int, window: int) -> _Mixture:
         """Return the rank's mixture that holds the fewest bytes."""
         return min(self._mixtures[rank], key=lambda mixture: self.over(rank, mixture, window))
 
     def _all_mixtures(self, rank: int) -> list[_Mixture]:
-        options = [_options(self.model, stage) for stage in self.stages[rank]]
+        options = [_options(self.model, stage, self.options) for stage in self.stages[rank]]
         most = max(_MOST_WALKED // len(self.model.tasks[rank]), 16)
         for parts in (4, 2):
             if math.prod(map(len, options)) > most:
                 self.is_thinned = True
-                options = [[option for option in of if option.offload * parts % 1 == 0] for of in options]
+                options = [[option for option in of if _is_multiple(option, 1 / parts)] for of in options]
         mixtures: Iterable[_Mixture] = itertools.product(*options)
         if math.prod(map(len, options)) > most:
             mixtures = _first_and_rest(options)
@@ -278,17 +303,22 @@ def _less(one: _Worth, other: _Worth) -> bool:
     return False
 
 
-def _options(model: StepModel, stage: int) -> Sequence[StageResiduals]:
+def _is_multiple(option: StageResiduals, step: float) -> bool:
+    return option.offload % step == 0 and option.offload_values % step == 0
+
+
+def _options(model: StepModel, stage: int, options: Sequence[StageResiduals]) -> Sequence[StageResiduals]:
     """Return the options that differ for a stage: shares that move the same microbatches are one option."""
     tasks, load = model.tasks[model.rank_of[stage]], model.stages[stage]
     if any(isinstance(task, FusedTask) and task.stage == stage for task in tasks) or not load.residual_bytes:
         return (KEEP,)
-    found: dict[tuple[bool, tuple[int, ...]], StageResiduals] = {}
-    for option in OPTIONS:
-        moves_nothing = option.recompute and option.offload and not load.input_bytes
-        if not moves_nothing:
+    found: dict[tuple[object, ...], StageResiduals] = {}
+    for option in options:
+        moves_nothing = option.offload and not load.kept_bytes(option)
+        saves_nothing = option.recompute == "cheap" and not load.cheap_bytes
+        if not moves_nothing and not saves_nothing:
             moved = tuple(m for m in range(model.num_microbatches) if option.offloads(m))
-            found.setdefault((option.recompute, moved), option)
+            found.setdefault((option.recompute, moved, option.offload_values), option)
     return tuple(found.values())
 
 
@@ -306,17 +336,22 @@ def _first_and_rest(options: Sequence[Sequence[StageResiduals]]) -> list[_Mixtur
 def _added_work(model: StepModel, stage: int, option: StageResiduals) -> float:
     """Estimate the seconds that an option adds to each microbatch: a guess for the order of the search."""
     load = model.stages[stage]
-    copied = load.input_bytes if option.recompute else load.residual_bytes
+    copied = load.kept_bytes(option) * option.offload_values
     moved = option.offload * model.hardware.host_link.time(copied) if option.offload else 0.0
     # The tasks hide a copy up to their own time; of two hidden ones, the shorter is better.
     exposed = max(moved - load.forward - load.backward, 0.0)
-    return option.recompute * load.time_again + exposed + 1e-3 * moved
+    return load.seconds_again(option) + exposed + 1e-3 * moved
+
+
+def _starts(search: _Search, fitting: Mapping[int, Sequence[Sequence[_Mixture]]]) -> list[ResidualPlan]:
+    return [plan for window, ranks in fitting.items() for plan in _greedy(search, ranks, window)]
 
 
 def _greedy(search: _Search, ranks: Sequence[Sequence[_Mixture]], window: int) -> Iterator[ResidualPlan]:
     """Yield plans with the least added work on each rank: of any mixtures, without recomputation, without offload."""
     allowed: tuple[Callable[[StageResiduals], bool], ...] = (
         lambda option: True,
+        lambda option: option.recompute is not True,
         lambda option: not option.recompute,
         lambda option: not option.offload,
     )
@@ -326,7 +361,7 @@ def _greedy(search: _Search, ranks: Sequence[Sequence[_Mixture]], window: int) -
 
 def _climb(search: _Search, plan: ResidualPlan, fitting: Mapping[int, Sequence[Sequence[_Mixture]]]) -> ResidualPlan:
     """Change one rank at a time while that helps and simulations are left."""
-    ranks, in_vain = fitting[plan.fetch_ahead], 0
+    ranks, in_vain = fitting.get(plan.fetch_ahead, ()), 0
     for rank in itertools.cycle(range(len(ranks))):
         in_vain += 1
         now = search.mixture(plan, rank)

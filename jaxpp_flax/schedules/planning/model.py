@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.residuals import ResidualPlan, host_copies
+from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals, host_copies
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulation.costs import Costs, CostTable, Link, Transfer
 from jaxpp_flax.schedules.simulation.simulate import summarize
@@ -81,6 +81,9 @@ class StageLoad:
       sent_bytes: the values sent to the next stage.
       recomputation: seconds that the backward takes longer if it recomputes the residuals; default: those of the
         forward.
+      cheap_bytes: the part of the residuals that the backward can compute again from the rest without a matrix product
+        or another costly operation (`StageResiduals(recompute="cheap")`).
+      cheap_recomputation: seconds that this takes.
       fixed_bytes: bytes held for the whole step, by kind, such as "parameters", "gradients" and "optimizer".
 
     Example:
@@ -94,12 +97,26 @@ class StageLoad:
     input_bytes: float = 0.0
     sent_bytes: float = 0.0
     recomputation: float | None = None
+    cheap_bytes: float = 0.0
+    cheap_recomputation: float = 0.0
     fixed_bytes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def time_again(self) -> float:
         """Seconds that the backward takes longer if it recomputes the residuals."""
         return self.forward if self.recomputation is None else self.recomputation
+
+    def kept_bytes(self, residuals: StageResiduals) -> float:
+        """Return the bytes of a microbatch that a forward keeps, on the devices or on the host."""
+        if residuals.recompute == "cheap":
+            return self.residual_bytes - self.cheap_bytes
+        return min(self.input_bytes, self.residual_bytes) if residuals.recompute else self.residual_bytes
+
+    def seconds_again(self, residuals: StageResiduals) -> float:
+        """Return the seconds that a backward takes longer because it recomputes values."""
+        if residuals.recompute == "cheap":
+            return self.cheap_recomputation
+        return self.time_again if residuals.recompute else 0.0
 
     @property
     def fixed(self) -> float:
@@ -202,6 +219,8 @@ class StepModel:
             sent=[load.sent_bytes for load in self.stages],
             recomputation=[load.time_again for load in self.stages],
             stage_input=[load.input_bytes for load in self.stages],
+            cheap_recomputation=[load.cheap_recomputation for load in self.stages],
+            cheap_activation=[load.residual_bytes - load.cheap_bytes for load in self.stages],
         )
 
     @cached_property
@@ -249,8 +268,8 @@ class StepModel:
         tasks = self.tasks[rank]
         fetched, gone = [0.0] * len(tasks), [0.0] * len(tasks)
         for copy in host_copies(tasks, residuals):
-            fetched[copy.fetch_before] += table.saved[copy.stage]
-            gone[copy.fetch_before if copy.gone_before is None else copy.gone_before] += table.saved[copy.stage]
+            fetched[copy.fetch_before] += table.moved[copy.stage]
+            gone[copy.fetch_before if copy.gone_before is None else copy.gone_before] += table.moved[copy.stage]
         held = peak = 0.0
         for position, task in enumerate(tasks):
             added, freed = table.memory_change(task)
@@ -282,14 +301,16 @@ class StepModel:
                 copied[copy.stage] += 1
         uses: list[StageUse] = []
         for stage, load in enumerate(self.stages):
-            again = residuals.of(stage).recompute
-            size = min(load.input_bytes, load.residual_bytes) if again else load.residual_bytes
+            entry, count = residuals.of(stage), self.num_microbatches
+            size = load.kept_bytes(entry)
+            moved = size * entry.offload_values * copied[stage]
+            again = {True: load.residual_bytes, "cheap": load.cheap_bytes}.get(entry.recompute, 0.0)
             uses.append(
                 StageUse(
-                    kept=size * (self.num_microbatches - copied[stage]),
-                    moved=size * copied[stage],
-                    recomputed=load.residual_bytes * self.num_microbatches if again else 0.0,
-                    recomputation=load.time_again * self.num_microbatches if again else 0.0,
+                    kept=size * count - moved,
+                    moved=moved,
+                    recomputed=again * count,
+                    recomputation=load.seconds_again(entry) * count,
                 )
             )
         return tuple(uses)

@@ -36,6 +36,9 @@ class Costs:
             the time of ``F``.
         stage_input: memory held for each microbatch instead of ``activation``, from ``F`` to ``B`` or ``I``, in a
             stage that recomputes its residuals.
+        cheap_recomputation: time that ``B`` or ``I`` takes longer in a stage that recomputes its cheap values.
+        cheap_activation: memory held for each microbatch instead of ``activation`` in such a stage; by default all of
+            it.
 
     >>> costs = Costs(forward=[1.0, 1.0, 1.5], backward_input=[1.0, 1.0, 1.5])
     >>> from jaxpp_flax.schedules.task import backward
@@ -52,6 +55,8 @@ class Costs:
     sent: PerStage = 0.0
     recomputation: PerStage | None = None
     stage_input: PerStage = 0.0
+    cheap_recomputation: PerStage = 0.0
+    cheap_activation: PerStage | None = None
 
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(self)):
@@ -90,14 +95,21 @@ class Costs:
         kept = spread("weight_activation") if self.weight_activation is not None else activation
         saved, stage_input = list(activation), spread("stage_input")
         again = spread("recomputation") if self.recomputation is not None else forward
-        fused_backward = list(whole)
+        cheap = spread("cheap_activation") if self.cheap_activation is not None else activation
+        cheap_again = spread("cheap_recomputation")
+        fused_backward, moved = list(whole), list(saved)
         if residuals is not None:
             residuals.check(num_stages)
-            for stage in (s for s in range(num_stages) if residuals.of(s).recompute):
-                saved[stage] = stage_input[stage]
-                whole[stage] += again[stage]
-                inputs[stage] += again[stage]
-        return CostTable(forward, whole, inputs, weights, activation, kept, spread("sent"), saved, fused_backward)
+            for stage, entry in enumerate(residuals.stages):
+                if entry.recompute:
+                    is_cheap = entry.recompute == "cheap"
+                    saved[stage] = (cheap if is_cheap else stage_input)[stage]
+                    whole[stage] += (cheap_again if is_cheap else again)[stage]
+                    inputs[stage] += (cheap_again if is_cheap else again)[stage]
+                moved[stage] = saved[stage] * entry.offload_values
+        return CostTable(
+            forward, whole, inputs, weights, activation, kept, spread("sent"), saved, fused_backward, moved
+        )
 
     def duration(self, task: AnyTask) -> float:
         """The time of one task."""
@@ -111,7 +123,8 @@ class Costs:
 class CostTable:
     """:class:`Costs` as one list per quantity, indexed by stage.
 
-    ``saved`` is the memory held from the forward to the backward: the activation, or the stage's input.
+    ``saved`` is the memory held from the forward to the backward: the activation, or what a recomputing stage keeps.
+    ``moved`` is the part of it that goes to the host and back, if a microbatch is offloaded.
     ``fused_backward`` is the time of a backward in one task with its forward, which recomputes nothing.
     """
 
@@ -124,6 +137,7 @@ class CostTable:
     sent: list[float]
     saved: list[float]
     fused_backward: list[float]
+    moved: list[float]
 
     def duration(self, task: AnyTask) -> float:
         stage = task.stage

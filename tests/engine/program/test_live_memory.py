@@ -66,12 +66,24 @@ def measured(compiled: Any, arguments: Any) -> list[tuple[list[int], list[int]]]
 OFFLOAD = StageResiduals(offload=1.0)
 PLANS = {
     "moved": [OFFLOAD] * STAGES,
+    "parts": [
+        StageResiduals(recompute="cheap", offload=1.0, offload_values=0.5),
+        StageResiduals(offload=1.0, offload_values=0.3),
+        StageResiduals(recompute="cheap"),
+    ],
     "mixed": [StageResiduals(recompute=True, offload=1.0), StageResiduals(offload=0.5), StageResiduals(recompute=True)],
 }
 
 
 @pytest.mark.parametrize(
-    ("schedule", "name"), [(GPipe(STAGES), "moved"), (Std1F1B(STAGES), "mixed"), (ZeroBubble(STAGES), "mixed")]
+    ("schedule", "name"),
+    [
+        (GPipe(STAGES), "moved"),
+        (Std1F1B(STAGES), "mixed"),
+        (ZeroBubble(STAGES), "mixed"),
+        (GPipe(STAGES), "parts"),
+        (ZeroBubble(STAGES), "parts"),
+    ],
 )
 def test_bytes_after_every_instruction_are_those_of_live_arrays(schedule: Schedule, name: str):
     compiled, arguments = compiled_step(schedule, PLANS[name])

@@ -63,6 +63,7 @@ def test_the_choice_is_the_best_of_all_mixtures(data: st.DataObject):
         assert quick.prediction.seconds <= best * WORST_HEURISTIC
 
 
+@settings(max_examples=15)
 @given(st.data())
 def test_a_higher_limit_gives_no_longer_step(data: st.DataObject):
     model = data.draw(models(max_ranks=2, max_per_rank=1, max_microbatches=4))
@@ -82,7 +83,7 @@ def seven_billion(schedule, num_stages: int, microbatches: int) -> StepModel:
     layers = 32 / num_stages
     load = StageLoad(
         forward=4.8e-3 * layers, backward=9.6e-3 * layers, residual_bytes=570e6 * layers,
-        input_bytes=33.6e6, sent_bytes=33.6e6,
+        input_bytes=33.6e6, sent_bytes=33.6e6, cheap_bytes=235e6 * layers, cheap_recomputation=0.22e-3 * layers,
     )  # fmt: skip
     card = Hardware(flops=400e12, host_bandwidth=50e9, link_bandwidth=50e9)
     return StepModel(schedule=schedule, num_microbatches=microbatches, stages=[load] * num_stages, hardware=card)
@@ -100,8 +101,36 @@ def test_sixty_percent_of_the_memory_is_almost_free_with_a_fast_link(schedule, m
     found = choose_residuals(model, limit)
     assert fits(found.prediction, limit)
     assert found.slowdown <= most + 1e-9
-    assert not found.prediction.recomputation
+    assert all(stage.recompute is not True for stage in found.residuals.stages)
     assert found == choose_residuals(model, limit)
+
+
+def test_four_ranks_need_a_part_of_the_values_and_cheap_recomputation():
+    """Four microbatches are in flight; one that leaves, one at work and one that comes back would be three of them."""
+    model = seven_billion(Std1F1B(4), 4, 16)
+    limit = 0.6 * max(choose_residuals(model).prediction.peak_bytes)
+    found = choose_residuals(model, limit)
+    assert fits(found.prediction, limit)
+    assert found.slowdown <= 1.05
+    assert found.residuals.of(0).recompute == "cheap"
+    assert 0 < found.residuals.of(0).offload_values < 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "OPTIONS", module._WHOLE)
+        assert choose_residuals(model, limit).slowdown > 1.2
+
+
+@settings(max_examples=8)
+@given(models(max_ranks=3, max_per_rank=2, max_microbatches=4), st.sampled_from([0.5, 0.7]))
+def test_options_by_value_never_make_a_step_longer(model: StepModel, share: float):
+    limit = share * max(model.predict(ResidualPlan.keep(model.schedule.num_stages)).peak_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_MOST_TASKS", 0)  # 16 simulations
+        found = best_mixture(model, limit)
+        patch.setattr(module, "OPTIONS", module._WHOLE)
+        whole = best_mixture(model, limit)
+    assert found.excess <= whole.excess
+    if not whole.excess:
+        assert found.prediction.seconds <= whole.prediction.seconds * (1 + 1e-9)
 
 
 def test_a_slow_link_recomputes_and_a_fast_one_moves():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jaxpp_flax.schedules import ScheduleError, Std1F1B, simulate
 from jaxpp_flax.schedules.planning.model import Hardware, StageLoad, StepModel
-from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
+from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals, host_copies
 from tests.schedules.helpers import schedules
 
 CARD = Hardware(flops=1.0, host_bandwidth=4.0)
@@ -19,10 +19,11 @@ def models(draw: st.DrawFn, max_ranks: int = 4, max_per_rank: int = 2, max_micro
     schedule = draw(schedules(max_ranks, max_per_rank))
     number = st.integers(1, 4).map(float)
     load = st.builds(
-        lambda f, r, i, p: StageLoad(
-            forward=f, backward=2 * f, residual_bytes=4 * r, input_bytes=i, fixed_bytes={"parameters": p}
+        lambda f, r, i, c, p: StageLoad(
+            forward=f, backward=2 * f, residual_bytes=4 * r, input_bytes=i, cheap_bytes=c * r,
+            cheap_recomputation=c / 8, fixed_bytes={"parameters": p},
         ),
-        number, number, number, number,
+        number, number, number, st.integers(0, 2).map(float), number,
     )  # fmt: skip
     stages = draw(st.lists(load, min_size=schedule.num_stages, max_size=schedule.num_stages))
     hardware = Hardware(flops=1.0, host_bandwidth=draw(st.sampled_from([1.0, 4.0, 100.0])))
@@ -45,10 +46,29 @@ def test_a_step_by_hand():
     assert model.bytes_by_kind(0, again) == {"parameters": 5.0, "residuals": 11.0}
 
 
+def test_the_bytes_and_seconds_of_a_part_by_hand():
+    load = StageLoad(
+        forward=1.0, backward=2.0, residual_bytes=10.0, cheap_bytes=2.0, cheap_recomputation=0.5, input_bytes=1.0
+    )
+    model = StepModel(schedule=Std1F1B(2), num_microbatches=4, stages=[load] * 2, hardware=CARD)
+    half = StageResiduals(recompute="cheap", offload=1.0, offload_values=0.5)
+    found = model.predict(ResidualPlan([half, KEEP]))
+    # Rank 0 runs F0 F1 B0 F2 B1 F3 B2 B3: the values of microbatches 1 and 2 have the time to leave and come back.
+    (use, _) = found.stages
+    moved = 4.0 * len(host_copies(model.tasks[0], ResidualPlan([half, KEEP])))
+    assert moved
+    assert (use.moved, use.kept, use.recomputed, use.recomputation) == (moved, 32.0 - moved, 8.0, 2.0)
+
+
 @given(st.data())
 def test_the_order_of_tasks_bounds_the_bytes_of_every_simulation(data: st.DataObject):
     model = data.draw(models())
-    option = st.builds(StageResiduals, recompute=st.booleans(), offload=st.sampled_from([0.0, 0.5, 1.0]))
+    option = st.builds(
+        StageResiduals,
+        recompute=st.sampled_from([False, True, "cheap"]),
+        offload=st.sampled_from([0.0, 0.5, 1.0]),
+        offload_values=st.sampled_from([0.25, 0.5, 1.0]),
+    )
     count = model.schedule.num_stages
     stages = data.draw(st.lists(option, min_size=count, max_size=count))
     window = data.draw(st.integers(1, 3))

@@ -43,6 +43,7 @@ def offload(program: Program, plan: ResidualPlan | None) -> Program:
             forward, fetch = runs[copy.offload_after], runs[copy.fetch_before]
             readers = found.backwards[copy.stage, copy.microbatch]
             slots = found.kept_only_for(readers, forward, copy)
+            slots = found.largest(slots, plan.of(copy.stage).offload_values)
             if slots:
                 host = tuple(range(count, count + len(slots)))
                 back = tuple(range(host[-1] + 1, host[-1] + 1 + len(slots)))
@@ -147,6 +148,29 @@ class _Values:
             slot for number in backwards if number > forward for slot in self.program.instructions[number].reads()
         )
         return tuple(slot for slot in read if self._moves(slot, backwards, forward, copy))
+
+    def largest(self, slots: tuple[int, ...], share: float) -> tuple[int, ...]:
+        """Return slots with this share of their bytes: the largest ones that fit into it, and one more to reach it."""
+        sizes = {slot: self._nbytes(slot) for slot in slots}
+        missing, taken = share * sum(sizes.values()), set[int]()
+        ordered = sorted(slots, key=lambda slot: -sizes[slot])
+        for slot in ordered:
+            if sizes[slot] <= missing:
+                taken.add(slot)
+                missing -= sizes[slot]
+        if missing > 0:
+            last = [slot for slot in ordered if slot not in taken][-1]
+            taken.add(last)
+            missing -= sizes[last]
+        for slot in reversed(ordered):  # the last one may take the place of smaller ones
+            if slot in taken and sizes[slot] <= -missing:
+                taken.remove(slot)
+                missing += sizes[slot]
+        return tuple(slot for slot in slots if slot in taken)
+
+    def _nbytes(self, slot: int) -> int:
+        aval = self.written[slot][2]
+        return int(aval.size) * int(aval.dtype.itemsize)
 
     def _moves(self, slot: int, backwards: Sequence[int], forward: int, copy: HostCopy) -> bool:
         number, microbatch, aval = self.written.get(slot, (0, -1, None))

@@ -5,6 +5,8 @@ keeps the forward's inputs instead: the first backward task that reads residuals
 equations that make them. A split backward computes them once: the task hands them on to the later one. Parameters and
 the batch are inputs of the loop, so they are not kept twice. A carry is read as the forward has read it, and is not
 written again. A value that a `jax.checkpoint` policy saves stays saved.
+
+With `recompute="cheap"`, the stage keeps the values that `cheap_cut` chooses, and only cheap equations run again.
 """
 
 from __future__ import annotations
@@ -12,14 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from jaxpp_flax.engine.analyses.cheap_values import CheapCut, cheap_cut, makers_of
 from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask, Partition
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, needed_by, prune, values
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, prune, values
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.schedules.task import TaskKind
 
-__all__ = ["recompute"]
+__all__ = ["cheap_cut_of", "recompute"]
 
 
 def recompute(loop: OpenLoop, plan: ResidualPlan | None) -> OpenLoop:
@@ -38,11 +41,11 @@ def recompute(loop: OpenLoop, plan: ResidualPlan | None) -> OpenLoop:
     part = loop.partition
     for stage, entry in enumerate(plan.stages):
         if entry.recompute:
-            part = _recompute_stage(part, stage)
+            part = _recompute_stage(part, stage, is_cheap=entry.recompute == "cheap")
     return replace(loop, partition=part)
 
 
-def _recompute_stage(part: Partition, stage: int) -> Partition:
+def _recompute_stage(part: Partition, stage: int, *, is_cheap: bool) -> Partition:
     numbers = [i for i, task in enumerate(part.tasks) if task.stage == stage]
     forwards = [i for i in numbers if part.tasks[i].kind is TaskKind.FORWARD and not part.tasks[i].fused]
     backwards = [i for i in numbers if part.tasks[i].kind is not TaskKind.FORWARD]
@@ -51,6 +54,8 @@ def _recompute_stage(part: Partition, stage: int) -> Partition:
     (number,) = forwards
     forward, tasks = part.tasks[number], list(part.tasks)
     saved = _saved_by_policies(tasks[i].graph for i in backwards)
+    if is_cheap:
+        saved |= {*cheap_cut_of(forward, [tasks[i] for i in backwards], part).kept}
     made = [v for v in values(forward.graph.outputs) if v not in saved]
     readers = [i for i in backwards if not set(made).isdisjoint(tasks[i].graph.inputs)]
     if not readers:
@@ -64,9 +69,19 @@ def _recompute_stage(part: Partition, stage: int) -> Partition:
         tasks[i] = replace(tasks[i], graph=again.read_by(tasks[i].graph))
     elsewhere = {v for i, task in enumerate(tasks) if i != number for v in task.graph.inputs}
     going_round = {turn.result for turn in (*part.accumulators, *part.carries)}
-    outputs = [v for v in values(forward.graph.outputs) if v in elsewhere or v in going_round]
+    results = dict.fromkeys([*values(forward.graph.outputs), *again.saved])
+    outputs = [v for v in results if v in elsewhere or v in going_round]
     tasks[number] = replace(forward, graph=_with_outputs(forward.graph, outputs))
     return replace(part, tasks=tuple(tasks))
+
+
+def cheap_cut_of(forward: LoopTask, backwards: Sequence[LoopTask], part: Partition) -> CheapCut:
+    """Return what a stage with `recompute="cheap"` keeps, and what its backward computes again."""
+    read = {v for task in backwards for v in task.graph.inputs}
+    saved = _saved_by_policies(task.graph for task in backwards)
+    wanted = [v for v in values(forward.graph.outputs) if v in read]
+    held = saved.union(v for v in forward.graph.inputs if v in read)
+    return cheap_cut(forward.graph, wanted, {*part.operands, part.index}, held)
 
 
 def _saved_by_policies(graphs: Iterable[Graph]) -> set[Value]:
@@ -76,28 +91,26 @@ def _saved_by_policies(graphs: Iterable[Graph]) -> set[Value]:
 
 
 class _Again:
-    """A copy of the forward's equations that make `residuals`, over values of its own."""
+    """A copy of the forward's equations that make `residuals`, over values of its own; `saved` is read, not made."""
 
     def __init__(self, forward: LoopTask, residuals: Sequence[Value], saved: set[Value]) -> None:
         self.residuals = tuple(residuals)
         equations = forward.graph.equations
-        # What is saved anyway is read, not computed again.
-        needed = needed_by([e for e in equations if saved.isdisjoint(e.outputs)], residuals)
-        chosen = [e for e in equations if e in needed]
+        chosen = makers_of(equations, residuals, saved)
         for equation in chosen:
             _refuse_effects(equation, forward.stage)
-        self.copies: dict[Atom, Value] = {v: Value(v.aval) for e in chosen for v in e.outputs}
+        self.copies: dict[Atom, Value] = {v: Value(v.aval) for e in chosen for v in e.outputs if v not in saved}
         self.equations = tuple(
             replace(
                 e,
                 inputs=tuple(self.copies.get(a, a) for a in e.inputs),
-                outputs=tuple(self.copies[v] for v in e.outputs),
+                outputs=tuple(self.copies.get(v) or Value(v.aval) for v in e.outputs),
             )
             for e in chosen
         )
         read = {v for e in self.equations for v in values(e.inputs)}
-        known = (*forward.graph.inputs, *(v for v in values(forward.graph.outputs) if v in saved))
-        self.inputs = tuple(v for v in known if v in read)
+        self.saved = tuple(v for e in equations for v in e.outputs if v in saved and v in read)
+        self.inputs = (*(v for v in forward.graph.inputs if v in read), *self.saved)
 
     def before(self, graph: Graph, handed_on: Sequence[Value]) -> Graph:
         """Return a task that computes the residuals first, and also returns those that later tasks read."""

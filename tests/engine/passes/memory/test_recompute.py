@@ -22,6 +22,7 @@ from tests.engine.toys import built, chain, count, gradients
 from tests.helpers import DIM, batch_of
 
 RECOMPUTE = StageResiduals(recompute=True)
+CHEAP = StageResiduals(recompute="cheap")
 
 
 def tasks_of(schedule: Schedule, plan: ResidualPlan | None, loss: Callable[..., Any] | None = None) -> Partition:
@@ -74,6 +75,40 @@ def test_the_input_gradient_hands_on_what_the_weight_gradient_reads():
 def test_a_fused_stage_has_nothing_to_recompute():
     part, plain = (tasks_of(Std1F1B(2), plan) for plan in (ResidualPlan([KEEP, RECOMPUTE]), None))
     assert [t.graph.as_text() for t in part.tasks] == [t.graph.as_text() for t in plain.tasks]
+
+
+def wide_loss(params: Any, mb: Any) -> jax.Array:
+    """Stages with a norm, an activation of several operations, and two products."""
+    x = mb["x"]
+    for i, p in enumerate(params):
+        x = mark_stage_end(x) if i else x
+        y = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+        x = x + jax.nn.gelu(y @ p["w"]) @ p["w"]
+    return jnp.mean((x - mb["y"]) ** 2)
+
+
+@pytest.mark.parametrize("schedule", [GPipe(3), ZeroBubble(3)], ids=lambda s: type(s).__name__)
+def test_cheap_values_are_made_again_and_no_product_runs_twice(schedule: Schedule):
+    plain = tasks_of(schedule, None, wide_loss)
+    part = tasks_of(schedule, ResidualPlan([CHEAP] * 3), wide_loss)
+
+    def products(part: Partition) -> int:
+        return sum(count(t.graph, "dot_general") for t in part.tasks)
+
+    assert products(part) == products(plain)
+    for stage in range(3):
+        bytes_of = [sum(v.nbytes for v in kept(p, stage)) for p in (plain, part)]
+        assert bytes_of[1] < 0.6 * bytes_of[0]
+    again = tasks_of(schedule, ResidualPlan([RECOMPUTE] * 3), wide_loss)
+    assert products(again) > products(plain)
+
+
+def test_what_a_policy_saves_stays_saved_beside_cheap_values():
+    part = tasks_of(GPipe(2), ResidualPlan([CHEAP, KEEP]), policy_loss)
+    backward = task(part, TaskKind.BACKWARD, 0)
+    makers = {e.name for e in task(part, TaskKind.FORWARD, 0).graph.equations if kept(part, 0) & {*e.outputs}}
+    assert "reduce_precision" in makers, "jax.checkpoint's own mark of a saved value"
+    assert count(backward.graph, "erf") == 0
 
 
 def policy_loss(params: Any, mb: Any) -> jax.Array:
