@@ -76,6 +76,17 @@ def _as_rst(app, what, name, obj, options, lines):
     lines[:] = text.split("\n")
 
 
+def _unlink_folders(app, name, source):
+    """A link to a folder of the repository works on GitHub alone: on the site its text stays."""
+
+    def replaced(found):
+        target = HERE.joinpath(*Path(name).parts[:-1], found[2])
+        return found[1] if target.is_dir() else found[0]
+
+    source[0] = re.sub(r"\[([^\]]+)\]\(([^)#:\s]+)\)", replaced, source[0])
+
+
 def setup(app):
+    app.connect("source-read", _unlink_folders)
     app.connect("autodoc-process-docstring", _name_the_moment, priority=100)  # before Napoleon, which has 500
     app.connect("autodoc-process-docstring", _as_rst, priority=900)

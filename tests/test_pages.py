@@ -7,11 +7,14 @@ import re
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
+from jaxpp_flax import PipelineTrainer, pipeline_stage
 from jaxpp_flax.pretrained import export_pretrained
 from tests.examples.running import load_example
 from tests.helpers import python_blocks
@@ -125,6 +128,68 @@ def test_the_page_about_pretrained_weights_runs(
     assert "blocks/*/up/kernel <- model.layers.*.mlp.up_proj.weight, transpose (1, 0)" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"llama", "finetuned", "copy"}
     assert json.loads((tmp_path / "finetuned" / "config.json").read_text())["dtype"] == "float32"
+
+
+def unmarked() -> dict[str, object]:
+    """What the short pages leave to the reader: a model without marks, its loss, data and an optimizer."""
+
+    class Block(nnx.Module):
+        def __init__(self, *, rngs: nnx.Rngs):
+            self.linear = nnx.Linear(8, 8, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return x + jnp.tanh(self.linear(x))
+
+    class Model(nnx.Module):
+        def __init__(self, *, rngs: nnx.Rngs):
+            self.blocks = nnx.List([Block(rngs=rngs) for _ in range(4)])
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    def loss_fn(model: Model, batch: dict[str, np.ndarray]) -> jax.Array:
+        return jnp.mean((model(batch["x"]) - 1) ** 2)
+
+    batches = [{"x": np.random.default_rng(seed).normal(size=(64, 8)).astype(np.float32)} for seed in range(8)]
+    return {
+        "nnx": nnx, "optax": optax, "Block": Block, "DecoderLayer": Block, "Model": Model, "loss_fn": loss_fn,
+        "batches": batches, "tx": optax.adam(1e-3), "model": Model(rngs=nnx.Rngs(0)),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("page", "blocks", "marked"),
+    [
+        ("index.md", 1, False),
+        ("guides/choosing.md", 2, True),
+        ("guides/when_not_to_pipeline.md", 1, False),
+        ("coming_from/plain_flax.md", 2, False),
+        ("coming_from/torch.md", 1, False),
+        ("coming_from/maxtext.md", 1, False),
+    ],
+)
+def test_a_short_page_runs(page: str, blocks: int, marked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    given = unmarked()
+    if marked:
+        pipeline_stage(given["Block"])  # type: ignore[arg-type]
+    run_page(page, blocks, **given)
+
+
+def test_the_page_about_profiling_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    given = unmarked()
+    pipeline_stage(given["Block"])  # type: ignore[arg-type]
+    model, loss_fn = given["Model"](rngs=nnx.Rngs(0)), given["loss_fn"]  # type: ignore[operator]
+    trainer = PipelineTrainer(model, optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=4, logging=False)  # type: ignore[arg-type]
+    run_page("guides/profiling.md", blocks=2, trainer=trainer, batches=given["batches"])
+    assert (tmp_path / "step.svg").is_file()
+    assert list(tmp_path.glob("trace/**/*.trace.json.gz"))
+    assert "% simulated" in capsys.readouterr().out
 
 
 def test_the_first_notebook_runs(capsys: pytest.CaptureFixture[str]):

@@ -52,7 +52,10 @@ def pages_under(page: Path) -> set[Path]:
     for table in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
         for line in table.splitlines():
             if line and not line.startswith(":"):
-                found |= pages_under(page.parent / f"{line}.md")
+                pages = set(page.parent.glob(f"{line}.md")) - {page}
+                assert pages, f"{page}: {line}"
+                for each in pages:
+                    found |= pages_under(each)
     return found
 
 
