@@ -51,10 +51,19 @@ class CheapCut:
     Attributes:
       kept: the values to keep, in the order of their definition; inputs of the graph come first.
       equations: the equations that compute the other wanted values from these, in order.
+      again: these other wanted values.
     """
 
     kept: tuple[Value, ...]
     equations: tuple[Equation, ...]
+    again: tuple[Value, ...]
+
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes that the equations read and write if they are fused: what they read first, and what is wanted."""
+        made = {v for e in self.equations for v in e.outputs}
+        read = {v for e in self.equations for v in values(e.inputs)} - made
+        return sum(v.nbytes for v in (*read, *self.again))
 
 
 def cheap_cut(graph: Graph, wanted: Sequence[Value], free: Collection[Value], held: Collection[Value]) -> CheapCut:
@@ -83,7 +92,8 @@ def cheap_cut(graph: Graph, wanted: Sequence[Value], free: Collection[Value], he
     sources += [v for v in made if v in held and v not in free]
     cut = nearest_cut(made, readers, cost, sources, wanted)
     kept = tuple(v for v in made if v in cut)
-    return CheapCut(kept, makers_of(graph.equations, wanted, cut))
+    again = tuple(v for v in dict.fromkeys(wanted) if v not in cut)
+    return CheapCut(kept, makers_of(graph.equations, again, cut), again)
 
 
 def makers_of(equations: Sequence[Equation], wanted: Iterable[Value], kept: Collection[Value]) -> tuple[Equation, ...]:
