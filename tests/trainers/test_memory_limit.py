@@ -88,7 +88,7 @@ def next_token_loss(model, batch):
 
 @pytest.mark.slow
 def test_a_gpt_trains_with_sixty_percent_of_the_peak_in_at_most_1_05_of_the_step():
-    """Copies take the share of a forward that they take for a model of 7B parameters on PCIe 5 (`benchmarks/residuals.py`)."""
+    """Copies take as much of a step as for a model of 7B parameters on PCIe 5 (`benchmarks/residuals.py`)."""
     rng = np.random.default_rng(0)
     batches = [{k: rng.integers(0, 64, (32, 16)) for k in "xy"} for _ in range(2)]
 
