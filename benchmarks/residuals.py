@@ -4,12 +4,13 @@
 
 The model has 32 layers of width 4096 and sequences of 4096 tokens, one in each microbatch, in bfloat16. For each layer
 and microbatch a forward takes 24 s h^2 + 4 s^2 h FLOPs and keeps 34 s h bytes for its backward (attention keeps no
-scores), from "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198. A backward takes twice
-the forward. The limit is a share of the residuals that the fullest rank holds if all stay on the devices; parameters,
-gradients and optimizer come on top of it. Nothing is measured: it is the model of `jaxpp_flax.schedules.planning`.
+scores), from "Reducing Activation Recomputation in Large Transformer Models", arXiv 2205.05198. Of these, 14 s h follow
+from the rest by norms, GELU and dropout's masks. A backward takes twice the forward. The limit is a share of the
+residuals that the fullest rank holds if all stay on the devices; parameters, gradients and optimizer come on top of it.
+Nothing is measured: it is the model of `jaxpp_flax.schedules.planning`.
 
-It exits with 1 if a promise does not hold: with 60 % of the residuals, 1F1B on 8 ranks and the interleaved schedules
-take at most 1.05 times the step without a limit; without a limit all residuals stay on the devices.
+It exits with 1 if a promise does not hold: with 60 % of the residuals, every schedule takes at most 1.05 times the step
+without a limit; without a limit all residuals stay on the devices.
 
 Beside it, as their abstracts tell:
 - "PipeOffload: Improving Scalability of Pipeline Parallelism with Memory Optimization", arXiv 2503.01328: in the
@@ -43,15 +44,13 @@ MOST = 1.05  # times the step without a limit, at 60 % of the residuals
 SHARES = (1.0, 0.8, 0.6, 0.5, 0.4)
 
 
-def cases() -> list[tuple[str, Schedule, bool]]:
-    """Name, schedule, and whether the promise is made for it."""
+def cases() -> list[tuple[str, Schedule]]:
     return [
-        # A rank of four holds four microbatches at most, one of which is at work: too few to hide a copy at 60 %.
-        ("1F1B, 4 ranks", Std1F1B(4), False),
-        ("1F1B, 8 ranks", Std1F1B(8), True),
-        ("1F1B, 16 ranks", Std1F1B(16), True),
-        ("interleaved, 4 ranks, 2 stages on each", Interleaved1F1B(8, 4), True),
-        ("interleaved, 8 ranks, 2 stages on each", Interleaved1F1B(16, 8), True),
+        ("1F1B, 4 ranks", Std1F1B(4)),
+        ("1F1B, 8 ranks", Std1F1B(8)),
+        ("1F1B, 16 ranks", Std1F1B(16)),
+        ("interleaved, 4 ranks, 2 stages on each", Interleaved1F1B(8, 4)),
+        ("interleaved, 8 ranks, 2 stages on each", Interleaved1F1B(16, 8)),
     ]
 
 
@@ -129,12 +128,12 @@ def main() -> int:
     print("{:40} {:>6} {:>6} {:>8} {:>6} {:>11} {:>9} {:>9} {:>7}".format(*head))
     rows: list[dict[str, object]] = []
     failures: list[str] = []
-    for name, schedule, is_promised in cases():
+    for name, schedule in cases():
         for row in rows_of(name, model_of(schedule, hardware, flags.memory_bandwidth, flags.microbatches)):
             rows.append(row)
             print(show(row), flush=True)
             step = row["step"]
-            if is_promised and row["limit"] == 0.6 and (step is None or step > MOST):  # type: ignore[operator]
+            if row["limit"] == 0.6 and (step is None or step > MOST):  # type: ignore[operator]
                 failures.append(f"{name}: {step} times the step at 60 %")
             if row["limit"] == 1.0 and not row.get("kept"):
                 failures.append(f"{name}: without need, residuals do not stay on the devices")

@@ -252,10 +252,11 @@ class Marks(Sequence[Mark]):
         return len(self._marks)
 
     def cheap_work(self, flops_per_byte: float = 0.0) -> tuple[float, ...]:
-        """Estimate the work of each block's backward that recomputes cheap values; see `work_of_blocks`."""
+        """Estimate the work of each block's backward that recomputes cheap values, fused; see `work_of_blocks`."""
         found = [0.0] * (len(self) + 1)
         for forward, cut in self.blocks.cheap_cuts.items():
-            found[forward.stage] += sum(_work(e, flops_per_byte) for e in cut.equations)
+            operations = sum(_work(e, 0.0) for e in cut.equations)
+            found[forward.stage] += max(operations, flops_per_byte * cut.moved_bytes)
         return tuple(found)
 
     def work(self, flops_per_byte: float = 0.0) -> tuple[Work, ...]:

@@ -22,8 +22,8 @@ class StageResiduals:
         again (elementwise operations, norms, activations), and as few bytes are kept as this allows.
       offload: the share of microbatches, from 0 to 1, whose kept values move to host memory after the forward and
         come back before the backward. The microbatches are spread evenly.
-      offload_values: the share of bytes that move, of each such microbatch, above 0 to 1. The fewest values move that
-        reach it, the largest ones first.
+      offload_values: the share of bytes that move, of each such microbatch, above 0 to 1. The largest values that fit
+        into this share move, and one more to reach it.
 
     Raises:
       ScheduleError: for a share outside its bounds, and for another word than "cheap".

@@ -11,7 +11,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.blocks import cut_at_every_mark
+from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes.loop.label import Labels, label
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
@@ -131,13 +131,14 @@ def built(
     *args: Any,
     donated: Sequence[bool] | None = None,
     residuals: ResidualPlan | None = None,
+    policy: CutPolicy = cut_at_every_mark,
 ) -> Built:
     """All passes over a step on a mesh of single devices, and nothing compiled."""
     graph, consts = from_jaxpr(jax.jit(step).trace(*args).jaxpr)
     assert not consts
     size = len(graph.inputs)
     specs = [jax.sharding.PartitionSpec()] * size
-    return build(graph, num_ranks, cut_at_every_mark, donated or [False] * size, specs, {}, residuals=residuals)
+    return build(graph, num_ranks, policy, donated or [False] * size, specs, {}, residuals=residuals)
 
 
 def kinds(part: Partition) -> list[tuple[int, TaskKind]]:

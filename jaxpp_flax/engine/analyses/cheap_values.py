@@ -19,15 +19,17 @@ __all__ = ["CheapCut", "cheap_cut", "is_cheap", "makers_of", "nearest_cut"]
 
 _CHEAP = frozenset(
     {"abs", "acos", "acosh", "add", "add_any", "and", "argmax", "argmin", "asin", "asinh", "atan", "atan2", "atanh",
-     "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp", "concatenate", "conj",
+     "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp", "clz", "complex", "concatenate", "conj",
      "convert_element_type", "copy", "copy_p", "cos", "cosh", "cumlogsumexp", "cummax", "cummin", "cumprod",
-     "cumsum", "div", "dynamic_slice", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expand_dims", "expm1",
-     "floor", "ge", "gt", "imag", "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max",
-     "min", "mul", "name", "ne", "neg", "not", "or", "pad", "pow", "random_bits", "random_fold_in", "random_seed",
-     "random_split", "random_unwrap", "random_wrap", "real", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
-     "reduce_precision", "reduce_prod", "reduce_sum", "rem", "reshape", "rev", "round", "rsqrt", "select_n",
-     "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "slice", "split", "sqrt",
-     "square", "squeeze", "stop_gradient", "sub", "tan", "tanh", "threefry2x32", "transpose", "xor"}
+     "cumsum", "div", "dynamic_slice", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expand_dims",
+     "expm1", "floor", "ge", "gt", "imag", "integer_pow", "iota", "is_finite", "le", "le_to", "log", "log1p", "log2",
+     "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "name", "ne", "neg", "nextafter", "not",
+     "one_minus_square", "or", "pad", "polynomial", "population_count", "pow", "random_bits", "random_fold_in",
+     "random_seed", "random_split", "random_unwrap", "random_wrap", "real", "reduce_and", "reduce_max", "reduce_min",
+     "reduce_or", "reduce_precision", "reduce_prod", "reduce_sum", "rem", "reshape", "rev", "round", "rsqrt",
+     "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "slice",
+     "split", "sqrt", "square", "squeeze", "stack", "stop_gradient", "sub", "tan", "tanh", "threefry2x32", "tile",
+     "transpose", "unstack", "xor"}
 )  # fmt: skip
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
 
@@ -51,10 +53,19 @@ class CheapCut:
     Attributes:
       kept: the values to keep, in the order of their definition; inputs of the graph come first.
       equations: the equations that compute the other wanted values from these, in order.
+      again: these other wanted values.
     """
 
     kept: tuple[Value, ...]
     equations: tuple[Equation, ...]
+    again: tuple[Value, ...]
+
+    @property
+    def moved_bytes(self) -> int:
+        """The bytes that the equations read and write if they are fused: what they read first, and what is wanted."""
+        made = {v for e in self.equations for v in e.outputs}
+        read = {v for e in self.equations for v in values(e.inputs)} - made
+        return sum(v.nbytes for v in (*read, *self.again))
 
 
 def cheap_cut(graph: Graph, wanted: Sequence[Value], free: Collection[Value], held: Collection[Value]) -> CheapCut:
@@ -83,7 +94,8 @@ def cheap_cut(graph: Graph, wanted: Sequence[Value], free: Collection[Value], he
     sources += [v for v in made if v in held and v not in free]
     cut = nearest_cut(made, readers, cost, sources, wanted)
     kept = tuple(v for v in made if v in cut)
-    return CheapCut(kept, makers_of(graph.equations, wanted, cut))
+    again = tuple(v for v in dict.fromkeys(wanted) if v not in cut)
+    return CheapCut(kept, makers_of(graph.equations, again, cut), again)
 
 
 def makers_of(equations: Sequence[Equation], wanted: Iterable[Value], kept: Collection[Value]) -> tuple[Equation, ...]:

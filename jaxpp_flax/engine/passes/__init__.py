@@ -94,7 +94,8 @@ PASSES: tuple[Pass, ...] = (
         "recompute",
         lambda step, settings: step.each(lambda loop: recompute(loop, settings.residual_plan)),
         requires="tasks",
-        ensures="stages that recompute their residuals keep the inputs of their forward instead",
+        ensures="stages that recompute keep the inputs of their forward instead, or the values from which cheap "
+        "operations make the rest",
     ),
     Pass(
         "lower_loops",

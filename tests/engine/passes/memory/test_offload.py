@@ -92,7 +92,7 @@ def replace_within(plan: ResidualPlan, within: int | None) -> ResidualPlan:
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 0.9])
-def test_a_share_of_the_bytes_moves_the_largest_first(share: float):
+def test_a_share_of_the_bytes_moves(share: float):
     def loss(params: Any, mb: Any) -> Any:
         x = jnp.tanh(mb["x"] @ params[0]["w"])
         hidden = jnp.concatenate([x, jnp.sin(x), jnp.cos(x)])
@@ -113,13 +113,11 @@ def test_a_share_of_the_bytes_moves_the_largest_first(share: float):
 
     whole, part = sizes(1.0)[0], sizes(share)
     assert len(whole) > 2
+    assert share > 0.9 or sum(part[0]) < sum(whole)
     assert part == [part[0]] * len(part), "every microbatch moves the same values"
     moved = sum(part[0])
     assert moved >= share * sum(whole)
     assert moved - min(part[0]) < share * sum(whole), "no value could be left out"
-    assert len(part[0]) == min(n for n in range(1, len(whole) + 1) if sum(sorted(whole)[-n:]) >= share * sum(whole)), (
-        "as few copies as can be"
-    )
 
 
 def test_a_value_that_another_stage_of_the_rank_reads_stays():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxpp_flax.engine.blocks import Marks, cut_at_every_mark
 from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask, Partition
 from jaxpp_flax.engine.tracing.ir import Value
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
@@ -101,6 +102,28 @@ def test_cheap_values_are_made_again_and_no_product_runs_twice(schedule: Schedul
         assert bytes_of[1] < 0.6 * bytes_of[0]
     again = tasks_of(schedule, ResidualPlan([RECOMPUTE] * 3), wide_loss)
     assert products(again) > products(plain)
+
+
+@pytest.mark.parametrize("schedule", [GPipe(3), ZeroBubble(3)], ids=lambda s: type(s).__name__)
+def test_planners_count_the_bytes_that_stages_keep(schedule: Schedule):
+    seen: list[Marks] = []
+
+    def policy(marks: Any, num_stages: int) -> Any:
+        seen.append(marks)
+        return cut_at_every_mark(marks, num_stages)
+
+    arguments = chain(3), batch_of(4)
+    for entry, kind in ((KEEP, "activations"), (CHEAP, "kept")):
+        step = gradients(schedule, wide_loss)
+        (loop,) = built(step, 3, *arguments, residuals=ResidualPlan([entry] * 3), policy=policy).loops
+        for stage in range(3):
+            read_by_weights = {v for t in loop.partition.tasks if t.stage == stage and t.kind is TaskKind.BACKWARD_INPUT
+                               for v in t.graph.outputs}  # fmt: skip
+            planned = [h for h in seen[-1].blocks.holdings if h.kind == kind and stage in h.blocks]
+            if not read_by_weights:
+                assert sum(h.nbytes for h in planned) == sum(v.nbytes for v in kept(loop.partition, stage))
+            assert sum(h.nbytes for h in planned) >= sum(v.nbytes for v in kept(loop.partition, stage))
+    assert all(work > 0 for work in seen[-1].cheap_work(1.0))
 
 
 def test_what_a_policy_saves_stays_saved_beside_cheap_values():
