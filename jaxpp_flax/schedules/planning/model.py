@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from jaxpp_flax.schedules.errors import ScheduleError
@@ -100,6 +100,11 @@ class StageLoad:
     def time_again(self) -> float:
         """Seconds that the backward takes longer if it recomputes the residuals."""
         return self.forward if self.recomputation is None else self.recomputation
+
+    def with_times(self, forward: float, backward: float) -> StageLoad:
+        """Return this load with other times, such as measured ones; recomputation takes the same share of a forward."""
+        again = self.time_again * forward / self.forward if self.forward else forward
+        return replace(self, forward=forward, backward=backward, recomputation=again)
 
     @property
     def fixed(self) -> float:
