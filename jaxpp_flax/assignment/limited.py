@@ -18,7 +18,7 @@ from jaxpp_flax.assignment.simulated_step import StepTime, both_passes
 from jaxpp_flax.messages import amount
 from jaxpp_flax.schedules.planning import Choice, Hardware, StageLoad, StepModel, best_mixture, describe
 
-__all__ = ["LimitedStep", "balance_within", "too_large"]
+__all__ = ["LimitedPlan", "LimitedStep", "balance_within", "too_large"]
 
 _LESS = 1e-9  # relative: a step that is shorter by less counts as equal
 
@@ -93,6 +93,26 @@ class LimitedStep:
         return best_mixture(self.model(sizes), self.memory.limits)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LimitedPlan:
+    """The stages of one schedule under a memory limit, and what they do with their residuals.
+
+    Attributes:
+      model: the step with these stages.
+      choice: the residuals that fit.
+      limits: the bytes that each rank's devices may hold.
+    """
+
+    model: StepModel
+    choice: Choice
+    limits: tuple[float, ...]
+
+    @property
+    def room(self) -> tuple[float, ...]:
+        """The bytes of each rank that are left for residuals."""
+        return tuple(limit - fixed for limit, fixed in zip(self.limits, self.model.rank_fixed, strict=True))
+
+
 def balance_within(step: LimitedStep, even: Sequence[int]) -> tuple[Balance, Choice]:
     """Return the assignment and the residuals with the shortest step within the limits.
 
@@ -157,10 +177,12 @@ def too_large(
     else:
         keeps = "keeps" if exact else "was found that keeps"
         text = f"no assignment of {len(names)} blocks to {len(sizes)} stages {keeps} within memory_limit"
+    changes = "more stages or devices, a schedule with fewer microbatches in flight, smaller microbatches"
     return AssignmentError(
         f"{text}, whatever its stages keep, recompute or offload: in the closest plan found, rank {rank} holds "
         f"{held[rank]:,.0f} bytes on each device, but may hold {memory.limits[rank]:,.0f} ({stages}; {parts}). Use "
-        "more stages or devices, a schedule with fewer microbatches in flight, smaller microbatches, or a higher limit."
+        f"{changes}, or a higher limit.",
+        choice.excess,
     )
 
 

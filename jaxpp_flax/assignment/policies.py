@@ -42,7 +42,15 @@ CutPolicy = Callable[[Sequence[Mark], int], tuple[int, ...]]
 
 @documented("JPF303")
 class AssignmentError(ValueError):
-    """The blocks of a model cannot be assigned to stages as requested."""
+    """The blocks of a model cannot be assigned to stages as requested.
+
+    Attributes:
+      excess: bytes by which the fullest rank of the closest plan exceeds `memory_limit`; 0 for other reasons.
+    """
+
+    def __init__(self, text: str, excess: float = 0.0) -> None:
+        super().__init__(text)
+        self.excess = excess
 
 
 def even() -> CutPolicy:

@@ -12,12 +12,13 @@ import jax
 from jaxpp_flax.assignment import AssignmentError, CutPolicy, Plan, even, resolve, segment_names
 from jaxpp_flax.assignment.balancing import Balance, balance
 from jaxpp_flax.assignment.block_times import time_blocks
-from jaxpp_flax.assignment.limited import LimitedStep, balance_within, too_large
+from jaxpp_flax.assignment.limited import LimitedPlan, LimitedStep, balance_within, too_large
 from jaxpp_flax.assignment.memory import Held, MemoryModel, live_counts
 from jaxpp_flax.assignment.platform_speed import flops_per_byte, hardware_of
 from jaxpp_flax.assignment.policies import cuts_of, sizes_of
 from jaxpp_flax.assignment.simulated_step import MOST_TASKS, StepTime
 from jaxpp_flax.assignment.stages_choice import StagesChoice, choose
+from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, axes_in
 from jaxpp_flax.engine.blocks import Marks, Work
 from jaxpp_flax.engine.tracing.markers import Mark
@@ -27,9 +28,8 @@ from jaxpp_flax.schedules.planning import Choice, Hardware
 from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["Assigner", "Pipeline", "check_cost", "check_limit", "kept_bytes"]
+__all__ = ["Assigner", "Pipeline", "kept_bytes"]
 
-_SOURCES = ("estimated", "flops", "measured")
 # Of a search that nobody asked for, with several stages on a rank: about a tenth of a second.
 _MOST_TASKS_UNASKED = 60_000
 
@@ -79,6 +79,24 @@ class Assigner:
         self._plans: dict[Any, tuple[tuple[int, ...], Plan]] = {}
         self._works: dict[int, tuple[Work, ...]] = {}
         self._unseen: list[Plan] = []
+        self._last: tuple[Marks, Pipeline] | None = None  # of the step that was cut last
+
+    def plan_with(self, schedule: Schedule) -> LimitedPlan | None:
+        """Return the plan that the step which was cut last would have with another schedule on the same ranks.
+
+        None without a memory limit, or before a step was cut.
+
+        Raises:
+          AssignmentError: if nothing fits the limit, or the model has too few marks.
+        """
+        if self._limit is None or self._last is None:
+            return None
+        marks, pipeline = Marks(replace(self._last[0].blocks, split_backward=schedule.splits_backward)), self._last[1]
+        pipeline, mesh = replace(pipeline, schedule=schedule), pipeline.mesh
+        with context_mesh(mesh.abstract_submesh if mesh.is_explicit else None):
+            cuts, plan = self._make(marks, schedule.num_stages, pipeline)
+            step, choice = self._limited_step(marks, pipeline), cast(Choice, plan.choice)
+            return LimitedPlan(model=step.model(sizes_of(cuts, marks)), choice=choice, limits=step.memory.limits)
 
     def plan_of(self, schedule: Schedule | None, num_microbatches: int) -> Plan | None:
         """Return the plan for a schedule; None before a training step was compiled for the schedule."""
@@ -103,6 +121,7 @@ class Assigner:
 
         def train(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
             key, marks = (pipeline.schedule, pipeline.num_microbatches), cast(Marks, marks)
+            self._last = marks, pipeline
             if key not in self._plans:
                 self._plans[key] = self._make(marks, num_stages, pipeline)
                 self._unseen.append(self._plans[key][1])
@@ -352,47 +371,3 @@ def _given(cost: Any, names: Sequence[str]) -> list[Work]:
             f"what follows the last of them ({names[-1]!r})."
         )
     return [Work(float(value), 0.0) for value in (*cost, 0.0)[: len(names)]]
-
-
-def check_cost(cost: Any) -> None:
-    """Refuse values that are not costs of blocks.
-
-    Raises:
-      ValueError, TypeError: if `cost` is not a source of costs, and not numbers of at least 0.
-    """
-    if isinstance(cost, str):
-        if cost not in _SOURCES:
-            raise ValueError(
-                f"cost={cost!r} is unknown.{near_names(cost, _SOURCES)} Use {', '.join(map(repr, _SOURCES))}, a number "
-                "for each block, or a mapping from names of blocks to numbers."
-            )
-        return
-    numbers = cost.values() if isinstance(cost, Mapping) else cost if isinstance(cost, Sequence) else None
-    if numbers is None:
-        raise TypeError(
-            f"cost is {cost!r} ({type(cost).__name__}); it must be {', '.join(map(repr, _SOURCES))}, a list of "
-            "numbers, or a mapping from names of blocks to numbers."
-        )
-    for value in numbers:
-        if not _is_number(value) or not math.isfinite(float(value)) or float(value) < 0:
-            raise ValueError(f"cost= holds {value!r}; costs are numbers of at least 0.")
-
-
-def check_limit(limit: Any) -> None:
-    """Refuse a value that is not a memory limit or None.
-
-    Raises:
-      ValueError: if a limit is not a number of bytes above 0.
-    """
-    if limit is None:
-        return
-    listed = tuple(limit) if isinstance(limit, Sequence) and not isinstance(limit, str) else (limit,)
-    for value in listed:
-        if not _is_number(value) or not float(value) > 0:
-            raise ValueError(
-                f"memory_limit={limit!r}: it must be a number of bytes above 0, or one such number for each rank."
-            )
-
-
-def _is_number(value: Any) -> bool:
-    return hasattr(value, "__float__") and not isinstance(value, (bool, str)) and getattr(value, "ndim", 0) == 0

@@ -170,6 +170,12 @@ def _check_memory_options(memory: Memory, scheduling: Scheduling, assignment: As
                 f"both Memory(residuals=) and memory_limit={assignment.memory_limit!r} are given: a limit chooses the "
                 "residuals itself. Leave one of them out."
             )
+    tuner = scheduling.tuner
+    if tuner is not None and tuner.options.memory_limit is not None and assignment.memory_limit is not None:
+        raise ValueError(
+            f"both AutoSchedule(memory_limit={tuner.options.memory_limit!r}), for activations alone, and memory_limit="
+            f"{assignment.memory_limit!r} of the assignment, for all bytes, are given. Leave the first one out."
+        )
     if mesh is None and devices.fsdp != "microbatch":
         raise MeshError(
             f"MeshOptions(fsdp={devices.fsdp!r}) gathers parameters that are sharded inside a stage, but one stage "

@@ -260,14 +260,16 @@ class PipelineTrainer:
 
     @described_by(TrainStep.compile)
     def compile(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
-        return self._parts.train_step.compile(batch, global_batch_size=global_batch_size)
+        tuner = self._core.scheduling.tuner
+        compile = lambda: self._parts.train_step.compile(batch, global_batch_size=global_batch_size)  # noqa: E731
+        return compile() if tuner is None else tuner.begin(self, compile)
 
     @described_by(TrainStep.step)
     def train_step(self, batch: Any, *, global_batch_size: int | None = None) -> dict[str, Any]:
         whole = self._core.rows.whole(batch, global_batch_size)
         tuner = self._core.scheduling.tuner
         if tuner is not None and not tuner.done:
-            return tuner.step(self, whole)
+            return tuner.step(self, whole, self._core.assigner.plan_with)
         return self._parts.train_step.step(batch, whole)
 
     @described_by(TrainingLoop.steps)

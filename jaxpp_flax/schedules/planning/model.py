@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from jaxpp_flax.schedules.errors import ScheduleError
@@ -117,6 +117,13 @@ class StageLoad:
         if residuals.recompute == "cheap":
             return self.cheap_recomputation
         return self.time_again if residuals.recompute else 0.0
+
+    def with_times(self, forward: float, backward: float) -> StageLoad:
+        """Return this load with other times, such as measured ones; recomputation takes the same share of a forward."""
+        share = forward / self.forward if self.forward else 0.0
+        again = self.time_again * share if share else forward
+        cheap = self.cheap_recomputation * share
+        return replace(self, forward=forward, backward=backward, recomputation=again, cheap_recomputation=cheap)
 
     @property
     def fixed(self) -> float:

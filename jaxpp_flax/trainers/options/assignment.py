@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 from jaxpp_flax.assignment.resolution import AssignmentLike
+from jaxpp_flax.messages import near_names
 from jaxpp_flax.schedules.planning import Hardware
-from jaxpp_flax.trainers.assigner import check_cost, check_limit
 from jaxpp_flax.trainers.options.base import misfit
 
 __all__ = ["Assignment", "Balanced"]
+
+_SOURCES = ("estimated", "flops", "measured")
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,8 @@ class Assignment:
         if isinstance(self.how, Assignment):
             raise TypeError(f"Assignment({self.how!r}) holds another assignment. Pass that one alone.")
         if self.cost is not None:
-            check_cost(self.cost)
-        check_limit(self.memory_limit)
+            _check_cost(self.cost)
+        _check_limit(self.memory_limit)
         if self.hardware is not None and not isinstance(self.hardware, Hardware):
             raise misfit("hardware", self.hardware, "a jaxpp_flax.schedules.planning.Hardware")
 
@@ -69,3 +73,47 @@ class Balanced(Assignment):
     """
 
     how: AssignmentLike = field(default="balanced", init=False)
+
+
+def _check_cost(cost: Any) -> None:
+    """Refuse values that are not costs of blocks.
+
+    Raises:
+      ValueError, TypeError: if `cost` is not a source of costs, and not numbers of at least 0.
+    """
+    if isinstance(cost, str):
+        if cost not in _SOURCES:
+            raise ValueError(
+                f"cost={cost!r} is unknown.{near_names(cost, _SOURCES)} Use {', '.join(map(repr, _SOURCES))}, a number "
+                "for each block, or a mapping from names of blocks to numbers."
+            )
+        return
+    numbers = cost.values() if isinstance(cost, Mapping) else cost if isinstance(cost, Sequence) else None
+    if numbers is None:
+        raise TypeError(
+            f"cost is {cost!r} ({type(cost).__name__}); it must be {', '.join(map(repr, _SOURCES))}, a list of "
+            "numbers, or a mapping from names of blocks to numbers."
+        )
+    for value in numbers:
+        if not _is_number(value) or not math.isfinite(float(value)) or float(value) < 0:
+            raise ValueError(f"cost= holds {value!r}; costs are numbers of at least 0.")
+
+
+def _check_limit(limit: Any) -> None:
+    """Refuse a value that is not a memory limit or None.
+
+    Raises:
+      ValueError: if a limit is not a number of bytes above 0.
+    """
+    if limit is None:
+        return
+    listed = tuple(limit) if isinstance(limit, Sequence) and not isinstance(limit, str) else (limit,)
+    for value in listed:
+        if not _is_number(value) or not float(value) > 0:
+            raise ValueError(
+                f"memory_limit={limit!r}: it must be a number of bytes above 0, or one such number for each rank."
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return hasattr(value, "__float__") and not isinstance(value, (bool, str)) and getattr(value, "ndim", 0) == 0

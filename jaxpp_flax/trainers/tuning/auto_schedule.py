@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from jaxpp_flax.assignment import AssignmentError
-from jaxpp_flax.schedules import Costs, Found, Schedule, ScheduleError, Transfer, by_name, search, simulate
+from jaxpp_flax.schedules import Costs, Found, Schedule, ScheduleError, Transfer, by_name, names, search, simulate
+from jaxpp_flax.schedules.planning import Choice
 from jaxpp_flax.trainers.data.batch import signature
+from jaxpp_flax.trainers.tuning.limited_schedules import Candidate, LimitedSchedules, PlanWith, with_modelled_bytes
 from jaxpp_flax.trainers.tuning.step_profile import StepProfile, task_costs
+
+_R = TypeVar("_R")
 
 # Schedules with split backwards that run to measure their tasks, by stages on a rank.
 _SPLIT = {1: "zero_bubble", 2: "zbv"}
@@ -24,6 +29,9 @@ class AutoSchedule:
     the backward, so that input and weight gradients are timed apart. Then the same two schedules run with more stages
     on each rank, if the model has marks for them. Each schedule is compiled. Then `jaxpp_flax.schedules.search` looks
     for the best schedule, and the training continues with it. The results of the training do not depend on the choice.
+
+    With the `memory_limit=` of an assignment, the candidates are the named schedules and those that the search finds.
+    Each gets its cheapest mixture of keep, recompute and offload; those that no mixture lets fit are left out.
 
     Args:
       steps: measured steps for each schedule, after one that is not counted; the medians over these steps are used.
@@ -81,6 +89,13 @@ class ScheduleReport:
     predicted: tuple[float, float]  # of the first schedule and of the best one found, from measured times of tasks
     measured: tuple[float, float | None]  # of the first schedule and, once it ran, of the best one found
     skipped: Mapping[int, str] = field(default_factory=dict)  # numbers of stages left out, each with the reason
+    candidates: tuple[Candidate, ...] = field(default=(), repr=False)  # under `memory_limit=`: those that fit
+    refused: Mapping[Schedule, str] = field(default_factory=dict, repr=False)  # and those that do not, with the reason
+
+    @property
+    def choice(self) -> Choice | None:
+        """What the chosen schedule's stages do with their residuals; None without a `memory_limit=`."""
+        return next((of.choice for of in self.candidates if of.schedule == self.chosen), None)
 
     @property
     def predicted_gain(self) -> float:
@@ -98,6 +113,12 @@ class ScheduleReport:
             f"schedule: {self.chosen!r} ({self.origin}); predicted {first:.3g} ms a step for the first one, "
             f"{best:.3g} ms for the best found: {self.predicted_gain:.1%} gained"
         )
+        chosen = next((of for of in self.candidates if of.schedule == self.chosen), None)
+        if chosen is not None:
+            count = len(self.candidates)
+            text += (
+                f"; {count} of {count + len(self.refused)} schedules fit within memory_limit; {chosen.residuals_text}"
+            )
         if self.measured[1] is None or self.measured_gain is None:
             return text
         first, best = 1e3 * self.measured[0], 1e3 * self.measured[1]
@@ -123,17 +144,44 @@ class ScheduleTuner:
     def __init__(self, options: AutoSchedule, first: Schedule) -> None:
         self.options, self.first = options, first
         self.report: ScheduleReport | None = None
-        self.done = False
+        self.done = self._begun = False
         self._trials = options.trials(first.num_stages, first.num_ranks)
         self._profiles: dict[tuple[int, str], list[StepProfile]] = {}
+        self._limited = LimitedSchedules(None)
         self._skipped: dict[int, str] = {}
         self._shapes: Any = None
         self._warm = False
         self._final: list[StepProfile] = []
 
-    def step(self, trainer: Tunable, batch: Any) -> dict[str, Any]:
-        """Run one training step; change to the next schedule when the current one has been measured."""
-        profile = trainer.profile_step(batch)
+    def begin(self, trainer: Tunable, run: Callable[[], _R]) -> _R:
+        """Return `run()`, which compiles; while nothing has run, leave schedules that exceed the memory limit.
+
+        Raises:
+          AssignmentError: if none of the schedules to measure fits within the memory limit; it has the closest plan.
+        """
+        refused: list[tuple[AssignmentError, Schedule | None]] = []
+        while not self._begun:
+            try:
+                result = run()
+            except AssignmentError as error:
+                if not error.excess and not refused:
+                    raise
+                refused += [(error, trainer.schedule)] if error.excess else []
+                self._trials.pop(0)
+                if not self._trials:
+                    raise _nothing_fits(refused) from error
+                trainer.use_schedule(self._trials[0][1], self._trials[0][0])
+            else:
+                self._begun, self.first = True, trainer.schedule or self.first
+                return result
+        return run()
+
+    def step(self, trainer: Tunable, batch: Any, plan_with: PlanWith | None = None) -> dict[str, Any]:
+        """Run one training step; change to the next schedule when the current one has been measured.
+
+        `plan_with` plans a schedule under the memory limit; it may depend on the batch of the step before.
+        """
+        profile = self.begin(trainer, lambda: trainer.profile_step(batch))
         self._shapes = self._shapes or signature(batch)
         if signature(batch) != self._shapes:  # a batch of another size has other times
             return profile.metrics
@@ -148,10 +196,10 @@ class ScheduleTuner:
         measured = self._profiles.setdefault(self._trials[0], [])
         measured.append(profile)
         if len(measured) == self.options.steps:
-            self._next(trainer, batch)
+            self._next(trainer, batch, plan_with)
         return profile.metrics
 
-    def _next(self, trainer: Tunable, batch: Any) -> None:
+    def _next(self, trainer: Tunable, batch: Any, plan_with: PlanWith | None) -> None:
         self._trials.pop(0)
         self._warm = False
         while self._trials:
@@ -160,56 +208,98 @@ class ScheduleTuner:
                 trainer.use_schedule(name, num_stages)
                 trainer.compile(batch)
                 return
-            except AssignmentError as error:  # not enough marks, or the assignment is for another number of stages
-                self._skipped[num_stages] = str(error)
-                self._trials = [trial for trial in self._trials if trial[0] != num_stages]
+            except AssignmentError as error:  # not enough marks, another number of stages, or the memory limit
+                if error.excess:
+                    self._trials.pop(0)
+                else:
+                    self._skipped[num_stages] = str(error)
+                    self._trials = [trial for trial in self._trials if trial[0] != num_stages]
+        self._limited = LimitedSchedules(plan_with)
         self._decide(trainer, batch)
 
     def _decide(self, trainer: Tunable, batch: Any) -> None:
         options, first, count = self.options, self.first, trainer.num_microbatches
-        costs = {stages: self._costs(stages) for stages, _ in self._profiles}
-        found: dict[int, Found] = {}
-        refused: ScheduleError | None = None
-        for stages, of in costs.items():
-            try:
-                found[stages] = search(
-                    first.num_ranks,
-                    count,
-                    stages // first.num_ranks,
-                    of,
-                    options.transfer,
-                    options.memory_limit,
-                    split_backward=options.split_backward,
-                    evaluations=options.evaluations,
-                    seed=options.seed,
-                )
-            except ScheduleError as error:  # the memory limit
-                refused, self._skipped[stages] = error, str(error)
-        if refused is not None and not found:
-            raise refused
-        stages = min(found, key=lambda stages: found[stages].makespan)
-        best = found[stages]
-        now = simulate(first, costs[first.num_stages], options.transfer, num_microbatches=count)
-        fits = _fits(now.peak_memory, options.memory_limit)
-        keep = fits and best.makespan > now.makespan * (1.0 - options.minimum_gain)
-        chosen, origin = (first, "kept") if keep else _as_named(best, stages, first.num_ranks)
-        key = first.num_stages, options.first(first.num_stages, first.num_ranks)
-        measured = median(profile.measured.makespan for profile in self._profiles[key])
+        costs = {stages: self._costs(stages) for stages in {stages: None for stages, _ in self._profiles}}
+        found = self._search(costs, count)
+        is_limited = self._limited.plan(first) is not None
+        if is_limited:
+            candidates = self._limited_candidates(costs, found, count)
+            now = next(of.seconds for of in candidates if of.schedule == first)
+            fits = True
+        else:
+            candidates = [_as_named(of, stages, first.num_ranks) for stages, of in found.items()]
+            step = simulate(first, costs[first.num_stages], options.transfer, num_microbatches=count)
+            now, fits = step.makespan, _fits(step.peak_memory, options.memory_limit)
+        best = min(candidates, key=lambda of: of.seconds)
+        keep = fits and best.seconds > now * (1.0 - options.minimum_gain)
+        chosen, origin = (first, "kept") if keep else (best.schedule, best.origin)
+        measured = median(profile.measured.makespan for profile in next(iter(self._profiles.values())))
         self.report = ScheduleReport(
             first=first,
             chosen=chosen,
             origin=origin,
             costs=costs[chosen.num_stages],
             found=found,
-            predicted=(now.makespan, best.makespan),
+            predicted=(now, best.seconds),
             measured=(measured, None),
             skipped=self._skipped,
+            candidates=tuple(candidates) if is_limited else (),
+            refused={of: str(error) for of, error in self._limited.refused.items()},
         )
         trainer.use_schedule(chosen)
         trainer.message(str(self.report))
         self.done = keep
         if not keep:
             trainer.compile(batch)
+
+    def _search(self, costs: Mapping[int, Costs], count: int) -> dict[int, Found]:
+        """Return the best schedule for each number of stages, within the options' limit of activations."""
+        found: dict[int, Found] = {}
+        refused: ScheduleError | None = None
+        for stages, of in costs.items():
+            try:
+                found[stages] = self._found(stages, of, self.options.memory_limit, count)
+            except ScheduleError as error:  # the memory limit
+                refused, self._skipped[stages] = error, str(error)
+        if refused is not None and not found:
+            raise refused
+        return found
+
+    def _found(self, stages: int, costs: Costs, memory_limit: float | Sequence[float] | None, count: int) -> Found:
+        options, num_ranks = self.options, self.first.num_ranks
+        return search(
+            num_ranks,
+            count,
+            stages // num_ranks,
+            costs,
+            options.transfer,
+            memory_limit,
+            split_backward=options.split_backward,
+            evaluations=options.evaluations,
+            seed=options.seed,
+        )
+
+    def _limited_candidates(
+        self, costs: Mapping[int, Costs], found: Mapping[int, Found], count: int
+    ) -> list[Candidate]:
+        """Return the schedules that fit within the memory limit with some mixture of residuals, the first one first."""
+        num_ranks, limited = self.first.num_ranks, self._limited
+        tried: dict[Schedule, tuple[str, Costs]] = {self.first: ("kept", costs[self.first.num_stages])}
+        for stages, of in costs.items():
+            for name in names(stages, num_ranks):
+                schedule = by_name(name, stages, num_ranks)
+                if self.options.split_backward or not schedule.splits_backward:
+                    tried.setdefault(schedule, (name, of))
+            tried.setdefault(found[stages].schedule, (found[stages].origin, of))
+            plan = next((p for s in tried if s.num_stages == stages and (p := limited.plan(s)) is not None), None)
+            if plan is None:
+                continue
+            with suppress(ScheduleError):  # one microbatch alone holds more: stages must recompute or offload
+                kept = self._found(stages, with_modelled_bytes(of, plan), plan.room, count)
+                tried.setdefault(kept.schedule, (f"{kept.origin} within the limit", of))
+        transfer = self.options.transfer
+        listed = [limited.candidate(s, origin, of, transfer, count) for s, (origin, of) in tried.items()]
+        return [candidate for candidate in listed if candidate is not None]
 
     def _finish(self, trainer: Tunable, report: ScheduleReport) -> None:
         """Measure the gain; if it is a loss, go back to the first schedule, unless that takes too much memory."""
@@ -229,7 +319,8 @@ class ScheduleTuner:
     def _costs(self, num_stages: int) -> Costs:
         profiles = [p for (stages, _), listed in self._profiles.items() if stages == num_stages for p in listed]
         # The last profile is of a split schedule, if any is: such a profile shows the last stage's activations too.
-        return task_costs([profile.measured.events for profile in profiles], profiles[-1].stages)
+        steps = [self._limited.as_kept(profile.schedule, profile.measured.events) for profile in profiles]
+        return task_costs(steps, profiles[-1].stages)
 
 
 def _fits(peaks: Sequence[float], limit: float | Sequence[float] | None) -> bool:
@@ -239,9 +330,19 @@ def _fits(peaks: Sequence[float], limit: float | Sequence[float] | None) -> bool
     return all(peak <= most * (1 + 1e-9) for peak, most in zip(peaks, limits, strict=True))
 
 
-def _as_named(found: Found, num_stages: int, num_ranks: int) -> tuple[Schedule, str]:
+def _nothing_fits(refused: Sequence[tuple[AssignmentError, Schedule | None]]) -> AssignmentError:
+    closest, schedule = min(refused, key=lambda pair: pair[0].excess)
+    return AssignmentError(
+        f"schedule='auto' measures {len(refused)} schedule{'s'[: len(refused) != 1]}, and none of them fits within "
+        f"memory_limit. The closest is {schedule!r}: {closest}",
+        closest.excess,
+    )
+
+
+def _as_named(found: Found, num_stages: int, num_ranks: int) -> Candidate:
     """Return the found schedule, or a named schedule that is as good: a named one runs any number of microbatches."""
     best = found.best_named
     if best is not None and best.makespan <= found.makespan * (1 + 1e-9):
-        return by_name(best.name, num_stages, num_ranks), best.name
-    return found.schedule, found.origin
+        named = by_name(best.name, num_stages, num_ranks)
+        return Candidate(schedule=named, origin=best.name, seconds=found.makespan)
+    return Candidate(schedule=found.schedule, origin=found.origin, seconds=found.makespan)

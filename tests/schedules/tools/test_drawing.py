@@ -9,8 +9,12 @@ import pytest
 from jaxpp_flax.schedules import (
     ZBV,
     Event,
+    GPipe,
     Interleaved1F1B,
+    Link,
+    ResidualPlan,
     ScheduleError,
+    StageResiduals,
     Std1F1B,
     ZeroBubble,
     draw,
@@ -62,10 +66,35 @@ def test_a_chrome_trace_has_times_and_memory(tmp_path):
     assert max(held) == 2.0
 
 
+def offloading():
+    plan = ResidualPlan([StageResiduals(offload=1.0), StageResiduals()])
+    return simulate(GPipe(2), num_microbatches=4, residuals=plan, host_link=Link(bandwidth=1.0))
+
+
+def test_copies_to_the_host_and_back_have_lines_of_their_own(tmp_path):
+    step = offloading()
+    lines = draw(step, tmp_path / "step.svg").splitlines()
+    assert [line[:6] for line in lines[1:5]] == ["rank 0", "host >", "host <", "rank 1"]
+    moved = [copy.microbatch for copy in step.host_events[0]]
+    assert moved == [0, 1, 2, 3]
+    assert re.findall(r">(\d)", lines[2][8:]) == re.findall(r"<(\d)", lines[3][8:]) == ["0", "1", "2", "3"]
+    # A copy to the host stands behind its forward, and a copy back in front of its backward.
+    for m in moved:
+        assert lines[1].index(f"F{m}") < lines[2].index(f">{m}", 8) < lines[3].index(f"<{m}", 8)
+        assert lines[3].index(f"<{m}", 8) < lines[1].index(f"B{m}")
+    assert "> to the host  < from the host" in lines[-1]
+    root = ElementTree.parse(tmp_path / "step.svg").getroot()
+    titles = [node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert sum(title.startswith("copy to the host for stage 0") for title in titles) == 4
+    assert sum(title.startswith("copy from the host for stage 0") for title in titles) == 4
+    assert "host" not in draw(simulate(GPipe(2), num_microbatches=4))
+
+
 @pytest.mark.extras
 def test_png(tmp_path):
     pytest.importorskip("matplotlib")
     step = simulate(ZBV(8), num_microbatches=8)
+    draw(offloading(), tmp_path / "copies.png")
     draw([("ZB-V", step)], tmp_path / "step.png", memory=True)
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 

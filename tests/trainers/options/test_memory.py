@@ -67,8 +67,8 @@ def test_another_schedule_keeps_the_number_of_stages_of_the_plan():
     trainer = make(Memory(residuals=ResidualPlan.keep(2)), model=m.Layers(4))
     before = trainer.schedule
     text = (
-        r"^use_schedule\('interleaved_1f1b'\) with Memory\(residuals=\): the ResidualPlan has 2 entries, but the schedule "
-        r"has 4 stages: .* keep num_stages=2, or make a trainer with another plan"
+        r"^use_schedule\('interleaved_1f1b'\) with Memory\(residuals=\): the ResidualPlan has 2 entries, but the "
+        r"schedule has 4 stages: .* keep num_stages=2, or make a trainer with another plan"
     )
     with pytest.raises(ScheduleError, match=text):
         trainer.use_schedule("interleaved_1f1b", num_stages=4)

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.assignment import AssignmentError
-from jaxpp_flax.schedules import Costs, Schedule, ScheduleError, by_name, names, replay, simulate
+from jaxpp_flax.schedules import Costs, ResidualPlan, Schedule, ScheduleError, by_name, names, replay, simulate
 from jaxpp_flax.schedules.simulation.simulate import Event
 from jaxpp_flax.trainers import AutoSchedule, Logging
 from jaxpp_flax.trainers.tuning.auto_schedule import ScheduleTuner
@@ -53,6 +53,9 @@ class Fake:
     def message(self, text):
         self.messages.append(text)
 
+    def residuals(self) -> ResidualPlan | None:
+        return None
+
     def costs(self, num_stages: int) -> Costs:
         parts = np.array_split(np.array(self.forward), num_stages)
         f = [float(part.sum()) for part in parts]
@@ -65,7 +68,8 @@ class Fake:
 
     def profile_step(self, batch):
         costs = self.costs(self.schedule.num_stages)
-        step = simulate(self.schedule, costs, num_microbatches=self.num_microbatches)
+        count, residuals = self.num_microbatches, self.residuals()
+        step = simulate(self.schedule, costs, num_microbatches=count, residuals=residuals)
         # The first run of what was just compiled takes ten times as long, and must not count.
         scale = 10.0 if not self.ran or self.ran[-1] != repr(self.schedule) else 1.0
         scale *= 3.0 if self.tuner.report is not None and self.slow else 1.0

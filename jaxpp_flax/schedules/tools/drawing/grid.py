@@ -8,7 +8,20 @@ from collections.abc import Callable
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulation.simulate import Timeline, simulate
 from jaxpp_flax.schedules.task import TaskKind
-from jaxpp_flax.schedules.tools.drawing.scene import KINDS, Bar, Panels, bars, caption, kinds_of, shortest
+from jaxpp_flax.schedules.tools.drawing.scene import (
+    FETCH,
+    KINDS,
+    OFFLOAD,
+    Bar,
+    Panels,
+    bars,
+    caption,
+    copies_of,
+    copy_bars,
+    kinds_of,
+    rows,
+    shortest,
+)
 
 _FILL = {
     TaskKind.FORWARD: "-",
@@ -23,6 +36,7 @@ _ANSI = {
     TaskKind.BACKWARD_WEIGHT: "\x1b[30;48;5;150m",
 }
 _RESET = "\x1b[0m"
+_ARROWS = {OFFLOAD: ">", FETCH: "<"}
 
 
 def grid(panels: Panels, width: int = 120, colour: bool = False) -> str:
@@ -30,7 +44,8 @@ def grid(panels: Panels, width: int = 120, colour: bool = False) -> str:
 
     Each pass is its letter and microbatch, drawn as long as it takes: ``F`` forward ``-``, ``B``
     backward ``=``, ``I`` input gradient ``~``, ``W`` weight gradient ``:``. Dots are idle time. A
-    small letter is a rank's second stage; where ranks run more, the stage stands in front.
+    small letter is a rank's second stage; where ranks run more, the stage stands in front. Copies to the host ``>`` and
+    back ``<`` have lines of their own below their rank, each copy with its microbatch.
     """
     scale = max(_columns_per_unit(timeline) for _, timeline in panels)
     longest = max(timeline.makespan for _, timeline in panels)
@@ -38,6 +53,7 @@ def grid(panels: Panels, width: int = 120, colour: bool = False) -> str:
     scale = min(scale, 12 * width / longest if longest else scale)
     parts = [_panel(title, timeline, scale, width, colour) for title, timeline in panels]
     legend = "  ".join(f"{KINDS[kind][1]} {KINDS[kind][0]} {_FILL[kind]}" for kind in kinds_of(panels))
+    legend += "".join(f"  {_ARROWS[kind]} {kind}" for kind in copies_of(panels))
     return "\n\n".join(parts) + f"\n\n{legend}  . idle"
 
 
@@ -83,15 +99,23 @@ def _columns_per_unit(timeline: Timeline) -> float:
 def _panel(title: str, timeline: Timeline, scale: float, width: int, colour: bool) -> str:
     label = _labels(timeline)
     columns = max(1, math.ceil(timeline.makespan * scale - 1e-6))
-    cells: list[list[tuple[str, TaskKind | None]]] = [[(".", None)] * columns for _ in timeline.events]
+    cells: dict[tuple[int, str | None], list[tuple[str, TaskKind | None]]] = {
+        row: [("." if row[1] is None else " ", None)] * columns for row in rows(timeline)
+    }
     for bar in bars(timeline):
         first, last = round(bar.start * scale), round(bar.end * scale)
         text = label(bar)
         size = max(0, min(last, columns) - first)
         text = text if len(text) <= size else text[1:] if len(text) - 1 <= size else ""
         for i, character in enumerate(text.ljust(size, _FILL[bar.kind])[:size]):
-            cells[bar.rank][first + i] = (character, bar.kind)
-    number = len(str(len(cells) - 1))
+            cells[bar.rank, None][first + i] = (character, bar.kind)
+    for copy in copy_bars(timeline):
+        first, last = round(copy.start * scale), round(copy.end * scale)
+        size = min(max(last, first + 1), columns) - first
+        text = copy.label if len(copy.label) < size else ""
+        for i, character in enumerate((_ARROWS[copy.kind] + text).ljust(size, _ARROWS[copy.kind])[:size]):
+            cells[copy.rank, copy.kind][first + i] = (character, None)
+    number = len(str(len(timeline.events) - 1))
     margin = len("rank ") + number + len(" |")
     cell = _cell(timeline)  # folding at its multiples keeps passes of equal length in one piece
     room = max(20, width - margin) // cell * cell
@@ -99,8 +123,9 @@ def _panel(title: str, timeline: Timeline, scale: float, width: int, colour: boo
     for begin in range(0, columns, room):
         if begin:
             lines.append("")
-        for rank, row in enumerate(cells):
-            lines.append(f"rank {rank:>{number}} |" + _paint(row[begin : begin + room], colour))
+        for (rank, kind), row in cells.items():
+            head = f"rank {rank:>{number}}" if kind is None else f"host {_ARROWS[kind]:>{number}}"
+            lines.append(f"{head} |" + _paint(row[begin : begin + room], colour))
     return "\n".join(lines)
 
 

@@ -18,6 +18,10 @@ KINDS = {
     TaskKind.BACKWARD_WEIGHT: ("weight gradient", "W"),
 }
 
+OFFLOAD, FETCH = "to the host", "from the host"
+
+COPY_COLOURS = {OFFLOAD: "#b8a1d9", FETCH: "#8fcfc9"}
+
 DARKER = "darker: a rank's later stage"
 
 # A hue for each kind, light enough for black figures; told apart by readers with colour blindness.
@@ -41,6 +45,55 @@ class Bar:
     microbatch: int
     label: str
     colour: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBar:
+    """One copy of a microbatch's residuals on a rank's host link; `kind` is its direction."""
+
+    rank: int
+    start: float
+    end: float
+    kind: str
+    stage: int
+    microbatch: int
+
+    @property
+    def label(self) -> str:
+        return str(self.microbatch)
+
+    @property
+    def colour(self) -> str:
+        return COPY_COLOURS[self.kind]
+
+
+def copy_bars(timeline: Timeline) -> list[CopyBar]:
+    """The copies between the ranks and their hosts; copies that take no time are left out."""
+    out: list[CopyBar] = []
+    for rank, copies in enumerate(timeline.host_events):
+        for copy in copies:
+            for kind, start, end in (
+                (OFFLOAD, copy.offload_start, copy.offload_end),
+                (FETCH, copy.fetch_start, copy.fetch_end),
+            ):
+                if end > start:
+                    out.append(CopyBar(rank, start, end, kind, copy.stage, copy.microbatch))
+    return out
+
+
+def rows(timeline: Timeline) -> list[tuple[int, str | None]]:
+    """The rows of a picture from top to bottom, as (rank, direction): tasks have None, then come the rank's copies."""
+    used = {(bar.rank, bar.kind) for bar in copy_bars(timeline)}
+    out: list[tuple[int, str | None]] = []
+    for rank in range(len(timeline.events)):
+        out += [(rank, None), *((rank, kind) for kind in (OFFLOAD, FETCH) if (rank, kind) in used)]
+    return out
+
+
+def copies_of(panels: Panels) -> list[str]:
+    """The directions of copies that occur, for the legend."""
+    seen = {bar.kind for _, timeline in panels for bar in copy_bars(timeline)}
+    return [kind for kind in (OFFLOAD, FETCH) if kind in seen]
 
 
 def colour(kind: TaskKind, chunk: int, chunks: int) -> str:
