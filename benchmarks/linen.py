@@ -1,6 +1,7 @@
 """Start and dispatch with a model as tutorials write it: a Linen transformer, flax's `TrainState`, adamw.
 
 python benchmarks/linen.py                                         # dispatch: nothing but arrays and calls
+python benchmarks/linen.py --pack-bytes 16384                      # the same with few arrays
 python benchmarks/linen.py --width 64 --microbatches 8 --repeats 3 # time to first step; also with 128 and 512
 python benchmarks/linen.py --stages 8 --blocks 16
 python benchmarks/linen.py --cache /tmp/jax_cache                  # twice: the second start
@@ -11,6 +12,7 @@ Interleaved schedules have two stages on a rank.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -124,8 +126,10 @@ def main() -> None:
     flags.add_argument("--heads", type=int, default=2)
     flags.add_argument("--vocabulary", type=int, default=64)
     flags.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
+    flags.add_argument("--pack-bytes", default="0", help="JAXPP_FLAX_PACK_BYTES: the largest values that are packed")
     flags.add_argument("--cache", default=None, help="directory of JAX's persistent compilation cache")
     arguments = flags.parse_args()
+    os.environ["JAXPP_FLAX_PACK_BYTES"] = arguments.pack_bytes
     prepare(arguments, arguments.stages)
     import jax
     import numpy as np

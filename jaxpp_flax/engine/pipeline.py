@@ -16,6 +16,7 @@ from jaxpp_flax.engine.blocks import Blocks, CutPolicy, Marks
 from jaxpp_flax.engine.passes import PASSES
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
+from jaxpp_flax.engine.passes.memory.pack import pack_bytes
 from jaxpp_flax.engine.passes.placed import Loop, Placed, ResultRanks
 from jaxpp_flax.engine.passes.runner import Settings, observers, run_passes
 from jaxpp_flax.engine.program.program import Program
@@ -100,6 +101,7 @@ def build(
         idle_ranks=idle_ranks,
         residuals=residuals,
         fsdp=fsdp,
+        pack_bytes=pack_bytes(axis_sizes),
     )
     made = {
         each.name: structure

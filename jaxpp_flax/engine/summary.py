@@ -75,14 +75,14 @@ def summarise_stages(
     part, marks, cuts = loop.partition, loop.marks, loop.cuts
     edges = [*cuts, len(marks) - 1]
     names = segment_names(marks)
-    by_task = {task.graph: n for n, task in enumerate(program.tasks)}
+    by_task = {task.name: n for n, task in enumerate(program.tasks)}  # those of the first loop have no prefix
     rows: list[StageSummary] = []
     for stage in range(part.num_stages):
         first = cuts[stage - 1] + 1 if stage else 0
         here = names[first : edges[stage] + 1] or names[-1:]  # the last name if the last mark cuts
         parameters = _parameters(part, stage)
         tasks = [t for t in part.tasks if t.stage == stage]
-        costs = [_flops(executables.tasks[by_task[t.graph]]) for t in tasks]
+        costs = [_flops(executables.tasks[by_task[t.name]]) for t in tasks]
         rank = loop.schedule.rank_of(stage)
         rows.append(
             StageSummary(

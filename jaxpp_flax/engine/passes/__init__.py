@@ -18,6 +18,7 @@ from jaxpp_flax.engine.passes.loop.defer_reductions import defer_in_loops
 from jaxpp_flax.engine.passes.loop.lower_loops import lower_loops
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop, open_loops
 from jaxpp_flax.engine.passes.memory.offload import offload
+from jaxpp_flax.engine.passes.memory.pack import pack
 from jaxpp_flax.engine.passes.memory.recompute import recompute
 from jaxpp_flax.engine.passes.place import place
 from jaxpp_flax.engine.passes.runner import Pass
@@ -126,6 +127,12 @@ PASSES: tuple[Pass, ...] = (
         lambda placed, _: stream_updates(placed),
         requires="a step on ranks",
         ensures="work outside loops fetches at most a window from host memory at once, or one array",
+    ),
+    Pass(
+        "pack",
+        lambda placed, settings: pack(placed, settings.pack_bytes),
+        requires="a step on ranks",
+        ensures="with `JAXPP_FLAX_PACK_BYTES`, small values of loops lie in few arrays",
     ),
     Pass(
         "unroll",

@@ -34,6 +34,7 @@ class Settings:
       idle_ranks: the ranks of a result that no rank needs, and that each rank can compute by itself.
       residuals: what each stage does with its residuals; None keeps them on the devices. A function gives it after the
         cuts are chosen, which a choice of residuals may depend on.
+      pack_bytes: values of loops up to this size are packed; 0 packs nothing.
     """
 
     num_ranks: int
@@ -45,6 +46,7 @@ class Settings:
     fsdp: FsdpRule | None = None
     idle_ranks: frozenset[int] = frozenset({0})
     residuals: ResidualPlan | Callable[[], ResidualPlan | None] | None = None
+    pack_bytes: int = 0
 
     @property
     def residual_plan(self) -> ResidualPlan | None:
