@@ -19,6 +19,7 @@ from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.front import Front
+from jaxpp_flax.engine.garbage import collection_paused
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, check_fsdp
 from jaxpp_flax.engine.passes.placed import ResultRanks
 from jaxpp_flax.engine.passes.submesh_constraints import on_submesh
@@ -180,7 +181,8 @@ class MpmdFunction:
         key = self._key(call)
         compiled = self._cache.get(key)
         if compiled is None:
-            compiled = self._cache[key] = self._compile(self._plan(call, key))
+            with collection_paused():
+                compiled = self._cache[key] = self._compile(self._plan(call, key))
         self._latest = compiled
         return compiled
 

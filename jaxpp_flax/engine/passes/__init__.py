@@ -20,10 +20,11 @@ from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop, open_loops
 from jaxpp_flax.engine.passes.memory.offload import offload
 from jaxpp_flax.engine.passes.memory.pack import pack
 from jaxpp_flax.engine.passes.memory.recompute import recompute
+from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
 from jaxpp_flax.engine.passes.place import place
 from jaxpp_flax.engine.passes.runner import Pass
+from jaxpp_flax.engine.passes.share_updates import share_updates
 from jaxpp_flax.engine.passes.split_conditions import split_conditions
-from jaxpp_flax.engine.passes.stream_updates import stream_updates
 from jaxpp_flax.engine.passes.unroll import unroll
 from jaxpp_flax.engine.passes.updated_arguments import find_relatives
 from jaxpp_flax.engine.tracing.inline import inline
@@ -127,6 +128,12 @@ PASSES: tuple[Pass, ...] = (
         lambda placed, _: stream_updates(placed),
         requires="a step on ranks",
         ensures="work outside loops fetches at most a window from host memory at once, or one array",
+    ),
+    Pass(
+        "share_updates",
+        lambda placed, _: share_updates(placed),
+        requires="a step on ranks",
+        ensures="what the updates of all ranks have in common is one program, which XLA compiles once",
     ),
     Pass(
         "pack",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend.core import primitives as jax_primitives
@@ -78,6 +79,7 @@ def canonical_form(graph: Graph) -> CanonicalForm:
     return CanonicalForm(inputs, equations, tuple(map(operand, graph.outputs)))
 
 
+@lru_cache(maxsize=4096)  # a large step has thousands of values of a few types
 def type_facts(aval: Any) -> TypeFacts:
     """Return the facts of a type; another object than a type stands for its own dtype."""
     return TypeFacts(

@@ -39,7 +39,7 @@ class Fingerprinter:
         self._jaxprs: dict[int, tuple[Any, Hashable]] = {}
         self._interned: dict[Hashable, int] = {}
 
-    def graph(self, graph: Graph) -> Hashable:
+    def graph(self, graph: Graph) -> int:
         form = canonical_form(graph)
         parts: list[Hashable] = [form.inputs, tuple(map(self._operand, form.outputs))]
         for equation, params, operands, results in form.equations:

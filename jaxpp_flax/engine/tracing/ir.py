@@ -23,8 +23,8 @@ from jaxpp_flax.error_codes import documented
 
 __all__ = [
     "Atom", "Constant", "Equation", "Graph", "Value", "VerificationError", "ancestors", "applied", "bodies", "emit",
-    "everywhere", "from_jaxpr", "in_memory", "inside", "memory_kind_of", "opened", "plain_literal", "producers",
-    "prune", "struct_of", "use_counts", "values", "with_outputs",
+    "everywhere", "from_jaxpr", "graph_of", "in_memory", "inside", "memory_kind_of", "opened", "plain_literal",
+    "producers", "prune", "struct_of", "use_counts", "values", "with_outputs",
 ]  # fmt: skip
 
 
@@ -310,6 +310,14 @@ def needed_by(
             found.add(equation)
             values.update(map(resolve, equation.inputs))
     return found
+
+
+def graph_of(equations: Sequence[Equation], read: set[Value]) -> Graph:
+    """Return the graph of some equations; `read` holds the values that the outside reads."""
+    defined = {value for equation in equations for value in equation.outputs}
+    inputs = dict.fromkeys(v for e in equations for v in values(e.inputs) if v not in defined)
+    outputs = tuple(v for e in equations for v in e.outputs if v in read)
+    return Graph(tuple(inputs), outputs, tuple(equations))
 
 
 def prune(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from jaxpp_flax.engine.passes.placed import Placed, Segment
-from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, memory_kind_of, values
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, graph_of, memory_kind_of, values
 
 __all__ = ["stream_updates"]
 
@@ -45,18 +45,10 @@ def _divided(segment: Segment) -> list[Segment]:
     segments: list[Segment] = []
     read = set(values(segment.graph.outputs))
     for place in sorted(pieces, reverse=True):
-        graph = _graph(pieces[place], read)
+        graph = graph_of(pieces[place], read)
         read.update(graph.inputs)
         segments.append(Segment(segment.rank, graph))
     return segments[::-1]
-
-
-def _graph(equations: Sequence[Equation], read: set[Value]) -> Graph:
-    """Return the graph of some equations; `read` are the values that the outside or a later graph reads."""
-    defined = {value for equation in equations for value in equation.outputs}
-    inputs = dict.fromkeys(v for e in equations for v in values(e.inputs) if v not in defined)
-    outputs = tuple(v for e in equations for v in e.outputs if v in read)
-    return Graph(tuple(inputs), outputs, tuple(equations))
 
 
 def _fetched_bytes(equation: Equation) -> int:
