@@ -112,8 +112,8 @@ class Tunable(Protocol):
     @property
     def schedule(self) -> Schedule | None: ...
     def use_schedule(self, schedule: Any, num_stages: int | None = None) -> None: ...
-    def compile(self, batch: Any) -> Any: ...
-    def profile_step(self, batch: Any) -> StepProfile: ...
+    def compile(self, batch: Any, *, global_batch_size: int | None = None) -> Any: ...
+    def profile_step(self, batch: Any, *, global_batch_size: int | None = None) -> StepProfile: ...
     def message(self, text: str) -> None: ...
 
 
@@ -128,12 +128,17 @@ class ScheduleTuner:
         self._profiles: dict[tuple[int, str], list[StepProfile]] = {}
         self._skipped: dict[int, str] = {}
         self._shapes: Any = None
+        self._size: dict[str, int] = {}
         self._warm = False
         self._final: list[StepProfile] = []
 
-    def step(self, trainer: Tunable, batch: Any) -> dict[str, Any]:
-        """Run one training step; change to the next schedule when the current one has been measured."""
-        profile = trainer.profile_step(batch)
+    def step(self, trainer: Tunable, batch: Any, global_batch_size: int | None = None) -> dict[str, Any]:
+        """Run one training step; change to the next schedule when the current one has been measured.
+
+        All processes get equal times, so all choose the same schedule.
+        """
+        self._size = {} if global_batch_size is None else {"global_batch_size": global_batch_size}
+        profile = trainer.profile_step(batch, **self._size)
         self._shapes = self._shapes or signature(batch)
         if signature(batch) != self._shapes:  # a batch of another size has other times
             return profile.metrics
@@ -158,7 +163,7 @@ class ScheduleTuner:
             num_stages, name = self._trials[0]
             try:
                 trainer.use_schedule(name, num_stages)
-                trainer.compile(batch)
+                trainer.compile(batch, **self._size)
                 return
             except AssignmentError as error:  # not enough marks, or the assignment is for another number of stages
                 self._skipped[num_stages] = str(error)
@@ -209,7 +214,7 @@ class ScheduleTuner:
         trainer.message(str(self.report))
         self.done = keep
         if not keep:
-            trainer.compile(batch)
+            trainer.compile(batch, **self._size)
 
     def _finish(self, trainer: Tunable, report: ScheduleReport) -> None:
         """Measure the gain; if it is a loss, go back to the first schedule, unless that takes too much memory."""
