@@ -39,8 +39,8 @@ class _Timed:
     turns: tuple[tuple[int, int], ...]  # (output, input): the output of an accumulator is the next input, in place
 
 
-def time_blocks(marks: Marks, mesh: MpmdMesh) -> tuple[Work, ...]:
-    """Measure the seconds of each block for one microbatch, on rank 0; the last block is the work after the last mark.
+def time_blocks(marks: Marks, mesh: MpmdMesh, rank: int = 0) -> tuple[Work, ...]:
+    """Measure the seconds of each block for one microbatch; the last block is the work after the last mark.
 
     Forward and backward are compiled separately, and equal blocks only once. Each round runs all tasks, so that noise
     of the machine affects all of them, and the median over the rounds is used. Tasks run one at a time on constant
@@ -49,11 +49,12 @@ def time_blocks(marks: Marks, mesh: MpmdMesh) -> tuple[Work, ...]:
     Args:
       marks: the marks of the loop body.
       mesh: the mesh of the ranks.
+      rank: the rank on whose devices the blocks run.
 
     Raises:
       ValueError: if the body cannot be cut at some mark.
     """
-    timed = _compile(marks, mesh)
+    timed = _compile(marks, mesh, rank)
     readings: dict[int, list[float]] = {}
     for _ in range(_ROUNDS):
         for key, task in {id(task.run): task for tasks in timed.values() for task in tasks}.items():
@@ -65,9 +66,9 @@ def time_blocks(marks: Marks, mesh: MpmdMesh) -> tuple[Work, ...]:
     return tuple(Work(seconds(block, TaskKind.FORWARD), seconds(block, *_BACKWARD)) for block in range(len(marks) + 1))
 
 
-def _compile(marks: Marks, mesh: MpmdMesh) -> dict[tuple[int, TaskKind], list[_Timed]]:
+def _compile(marks: Marks, mesh: MpmdMesh, rank: int) -> dict[tuple[int, TaskKind], list[_Timed]]:
     """Compile each task of the body, cut at every mark, and find the shardings of values meanwhile."""
-    blocks, part, submesh = marks.blocks, marks.blocks.partition, mesh.unstack[0]
+    blocks, part, submesh = marks.blocks, marks.blocks.partition, mesh.unstack[rank]
     compiler = TaskCompiler(mesh)
     specs: dict[Value, PartitionSpec] = dict(blocks.state_specs())
     states = {a.result: a.state for a in part.accumulators} | {c.result: c.state for c in part.carries}
@@ -85,7 +86,7 @@ def _compile(marks: Marks, mesh: MpmdMesh) -> dict[tuple[int, TaskKind], list[_T
         for output, position in turns:
             out_specs[output] = in_specs[position]
         donate = frozenset(position for _, position in turns)
-        alone = ProgramTask(task.name, 0, task.graph, task.stage, task.kind, donate=donate)
+        alone = ProgramTask(task.name, rank, task.graph, task.stage, task.kind, donate=donate)
         run = compiler.compile(alone, in_specs, out_specs)
         for atom, sharding in zip(task.graph.outputs, run.output_shardings, strict=True):
             if isinstance(atom, Value):

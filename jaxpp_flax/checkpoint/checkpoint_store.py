@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Generator, Mapping
@@ -13,6 +14,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxpp_flax.checkpoint.barriers import background_barrier, poll, shared_work
+from jaxpp_flax.checkpoint.best import Best, read_metrics
 from jaxpp_flax.checkpoint.errors import CheckpointNotFoundError, CheckpointSaveError, DirectoryInUseError
 from jaxpp_flax.checkpoint.finish_at_exit import finish_at_exit
 from jaxpp_flax.checkpoint.format.orbax_io import (
@@ -61,12 +63,13 @@ class CheckpointStore:
         *,
         every: SavePolicy | None = None,
         keep: KeepPolicy | None = None,
+        best: Best | None = None,
         asynchronous: bool = True,
     ) -> None:
         self.directory = absolute(directory)
         check_interval("every", every)
         check_interval("keep", keep)
-        self._every, self._keep, self._asynchronous = every, keep, asynchronous
+        self._every, self._keep, self._best, self._asynchronous = every, keep, best, asynchronous
         self._manager: ocp.CheckpointManager | None = None
         self._writing: tuple[int, frozenset[str]] | None = None
         self._saving = -1  # the last step whose save was begun
@@ -107,8 +110,10 @@ class CheckpointStore:
 
     def describe(self) -> str:
         """Describe the steps to save and to keep, such as "every=2, keep=3", with the same text in every process."""
-        named = {"every": self._every, "keep": self._keep}
-        plain = {name: of if of is None or isinstance(of, int) else type(of).__name__ for name, of in named.items()}
+        named = {"every": self._every, "keep": self._keep, **({} if self._best is None else vars(self._best))}
+        plain = {
+            name: of if of is None or isinstance(of, (int, str)) else type(of).__name__ for name, of in named.items()
+        }
         return ", ".join(f"{name}={of}" for name, of in plain.items())
 
     def steps(self) -> tuple[int, ...]:
@@ -152,8 +157,31 @@ class CheckpointStore:
             return step % self._every == 0
         return self._open().should_save(step)
 
-    def save(self, step: int, tree: Any, beside: Mapping[str, Any], *, wait: bool = False) -> None:
-        """Begin a save, after the end of an earlier save; return when the arrays may change."""
+    def best(self) -> int | None:
+        """Return the step with the best metric, of the complete checkpoints; None if no checkpoint has the metric."""
+        best = self._best
+        if best is None:
+            raise CheckpointNotFoundError(
+                f'{self.directory}: "best" needs the name of a metric: Checkpoints(..., best="eval_loss").'
+            )
+        values = {step: best.value(read_metrics(self.directory / str(step))) for step in self.steps()}
+        known = {step: value for step, value in values.items() if math.isfinite(value)}
+        return max(known, key=lambda step: (best.order(known[step]), step), default=None)
+
+    def save(
+        self,
+        step: int,
+        tree: Any,
+        beside: Mapping[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Begin a save, after the end of an earlier save; return when the arrays may change.
+
+        Args:
+          metrics: of this step, for `best` and for Orbax's policies; written if one of these is set.
+        """
         self.wait()
         try:
             latest = max((of for of in self._list() if of >= step), default=None)
@@ -176,7 +204,7 @@ class CheckpointStore:
                 manager.reload()
         with shared_work(self._what(), lambda error: self._failed(step, error)):
             self._writing = (step, frozenset(flatten(content)[0]))
-            manager.save(step, args=step_arguments(content, beside), force=True)
+            manager.save(step, args=step_arguments(content, beside), metrics=metrics, force=True)
         if wait or not self._asynchronous:
             self.wait()
         elif not self._finishes_at_exit:
@@ -272,12 +300,16 @@ class CheckpointStore:
             check_shared(self.directory)
             every = 1 if self._every is None else self._every
             keep = policies.LatestN(self._keep) if self._keep is None or isinstance(self._keep, int) else self._keep
+            if self._best is not None:
+                keep = policies.AnyPreservationPolicy([keep, self._best.policy()])
             with shared_work(f"the opening of {self.directory}", lambda error: error):
                 self._manager = ocp.CheckpointManager(
                     self.directory,
                     options=ocp.CheckpointManagerOptions(
                         save_decision_policy=policies.FixedIntervalPolicy(every) if isinstance(every, int) else every,
                         preservation_policy=keep,
+                        # Orbax writes metrics if this is set; the policy alone decides about checkpoints.
+                        best_fn=None if isinstance(keep, policies.LatestN) else lambda _: 0.0,
                         create=False,
                         cleanup_tmp_directories=True,
                         # Synchronous saves also write in the background and wait: so both kinds fail in the same way.

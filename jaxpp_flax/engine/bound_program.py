@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jaxpp_flax.engine.arrays.placing import place
 from jaxpp_flax.engine.binding import Binding
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
+from jaxpp_flax.engine.runtime.measuring.profile import TaskTiming
 from jaxpp_flax.engine.runtime.startup import compare_values, start
 from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
 from jaxpp_flax.engine.tracing.ir import Constant
@@ -40,11 +41,20 @@ class BoundProgram:
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run the program; several processes compare the arguments of the first call."""
-        if self.distributed is not None and not self.binding.calls:
-            compare_values(self.distributed, "the arguments", self.binding.in_several_processes(leaves))
-        environment = self.binding.environment(leaves)
+        environment = self._environment(leaves)
         self.runtime.run(environment)
         return self.binding.collect(environment)
+
+    def profile(self, leaves: Sequence[Any]) -> tuple[Any, list[TaskTiming]]:
+        """Run the program and measure it: return the results, and the times of the loop's tasks on all ranks."""
+        environment = self._environment(leaves)
+        timings = self.runtime.profile(environment)
+        return self.binding.collect(environment), timings
+
+    def _environment(self, leaves: Sequence[Any]) -> list[Any]:
+        if self.distributed is not None and not self.binding.calls:
+            compare_values(self.distributed, "the arguments", self.binding.in_several_processes(leaves))
+        return self.binding.environment(leaves)
 
 
 def array_result(

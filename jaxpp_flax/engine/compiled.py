@@ -19,10 +19,10 @@ from jaxpp_flax.engine.front import Front
 from jaxpp_flax.engine.plan import Plan
 from jaxpp_flax.engine.runtime.executables import compile_program
 from jaxpp_flax.engine.runtime.instruction_loop import Runtime
-from jaxpp_flax.engine.runtime.profile import TaskTiming
+from jaxpp_flax.engine.runtime.measuring.profile import TaskTiming
 from jaxpp_flax.engine.runtime.startup import compare_programs
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
-from jaxpp_flax.engine.summary import MemoryAnalysis, StageSummary, analyse_memory, summarise_stages
+from jaxpp_flax.engine.summary import MemoryAnalysis, StageSummary, analyse_memory, summarise_stages, task_blocks
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 
 __all__ = ["Compiled"]
@@ -51,7 +51,7 @@ class Compiled:
         self._can_run = are_attached(mesh.rank_devices(rank)[0] for rank in mesh.local_ranks)
         if not self._can_run:  # nothing can be put on devices that are only described
             return
-        self._runtime = Runtime(program, self._executables, mesh, distributed)
+        self._runtime = Runtime(program, self._executables, mesh, distributed, task_blocks(built, program))
         results = [self._result(i) for i in range(len(program.results))]
         binding = Binding(program, signature, consts, plan.wanted, results, distributed)
         self._bound = BoundProgram(self._runtime, binding, distributed)
@@ -76,21 +76,14 @@ class Compiled:
 
         Ranks run in threads of their own and wait for each task, so this step is slower than others.
 
+        With several processes, each one measures its own ranks, and all return the times of all ranks.
+
         Raises:
-          ValueError: with several processes; nothing has been donated then.
           FloatingPointError: if a result holds a value that `jax.debug_nans` or `jax.debug_infs` look for; a call of
             the step also names the task.
         """
         self._refuse_described_devices()
-        if self._distributed is not None:
-            raise ValueError(
-                "a step is measured in one process that owns all ranks, but here each process owns some. Measure it "
-                "there: on one host, or with virtual CPU devices."
-            )
-        binding = self._bound.binding
-        environment = binding.environment(self._signature.leaves_of(args, kwargs))
-        timings = self._runtime.profile(environment)
-        return binding.collect(environment), timings
+        return self._bound.profile(self._signature.leaves_of(args, kwargs))
 
     def _refuse_described_devices(self) -> None:
         if not self._can_run:

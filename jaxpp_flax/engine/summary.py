@@ -20,7 +20,15 @@ from jaxpp_flax.engine.tracing.ir import Value, memory_kind_of
 from jaxpp_flax.engine.tracing.markers import segment_names
 from jaxpp_flax.schedules.task import TaskKind
 
-__all__ = ["MemoryAnalysis", "StageSummary", "analyse_memory", "sum_costs", "summarise_stages", "walk_memory"]
+__all__ = [
+    "MemoryAnalysis",
+    "StageSummary",
+    "analyse_memory",
+    "sum_costs",
+    "summarise_stages",
+    "task_blocks",
+    "walk_memory",
+]
 
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
 
@@ -72,14 +80,10 @@ def summarise_stages(
 ) -> tuple[StageSummary, ...]:
     """Return a row for each stage of the first loop."""
     loop = built.loops[0]
-    part, marks, cuts = loop.partition, loop.marks, loop.cuts
-    edges = [*cuts, len(marks) - 1]
-    names = segment_names(marks)
+    part, blocks = loop.partition, _blocks(loop)
     by_task = {task.name: n for n, task in enumerate(program.tasks)}  # those of the first loop have no prefix
     rows: list[StageSummary] = []
     for stage in range(part.num_stages):
-        first = cuts[stage - 1] + 1 if stage else 0
-        here = names[first : edges[stage] + 1] or names[-1:]  # the last name if the last mark cuts
         parameters = _parameters(part, stage)
         tasks = [t for t in part.tasks if t.stage == stage]
         costs = [_flops(executables.tasks[by_task[t.name]]) for t in tasks]
@@ -88,7 +92,7 @@ def summarise_stages(
             StageSummary(
                 stage=stage,
                 rank=rank,
-                blocks=here,
+                blocks=blocks[stage],
                 parameter_count=sum(v.aval.size for v in parameters),
                 parameter_bytes=sum(v.nbytes for v in parameters),
                 flops=None if any(c is None for c in costs) else sum(c for c in costs if c is not None),
@@ -100,6 +104,25 @@ def summarise_stages(
             )
         )
     return tuple(rows)
+
+
+def _blocks(loop: Loop) -> list[tuple[str, ...]]:
+    """Return the names of each stage's blocks."""
+    names, starts = segment_names(loop.marks), [0, *(cut + 1 for cut in loop.cuts)]
+    ends = [*starts[1:], len(loop.marks)]
+    return [names[start:end] or names[-1:] for start, end in zip(starts, ends, strict=True)]  # the last mark may cut
+
+
+def task_blocks(built: Built, program: Program) -> dict[int, tuple[str, ...]]:
+    """Return the names of the blocks that each task of a loop computes, by the task's number."""
+    of_graph = {task.graph: n for n, task in enumerate(program.tasks)}
+    found: dict[int, tuple[str, ...]] = {}
+    for loop in built.loops:
+        blocks = _blocks(loop)
+        for task in loop.partition.tasks:
+            if task.graph in of_graph:
+                found[of_graph[task.graph]] = blocks[task.stage]
+    return found
 
 
 def _parameters(part: Partition, stage: int) -> list[Value]:

@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
+import jax
+
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.layers.remat import check_remat, rematerialized
 
@@ -37,8 +39,10 @@ def marked(function: F, name: str | None = None, remat: Any = None) -> F:
             return function(*args, **kwargs)
         own = getattr(owner, "stage_remat", None)
         chosen = remat if own is None else own
-        result = (function if chosen is None else rematerialized(function, chosen))(*args, **kwargs)
-        return mark_stage_end(result, _name_of(owner, method_name, name, function), closes_block=True)
+        block = _name_of(owner, method_name, name, function)
+        with jax.named_scope(block):  # the name in a profile
+            result = (function if chosen is None else rematerialized(function, chosen))(*args, **kwargs)
+        return mark_stage_end(result, block, closes_block=True)
 
     setattr(call, _TOKEN, token)
     return call  # type: ignore[return-value]

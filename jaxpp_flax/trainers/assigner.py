@@ -11,7 +11,6 @@ import jax
 
 from jaxpp_flax.assignment import AssignmentError, CutPolicy, Plan, even, resolve, segment_names
 from jaxpp_flax.assignment.balancing import Balance, balance
-from jaxpp_flax.assignment.block_times import time_blocks
 from jaxpp_flax.assignment.limited import LimitedPlan, LimitedStep, balance_within, too_large
 from jaxpp_flax.assignment.memory import Held, MemoryModel, live_counts
 from jaxpp_flax.assignment.platform_speed import flops_per_byte, hardware_of
@@ -27,6 +26,7 @@ from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.schedules.planning import Choice, Hardware
 from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.tuning.shared_block_times import shared_block_times
 
 __all__ = ["Assigner", "Pipeline", "kept_bytes"]
 
@@ -229,13 +229,7 @@ class Assigner:
         return _estimated(marks, pipeline), "operations and bytes estimated", "FLOP"
 
     def _measure(self, marks: Marks, mesh: MpmdMesh) -> tuple[Work, ...]:
-        if mesh.jax_mesh.is_multi_process:
-            raise AssignmentError(
-                "cost='measured' times blocks, but the devices of this mesh belong to several processes, which would "
-                "measure, and cut, differently. Measure in one process, `trainer.plan.save('plan.json')`, and pass "
-                "assignment='plan.json' to all of them; or use cost='estimated'."
-            )
-        return _at_every_mark(lambda: time_blocks(marks, mesh), "cost='measured'", "cost='estimated'")
+        return _at_every_mark(lambda: shared_block_times(marks, mesh), "cost='measured'", "cost='estimated'")
 
     # ------------------------------------------------------------------ memory
 

@@ -24,7 +24,8 @@ from jaxpp_flax.checkpoint.writing import save_step
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.processes.comparison import compare_lines, exchange_values
 from jaxpp_flax.processes.group import process_group
-from jaxpp_flax.trainers.callbacks import CallbackStates
+from jaxpp_flax.trainers.callbacks.base import CallbackStates
+from jaxpp_flax.trainers.callbacks.measured_step import MeasuredStep
 from jaxpp_flax.trainers.data.position import DataPosition, gather_positions, own_position
 from jaxpp_flax.trainers.data.stream import DataTracking
 from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay, check_parameters
@@ -52,7 +53,13 @@ def open_store(options: Checkpoints | None) -> CheckpointStore | None:
     """Open the trainer's directory of checkpoints; return None without options."""
     if options is None:
         return None
-    return CheckpointStore(options.directory, every=options.every, keep=options.keep, asynchronous=options.asynchronous)
+    return CheckpointStore(
+        options.directory,
+        every=options.every,
+        keep=options.keep,
+        best=options.ranking,
+        asynchronous=options.asynchronous,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +69,12 @@ class Checkpointing:
     - `state`: the `TrainState` (parameters, optimizer, other variables, keys of random numbers, step), by logical path;
     - `data`: the position of the run in its data;
     - `callbacks`: the states of the callbacks of `fit`, such as the patience of `EarlyStopping`;
+    - `metrics`: those of the step and of its evaluation, for `Checkpoints(best=)` or a policy of Orbax;
     - `about`: the name of the model.
 
     Args:
       init: makes the optimizer's state from parameters.
+      measured: the metrics of the latest step, which a checkpoint keeps for Orbax's policies.
       saves_nonfinite: True if parameters that are not finite may be saved.
       is_across: True if the ranks belong to several processes.
       meet: a function of the name of a call that every process must make after the same step.
@@ -75,6 +84,7 @@ class Checkpointing:
     held: StateHolder
     tracking: DataTracking
     callbacks: CallbackStates
+    measured: MeasuredStep
     under_way: StepsUnderWay
     trained_on: BatchComparison
     display: Display
@@ -127,7 +137,8 @@ class Checkpointing:
         if not self.saves_nonfinite:  # a bad checkpoint would replace a good one
             self.under_way.finish()
             check_parameters(self.held.step, self.held.whole().params)
-        store.save(self.held.step, self.held.whole(), beside, wait=wait)
+        metrics = self.measured.at(self.held.step)
+        store.save(self.held.step, self.held.whole(), beside, metrics=metrics, wait=wait)
         return store.directory / str(self.held.step)
 
     def _save_part(self, where: str | os.PathLike[str] | int | None, only: PathFilter) -> Path:
@@ -163,7 +174,8 @@ class Checkpointing:
         to the default device.
 
         Args:
-          where: a step in the trainer's directory, "latest", or the path of any Orbax checkpoint of a tree.
+          where: a step in the trainer's directory, "latest", "best" (see `Checkpoints(best=)`), or
+            the path of any Orbax checkpoint of a tree.
           only: leaves to restore, by their paths in `trainer.state`: `"params/*"` for the weights only. Copies of the
             weights (their average, `z` of schedule-free) get the restored values too, unless `only` names the copies.
           rename: prefixes of paths, from `trainer.state` to the checkpoint: `{"params": ""}` for a checkpoint of an
@@ -181,11 +193,11 @@ class Checkpointing:
         self.meet("trainer.restore")
         self.held.load()
         path: Any = where
-        if isinstance(where, int) or where == "latest":
+        if isinstance(where, int) or where in ("latest", "best"):
             store = self.need_store("restore")
             store.wait()  # the checkpoint to restore may still be written
-            latest: Any = _latest(store) if where == "latest" else where
-            path = store.path("latest" if latest is None else latest)
+            found: Any = where if isinstance(where, int) else _latest(store) if where == "latest" else _best(store)
+            path = store.path("latest" if found is None else found)
         if self.is_across:
             lines = [describe_checkpoint(path), f"rename={rename}", f"missing={missing}", f"low_memory={low_memory}"]
             lines.append(f"only={'a function' if callable(only) else only}")
@@ -313,3 +325,14 @@ class Checkpointing:
 def _latest(store: CheckpointStore) -> int | None:
     """Return the latest step that process 0 sees: on a shared disk another process may not see this step yet."""
     return exchange_values(process_group(), "the latest step", store.latest())[0]
+
+
+def _best(store: CheckpointStore) -> int:
+    """Return the best step that process 0 sees."""
+    best = exchange_values(process_group(), "the best step", store.best())[0]
+    if best is None:
+        raise CheckpointNotFoundError(
+            f"{store.directory} holds no checkpoint with the metric of Checkpoints(best=). A checkpoint has its step's "
+            'metrics: evaluate at the steps of saves (eval_every=), or restore another one, such as "latest".'
+        )
+    return best

@@ -10,7 +10,8 @@ import jax
 
 from jaxpp_flax.engine.arrays.memory_kinds import check_devices
 from jaxpp_flax.trainers.assigner import Assigner
-from jaxpp_flax.trainers.callbacks import CallbackStates
+from jaxpp_flax.trainers.callbacks.base import CallbackStates
+from jaxpp_flax.trainers.callbacks.measured_step import MeasuredStep
 from jaxpp_flax.trainers.checkpoints import Checkpointing, open_store
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, ProcessInputs
 from jaxpp_flax.trainers.data.stream import DataTracking
@@ -193,7 +194,7 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
     checkpoints = Checkpointing(
         store=open_store(options), held=held, tracking=tracking, callbacks=callbacks, under_way=under_way,
         trained_on=trained_on, display=display, init=core.update.tx.init, model_name=core.model_name,
-        saves_nonfinite=is_ignored, is_across=rows.is_across, meet=core.meet,
+        measured=MeasuredStep(), saves_nonfinite=is_ignored, is_across=rows.is_across, meet=core.meet,
     )  # fmt: skip
     saving = Saving(checkpoints=checkpoints, by_itself=options is not None and options.every is not None)
     train_step = TrainStep(

@@ -266,10 +266,10 @@ class PipelineTrainer:
 
     @described_by(TrainStep.step)
     def train_step(self, batch: Any, *, global_batch_size: int | None = None) -> dict[str, Any]:
-        whole = self._core.rows.whole(batch, global_batch_size)
         tuner = self._core.scheduling.tuner
         if tuner is not None and not tuner.done:
-            return tuner.step(self, whole, self._core.assigner.plan_with)
+            return tuner.step(self, batch, global_batch_size, self._core.assigner.plan_with)
+        whole = self._core.rows.whole(batch, global_batch_size)
         return self._parts.train_step.step(batch, whole)
 
     @described_by(TrainingLoop.steps)
@@ -354,8 +354,8 @@ class PipelineTrainer:
         self._core.scheduling.use(schedule, num_stages)
 
     @described_by(TrainStep.profile_step)
-    def profile_step(self, batch: Any) -> StepProfile:
-        return self._parts.train_step.profile_step(batch)
+    def profile_step(self, batch: Any, *, global_batch_size: int | None = None) -> StepProfile:
+        return self._parts.train_step.profile_step(batch, global_batch_size=global_batch_size)
 
     @described_by(Checkpointing.save)
     def save(

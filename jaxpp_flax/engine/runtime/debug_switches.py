@@ -87,9 +87,9 @@ class SpecialValues:
             for instruction, step in zip(self.program.instructions, steps, strict=True)
         ]
 
-    def unwatched(self, steps: Sequence[Step]) -> list[Step]:
+    def unwatched(self, steps: Sequence[Step | None]) -> list[Step | None]:
         """Return the runtime's steps without any check, not even JAX's own: for ranks that run side by side."""
-        return [partial(_looking_away_in, step) for step in steps]
+        return [None if step is None else partial(_looking_away_in, step) for step in steps]
 
     def look_at_results(self, environment: Sequence[Any]) -> None:
         """Refuse results that hold such a value, after an unwatched step: the first task is unknown."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -16,7 +16,9 @@ from jaxpp_flax.engine.program.program import HOST_MEMORY, Instruction, Program,
 from jaxpp_flax.engine.runtime.debug_switches import SpecialValues
 from jaxpp_flax.engine.runtime.executables import Executables
 from jaxpp_flax.engine.runtime.host_memory import to_memory
-from jaxpp_flax.engine.runtime.profile import TaskTiming, collector, run_profiled, run_timed
+from jaxpp_flax.engine.runtime.measuring.gathered_times import StepClock
+from jaxpp_flax.engine.runtime.measuring.profile import Crossings, TaskTiming, collector, run_profiled, run_timed
+from jaxpp_flax.engine.runtime.measuring.trace_names import instruction_names, is_profiled, run_named
 from jaxpp_flax.engine.runtime.shared_buffers import handed_over
 from jaxpp_flax.engine.runtime.transport.base import Parcel
 from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
@@ -42,9 +44,12 @@ class Runtime:
         executables: Executables,
         mesh: RankMeshes,
         distributed: DistributedProgram | None = None,
+        blocks: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         self.program = program
+        self._blocks = blocks or {}
         self.parcels: list[Parcel] = []  # what this process sends and receives in a step
+        self._crossings: list[int] = []  # the transfers in which other processes take part
         self._distributed = distributed
         self._calls = 0
         self._mesh, self._executables = mesh, executables
@@ -64,6 +69,10 @@ class Runtime:
         # Needed only if ranks share devices, so it is computed on demand.
         return handed_over(self.program)
 
+    @cached_property
+    def _names(self) -> list[Any]:
+        return list(instruction_names(self.program, self._blocks))
+
     def _place_indices(self, local: set[int]) -> dict[int, jax.Array]:
         """Put the microbatch indices as scalars on each rank's devices, once: no step pays for it."""
         indices = {key: slot for key, slot in self.program.indices.items() if key[0] in local}
@@ -80,14 +89,17 @@ class Runtime:
         if instruction.rank not in local:
             return None
         if isinstance(instruction, Run):
-            executable = self._executables.variants.get(number, self._executables.tasks[instruction.task])
-            run = self._step_of(_run, executable, instruction.inputs, instruction.outputs)
+            run = self._bind_run(number, instruction)
             if self._distributed is None:
                 return run
             return self._step_of(_after, self._distributed.connection.window.before_task, run)
         if isinstance(instruction, Wait):
             return self._step_of(_wait, instruction.slots)
         return self._step_of(_free, instruction.slots, instruction.delete)
+
+    def _bind_run(self, number: int, run: Run) -> Step:
+        executable = self._executables.variants.get(number, self._executables.tasks[run.task])
+        return self._step_of(_run, executable, run.inputs, run.outputs)
 
     def _bind_any_transfer(self, number: int, instruction: Transfer, local: set[int]) -> Step | None:
         if instruction.memory is not None:
@@ -115,6 +127,7 @@ class Runtime:
         self.parcels += route.own_parcels()
         private = self._given_away[number]
         sent = instruction.sent if instruction.source in local else (None,) * len(leaves)
+        self._crossings.append(number)
 
         def step(environment: Environment) -> None:
             arrays = [None if slot is None else environment[slot] for slot in sent]
@@ -136,11 +149,7 @@ class Runtime:
         Raises:
           FloatingPointError: if a result holds a value that `jax.debug_nans` or `jax.debug_infs` look for.
         """
-        self._calls += 1
-        if self._distributed is not None:
-            self._distributed.connection.group.runs += 1
-        for slot, index in self._indices.items():
-            environment[slot] = index
+        self._begin(environment)
         bound, steps = self._bound, self._steps
         if (watch := SpecialValues.wanted(self.program)) is not None:
             watch.keep_arguments(environment)
@@ -148,29 +157,55 @@ class Runtime:
             steps = [step for step in bound if step is not None]
         if (times := collector()) is not None:
             run_timed(self.program, bound, environment, times)
+        elif is_profiled():
+            run_named(self._names, bound, environment)
         else:
             for step in steps:
                 step(environment)
         if watch is not None:
             watch.finish()
 
+    def _begin(self, environment: Environment) -> None:
+        self._calls += 1
+        if self._distributed is not None:
+            self._distributed.connection.group.runs += 1
+        for slot, index in self._indices.items():
+            environment[slot] = index
+
     def profile(self, environment: Environment, at_once: int | None = None) -> list[TaskTiming]:
         """Run one step as `run` does, measuring when each task of the loop ran; at most `at_once` at a time.
 
-        This needs one process that owns all ranks.
+        With several processes, each one measures its own ranks, and all return the times of all ranks.
 
         Raises:
           FloatingPointError: as `run`, but only the results are checked: checks inside tasks would take time.
         """
-        for slot, index in self._indices.items():
-            environment[slot] = index
+        self._begin(environment)
         watch = SpecialValues.wanted(self.program)
-        if watch is None:
-            return run_profiled(self.program, self._steps, environment, at_once)
-        watch.keep_arguments(environment)
-        timings = run_profiled(self.program, watch.unwatched(self._steps), environment, at_once)
-        watch.look_at_results(environment)
+        bound = self._without_window()
+        if watch is not None:
+            watch.keep_arguments(environment)
+            bound = watch.unwatched(bound)
+        if self._distributed is None:
+            timings = run_profiled(self.program, bound, environment, at_once)
+        else:
+            connection = self._distributed.connection
+            crossings = Crossings(numbers=self._crossings, ordered=connection.transport.needs_global_order)
+            clock = StepClock(connection.group)
+            own = run_profiled(self.program, bound, environment, at_once, self._mesh.local_ranks, crossings)
+            timings = clock.gather(own)
+        if watch is not None:
+            watch.look_at_results(environment)
         return timings
+
+    def _without_window(self) -> list[Step | None]:
+        """Return the steps for threads that wait for each task: these never run ahead of the receives."""
+        if self._distributed is None:
+            return self._bound
+        return [
+            self._bind_run(number, instruction) if step is not None and isinstance(instruction, Run) else step
+            for number, (instruction, step) in enumerate(zip(self.program.instructions, self._bound, strict=True))
+        ]
 
 
 # `partial` of these functions makes the steps: a closure is five objects to the garbage collector, a partial two.

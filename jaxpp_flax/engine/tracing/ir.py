@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -93,6 +93,13 @@ class Equation:
         """`file:line (function)` of the user's code that made this equation, or `"unknown"`."""
         return (source_info_util.summarize(self.source) if self.source is not None else "") or "unknown"
 
+    def named_within(self, outer: Any) -> AbstractContextManager[Any]:
+        """Return a context in which an operation gets this equation's scopes inside `outer`, and its line."""
+        if self.source is None:
+            return nullcontext()
+        stack = outer + self.source.name_stack
+        return source_info_util.user_context(self.source.traceback, name_stack=stack)
+
     def bind(self, *operands: Any) -> Sequence[Any]:
         """Apply the primitive; always return a sequence of results."""
         params = self.primitive.get_bind_params(dict(self.params))
@@ -116,8 +123,10 @@ class Graph:
         def read(atom: Atom) -> Any:
             return atom.value if isinstance(atom, Constant) else environment[atom]
 
+        outer = source_info_util.current_name_stack()
         for equation in self.equations:
-            results = equation.bind(*map(read, equation.inputs))
+            with equation.named_within(outer):  # compiled code and profiles show the user's scopes
+                results = equation.bind(*map(read, equation.inputs))
             environment.update(zip(equation.outputs, results, strict=True))
         return [read(atom) for atom in self.outputs]
 

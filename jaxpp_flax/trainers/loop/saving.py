@@ -94,6 +94,7 @@ class Saving:
     def after_step(self, record: StepRecord) -> None:
         """Save if a save is due; this is a hook."""
         if self._store is not None:
+            self.checkpoints.measured.add(record.step, record.metrics)
             self._store.check()
             if self.by_itself and self._store.wants(self._step):
                 self.checkpoints.save(wait=False)

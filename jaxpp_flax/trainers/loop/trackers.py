@@ -38,7 +38,7 @@ class Tracker(abc.ABC):
 
     @abc.abstractmethod
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Record `metrics` (floats, or NumPy arrays) of `step`."""
+        """Record `metrics` (floats, NumPy arrays or texts) of `step`."""
 
     def log_config(self, config: Mapping[str, Any]) -> None:  # noqa: B027 (optional)
         """Record the configuration of the run; by default, do nothing."""
@@ -162,7 +162,7 @@ class CompositeTracker(Tracker):
 
 
 class TensorBoardTracker(Tracker):
-    """Writes scalars, and no arrays, for TensorBoard; needs the extra `tensorboard`. The first call opens the file.
+    """Writes scalars and texts for TensorBoard; needs the extra `tensorboard`. The first call opens the file.
 
     Args:
       log_dir: the run's folder.
@@ -185,6 +185,8 @@ class TensorBoardTracker(Tracker):
         for name, value in metrics.items():
             if isinstance(value, (int, float)):
                 self._writer.add_scalar(name, value, step)
+            elif isinstance(value, str):
+                self._writer.add_text(name, value, step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         self._writer.add_text("config", "\n".join(f"- {name}: {value}" for name, value in config.items()))

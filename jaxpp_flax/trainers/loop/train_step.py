@@ -90,14 +90,20 @@ class TrainStep:
           CheckpointSaveError: if a save in the background has failed since the last step.
           ValueError, TypeError: for other arguments that do not fit, before anything runs.
         """
+        compiled, microbatches = self._prepare(batch, whole)
+        with jax.profiler.StepTraceAnnotation("train", step_num=self.held.step + 1):
+            results = compiled(self.held.memory, microbatches)
+        return self.finish(results, microbatches)
+
+    def _prepare(self, batch: Any, whole: Any) -> tuple[Any, Any]:
+        """Return the compiled step and its microbatches, once the processes' batches are compared."""
         microbatches = self.rows.split(whole)
         compiled = self.executables.for_training(microbatches)
         self.check_saves()
-        if whole is batch:
-            self.trained_on.before(microbatches)
-        else:
-            microbatches = compared_rows(compiled, batch, microbatches, self.trained_on)
-        return self.finish(compiled(self.held.memory, microbatches), microbatches)
+        if whole is not batch:
+            return compiled, compared_rows(compiled, batch, microbatches, self.trained_on)
+        self.trained_on.before(microbatches)
+        return compiled, microbatches
 
     def finish(self, results: Any, microbatches: Any) -> dict[str, Any]:
         """Use the results of a step: hold its state, and check its metrics."""
@@ -111,12 +117,16 @@ class TrainStep:
         self.under_way.add(self.held.step, metrics)
         return metrics
 
-    def profile_step(self, batch: Any) -> StepProfile:
+    def profile_step(self, batch: Any, *, global_batch_size: int | None = None) -> StepProfile:
         """Run one real optimizer step and measure each task; the step trains exactly as `train_step` does.
 
         The state advances by one step, and state and metrics are the same as from `train_step`. Each rank runs in its
         own thread and waits for each task, so this step is slower than others. The first run of a task is even slower,
-        so measure a later step than the first.
+        so measure a later step than the first. With several processes, all call this; each measures its own ranks, and
+        all get the whole picture, in which the clocks of the hosts are compared as they are.
+
+        Args:
+          batch, global_batch_size: as in `train_step`.
 
         Returns:
           The metrics, the measured step and its simulation: `trainer.profile_step(batch).draw("step.svg")`.
@@ -125,10 +135,9 @@ class TrainStep:
           ValueError: without a pipeline; also the errors of `train_step`.
         """
         scheduling = self.scheduling
-        microbatches = self.rows.split(batch)
-        compiled = self.executables.for_training(microbatches)
         if scheduling.mesh is None or scheduling.schedule is None:
             raise ValueError(no_pipeline("profile_step"))
+        compiled, microbatches = self._prepare(batch, self.rows.whole(batch, global_batch_size))
         jax.block_until_ready(jax.tree.leaves(self.held.memory))  # steps under way would be measured with it
         results, timings = compiled.profile(self.held.memory, microbatches)
         metrics = self.finish(results, microbatches)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpp_flax.processes.group import ProcessGroup, process_group
-from jaxpp_flax.trainers.callbacks import Callback, CallbackStates
+from jaxpp_flax.trainers.callbacks.base import Callback, CallbackStates
 from jaxpp_flax.trainers.checkpoints import Checkpointing, Resume, check_resume
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from jaxpp_flax.trainers.data.position import DataPosition, ResumeData
@@ -275,7 +275,7 @@ class _Fit:
                 every=arguments.eval_every,
                 global_batch_size=arguments.eval_global_batch_size,
                 log=self._log,
-                callbacks=(*arguments.callbacks, self._ending),
+                callbacks=(*arguments.callbacks, loop.checkpoints.measured, self._ending),
             )
 
     def run(self, source: Iterable[Any], first: Callable[[Any], None]) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import KW_ONLY, dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
+from jaxpp_flax.checkpoint.best import Best
 from jaxpp_flax.checkpoint.checkpoint_store import KeepPolicy, SavePolicy, check_interval
 from jaxpp_flax.trainers.options.base import misfit
 
@@ -27,6 +28,9 @@ class Checkpoints:
       every: steps between two saves in `fit`, which also saves its last step; or an Orbax save decision policy. None:
         `save` alone writes.
       keep: how many of the latest to keep, or an Orbax preservation policy; None keeps all.
+      best: a metric such as "eval_loss": the checkpoint with its best value is kept too, and `restore("best")` reads
+        it. A checkpoint has the metrics of its own step, so save and evaluate at the same steps.
+      best_mode: "min" if smaller is better, "max" if larger is, as of an accuracy.
       asynchronous: write in the background.
       preemption_deadline: SIGTERM ends `fit` after the current step with a checkpoint, within this many seconds. None
         does not handle the signal.
@@ -43,6 +47,8 @@ class Checkpoints:
     _: KW_ONLY
     every: SavePolicy | None = None
     keep: KeepPolicy | None = None
+    best: str | None = None
+    best_mode: Literal["min", "max"] = "min"
     asynchronous: bool = True
     preemption_deadline: float | None = 30.0
 
@@ -51,8 +57,14 @@ class Checkpoints:
             raise misfit("directory", self.directory, "a path")
         check_interval("every", self.every)
         check_interval("keep", self.keep)
+        _ = self.ranking
         if self.preemption_deadline is not None and not self.preemption_deadline > 0:
             raise ValueError(f"preemption_deadline={self.preemption_deadline!r}: it must be seconds above 0, or None.")
+
+    @property
+    def ranking(self) -> Best | None:
+        """The metric that ranks checkpoints."""
+        return None if self.best is None else Best(self.best, self.best_mode)
 
     @classmethod
     def of(cls, value: Checkpoints | Directory | None) -> Checkpoints | None:

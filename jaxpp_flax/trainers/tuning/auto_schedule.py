@@ -133,8 +133,8 @@ class Tunable(Protocol):
     @property
     def schedule(self) -> Schedule | None: ...
     def use_schedule(self, schedule: Any, num_stages: int | None = None) -> None: ...
-    def compile(self, batch: Any) -> Any: ...
-    def profile_step(self, batch: Any) -> StepProfile: ...
+    def compile(self, batch: Any, *, global_batch_size: int | None = None) -> Any: ...
+    def profile_step(self, batch: Any, *, global_batch_size: int | None = None) -> StepProfile: ...
     def message(self, text: str) -> None: ...
 
 
@@ -150,6 +150,7 @@ class ScheduleTuner:
         self._limited = LimitedSchedules(None)
         self._skipped: dict[int, str] = {}
         self._shapes: Any = None
+        self._size: dict[str, int] = {}
         self._warm = False
         self._final: list[StepProfile] = []
 
@@ -176,12 +177,20 @@ class ScheduleTuner:
                 return result
         return run()
 
-    def step(self, trainer: Tunable, batch: Any, plan_with: PlanWith | None = None) -> dict[str, Any]:
+    def step(
+        self,
+        trainer: Tunable,
+        batch: Any,
+        global_batch_size: int | None = None,
+        plan_with: PlanWith | None = None,
+    ) -> dict[str, Any]:
         """Run one training step; change to the next schedule when the current one has been measured.
 
-        `plan_with` plans a schedule under the memory limit; it may depend on the batch of the step before.
+        All processes get equal times, so all choose the same schedule. `plan_with` plans a schedule under the memory
+        limit; it may depend on the batch of the step before.
         """
-        profile = self.begin(trainer, lambda: trainer.profile_step(batch))
+        self._size = {} if global_batch_size is None else {"global_batch_size": global_batch_size}
+        profile = self.begin(trainer, lambda: trainer.profile_step(batch, **self._size))
         self._shapes = self._shapes or signature(batch)
         if signature(batch) != self._shapes:  # a batch of another size has other times
             return profile.metrics
@@ -206,7 +215,7 @@ class ScheduleTuner:
             num_stages, name = self._trials[0]
             try:
                 trainer.use_schedule(name, num_stages)
-                trainer.compile(batch)
+                trainer.compile(batch, **self._size)
                 return
             except AssignmentError as error:  # not enough marks, another number of stages, or the memory limit
                 if error.excess:
@@ -250,7 +259,7 @@ class ScheduleTuner:
         trainer.message(str(self.report))
         self.done = keep
         if not keep:
-            trainer.compile(batch)
+            trainer.compile(batch, **self._size)
 
     def _search(self, costs: Mapping[int, Costs], count: int) -> dict[int, Found]:
         """Return the best schedule for each number of stages, within the options' limit of activations."""

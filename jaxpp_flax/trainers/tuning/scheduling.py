@@ -47,12 +47,6 @@ class Scheduling:
         self.batch_shards = num_batch_shards(self.mesh)  # the devices of a stage that divide a microbatch's examples
         self.tuner: ScheduleTuner | None = None
         if isinstance(auto, AutoSchedule) and self.schedule is not None and self.mesh is not None:
-            if self.mesh.jax_mesh.is_multi_process:
-                raise ValueError(
-                    "schedule='auto' measures steps, but the devices of this mesh belong to several processes, which "
-                    "would measure, and choose, differently. Find a schedule in one process, or with "
-                    "`jaxpp_flax.schedules.search`, and pass it to all of them."
-                )
             self.tuner = ScheduleTuner(auto, self.schedule)
 
     @property

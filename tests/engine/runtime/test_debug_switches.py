@@ -13,7 +13,7 @@ import pytest
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import MpmdFunction, mpmd_jit_with_loop
-from jaxpp_flax.engine.runtime.profile import collect_task_times_ms
+from jaxpp_flax.engine.runtime.measuring.profile import collect_task_times_ms
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import chain, forward, mesh_of

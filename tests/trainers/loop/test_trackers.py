@@ -30,14 +30,14 @@ def test_tensorboard(tmp_path: Path):
     assert not list(tmp_path.iterdir()), "nothing is opened before the first call"
     tracker.log_config({"learning_rate": 0.5})
     for step, loss in [(1, 2.5), (2, 1.25)]:
-        tracker.log({"loss": loss, "note": "no number"}, step=step)
+        tracker.log({"loss": loss, "sample": "once upon"}, step=step)
     tracker.close()
     (file,) = tmp_path.iterdir()
     events = [Event.FromString(record) for record in records(file)]
     scalars = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value if v.HasField("simple_value")]
     assert scalars == [(1, "loss", 2.5), (2, "loss", 1.25)]
     texts = [t for e in events for v in e.summary.value for t in v.tensor.string_val]
-    assert texts == [b"- learning_rate: 0.5"]
+    assert texts == [b"- learning_rate: 0.5", b"once upon", b"once upon"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the client's own

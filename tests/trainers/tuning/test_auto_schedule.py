@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
 import numpy as np
 import optax
 import pytest
@@ -208,15 +207,6 @@ def test_options_are_checked():
         (6, "interleaved_1f1b"),
     ]
     assert AutoSchedule(stages_per_rank=(1,)).trials(4, 2)[0] == (4, "interleaved_1f1b")
-
-
-def test_several_processes_are_refused_though_each_has_a_part_of_every_rank(monkeypatch):
-    monkeypatch.setattr(jax.sharding.Mesh, "is_multi_process", property(lambda mesh: True))
-    with pytest.raises(ValueError, match=r"several processes, which would measure, and choose, differently"):
-        PipelineTrainer(
-            m.Model(2, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, num_stages=2, num_microbatches=2,
-            schedule="auto", logging=False,
-        )  # fmt: skip
 
 
 @pytest.mark.usefixtures("verified")

@@ -2,7 +2,7 @@
 
 `run_profiled` runs each rank in a thread of its own, which waits for one task before it starts the next. So start and
 end are the times of the work itself. Waiting costs some overlap of dispatch with work; the tasks' times and the idle
-gaps between them are real.
+gaps between them are real. With several processes, each one measures its own ranks, and all get all times.
 
 `run_timed`, inside `collect_task_times_ms`, waits for each task before it starts the next one on any rank. Nothing
 overlaps, so such a step is slower than others.
@@ -23,9 +23,11 @@ import jax
 from jaxpp_flax.engine.program.program import Program, Run, Transfer
 from jaxpp_flax.schedules.task import FusedTask, Task
 
-__all__ = ["TaskTiming", "collect_task_times_ms", "collector", "run_profiled", "run_timed"]
+__all__ = ["Crossings", "TaskTiming", "collect_task_times_ms", "collector", "run_profiled", "run_timed"]
 
 _WAIT_SECONDS = 600.0
+
+Step = Callable[[Any], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,7 @@ class _Mailbox:
     def __init__(self) -> None:
         self._arrived: dict[int, Any] = {}
         self._condition = threading.Condition()
+        self._ended = 0
         self.failure: BaseException | None = None
 
     def post(self, number: int, values: Any) -> None:
@@ -55,6 +58,17 @@ class _Mailbox:
         with self._condition:
             self.failure = self.failure or error
             self._condition.notify_all()
+
+    def end(self) -> None:
+        """Note the end of a rank's work."""
+        with self._condition:
+            self._ended += 1
+            self._condition.notify_all()
+
+    def await_ranks(self, count: int) -> None:
+        """Wait until `count` ranks have ended, or one has failed."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._ended == count or self.failure is not None)
 
     def take(self, number: int) -> Any:
         with self._condition:
@@ -74,67 +88,111 @@ class _Mailbox:
             return self._arrived.pop(number)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Crossings:
+    """The transfers of a program in which other processes take part.
+
+    Args:
+      numbers: their instructions, ascending.
+      ordered: True if every process must begin them in this order.
+    """
+
+    numbers: Sequence[int] = ()
+    ordered: bool = False
+
+
 def run_profiled(
     program: Program,
-    steps: list[Callable[[list[Any]], None]],
+    steps: Sequence[Step | None],
     environment: list[Any],
     at_once: int | None = None,
+    ranks: Sequence[int] | None = None,
+    crossings: Crossings | None = None,
 ) -> list[TaskTiming]:
     """Run one step over `environment`, each rank in a thread of its own, and time the loop's tasks.
 
     Args:
       program: the program that runs.
-      steps: the runtime's steps, one for each instruction.
+      steps: the runtime's steps, one for each instruction; None for work of other processes.
       environment: arguments and indices in their slots; receives the results.
       at_once: the number of tasks that may run at a time, over all ranks. If ranks are virtual devices on fewer cores,
         pass the number of cores: then a task's time does not include its wait for a core.
+      ranks: the ranks of this process; None: all.
+      crossings: the transfers to and from other processes; None: there are none.
+
+    Returns:
+      The times of the tasks of these ranks.
 
     Raises:
       RuntimeError: if a task failed; the failure is the cause.
     """
-    step = _MeasuredStep(program, steps, environment, program.num_ranks if at_once is None else at_once)
-    threads = [threading.Thread(target=step.run_rank, args=(rank,), daemon=True) for rank in range(program.num_ranks)]
+    own = range(program.num_ranks) if ranks is None else ranks
+    step = _MeasuredStep(program, steps, environment, len(own) if at_once is None else at_once, own, crossings)
+    threads = [threading.Thread(target=step.run_rank, args=(rank,), daemon=True) for rank in own]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    if crossings is not None:
+        step.mailbox.await_ranks(len(threads))  # after a failure, a thread may wait for another process forever
+    else:
+        for thread in threads:
+            thread.join()
     if step.mailbox.failure is not None:
         raise RuntimeError(
             "a task failed while the step was measured; its error is above this one, and is to be mended"
         ) from step.mailbox.failure
-    return [timing for rank in step.timings for timing in rank]
+    return [timing for rank in own for timing in step.timings[rank]]
 
 
 class _MeasuredStep:
     """One step that is measured: its ranks run in threads, and share the environment, the cores and the mailbox."""
 
     def __init__(
-        self, program: Program, steps: list[Callable[[list[Any]], None]], environment: list[Any], cores: int
+        self,
+        program: Program,
+        steps: Sequence[Step | None],
+        environment: list[Any],
+        cores: int,
+        own: Sequence[int],
+        crossings: Crossings | None,
     ) -> None:
         self.program, self.steps, self.environment = program, steps, environment
         self.cores = threading.Semaphore(cores)
         self.mailbox = _Mailbox()
-        self.timings: list[list[TaskTiming]] = [[] for _ in range(program.num_ranks)]
+        self.own = frozenset(own)
+        self.gate = _Gate(self, crossings or Crossings())
+        self.timings: dict[int, list[TaskTiming]] = {rank: [] for rank in own}
         self.begin = time.perf_counter()
 
     def run_rank(self, rank: int) -> None:
         """Run the instructions of one rank in order."""
         try:
             for number, instruction in enumerate(self.program.instructions):
+                step = self.steps[number]
+                if step is None:
+                    continue
                 if isinstance(instruction, Transfer):
-                    self._transfer(rank, number, instruction)
+                    self._transfer(rank, number, instruction, step)
                 elif instruction.rank == rank and isinstance(instruction, Run):
-                    self._task(number, instruction)
+                    self._task(number, instruction, step)
                 elif instruction.rank == rank:
-                    self.steps[number](self.environment)
+                    step(self.environment)
         except BaseException as error:
             self.mailbox.fail(error)
+        else:
+            self.mailbox.end()
 
-    def _transfer(self, rank: int, number: int, transfer: Transfer) -> None:
+    def _transfer(self, rank: int, number: int, transfer: Transfer, step: Step) -> None:
+        if rank not in (transfer.source, transfer.target):
+            return
+        if not {transfer.source, transfer.target} <= self.own:
+            self.gate.run(number, step, self.environment)
+            if transfer.target == rank:
+                jax.block_until_ready([self.environment[slot] for slot in transfer.received])
+            return
         if transfer.source == rank:
             # The runtime's step copies within one environment; here the received slots may still be in use.
             apart = _Overlay(self.environment)
-            self.steps[number](apart)  # type: ignore[arg-type]
+            self.gate.run(number, step, apart)
             copies = [apart.written[slot] for slot in transfer.received]
             for copy in copies:
                 copy.block_until_ready()
@@ -143,16 +201,60 @@ class _MeasuredStep:
             for slot, copy in zip(transfer.received, self.mailbox.take(number), strict=True):
                 self.environment[slot] = copy
 
-    def _task(self, number: int, run: Run) -> None:
+    def _task(self, number: int, run: Run, step: Step) -> None:
         with self.cores:
             start = time.perf_counter() - self.begin
-            self.steps[number](self.environment)
+            step(self.environment)
             for slot in run.outputs:
                 self.environment[slot].block_until_ready()
             end = time.perf_counter() - self.begin
         task = self.program.tasks[run.task].scheduled(run.microbatch)
         if task is not None:
             self.timings[run.rank].append(TaskTiming(rank=run.rank, task=task, start=start, end=end))
+
+
+class _Gate:
+    """Lets one thread at a time begin a transfer of several processes: in the program's order, if that is needed.
+
+    The order cannot wait in a circle: the thread that begins the next transfer needs only earlier instructions.
+    """
+
+    def __init__(self, step: _MeasuredStep, crossings: Crossings) -> None:
+        self._step, self._numbers, self._ordered = step, crossings.numbers, crossings.ordered
+        self._crossing = frozenset(crossings.numbers)
+        self._next, self._condition = 0, threading.Condition()
+        if self._ordered:
+            self._pass_over_others()
+
+    def run(self, number: int, step: Step, environment: Any) -> None:
+        """Run the step of transfer `number`, when it may begin."""
+        if number not in self._crossing:
+            step(environment)
+            return
+        with self._condition:
+            if self._ordered:
+                self._condition.wait_for(lambda: self._is_next(number) or self._step.mailbox.failure is not None)
+                if self._step.mailbox.failure is not None:
+                    raise RuntimeError("another rank failed while its task was measured")
+            step(environment)
+            if self._ordered:
+                self._next += 1
+                self._pass_over_others()
+                self._condition.notify_all()
+
+    def _is_next(self, number: int) -> bool:
+        return self._numbers[self._next] == number
+
+    def _pass_over_others(self) -> None:
+        """Take part in the transfers between other processes that come next."""
+        while self._next < len(self._numbers):
+            transfer = self._step.program.instructions[self._numbers[self._next]]
+            if isinstance(transfer, Transfer) and {transfer.source, transfer.target} & self._step.own:
+                return
+            step = self._step.steps[self._numbers[self._next]]
+            if step is not None:
+                step(self._step.environment)
+            self._next += 1
 
 
 class _Overlay:

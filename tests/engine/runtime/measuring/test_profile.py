@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpp_flax.engine.runtime import profile
+from jaxpp_flax.engine.runtime.measuring import profile
 
 
 def test_what_does_not_arrive_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch):

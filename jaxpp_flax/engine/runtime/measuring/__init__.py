@@ -1,0 +1,1 @@
+"""Measuring a step: the times of its tasks, and their names in a profile."""

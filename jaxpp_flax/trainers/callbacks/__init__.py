@@ -1,0 +1,18 @@
+"""Callbacks: small classes with hooks that `fit` calls during training."""
+
+from jaxpp_flax.trainers.callbacks.base import Callback
+from jaxpp_flax.trainers.callbacks.profiling import Profile
+from jaxpp_flax.trainers.callbacks.reporting import OnMetrics, PrintLoss
+from jaxpp_flax.trainers.callbacks.samples import SamplePredictions
+from jaxpp_flax.trainers.callbacks.stopping import EarlyStopping, StopOnFile, TimeLimit
+
+__all__ = [
+    "Callback",
+    "EarlyStopping",
+    "OnMetrics",
+    "PrintLoss",
+    "Profile",
+    "SamplePredictions",
+    "StopOnFile",
+    "TimeLimit",
+]

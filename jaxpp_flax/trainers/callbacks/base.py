@@ -1,0 +1,106 @@
+"""A callback: a small class with hooks that `fit` calls during training. Its state goes into checkpoints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["Callback", "CallbackStates", "named"]
+
+
+class Callback:
+    """Hooks into `fit`; override the hooks you need.
+
+    Args:
+      every: steps between two calls of the hooks of a step (`on_step`, `on_metrics`).
+
+    Raises:
+      ValueError: if `every` is below 1.
+
+    Example:
+      >>> class Remember(Callback):
+      ...     def on_metrics(self, trainer, step, metrics):
+      ...         self.last = (step, metrics["loss"])
+      >>> Remember(every=10).wants(20)
+      True
+    """
+
+    def __init__(self, *, every: int = 1) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"{type(self).__name__}(every={every!r}): it must be a whole number of at least 1.")
+        self.every = every
+
+    def wants(self, step: int) -> bool:
+        """Return True if the hooks run at `step`."""
+        return step % self.every == 0
+
+    def get_state(self) -> Any:
+        """Return this callback's state for a checkpoint, as JSON; None for no state."""
+        return None
+
+    def set_state(self, state: Any) -> None:
+        """Restore a state from `get_state`, or begin again with None. `fit` calls this before `on_fit_start`."""
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """Called before the first step; `trainer.stop` here ends `fit` without a step."""
+
+    def on_step(self, trainer: Any, step: int) -> None:
+        """Called right after `step` was dispatched: `trainer.state` is the state after `step`, without a wait."""
+
+    def on_metrics(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
+        """Called with the metrics of `step` on the host, one step late, so that devices never wait for metrics."""
+
+    def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
+        """Called after an evaluation at `step`."""
+
+    def on_fit_end(self, trainer: Any) -> None:
+        """Called after the last step, and after an error or interruption too."""
+
+
+def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Name callbacks by class, with a number if a class occurs several times: another run gives the same names.
+
+    Example:
+      >>> list(named([Callback(), Callback()]))
+      ['Callback', 'Callback_2']
+    """
+    found: dict[str, Callback] = {}
+    count = Counter[str]()
+    for callback in callbacks:
+        name = type(callback).__name__
+        count[name] += 1
+        found[name if count[name] == 1 else f"{name}_{count[name]}"] = callback
+    return found
+
+
+class CallbackStates:
+    """The states of the callbacks of the last `fit`, with names that are equal in another run.
+
+    Example:
+      >>> from jaxpp_flax.trainers.callbacks.stopping import EarlyStopping
+      >>> states = CallbackStates()
+      >>> states.begin([EarlyStopping(), Callback()], resumed=False)
+      >>> states.to_json()
+      {'EarlyStopping': {'best': inf, 'bad': 0}}
+    """
+
+    def __init__(self) -> None:
+        self._callbacks: Sequence[Callback] = ()
+        self._restored: Mapping[str, Any] | None = None
+
+    def restored(self, states: Mapping[str, Any] | None) -> None:
+        """Note the states from the checkpoint that a run resumes from; None without a checkpoint."""
+        self._restored = states
+
+    def begin(self, callbacks: Sequence[Callback], *, resumed: bool) -> None:
+        """Reset each callback, or restore its state from the checkpoint; without a checkpoint, keep its state."""
+        states = self._restored if resumed else {}
+        for name, callback in named(callbacks).items():
+            callback.set_state(callback.get_state() if states is None else states.get(name))
+        self._callbacks = callbacks
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the states of the callbacks that have one."""
+        states = {name: callback.get_state() for name, callback in named(self._callbacks).items()}
+        return {name: state for name, state in states.items() if state is not None}

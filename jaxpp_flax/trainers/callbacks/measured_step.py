@@ -1,0 +1,44 @@
+"""The metrics of the latest step, for its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxpp_flax.trainers.callbacks.base import Callback
+
+__all__ = ["MeasuredStep"]
+
+
+class MeasuredStep(Callback):
+    """Holds the metrics of the latest step and of an evaluation after it.
+
+    Example:
+      >>> measured = MeasuredStep()
+      >>> measured.add(3, {"loss": np.float32(0.5)})
+      >>> measured.on_evaluate(None, 3, {"loss": 0.75})
+      >>> measured.at(3), measured.at(4)
+      ({'loss': 0.5, 'eval_loss': 0.75}, None)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._step, self._metrics = -1, dict[str, Any]()
+
+    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Note metrics of a step, which may not be ready yet."""
+        if step != self._step:
+            self._step, self._metrics = step, {}
+        self._metrics = {**self._metrics, **metrics}
+
+    def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
+        self.add(step, {f"eval_{name}": value for name, value in metrics.items()})
+
+    def at(self, step: int) -> dict[str, float] | None:
+        """Wait for the scalars of this step, and return them as floats; None if no metrics of it are known."""
+        if step != self._step:
+            return None
+        arrays = {name: np.asarray(value) for name, value in self._metrics.items() if np.ndim(value) == 0}
+        return {name: float(array) for name, array in arrays.items()}

@@ -1,0 +1,33 @@
+"""Callbacks that hand metrics to a function, or print them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxpp_flax.trainers.callbacks.base import Callback
+
+__all__ = ["OnMetrics", "PrintLoss"]
+
+
+class OnMetrics(Callback):
+    """Calls a function with `(step, metrics)`.
+
+    Example:
+      >>> losses = {}
+      >>> callback = OnMetrics(lambda step, metrics: losses.update({step: metrics["loss"]}), every=5)
+    """
+
+    def __init__(self, function: Callable[[int, Mapping[str, Any]], None], *, every: int = 1) -> None:
+        super().__init__(every=every)
+        self._function = function
+
+    def on_metrics(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
+        self._function(step, metrics)
+
+
+class PrintLoss(Callback):
+    """Prints a line such as `step 20  loss 2.34567`, every `every` steps."""
+
+    def on_metrics(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
+        trainer.message(f"step {step}  loss {metrics['loss']:.5f}")

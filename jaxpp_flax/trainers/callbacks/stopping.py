@@ -1,0 +1,119 @@
+"""Callbacks that end `fit`: by a metric, a clock, or a file."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxpp_flax.trainers.callbacks.base import Callback
+
+__all__ = ["EarlyStopping", "StopOnFile", "TimeLimit"]
+
+
+class EarlyStopping(Callback):
+    """Ends `fit` when a metric has not improved in `patience` evaluations.
+
+    Checkpoints keep the best value and the number of evaluations since: a resumed run continues to count, and a stopped
+    run stays stopped. Without `resume=`, each `fit` begins to count again.
+
+    Args:
+      metric: the name of the metric.
+      patience: evaluations without improvement, at least 1.
+      min_delta: the smallest change that counts as an improvement.
+      mode: "min" if smaller is better, "max" if larger is, as of an accuracy.
+
+    Raises:
+      ValueError: naming the argument that does not fit.
+    """
+
+    def __init__(
+        self,
+        metric: str = "loss",
+        *,
+        patience: int = 3,
+        min_delta: float = 0.0,
+        mode: Literal["min", "max"] = "min",
+    ) -> None:
+        super().__init__()
+        if patience < 1:
+            raise ValueError(f"EarlyStopping(patience={patience}): it must be at least 1.")
+        if mode not in ("min", "max"):
+            raise ValueError(f"EarlyStopping(mode={mode!r}): it must be 'min' or 'max'.")
+        self._metric, self._patience, self._min_delta = metric, patience, min_delta
+        self._sign = 1 if mode == "min" else -1
+        self.set_state(None)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"best": self._best, "bad": self._bad}
+
+    def set_state(self, state: Any) -> None:
+        worst = self._sign * math.inf
+        self._best, self._bad = (worst, 0) if state is None else (float(state["best"]), int(state["bad"]))
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._stop_where_due(trainer)
+
+    def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
+        if self._metric not in metrics:
+            raise KeyError(f"EarlyStopping watches {self._metric!r}; the evaluation has {', '.join(sorted(metrics))}.")
+        value = float(metrics[self._metric])
+        if self._sign * (self._best - value) > self._min_delta:
+            self._best, self._bad = value, 0
+        else:
+            self._bad += 1
+        self._stop_where_due(trainer)
+
+    def _stop_where_due(self, trainer: Any) -> None:
+        if self._bad >= self._patience:
+            trainer.stop(f"{self._metric} has not improved on {self._best:.5g} in {self._bad} evaluations")
+
+
+class TimeLimit(Callback):
+    """Ends `fit` after the first step that ends later than `seconds` after its start.
+
+    With several processes, the clock of the first one that is over the limit decides for all.
+
+    Raises:
+      ValueError: if `seconds` is not above 0.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        if not seconds > 0:
+            raise ValueError(f"TimeLimit({seconds!r}): it must be a number of seconds above 0.")
+        self._seconds, self._start = seconds, math.inf
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self._start = time.monotonic()
+
+    def on_step(self, trainer: Any, step: int) -> None:
+        if time.monotonic() - self._start > self._seconds:
+            trainer.stop(f"the time limit of {self._seconds:g} seconds")
+
+
+class StopOnFile(Callback):
+    """Ends `fit` after a step if a file exists: `touch run/stop` ends a run from outside. The file stays.
+
+    Args:
+      path: the path of the file, on any of the processes.
+      every: steps between two looks.
+
+    Raises:
+      FileExistsError: if the file is there when `fit` starts.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, every: int = 10) -> None:
+        super().__init__(every=every)
+        self._path = Path(path)
+
+    def on_fit_start(self, trainer: Any) -> None:
+        if self._path.exists():
+            raise FileExistsError(f"StopOnFile: {self._path} exists before the first step. Delete it to train.")
+
+    def on_step(self, trainer: Any, step: int) -> None:
+        if self._path.exists():
+            trainer.stop(f"the file {self._path} exists")

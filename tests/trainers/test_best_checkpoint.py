@@ -1,0 +1,79 @@
+"""The best checkpoint by a metric is kept and found again: by an option, and with a policy of Orbax."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from orbax.checkpoint import checkpoint_managers as policies
+
+from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.checkpoint import CheckpointNotFoundError
+from jaxpp_flax.trainers import Checkpoints, Inference
+
+DATA = [jnp.ones((4, 2))] * 6
+# The losses of evaluations at steps 1 to 6.
+TARGETS = [3.0, 1.0, 0.5, 2.0, 4.0, 5.0]
+
+
+def trainer(checkpoints):
+    """A trainer whose parameter counts the steps: evaluation's loss at step n is `TARGETS[n - 1]`."""
+
+    def loss(model, x):
+        return model.kernel.sum() * x.mean()
+
+    def eval_loss(model, x):
+        step = jnp.round(-model.kernel[0, 0]).astype(int)  # each step subtracts 1
+        return jnp.array(TARGETS)[step - 1] * x.mean()
+
+    model = nnx.Linear(1, 1, use_bias=False, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0))
+    return PipelineTrainer(
+        model, optax.sgd(1.0), loss, num_stages=1, num_microbatches=2, logging=False,
+        checkpoints=checkpoints, inference=Inference(eval_loss_fn=eval_loss),
+    )  # fmt: skip
+
+
+def steps(path):
+    return sorted(int(p.name) for p in path.iterdir() if p.name.isdigit())
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 3), ("max", 1)])
+def test_the_best_is_kept_and_restored(tmp_path, mode, best):
+    options = Checkpoints(tmp_path, every=1, keep=1, best="eval_loss", best_mode=mode)
+    t = trainer(options)
+    t.fit(DATA, steps=4, eval_data=DATA[:1], eval_every=1)
+    assert steps(tmp_path) == sorted({best, 4})
+    resumed = trainer(options)  # a new process reads the metrics from the disk
+    resumed.fit(DATA, steps=6, eval_data=DATA[:1], eval_every=1, resume=True)
+    best = best if mode == "min" else 6
+    assert steps(tmp_path) == sorted({best, 6})
+    resumed.restore("best")
+    assert resumed.step == best
+    assert np.allclose(resumed.state.params["kernel"], -best)
+
+
+def test_a_policy_of_orbax_gets_the_metrics(tmp_path):
+    best = policies.BestN(get_metric_fn=lambda metrics: metrics["eval_loss"], reverse=True, n=2)
+    t = trainer(Checkpoints(tmp_path, every=1, keep=best))
+    t.fit(DATA, steps=5, eval_data=DATA[:1], eval_every=1)
+    assert steps(tmp_path) == [2, 3]
+    with ocp.CheckpointManager(tmp_path) as stock:
+        assert stock.metrics(3) == {"loss": -2.0, "eval_loss": 0.5}
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="best_mode='most': it must be 'min' or 'max'"):
+        Checkpoints(tmp_path, best="loss", best_mode="most")
+    with pytest.raises(ValueError, match="best=3: it must be the name of a metric"):
+        Checkpoints(tmp_path, best=3)
+    t = trainer(Checkpoints(tmp_path / "a", every=2))
+    t.fit(DATA, steps=2)
+    with pytest.raises(CheckpointNotFoundError, match=r'"best" needs the name of a metric'):
+        t.restore("best")
+    t = trainer(Checkpoints(tmp_path / "b", every=2, best="eval_loss"))
+    t.fit(DATA, steps=2)
+    with pytest.raises(CheckpointNotFoundError, match=r"holds no checkpoint with the metric of Checkpoints\(best=\)"):
+        t.restore("best")
