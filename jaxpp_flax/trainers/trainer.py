@@ -33,6 +33,7 @@ from jaxpp_flax.trainers.loop.hooks import StepHook
 from jaxpp_flax.trainers.loop.trackers import NoopTracker, Tracker
 from jaxpp_flax.trainers.loop.train_step import TrainStep
 from jaxpp_flax.trainers.loop.training_loop import FitArguments, TrainingLoop
+from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics
 from jaxpp_flax.trainers.options import (
     Assignment,
     Checkpoints,
@@ -308,6 +309,11 @@ class PipelineTrainer:
             resume_data=resume_data,
         )  # fmt: skip
         return self._parts.loop.fit(self, data, arguments)
+
+    @property
+    def measures(self) -> RunMetrics:
+        """The time, the units and the operations of the run, for `LogMetrics`."""
+        return self._core.measures
 
     def stop(self, reason: str) -> None:
         """End `fit` after the current step; callbacks call it."""
