@@ -7,7 +7,7 @@ demand: an even assignment needs only the names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, overload
@@ -33,6 +33,7 @@ __all__ = [
     "Holding",
     "Marks",
     "Work",
+    "count_flops",
     "cut_at_every_mark",
     "work_of_blocks",
 ]
@@ -311,6 +312,20 @@ def _moved_bytes(equation: Any) -> float:
     if name in _READS_ITS_OPERANDS:
         found += sum(map(_nbytes, operands))
     return float(found)
+
+
+def count_flops(equations: Iterable[Any]) -> float:
+    """Return the floating-point operations of equations: the package's one count, on every backend.
+
+    Contractions count two for each multiply-add; other equations count one for each element of their results.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+      >>> count_flops(jax.make_jaxpr(lambda x: jnp.exp(x @ x))(x).jaxpr.eqns)
+      144.0
+    """
+    return float(sum(_work(equation, 0.0) for equation in equations))
 
 
 def _work(equation: Any, flops_per_byte: float) -> float:

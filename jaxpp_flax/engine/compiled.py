@@ -159,7 +159,7 @@ class Compiled:
     @cached_property
     def stages(self) -> tuple[StageSummary, ...]:
         """A summary of each stage of the first loop."""
-        return summarise_stages(self._built, self.program, self._executables, self.mpmd_mesh)
+        return summarise_stages(self._built, self.program, self.mpmd_mesh)
 
     def memory_analysis(self) -> tuple[MemoryAnalysis, ...]:
         """Return the bytes that each rank holds: its arguments, and the peak above them in one step."""

@@ -10,6 +10,7 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, RankMeshes
+from jaxpp_flax.engine.blocks import count_flops
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.pipeline import Built
@@ -37,7 +38,7 @@ _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, T
 class StageSummary:
     """One stage of a loop.
 
-    `flops` counts one microbatch, forward and backward, over the rank's devices (None if XLA does not tell).
+    `flops` counts one microbatch, forward and backward, over the rank's devices: see `count_flops`.
     `sent_bytes` counts the activations that the stage sends forward, for one microbatch. `activation_bytes` counts the
     forward's results that the backward reads (none if the two are one task). `weight_bytes` counts the results of the
     forward and of the input gradient that the weight gradient reads. Both also count one microbatch, over the rank's
@@ -49,7 +50,7 @@ class StageSummary:
     blocks: tuple[str, ...]
     parameter_count: int
     parameter_bytes: int
-    flops: float | None
+    flops: float
     sent_bytes: int
     activation_bytes: int
     weight_bytes: int
@@ -76,17 +77,15 @@ class MemoryAnalysis:
 
 
 def summarise_stages(
-    built: Built, program: Program, executables: Executables, mesh: MpmdMesh
+    built: Built, program: Program, mesh: MpmdMesh
 ) -> tuple[StageSummary, ...]:
     """Return a row for each stage of the first loop."""
     loop = built.loops[0]
     part, blocks = loop.partition, _blocks(loop)
-    by_task = {task.name: n for n, task in enumerate(program.tasks)}  # those of the first loop have no prefix
     rows: list[StageSummary] = []
     for stage in range(part.num_stages):
         parameters = _parameters(part, stage)
         tasks = [t for t in part.tasks if t.stage == stage]
-        costs = [_flops(executables.tasks[by_task[t.name]]) for t in tasks]
         rank = loop.schedule.rank_of(stage)
         rows.append(
             StageSummary(
@@ -95,7 +94,7 @@ def summarise_stages(
                 blocks=blocks[stage],
                 parameter_count=sum(v.aval.size for v in parameters),
                 parameter_bytes=sum(v.nbytes for v in parameters),
-                flops=None if any(c is None for c in costs) else sum(c for c in costs if c is not None),
+                flops=sum(count_flops(task.graph.equations) for task in tasks),
                 sent_bytes=_sent_bytes(loop, stage),
                 activation_bytes=_held_bytes(part, stage, (_F,), (_B, _I, _W)),
                 weight_bytes=_held_bytes(part, stage, (_F, _B, _I), (_W,)),
@@ -131,10 +130,6 @@ def _parameters(part: Partition, stage: int) -> list[Value]:
     tasks = [task for task in part.tasks if task.stage == stage]
     read = dict.fromkeys(v for task in tasks for v in task.graph.inputs if v in operands)
     return [v for v in read if v not in part.data and v.aval.ndim > 0]
-
-
-def _flops(executable: Any) -> float | None:
-    return _costs(executable).get("flops")
 
 
 def _costs(executable: Any) -> dict[str, float]:

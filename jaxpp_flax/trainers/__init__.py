@@ -25,6 +25,7 @@ from jaxpp_flax.trainers.loop.trackers import (
     Tracker,
     WandbTracker,
 )
+from jaxpp_flax.trainers.metrics.throughput import Throughput
 from jaxpp_flax.trainers.options import (
     Assignment,
     Balanced,
@@ -82,6 +83,7 @@ __all__ = [
     "StepProfile",
     "StepRecord",
     "TensorBoardTracker",
+    "Throughput",
     "Tracker",
     "TrainState",
     "WandbTracker",

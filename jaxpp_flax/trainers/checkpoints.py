@@ -31,6 +31,7 @@ from jaxpp_flax.trainers.data.stream import DataTracking
 from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay, check_parameters
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.loop.progress import Display
+from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.options import Checkpoints
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.optimizer_state import with_copies
@@ -93,7 +94,9 @@ class Checkpointing:
     saves_nonfinite: bool
     is_across: bool
     meet: Callable[[str], None]
+    clock: Clock
 
+    @timed("save")
     def save(
         self,
         where: str | os.PathLike[str] | int | None = None,
@@ -158,6 +161,7 @@ class Checkpointing:
         leaves = flatten(self.held.weights() if is_of_model else self.held.whole())[0]
         return save_step(where, nest({name: leaves[name] for name in names}), {"about": {"model": self.model_name}})
 
+    @timed("restore")
     def restore(
         self,
         where: str | os.PathLike[str] | int = "latest",
@@ -264,6 +268,7 @@ class Checkpointing:
         self.tracking.restored(position)
         self.under_way.clear()
 
+    @timed("restore")
     def resume(self, how: Resume) -> DataPosition | None:
         """Restore the latest checkpoint, if one exists, and return its position in the data."""
         store = self.need_store("fit(resume=True)")

@@ -25,6 +25,7 @@ from jaxpp_flax.trainers.loop.saving import Saving
 from jaxpp_flax.trainers.loop.tracked_run import as_config
 from jaxpp_flax.trainers.loop.train_step import TrainStep
 from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
+from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_model
 from jaxpp_flax.trainers.model.sharding import AxisRules, state_specs
@@ -69,6 +70,7 @@ class Core:
     builders: StepBuilderCache
     executables: CompiledSteps
     rows: BatchSharding
+    measures: RunMetrics
 
     def meet(self, call: str) -> None:
         """Wait until every process has made this call after the same step."""
@@ -134,6 +136,8 @@ def make_core(
     held = StateHolder(first, update.tx.init, initializer=chosen.initializer, ranks=ranks, kept=kept)
     builder = StepBuilder(model=chosen.adapter, update=update, loss_fn=loss_fn, remat=remat)
     builders = StepBuilderCache(builder, scheduling.num_microbatches)
+    rows = BatchSharding(mesh, scheduling.num_microbatches, scheduling.batch_shards)
+    measures = _run_metrics(logging, held, builders, rows)
     return Core(
         adapter=chosen.adapter,
         model_name=chosen.name,
@@ -153,9 +157,20 @@ def make_core(
             rules=rules,
             fsdp=devices.fsdp,
             residuals=memory.residuals,
+            clock=measures.clock,
         ),
-        rows=BatchSharding(mesh, scheduling.num_microbatches, scheduling.batch_shards),
+        rows=rows,
+        measures=measures,
     )
+
+
+def _run_metrics(logging: Logging, held: StateHolder, builders: StepBuilderCache, rows: BatchSharding) -> RunMetrics:
+    devices = jax.devices()[:1] if rows.mesh is None else list(rows.mesh.jax_mesh.devices.flat)
+
+    def flops(batch: Any, global_batch_size: int | None) -> float:
+        return builders.count_flops(held.memory, rows.split(rows.whole(batch, global_batch_size)))
+
+    return logging.run_metrics(devices, flops)
 
 
 def _check_memory_options(memory: Memory, scheduling: Scheduling, assignment: Assignment, devices: MeshOptions) -> None:
@@ -189,23 +204,24 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
     held, rows, mesh = core.held, core.rows, core.scheduling.mesh
     display, tracking, callbacks = Display(logging.progress), DataTracking(held), CallbackStates()
     under_way = StepsUnderWay(core.on_nonfinite, display, tells=core.update.loss_scale is None)
-    trained_on = BatchComparison(mesh, "training")
+    core.measures.skipped = lambda: under_way.skipped
+    trained_on, clock = BatchComparison(mesh, "training"), core.measures.clock
     is_ignored = core.on_nonfinite == "ignore"
     checkpoints = Checkpointing(
         store=open_store(options), held=held, tracking=tracking, callbacks=callbacks, under_way=under_way,
         trained_on=trained_on, display=display, init=core.update.tx.init, model_name=core.model_name,
-        measured=MeasuredStep(), saves_nonfinite=is_ignored, is_across=rows.is_across, meet=core.meet,
+        measured=MeasuredStep(), saves_nonfinite=is_ignored, is_across=rows.is_across, meet=core.meet, clock=clock,
     )  # fmt: skip
     saving = Saving(checkpoints=checkpoints, by_itself=options is not None and options.every is not None)
     train_step = TrainStep(
         scheduling=core.scheduling, assigner=core.assigner, rows=rows, executables=core.executables, held=held,
         under_way=under_way, trained_on=trained_on, display=display, check_saves=saving.check,
-        diagnose=None if is_ignored else core.diagnose,
+        diagnose=None if is_ignored else core.diagnose, clock=clock,
     )  # fmt: skip
     evaluation = Evaluation(
         scheduling=core.scheduling, rows=rows, builders=core.builders, executables=core.executables, held=held,
         eval_loss_fn=inference.eval_loss_fn or core.loss_fn, predict_fn=inference.predict_fn or call_model,
-        meet=core.meet,
+        meet=core.meet, clock=clock,
     )  # fmt: skip
     loop = TrainingLoop(
         rows=rows, held=held, checkpoints=checkpoints, saving=saving, tracking=tracking, callbacks=callbacks,

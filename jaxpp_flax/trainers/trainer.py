@@ -33,6 +33,7 @@ from jaxpp_flax.trainers.loop.hooks import StepHook
 from jaxpp_flax.trainers.loop.trackers import NoopTracker, Tracker
 from jaxpp_flax.trainers.loop.train_step import TrainStep
 from jaxpp_flax.trainers.loop.training_loop import FitArguments, TrainingLoop
+from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics
 from jaxpp_flax.trainers.options import (
     Assignment,
     Checkpoints,
@@ -171,12 +172,7 @@ class PipelineTrainer:
             memory=memory,
             logging=logged,
         )  # fmt: skip
-        self._parts = make_parts(
-            self._core,
-            Inference.of(inference),
-            logged,
-            Checkpoints.of(checkpoints),
-        )
+        self._parts = make_parts(self._core, Inference.of(inference), logged, Checkpoints.of(checkpoints))
         sends = jax.process_index() == 0  # one process sends for all
         self.tracker: Tracker = logged.tracker if sends and logged.tracker is not None else NoopTracker()
         self.log_every = logged.every
@@ -310,6 +306,11 @@ class PipelineTrainer:
             resume_data=resume_data,
         )  # fmt: skip
         return self._parts.loop.fit(self, data, arguments)
+
+    @property
+    def measures(self) -> RunMetrics:
+        """The time, the units and the operations of the run, for `LogMetrics`."""
+        return self._core.measures
 
     def stop(self, reason: str) -> None:
         """End `fit` after the current step; callbacks call it."""

@@ -86,7 +86,7 @@ def test_scale_counts_tasks_and_bytes(tmp_path: Path):
 @pytest.mark.slow
 def test_fit_takes_part_beside_the_bare_step(tmp_path: Path):
     rows = rows_of("host_cost", tmp_path, "--repeats", "2")
-    assert [row["contestant"] for row in rows] == ["the compiled step", "fit"]
+    assert [row["contestant"] for row in rows] == ["the compiled step", "fit", "fit, all metrics"]
 
 
 @pytest.mark.slow

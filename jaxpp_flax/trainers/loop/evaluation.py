@@ -14,6 +14,7 @@ from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, InferenceKind
 from jaxpp_flax.trainers.data.stream import awaited
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
+from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.model.calling import call_model
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.step.builder import ForwardOnly, Loop, StepBuilderCache
@@ -76,7 +77,9 @@ class Evaluation:
     eval_loss_fn: Callable[..., Any]
     predict_fn: Callable[..., Any]
     meet: Callable[[str], None]
+    clock: Clock
 
+    @timed("evaluation")
     def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None = None) -> dict[str, Any]:
         """Compute the mean loss and metrics over all examples of `data`, pipelined; the state does not change.
 

@@ -13,6 +13,7 @@ from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.data.batch import count_units
 from jaxpp_flax.trainers.loop.progress import Meter, Rate
 from jaxpp_flax.trainers.loop.trackers import Tracker
+from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics
 
 __all__ = ["Evaluate", "LogMetrics", "LoopHook", "StepHook", "StepRecord", "TrainerProtocol", "run_steps", "to_host"]
 
@@ -73,6 +74,8 @@ class TrainerProtocol(Protocol):
     log_every: int
     stopping: str | None
 
+    @property
+    def measures(self) -> RunMetrics: ...
     @property
     def step(self) -> int: ...
     def compile(self, batch: Any, *, global_batch_size: int | None = None) -> Any: ...
@@ -135,15 +138,17 @@ class LogMetrics(LoopHook):
     ) -> None:
         self._trainer, self._callbacks, self._meter = trainer, callbacks, meter or Meter()
         self._first, self._rate = trainer.step + 1, Rate(total)
-        self._units = 0  # of all steps
+        self.units, self.unit = 0, "examples"  # of all steps
+        self.best: tuple[str, float, int] | None = None
+        """The lowest `eval_loss`, or without evaluations the lowest logged `loss`, with its step."""
         self._pending: tuple[int, Mapping[str, Any], int, str] | None = None
         self.last: dict[str, Any] = {}
         """The metrics that were logged last, with the metrics of evaluations."""
 
     def __call__(self, record: StepRecord) -> None:
-        count, unit = record.count_units()
-        self._units += count
-        before, self._pending = self._pending, (record.step, record.metrics, self._units, unit)
+        count, self.unit = self._trainer.measures.count(record.batch, record.global_batch_size)
+        self.units += count
+        before, self._pending = self._pending, (record.step, record.metrics, self.units, self.unit)
         if before is not None:
             self._deliver(*before, is_last=False)
 
@@ -155,21 +160,32 @@ class LogMetrics(LoopHook):
     def add(self, named: Mapping[str, Any]) -> None:
         """Add the metrics of an evaluation; the rate of the steps does not include the evaluation's time."""
         self.last = {**self.last, **named}
-        self._rate.resume(self._units)
+        self._rate.resume(self.units)
+        self._compare("eval_loss", self._trainer.step)
 
     def _deliver(self, step: int, metrics: Mapping[str, Any], units: int, unit: str, *, is_last: bool) -> None:
         has_row = is_last or step % self._trainer.log_every == 0 or step == self._first
         wanting = [callback for callback in self._callbacks if callback.wants(step)]
         if not has_row and not any(_overrides_metrics(callback) for callback in wanting):
             return
-        self.last = to_host(metrics)
+        with self._trainer.measures.clock.part("device"):
+            self.last = to_host(metrics)
+        self._compare("loss", step)
         if has_row:
             rate, left = self._rate.read(step, units)
             self._meter.update(step, self.last, rate, unit, left)
             extra = {} if rate is None else {f"{unit}_per_second": rate}
-            self._trainer.tracker.log({**self.last, **extra}, step=step)
+            self._trainer.tracker.log({**self.last, **extra, **self._trainer.measures.row(step)}, step=step)
         for callback in wanting:
             callback.on_metrics(self._trainer, step, self.last)
+
+    def _compare(self, name: str, step: int) -> None:
+        """Note a value that is better than those before; an evaluation counts more than a step."""
+        value, best = self.last.get(name), self.best
+        if not isinstance(value, float) or (best is not None and best[0] == "eval_loss" != name):
+            return
+        if best is None or best[0] != name or value < best[1]:
+            self.best = (name, value, step)
 
 
 class Evaluate(LoopHook):

@@ -46,7 +46,7 @@ class StepsUnderWay:
     def __init__(self, how: OnNonFinite, display: Display, *, tells: bool) -> None:
         self._how, self._display, self._tells = how, display, tells
         self._metrics: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
-        self._skipped = self._in_a_row = 0
+        self.skipped = self._in_a_row = 0
 
     def add(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Note a step that was dispatched, and wait for the step two before.
@@ -80,16 +80,16 @@ class StepsUnderWay:
 
     def _count(self, step: int, is_skipped: bool) -> None:
         self._in_a_row = self._in_a_row + 1 if is_skipped else 0
+        self.skipped += is_skipped
         if not (is_skipped and self._tells):
             return
-        self._skipped += 1
         if self._in_a_row == _MAX_SKIPPED:
             raise NonFiniteLossError(
                 f"the last {_MAX_SKIPPED} steps, up to step {step}, were all skipped: none had a finite loss and "
                 "finite gradients, and nothing changes any more. Look at the data, lower the learning rate."
             )
-        if self._skipped <= 3 or self._skipped & (self._skipped - 1) == 0:
-            text = f"step {step} is skipped: its loss or gradients are not finite ({self._skipped} so far)"
+        if self.skipped <= 3 or self.skipped & (self.skipped - 1) == 0:
+            text = f"step {step} is skipped: its loss or gradients are not finite ({self.skipped} so far)"
             self._display.message(text)
 
 

@@ -177,7 +177,11 @@ class Display:
 
 
 def _fields(metrics: Mapping[str, Any], rate: float | None, unit: str, left: float | None) -> list[str]:
-    fields = [f"{name} {value:.4f}" for name, value in metrics.items() if isinstance(value, float) and name != "weight"]
+    shown = {name: value for name, value in metrics.items() if isinstance(value, float) and name != "weight"}
+    # A learning rate of 3e-5 would be 0.0000.
+    fields = [
+        f"{name} {value:.4f}" if not 0 < abs(value) < 1e-2 else f"{name} {value:.2e}" for name, value in shown.items()
+    ]
     if rate is not None:
         fields.append(f"{_short(rate)} {unit}/s")
     if left is not None:

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpp_flax.checkpoint import CheckpointSaveError, DirectoryInUseError
+from jaxpp_flax.checkpoint import CheckpointNotFoundError, CheckpointSaveError, DirectoryInUseError
 from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.checkpoint.shared_directory import check_shared
 from jaxpp_flax.processes.comparison import compare_lines
@@ -17,6 +17,7 @@ from jaxpp_flax.trainers.checkpoints import Checkpointing
 from jaxpp_flax.trainers.ending.preemption import PREEMPTED_STATUS
 from jaxpp_flax.trainers.errors import NonFiniteLossError
 from jaxpp_flax.trainers.loop.hooks import StepRecord
+from jaxpp_flax.trainers.metrics.summary import after_error
 
 __all__ = ["Saving"]
 
@@ -112,6 +113,16 @@ class Saving:
         except ProcessFailedError:
             return  # this error ends the process
 
+    def advice(self) -> str:
+        """Return what to do after an error, once the save under way has ended."""
+        if self._store is None:
+            return after_error(self._step, None, None)
+        try:
+            saved = self._store.latest()
+        except CheckpointNotFoundError:  # a directory that cannot be read must not hide the error
+            saved = None
+        return after_error(self._step, saved, self._store.directory)
+
     def interrupted(self, error: BaseException, *, whole: bool, together: bool) -> None:
         """After Ctrl-C: save the finished step if all processes come here, and say how to go on."""
         again = "fit(resume=True) goes on from the latest checkpoint"
@@ -134,9 +145,12 @@ class Saving:
 
     def end(self, preempted: Callable[[], bool]) -> None:
         """Wait for the save under way, save the last step, and exit if SIGTERM asked for it."""
+        clock = self.checkpoints.clock
         if self._store is not None:
-            self._store.wait()  # before a loss may end the run
-        self.checkpoints.under_way.finish()
+            with clock.part("save"):
+                self._store.wait()  # before a loss may end the run
+        with clock.part("device"):
+            self.checkpoints.under_way.finish()
         due = self.by_itself or preempted()
         if self._store is None:
             return

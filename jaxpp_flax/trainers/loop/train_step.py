@@ -14,6 +14,7 @@ from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, compared_rows
 from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison, await_same_end
 from jaxpp_flax.trainers.loop.progress import Display
+from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps, stage_table
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling, no_pipeline
@@ -42,6 +43,7 @@ class TrainStep:
     display: Display
     check_saves: Callable[[], None]
     diagnose: Callable[[float, tuple[Any, Any] | None, Any], Exception] | None
+    clock: Clock
 
     def compile(self, batch: Any, *, global_batch_size: int | None = None) -> Any:
         """Compile the training step for batches like this one, and print the table of stages; nothing runs.
@@ -72,6 +74,7 @@ class TrainStep:
                 display.message(plan.table())
         return compiled
 
+    @timed("dispatch")
     def step(self, batch: Any, whole: Any) -> dict[str, Any]:
         """Run one optimizer step on a batch. Batches with new shapes compile a new step first.
 
@@ -110,11 +113,13 @@ class TrainStep:
         state, metrics = results
         self.held.advance(state)
         if self.diagnose is not None and (beginning := self.held.take_beginning()) is not None:
-            loss = float(metrics["loss"])  # waits for the first step
+            with self.clock.part("device"):
+                loss = float(metrics["loss"])  # waits for the first step
             if not math.isfinite(loss):
                 raise self.diagnose(loss, beginning.values, microbatches)
         self.trained_on.after(metrics["loss"], self.held.step)
-        self.under_way.add(self.held.step, metrics)
+        with self.clock.part("device"):
+            self.under_way.add(self.held.step, metrics)
         return metrics
 
     def profile_step(self, batch: Any, *, global_batch_size: int | None = None) -> StepProfile:

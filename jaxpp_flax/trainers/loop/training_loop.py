@@ -28,6 +28,7 @@ from jaxpp_flax.trainers.loop.hooks import (
 from jaxpp_flax.trainers.loop.progress import Display
 from jaxpp_flax.trainers.loop.saving import Saving
 from jaxpp_flax.trainers.loop.tracked_run import TrackedRun
+from jaxpp_flax.trainers.metrics.summary import summarise_run
 from jaxpp_flax.trainers.setup import check_count
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.step.loss_trace import LossTrace
@@ -139,6 +140,7 @@ class TrainingLoop:
           [1, 2, 4]
         """
         _check_hooks(hooks)
+        trainer.measures.begin()
         rule = self._rule(remainder, global_batch_size)
         with self.saving.owned():
             if self.saving.by_itself:
@@ -152,7 +154,8 @@ class TrainingLoop:
 
             all_hooks = (*hooks, self.saving.after_step)
             try:
-                for record in run_steps(trainer, source, global_batch_size, all_hooks, begin=begin):
+                batches = trainer.measures.clock.each(source, "data")
+                for record in run_steps(trainer, batches, global_batch_size, all_hooks, begin=begin):
                     yield record.step, dict(record.metrics)
                 for hook in hooks:
                     if isinstance(hook, LoopHook):
@@ -196,6 +199,7 @@ class TrainingLoop:
           CorruptCheckpointError: if the latest checkpoint is damaged, unless `resume="latest_valid"`.
         """
         self.display.renew()
+        trainer.measures.begin()
         self.saving.agree_on_fit(arguments.common(), evaluates=arguments.eval_data is not None)
         with self.saving.owned():
             steps, position = arguments.steps, None
@@ -286,6 +290,8 @@ class _Fit:
                 self._train(source, first)
             except BaseException as error:
                 saving.finish(error)
+                if isinstance(error, Exception) and self._trainer.step > self._begin:
+                    error.add_note(saving.advice())
                 if isinstance(error, KeyboardInterrupt):
                     saving.interrupted(error, whole=not self._interruption.within_step, together=self._is_alone)
                 raise
@@ -296,7 +302,16 @@ class _Fit:
                 raise interrupted
             preempted = asked is not None and asked.kind == "preempted"
             saving.end(lambda: preempted or self._preemption.requested)
+            self._summarise()
         return self._log.last
+
+    def _summarise(self) -> None:
+        """Print what the run did."""
+        step, log, store = self._trainer.step, self._log, self._loop.checkpoints.store
+        if step > self._begin:
+            directory = None if store is None else store.directory
+            seconds, units = self._trainer.measures.seconds(), (log.units, log.unit)
+            self._meter.message(summarise_run(step, step - self._begin, seconds, units, log.best, directory))
 
     def _train(self, source: Iterable[Any], first: Callable[[Any], None]) -> None:
         trainer, started, stepped = self._trainer, False, False
@@ -314,6 +329,7 @@ class _Fit:
             return self._ending.reason is None
 
         hooks = (self._show, self._log, self._evaluation, self._loop.saving.after_step, self._ending)
+        source = trainer.measures.clock.each(source, "data")
         steps = run_steps(trainer, source, size, hooks, begin=begin, within=self._interruption.step)
         try:
             for _ in steps:

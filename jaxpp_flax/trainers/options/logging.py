@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, field
+from typing import Any, cast, get_args
 
 from jaxpp_flax.trainers.loop.progress import Meter
 from jaxpp_flax.trainers.loop.tracked_run import as_config
 from jaxpp_flax.trainers.loop.trackers import Tracker
+from jaxpp_flax.trainers.metrics.run_metrics import RunMetric, RunMetrics
+from jaxpp_flax.trainers.metrics.throughput import Throughput
+from jaxpp_flax.trainers.metrics.utilization import peak_flops
 from jaxpp_flax.trainers.options.base import Options
 from jaxpp_flax.trainers.setup import check_count
 from jaxpp_flax.trainers.step.learning_rate import find_learning_rate
-from jaxpp_flax.trainers.step.metrics import StepMetric, StepMetrics, check_metrics
+from jaxpp_flax.trainers.step.metrics import StepMetric, StepMetrics
 
 __all__ = ["Logging"]
+
+_OF_STEP, _OF_RUN = get_args(StepMetric), get_args(RunMetric)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +33,17 @@ class Logging(Options):
       config: a mapping or a dataclass, for the tracker beside the number of stages and the like.
       every: steps between two rows of metrics.
       progress: True for a bar on a terminal and lines elsewhere, False for nothing, or a `Meter`.
-      metrics: what a step computes and returns besides the metrics of the loss: any of "learning_rate",
-        "gradient_norm", "parameter_norm" and "update_ratio" (the norm of the update over that of the parameters before
-        it); True for all of them. Norms are over all trained parameters.
+      metrics: what to measure; True for all of it. "learning_rate", "gradient_norm", "parameter_norm" and
+        "update_ratio" (the norm of the update over the norm of the parameters before it) are computed inside the step,
+        over all trained parameters, and `train_step` returns them. The rows of a tracker have the others: "step_time"
+        (`step_seconds`, and the host's `data_seconds`, `dispatch_seconds`, `device_seconds`, `save_seconds` and
+        `evaluation_seconds` for each step), "goodput" (the share of the run's time spent training), "skipped_steps"
+        (of the run), "utilization" (the model's operations over the peak of all devices).
       learning_rate: for the metric of this name: a number, or a function of the number of steps done. None: from the
         optimizer (`optax.inject_hyperparams`, or the rate or schedule of Optax's own optimizers).
+      throughput: the unit of the rate, for instance without padding: `Throughput("tokens", of="targets")`.
+      peak_flops: the operations a second that one device does at most, for "utilization". None: from a table, which has
+        the data-centre cards of NVIDIA and AMD, and TPUs.
 
     Raises:
       TypeError, ValueError: naming the field that does not fit.
@@ -46,13 +57,20 @@ class Logging(Options):
     config: Any = None
     every: int = 10
     progress: bool | Meter = True
-    metrics: Sequence[StepMetric] | bool = ()
+    metrics: Sequence[StepMetric | RunMetric] | bool = ()
     learning_rate: float | Callable[[Any], Any] | None = None
+    throughput: Throughput = field(default_factory=Throughput)
+    peak_flops: float | None = None
 
     def __post_init__(self) -> None:
         check_count("every", self.every)
         as_config(self.config)
-        check_metrics(self.metrics)
+        self._check_metrics()
+        if not isinstance(self.throughput, Throughput):
+            kind = type(self.throughput).__name__
+            raise TypeError(f"throughput={self.throughput!r} ({kind}): it must be a Throughput.")
+        if self.peak_flops is not None and not self.peak_flops > 0:
+            raise ValueError(f"peak_flops={self.peak_flops!r}: it must be above 0, or None.")
         if not isinstance(self.progress, (bool, Meter)):
             kind = type(self.progress).__name__
             raise TypeError(f"progress={self.progress!r} ({kind}): it must be True, False or a Meter.")
@@ -68,6 +86,37 @@ class Logging(Options):
         Raises:
           ValueError: if the learning rate is asked for, and cannot be found.
         """
-        names = check_metrics(self.metrics)
+        names = self._chosen(_OF_STEP)
         rate = find_learning_rate(tx, opt_state, self.learning_rate) if "learning_rate" in names else None
         return StepMetrics(names=names, learning_rate=rate)
+
+    def run_metrics(self, devices: Sequence[Any], flops: Callable[[Any, int | None], float]) -> RunMetrics:
+        """Return the metrics of a run on these devices; `flops` counts the operations of a step on a batch.
+
+        Raises:
+          ValueError: if "utilization" is asked for by name, and the peak of the devices is not known.
+        """
+        peak = None if self.peak_flops is None else self.peak_flops * len(devices)
+        peak, names = peak or peak_flops(devices), self._chosen(_OF_RUN)
+        if "utilization" in names and peak is None:
+            if self.metrics is not True:
+                kind = getattr(devices[0], "device_kind", devices[0])
+                raise ValueError(
+                    f'Logging(metrics=...) asks for "utilization", and the peak of a device of kind {kind!r} is not '
+                    "known. Pass it: Logging(peak_flops=), the operations a second that one device does at most."
+                )
+            names = tuple(name for name in names if name != "utilization")
+        return RunMetrics(names=names, throughput=self.throughput, flops=flops, peak=peak)
+
+    def _chosen(self, names: Sequence[Any]) -> tuple[Any, ...]:
+        if isinstance(self.metrics, bool):
+            return tuple(names) if self.metrics else ()
+        return tuple(name for name in names if name in self.metrics)
+
+    def _check_metrics(self) -> None:
+        known = ", ".join((*_OF_STEP, *_OF_RUN))
+        if not isinstance(self.metrics, (bool, tuple, list)):
+            raise TypeError(f"metrics={self.metrics!r}: it must be True, or a tuple of names: {known}.")
+        for name in () if isinstance(self.metrics, bool) else self.metrics:
+            if name not in (*_OF_STEP, *_OF_RUN):
+                raise ValueError(f"metrics={self.metrics!r}: {name!r} is not one of {known}.")

@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from jaxpp_flax.engine.blocks import count_flops
+from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce_i
 from jaxpp_flax.layers.remat import policy_of
 from jaxpp_flax.schedules import Schedule, Task, TaskKind
-from jaxpp_flax.trainers.data.batch import dtype_of, signature
+from jaxpp_flax.trainers.data.batch import dtype_of, shape_of, signature
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.state.train_state import TrainState
@@ -111,6 +114,22 @@ class StepBuilder:
 
         return step
 
+    def count_flops(self, state: TrainState, microbatch: Any) -> float:
+        """Count the operations of the loss and its gradients for one microbatch, arrays or shapes.
+
+        What the trainer's `remat` recomputes does not count; what a block's own `remat` recomputes does.
+        """
+
+        def loss_of(params: Any, rest: Any, step: Any, microbatch: Any, index: Any) -> Any:
+            output, _ = call_function(
+                self.loss_fn, self.model, params, rest, microbatch, step=step, microbatch=index, training=True
+            )
+            return read_loss(output).total
+
+        shapes = jax.tree.map(shape_of, (state.params, state.model_state, state.step, microbatch))
+        index = jax.ShapeDtypeStruct((), jnp.int32)
+        return count_flops(from_jaxpr(jax.make_jaxpr(jax.value_and_grad(loss_of))(*shapes, index))[0].equations)
+
     def evaluate(self, loop: Loop) -> StepFunction:
         """Return `evaluate(state, batch) -> LossTerms`: sums over the microbatches; writes to the state are dropped."""
 
@@ -151,6 +170,11 @@ class StepBuilder:
         return treduce_i(body, loop.num_microbatches, loop.schedule, operation, init=list(init))
 
 
+def _one_of(microbatches: Any) -> Any:
+    """Return the shapes of one microbatch."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], dtype_of(x)), microbatches)
+
+
 class StepBuilderCache:
     """Returns the builder for a batch. The leaves that a loss writes or does not use depend on the batch."""
 
@@ -168,13 +192,17 @@ class StepBuilderCache:
         """Trace the training loss for such batches; each structure of a batch is traced once."""
         key = signature(microbatches)
         if key not in self._traced:
-            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], dtype_of(x)), microbatches)
+            one = _one_of(microbatches)
             found = trace_loss(self._untraced.model, self._untraced.loss_fn, state, one)
             if found.batch_statistics and self._num_microbatches > 1 and not self._has_warned:
                 self._has_warned = True
                 warn_of_batch_statistics(found.batch_statistics, self._num_microbatches)
             self._traced[key] = found
         return self._traced[key]
+
+    def count_flops(self, state: TrainState, microbatches: Any) -> float:
+        """Count the operations of the loss and its gradients for such batches."""
+        return self._num_microbatches * self._untraced.count_flops(state, _one_of(microbatches))
 
     def for_inference(self, loss_fn: Callable[..., Any] | None = None) -> StepBuilder:
         """Return a builder without carried leaves, by default with the training loss; nothing is traced."""

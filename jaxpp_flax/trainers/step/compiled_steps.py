@@ -24,6 +24,7 @@ from jaxpp_flax.trainers.assigner import Assigner, Pipeline, kept_bytes
 from jaxpp_flax.trainers.data.batch import signature
 from jaxpp_flax.trainers.loop.process_synchronization import compare_compilations
 from jaxpp_flax.trainers.mesh import batch_spec, inner_sizes, num_batch_shards
+from jaxpp_flax.trainers.metrics.clock import Clock
 from jaxpp_flax.trainers.model.sharding import AxisRules
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.train_state import TrainState
@@ -49,7 +50,9 @@ class CompiledSteps:
         rules: AxisRules,
         fsdp: str | int = "microbatch",
         residuals: ResidualPlan | None = None,
+        clock: Clock | None = None,
     ) -> None:
+        self.clock = clock or Clock()
         self._scheduling, self._assigner, self._builders, self._held = scheduling, assigner, builders, held
         self.state_specs, self._rules, self._fsdp, self._given_residuals = state_specs, rules, fsdp, residuals
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
@@ -57,7 +60,8 @@ class CompiledSteps:
     def for_training(self, microbatches: Any) -> Any:
         """Return the training step for such batches, and place the state for this step."""
         compiled = self.get("train", microbatches, lambda: self.training_function(microbatches), donate=True)
-        self._held.place(self._scheduling.mesh, lambda: compiled.in_shardings[0][0])
+        with self.clock.part("restore"):
+            self._held.place(self._scheduling.mesh, lambda: compiled.in_shardings[0][0])
         return compiled
 
     def training_function(self, microbatches: Any) -> Callable[..., Any]:
@@ -79,9 +83,10 @@ class CompiledSteps:
         process_group().step = held.step + (kind == "train")  # for messages
         key = self._key(kind, microbatches)
         if key not in self.compiled:
-            policy = self._ready_to_compile(kind, microbatches)
-            state = held.kept.described(held.memory) if donate else held.memory.for_inference()
-            self.compiled[key] = self._compile(build(), state, microbatches, policy, donate=donate)
+            with self.clock.part("compilation"):
+                policy = self._ready_to_compile(kind, microbatches)
+                state = held.kept.described(held.memory) if donate else held.memory.for_inference()
+                self.compiled[key] = self._compile(build(), state, microbatches, policy, donate=donate)
         compiled = self.compiled[key]
         if not donate:
             held.place_weights(lambda: compiled.in_shardings[0][0])

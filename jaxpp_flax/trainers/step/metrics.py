@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,32 +12,9 @@ import jax.numpy as jnp
 from jaxpp_flax.trainers.errors import LossError
 from jaxpp_flax.trainers.step.learning_rate import LearningRate
 
-__all__ = ["NO_METRICS", "StepMetric", "StepMetrics", "check_metrics"]
+__all__ = ["NO_METRICS", "StepMetric", "StepMetrics"]
 
 StepMetric = Literal["learning_rate", "gradient_norm", "parameter_norm", "update_ratio"]
-
-
-def check_metrics(metrics: Any) -> tuple[StepMetric, ...]:
-    """Return the names of `Logging(metrics=)`: True means all of them.
-
-    Raises:
-      ValueError, TypeError: naming the value that does not fit.
-
-    Example:
-      >>> check_metrics(True)
-      ('learning_rate', 'gradient_norm', 'parameter_norm', 'update_ratio')
-      >>> check_metrics(["gradient_norm"])
-      ('gradient_norm',)
-    """
-    known = get_args(StepMetric)
-    if isinstance(metrics, bool):
-        return known if metrics else ()
-    if not isinstance(metrics, (tuple, list)):
-        raise TypeError(f"metrics={metrics!r}: it must be True, or a tuple of names: {', '.join(known)}.")
-    for name in metrics:
-        if name not in known:
-            raise ValueError(f"metrics={metrics!r}: {name!r} is not one of {', '.join(known)}.")
-    return tuple(dict.fromkeys(metrics))
 
 
 @dataclass(frozen=True, kw_only=True)

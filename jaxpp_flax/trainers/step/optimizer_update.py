@@ -150,7 +150,8 @@ class Update:
         params = optax.apply_updates(state.params, updates)
         old, new = carried
         metrics: dict[str, Any] = {}
-        skips, finite = scale is not None or self.skips_nonfinite, None
+        finite: Any = None
+        skips = scale is not None or self.skips_nonfinite
         opt_states = (state.opt_state, opt_state)
         if skips:
             finite = jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]).all()

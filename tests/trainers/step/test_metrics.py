@@ -12,7 +12,6 @@ from flax import nnx
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.layers import add_lora
 from jaxpp_flax.trainers import Logging, LossError, Memory, MeshOptions, Parameters, Precision
-from jaxpp_flax.trainers.step.metrics import check_metrics
 from tests.helpers import slow
 from tests.trainers import models as m
 from tests.trainers.model import test_sharding as sharded
@@ -166,4 +165,3 @@ def test_a_metric_of_the_loss_with_the_same_name_is_refused():
 def test_names_that_do_not_exist(given, error, text):
     with pytest.raises(error, match=text):
         Logging(metrics=given)
-    assert check_metrics(False) == ()

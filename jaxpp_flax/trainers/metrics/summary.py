@@ -1,0 +1,70 @@
+"""The last lines of a run: what it did, and after a crash how to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxpp_flax.trainers.metrics.run_metrics import goodput
+
+__all__ = ["after_error", "summarise_run"]
+
+
+def summarise_run(
+    step: int,
+    steps: int,
+    seconds: Mapping[str, float],
+    units: tuple[int, str],
+    best: tuple[str, float, int] | None,
+    directory: Path | None,
+) -> str:
+    """Return the lines that `fit` prints at its end.
+
+    Args:
+      step: the number of the last step.
+      steps: the steps of this run.
+      seconds: the run's time by part.
+      units: the units of all steps, such as tokens, and their name.
+      best: the name of a metric, its best value and the step of that value.
+      directory: the directory of checkpoints.
+
+    Example:
+      >>> print(summarise_run(30, 20, {"dispatch": 1.0, "device": 7.0, "compilation": 2.0}, (4000, "tokens"),
+      ...                     ("eval_loss", 1.25, 20), Path("run")))
+      20 steps, up to step 30, in 0:00:10: device 70%, compilation 20%, dispatch 10% (goodput 80%); 500 tokens/s
+      best eval_loss 1.2500 at step 20; checkpoints in run
+    """
+    total = max(sum(seconds.values()), 1e-9)
+    shares = sorted(((of / total, part) for part, of in seconds.items() if of >= 0.005 * total), reverse=True)
+    split = ", ".join(f"{part} {share:.0%}" for share, part in shares)
+    training = sum(seconds.get(part, 0.0) for part in ("data", "dispatch", "device", "other"))
+    hours, rest = divmod(round(total), 3600)
+    first = (
+        f"{steps} steps, up to step {step}, in {hours}:{rest // 60:02d}:{rest % 60:02d}: {split} "
+        f"(goodput {goodput(seconds):.0%}); {units[0] / max(training, 1e-9):,.0f} {units[1]}/s"
+    )
+    more = []
+    if best is not None:
+        more.append(f"best {best[0]} {best[1]:.4f} at step {best[2]}")
+    if directory is not None:
+        more.append(f"checkpoints in {directory}")
+    return "\n".join([first, *(["; ".join(more)] if more else [])])
+
+
+def after_error(step: int, saved: int | None, directory: Path | None) -> str:
+    """Return what to do after an error of a loop, in which `step` was the last step; `saved` is the newest checkpoint.
+
+    Example:
+      >>> after_error(25, 20, Path("run")).partition(": ")[2]
+      'it goes on from step 20 of run.'
+    """
+    begin = f"Training stopped after step {step}."
+    if directory is None:
+        return (
+            f"{begin} Nothing was saved: pass checkpoints=Checkpoints(directory, every=...), and "
+            "fit(..., resume=True) goes on from the latest checkpoint."
+        )
+    if saved is None:
+        return f"{begin} {directory} holds no checkpoint yet, so the next run begins anew. Save more often: every=."
+    again = "Mend the cause and run again with fit(..., resume=True): it goes on"
+    return f"{begin} {again} from step {saved} of {directory}."

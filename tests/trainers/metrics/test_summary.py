@@ -1,0 +1,84 @@
+"""The last lines of `fit`, after its end and after an error."""
+
+from __future__ import annotations
+
+import re
+
+import optax
+import pytest
+from flax import nnx
+
+from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.trainers import BatchError, Callback, Checkpoints, Logging
+from jaxpp_flax.trainers.loop.progress import Meter
+from tests.trainers import models as m
+
+BATCHES = [m.make_batch(4, seed) for seed in range(4)]
+
+
+class Lines(Meter):
+    def __init__(self):
+        self.lines = []
+
+    def message(self, text):
+        self.lines.append(text)
+
+
+class Breaks(Callback):
+    def on_step(self, trainer, step):
+        if step == 3:
+            raise RuntimeError("a broken callback")
+
+
+def make(checkpoints=None):
+    shown = Lines()
+    trainer = PipelineTrainer(
+        m.Model(2, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, num_stages=1, num_microbatches=2,
+        logging=Logging(progress=shown), checkpoints=checkpoints,
+    )  # fmt: skip
+    return trainer, shown
+
+
+def test_the_end_of_a_run(tmp_path):
+    trainer, shown = make(tmp_path)
+    metrics = trainer.fit(BATCHES, eval_data=BATCHES[:1])
+    first, second = shown.lines[-1].splitlines()
+    assert re.match(
+        r"4 steps, up to step 4, in 0:00:\d\d: .*compilation \d+%.* \(goodput \d+%\); [\d,]+ tokens/s$", first
+    )
+    assert second == f"best eval_loss {metrics['eval_loss']:.4f} at step 4; checkpoints in {tmp_path}"
+    trainer.fit(BATCHES, steps=2)
+    assert shown.lines[-1].startswith("2 steps, up to step 6, in ")
+    assert "best loss " in shown.lines[-1]
+
+
+def advice(error):
+    return error.value.__notes__[-1]
+
+
+def test_an_error_says_from_which_checkpoint_to_go_on(tmp_path):
+    trainer, _ = make(Checkpoints(tmp_path, every=2))
+    with pytest.raises(RuntimeError, match="broken callback") as error:
+        trainer.fit(BATCHES, callbacks=[Breaks()])
+    assert advice(error) == (
+        "Training stopped after step 3. Mend the cause and run again with fit(..., resume=True): it goes on from "
+        f"step 2 of {tmp_path}."
+    )
+    other, _ = make(Checkpoints(tmp_path, every=2))
+    other.fit(BATCHES, steps=4, resume=True)  # as it says
+    assert other.step == 4
+
+
+def test_an_error_without_checkpoints(tmp_path):
+    with pytest.raises(RuntimeError) as error:
+        make()[0].fit(BATCHES, callbacks=[Breaks()])
+    assert "Nothing was saved: pass checkpoints=Checkpoints(directory, every=...)" in advice(error)
+    with pytest.raises(RuntimeError) as error:
+        make(Checkpoints(tmp_path, every=100))[0].fit(BATCHES, callbacks=[Breaks()])
+    assert f"{tmp_path} holds no checkpoint yet" in advice(error)
+
+
+def test_an_error_before_the_first_step_has_no_advice():
+    with pytest.raises(BatchError, match="cannot be cut") as error:
+        make()[0].fit([{"tokens": BATCHES[0]["tokens"][:3], "targets": BATCHES[0]["targets"][:3]}])
+    assert not any("Training stopped" in note for note in getattr(error.value, "__notes__", ()))
