@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.tracing.ir import Graph, VerificationError
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 
-__all__ = ["HOST_MEMORY", "Free", "Instruction", "Program", "ProgramTask", "Run", "Transfer", "Wait"]
+__all__ = ["HOST_MEMORY", "Free", "Instruction", "Program", "ProgramTask", "Run", "Transfer"]
 
 HOST_MEMORY = "pinned_host"
 """The kind of memory to which residuals are offloaded."""
@@ -117,23 +117,7 @@ class Free:
         return ()
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Let the rank go on when these offloaded slots have arrived in host memory: then the devices' copies are free."""
-
-    rank: int
-    slots: tuple[int, ...]
-
-    def reads(self) -> tuple[int, ...]:
-        """Return the slots that must be defined."""
-        return self.slots
-
-    def writes(self) -> tuple[int, ...]:
-        """Return nothing: a wait writes no slot."""
-        return ()
-
-
-Instruction = Run | Transfer | Free | Wait
+Instruction = Run | Transfer | Free
 
 
 @dataclass(frozen=True)
@@ -185,7 +169,7 @@ class Program:
                     raise VerificationError(f"{where} runs a task of rank {task.rank} on rank {rank}")
                 for position in task.donate:
                     del defined[instruction.inputs[position]]
-            elif isinstance(instruction, Transfer):
+            else:
                 rank = instruction.target
             for slot in instruction.writes():
                 if slot in defined:
@@ -205,7 +189,7 @@ class Program:
             return f"{instruction.verb} on rank {instruction.target}"
         if isinstance(instruction, Transfer):
             return f"transfer rank {instruction.source} -> rank {instruction.target}"
-        return f"{'wait' if isinstance(instruction, Wait) else 'free'} on rank {instruction.rank}"
+        return f"free on rank {instruction.rank}"
 
     def as_text(self) -> str:
         """Return one line of text for each instruction."""
@@ -233,8 +217,6 @@ class Program:
                     f"rank {instruction.source} -> rank {instruction.target}: "
                     f"send {names(instruction.sent)} receive {names(instruction.received)}"
                 )
-            elif isinstance(instruction, Wait):
-                lines.append(f"rank {instruction.rank}: wait for the offload of {names(instruction.slots)}")
             else:
                 lines.append(f"rank {instruction.rank}: free {names(instruction.slots)}")
         return "\n".join(lines)
@@ -249,8 +231,7 @@ def _verify_memory(instruction: Instruction, on_host: set[int], where: str) -> N
         on_host.difference_update(instruction.slots)
         return
     for slot in instruction.reads():
-        wants_host = isinstance(instruction, Wait) or (memory is not None and memory != HOST_MEMORY)
-        if (slot in on_host) != wants_host:
+        if (slot in on_host) != (memory is not None and memory != HOST_MEMORY):
             state = "is in host memory" if slot in on_host else "was not offloaded"
             raise VerificationError(f"{where} reads slot {slot}, which {state}")
     on_host.difference_update(instruction.writes())

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpp_flax._compat import copy_arrays
 from jaxpp_flax.engine.arrays.mesh import RankMeshes
 from jaxpp_flax.engine.arrays.placing import place
-from jaxpp_flax.engine.program.program import HOST_MEMORY, Instruction, Program, Run, Transfer, Wait
+from jaxpp_flax.engine.program.program import HOST_MEMORY, Free, Program, Run, Transfer
 from jaxpp_flax.engine.runtime.debug_switches import SpecialValues
 from jaxpp_flax.engine.runtime.executables import Executables
 from jaxpp_flax.engine.runtime.host_memory import to_memory
@@ -83,7 +83,7 @@ class Runtime:
         placed = copy_arrays([value[m] for _, m in indices], [on_rank[rank] for rank, _ in indices])
         return dict(zip(indices.values(), placed, strict=True))
 
-    def _bind(self, number: int, instruction: Instruction, local: set[int]) -> Step | None:
+    def _bind(self, number: int, instruction: Run | Transfer | Free, local: set[int]) -> Step | None:
         if isinstance(instruction, Transfer):
             return self._bind_any_transfer(number, instruction, local)
         if instruction.rank not in local:
@@ -93,8 +93,6 @@ class Runtime:
             if self._distributed is None:
                 return run
             return self._step_of(_after, self._distributed.connection.window.before_task, run)
-        if isinstance(instruction, Wait):
-            return self._step_of(_wait, instruction.slots)
         return self._step_of(_free, instruction.slots, instruction.delete)
 
     def _bind_run(self, number: int, run: Run) -> Step:
@@ -263,12 +261,6 @@ def _free(slots: tuple[int, ...], delete: tuple[int, ...], environment: Environm
         environment[slot].delete()
     for slot in slots:
         environment[slot] = None
-
-
-def _wait(slots: tuple[int, ...], environment: Environment) -> None:
-    # What is awaited was given to the devices before, in the one order of all processes: nobody waits in a circle.
-    for slot in slots:
-        environment[slot].block_until_ready()
 
 
 def _refuse_other_memory(program: Program, executables: Executables) -> None:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 
-from jaxpp_flax.engine.program.program import HOST_MEMORY, Instruction, Program, Run, Transfer, Wait
+from jaxpp_flax.engine.program.program import HOST_MEMORY, Instruction, Program, Run, Transfer
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 from jaxpp_flax.schedules.residuals import HostCopy, ResidualPlan, host_copies
 from jaxpp_flax.schedules.task import TaskKind
@@ -48,21 +48,16 @@ def offload(program: Program, plan: ResidualPlan | None) -> Program:
                 host = tuple(range(count, count + len(slots)))
                 back = tuple(range(host[-1] + 1, host[-1] + 1 + len(slots)))
                 count += 2 * len(slots)
-                gone = None if copy.gone_before is None else runs[copy.gone_before]
-                moves.append(_Move(rank, found.sends_end[forward], gone, fetch, frozenset(readers), slots, host, back))
+                moves.append(_Move(rank, found.sends_end[forward], fetch, frozenset(readers), slots, host, back))
     return replace(program, instructions=_with_moves(program.instructions, moves), num_slots=count)
 
 
 @dataclass(frozen=True)
 class _Move:
-    """An offload after one instruction, a fetch before another one, and the runs that read the fetched slots.
-
-    `gone` is the instruction that waits for the end of the offload, if one does.
-    """
+    """An offload after one instruction, a fetch before another one, and the runs that read the fetched slots."""
 
     rank: int
     after: int
-    gone: int | None
     before: int
     readers: frozenset[int]
     slots: tuple[int, ...]
@@ -72,18 +67,14 @@ class _Move:
 
 def _with_moves(instructions: Sequence[Instruction], moves: Sequence[_Move]) -> tuple[Instruction, ...]:
     before, after = defaultdict[int, list[_Move]](list), defaultdict[int, list[_Move]](list)
-    waits = defaultdict[int, list[_Move]](list)
     renamed: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by the number of the run that reads
     for move in moves:
         before[move.before].append(move)
         after[move.after].append(move)
-        if move.gone is not None:
-            waits[move.gone].append(move)
         for reader in move.readers:
             renamed[reader].update(zip(move.slots, move.back, strict=True))
     changed: list[Instruction] = []
     for number, instruction in enumerate(instructions):
-        changed += [Wait(m.rank, m.host) for m in waits.get(number, ())]
         changed += [Transfer(m.rank, m.rank, m.host, m.back, "device") for m in before.get(number, ())]
         if isinstance(instruction, Run) and number in renamed:
             inputs = tuple(renamed[number].get(slot, slot) for slot in instruction.inputs)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpp_flax.engine.passes.memory.offload import offload
-from jaxpp_flax.engine.program.program import HOST_MEMORY, Free, Program, Run, Transfer, Wait
+from jaxpp_flax.engine.program.program import HOST_MEMORY, Free, Program, Run, Transfer
 from jaxpp_flax.engine.tracing.ir import Graph, Value, VerificationError
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.schedules import GPipe, Interleaved1F1B, Std1F1B
@@ -64,31 +64,6 @@ def test_the_device_copy_is_freed_right_after_the_offload_and_parameters_stay():
     assert [t.donate for t in program.tasks] == [t.donate for t in kept.tasks]
     assert "offload s" in program.as_text()
     assert f"to {HOST_MEMORY} as s" in program.as_text()
-
-
-@pytest.mark.parametrize("within", [1, 2])
-@pytest.mark.parametrize("schedule", [GPipe(2), Std1F1B(4), Interleaved1F1B(4, 2)], ids=lambda s: type(s).__name__)
-def test_a_rank_waits_for_the_ends_of_offloads_where_the_simulator_does(schedule: Any, within: int):
-    plan = ResidualPlan([OFFLOAD] * schedule.num_stages, fetch_ahead=2, offload_within=within)
-    program = program_of(schedule, plan)
-    program.verify()
-    for rank, tasks in enumerate(schedule.tasks(4)):
-        position, found, moved = -1, list[int](), set[int]()
-        for i in program.instructions:
-            if isinstance(i, Run) and i.rank == rank and program.tasks[i.task].stage is not None:
-                position += 1
-            elif isinstance(i, Transfer) and i.verb == "offload" and i.source == rank:
-                moved = {*moved, *i.received}
-            elif isinstance(i, Wait) and i.rank == rank:
-                assert moved.issuperset(i.slots)
-                found.append(position + 1)
-        assert sorted(found) == sorted(copy.gone_before or 0 for copy in host_copies(tasks, plan))
-    assert "wait for the offload of s" in program.as_text()
-    assert "wait" not in program_of(schedule, replace_within(plan, None)).as_text()
-
-
-def replace_within(plan: ResidualPlan, within: int | None) -> ResidualPlan:
-    return ResidualPlan(plan.stages, fetch_ahead=plan.fetch_ahead, offload_within=within)
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 0.9])
