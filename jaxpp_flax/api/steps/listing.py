@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.api.tasks import OWN_KIND, TaskType
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.program.program import Program, ProgramTask, Run, Transfer
+from jaxpp_flax.engine.program.program import Program, ProgramTask, Run, Transfer, Wait
 from jaxpp_flax.schedules.task import TaskKind
 
 __all__ = ["ProgramListing"]
@@ -69,6 +69,8 @@ class _Printer:
                 yield from self._task(instruction)
             elif isinstance(instruction, Transfer):
                 yield from self._transfer(number, instruction)
+            elif isinstance(instruction, Wait):
+                yield f"     = wait[mpmd_idx={instruction.rank}] {self._read(instruction.copies)}"
             else:
                 dropped = " ".join(f"_:{self._type(slot)}" for slot in instruction.slots)
                 yield f"    {dropped} = delete[mpmd_idx={instruction.rank}] {self._read(instruction.slots)}"

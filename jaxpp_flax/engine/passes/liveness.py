@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxpp_flax.engine.program.program import Free, Instruction, Program, Run, Transfer
+from jaxpp_flax.engine.program.program import Free, Instruction, Program, Run, Transfer, Wait
 from jaxpp_flax.engine.tracing.ir import Atom, VerificationError, memory_kind_of
 
 __all__ = ["allocate_slots"]
@@ -119,6 +119,9 @@ def _with_frees(
         elif isinstance(instruction, Transfer):
             rank, target = instruction.source, instruction.target
             yield Transfer(rank, target, reads, slots.define(writes, target), instruction.memory)
+        elif isinstance(instruction, Wait):
+            rank = target = instruction.rank
+            yield Wait(rank, slots.of(instruction.sent), slots.of(instruction.copies))
         else:
             raise VerificationError("slots are allocated once: the program already frees some")
         if freed := [slot for slot in dying if slot not in gone]:

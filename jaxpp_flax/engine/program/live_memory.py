@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from jaxpp_flax.engine.program.program import HOST_MEMORY, Free, Instruction, Program, Run, Transfer
+from jaxpp_flax.engine.program.program import HOST_MEMORY, Free, Instruction, Program, Run, Transfer, Wait
 from jaxpp_flax.schedules.task import TaskKind
 
 __all__ = ["LiveMemory"]
@@ -38,6 +38,7 @@ class LiveMemory:
         """Run an instruction; `written` has the bytes of the slots that it writes."""
         if isinstance(instruction, Free):
             self._drop(instruction.slots)
+        if isinstance(instruction, Free | Wait):
             return
         rank = instruction.target if isinstance(instruction, Transfer) else instruction.rank
         on_host = isinstance(instruction, Transfer) and instruction.memory == HOST_MEMORY

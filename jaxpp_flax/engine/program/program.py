@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.tracing.ir import Graph, VerificationError
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 
-__all__ = ["HOST_MEMORY", "Free", "Instruction", "Program", "ProgramTask", "Run", "Transfer"]
+__all__ = ["HOST_MEMORY", "Free", "Instruction", "Program", "ProgramTask", "Run", "Transfer", "Wait"]
 
 HOST_MEMORY = "pinned_host"
 """The kind of memory to which residuals are offloaded."""
@@ -117,7 +117,24 @@ class Free:
         return ()
 
 
-Instruction = Run | Transfer | Free
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait until an offload has ended: `copies` are its host slots, and `sent` the device slots, which end here."""
+
+    rank: int
+    sent: tuple[int, ...]
+    copies: tuple[int, ...]
+
+    def reads(self) -> tuple[int, ...]:
+        """Return the slots that must be defined."""
+        return (*self.sent, *self.copies)
+
+    def writes(self) -> tuple[int, ...]:
+        """Return nothing: a wait writes no slot."""
+        return ()
+
+
+Instruction = Run | Transfer | Free | Wait
 
 
 @dataclass(frozen=True)
@@ -162,6 +179,7 @@ class Program:
             if isinstance(instruction, Free):
                 for slot in instruction.slots:
                     del defined[slot]
+            if isinstance(instruction, Free | Wait):
                 continue
             if isinstance(instruction, Run):
                 task = self.tasks[instruction.task]
@@ -189,7 +207,7 @@ class Program:
             return f"{instruction.verb} on rank {instruction.target}"
         if isinstance(instruction, Transfer):
             return f"transfer rank {instruction.source} -> rank {instruction.target}"
-        return f"free on rank {instruction.rank}"
+        return f"{'wait' if isinstance(instruction, Wait) else 'free'} on rank {instruction.rank}"
 
     def as_text(self) -> str:
         """Return one line of text for each instruction."""
@@ -217,6 +235,8 @@ class Program:
                     f"rank {instruction.source} -> rank {instruction.target}: "
                     f"send {names(instruction.sent)} receive {names(instruction.received)}"
                 )
+            elif isinstance(instruction, Wait):
+                lines.append(f"rank {instruction.rank}: wait for {names(instruction.copies)}")
             else:
                 lines.append(f"rank {instruction.rank}: free {names(instruction.slots)}")
         return "\n".join(lines)
@@ -229,6 +249,11 @@ def _verify_memory(instruction: Instruction, on_host: set[int], where: str) -> N
         raise VerificationError(f"{where} moves slots of rank {instruction.source}: a rank offloads its own")
     if isinstance(instruction, Free):
         on_host.difference_update(instruction.slots)
+        return
+    if isinstance(instruction, Wait):
+        for slot in instruction.copies:
+            if slot not in on_host:
+                raise VerificationError(f"{where} waits for slot {slot}, which was not offloaded")
         return
     for slot in instruction.reads():
         if (slot in on_host) != (memory is not None and memory != HOST_MEMORY):

@@ -1,4 +1,7 @@
-"""The instruction loop: runs a compiled program over an environment of slots, and never waits for a result."""
+"""The instruction loop: runs a compiled program over an environment of slots.
+
+It never waits for a result; it waits for the end of an offload only where a `ResidualPlan` says so.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpp_flax._compat import copy_arrays
 from jaxpp_flax.engine.arrays.mesh import RankMeshes
 from jaxpp_flax.engine.arrays.placing import place
-from jaxpp_flax.engine.program.program import HOST_MEMORY, Free, Program, Run, Transfer
+from jaxpp_flax.engine.program.program import HOST_MEMORY, Instruction, Program, Run, Transfer, Wait
 from jaxpp_flax.engine.runtime.debug_switches import SpecialValues
 from jaxpp_flax.engine.runtime.executables import Executables
 from jaxpp_flax.engine.runtime.host_memory import to_memory
@@ -83,7 +86,7 @@ class Runtime:
         placed = copy_arrays([value[m] for _, m in indices], [on_rank[rank] for rank, _ in indices])
         return dict(zip(indices.values(), placed, strict=True))
 
-    def _bind(self, number: int, instruction: Run | Transfer | Free, local: set[int]) -> Step | None:
+    def _bind(self, number: int, instruction: Instruction, local: set[int]) -> Step | None:
         if isinstance(instruction, Transfer):
             return self._bind_any_transfer(number, instruction, local)
         if instruction.rank not in local:
@@ -93,6 +96,8 @@ class Runtime:
             if self._distributed is None:
                 return run
             return self._step_of(_after, self._distributed.connection.window.before_task, run)
+        if isinstance(instruction, Wait):
+            return self._step_of(_wait, instruction.copies)
         return self._step_of(_free, instruction.slots, instruction.delete)
 
     def _bind_run(self, number: int, run: Run) -> Step:
@@ -261,6 +266,12 @@ def _free(slots: tuple[int, ...], delete: tuple[int, ...], environment: Environm
         environment[slot].delete()
     for slot in slots:
         environment[slot] = None
+
+
+def _wait(copies: tuple[int, ...], environment: Environment) -> None:
+    # An offload depends on earlier instructions of the global order only, and these are dispatched: no deadlock.
+    for slot in copies:
+        environment[slot].block_until_ready()
 
 
 def _refuse_other_memory(program: Program, executables: Executables) -> None:

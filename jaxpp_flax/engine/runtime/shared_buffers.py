@@ -7,7 +7,7 @@ buffer away while another one still reads it.
 
 from __future__ import annotations
 
-from jaxpp_flax.engine.program.program import Free, Program, Run, Transfer
+from jaxpp_flax.engine.program.program import Free, Program, Run, Transfer, Wait
 
 __all__ = ["handed_over"]
 
@@ -26,7 +26,7 @@ def handed_over(program: Program) -> dict[int, frozenset[int]]:
     given_away = _given_away(program, results)
     found: dict[int, frozenset[int]] = {}
     for number, instruction in enumerate(program.instructions):
-        if isinstance(instruction, Free):
+        if isinstance(instruction, Free | Wait):
             continue
         borrowed.difference_update(instruction.writes())
         if isinstance(instruction, Run):

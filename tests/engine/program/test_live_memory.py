@@ -21,8 +21,10 @@ pytestmark = pytest.mark.full_compilation
 STAGES, MICROBATCHES = 3, 5
 
 
-def compiled_step(schedule: Schedule, stages: list[StageResiduals] | None) -> tuple[Any, Any]:
-    plan = None if stages is None else ResidualPlan(stages)
+def compiled_step(
+    schedule: Schedule, stages: list[StageResiduals] | None, within: int | None = None
+) -> tuple[Any, Any]:
+    plan = None if stages is None else ResidualPlan(stages, offload_within=within)
     arguments = two_layers(STAGES), batch_of(MICROBATCHES, dim=8)
     step = mpmd_jit_with_loop(sgd_step(schedule, hidden_loss), mesh_of(STAGES), residuals=plan)
     return step.compile(*arguments), arguments
@@ -76,17 +78,18 @@ PLANS = {
 
 
 @pytest.mark.parametrize(
-    ("schedule", "name"),
+    ("schedule", "name", "within"),
     [
-        (GPipe(STAGES), "moved"),
-        (Std1F1B(STAGES), "mixed"),
-        (ZeroBubble(STAGES), "mixed"),
-        (GPipe(STAGES), "parts"),
-        (ZeroBubble(STAGES), "parts"),
+        (GPipe(STAGES), "moved", None),
+        (GPipe(STAGES), "moved", 2),
+        (Std1F1B(STAGES), "mixed", None),
+        (ZeroBubble(STAGES), "mixed", 1),
+        (GPipe(STAGES), "parts", None),
+        (ZeroBubble(STAGES), "parts", 1),
     ],
 )
-def test_bytes_after_every_instruction_are_those_of_live_arrays(schedule: Schedule, name: str):
-    compiled, arguments = compiled_step(schedule, PLANS[name])
+def test_bytes_after_every_instruction_are_those_of_live_arrays(schedule: Schedule, name: str, within: int | None):
+    compiled, arguments = compiled_step(schedule, PLANS[name], within)
     expected = predicted(compiled)
     assert measured(compiled, arguments) == expected
     host = [max(held[rank] for _, held in expected) for rank in range(STAGES)]

@@ -3,7 +3,8 @@
 Both copies are instructions with a place in the order of their rank; `schedules.residuals.host_copies` chooses the
 place for the program as for the simulator. A value moves if the stage's own backward of the same microbatch is its only
 later reader. So parameters, the batch, accumulators, carries and results stay on the devices, and so does a value that
-another stage of the rank still reads.
+another stage of the rank still reads. Where the plan bounds the offloads, the rank waits for the end of a copy, and
+holds the device's values until then.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 
-from jaxpp_flax.engine.program.program import HOST_MEMORY, Instruction, Program, Run, Transfer
+from jaxpp_flax.engine.program.program import HOST_MEMORY, Instruction, Program, Run, Transfer, Wait
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
 from jaxpp_flax.schedules.residuals import HostCopy, ResidualPlan, host_copies
 from jaxpp_flax.schedules.task import TaskKind
@@ -48,16 +49,18 @@ def offload(program: Program, plan: ResidualPlan | None) -> Program:
                 host = tuple(range(count, count + len(slots)))
                 back = tuple(range(host[-1] + 1, host[-1] + 1 + len(slots)))
                 count += 2 * len(slots)
-                moves.append(_Move(rank, found.sends_end[forward], fetch, frozenset(readers), slots, host, back))
+                gone = None if copy.gone_before is None else runs[copy.gone_before]
+                moves.append(_Move(rank, found.sends_end[forward], gone, fetch, frozenset(readers), slots, host, back))
     return replace(program, instructions=_with_moves(program.instructions, moves), num_slots=count)
 
 
 @dataclass(frozen=True)
 class _Move:
-    """An offload after one instruction, a fetch before another one, and the runs that read the fetched slots."""
+    """An offload after one instruction, its end and a fetch before others, and the runs that read the fetched slots."""
 
     rank: int
     after: int
+    gone: int | None
     before: int
     readers: frozenset[int]
     slots: tuple[int, ...]
@@ -67,14 +70,17 @@ class _Move:
 
 def _with_moves(instructions: Sequence[Instruction], moves: Sequence[_Move]) -> tuple[Instruction, ...]:
     before, after = defaultdict[int, list[_Move]](list), defaultdict[int, list[_Move]](list)
+    gone = defaultdict[int | None, list[_Move]](list)
     renamed: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by the number of the run that reads
     for move in moves:
         before[move.before].append(move)
         after[move.after].append(move)
+        gone[move.gone].append(move)
         for reader in move.readers:
             renamed[reader].update(zip(move.slots, move.back, strict=True))
     changed: list[Instruction] = []
     for number, instruction in enumerate(instructions):
+        changed += [Wait(m.rank, m.slots, m.host) for m in gone.get(number, ())]
         changed += [Transfer(m.rank, m.rank, m.host, m.back, "device") for m in before.get(number, ())]
         if isinstance(instruction, Run) and number in renamed:
             inputs = tuple(renamed[number].get(slot, slot) for slot in instruction.inputs)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpp_flax.engine.passes.memory.offload import offload
-from jaxpp_flax.engine.program.program import HOST_MEMORY, Free, Program, Run, Transfer
+from jaxpp_flax.engine.program.program import HOST_MEMORY, Free, Program, Run, Transfer, Wait
 from jaxpp_flax.engine.tracing.ir import Graph, Value, VerificationError
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.schedules import GPipe, Interleaved1F1B, Std1F1B
@@ -50,6 +50,23 @@ def test_copies_stand_where_the_simulator_has_them(schedule: Any, share: float):
             elif isinstance(i, Transfer) and i.memory is not None and i.source == rank:
                 found.append((position, i.verb))
         assert sorted(found) == sorted(expected)
+
+
+@pytest.mark.parametrize("schedule", [GPipe(2), Interleaved1F1B(4, 2)], ids=lambda s: type(s).__name__)
+def test_waits_stand_where_the_simulator_has_them_and_device_copies_end_there(schedule: Any):
+    plan = ResidualPlan([OFFLOAD] * schedule.num_stages, offload_within=1)
+    program = program_of(schedule, plan)
+    for rank, tasks in enumerate(schedule.tasks(4)):
+        position, found = -1, []
+        for number, i in enumerate(program.instructions):
+            if isinstance(i, Run) and i.rank == rank and program.tasks[i.task].stage is not None:
+                position += 1
+            elif isinstance(i, Wait) and i.rank == rank:
+                found.append(position + 1)
+                assert program.instructions[number + 1] == Free(rank, i.sent)
+        expected = [copy.gone_before for copy in host_copies(tasks, plan)]
+        assert found
+        assert sorted(found) == sorted(c for c in expected if c is not None)
 
 
 def test_the_device_copy_is_freed_right_after_the_offload_and_parameters_stay():
@@ -149,3 +166,7 @@ def test_broken_copies_are_found():
     fetch = program.instructions[back]
     broken("offload on rank 0.* reads slot .* is in host memory", back, replace(fetch, memory=HOST_MEMORY))
     broken("moves slots of rank 0: a rank offloads its own", number, replace(away, target=1))
+    bounded = program_of(GPipe(2), ResidualPlan([OFFLOAD, OFFLOAD], offload_within=1))
+    instructions = tuple(replace(i, copies=i.sent) if isinstance(i, Wait) else i for i in bounded.instructions)
+    with pytest.raises(VerificationError, match=r"wait on rank 0.* waits for slot .*, which was not offloaded"):
+        replace(bounded, instructions=instructions).verify()
