@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.program.program import HOST_MEMORY
+from jaxpp_flax.engine.runtime import instruction_loop
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import GPipe, Interleaved1F1B, Schedule, ScheduleError, Std1F1B, ZeroBubble
@@ -152,3 +154,44 @@ def test_refusals():
 
     refused("recomputes the residuals of stage 0, but io_callback at .*test_residuals.py.*side effects.*twice",
             ResidualPlan([RECOMPUTE, KEEP]), sgd_step(GPipe(2), loss))  # fmt: skip
+
+
+@pytest.mark.parametrize("within", [1, None])
+def test_a_rank_runs_no_further_ahead_of_a_slow_offload_than_the_plan_says(
+    within: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    """A copy ends late because its forward takes long: the host has long dispatched all tasks that do not wait."""
+    copies: list[list[jax.Array]] = []
+    leaving: list[int] = []  # before each task of rank 0: the copies to the host that have not ended
+    run, to_memory = instruction_loop._run, instruction_loop.to_memory
+
+    def copied(arrays: Any, shardings: Any) -> Any:
+        made = to_memory(arrays, shardings)
+        if shardings[0].memory_kind == HOST_MEMORY:
+            copies.append(made)
+        return made
+
+    def watched(executable: Any, inputs: Any, outputs: Any, environment: Any) -> None:
+        leaving.append(sum(not all(array.is_ready() for array in made) for made in copies))
+        run(executable, inputs, outputs, environment)
+
+    monkeypatch.setattr(instruction_loop, "_run", watched)
+    monkeypatch.setattr(instruction_loop, "to_memory", copied)
+
+    def loss(w: Any, x: Any) -> Any:
+        slow = jax.lax.fori_loop(0, 100, lambda _, m: jnp.tanh(m @ m), jnp.eye(192) * x.mean())
+        x = mark_stage_end(jnp.tanh(x @ w[0] + slow.sum() * 1e-9))
+        return jnp.mean(jnp.tanh(x @ w[1]) ** 2)
+
+    def step(w: Any, batch: Any) -> Any:
+        return treduce(lambda x: jax.value_and_grad(loss)(w, x), batch, schedule=GPipe(2))
+
+    args = [jnp.eye(4) * 0.5] * 2, jnp.ones((8, 16, 4))
+    plan = ResidualPlan([OFFLOAD, KEEP], offload_within=within)
+    moved = mpmd_jit_with_loop(step, mesh_of(2), residuals=plan)
+    results = numpy(moved(*args))
+    kept = numpy(mpmd_jit_with_loop(step, mesh_of(2))(*args))
+    jax.tree.map(np.testing.assert_array_equal, results, kept)
+    assert len(copies) == 8
+    # The copies of the last two forwards, of which the second may run beside the first one's copy.
+    assert max(leaving) <= 2 if within else max(leaving) > 2
