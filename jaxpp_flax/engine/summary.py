@@ -76,9 +76,7 @@ class MemoryAnalysis:
     host_peak_bytes: int = 0
 
 
-def summarise_stages(
-    built: Built, program: Program, mesh: MpmdMesh
-) -> tuple[StageSummary, ...]:
+def summarise_stages(built: Built, program: Program, mesh: MpmdMesh) -> tuple[StageSummary, ...]:
     """Return a row for each stage of the first loop."""
     loop = built.loops[0]
     part, blocks = loop.partition, _blocks(loop)
