@@ -112,6 +112,7 @@ def restore(
         params/b: missing in the checkpoint
         params/w: shape (3,) in the checkpoint, wanted (2,); dtype float32 in the checkpoint, wanted float64
         step: in the checkpoint, but not in the target
+      JPF406: ...
     """
     return plan_restore(path, target, only=only, rename=rename, missing=missing, extra=extra).read()
 

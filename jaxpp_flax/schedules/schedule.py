@@ -124,6 +124,7 @@ class Schedule(abc.ABC):
         >>> Std1F1B(4).check(0)
         Traceback (most recent call last):
         jaxpp_flax.schedules.errors.ScheduleError: num_microbatches must be at least 1, got 0
+        JPF301: ...
         """
         check_count("num_microbatches", num_microbatches)
 

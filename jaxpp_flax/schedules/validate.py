@@ -48,6 +48,7 @@ def validate(
     jaxpp_flax.schedules.errors.ScheduleError: deadlock: no rank can go on.
       rank 0 | 0F0 >0B0<      waits for 1B0, on rank 1
       rank 1 |     >1B0< 1F0  waits for 1F0, which this rank runs later
+    JPF301: ...
     """
     check_count("num_microbatches", num_microbatches)
     if isinstance(schedule, Schedule):

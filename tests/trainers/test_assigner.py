@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +16,10 @@ from rich.console import Console
 import jaxpp_flax.linen as linen_pipeline
 from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.assignment import AssignmentError, Plan
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.trainers import Assignment, Balanced, Inference, Logging, MeshOptions, Parameters, Precision
 from jaxpp_flax.trainers.loop.progress import PlainMeter
+from jaxpp_flax.trainers.tuning import shared_block_times
 from tests.helpers import slow
 from tests.trainers import models as m
 
@@ -198,11 +202,9 @@ def test_the_default_tells_its_choice_with_the_stages():
 
 
 def test_another_schedule_another_plan_and_measured_once(monkeypatch):
-    from jaxpp_flax.trainers import assigner
-
     calls = []
-    measure = assigner.time_blocks
-    monkeypatch.setattr(assigner, "time_blocks", lambda *args: calls.append(args) or measure(*args))
+    measure = shared_block_times.time_blocks
+    monkeypatch.setattr(shared_block_times, "time_blocks", lambda *args: calls.append(args) or measure(*args))
     trainer = trainer_of(assignment=Balanced(cost="measured"), num_stages=2)
     trainer.train_step(tokens())
     assert trainer.plan.ranks == (0, 1)
@@ -320,12 +322,14 @@ def test_equal_blocks_are_compiled_and_timed_once(monkeypatch):
     assert len({block.cost for block in trainer.plan.blocks[1:-1]}) == 1
 
 
-def test_measuring_is_refused_where_several_processes_own_the_mesh(monkeypatch):
-    """Also where each of them has a part of every rank."""
+def test_measuring_is_refused_where_several_processes_own_every_rank(monkeypatch):
+    """One process alone cannot run a block there."""
     trainer = trainer_of(assignment=Balanced(cost="measured"))
+    both = [SimpleNamespace(process_index=index) for index in (0, 1)]
     monkeypatch.setattr(jax.sharding.Mesh, "is_multi_process", property(lambda mesh: True))
+    monkeypatch.setattr(MpmdMesh, "rank_devices", lambda mesh, rank: both)
     with pytest.raises(AssignmentError, match=r"several processes.*trainer.plan.save"):
-        trainer.compile(tokens())
+        shared_block_times.shared_block_times((), trainer.mesh)
 
 
 class Sharing(nnx.Module):

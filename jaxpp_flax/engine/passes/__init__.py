@@ -151,7 +151,8 @@ PASSES: tuple[Pass, ...] = (
         "offload",
         lambda program, settings: offload(program, settings.residual_plan),
         requires="each slot written once",
-        ensures="the plan's kept values move to the host after their forward, and come back before their backward",
+        ensures="the plan's kept values move to the host after their forward, and come back before their backward; "
+        "`offload_within=` adds waits",
     ),
     Pass(
         "liveness",

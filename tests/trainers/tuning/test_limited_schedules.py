@@ -54,7 +54,7 @@ class Limited(Fake):
         super().__init__(options, FORWARD)
         self.plan_with = plan_with
         step = self.tuner.step
-        self.tuner.step = lambda trainer, batch: step(trainer, batch, plan_with)
+        self.tuner.step = lambda trainer, batch: step(trainer, batch, None, plan_with)
 
     def compile(self, batch):
         self.plan_with(self.schedule)
