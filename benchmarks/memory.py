@@ -10,8 +10,8 @@ from typing import Any
 from workload import Contestant, batch, mesh, parameters, parser, prepare, report, train_step
 
 
-def live_peaks(compiled: Any, contestant: Contestant) -> list[int]:
-    """For each rank, the most bytes that its device holds between two instructions of one step, above those before."""
+def live_peaks(compiled: Any, contestant: Contestant, kind: str = "device") -> list[int]:
+    """For each rank, the most bytes of a kind of memory that it holds between two instructions, above those before."""
     import gc
 
     import jax
@@ -24,7 +24,7 @@ def live_peaks(compiled: Any, contestant: Contestant) -> list[int]:
     def held() -> list[int]:
         bytes_of = dict.fromkeys(devices, 0)
         for array in jax.live_arrays():
-            if not array.is_deleted():
+            if not array.is_deleted() and array.sharding.memory_kind in (None, kind):
                 for shard in array.addressable_shards:
                     bytes_of[shard.device] = bytes_of.get(shard.device, 0) + shard.data.nbytes
         return [bytes_of[device] for device in devices]

@@ -90,6 +90,19 @@ def test_fit_takes_part_beside_the_bare_step(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_offload_predicts_live_bytes_and_changes_no_bit(tmp_path: Path):
+    rows = rows_of("offload", tmp_path, "--repeats", "1", "--batch", "2", "--schedule", "gpipe")
+    assert [row["residuals"] for row in rows][:2] == ["keep", "offload"]
+    for row in rows:
+        assert row["device MB predicted, fullest rank"] == row["live"]
+        assert row["host MB predicted, fullest rank"] == row["live "]
+        assert row["weights differ by"] == 0 or "recompute" in row["residuals"]
+    # A recomputed value may be fused otherwise: float32 rounding of the last bits.
+    assert max(row["weights differ by"] for row in rows) < 1e-5
+    assert rows[1]["live "] > 0
+
+
+@pytest.mark.slow
 def test_residuals_keep_their_promises(tmp_path: Path):
     run_python(str(ROOT / "benchmarks" / "residuals.py"), "--microbatches", "16", "--json", str(tmp_path / "rows.json"))
     found = json.loads((tmp_path / "rows.json").read_text())
