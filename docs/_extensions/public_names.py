@@ -3,7 +3,7 @@
     .. public-names:: jaxpp_flax.trainers
 
 A name that several modules export is described once, under the first of `MODULES`; the others link to it. Therefore the
-reference is complete by construction: whoever adds a name to `__all__` adds it to the site.
+reference is complete by construction: a name that is added to `__all__` is on the site.
 """
 
 from __future__ import annotations

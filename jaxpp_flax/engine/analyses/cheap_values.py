@@ -32,6 +32,7 @@ _CHEAP = frozenset(
      "transpose", "unstack", "xor"}
 )  # fmt: skip
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
+_CHEAP_INSIDE_A_CALL = _CHEAP | _CALLS
 
 _SMALL = 0.01  # of the largest wanted value: what is smaller is not worth a pass over larger values
 
@@ -42,7 +43,7 @@ def is_cheap(equation: Any) -> bool:
         return False
     name = equation.primitive.name
     return name in _CHEAP or (
-        name in _CALLS and all(e.primitive.name in _CHEAP | _CALLS for e in inside(equation.params))
+        name in _CALLS and all(e.primitive.name in _CHEAP_INSIDE_A_CALL for e in inside(equation.params))
     )
 
 

@@ -27,9 +27,13 @@ class Callback:
     """
 
     def __init__(self, *, every: int = 1) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ValueError(f"{type(self).__name__}(every={every!r}): it must be a whole number of at least 1.")
-        self.every = every
+        self.every = self._checked_count("every", every)
+
+    def _checked_count(self, name: str, value: Any) -> int:
+        """Return an argument that counts steps; refuse all but whole numbers of at least 1."""
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{type(self).__name__}({name}={value!r}): it must be a whole number of at least 1.")
+        return value
 
     def wants(self, step: int) -> bool:
         """Return True if the hooks run at `step`."""

@@ -49,10 +49,8 @@ class Profile(Callback):
         self, *, start: int = 3, steps: int = 3, directory: str | os.PathLike[str] = "profile", python: bool = False
     ) -> None:
         super().__init__()
-        for name, value in (("start", start), ("steps", steps)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"Profile({name}={value!r}): it must be a whole number of at least 1.")
-        self._start, self._steps, self._directory, self._python = start, steps, Path(directory), python
+        self._start, self._steps = self._checked_count("start", start), self._checked_count("steps", steps)
+        self._directory, self._python = Path(directory), python
         self._before = 0  # the step before the first one of `fit`
         self._runs = False
 

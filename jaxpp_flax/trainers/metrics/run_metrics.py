@@ -10,7 +10,7 @@ from jaxpp_flax.trainers.data.batch import signature
 from jaxpp_flax.trainers.metrics.clock import Clock
 from jaxpp_flax.trainers.metrics.throughput import Throughput
 
-__all__ = ["RunMetric", "RunMetrics", "goodput"]
+__all__ = ["RunMetric", "RunMetrics", "goodput", "stepping_seconds"]
 
 RunMetric = Literal["step_time", "goodput", "skipped_steps", "utilization"]
 
@@ -28,6 +28,16 @@ def goodput(seconds: Mapping[str, float]) -> float:
     """
     total = sum(seconds.values())
     return (seconds.get("dispatch", 0.0) + seconds.get("device", 0.0)) / total if total else 0.0
+
+
+def stepping_seconds(seconds: Mapping[str, float]) -> float:
+    """Return the seconds in which a run trained, or could have trained if its data had been there.
+
+    Example:
+      >>> stepping_seconds({"data": 1.0, "device": 8.0, "compilation": 2.0})
+      9.0
+    """
+    return sum(seconds.get(part, 0.0) for part in _STEPPING)
 
 
 @dataclass(kw_only=True)
@@ -90,8 +100,7 @@ class RunMetrics:
         if "goodput" in self.names:
             found["goodput"] = goodput(_difference(now, self._beginning))
         if "utilization" in self.names and self.peak is not None:
-            training = sum(spent[part] for part in _STEPPING)
-            found["utilization"] = operations / max(training, 1e-9) / self.peak
+            found["utilization"] = operations / max(stepping_seconds(spent), 1e-9) / self.peak
         return found
 
 

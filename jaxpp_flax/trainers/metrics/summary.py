@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxpp_flax.trainers.metrics.run_metrics import goodput
+from jaxpp_flax.trainers.metrics.run_metrics import goodput, stepping_seconds
 
 __all__ = ["after_error", "summarise_run"]
 
@@ -37,11 +37,10 @@ def summarise_run(
     total = max(sum(seconds.values()), 1e-9)
     shares = sorted(((of / total, part) for part, of in seconds.items() if of >= 0.005 * total), reverse=True)
     split = ", ".join(f"{part} {share:.0%}" for share, part in shares)
-    training = sum(seconds.get(part, 0.0) for part in ("data", "dispatch", "device", "other"))
     hours, rest = divmod(round(total), 3600)
     first = (
         f"{steps} steps, up to step {step}, in {hours}:{rest // 60:02d}:{rest % 60:02d}: {split} "
-        f"(goodput {goodput(seconds):.0%}); {units[0] / max(training, 1e-9):,.0f} {units[1]}/s"
+        f"(goodput {goodput(seconds):.0%}); {units[0] / max(stepping_seconds(seconds), 1e-9):,.0f} {units[1]}/s"
     )
     more = []
     if best is not None:
