@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, Concat, Last, Max, treduce
-from jaxpp_flax.schedules import Schedule, by_name, names
+from jaxpp_flax.schedules import ResidualPlan, Schedule, StageResiduals, by_name, names
 from jaxpp_flax.trainers.step.builder import ForwardOnly
 from tests.fuzz.layers import DIM, IDS, KINDS, LAYERS, ROWS, Around, Carried, parameters
 
@@ -59,6 +59,9 @@ class Program:
     optimizer: str
     donate: tuple[int, ...]
     steps: int
+    residuals: ResidualPlan | None = None
+    fsdp: str | int = "microbatch"
+    pack_bytes: int = 0
 
     @property
     def collective(self) -> bool:
@@ -87,6 +90,26 @@ class Program:
     def make_schedule(self) -> Schedule:
         """The schedule of the loops."""
         return by_name(self.schedule, len(self.stages), self.ranks)
+
+
+def draw_storage(rng: random.Random, program: Program) -> Program:
+    """The program with other places and times for its values: recomputed, on the host, gathered once, packed."""
+
+    def stage() -> StageResiduals:
+        return StageResiduals(
+            recompute=rng.choice([False, False, True, "cheap", "cheap"]), offload=rng.choice([0.0, 0.5, 1.0, 1.0]),
+            offload_values=rng.choice([0.3, 0.6, 1.0]),
+        )  # fmt: skip
+
+    plan = ResidualPlan(
+        [stage() for _ in program.stages], fetch_ahead=rng.randint(1, 3), offload_within=rng.choice([None, 1, 2])
+    )
+    sharded = "fsdp" in dict(program.submesh) and not program.collective
+    return replace(
+        program, residuals=plan if rng.random() < 0.8 else None,
+        fsdp=rng.choice(["step", "step", 4 * DIM * DIM, 1 << 20]) if sharded else "microbatch",
+        pack_bytes=rng.choice([0, 64, 1 << 14]) if not program.submesh else 0,
+    )  # fmt: skip
 
 
 def draw(seed: int, *, collective: bool = False) -> Program:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from tests.fuzz.programs import Program, arguments, draw, specs, step_of
+from tests.fuzz.programs import Program, arguments, draw, draw_storage, specs, step_of
 from tests.helpers import tree_allclose
 
 Setting = Callable[[], AbstractContextManager[Any]]
@@ -78,8 +79,9 @@ def run_pipelined(program: Program, settings: list[Setting], meshes: list[Callab
     mesh, (params, state, batch) = program.mesh(), arguments(program)
     of_params, of_batch = specs(program)
     step = mpmd_jit_with_loop(
-        step_of(program), mesh, in_specs=(of_params, None, of_batch), static_argnums=3, donate_argnums=program.donate
-    )
+        step_of(program), mesh, in_specs=(of_params, None, of_batch), static_argnums=3, donate_argnums=program.donate,
+        residuals=program.residuals, fsdp=program.fsdp,
+    )  # fmt: skip
     schedule, history = program.make_schedule(), []
     for setting, ambient in zip(settings, meshes, strict=True):
         with setting(), ambient(mesh):
@@ -104,13 +106,19 @@ def check(program: Program, *, contexts: bool = False) -> None:
         tree_allclose({jax.tree_util.keystr(path): have}, {jax.tree_util.keystr(path): want}, rtol=limit)
 
 
-def check_seeds(seeds: Iterable[int], *, collective: bool = False, contexts: bool = False) -> None:
+def check_seeds(
+    seeds: Iterable[int], *, collective: bool = False, contexts: bool = False, storage: bool = False
+) -> None:
     """Check the programs of all seeds, and tell every one that is wrong."""
     wrong: list[str] = []
     for seed in seeds:
         program = draw(seed, collective=collective)
+        if storage:
+            program = draw_storage(random.Random(seed), program)
         try:
-            check(program, contexts=contexts)
+            with pytest.MonkeyPatch.context() as environment:
+                environment.setenv("JAXPP_FLAX_PACK_BYTES", str(program.pack_bytes))
+                check(program, contexts=contexts)
         except Exception as e:  # any error is a finding, and the other seeds run all the same
             wrong.append(f"{program}\n{type(e).__name__}: {e}")
     jax.clear_caches()
@@ -135,6 +143,11 @@ def test_a_random_program_with_collectives(seed: int):
 @pytest.mark.parametrize("seed", range(2))
 def test_a_random_program_in_other_settings(seed: int):
     check_seeds([seed], contexts=True)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_program_with_values_stored_elsewhere(seed: int):
+    check_seeds([seed], storage=True)
 
 
 def test_a_wrong_number_is_found(monkeypatch: pytest.MonkeyPatch):
@@ -171,3 +184,10 @@ def test_many_random_programs_with_collectives(seeds: range):
 @pytest.mark.parametrize("seeds", many(20_000, 500))
 def test_many_random_programs_in_other_settings(seeds: range):
     check_seeds(seeds, contexts=True)
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("seeds", many(30_000, 1_000))
+def test_many_random_programs_with_values_stored_elsewhere(seeds: range):
+    check_seeds(seeds, storage=True)

@@ -75,10 +75,13 @@ def _gather_in_loop(
     sliced = sliced_by_index(body.equations, body.index)
     operands = dict(zip(body.constants, loop.constants, strict=True))
     axes = {name for v in sliced if operands.get(v) in dims for name in axes_in((dims[operands[v]][1],))}  # type: ignore[index]
+    whole = use_counts(body.equations, body.outputs).keys() - sliced  # nothing slices a batch leaf that nothing reads
     gathered: dict[Value, Gather] = {}
     twins: dict[Atom, Value] = {}
     for value, operand in operands.items():
-        if value in sliced or not isinstance(operand, Value) or axes.isdisjoint(axes_in(spec_of.get(operand, ()))):
+        if value not in whole or not isinstance(operand, Value):
+            continue
+        if axes.isdisjoint(axes_in(spec_of.get(operand, ()))):
             continue
         spec = keep_axes(spec_of[operand], lambda name: name not in axes)
         gather = _gather(operand, spec, shards, rule)

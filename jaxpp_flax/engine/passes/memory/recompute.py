@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from jaxpp_flax.engine.analyses.cheap_values import CheapCut, cheap_cut, makers_of
 from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask, Partition
@@ -114,19 +115,22 @@ class _Again:
 
     def before(self, graph: Graph, handed_on: Sequence[Value]) -> Graph:
         """Return a task that computes the residuals first, and also returns those that later tasks read."""
-        renamed = self._renamed(graph.equations)
+        reader = self.read_by(graph)
         kept = [v for v in graph.inputs if v not in self.copies]
         inputs = (*kept, *(v for v in self.inputs if v not in kept))
-        outputs = (*(self.copies.get(a, a) for a in graph.outputs), *(self.copies[v] for v in handed_on))
-        return Graph(inputs, tuple(dict.fromkeys(outputs)), (*self.equations, *renamed))
+        outputs = (*reader.outputs, *(self.copies[v] for v in handed_on))
+        return Graph(inputs, tuple(dict.fromkeys(outputs)), (*self.equations, *reader.equations))
 
     def read_by(self, graph: Graph) -> Graph:
         """Return a task that reads the residuals as the earlier task hands them on."""
-        inputs = tuple(self.copies.get(v, v) for v in graph.inputs)
-        return Graph(inputs, tuple(self.copies.get(a, a) for a in graph.outputs), self._renamed(graph.equations))
+        # A task may define a value itself, by a clone of the forward's equation: that value keeps its name.
+        names: dict[Atom, Value] = {v: self.copies[v] for v in graph.inputs if v in self.copies}
 
-    def _renamed(self, equations: Sequence[Equation]) -> tuple[Equation, ...]:
-        return tuple(replace(e, inputs=tuple(self.copies.get(a, a) for a in e.inputs)) for e in equations)
+        def renamed(atoms: Iterable[Any]) -> tuple[Any, ...]:
+            return tuple(names.get(a, a) for a in atoms)
+
+        equations = tuple(replace(e, inputs=renamed(e.inputs)) for e in graph.equations)
+        return Graph(renamed(graph.inputs), renamed(graph.outputs), equations)
 
 
 def _refuse_effects(equation: Equation, stage: int) -> None:

@@ -18,7 +18,7 @@ from jaxpp_flax.engine.passes.loop.open_loops import Opened, open_loops
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
-from jaxpp_flax.engine.tracing.treduce import treduce
+from jaxpp_flax.engine.tracing.treduce import Concat, treduce
 from jaxpp_flax.schedules import GPipe
 
 AXES = {"fsdp": 2, "tensor": 2}
@@ -55,6 +55,23 @@ def test_parameters_over_the_axes_of_the_batch():
     assert [g.spec for g in loop.gathered.values()] == [P(None, "tensor"), P("tensor")]
     assert {g.nbytes for g in loop.gathered.values()} == {4 * 4 * 2 // 2}
     assert set(loop.gathered) <= set(loop.body.constants)
+
+
+def test_a_part_of_the_batch_that_no_microbatch_reads():
+    def unread(params: Any, batch: Any) -> Any:
+        def body(mb: Any) -> jax.Array:
+            return mark_stage_end(mb["x"] @ params) @ params
+
+        return treduce(body, batch, schedule=GPipe(2), operation=Concat())
+
+    batch = {"x": jnp.ones((2, 8, 4)), "y": jnp.ones((2, 8, 4))}
+    graph, _ = from_jaxpr(jax.jit(unread).trace(jnp.ones((4, 4)), batch).jaxpr)
+    opened = open_loops(inline(graph, flatten=True), 2)
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), tuple(AXES)).abstract_mesh
+    specs = [P("fsdp"), P(None, "fsdp"), P(None, "fsdp")]
+    rule = FsdpRule(mesh=mesh, limit=None, names={})
+    (loop,) = gather_parameters(opened, specs, ShardCounts(AXES), rule).loops
+    assert [v.aval.shape for v in loop.gathered] == [(4, 4)]
 
 
 @pytest.mark.parametrize("batch", [P(), P(None, "tensor")])

@@ -73,6 +73,22 @@ def test_the_input_gradient_hands_on_what_the_weight_gradient_reads():
             assert texts[0] == texts[1]
 
 
+def test_a_task_keeps_the_values_that_it_computes_itself():
+    """Every stage reads the microbatch: its forward takes the slice, and so does the task of its weight gradient."""
+
+    def loss(params: Any, mb: Any) -> jax.Array:
+        x = mb["x"]
+        for i, p in enumerate(params):
+            x = mark_stage_end(x) if i else x
+            x = jnp.tanh(jnp.tanh(x @ p["w"]) @ p["w"] + mb["x"] @ p["w"])
+        return jnp.mean((x - mb["y"]) ** 2)
+
+    part = tasks_of(ZeroBubble(3), ResidualPlan([RECOMPUTE] * 3), loss)
+    assert count(task(part, TaskKind.BACKWARD_WEIGHT, 1).graph, "dynamic_slice") > 0
+    for t in part.tasks:
+        t.graph.verify()
+
+
 def test_a_fused_stage_has_nothing_to_recompute():
     part, plain = (tasks_of(Std1F1B(2), plan) for plan in (ResidualPlan([KEEP, RECOMPUTE]), None))
     assert [t.graph.as_text() for t in part.tasks] == [t.graph.as_text() for t in plain.tasks]
