@@ -107,7 +107,7 @@ def draw_storage(rng: random.Random, program: Program) -> Program:
     sharded = "fsdp" in dict(program.submesh) and not program.collective
     return replace(
         program, residuals=plan if rng.random() < 0.8 else None,
-        fsdp=rng.choice(["step", "step", 4 * DIM * DIM, 1 << 20]) if sharded else "microbatch",
+        fsdp=rng.choice(["step", "step", 1024, 1 << 20]) if sharded else "microbatch",
         pack_bytes=rng.choice([0, 64, 1 << 14]) if not program.submesh else 0,
     )  # fmt: skip
 
