@@ -69,7 +69,10 @@ def test_the_ten_lines_for_a_model_of_another_package_run():
 
 
 def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
-    run_page("guides/memory.md", blocks=5)
+    given = unmarked()
+    pipeline_stage(given["Block"])  # type: ignore[arg-type]
+    given["model"] = given["Model"](rngs=nnx.Rngs(0))  # type: ignore[operator]
+    run_page("guides/memory.md", blocks=5, **given)
     kinds, kept, moved, simulated, _, chosen = capsys.readouterr().out.splitlines()
     assert kinds == "{'pinned_host'}"
     assert "[0, 0]" in kept
