@@ -73,7 +73,7 @@ def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
     pipeline_stage(given["Block"])  # type: ignore[arg-type]
     given["model"] = given["Model"](rngs=nnx.Rngs(0))  # type: ignore[operator]
     run_page("guides/memory.md", blocks=5, **given)
-    kinds, kept, moved, simulated, _, chosen = capsys.readouterr().out.splitlines()
+    kinds, kept, moved, simulated, chosen = capsys.readouterr().out.splitlines()
     assert kinds == "{'pinned_host'}"
     assert "[0, 0]" in kept
     assert "[0, 0]" not in moved
