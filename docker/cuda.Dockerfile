@@ -1,5 +1,5 @@
 # docker build -f docker/cuda.Dockerfile -t jaxpp-flax:cuda . && docker run --rm --gpus all jaxpp-flax:cuda
-# CUDA's libraries come with JAX's wheels: the host needs a driver (for CUDA 13: 580 or newer) and the NVIDIA Container Toolkit.
+# CUDA's libraries come with the wheels of JAX and CuPy: the host needs a driver (for CUDA 13: 580 or newer) and the NVIDIA Container Toolkit.
 # `--build-arg EXTRA=cuda12` for older drivers.
 FROM python:3.13-slim
 ARG EXTRA=cuda13

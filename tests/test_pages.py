@@ -69,8 +69,11 @@ def test_the_ten_lines_for_a_model_of_another_package_run():
 
 
 def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
-    run_page("guides/memory.md", blocks=5)
-    kinds, kept, moved, simulated, _, chosen = capsys.readouterr().out.splitlines()
+    given = unmarked()
+    pipeline_stage(given["Block"])  # type: ignore[arg-type]
+    given["model"] = given["Model"](rngs=nnx.Rngs(0))  # type: ignore[operator]
+    run_page("guides/memory.md", blocks=5, **given)
+    kinds, kept, moved, simulated, chosen = capsys.readouterr().out.splitlines()
     assert kinds == "{'pinned_host'}"
     assert "[0, 0]" in kept
     assert "[0, 0]" not in moved
@@ -79,7 +82,7 @@ def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_page_about_assignments_runs(capsys: pytest.CaptureFixture[str]):
-    run_page("guides/stages.md", blocks=3)
+    run_page("guides/stages.md", blocks=4, **unmarked())
     out = capsys.readouterr().out
     assert "assignment of 9 blocks to 4 stages, operations and bytes estimated" in out
     assert "no assignment of 9 blocks to 4 stages keeps within memory_limit" in out

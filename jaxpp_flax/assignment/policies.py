@@ -265,7 +265,7 @@ def _check_enough(marks: Sequence[Mark], num_stages: int) -> None:
         f"num_stages={num_stages} needs at least {num_stages - 1} marks, but the function has {len(marks)}"
         + (f": {_listing(marks)}. " if marks else ". ")
         + "Wrap more of the model's layers in PipelineStage (or mark them with mark_stage_end), "
-        f"or use num_stages={len(marks) + 1} or fewer."
+        f"or use at most num_stages={len(marks) + 1}."
     )
 
 

@@ -39,7 +39,7 @@ def build_mesh(num_ranks: int, axes: Mapping[str, int] | None = None) -> MpmdMes
     if num_ranks > len(available):
         raise MeshError(
             f"{num_ranks} ranks need at least as many devices, but there are {len(available)} "
-            f"({available[0].platform}). Use num_stages={len(available)} or fewer; or an interleaved schedule with "
+            f"({available[0].platform}). Use at most num_stages={len(available)}; or an interleaved schedule with "
             f"several stages on each rank: schedule='interleaved_1f1b', "
             f"mesh=MeshOptions(num_ranks={len(available)}). "
             f"{_more_devices(num_ranks)}"

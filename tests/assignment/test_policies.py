@@ -75,7 +75,7 @@ def test_too_few_marks():
     text = str(error.value)
     assert text.startswith("num_stages=5 needs at least 4 marks, but the function has 2: block_0 (model.py:10), ")
     assert "Wrap more of the model's layers in PipelineStage" in text
-    assert "num_stages=3 or fewer" in text
+    assert "at most num_stages=3" in text
     with pytest.raises(AssignmentError, match=r"needs at least 1 marks, but the function has 0\. "):
         even()([], 2)
 

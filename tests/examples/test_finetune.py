@@ -53,7 +53,7 @@ def recipe() -> Iterator[SimpleNamespace]:
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Documents of 30 to 900 characters: paragraphs of the project's own pages, and whole sentences beside them."""
     folder = tmp_path_factory.mktemp("text")
-    for page in ("trainer", "checkpointing", "processes"):
+    for page in ("trainer", "checkpointing", "processes", "memory"):
         paragraphs = (ROOT / "docs" / "guides" / f"{page}.md").read_text(encoding="utf-8").split("\n\n")
         lines = [json.dumps({"text": part}) for part in paragraphs if 30 < len(part) < 900]
         (folder / f"{page}.jsonl").write_text("\n".join(lines) + "\n\n", encoding="utf-8")

@@ -70,11 +70,6 @@ def test_names_are_those_of_files():
     assert [name for name in NAMES if not [*folder.rglob(f"{name}.py")]] == ["inline"]
 
 
-def test_the_table_in_the_docs_lists_the_passes_in_order():
-    rows = rows_of_the_page("The passes", r"(?m)^\| `(\w+)` \| (.*) \| (.*) \|$")
-    assert rows == [(each.name, each.requires, each.ensures) for each in PASSES]
-
-
 def test_the_glossary_is_short_and_its_files_exist():
     rows = rows_of_the_page("Words", r"(?m)^\| \*\*(.+)\*\* \| (.+) \| `(.+)` \|$")
     assert 15 <= len(rows) <= 25

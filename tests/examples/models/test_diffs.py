@@ -14,10 +14,10 @@ MAX_CHANGED = 10
 
 
 def diff_of(name: str) -> list[str]:
-    """The unified diff of the converted file, two lines of context."""
+    """The unified diff of the converted file, one line of context."""
     files = [f"{name}.py", f"{name}_pipelined.py"]
     old, new = ((MODELS / file).read_text(encoding="utf-8").splitlines() for file in files)
-    return list(difflib.unified_diff(old, new, *files, n=2, lineterm=""))
+    return list(difflib.unified_diff(old, new, *files, n=1, lineterm=""))
 
 
 @pytest.mark.parametrize("name", NAMES)
