@@ -12,7 +12,7 @@ matrix products are not packed: XLA would copy them out of the packed array in e
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -125,6 +125,8 @@ class _Packing:
 
     def packed(self, with_residuals: bool) -> Placed:
         """Return the step with this loop packed; or the same step, if that saves too few arrays."""
+        if _arrays_of_a_step(self.loop) <= self.rule.fewest:
+            return self.placed
         if with_residuals:
             self._pack_residuals()
         loop = self._with_packed_sums(self._with_packed_operands(self.loop))
@@ -203,26 +205,22 @@ class _Packing:
             alone = [a for a in own if self.readers.get(a.state) == [task] and a.result not in self.readers]
             added.update(_summands(graph, [a for a in alone if self._fits(a.state)]))
         of_state = {a.state: a for a in part.accumulators}
-        readers = self._segments_that_read(result_of.values())
+        readers = self._segments_that_read(result_of.values())  # in their order, so that ranks still share an update
+        position = {v: number for number, v in enumerate(readers)}
 
         def key(state: Value) -> Hashable:
             a = of_state[state]
-            return a.task, a.ordered, readers.get(result_of[a])
-
-        def position(state: Value) -> int:
-            """Order sums as their reader does: an update that several ranks share stays the same program."""
-            found = readers.get(result_of[of_state[state]])
-            return found[0].graph.inputs.index(result_of[of_state[state]]) if found else 0
+            return a.task, a.ordered, readers[result_of[a]]
 
         gone: set[Accumulator] = set()
         new: list[tuple[Accumulator, Value]] = []
-        for states in _groups(sorted(added, key=position), key):
+        for states in _groups(sorted(added, key=lambda v: position[result_of[of_state[v]]]), key):
             members = [of_state[v] for v in states]
             sums = self._pack_sums(members, [added[v] for v in states])
             outside, results = Value(sums.state.aval), [result_of[a] for a in members]
-            for segment in readers.get(results[0], ()):
+            for segment in readers[results[0]]:
                 self.segments[segment] = _reading(self.segments.get(segment, segment.graph), outside, results)
-            if results[0] not in readers:
+            if not readers[results[0]]:
                 self.after[self.ranks[sums.task]].append((results, outside))
             gone.update(members)
             new.append((sums, outside))
@@ -235,17 +233,17 @@ class _Packing:
             like=(*(loop.like[k] for k in kept), *[None] * len(new)) if loop.like else (),
         )
 
-    def _segments_that_read(self, sums: Iterable[Value]) -> dict[Value, tuple[Segment, ...]]:
-        """Return the segments that read each sum, for the sums that only segments read."""
-        found = {v: list[Segment]() for v in sums}
-        elsewhere = set(values(self.placed.outputs))
+    def _segments_that_read(self, sums: Collection[Value]) -> dict[Value, tuple[Segment, ...]]:
+        """Return the segments that read each sum, sums in the order of reading; none if others read the sum too."""
+        wanted, elsewhere = set(sums), set(values(self.placed.outputs))
+        found = defaultdict[Value, list[Segment]](list)
         for step in self.placed.steps:
             if isinstance(step, Segment):
-                for v in found.keys() & step.graph.inputs:
+                for v in filter(wanted.__contains__, step.graph.inputs):
                     found[v].append(step)
             else:
                 elsewhere.update([step.value] if isinstance(step, Move) else [*step.operands, *step.carry_init])
-        return {v: tuple(segments) for v, segments in found.items() if segments and v not in elsewhere}
+        return {v: () if v in elsewhere else tuple(found[v]) for v in dict.fromkeys([*found, *sums])}
 
     def _pack_sums(self, members: Sequence[Accumulator], summands: Sequence[Value]) -> Accumulator:
         """Replace the additions of one task to some accumulators by one addition."""
