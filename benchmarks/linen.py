@@ -1,7 +1,7 @@
 """Start and dispatch with a model as tutorials write it: a Linen transformer, flax's `TrainState`, adamw.
 
 python benchmarks/linen.py                                         # dispatch: nothing but arrays and calls
-python benchmarks/linen.py --pack-bytes 16384                      # the same with few arrays
+python benchmarks/linen.py --pack-bytes 0                          # the same without packed arrays
 python benchmarks/linen.py --width 64 --microbatches 8 --repeats 3 # time to first step; also with 128 and 512
 python benchmarks/linen.py --stages 8 --blocks 16
 python benchmarks/linen.py --cache /tmp/jax_cache                  # twice: the second start
@@ -12,9 +12,9 @@ Interleaved schedules have two stages on a rank.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from workload import Contestant, jaxpp, mesh, ours, parser, prepare, race, report, stage_of, tasks_in
@@ -126,10 +126,9 @@ def main() -> None:
     flags.add_argument("--heads", type=int, default=2)
     flags.add_argument("--vocabulary", type=int, default=64)
     flags.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
-    flags.add_argument("--pack-bytes", default="0", help="JAXPP_FLAX_PACK_BYTES: the largest values that are packed")
+    flags.add_argument("--pack-bytes", default="auto", help="pack_bytes= of mpmd_jit_with_loop")
     flags.add_argument("--cache", default=None, help="directory of JAX's persistent compilation cache")
     arguments = flags.parse_args()
-    os.environ["JAXPP_FLAX_PACK_BYTES"] = arguments.pack_bytes
     prepare(arguments, arguments.stages)
     import jax
     import numpy as np
@@ -137,8 +136,10 @@ def main() -> None:
     from by_hand import hand_written_step
     from flax.training.train_state import TrainState
 
+    from jaxpp_flax import mpmd_jit_with_loop
     from jaxpp_flax.schedules import Std1F1B
 
+    packed = int(arguments.pack_bytes) if arguments.pack_bytes.isdecimal() else arguments.pack_bytes
     if arguments.cache:
         jax.config.update("jax_compilation_cache_dir", arguments.cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -166,9 +167,8 @@ def main() -> None:
             interleaved = title == "interleaved"
             stages = ranks * (1 + interleaved)
             schedule = getattr(library, SCHEDULES[title])(*((stages, ranks) if interleaved else (stages,)))
-            step = library.mpmd_jit_with_loop(
-                train_step(schedule, library), mpmd_mesh=mesh(ranks, library), donate_argnums=(0,)
-            )
+            jit = partial(mpmd_jit_with_loop, pack_bytes=packed) if library is ours() else library.mpmd_jit_with_loop
+            step = jit(train_step(schedule, library), mpmd_mesh=mesh(ranks, library), donate_argnums=(0,))
             state = state_of(stages, library)
             name = title if library is ours() else f"JaxPP, {title}"
             contestants[name] = Contestant(step, state, batch)

@@ -157,6 +157,7 @@ def make_core(
             rules=rules,
             fsdp=devices.fsdp,
             residuals=memory.residuals,
+            pack_bytes=memory.pack_bytes,
             clock=measures.clock,
         ),
         rows=rows,
@@ -186,6 +187,8 @@ def _check_memory_options(memory: Memory, scheduling: Scheduling, assignment: As
                 f"both Memory(residuals=) and memory_limit={assignment.memory_limit!r} are given: a limit chooses the "
                 "residuals itself. Leave one of them out."
             )
+    if memory.pack_bytes != "auto" and mesh is None:
+        raise ValueError(no_pipeline("Memory(pack_bytes=)"))
     tuner = scheduling.tuner
     if tuner is not None and tuner.options.memory_limit is not None and assignment.memory_limit is not None:
         raise ValueError(

@@ -137,9 +137,9 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass(
         "pack",
-        lambda placed, settings: pack(placed, settings.pack_bytes),
+        lambda placed, settings: pack(placed, settings.pack_rule, settings.residual_plan),
         requires="a step on ranks",
-        ensures="with `JAXPP_FLAX_PACK_BYTES`, small values of loops lie in few arrays",
+        ensures="small values of loops with many of them lie in few arrays, as `pack_bytes=` asks",
     ),
     Pass(
         "unroll",

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
+from jaxpp_flax.engine.passes.memory.pack import PackRule
 from jaxpp_flax.engine.passes.placed import ResultRanks
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
@@ -34,7 +35,7 @@ class Settings:
       idle_ranks: the ranks of a result that no rank needs, and that each rank can compute by itself.
       residuals: what each stage does with its residuals; None keeps them on the devices. A function gives it after the
         cuts are chosen, which a choice of residuals may depend on.
-      pack_bytes: values of loops up to this size are packed; 0 packs nothing.
+      pack_rule: says which values of loops are packed.
     """
 
     num_ranks: int
@@ -46,7 +47,7 @@ class Settings:
     fsdp: FsdpRule | None = None
     idle_ranks: frozenset[int] = frozenset({0})
     residuals: ResidualPlan | Callable[[], ResidualPlan | None] | None = None
-    pack_bytes: int = 0
+    pack_rule: PackRule = field(default_factory=PackRule)
 
     @property
     def residual_plan(self) -> ResidualPlan | None:

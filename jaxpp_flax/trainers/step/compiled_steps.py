@@ -36,7 +36,8 @@ class CompiledSteps:
     """Compiles a step if its key is new. Without ranks, steps run under `jax.jit`.
 
     The schedule and the place of the state may change between two calls. `state_specs` has the specs of annotated
-    leaves of the state; `rules` has the meanings of logical axis names; `fsdp` and `residuals` are for training steps.
+    leaves of the state; `rules` has the meanings of logical axis names; `fsdp`, `residuals` and
+    `pack_bytes` are for training steps.
     """
 
     def __init__(
@@ -50,11 +51,13 @@ class CompiledSteps:
         rules: AxisRules,
         fsdp: str | int = "microbatch",
         residuals: ResidualPlan | None = None,
+        pack_bytes: str | int = "auto",
         clock: Clock | None = None,
     ) -> None:
         self.clock = clock or Clock()
         self._scheduling, self._assigner, self._builders, self._held = scheduling, assigner, builders, held
         self.state_specs, self._rules, self._fsdp, self._given_residuals = state_specs, rules, fsdp, residuals
+        self._pack_bytes = pack_bytes
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
 
     def for_training(self, microbatches: Any) -> Any:
@@ -166,6 +169,7 @@ class CompiledSteps:
             everywhere=(False, True) if donate else True,
             fsdp=self._fsdp if donate else "microbatch",
             residuals=self._residuals if donate else None,  # inference has no backward
+            pack_bytes=self._pack_bytes if donate else 0,
         )
         return self._compile_form(function, (state, batch), policy, form)
 
@@ -188,6 +192,7 @@ class CompiledSteps:
             everywhere=form.everywhere,
             fsdp=form.fsdp,
             residuals=form.residuals,
+            pack_bytes=form.pack_bytes,
         )
         with nn.logical_axis_rules(self._rules.on(inner_sizes(mesh))):
             return step.compile(*arguments)
@@ -203,6 +208,7 @@ class _Form:
     everywhere: Any
     fsdp: str | int = "microbatch"
     residuals: Callable[[], ResidualPlan | None] | None = None
+    pack_bytes: str | int = 0
 
 
 def stage_table(
