@@ -17,6 +17,7 @@ from jaxpp_flax.engine.passes.loop.choose_cuts import choose_cuts
 from jaxpp_flax.engine.passes.loop.defer_reductions import defer_in_loops
 from jaxpp_flax.engine.passes.loop.lower_loops import lower_loops
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop, open_loops
+from jaxpp_flax.engine.passes.loop.stage_sums import resolve_stage_sums
 from jaxpp_flax.engine.passes.memory.offload import offload
 from jaxpp_flax.engine.passes.memory.pack import pack
 from jaxpp_flax.engine.passes.memory.recompute import recompute
@@ -104,6 +105,12 @@ PASSES: tuple[Pass, ...] = (
         lambda step, _: lower_loops(step),
         requires="loops cut into tasks",
         ensures="loops stand among the step's equations, sums of their partial results behind them",
+    ),
+    Pass(
+        "stage_sums",
+        lambda step, _: resolve_stage_sums(step),
+        requires="lowered loops",
+        ensures="sums by stage (norms of a step) are additions of scalars, each on its stage's rank",
     ),
     Pass(
         "updated_arguments",

@@ -59,7 +59,7 @@ class Callback:
         """Called after an evaluation at `step`."""
 
     def on_fit_end(self, trainer: Any) -> None:
-        """Called after the last step, and after an error or interruption too."""
+        """Called after the last step, and after an error or interruption too; the last callback comes first."""
 
 
 def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:

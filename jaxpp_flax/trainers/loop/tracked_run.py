@@ -35,7 +35,11 @@ class TrackedRun(Callback):
             self._tracker.set_state(state)
 
     def on_fit_start(self, trainer: Any) -> None:
-        self._tracker.log_config({**configuration(trainer), **self._config})
+        try:
+            self._tracker.log_config({**configuration(trainer), **self._config})
+        except BaseException:
+            self.on_fit_end(trainer)
+            raise
 
     def on_fit_end(self, trainer: Any) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Trackers write metrics to memory, a JSONL file, TensorBoard, Weights & Biases, or several of these."""
+"""Trackers write metrics to memory, a JSONL file, TensorBoard, Weights & Biases, MLflow, or several of these."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import importlib.util
 import json
 import math
 import os
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ __all__ = [
     "CompositeTracker",
     "DictTracker",
     "JsonlTracker",
+    "MlflowTracker",
     "NoopTracker",
     "TensorBoardTracker",
     "Tracker",
@@ -238,6 +241,80 @@ class WandbTracker(Tracker):
     def set_state(self, state: Any) -> None:
         if self._opened is None:
             self._options = {"id": state["id"], **self._options}
+
+
+class MlflowTracker(Tracker):
+    """Logs to MLflow: a server or a local store; needs the extra `mlflow`. The first call opens the run.
+
+    Scalars become metrics, texts become artifacts `{name}/{step}.txt`, and the configuration becomes parameters. MLflow
+    does not change a parameter: where a resumed run has another value, it becomes a tag of the same name. The run ends
+    as "FAILED" if `fit` ends with an error. Checkpoints keep the run's id: `fit(resume=True)` continues the same run.
+
+    Args:
+      experiment: the name of the experiment; it is made if it does not exist.
+      tracking_uri: the server or store; None: MLflow's own setting, such as `MLFLOW_TRACKING_URI`.
+      run_name: the name of a new run.
+      run_id: a run to continue.
+
+    Raises:
+      ImportError: without `mlflow`.
+    """
+
+    def __init__(
+        self,
+        experiment: str = "Default",
+        *,
+        tracking_uri: str | None = None,
+        run_name: str | None = None,
+        run_id: str | None = None,
+    ) -> None:
+        _need("mlflow", "mlflow")
+        self._experiment, self._uri, self._name, self._id = experiment, tracking_uri, run_name, run_id
+        self._opened = self._before = None
+
+    @property
+    def _client(self) -> Any:
+        if self._opened is None:
+            client = importlib.import_module("mlflow.tracking").MlflowClient(tracking_uri=self._uri)
+            if self._id is None:
+                found = client.get_experiment_by_name(self._experiment)
+                experiment = client.create_experiment(self._experiment) if found is None else found.experiment_id
+                self._id = client.create_run(experiment, run_name=self._name).info.run_id
+            else:
+                client.update_run(self._id, status="RUNNING")
+            self._opened, self._before = client, sys.exc_info()[1]  # `fit` may run in the handler of an older error
+        return self._opened
+
+    def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
+        client, now = self._client, int(time.time() * 1000)
+        metric = importlib.import_module("mlflow.entities").Metric
+        scalars = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
+        client.log_batch(self._id, metrics=[metric(name, float(of), now, step) for name, of in scalars.items()])
+        for name, value in metrics.items():
+            if isinstance(value, str):
+                client.log_text(self._id, value, f"{name}/{step}.txt")
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        client = self._client
+        known = client.get_run(self._id).data.params
+        for name, value in config.items():
+            if name not in known:
+                client.log_param(self._id, name, value)
+            elif known[name] != str(value):
+                client.set_tag(self._id, name, value)
+
+    def close(self) -> None:
+        if self._opened is not None:
+            is_whole = sys.exc_info()[1] in (None, self._before)
+            self._opened.set_terminated(self._id, "FINISHED" if is_whole else "FAILED")
+            self._opened = self._before = None
+
+    def get_state(self) -> Any:
+        return None if self._id is None else {"run_id": self._id}
+
+    def set_state(self, state: Any) -> None:
+        if self._opened is None and self._id is None:
+            self._id = state["run_id"]
 
 
 def _need(module: str, extra: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -235,7 +236,7 @@ class TrainingLoop:
         )  # fmt: skip
         trainer.stopping = None
         total = _steps_left(data, source, steps, arguments.epochs, position)
-        arguments = replace(arguments, callbacks=(*arguments.callbacks, TrackedRun(trainer, self.config)))
+        arguments = replace(arguments, callbacks=(TrackedRun(trainer, self.config), *arguments.callbacks))
         self.callbacks.begin(arguments.callbacks, resumed=bool(arguments.resume))
         try:
             return _Fit(self, trainer, arguments, total).run(source, lambda batch: self._check_filling(rule, batch))
@@ -314,17 +315,16 @@ class _Fit:
             self._meter.message(summarise_run(step, step - self._begin, seconds, units, log.best, directory))
 
     def _train(self, source: Iterable[Any], first: Callable[[Any], None]) -> None:
-        trainer, started, stepped = self._trainer, False, False
+        trainer, stepped, begun = self._trainer, False, ExitStack()
         size, callbacks = self._arguments.global_batch_size, self._arguments.callbacks
 
         def begin(batch: Any) -> bool:
-            nonlocal started
             first(batch)
             trainer.compile(batch, global_batch_size=size)
             for callback in callbacks:
                 callback.on_fit_start(trainer)
+                begun.callback(callback.on_fit_end, trainer)
             self._meter.start(self._total, self._begin)
-            started = True
             self._ending.decide_together()
             return self._ending.reason is None
 
@@ -342,9 +342,7 @@ class _Fit:
                 self._evaluation.end()
         finally:
             self._meter.stop()
-            if started:
-                for callback in callbacks:
-                    callback.on_fit_end(trainer)
+            begun.close()  # the tracker, which begins first, ends last: after an error of a callback too
 
     def _show(self, record: StepRecord) -> None:
         """Move the bar, and call the callbacks of a step."""

@@ -20,6 +20,7 @@ from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.loss import LossTerms, read_loss, whole_batch
 from jaxpp_flax.trainers.step.loss_trace import LossTrace, check_used, trace_loss, warn_of_batch_statistics
+from jaxpp_flax.trainers.step.metrics import check_apart
 from jaxpp_flax.trainers.step.optimizer_update import Update
 
 StepFunction = Callable[[TrainState, Any], Any]
@@ -104,12 +105,15 @@ class StepBuilder:
             before = [leaves[i] for i in self.carried]
             after, (terms, grads) = self._loop(body, before, loop, Add)
             metrics, divisor = whole_batch(terms, loop.num_microbatches)
-            self.update.measured.check_apart(metrics)
 
             def model_state(carry: Sequence[Any]) -> Any:
                 return jax.tree.unflatten(tree, self._with_carry(leaves, carry))
 
-            new, more = self.update.apply(state, grads, metrics["loss"], divisor, (before, after), model_state)
+            num_stages = 1 if loop.schedule is None else loop.schedule.num_stages
+            new, more = self.update.apply(
+                state, grads, metrics["loss"], divisor, (before, after), model_state, num_stages
+            )
+            check_apart(metrics, more)
             return new, {**metrics, **more}
 
         return step

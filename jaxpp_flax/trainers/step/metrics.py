@@ -9,12 +9,19 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxpp_flax.engine.passes.loop.stage_sums import sum_by_stage
 from jaxpp_flax.trainers.errors import LossError
 from jaxpp_flax.trainers.step.learning_rate import LearningRate
 
-__all__ = ["NO_METRICS", "StepMetric", "StepMetrics"]
+__all__ = ["NO_METRICS", "OF_STAGE", "StepMetric", "StepMetrics", "check_apart"]
 
-StepMetric = Literal["learning_rate", "gradient_norm", "parameter_norm", "update_ratio"]
+StepMetric = Literal[
+    "learning_rate", "gradient_norm", "parameter_norm", "update_ratio", "gradient_norm_by_stage",
+    "parameter_norm_by_stage",
+]  # fmt: skip
+
+OF_STAGE = "/stage_"
+"""Stands between the name of a metric and the number of its stage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +30,7 @@ class StepMetrics:
 
     Norms are the square roots of sums over all trained parameters, in float32 or wider. Each parameter is reduced to
     one number where it lies, and these numbers are added in the order of the parameters: the sum depends neither on
-    the schedule nor on the stages.
+    the schedule nor on the stages. A norm by stage adds the numbers of the stage's own parameters, on its rank.
 
     Args:
       names: the metrics to compute.
@@ -33,20 +40,16 @@ class StepMetrics:
     names: tuple[StepMetric, ...] = ()
     learning_rate: LearningRate | None = None
 
-    def check_apart(self, metrics: Iterable[str]) -> None:
-        """Refuse metrics of a loss with the name of a metric of the step.
-
-        Raises:
-          LossError: naming the first of them.
-        """
-        for name in set(self.names) & set(metrics):
-            raise LossError(
-                f"the loss function returned a metric called {name!r}, and Logging(metrics=...) asks for the step's "
-                "own. Rename it, or leave it out of Logging(metrics=...)."
-            )
-
     def of(
-        self, step: Any, grads: Any, params: Any, updates: Any, opt_states: tuple[Any, Any], finite: Any = None
+        self,
+        step: Any,
+        grads: Any,
+        params: Any,
+        updates: Any,
+        opt_states: tuple[Any, Any],
+        *,
+        num_stages: int,
+        finite: Any = None,
     ) -> dict[str, jax.Array]:
         """Return the metrics of a step, scalars by name.
 
@@ -56,6 +59,7 @@ class StepMetrics:
           params: the parameters before the step.
           updates: what the step adds to the parameters.
           opt_states: the optimizer's state before and after the update.
+          num_stages: the number of stages of the step's loop.
           finite: False if the step is skipped, so that its update is zero; None if steps are never skipped.
         """
 
@@ -64,13 +68,21 @@ class StepMetrics:
             found = norm(updates) / jnp.where(size == 0, 1, size)
             return found if finite is None else jnp.where(finite, found, 0)
 
-        makers: dict[StepMetric, Callable[[], Any]] = {
-            "learning_rate": lambda: self._rate(step, *opt_states),
-            "gradient_norm": lambda: norm(grads),
-            "parameter_norm": lambda: norm(params),
-            "update_ratio": ratio,
+        def by_stage(name: StepMetric, tree: Any) -> dict[str, Any]:
+            squares = _squares(tree)
+            squares = [square.astype(jnp.result_type(*squares)) for square in squares]
+            found = sum_by_stage(squares, jax.tree.leaves(params), num_stages)
+            return {f"{name}{OF_STAGE}{stage}": jnp.sqrt(total) for stage, total in enumerate(found)}
+
+        makers: dict[StepMetric, Callable[[], dict[str, Any]]] = {
+            "learning_rate": lambda: {"learning_rate": self._rate(step, *opt_states)},
+            "gradient_norm": lambda: {"gradient_norm": norm(grads)},
+            "parameter_norm": lambda: {"parameter_norm": norm(params)},
+            "update_ratio": lambda: {"update_ratio": ratio()},
+            "gradient_norm_by_stage": lambda: by_stage("gradient_norm", grads),
+            "parameter_norm_by_stage": lambda: by_stage("parameter_norm", params),
         }
-        return {name: makers[name]() for name in self.names}
+        return {key: value for name in self.names for key, value in makers[name]().items()}
 
     def _rate(self, step: Any, before: Any, after: Any) -> jax.Array:
         if self.learning_rate is None:
@@ -81,6 +93,22 @@ class StepMetrics:
 NO_METRICS = StepMetrics()
 
 
+def check_apart(of_loss: Iterable[str], of_step: Iterable[str]) -> None:
+    """Refuse metrics of a loss with the name of a metric of the step.
+
+    Raises:
+      LossError: naming the first of them.
+
+    Example:
+      >>> check_apart(["loss", "accuracy"], ["gradient_norm"])
+    """
+    for name in sorted(set(of_loss) & set(of_step)):
+        raise LossError(
+            f"the loss function returned a metric called {name!r}, and the step has its own of this name. Rename "
+            "yours, or leave the step's out of Logging(metrics=...)."
+        )
+
+
 def norm(tree: Any) -> jax.Array:
     """Return the Euclidean norm over all leaves, in float32 or wider.
 
@@ -88,8 +116,13 @@ def norm(tree: Any) -> jax.Array:
       >>> float(norm({"a": jnp.full(4, 1.5, jnp.bfloat16), "b": jnp.full((), 4.0)}))
       5.0
     """
-    squares = [jnp.sum(_squared(leaf)) for leaf in jax.tree.leaves(tree)]
+    squares = _squares(tree)
     return jnp.sqrt(sum(squares[1:], start=squares[0]))
+
+
+def _squares(tree: Any) -> list[jax.Array]:
+    """Return the sum of squares of each leaf."""
+    return [jnp.sum(_squared(leaf)) for leaf in jax.tree.leaves(tree)]
 
 
 def _squared(leaf: Any) -> jax.Array:

@@ -37,6 +37,7 @@ SHOWS = {
     "partition": r"task bwd_0 \(stage 0\)",
     "recompute": r"task bwd_0 \(stage 0\)",
     "lower_loops": r"(?m)^loop over 2 microbatches: GPipe$",
+    "stage_sums": r"loop over 2 microbatches",
     "updated_arguments": r"its accumulators update .*argument 0.*argument 3",
     "scatter_gradients": r"its accumulators update .*argument 0.*argument 3",
     "place": r"(?m)^rank 1:$",

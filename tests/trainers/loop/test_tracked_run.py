@@ -82,6 +82,19 @@ def test_the_tracker_is_closed_after_an_error(error):
     assert tracker.calls[-1] == "close", "and its own error does not hide the first one"
 
 
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_fit_end"])
+def test_the_tracker_is_closed_after_an_error_of_a_callback(hook):
+    def fail(trainer):
+        trainer.tracker.log({"note": 1.0}, step=0)
+        raise ValueError(hook)
+
+    callback, tracker = Callback(), Recorder()
+    setattr(callback, hook, fail)
+    with pytest.raises(ValueError, match=hook):
+        trainer_with(tracker).fit(DATA, callbacks=[callback])
+    assert (tracker.calls[0], tracker.calls[-2:]) == ("config", ["log 0", "close"])
+
+
 def test_a_resumed_run_continues_the_tracker_of_the_first(tmp_path):
     first, second, anew = Recorder("first"), Recorder("second"), Recorder("anew")
     trainer_with(CompositeTracker(DictTracker(), first), checkpoints=Checkpoints(tmp_path / "a", every=3)).fit(DATA)

@@ -1,13 +1,14 @@
-"""The trackers of TensorBoard and Weights & Biases write what they are given."""
+"""The trackers of TensorBoard, Weights & Biases and MLflow write what they are given."""
 
 from __future__ import annotations
 
 import struct
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from jaxpp_flax.trainers.loop.trackers import TensorBoardTracker, WandbTracker
+from jaxpp_flax.trainers.loop.trackers import MlflowTracker, TensorBoardTracker, WandbTracker
 
 pytestmark = pytest.mark.extras
 
@@ -70,3 +71,35 @@ def test_a_resumed_run_continues_the_run_of_wandb(tmp_path: Path, monkeypatch: p
     assert trackers[0]._run.id == trackers[1]._run.id
     for tracker in trackers:
         tracker.close()
+
+
+def test_mlflow_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs more packages than the client
+    uri = tmp_path.as_uri()
+    first, second = (MlflowTracker("test", tracking_uri=uri, run_name="one") for _ in range(2))
+    assert not list(tmp_path.iterdir()), "nothing is opened before the first call"
+    assert first.get_state() is None
+    first.log_config({"learning_rate": 0.5, "mesh": {"data": 2}})
+    first.log({"loss": 2.5, "gradient_norm/stage_0": float("inf"), "sample": "once upon"}, step=1)
+    with pytest.raises(KeyError), closing(first):
+        raise KeyError
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    run_id = first.get_state()["run_id"]
+    assert client.get_run(run_id).info.status == "FAILED"
+
+    second.set_state(first.get_state())
+    try:
+        raise KeyError
+    except KeyError:  # a loop that tries again
+        second.log_config({"learning_rate": 0.25, "mesh": {"data": 2}})
+        second.log({"loss": 1.25}, step=2)
+        assert client.get_run(run_id).info.status == "RUNNING"
+        second.close()
+    run = client.get_run(run_id)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "one")
+    assert run.data.params == {"learning_rate": "0.5", "mesh": "{'data': 2}"}
+    assert run.data.tags["learning_rate"] == "0.25"
+    assert [(of.step, of.value) for of in client.get_metric_history(run_id, "loss")] == [(1, 2.5), (2, 1.25)]
+    assert run.data.metrics["gradient_norm/stage_0"] == float("inf")
+    assert [file.read_text() for file in tmp_path.rglob("sample/1.txt")] == ["once upon"]

@@ -1,0 +1,97 @@
+"""Sums of scalars by stage: the stages of parameters are known once the loop is cut, after the step was traced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+from jax.interpreters import mlir
+
+from jaxpp_flax.engine.passes.loop.lower_loops import Lowered
+from jaxpp_flax.engine.passes.placed import Loop
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, emit, values
+
+__all__ = ["resolve_stage_sums", "sum_by_stage"]
+
+_sum_by_stage_p = jex_core.Primitive("sum_by_stage")
+_sum_by_stage_p.multiple_results = True
+
+
+def sum_by_stage(scalars: Sequence[Any], parameters: Sequence[Any], num_stages: int) -> list[jax.Array]:
+    """Add up one scalar for each parameter by the stage that reads the parameter, in the order of the parameters.
+
+    Use it in a step, outside the loop. A parameter of several stages counts for the first of them. Under plain
+    `jax.jit` all parameters belong to the first stage.
+
+    Args:
+      scalars: scalars of one dtype.
+      parameters: for each scalar a parameter, as the loop reads it.
+      num_stages: the number of stages of the loop.
+
+    Returns:
+      A scalar of the same dtype for each stage; 0 for a stage without parameters.
+
+    Example:
+      >>> sum_by_stage([jnp.float32(2), jnp.float32(3)], [jnp.ones(4), jnp.ones(5)], num_stages=1)
+      [Array(5., dtype=float32)]
+    """
+    return _sum_by_stage_p.bind(*scalars, *parameters, num_stages=num_stages)
+
+
+def _all_in_first(*operands: Any, num_stages: int) -> list[jax.Array]:
+    first, *others = operands[: len(operands) // 2]
+    return [sum(others, start=first), *[jnp.zeros_like(first)] * (num_stages - 1)]
+
+
+_sum_by_stage_p.def_impl(_all_in_first)
+_sum_by_stage_p.def_abstract_eval(lambda first, *_, num_stages: [first] * num_stages)
+mlir.register_lowering(_sum_by_stage_p, mlir.lower_fun(_all_in_first, multiple_results=True))
+
+
+def resolve_stage_sums(step: Lowered) -> Lowered:
+    """Replace each `sum_by_stage` by the additions of its stages: each stage adds up what lies on its rank."""
+    if not any(isinstance(node, Equation) and node.primitive is _sum_by_stage_p for node in step.nodes):
+        return step
+    stages = _first_stages(step)
+    nodes: list[Equation | Loop] = []
+    for node in step.nodes:
+        is_sum = isinstance(node, Equation) and node.primitive is _sum_by_stage_p
+        nodes += _additions(node, stages) if is_sum else [node]
+    return replace(step, nodes=tuple(nodes))
+
+
+def _first_stages(step: Lowered) -> dict[Value, int]:
+    """Return the first stage whose tasks read a value, or a value computed from it before the loop."""
+    first: dict[Value, int] = {}
+
+    def note(value: Value, stage: int) -> None:
+        first[value] = min(stage, first.get(value, stage))
+
+    for node in reversed(step.nodes):
+        if isinstance(node, Loop):
+            outer = dict(zip(node.partition.operands, node.operands, strict=True))
+            for task in node.partition.tasks:
+                for value in outer.keys() & set(task.graph.inputs):
+                    note(outer[value], task.stage)
+        else:
+            found = [first[v] for v in node.outputs if v in first]
+            for value in values(node.inputs) if found else ():
+                note(value, min(found))
+    return first
+
+
+def _additions(equation: Equation, stages: dict[Value, int]) -> list[Equation]:
+    half = len(equation.inputs) // 2
+    groups: list[list[Atom]] = [[] for _ in equation.outputs]
+    for scalar, parameter in zip(equation.inputs[:half], equation.inputs[half:], strict=True):
+        groups[stages.get(parameter, 0) if isinstance(parameter, Value) else 0].append(scalar)
+
+    def total(*group: Any) -> list[Any]:
+        return [sum(group[1:], start=group[0]) if group else jnp.zeros((), equation.outputs[0].aval.dtype)]
+
+    emitted = [emit(total, group, [out], like=equation)[0] for group, out in zip(groups, equation.outputs, strict=True)]
+    return [addition for additions in emitted for addition in additions]
