@@ -13,6 +13,7 @@ from jaxpp_flax.engine.arrays.mesh import MpmdMesh, RankMeshes
 from jaxpp_flax.engine.blocks import count_flops
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.placed import Loop
+from jaxpp_flax.engine.passes.unroll import loop_prefix
 from jaxpp_flax.engine.pipeline import Built
 from jaxpp_flax.engine.program.live_memory import LiveMemory
 from jaxpp_flax.engine.program.program import Program, Run
@@ -112,14 +113,11 @@ def _blocks(loop: Loop) -> list[tuple[str, ...]]:
 
 def task_blocks(built: Built, program: Program) -> dict[int, tuple[str, ...]]:
     """Return the names of the blocks that each task of a loop computes, by the task's number."""
-    of_graph = {task.graph: n for n, task in enumerate(program.tasks)}
-    found: dict[int, tuple[str, ...]] = {}
-    for loop in built.loops:
+    of_name: dict[str, tuple[str, ...]] = {}
+    for number, loop in enumerate(built.loops):
         blocks = _blocks(loop)
-        for task in loop.partition.tasks:
-            if task.graph in of_graph:
-                found[of_graph[task.graph]] = blocks[task.stage]
-    return found
+        of_name.update((loop_prefix(number) + task.name, blocks[task.stage]) for task in loop.partition.tasks)
+    return {n: of_name[task.name] for n, task in enumerate(program.tasks) if task.name in of_name}
 
 
 def _parameters(part: Partition, stage: int) -> list[Value]:

@@ -24,6 +24,7 @@ from jaxpp_flax.engine.passes.memory.recompute import recompute
 from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
 from jaxpp_flax.engine.passes.place import place
 from jaxpp_flax.engine.passes.runner import Pass
+from jaxpp_flax.engine.passes.share_tasks import share_tasks
 from jaxpp_flax.engine.passes.share_updates import share_updates
 from jaxpp_flax.engine.passes.split_conditions import split_conditions
 from jaxpp_flax.engine.passes.unroll import unroll
@@ -160,6 +161,12 @@ PASSES: tuple[Pass, ...] = (
         requires="each slot written once",
         ensures="the plan's kept values move to the host after their forward, and come back before their backward; "
         "`offload_within=` adds waits",
+    ),
+    Pass(
+        "share_tasks",
+        lambda program, settings: share_tasks(program) if settings.shards.is_one else program,
+        requires="each slot written once",
+        ensures="on ranks of one device, a task that contains another one runs it, and a task for the rest",
     ),
     Pass(
         "liveness",

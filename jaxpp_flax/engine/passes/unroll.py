@@ -16,7 +16,7 @@ from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.order import merge_order
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 
-__all__ = ["Unroller", "unroll"]
+__all__ = ["Unroller", "loop_prefix", "unroll"]
 
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.BACKWARD_INPUT, TaskKind.BACKWARD_WEIGHT
 # The tasks of a stage that replace a scheduled one; a stage may lack some (no gradient flows to a frozen stage).
@@ -155,10 +155,15 @@ class _Wiring:
     last_sends: tuple[_Send, ...]  # of the last microbatch, which passes no carry on
 
 
+def loop_prefix(number: int) -> str:
+    """Return the text before the names of a loop's tasks: nothing for the first loop."""
+    return f"loop{number}_" if number else ""
+
+
 class _LoopUnroller:
     def __init__(self, program: Unroller, loop: Loop, number: int) -> None:
         self.program, self.loop, self.part = program, loop, loop.partition
-        self.name = f"loop{number}_" if number else ""
+        self.name = loop_prefix(number)
         tasks = self.part.tasks
         self.rank = [loop.rank_of_task(i) for i in range(len(tasks))]
         self.accumulated = {a.result: a.state for a in self.part.accumulators}

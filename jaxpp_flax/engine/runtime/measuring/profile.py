@@ -208,9 +208,11 @@ class _MeasuredStep:
             for slot in run.outputs:
                 self.environment[slot].block_until_ready()
             end = time.perf_counter() - self.begin
-        task = self.program.tasks[run.task].scheduled(run.microbatch)
-        if task is not None:
-            self.timings[run.rank].append(TaskTiming(rank=run.rank, task=task, start=start, end=end))
+        task, timings = self.program.tasks[run.task], self.timings[run.rank]
+        scheduled = task.scheduled(run.microbatch)
+        if scheduled is not None:
+            start = timings.pop().start if task.part else start
+            timings.append(TaskTiming(rank=run.rank, task=scheduled, start=start, end=end))
 
 
 class _Gate:
@@ -334,5 +336,7 @@ def run_timed(
         begin = time.perf_counter()
         step(environment)
         jax.block_until_ready([environment[slot] for slot in instruction.outputs])
-        name = program.tasks[instruction.task].name
-        times.setdefault(name, []).append((time.perf_counter() - begin) * 1e3)
+        task = program.tasks[instruction.task]
+        found = times.setdefault(task.name, [])
+        earlier = found.pop() if task.part else 0.0
+        found.append(earlier + (time.perf_counter() - begin) * 1e3)
