@@ -61,7 +61,7 @@ class Program:
     steps: int
     residuals: ResidualPlan | None = None
     fsdp: str | int = "microbatch"
-    pack_bytes: int = 0
+    pack_bytes: str | int = "auto"
 
     @property
     def collective(self) -> bool:
@@ -108,7 +108,7 @@ def draw_storage(rng: random.Random, program: Program) -> Program:
     return replace(
         program, residuals=plan if rng.random() < 0.8 else None,
         fsdp=rng.choice(["step", "step", 1024, 1 << 20]) if sharded else "microbatch",
-        pack_bytes=rng.choice([0, 64, 1 << 14]) if not program.submesh else 0,
+        pack_bytes=rng.choice(["auto", 64, 1 << 14]) if not program.submesh else "auto",
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def run_pipelined(program: Program, settings: list[Setting], meshes: list[Callab
     of_params, of_batch = specs(program)
     step = mpmd_jit_with_loop(
         step_of(program), mesh, in_specs=(of_params, None, of_batch), static_argnums=3, donate_argnums=program.donate,
-        residuals=program.residuals, fsdp=program.fsdp,
+        residuals=program.residuals, fsdp=program.fsdp, pack_bytes=program.pack_bytes,
     )  # fmt: skip
     schedule, history = program.make_schedule(), []
     for setting, ambient in zip(settings, meshes, strict=True):
@@ -116,9 +116,7 @@ def check_seeds(
         if storage:
             program = draw_storage(random.Random(seed), program)
         try:
-            with pytest.MonkeyPatch.context() as environment:
-                environment.setenv("JAXPP_FLAX_PACK_BYTES", str(program.pack_bytes))
-                check(program, contexts=contexts)
+            check(program, contexts=contexts)
         except Exception as e:  # any error is a finding, and the other seeds run all the same
             wrong.append(f"{program}\n{type(e).__name__}: {e}")
     jax.clear_caches()
