@@ -21,7 +21,7 @@ class EarlyStopping(Callback):
     run stays stopped. Without `resume=`, each `fit` begins to count again.
 
     Args:
-      metric: the name of the metric.
+      metric: the name of the metric, "loss" or "eval_loss": both name that of the evaluation.
       patience: evaluations without improvement, at least 1.
       min_delta: the smallest change that counts as an improvement.
       mode: "min" if smaller is better, "max" if larger is, as of an accuracy.
@@ -58,9 +58,10 @@ class EarlyStopping(Callback):
         self._stop_where_due(trainer)
 
     def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        if self._metric not in metrics:
+        name = self._metric if self._metric in metrics else self._metric.removeprefix("eval_")
+        if name not in metrics:
             raise KeyError(f"EarlyStopping watches {self._metric!r}; the evaluation has {', '.join(sorted(metrics))}.")
-        value = float(metrics[self._metric])
+        value = float(metrics[name])
         if self._sign * (self._best - value) > self._min_delta:
             self._best, self._bad = value, 0
         else:

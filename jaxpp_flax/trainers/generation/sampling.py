@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpp_flax.trainers.setup import check_count, is_whole
+
 __all__ = ["Sampling", "read_end_tokens"]
 
 
@@ -36,11 +38,11 @@ class Sampling:
     def __post_init__(self) -> None:
         if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature={self.temperature!r}: it must be a number of at least 0 (0: greedy).")
-        if self.top_k is not None and (not _is_whole(self.top_k) or self.top_k < 1):
-            raise ValueError(f"top_k={self.top_k!r}: it must be a whole number of at least 1, or None.")
+        if self.top_k is not None:
+            check_count("top_k", self.top_k)
         if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
             raise ValueError(f"top_p={self.top_p!r}: it must be a number above 0 and at most 1, or None.")
-        if not _is_whole(self.seed) or not 0 <= self.seed < 1 << 32:
+        if not is_whole(self.seed) or not 0 <= self.seed < 1 << 32:
             raise ValueError(f"seed={self.seed!r}: it must be a whole number from 0 to 2**32 - 1.")
         for name, value in (("top_k", self.top_k), ("top_p", self.top_p)):
             if value is not None and self.is_greedy:
@@ -113,7 +115,7 @@ def read_end_tokens(value: Any) -> tuple[int, ...]:
       ((), (2,), (2, 5))
     """
     tokens = () if value is None else tuple(value) if isinstance(value, (list, tuple, np.ndarray)) else (value,)
-    if not all(map(_is_whole, tokens)):
+    if not all(map(is_whole, tokens)):
         raise TypeError(f"eos_token_id={value!r}: it must be a token (a whole number), several tokens, or None.")
     return tuple(map(int, tokens))
 
@@ -131,8 +133,4 @@ def _least_of_nucleus(logits: Any, top_p: Any) -> Any:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    return is_whole(value) or isinstance(value, (float, np.floating))

@@ -13,7 +13,7 @@ from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.data.batch import count_units
 from jaxpp_flax.trainers.loop.progress import Meter, Rate
 from jaxpp_flax.trainers.loop.trackers import Tracker
-from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics
+from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics, stepping_seconds
 
 __all__ = ["Evaluate", "LogMetrics", "LoopHook", "StepHook", "StepRecord", "TrainerProtocol", "run_steps", "to_host"]
 
@@ -137,7 +137,7 @@ class LogMetrics(LoopHook):
         meter: Meter | None = None,
     ) -> None:
         self._trainer, self._callbacks, self._meter = trainer, callbacks, meter or Meter()
-        self._first, self._rate = trainer.step + 1, Rate(total)
+        self._first, self._rate = trainer.step + 1, Rate(total, lambda: stepping_seconds(trainer.measures.seconds()))
         self.units, self.unit = 0, "examples"  # of all steps
         self.best: tuple[str, float, int] | None = None
         """The lowest `eval_loss`, or without evaluations the lowest logged `loss`, with its step."""
@@ -158,9 +158,8 @@ class LogMetrics(LoopHook):
             self._pending = None
 
     def add(self, named: Mapping[str, Any]) -> None:
-        """Add the metrics of an evaluation; the rate of the steps does not include the evaluation's time."""
+        """Add the metrics of an evaluation."""
         self.last = {**self.last, **named}
-        self._rate.resume(self.units)
         self._compare("eval_loss", self._trainer.step)
 
     def _deliver(self, step: int, metrics: Mapping[str, Any], units: int, unit: str, *, is_last: bool) -> None:

@@ -6,7 +6,7 @@ A meter gets values that are already on the host; it never asks a device for val
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,37 +20,38 @@ __all__ = ["BarMeter", "Display", "Meter", "PlainMeter", "Rate", "choose_meter"]
 
 
 class Rate:
-    """Units per second and the time left, counted from the first reading: the time never includes compilation.
+    """Units per second of training, and the time left, from the first reading on: neither includes compilation.
+
+    Args:
+      total_steps: the number of the last step; None: no time is left to tell.
+      training: returns the seconds spent training so far, without saves and evaluations.
+      clock: returns the seconds of a clock, for the time left.
 
     Example:
-      >>> clock = iter([0.0, 2.0])
-      >>> rate = Rate(total_steps=30, clock=lambda: next(clock))
+      >>> clock, training = iter([0.0, 2.0]), iter([0.0, 1.0])
+      >>> rate = Rate(total_steps=30, training=lambda: next(training), clock=lambda: next(clock))
       >>> rate.read(step=10, units=100), rate.read(step=20, units=300)
-      ((None, None), (100.0, 2.0))
+      ((None, None), (200.0, 2.0))
     """
 
-    def __init__(self, total_steps: int | None, clock: Any = time.perf_counter) -> None:
-        self._total, self._clock = total_steps, clock
+    def __init__(
+        self, total_steps: int | None, training: Callable[[], float], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._total, self._training, self._clock = total_steps, training, clock
         self._first: tuple[float, int] | None = None
-        self._last: tuple[float, int] | None = None
+        self._last = (0.0, 0)
 
     def read(self, step: int, units: int) -> tuple[float | None, float | None]:
         """Return (units per second since the last reading, seconds left); `units` in all are done at `step`."""
-        now = self._clock()
-        first, last = self._first, self._last
-        self._last = (now, units)
-        if first is None or last is None:
+        now, first, last = self._clock(), self._first, self._last
+        self._last = (self._training(), units)
+        if first is None:
             self._first = (now, step)
             return None, None
-        rate = (units - last[1]) / max(now - last[0], 1e-9)
+        rate = (units - last[1]) / max(self._last[0] - last[0], 1e-9)
         if self._total is None or step <= first[1]:
             return rate, None
         return rate, (self._total - step) * (now - first[0]) / (step - first[1])
-
-    def resume(self, units: int) -> None:
-        """Begin the next reading now, so that the rate does not include an evaluation before it."""
-        if self._last is not None:
-            self._last = (self._clock(), units)
 
 
 class Meter:

@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxpp_flax.processes.group import ProcessGroup, process_group
 from jaxpp_flax.trainers.callbacks.base import Callback, CallbackStates
+from jaxpp_flax.trainers.callbacks.stopping import EarlyStopping
 from jaxpp_flax.trainers.checkpoints import Checkpointing, Resume, check_resume
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from jaxpp_flax.trainers.data.position import DataPosition, ResumeData
@@ -63,6 +64,8 @@ class FitArguments:
                     f"callbacks holds a {type(callback).__name__}; subclass jaxpp_flax.trainers.Callback, or wrap a "
                     "function: OnMetrics(function, every=10)."
                 )
+            if self.eval_data is None and isinstance(callback, EarlyStopping):
+                raise ValueError("EarlyStopping counts evaluations: pass eval_data= and eval_every=.")
         check_resume(self.resume)
         if self.eval_every is not None:
             check_count("eval_every", self.eval_every)

@@ -47,6 +47,14 @@ def test_a_metric_that_does_not_improve_ends_the_run(mode, values, stopped_at):
     assert found == stopped_at
 
 
+def test_the_metric_of_an_evaluation_has_two_names():
+    """`eval_loss` is the name in rows and in `Checkpoints(best=)`."""
+    callback, stops = EarlyStopping("eval_loss", patience=1), Stops()
+    for step in (1, 2):
+        callback.on_evaluate(stops, step, {"loss": 1.0})
+    assert stops.reason == "eval_loss has not improved on 1 in 1 evaluations"
+
+
 def restored(callback, mode):
     other = EarlyStopping("score", patience=2, min_delta=0.1, mode=mode)
     other.set_state(callback.get_state())

@@ -181,6 +181,8 @@ def test_refusals():
         trainer().evaluate([])
     with pytest.raises(KeyError, match=r"EarlyStopping watches 'accuracy'; the evaluation has loss"):
         trainer().fit(DATA, eval_data=DATA, callbacks=[EarlyStopping("accuracy")])
+    with pytest.raises(ValueError, match="EarlyStopping counts evaluations: pass eval_data= and eval_every="):
+        trainer().fit(DATA, callbacks=[EarlyStopping()])
 
 
 def test_plain_progress(capsys):

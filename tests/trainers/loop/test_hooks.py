@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxpp_flax.trainers.loop.hooks import run_steps
+from jaxpp_flax.trainers.loop.hooks import LogMetrics, StepRecord, run_steps
+from jaxpp_flax.trainers.loop.trackers import DictTracker
+from jaxpp_flax.trainers.metrics.clock import Clock
+from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics
 
 BATCHES = [np.zeros((4, 2)), np.zeros((2, 2)), np.zeros((4, 2))]
 
@@ -39,6 +42,19 @@ class Counts:
 def records(trainer: Any, begin: Any) -> Any:
     hooks = [lambda record: trainer.events.append(f"hook {record.step}")]
     return run_steps(trainer, iter(BATCHES), None, hooks, begin=begin, within=trainer.within)
+
+
+def test_the_rate_counts_the_time_of_training_alone():
+    now = [0.0]
+    trainer: Any = Counts()
+    trainer.measures, trainer.tracker, trainer.log_every = RunMetrics(clock=Clock(lambda: now[0])), DictTracker(), 1
+    log = LogMetrics(trainer)
+    for batch in BATCHES[:1] * 5:
+        now[0] += 2
+        with trainer.measures.clock.part("save"):
+            now[0] += 10
+        log(StepRecord(trainer.step + 1, trainer.train_step(batch), batch))
+    assert trainer.tracker["examples_per_second"] == {2: 2.0, 3: 2.0, 4: 2.0}
 
 
 def test_each_batch_is_a_record():

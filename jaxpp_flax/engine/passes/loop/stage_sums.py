@@ -42,7 +42,7 @@ def sum_by_stage(scalars: Sequence[Any], parameters: Sequence[Any], num_stages: 
     return _sum_by_stage_p.bind(*scalars, *parameters, num_stages=num_stages)
 
 
-def _all_in_first(*operands: Any, num_stages: int) -> list[jax.Array]:
+def _all_in_first(*operands: Any, num_stages: int) -> list[Any]:
     first, *others = operands[: len(operands) // 2]
     return [sum(others, start=first), *[jnp.zeros_like(first)] * (num_stages - 1)]
 
@@ -59,8 +59,10 @@ def resolve_stage_sums(step: Lowered) -> Lowered:
     stages = _first_stages(step)
     nodes: list[Equation | Loop] = []
     for node in step.nodes:
-        is_sum = isinstance(node, Equation) and node.primitive is _sum_by_stage_p
-        nodes += _additions(node, stages) if is_sum else [node]
+        if isinstance(node, Equation) and node.primitive is _sum_by_stage_p:
+            nodes += _additions(node, stages)
+        else:
+            nodes.append(node)
     return replace(step, nodes=tuple(nodes))
 
 
