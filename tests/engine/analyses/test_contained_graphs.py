@@ -26,7 +26,7 @@ def layer(w: Any, x: Any) -> Any:
 
 def run(parts: tuple[Graph, ...], whole: Graph, *args: Any) -> list[Any]:
     """Run the parts in order, as one function of the whole's inputs."""
-    known = dict(zip(whole.inputs, args, strict=True))
+    known: dict[Any, Any] = dict(zip(whole.inputs, args, strict=True))
     for part in parts:
         known.update(zip(part.outputs, part.run(*(known[v] for v in part.inputs)), strict=True))
     return [known[v] for v in whole.outputs]
