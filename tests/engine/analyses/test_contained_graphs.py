@@ -68,7 +68,7 @@ def test_cheap_values_of_the_core_are_computed_again():
     [
         lambda w, x: jnp.sin(x @ w),  # another operation
         lambda w, x: (y := x @ w) + jnp.tanh(y),  # the product is read outside, and is not cheap
-        lambda w, x: jnp.tanh(x @ w.astype(jnp.float16)),  # other types
+        lambda w, x: jnp.tanh(x.astype(jnp.float16) @ w.astype(jnp.float16)),  # other types
         lambda w, x: jnp.tanh(w @ x),  # another dimension of the product
     ],
 )
