@@ -19,7 +19,7 @@ from jaxpp_flax.schedules import GPipe, Std1F1B, ZeroBubble
 from tests.engine.toys import chain, gradients, mesh_of
 from tests.helpers import DIM, batch_of, tree_allclose
 
-share_tasks = import_module("jaxpp_flax.engine.passes.share_tasks")  # the package has the function's name
+share_tasks = import_module("jaxpp_flax.engine.passes.sharing.share_tasks")  # the package has the function's name
 RANKS, MICROBATCHES = 3, 2
 
 
