@@ -24,8 +24,8 @@ from jaxpp_flax.engine.passes.memory.recompute import recompute
 from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
 from jaxpp_flax.engine.passes.place import place
 from jaxpp_flax.engine.passes.runner import Pass
-from jaxpp_flax.engine.passes.share_tasks import share_tasks
-from jaxpp_flax.engine.passes.share_updates import share_updates
+from jaxpp_flax.engine.passes.sharing.share_tasks import share_tasks
+from jaxpp_flax.engine.passes.sharing.share_updates import share_updates
 from jaxpp_flax.engine.passes.split_conditions import split_conditions
 from jaxpp_flax.engine.passes.unroll import unroll
 from jaxpp_flax.engine.passes.updated_arguments import find_relatives

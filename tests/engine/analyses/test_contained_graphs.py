@@ -26,7 +26,7 @@ def layer(w: Any, x: Any) -> Any:
 
 def run(parts: tuple[Graph, ...], whole: Graph, *args: Any) -> list[Any]:
     """Run the parts in order, as one function of the whole's inputs."""
-    known = dict(zip(whole.inputs, args, strict=True))
+    known: dict[Any, Any] = dict(zip(whole.inputs, args, strict=True))
     for part in parts:
         known.update(zip(part.outputs, part.run(*(known[v] for v in part.inputs)), strict=True))
     return [known[v] for v in whole.outputs]
@@ -68,7 +68,7 @@ def test_cheap_values_of_the_core_are_computed_again():
     [
         lambda w, x: jnp.sin(x @ w),  # another operation
         lambda w, x: (y := x @ w) + jnp.tanh(y),  # the product is read outside, and is not cheap
-        lambda w, x: jnp.tanh(x @ w.astype(jnp.float16)),  # other types
+        lambda w, x: jnp.tanh(x.astype(jnp.float16) @ w.astype(jnp.float16)),  # other types
         lambda w, x: jnp.tanh(w @ x),  # another dimension of the product
     ],
 )

@@ -18,7 +18,7 @@ from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import built, chain, gradients, mesh_of
 from tests.helpers import DIM, batch_of, tree_allclose
 
-share_updates = import_module("jaxpp_flax.engine.passes.share_updates")  # the package has the function's name
+share_updates = import_module("jaxpp_flax.engine.passes.sharing.share_updates")  # the package has the function's name
 RANKS = 3
 
 

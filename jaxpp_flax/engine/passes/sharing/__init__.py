@@ -1,0 +1,1 @@
+"""Passes that let several ranks run one program, so that XLA compiles it once."""
