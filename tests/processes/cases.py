@@ -43,6 +43,7 @@ class Case:
     in_specs: Any = None
     donate: bool = True
     residuals: ResidualPlan | None = None
+    fsdp: str | int = "microbatch"
 
 
 def offloaded(num_stages: int) -> ResidualPlan:
@@ -232,6 +233,19 @@ def two_devices_each(num_processes: int) -> Iterator[Case]:
         (None, P(None, "data")),
         residuals=offloaded(num_processes),
     )
+    # Parameters in halves, which lie in one process or in two; a window holds the weight of one layer.
+    halves = {"w": P("data"), "b": P("data")}
+    for layout, fsdp in (("rows", "step"), ("columns", "step"), ("columns", 8 * 8 * 4)):
+        yield Case(
+            f"{layout}-fsdp-{fsdp}",
+            plain_chain,
+            chain(num_processes),
+            batch,
+            Std1F1B(num_processes),
+            mesh_of(num_processes, layout),
+            ([halves] * num_processes, P(None, "data")),
+            fsdp=fsdp,
+        )
     yield Case(
         "rows-many", plain_chain, chain(num_processes), many, GPipe(num_processes), mesh_of(num_processes, "rows")
     )
@@ -249,7 +263,7 @@ NAMES = {
         "ranks-gpipe", "rows-replicated-chain", "rows-data-chain", "rows-clipped", "rows-tied", "rows-odd",
         "columns-replicated-chain", "columns-data-chain", "columns-clipped", "columns-tied", "columns-odd",
         "rows-interleaved", "columns-zero_bubble", "rows-statistics",
-        "columns-offloaded", "rows-many",
+        "columns-offloaded", "rows-fsdp-step", "columns-fsdp-step", "columns-fsdp-256", "rows-many",
     ),
 }  # fmt: skip
 

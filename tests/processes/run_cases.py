@@ -25,7 +25,9 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray  # noqa: E402
+from jaxpp_flax.engine.compiled import Compiled  # noqa: E402
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop  # noqa: E402
+from jaxpp_flax.engine.program.program import Run  # noqa: E402
 from jaxpp_flax.processes import process_group  # noqa: E402
 from tests.helpers import tree_allclose  # noqa: E402
 from tests.processes.cases import GROUPS, NAMES, STEPS, Case  # noqa: E402
@@ -69,7 +71,10 @@ def compare(case: Case, expected: list[np.ndarray]) -> None:
         in_specs=case.in_specs,
         donate_argnums=donated,
         residuals=case.residuals,
+        fsdp=case.fsdp,
     )
+    if case.fsdp == "step":
+        check_collectives(case, run.compile(state, case.batch))
     for _ in range(STEPS):
         state, outputs = run(state, case.batch)
     compared = 0
@@ -87,6 +92,21 @@ def compare(case: Case, expected: list[np.ndarray]) -> None:
         compared += 1
     assert compared, "nothing of the results is in this process"
     print(f"{case.name}: {compared} leaves equal", flush=True)
+
+
+def check_collectives(case: Case, compiled: Compiled) -> None:
+    """Fail unless this process gathers each parameter of its stages once in a step, and scatters its gradient once."""
+    tasks = compiled.program.tasks
+    here = [rank for rank in range(case.mesh.mpmd_dim) if case.mesh.is_local(rank)]
+    leaves = len(here) * len(case.state[0])
+    for kind in ("all-gather(", "reduce-scatter("):
+        found = [
+            instruction.microbatch
+            for instruction in compiled.program.instructions
+            if isinstance(instruction, Run) and tasks[instruction.task].rank in here
+            for _ in range(compiled._executables.tasks[instruction.task].as_text().count(f" {kind}"))
+        ]
+        assert found == [-1] * leaves, f"{case.name}: {kind} of microbatches {found}, for {leaves} leaves"
 
 
 def num_live_arrays() -> int:
