@@ -26,6 +26,7 @@ from jaxpp_flax.trainers.loop.process_synchronization import compare_compilation
 from jaxpp_flax.trainers.mesh import batch_spec, inner_sizes, num_batch_shards
 from jaxpp_flax.trainers.metrics.clock import Clock
 from jaxpp_flax.trainers.model.sharding import AxisRules
+from jaxpp_flax.trainers.options.memory import Memory
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.builder import Loop, StepBuilderCache
@@ -36,8 +37,8 @@ class CompiledSteps:
     """Compiles a step if its key is new. Without ranks, steps run under `jax.jit`.
 
     The schedule and the place of the state may change between two calls. `state_specs` has the specs of annotated
-    leaves of the state; `rules` has the meanings of logical axis names; `fsdp`, `residuals` and
-    `pack_bytes` are for training steps.
+    leaves of the state; `rules` has the meanings of logical axis names; `fsdp` and `memory` are for
+    training steps.
     """
 
     def __init__(
@@ -50,14 +51,12 @@ class CompiledSteps:
         state_specs: TrainState | None,
         rules: AxisRules,
         fsdp: str | int = "microbatch",
-        residuals: ResidualPlan | None = None,
-        pack_bytes: str | int = "auto",
+        memory: Memory | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.clock = clock or Clock()
         self._scheduling, self._assigner, self._builders, self._held = scheduling, assigner, builders, held
-        self.state_specs, self._rules, self._fsdp, self._given_residuals = state_specs, rules, fsdp, residuals
-        self._pack_bytes = pack_bytes
+        self.state_specs, self._rules, self._fsdp, self._memory = state_specs, rules, fsdp, Memory.of(memory)
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
 
     def for_training(self, microbatches: Any) -> Any:
@@ -144,8 +143,8 @@ class CompiledSteps:
 
     def _residuals(self) -> ResidualPlan | None:
         """Return the given residuals, or those that the assigner chose with the cuts of the training step."""
-        if self._given_residuals is not None:
-            return self._given_residuals
+        if self._memory.residuals is not None:
+            return self._memory.residuals
         return self._assigner.residuals_of(self._scheduling.schedule, self._scheduling.num_microbatches)
 
     def _compile(self, function: Callable[..., Any], state: Any, batch: Any, policy: CutPolicy, *, donate: bool) -> Any:
@@ -169,7 +168,7 @@ class CompiledSteps:
             everywhere=(False, True) if donate else True,
             fsdp=self._fsdp if donate else "microbatch",
             residuals=self._residuals if donate else None,  # inference has no backward
-            pack_bytes=self._pack_bytes if donate else 0,
+            pack_bytes=self._memory.pack_bytes if donate else 0,
         )
         return self._compile_form(function, (state, batch), policy, form)
 
