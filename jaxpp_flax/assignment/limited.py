@@ -79,6 +79,8 @@ class LimitedStep:
                     input_bytes=self.sent[start] if start else 0.0,
                     sent_bytes=self.sent[end] if end < len(self.sent) else 0.0,
                     fixed_bytes=self.memory.fixed_parts(start, end),
+                    gathered=self.memory.gathered(start, end),
+                    streamed=self.memory.streamed(start, end),
                 )
             )
         return StepModel(
@@ -86,6 +88,8 @@ class LimitedStep:
             num_microbatches=self.time.num_microbatches,
             stages=stages,
             hardware=self.hardware,
+            fsdp=self.memory.fsdp,
+            stream_window=self.memory.stream_window,
         )
 
     def choose(self, sizes: Sequence[int]) -> Choice:
@@ -170,7 +174,7 @@ def too_large(
         f"stage {s}: {_span(names[ends[s] - sizes[s] : ends[s]])}, {describe(choice.residuals.of(s))}"
         for s in memory.stages_of(rank)
     )
-    kinds = step.model(sizes).bytes_by_kind(rank, choice.prediction)
+    kinds = step.model(sizes).bytes_by_kind(rank, choice.residuals)
     parts = ", ".join(f"{kind} {amount(n, 'B')}" for kind, n in kinds.items() if n)
     if exact is None:
         text = "the assignment does not keep within memory_limit"

@@ -6,12 +6,14 @@ A stage holds a value once, even if several blocks of the stage need it (a tied 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from jaxpp_flax.schedules import FusedTask, Schedule, TaskKind
+from jaxpp_flax.schedules.planning.model import update_window
 
 __all__ = ["Held", "MemoryModel", "live_counts"]
 
@@ -23,8 +25,9 @@ class Held:
     """Bytes on each device of a rank that runs any of `blocks`.
 
     Attributes:
-      kind: "parameters", "gathered", "optimizer", "gradients", "data", "activations" or "kept"; activations count once
-        for each microbatch in flight, and "kept" counts in their place where cheap values are recomputed.
+      kind: "parameters", "gathered", "optimizer", "streamed", "gradients", "data", "activations" or "kept"; activations
+        count once for each microbatch in flight, and "kept" counts in their place where cheap values are recomputed.
+        "gathered" counts up to the limit of `fsdp`. "streamed" is on the host, and counts in windows after the loop.
       nbytes: the number of bytes.
       blocks: the blocks that need these bytes, in increasing order.
     """
@@ -80,6 +83,8 @@ class MemoryModel:
       rank_of: the rank of each stage.
       live: from `live_counts`.
       limits: bytes that each device of a rank may hold, for each rank.
+      fsdp: how often parameters are gathered; see `MeshOptions`.
+      stream_window: bytes of optimizer state on the host that an update fetches at one time.
 
     Example:
       >>> held = [Held(kind="parameters", nbytes=10, blocks=(0, 1)), Held(kind="activations", nbytes=1, blocks=(1,))]
@@ -93,6 +98,8 @@ class MemoryModel:
     rank_of: tuple[int, ...]
     live: tuple[tuple[tuple[int, ...], ...], ...]
     limits: tuple[float, ...]
+    fsdp: str | int = "step"
+    stream_window: float = math.inf
 
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages of a rank, in increasing order."""
@@ -100,7 +107,7 @@ class MemoryModel:
 
     def stage_bytes(self, stage: int, start: int, end: int) -> float:
         """Return the bytes of a stage with blocks `start` to `end` (exclusive), at the stage's own fullest moment."""
-        return self._fixed(start, end) + self._most[stage] * self._active(start, end)
+        return self._fixed(start, end) + max(self._most[stage] * self._active(start, end), self._update_bytes)
 
     def rank_bytes(self, sizes: Sequence[int]) -> list[float]:
         """Return the bytes of each rank at its fullest moment."""
@@ -126,8 +133,16 @@ class MemoryModel:
 
     def fixed_parts(self, start: int, end: int) -> dict[str, float]:
         """Return the bytes of such a stage that are held for the whole step, by kind."""
-        kinds = dict.fromkeys(item.kind for item in self.held if item.kind not in _IN_FLIGHT)
+        kinds = dict.fromkeys(item.kind for item in self.held if item.kind not in (*_IN_FLIGHT, "gathered", "streamed"))
         return {kind: _needed([h for h in self.held if h.kind == kind], start, end) for kind in kinds}
+
+    def gathered(self, start: int, end: int) -> dict[str, float]:
+        """Return the bytes of such a stage's gathered parameters, each under a name of its own."""
+        return {str(n): item.nbytes for n, item in enumerate(self.held) if _is_in(item, "gathered", start, end)}
+
+    def streamed(self, start: int, end: int) -> tuple[float, ...]:
+        """Return the bytes of optimizer state on the host for each parameter of such a stage."""
+        return tuple(item.nbytes for item in self.held if _is_in(item, "streamed", start, end))
 
     def with_one_in_flight(self) -> MemoryModel:
         """Return the memory if each rank holds the activations of one microbatch of one of its stages at a time.
@@ -140,28 +155,25 @@ class MemoryModel:
             moments.append(tuple(tuple(int(i == at) for i in range(count)) for at in range(count)))
         return replace(self, live=tuple(moments))
 
-    def parts(self, sizes: Sequence[int], rank: int) -> dict[str, float]:
-        """Return a rank's bytes by kind; activations at the fullest moment, with all microbatches in flight."""
-        ends = list(itertools.accumulate(sizes))
-        stages = self.stages_of(rank)
-        ranges = [(ends[stage] - sizes[stage], ends[stage]) for stage in stages]
-        found: dict[str, float] = {}
-        for start, end in ranges:
-            for kind, nbytes in self.fixed_parts(start, end).items():
-                found[kind] = found.get(kind, 0.0) + nbytes
-        active = [self._active(start, end) for start, end in ranges]
-        found["activations"] = max(
-            sum(n * a for n, a in zip(moment, active, strict=True)) for moment in self.live[rank]
-        )
-        return found
-
     # ------------------------------------------------------------ for the search: a vector, one entry for each moment
 
     @cached_property
     def slices(self) -> list[slice]:
         """The entries of each rank."""
-        ends = list(itertools.accumulate(len(moments) for moments in self.live))
+        ends = list(itertools.accumulate(len(moments) for moments in self._moments))
         return [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+
+    @cached_property
+    def _moments(self) -> list[tuple[tuple[int, ...], ...]]:
+        """The microbatches in flight at each moment of each rank; an update is a moment without microbatches."""
+        if not self._update_bytes:
+            return list(self.live)
+        return [(*moments, (0,) * len(moments[0])) for moments in self.live]
+
+    @cached_property
+    def _update_bytes(self) -> float:
+        """What an update fetches from the host at one time, at most."""
+        return update_window(self.streamed(0, self.num_blocks), self.stream_window)
 
     @cached_property
     def _position(self) -> list[int]:
@@ -176,15 +188,17 @@ class MemoryModel:
 
     @cached_property
     def nothing(self) -> tuple[float, ...]:
-        """The vector of empty ranks: zero bytes at every moment."""
-        return (0.0,) * sum(len(moments) for moments in self.live)
+        """The vector of empty ranks: zero bytes at every moment but the update."""
+        return tuple(0.0 if any(moment) else self._update_bytes for moments in self._moments for moment in moments)
 
     def with_stage(self, held: tuple[float, ...], stage: int, start: int, end: int) -> tuple[float, ...]:
         """Return `held` plus the bytes of a stage with blocks `start` to `end`."""
         rank, position = self.rank_of[stage], self._position[stage]
         fixed, active = self._fixed(start, end), self._active(start, end)
         here = self.slices[rank]
-        added = [h + fixed + moment[position] * active for h, moment in zip(held[here], self.live[rank], strict=True)]
+        added = [
+            h + fixed + moment[position] * active for h, moment in zip(held[here], self._moments[rank], strict=True)
+        ]
         return (*held[: here.start], *added, *held[here.stop :])
 
     def within_limits(self, held: tuple[float, ...]) -> bool:
@@ -192,17 +206,25 @@ class MemoryModel:
         return all(max(held[here]) <= limit for here, limit in zip(self.slices, self.limits, strict=True))
 
     def _fixed(self, start: int, end: int) -> float:
-        return self._sums[0][start][end - start]
+        gathered = self._sums[3][start][end - start]
+        return self._sums[0][start][end - start] + (
+            gathered if isinstance(self.fsdp, str) else min(gathered, self.fsdp)
+        )
 
     def _active(self, start: int, end: int) -> float:
         return self._sums[1][start][end - start]
 
     @cached_property
     def _sums(self) -> tuple[list[list[float]], ...]:
-        """For (fixed, activations, kept ones): the bytes of the n blocks from each start on."""
-        fixed = [h for h in self.held if h.kind not in _IN_FLIGHT]
-        groups = fixed, *([h for h in self.held if h.kind == kind] for kind in _IN_FLIGHT)
+        """For (fixed, activations, kept ones, gathered ones): the bytes of the n blocks from each start on."""
+        apart = (*_IN_FLIGHT, "gathered")
+        fixed = [h for h in self.held if h.kind not in (*apart, "streamed")]
+        groups = fixed, *([h for h in self.held if h.kind == kind] for kind in apart)
         return tuple(_range_sums(group, self.num_blocks) for group in groups)
+
+
+def _is_in(item: Held, kind: str, start: int, end: int) -> bool:
+    return item.kind == kind and any(start <= block < end for block in item.blocks)
 
 
 def _needed(held: Iterable[Held], start: int, end: int) -> float:

@@ -20,7 +20,7 @@ from jaxpp_flax.engine.blocks import CutPolicy, cut_at_every_mark
 from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.front import Front
 from jaxpp_flax.engine.garbage import collection_paused
-from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, check_fsdp
+from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
 from jaxpp_flax.engine.passes.memory.pack import check_pack_bytes
 from jaxpp_flax.engine.passes.placed import ResultRanks
 from jaxpp_flax.engine.passes.submesh_constraints import on_submesh
@@ -34,6 +34,7 @@ from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
 from jaxpp_flax.engine.tracing.one_pass import OnePass
 from jaxpp_flax.engine.tracing.static_arguments import unwrapping
 from jaxpp_flax.engine.tracing.treduce import Last, treduce_i
+from jaxpp_flax.schedules.gathers import check_fsdp
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
 __all__ = ["MpmdFunction", "mpmd_jit", "mpmd_jit_with_loop", "one_pass"]

@@ -26,10 +26,10 @@ from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulation.costs import Costs, Link, Transfer
 from jaxpp_flax.schedules.simulation.measured import measured_costs
 from jaxpp_flax.schedules.simulation.simulate import Event, Summary, Timeline, replay, simulate, summarize
-from jaxpp_flax.schedules.table import read_csv, write_csv
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 from jaxpp_flax.schedules.tools.automatic import Found, search
 from jaxpp_flax.schedules.tools.drawing import draw
+from jaxpp_flax.schedules.tools.table import read_csv, write_csv
 from jaxpp_flax.schedules.validate import validate
 
 __all__ = [

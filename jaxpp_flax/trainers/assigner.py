@@ -20,6 +20,7 @@ from jaxpp_flax.assignment.stages_choice import StagesChoice, choose
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, axes_in
 from jaxpp_flax.engine.blocks import Marks, Work
+from jaxpp_flax.engine.passes.memory import stream_updates
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.messages import near_names
 from jaxpp_flax.schedules import Schedule
@@ -42,13 +43,15 @@ class Pipeline:
       schedule: gives the rank of each stage, and the number of microbatches in flight.
       num_microbatches: the number of microbatches of a step.
       mesh: the mesh of the ranks.
-      kept: for each leaf of a step's arguments, the bytes on each device that the optimizer and the average keep.
+      kept: for each leaf of a step's arguments, what the optimizer and the average keep; see `kept_bytes`.
+      fsdp: how often the training step gathers parameters; see `MeshOptions`.
     """
 
     schedule: Schedule
     num_microbatches: int
     mesh: MpmdMesh
-    kept: Callable[[], Sequence[float]]
+    kept: Callable[[], Sequence[tuple[float, float]]]
+    fsdp: str | int = "microbatch"
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -94,8 +97,9 @@ class Assigner:
         marks, pipeline = Marks(replace(self._last[0].blocks, split_backward=schedule.splits_backward)), self._last[1]
         pipeline, mesh = replace(pipeline, schedule=schedule), pipeline.mesh
         with context_mesh(mesh.abstract_submesh if mesh.is_explicit else None):
-            cuts, plan = self._make(marks, schedule.num_stages, pipeline)
-            step, choice = self._limited_step(marks, pipeline), cast(Choice, plan.choice)
+            step = self._limited_step(marks, pipeline)
+            cuts, plan = self._make(marks, schedule.num_stages, pipeline, step)
+            choice = cast(Choice, plan.choice)
             return LimitedPlan(model=step.model(sizes_of(cuts, marks)), choice=choice, limits=step.memory.limits)
 
     def plan_of(self, schedule: Schedule | None, num_microbatches: int) -> Plan | None:
@@ -123,11 +127,12 @@ class Assigner:
             key, marks = (pipeline.schedule, pipeline.num_microbatches), cast(Marks, marks)
             self._last = marks, pipeline
             if key not in self._plans:
-                self._plans[key] = self._make(marks, num_stages, pipeline)
+                limited = None if self._limit is None else self._limited_step(marks, pipeline)
+                self._plans[key] = self._make(marks, num_stages, pipeline, limited)
                 self._unseen.append(self._plans[key][1])
             elif self._limit is not None:  # other shapes of a batch: the blocks stay where they are
                 cuts, plan = self._plans[key]
-                choice = self._choose(marks, sizes_of(cuts, marks), pipeline)
+                choice = _choose(marks, sizes_of(cuts, marks), self._limited_step(marks, pipeline))
                 self._plans[key] = cuts, replace(plan, choice=choice, residuals=choice.residuals)
             return self._plans[key][0]
 
@@ -142,16 +147,18 @@ class Assigner:
 
     # ------------------------------------------------------------------ making a plan
 
-    def _make(self, marks: Marks, num_stages: int, pipeline: Pipeline) -> tuple[tuple[int, ...], Plan]:
+    def _make(
+        self, marks: Marks, num_stages: int, pipeline: Pipeline, limited: LimitedStep | None
+    ) -> tuple[tuple[int, ...], Plan]:
         even_sizes = sizes_of(even()(marks, num_stages), marks)  # raises where there are too few marks
         work, source, unit = self._work(marks, pipeline)
         exact = step_gain = stages_choice = choice = None
         if self._search is None:
             cuts = tuple(self._policy(marks, num_stages))
-            choice = self._choose(marks, sizes_of(cuts, marks), pipeline) if self._limit is not None else None
+            choice = None if limited is None else _choose(marks, sizes_of(cuts, marks), limited)
         else:
             step = _step_time(pipeline, work, _MOST_TASKS_UNASKED if self._quiet else MOST_TASKS)
-            found, stages_choice, choice = self._found(marks, step, even_sizes, pipeline)
+            found, stages_choice, choice = self._found(marks, step, even_sizes, pipeline, limited)
             cuts = cuts_of(even_sizes if found is None else found.sizes)
             exact = None if found is None else found.exact and (choice is None or choice.residuals.is_kept)
             if found is not None and len(set(pipeline.ranks)) < num_stages and (even_step := step(even_sizes)):
@@ -175,10 +182,14 @@ class Assigner:
         return cuts, plan
 
     def _found(
-        self, marks: Marks, step: StepTime, even_sizes: Sequence[int], pipeline: Pipeline
+        self,
+        marks: Marks,
+        step: StepTime,
+        even_sizes: Sequence[int],
+        pipeline: Pipeline,
+        limited: LimitedStep | None,
     ) -> tuple[Balance | None, StagesChoice | None, Choice | None]:
         """Return balanced stages (None: even ones are better), the choice of "auto", and that of residuals."""
-        limited = None if self._limit is None else self._limited_step(marks, pipeline)
         choices: dict[tuple[int, ...], Choice] = {}
 
         def search() -> Balance:
@@ -239,9 +250,10 @@ class Assigner:
         held: list[Held] = []
         for item in found:
             held.append(Held(kind=item.kind, nbytes=item.nbytes, blocks=item.blocks))
-            extra = kept[item.argument] if item.argument is not None else 0.0
-            if extra:
-                held.append(Held(kind="optimizer", nbytes=extra, blocks=item.blocks))
+            extra = kept[item.argument] if item.argument is not None and item.kind == "parameters" else (0.0, 0.0)
+            for kind, nbytes in zip(("optimizer", "streamed"), extra, strict=True):
+                if nbytes:
+                    held.append(Held(kind=kind, nbytes=nbytes, blocks=item.blocks))
         schedule, limit = pipeline.schedule, self._limit
         limits = tuple(map(float, limit)) if isinstance(limit, Sequence) else (float(limit),) * schedule.num_ranks
         if len(limits) != schedule.num_ranks:
@@ -255,15 +267,9 @@ class Assigner:
             rank_of=pipeline.ranks,
             live=live_counts(schedule, pipeline.num_microbatches),
             limits=limits,
+            fsdp=pipeline.fsdp,
+            stream_window=stream_updates.WINDOW_BYTES,
         )
-
-    def _choose(self, marks: Marks, sizes: Sequence[int], pipeline: Pipeline) -> Choice:
-        """Return the cheapest residuals for these stages; refuse an assignment in which a rank exceeds its limit."""
-        step = self._limited_step(marks, pipeline)
-        choice = step.choose(sizes)
-        if choice.excess > 0:
-            raise too_large(segment_names(marks), sizes, step, choice, None)
-        return choice
 
     def _limited_step(self, marks: Marks, pipeline: Pipeline) -> LimitedStep:
         work, _, unit = self._work(marks, pipeline)
@@ -282,6 +288,14 @@ class Assigner:
             hardware=hardware,
             cheap=[work / (hardware.flops * len(devices)) for work in marks.cheap_work(_bytes_as_flops(pipeline))],
         )
+
+
+def _choose(marks: Marks, sizes: Sequence[int], step: LimitedStep) -> Choice:
+    """Return the cheapest residuals for these stages; refuse an assignment in which a rank exceeds its limit."""
+    choice = step.choose(sizes)
+    if choice.excess > 0:
+        raise too_large(segment_names(marks), sizes, step, choice, None)
+    return choice
 
 
 def _estimated(marks: Marks, pipeline: Pipeline) -> tuple[Work, ...]:
@@ -308,10 +322,11 @@ def kept_bytes(
     batch: Any,
     mesh: MpmdMesh,
     memory_kind: Callable[[Any], str | None] = lambda leaf: None,
-) -> list[float]:
-    """Return, for each leaf of `(state, batch)`, the bytes on each device that the optimizer and the average keep.
+) -> list[tuple[float, float]]:
+    """Return, for each leaf of `(state, batch)`, the bytes that the optimizer and the average keep for each device.
 
-    `memory_kind` returns the memory of a leaf of the optimizer: None for the devices' own. Others do not count.
+    The first number lies on the device, the second one on the host. `memory_kind` returns the memory of a leaf of the
+    optimizer: None for the devices' own.
 
     A leaf of the optimizer belongs to the parameter with the same path. A leaf with the parameter's shape has the
     parameter's sharding, from `specs` (see `state_specs`).
@@ -322,15 +337,21 @@ def kept_bytes(
     listed = jax.tree.leaves(specs.params, is_leaf=is_spec) if specs is not None else [None] * len(params)
     shards = {path: _shards(spec, sizes) for (path, _), spec in zip(params, listed, strict=True)}
     shapes = {path: leaf.shape for path, leaf in params}
-    extra = dict.fromkeys(shapes, 0.0)
+    extra = {path: [0.0, 0.0] for path in shapes}
     for tree, kind_of in ((state.opt_state, memory_kind), (state.ema, lambda leaf: None)):
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
             tail = next((path[i:] for i in range(len(path)) if path[i:] in extra), None)
-            if tail is not None and kind_of(leaf) is None:
-                extra[tail] += leaf.size * leaf.dtype.itemsize / (shards[tail] if leaf.shape == shapes[tail] else 1)
+            if tail is not None:
+                extra[tail][kind_of(leaf) is not None] += (
+                    leaf.size * leaf.dtype.itemsize / (shards[tail] if leaf.shape == shapes[tail] else 1)
+                )
+    on_devices, on_host = (
+        jax.tree.unflatten(jax.tree.structure(state.params), [extra[path][place] for path, _ in params])
+        for place in range(2)
+    )
     nothing, nothing_of_batch = jax.tree.map(lambda _: 0.0, (state, batch))
-    of_params = jax.tree.unflatten(jax.tree.structure(state.params), [extra[path] for path, _ in params])
-    return jax.tree.leaves((replace(nothing, params=of_params), nothing_of_batch))
+    columns = ((replace(nothing, params=of_params), nothing_of_batch) for of_params in (on_devices, on_host))
+    return list(zip(*map(jax.tree.leaves, columns), strict=True))
 
 
 def _shards(spec: Any, sizes: Mapping[str, int]) -> int:

@@ -124,3 +124,43 @@ def test_residuals_are_given_or_chosen():
     plan = ResidualPlan([StageResiduals(recompute=True)] * 4)
     with pytest.raises(ValueError, match=r"both Memory\(residuals=\) and memory_limit=1000.0 are given"):
         trainer_of(Assignment(memory_limit=1000.0), memory=Memory(residuals=plan))
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "rows"), [("step", 16), (20_000, 16), (None, 1024), (None, 16)], ids=["step", "window", "loop", "update"]
+)
+def test_gathers_and_the_update_hold_the_predicted_bytes(fsdp, rows):
+    """Above the prediction, the last rank holds the counter of steps (4 bytes) alone."""
+    width, init = 64, nnx.initializers.lecun_normal()
+    kernel = nnx.with_partitioning(init, ("fsdp", None)) if fsdp else init
+
+    class Tower(nnx.Module):
+        def __init__(self, rngs):
+            with nnx.use_eager_sharding(False):
+                layers = [nnx.Linear(width, width, use_bias=False, kernel_init=kernel, rngs=rngs) for _ in range(4)]
+            self.layers = nnx.List([PipelineStage(layer, name=f"b{i}") for i, layer in enumerate(layers)])
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = jnp.tanh(layer(x))
+            return x
+
+    place = (
+        {"mesh": MeshOptions(axes={"fsdp": 2}, fsdp=fsdp)}
+        if fsdp
+        else {"memory": Memory(optimizer_state="pinned_host")}
+    )
+    trainer = PipelineTrainer(
+        Tower(nnx.Rngs(0)), optax.adam(1e-3), lambda model, b: jnp.mean((model(b["x"]) - b["y"]) ** 2), num_stages=2,
+        num_microbatches=4, schedule="gpipe", logging=False, assignment=Assignment(memory_limit=1e12), **place,
+    )  # fmt: skip
+    batch = {"x": jnp.ones((rows, width)), "y": jnp.zeros((rows, width))}
+    compiled = trainer.compile(batch)
+    row = compiled.memory_analysis()[-1]
+    live = row.argument_bytes + row.peak_bytes
+    if (fsdp, rows) == (None, 16):  # weights, gradients and the fetched state enter the update; the batch stays beside
+        update = [e for t, e in zip(compiled.program.tasks, compiled._executables.tasks, strict=True) if t.rank == 1][
+            -1
+        ]
+        live = update.memory_analysis().argument_size_in_bytes + batch["y"].nbytes
+    assert trainer.plan.rank_bytes[-1] + 4 == live

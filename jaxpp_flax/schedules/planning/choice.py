@@ -386,7 +386,7 @@ def _nothing_fits(model: StepModel, choice: Choice, limits: Sequence[float]) -> 
     stages = [stage for stage, of in enumerate(model.rank_of) if of == rank]
     does = ", ".join(f"stage {stage}: {describe(choice.residuals.of(stage))}" for stage in stages)
     kinds = ", ".join(
-        f"{kind} {amount(n, 'B')}" for kind, n in model.bytes_by_kind(rank, choice.prediction).items() if n
+        f"{kind} {amount(n, 'B')}" for kind, n in model.bytes_by_kind(rank, choice.residuals).items() if n
     )
     return LimitError(
         f"no mixture of keep, recompute and offload keeps within memory_limit: in the closest plan found, rank {rank} "

@@ -1,7 +1,8 @@
 """The model of a step that every planner uses: seconds, and bytes of each rank, from loads of stages and hardware.
 
-The time is the simulated step. The bytes are those held for the whole step (parameters, optimizer, gradients, data) and
-the residuals in flight. Nothing here needs a device, so a plan can be made for hardware that is not there.
+The time is the simulated step. The bytes are those held for the whole step (parameters, optimizer, gradients, data),
+the residuals in flight, gathered parameters, and what the update fetches from the host. Nothing here needs a device, so
+a plan can be made for hardware that is not there.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.gathers import Gathers, check_fsdp
 from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals, host_copies
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulation.costs import Costs, CostTable, Link, Transfer
 from jaxpp_flax.schedules.simulation.simulate import summarize
 from jaxpp_flax.schedules.task import AnyTask
 
-__all__ = ["Hardware", "Prediction", "StageLoad", "StageUse", "StepModel"]
+__all__ = ["Hardware", "Prediction", "StageLoad", "StageUse", "StepModel", "update_window"]
+
+_WINDOW = "optimizer state from the host"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +36,8 @@ class Hardware:
       link_latency: seconds that a transfer from rank to rank takes besides.
       host_bandwidth: bytes a second between a device and its host, in each direction.
       host_latency: seconds that a copy to the host or back takes besides.
+      gather_bandwidth: bytes a second that a device receives from the other devices of its stage, for parameters that
+        are sharded inside the stage (FSDP).
       device_bytes: the memory of a device.
 
     Raises:
@@ -48,6 +54,7 @@ class Hardware:
     link_bandwidth: float = math.inf
     link_latency: float = 0.0
     host_latency: float = 0.0
+    gather_bandwidth: float = math.inf
     device_bytes: float = math.inf
 
     def __post_init__(self) -> None:
@@ -85,6 +92,9 @@ class StageLoad:
         or another costly operation (`StageResiduals(recompute="cheap")`).
       cheap_recomputation: seconds that this takes.
       fixed_bytes: bytes held for the whole step, by kind, such as "parameters", "gradients" and "optimizer".
+      gathered: bytes of the whole parameters that are sharded inside the stage (FSDP), by name; `StepModel(fsdp=)` says
+        how often they are gathered. Stages of one rank share a parameter of one name.
+      streamed: bytes of the optimizer state on the host, for each parameter; the update fetches them in windows.
 
     Example:
       >>> StageLoad(forward=1.0, backward=2.0, residual_bytes=8.0, fixed_bytes={"parameters": 4.0}).fixed
@@ -100,6 +110,8 @@ class StageLoad:
     cheap_bytes: float = 0.0
     cheap_recomputation: float = 0.0
     fixed_bytes: Mapping[str, float] = field(default_factory=dict)
+    gathered: Mapping[str, float] = field(default_factory=dict)
+    streamed: Sequence[float] = ()
 
     @property
     def time_again(self) -> float:
@@ -184,9 +196,13 @@ class StepModel:
       num_microbatches: the number of microbatches of a step.
       stages: the load of each stage.
       hardware: the devices and their links.
+      fsdp: how often parameters are gathered: "step", "microbatch" or a number of bytes; see `MeshOptions`.
+      stream_window: bytes of optimizer state on the host that the update fetches at one time. What one parameter has is
+        fetched together.
 
     Raises:
       ScheduleError: if the number of loads is not the number of stages.
+      ValueError, TypeError: for another `fsdp`.
 
     Example:
       >>> from jaxpp_flax.schedules import GPipe
@@ -206,6 +222,8 @@ class StepModel:
     num_microbatches: int
     stages: Sequence[StageLoad]
     hardware: Hardware
+    fsdp: str | int = "microbatch"
+    stream_window: float = math.inf
 
     def __post_init__(self) -> None:
         if len(self.stages) != self.schedule.num_stages:
@@ -213,6 +231,7 @@ class StepModel:
                 f"StepModel has {len(self.stages)} loads, but the schedule has {self.schedule.num_stages} stages: give "
                 "one load for each stage."
             )
+        check_fsdp(self.fsdp)
 
     @cached_property
     def costs(self) -> Costs:
@@ -229,6 +248,13 @@ class StepModel:
             cheap_recomputation=[load.cheap_recomputation for load in self.stages],
             cheap_activation=[load.residual_bytes - load.cheap_bytes for load in self.stages],
         )
+
+    @cached_property
+    def gathers(self) -> Gathers | None:
+        """The parameters that are gathered; None if there are no such parameters."""
+        if not any(load.gathered for load in self.stages):
+            return None
+        return Gathers([load.gathered for load in self.stages], self.fsdp, self.hardware.gather_bandwidth)
 
     @cached_property
     def tasks(self) -> list[list[AnyTask]]:
@@ -250,6 +276,7 @@ class StepModel:
             num_microbatches=self.num_microbatches,
             residuals=residuals,
             host_link=self.hardware.host_link,
+            gathers=self.gathers,
         )
         peaks = self.ordered_peaks(residuals)
         return Prediction(
@@ -260,8 +287,9 @@ class StepModel:
         )
 
     def ordered_peaks(self, residuals: ResidualPlan) -> tuple[float, ...]:
-        """Return the most bytes of residuals on each device, for each rank, by the order of its tasks alone.
+        """Return the most bytes above the fixed ones on each device, for each rank, by the order of its tasks alone.
 
+        These are residuals and gathered parameters, or what the update fetches from the host, if that is more.
         A value that moves to the host counts until the task that waits for the end of its offload (without such a task,
         until its fetch), and again from the task in front of which its fetch stands. So the times of copies have no
         influence, and the simulation never holds more.
@@ -270,28 +298,51 @@ class StepModel:
         return tuple(self.ordered_peak(rank, residuals, table) for rank in range(len(self.tasks)))
 
     def ordered_peak(self, rank: int, residuals: ResidualPlan, table: CostTable | None = None) -> float:
-        """Return the most bytes of residuals of one rank; see `ordered_peaks`. Other ranks have no influence."""
+        """Return the most bytes above the fixed ones of one rank; see `ordered_peaks`. Other ranks do not matter."""
+        return sum(self._fullest_moment(rank, residuals, table).values())
+
+    def _fullest_moment(self, rank: int, residuals: ResidualPlan, table: CostTable | None = None) -> dict[str, float]:
+        """Return the bytes above the fixed ones of one rank at its fullest moment, by kind."""
         table = self.costs.table(self.schedule.num_stages, residuals) if table is None else table
-        tasks = self.tasks[rank]
+        tasks, gathered = self.tasks[rank], self._gathered[rank]
         fetched, gone = [0.0] * len(tasks), [0.0] * len(tasks)
         for copy in host_copies(tasks, residuals):
             fetched[copy.fetch_before] += table.moved[copy.stage]
             gone[copy.fetch_before if copy.gone_before is None else copy.gone_before] += table.moved[copy.stage]
-        held = peak = 0.0
+        held = peak = most = 0.0
         for position, task in enumerate(tasks):
             added, freed = table.memory_change(task)
             held += fetched[position] - gone[position] + added
-            peak = max(peak, held)
+            if held + gathered[position] > peak + most:
+                peak, most = held, gathered[position]
             held += freed
-        return peak
+        update = self._update_bytes(rank)
+        return {_WINDOW: update} if update > peak + most else {"residuals": peak, "gathered parameters": most}
 
-    def bytes_by_kind(self, rank: int, prediction: Prediction) -> dict[str, float]:
+    @cached_property
+    def _gathered(self) -> list[list[float]]:
+        """The bytes of gathered parameters on each device, for each rank and each of its tasks."""
+        found: list[list[float]] = []
+        for tasks in self.tasks:
+            held = [0.0] * len(tasks)
+            for window in () if self.gathers is None else self.gathers.windows(tasks):
+                for position in range(window.gather_before, window.read_last + 1):
+                    held[position] += window.nbytes
+            found.append(held)
+        return found
+
+    def _update_bytes(self, rank: int) -> float:
+        """Return the most bytes of optimizer state on the host that a rank's update has on each device at one time."""
+        leaves = [n for of, load in zip(self.rank_of, self.stages, strict=True) if of == rank for n in load.streamed]
+        return update_window(leaves, self.stream_window)
+
+    def bytes_by_kind(self, rank: int, residuals: ResidualPlan) -> dict[str, float]:
         """Return a rank's bytes at its peak by kind; "residuals" are those in flight."""
         found: dict[str, float] = {}
         for stage in (s for s, of in enumerate(self.rank_of) if of == rank):
             for kind, nbytes in self.stages[stage].fixed_bytes.items():
                 found[kind] = found.get(kind, 0.0) + nbytes
-        return {**found, "residuals": prediction.peak_bytes[rank] - self.rank_fixed[rank]}
+        return {**found, **self._fullest_moment(rank, residuals)}
 
     @cached_property
     def rank_fixed(self) -> tuple[float, ...]:
@@ -321,3 +372,17 @@ class StepModel:
                 )
             )
         return tuple(uses)
+
+
+def update_window(leaves: Sequence[float], window: float) -> float:
+    """Return the most bytes of optimizer state that an update fetches from the host at one time.
+
+    Args:
+      leaves: the bytes of each parameter's state, which are fetched together.
+      window: the bytes that several parameters share.
+
+    Example:
+      >>> update_window([3.0, 4.0, 5.0], 8.0), update_window([3.0, 9.0], 8.0)
+      (8.0, 9.0)
+    """
+    return max(min(sum(leaves), window), max(leaves, default=0.0))

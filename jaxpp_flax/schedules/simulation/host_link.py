@@ -92,14 +92,17 @@ class HostLinks:
         """Each rank's copies, in the order of their fetches."""
         return tuple(tuple(link.events) for link in self.links)
 
+    def left(self, rank: int, position: int, free: float) -> float:
+        """Return when the rank is free, after it has waited for the offloads that end before a task."""
+        link = self.links[rank]
+        return max([free, *(link.offloaded[copy][1] for copy in link.gone_before.get(position, ()))])
+
     def hold(self, rank: int, position: int, free: float, start: float) -> float:
         """Start the fetches in front of a task when the rank is free; return when the task can start.
 
-        The rank first waits for the offloads that end before the task; the task waits for its own values too.
+        The task waits for its own values.
         """
         link = self.links[rank]
-        for copy in link.gone_before.get(position, ()):
-            free = max(free, link.offloaded[copy][1])
         for copy in link.fetch_before.get(position, ()):
             link.fetch(copy, free)
         read = link.read_at.get(position)

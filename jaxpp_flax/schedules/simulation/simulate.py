@@ -1,7 +1,8 @@
 """Discrete simulation of a schedule: the times of tasks, idle time, and memory.
 
 A rank runs its tasks in order, each as soon as the rank is free and the inputs have arrived. The
-simulation is exact for the model in :mod:`costs`. Residuals that a plan offloads also use the rank's link to its host.
+simulation is exact for the model in :mod:`costs`. Residuals that a plan offloads also use the rank's link to its host;
+gathers of parameters take the rank's time.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from dataclasses import dataclass, fields
 
 from jaxpp_flax.schedules.dependencies import needs, results
 from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.gathers import Gathers
 from jaxpp_flax.schedules.progress import advance
 from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.schedules.schedule import Schedule, TaskLists, streams
 from jaxpp_flax.schedules.simulation.costs import Costs, CostTable, Link, Transfer
+from jaxpp_flax.schedules.simulation.gather_times import GatherEvent, GatherTimes, with_gathers_inside
 from jaxpp_flax.schedules.simulation.host_link import HostEvent, HostLinks
 from jaxpp_flax.schedules.task import AnyTask, FusedTask, Task, TaskKind
 from jaxpp_flax.schedules.validate import deadlock_error
@@ -37,9 +40,9 @@ class Summary:
     Attributes:
         makespan: the time from the first task's start to the last task's end, over all ranks.
         busy: the compute time of each rank.
-        first_start: the start of each rank's first task.
+        first_start: the start of each rank's first task, or of a gather that must run before it.
         last_end: the end of each rank's last task.
-        peak_memory: the maximum activation memory of each rank's devices at one time.
+        peak_memory: the maximum memory of activations and gathered parameters of each rank's devices at one time.
         num_tasks: the number of tasks; a fused task counts once.
         peak_host_memory: the maximum activation memory of each rank on its host at one time.
     """
@@ -84,6 +87,7 @@ class Timeline(Summary):
     """A :class:`Summary` and the events behind it, by rank and in order of time.
 
     ``host_events`` holds each rank's copies to the host and back; ``residuals`` is the plan behind them.
+    ``gather_events`` holds what each rank gathers.
     """
 
     events: tuple[tuple[Event, ...], ...]
@@ -92,12 +96,14 @@ class Timeline(Summary):
     transfer: Transfer
     residuals: ResidualPlan | None = None
     host_events: tuple[tuple[HostEvent, ...], ...] = ()
+    gather_events: tuple[tuple[GatherEvent, ...], ...] = ()
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
-        """Return ``(time, activation memory from this time on)`` at each change on the devices of ``rank``."""
+        """Return ``(time, memory from this time on)`` at each change on the devices of ``rank``."""
         table = self.costs.table(self.num_stages, self.residuals)
         copies = self.host_events[rank] if self.host_events else ()
-        return _memory_steps(_device_changes(self.events[rank], copies, table))
+        gathered = self.gather_events[rank] if self.gather_events else ()
+        return _memory_steps(_device_changes(self.events[rank], (*copies, *gathered), table))
 
     def host_memory(self, rank: int) -> list[tuple[float, float]]:
         """Return ``(time, activation memory from this time on)`` at each change on the host of ``rank``."""
@@ -145,7 +151,7 @@ class Timeline(Summary):
 
 
 def _device_changes(
-    events: Iterable[Event], copies: Iterable[HostEvent], table: CostTable
+    events: Iterable[Event], copies: Iterable[HostEvent | GatherEvent], table: CostTable
 ) -> list[tuple[float, int, float]]:
     changes: list[tuple[float, int, float]] = []
     for event in events:
@@ -217,44 +223,55 @@ def _peak(steps: list[tuple[float, float]]) -> float:
     return max((held for _, held in steps), default=0.0)
 
 
-def _run_with_host(
+def _run_with_copies(
     schedule: Schedule | TaskLists,
     costs: Costs,
     transfer: Transfer,
     num_microbatches: int | None,
     processors: int | None,
-    plan: ResidualPlan,
+    plan: ResidualPlan | None,
     link: Link,
+    gathers: Gathers | None,
 ) -> Timeline:
-    """Run ``schedule`` with the copies of a plan; the memory changes between tasks too, so all events are kept."""
+    """Run ``schedule`` with copies and gathers; the memory changes between tasks too, so all events are kept."""
     iterables, num_stages = streams(schedule, num_microbatches)
     ranks = [list(tasks) for tasks in iterables]
-    table = costs.table(num_stages, plan)
+    plan = ResidualPlan.keep(num_stages) if plan is None else plan
+    table = with_gathers_inside(costs.table(num_stages, plan), gathers)
     recorder, links = _Recorder(len(ranks), table, keep=True), HostLinks(ranks, plan, table, link)
+    gathered, position = GatherTimes(ranks, gathers), [0] * len(ranks)
+
+    def hold(rank: int, position: int, free: float, start: float) -> float:
+        free = gathered.hold(rank, position, links.left(rank, position, free))
+        return links.hold(rank, position, free, start)
 
     def record(rank: int, task: AnyTask, start: float, end: float) -> None:
         recorder(rank, task, start, end)
         links.ended(rank, end)
+        gathered.ended(rank, position[rank], end)
+        position[rank] += 1
 
     waits = _delay(transfer, table)
-    blocked = advance(ranks, num_stages, record, table=table, delay=waits, hold=links.hold, processors=processors)
+    blocked = advance(ranks, num_stages, record, table=table, delay=waits, hold=hold, processors=processors)
     if blocked:
         raise deadlock_error(ranks, blocked)
     events = tuple(tuple(rank) for rank in recorder.events or ())
-    peaks = {
-        "peak_memory": tuple(
-            _peak(_memory_steps(_device_changes(e, c, table))) for e, c in zip(events, links.events, strict=True)
-        ),
+    changes = zip(events, links.events, gathered.events, strict=True)
+    figures = {
+        **recorder.figures(),
+        "first_start": tuple((s or 0.0) - gathered.seconds(rank, 0) for rank, s in enumerate(recorder.first)),
+        "peak_memory": tuple(_peak(_memory_steps(_device_changes(e, (*c, *g), table))) for e, c, g in changes),
         "peak_host_memory": tuple(_peak(_memory_steps(_host_changes(copies))) for copies in links.events),
     }
     return Timeline(
-        **{**recorder.figures(), **peaks},  # type: ignore[arg-type]
+        **figures,  # type: ignore[arg-type]
         events=events,
         num_stages=num_stages,
         costs=costs,
         transfer=transfer,
         residuals=plan,
         host_events=links.events,
+        gather_events=tuple(map(tuple, gathered.events)),
     )
 
 
@@ -291,6 +308,7 @@ def simulate(
     processors: int | None = None,
     residuals: ResidualPlan | None = None,
     host_link: Link | None = None,
+    gathers: Gathers | None = None,
 ) -> Timeline:
     """Run ``schedule`` in the model, and return the events with their times.
 
@@ -305,6 +323,7 @@ def simulate(
         host_link: the link between each rank's devices and its host, for offloaded residuals; by default instant. Each
             direction carries one copy at a time, beside the tasks. An offload starts when its forward ends, a fetch
             when the rank comes to it, and the backward waits for the fetch.
+        gathers: the parameters that stages gather (FSDP), and how often; by default nothing is gathered.
 
     Raises:
         ScheduleError: if ``schedule`` deadlocks, ``processors`` is below 1, or ``residuals`` has entries for another
@@ -326,9 +345,9 @@ def simulate(
         raise ScheduleError(f"processors must be at least 1, got {processors}")
     costs = Costs() if costs is None else costs
     links = Transfer.of(transfer)
-    if residuals is not None and not residuals.is_kept:
+    if gathers is not None or (residuals is not None and not residuals.is_kept):
         link = Link() if host_link is None else host_link
-        return _run_with_host(schedule, costs, links, num_microbatches, processors, residuals, link)
+        return _run_with_copies(schedule, costs, links, num_microbatches, processors, residuals, link, gathers)
     recorder, num_stages = _run(schedule, costs, links, num_microbatches, keep=True, processors=processors)
     if residuals is not None:
         residuals.check(num_stages)
@@ -344,6 +363,7 @@ def summarize(
     num_microbatches: int | None = None,
     residuals: ResidualPlan | None = None,
     host_link: Link | None = None,
+    gathers: Gathers | None = None,
 ) -> Summary:
     """Simulate as in :func:`simulate`, without the events: for schedules too large to keep.
 
@@ -352,10 +372,11 @@ def summarize(
     573.0
     """
     costs = Costs() if costs is None else costs
-    if residuals is not None:
+    if residuals is not None or gathers is not None:
         step = simulate(
-            schedule, costs, transfer, num_microbatches=num_microbatches, residuals=residuals, host_link=host_link
-        )
+            schedule, costs, transfer, num_microbatches=num_microbatches, residuals=residuals, host_link=host_link,
+            gathers=gathers,
+        )  # fmt: skip
         return Summary(**{each.name: getattr(step, each.name) for each in fields(Summary)})
     recorder, _ = _run(schedule, costs, Transfer.of(transfer), num_microbatches, keep=False)
     return Summary(**recorder.figures())  # type: ignore[arg-type]

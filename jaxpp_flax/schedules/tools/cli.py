@@ -14,9 +14,9 @@ from jaxpp_flax.schedules.names import by_name, names
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulation.costs import Costs, Link, Transfer
 from jaxpp_flax.schedules.simulation.simulate import simulate
-from jaxpp_flax.schedules.table import read_csv, write_csv
 from jaxpp_flax.schedules.tools.automatic import search
 from jaxpp_flax.schedules.tools.drawing import draw
+from jaxpp_flax.schedules.tools.table import read_csv, write_csv
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from functools import cached_property
 from jax.sharding import Mesh
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.passes.fsdp.rule import check_fsdp
+from jaxpp_flax.schedules.gathers import check_fsdp
 from jaxpp_flax.trainers.model.sharding import AxisRulesLike, MeshAxes, as_pairs
 from jaxpp_flax.trainers.options.base import misfit
 

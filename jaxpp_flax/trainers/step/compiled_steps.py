@@ -138,6 +138,7 @@ class CompiledSteps:
             num_microbatches=self._scheduling.num_microbatches,
             mesh=mesh,
             kept=lambda: kept_bytes(self._held.memory, specs, microbatches, mesh, self._held.kept.kind_of),
+            fsdp=self._fsdp,
         )
         return self._assigner.policy(pipeline, training=kind == "train")
 

@@ -78,6 +78,7 @@ class LimitedSchedules:
             num_microbatches=num_microbatches,
             residuals=plan.choice.residuals,
             host_link=plan.model.hardware.host_link,
+            gathers=plan.model.gathers,
         )
         return Candidate(schedule=schedule, origin=origin, seconds=step.makespan, choice=plan.choice)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,13 +24,14 @@ def models(draw: st.DrawFn, max_ranks: int = 4, max_per_rank: int = 2, max_micro
         lambda f, r, i, c, p: StageLoad(
             forward=f, backward=2 * f, residual_bytes=4 * r, input_bytes=i, cheap_bytes=c * r,
             cheap_recomputation=c / 8, fixed_bytes={"parameters": p},
+            gathered={"tied": 2.0, f"own {p}": p} if i < 3 else {},
         ),
         number, number, number, st.integers(0, 2).map(float), number,
     )  # fmt: skip
     stages = draw(st.lists(load, min_size=schedule.num_stages, max_size=schedule.num_stages))
-    hardware = Hardware(flops=1.0, host_bandwidth=draw(st.sampled_from([1.0, 4.0, 100.0])))
-    count = draw(st.integers(1, max_microbatches))
-    return StepModel(schedule=schedule, num_microbatches=count, stages=stages, hardware=hardware)
+    hardware = Hardware(flops=1.0, host_bandwidth=draw(st.sampled_from([1.0, 4.0, 100.0])), gather_bandwidth=8.0)
+    count, fsdp = draw(st.integers(1, max_microbatches)), draw(st.sampled_from(["step", "microbatch", 4]))
+    return StepModel(schedule=schedule, num_microbatches=count, stages=stages, hardware=hardware, fsdp=fsdp)
 
 
 def test_a_step_by_hand():
@@ -43,7 +46,8 @@ def test_a_step_by_hand():
     assert again.peak_bytes == (5.0 + 1.0 + 10.0, 15.0)
     assert (again.stages[0].recomputed, again.stages[0].kept, again.recomputation) == (40.0, 4.0, 4.0)
     assert again.seconds > kept.seconds
-    assert model.bytes_by_kind(0, again) == {"parameters": 5.0, "residuals": 11.0}
+    plan = ResidualPlan([StageResiduals(recompute=True), KEEP])
+    assert model.bytes_by_kind(0, plan) == {"parameters": 5.0, "residuals": 11.0, "gathered parameters": 0.0}
 
 
 def test_the_bytes_and_seconds_of_a_part_by_hand():
@@ -76,18 +80,55 @@ def test_the_order_of_tasks_bounds_the_bytes_of_every_simulation(data: st.DataOb
     predicted = model.predict(plan)
     step = simulate(
         model.schedule, model.costs, num_microbatches=model.num_microbatches,
-        residuals=plan, host_link=model.hardware.host_link,
+        residuals=plan, host_link=model.hardware.host_link, gathers=model.gathers,
     )  # fmt: skip
     assert predicted.seconds == step.makespan
     for rank, (held, at_one_time) in enumerate(zip(predicted.peak_bytes, step.peak_memory, strict=True)):
         assert held >= model.rank_fixed[rank] + at_one_time - 1e-9
     kept = model.predict(ResidualPlan.keep(count))
-    steady = simulate(model.schedule, model.costs, num_microbatches=model.num_microbatches).peak_memory
+    count = model.num_microbatches
+    steady = simulate(model.schedule, model.costs, num_microbatches=count, gathers=model.gathers).peak_memory
     assert kept.peak_bytes == tuple(f + peak for f, peak in zip(model.rank_fixed, steady, strict=True))
     if plan.offload_within is None:  # tasks that wait for offloads may wait longer than the copies of a slow link
         assert all(a <= b for a, b in zip(predicted.peak_bytes, kept.peak_bytes, strict=True)) or any(
             stage.recompute for stage in stages
         )
+
+
+def test_gathers_by_hand():
+    """1F1B on two ranks: rank 0 holds two microbatches of 10 bytes, and 6 gathered bytes, which take 2 seconds."""
+    load = StageLoad(forward=1.0, backward=2.0, residual_bytes=10.0, gathered={"w": 6.0})
+    card = Hardware(flops=1.0, host_bandwidth=4.0, gather_bandwidth=3.0)
+    fields = {"schedule": Std1F1B(2), "num_microbatches": 4, "stages": [load] * 2, "hardware": card}
+    keep = ResidualPlan.keep(2)
+    once = StepModel(**fields, fsdp="step")
+    assert once.predict(keep).seconds == 15.0 + 2.0
+    assert once.predict(keep).peak_bytes == (26.0, 16.0)
+    assert once.bytes_by_kind(0, keep) == {"residuals": 20.0, "gathered parameters": 6.0}
+    each = StepModel(**fields)
+    # On rank 0 an F takes 1 + 2 and a B 2 + 4; on rank 1 a fused task gathers and reduces once, and takes 3 + 4:
+    # F0 ends at 3, B0 runs from 10 to 16, F2 to 19, B1 to 25, F3 to 28, its fused task to 35, B3 to 41.
+    assert (each.predict(keep).seconds, each.predict(keep).peak_bytes) == (41.0, (20.0, 10.0))
+    # A limit that no parameter fits: its tasks gather it, and the gradient is reduced after the loop.
+    inside = StepModel(**fields, fsdp=5)
+    assert inside.predict(keep).peak_bytes == (20.0, 10.0)
+    # F takes 3, B takes 4, a fused task 5: B0 runs from 8 to 12, F2 to 15, B1 to 19, F3 to 22, B3 from 27 to 31.
+    assert inside.predict(keep).seconds == 31.0
+
+
+def test_the_window_of_the_update_by_hand():
+    load = StageLoad(
+        forward=1.0, backward=2.0, residual_bytes=1.0, fixed_bytes={"parameters": 5.0}, streamed=(4.0, 4.0, 4.0)
+    )
+    fields = {"schedule": Std1F1B(2), "num_microbatches": 4, "stages": [load] * 2, "hardware": CARD}
+    keep = ResidualPlan.keep(2)
+    # All of the state at one time; two parameters' share a window; one parameter's does not fit a window.
+    for window, held in ((100.0, 12.0), (8.0, 8.0), (1.0, 4.0)):
+        model = StepModel(**fields, stream_window=window)
+        assert model.predict(keep).peak_bytes == (5.0 + held, 5.0 + held)
+        assert model.bytes_by_kind(0, keep) == {"parameters": 5.0, "optimizer state from the host": held}
+    large = replace(load, residual_bytes=30.0)
+    assert StepModel(**{**fields, "stages": [large] * 2}).predict(keep).peak_bytes == (65.0, 35.0)
 
 
 def test_no_task_starts_before_the_offload_that_it_waits_for():

@@ -128,7 +128,7 @@ def test_leaves_that_are_fetched_alone_are_updated_alike(monkeypatch: pytest.Mon
     Three steps of Adam, with updates of size 1e-2 beside weights of size 1: 1e-5 covers their last bits.
     """
     plain, expected, _ = trained(None, 3)
-    monkeypatch.setattr(stream_updates, "_WINDOW_BYTES", 1)
+    monkeypatch.setattr(stream_updates, "WINDOW_BYTES", 1)
     trainer, losses, _ = trained(HOST, 3)
     assert kinds(trainer.state.opt_state) == ON_HOST
     assert len(trainer.compile(BATCH).program.tasks) > len(plain.compile(BATCH).program.tasks) + 4

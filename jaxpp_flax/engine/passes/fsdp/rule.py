@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value
 from jaxpp_flax.error_codes import documented
 
-__all__ = ["FsdpRule", "FsdpWarning", "Gather", "check_fsdp"]
+__all__ = ["FsdpRule", "FsdpWarning", "Gather"]
 
 
 @documented("JPF902")
@@ -58,28 +57,3 @@ class Gather:
     equation: Equation
     spec: PartitionSpec
     nbytes: int
-
-
-def check_fsdp(fsdp: Any) -> str | int:
-    """Return a setting `fsdp=` that is "step", "microbatch" or a number of bytes.
-
-    Raises:
-      ValueError: for another word, or for a number below 1.
-      TypeError: for another type.
-
-    Example:
-      >>> check_fsdp("step"), check_fsdp(1 << 30)
-      ('step', 1073741824)
-    """
-    known = (
-        'Use "step" (gather once in a step), "microbatch" (in every task), or the bytes that may be gathered at once.'
-    )
-    if isinstance(fsdp, str):
-        if fsdp not in ("step", "microbatch"):
-            raise ValueError(f"fsdp={fsdp!r} is no known setting. {known}")
-        return fsdp
-    if isinstance(fsdp, bool) or not isinstance(fsdp, int):
-        raise TypeError(f"fsdp must be a word or a whole number of bytes, got {type(fsdp).__name__}: {fsdp!r}. {known}")
-    if fsdp < 1:
-        raise ValueError(f"fsdp={fsdp}: a limit must be at least 1 byte. {known}")
-    return fsdp

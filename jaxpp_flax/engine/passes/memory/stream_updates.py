@@ -15,10 +15,10 @@ from typing import Any, TypeAlias
 from jaxpp_flax.engine.passes.placed import Placed, Segment
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, graph_of, memory_kind_of, values
 
-__all__ = ["stream_updates"]
+__all__ = ["WINDOW_BYTES", "stream_updates"]
 
 # Fetches stay in one program up to this number of bytes of whole arrays; a larger array is fetched alone.
-_WINDOW_BYTES = 64 << 20
+WINDOW_BYTES = 64 << 20
 
 # The place of an equation: first its level, then its group; what needs no group comes first in its level (-1).
 _Place: TypeAlias = "tuple[int, int]"
@@ -35,7 +35,7 @@ def stream_updates(placed: Placed) -> Placed:
 
 def _divided(segment: Segment) -> list[Segment]:
     equations = segment.graph.equations
-    if sum(map(_fetched_bytes, equations)) <= _WINDOW_BYTES:
+    if sum(map(_fetched_bytes, equations)) <= WINDOW_BYTES:
         return [segment]
     places = _Grouping(equations).places()
     _move_to_readers(segment.graph, places)
@@ -115,7 +115,7 @@ class _Grouping:
         """Number the groups; neighbours share a number up to the window's bytes."""
         window, total, found = 0, 0, dict[int, int]()
         for group in [g for g, parent in enumerate(self.parent) if g == parent]:
-            if total and total + self.sizes[group] > _WINDOW_BYTES:
+            if total and total + self.sizes[group] > WINDOW_BYTES:
                 window, total = window + 1, 0
             total += self.sizes[group]
             found[group] = window

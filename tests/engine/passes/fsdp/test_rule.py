@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, check_fsdp
+from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
 from jaxpp_flax.engine.tracing.ir import Constant
+from jaxpp_flax.schedules.gathers import check_fsdp
 
 
 @pytest.mark.parametrize("fsdp", ["step", "microbatch", 1, 1 << 40])

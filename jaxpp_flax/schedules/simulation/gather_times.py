@@ -1,0 +1,90 @@
+"""The gathers of parameters in a simulated step: each takes its rank's time before the task that reads them first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxpp_flax.schedules.gathers import Gathers, GatherWindow
+from jaxpp_flax.schedules.simulation.costs import CostTable
+from jaxpp_flax.schedules.task import AnyTask
+
+__all__ = ["GatherEvent", "GatherTimes", "with_gathers_inside"]
+
+
+@dataclass(frozen=True, slots=True)
+class GatherEvent:
+    """A parameter that a rank holds gathered.
+
+    Attributes:
+        name: the parameter.
+        size: its bytes on each device.
+        start: the time when the gather starts.
+        freed: the time when the last task that reads the parameter ends.
+    """
+
+    name: str
+    size: float
+    start: float
+    freed: float
+
+    def device_changes(self) -> tuple[tuple[float, float], ...]:
+        """Return (time, change of the device's memory)."""
+        return (self.start, self.size), (self.freed, -self.size)
+
+
+def with_gathers_inside(table: CostTable, gathers: Gathers | None) -> CostTable:
+    """Return costs in which tasks also take the time of the gathers and the reductions that they run by themselves."""
+    if gathers is None:
+        return table
+    stages = range(len(table.forward))
+    gather = [gathers.seconds(gathers.inside(stage)) for stage in stages]
+    reduce = [gathers.seconds(gathers.reduced(stage)) for stage in stages]
+    both = [g + r for g, r in zip(gather, reduce, strict=True)]
+
+    def longer(times: Sequence[float], by: Sequence[float]) -> list[float]:
+        return [a + b for a, b in zip(times, by, strict=True)]
+
+    return replace(
+        table,
+        forward=longer(table.forward, gather),
+        backward=longer(table.backward, both),
+        backward_input=longer(table.backward_input, gather),
+        backward_weight=longer(table.backward_weight, reduce),
+        fused_backward=longer(table.fused_backward, reduce),  # one program gathers once
+    )
+
+
+class GatherTimes:
+    """The gathers of all ranks while a schedule is simulated.
+
+    Args:
+        ranks: each rank's tasks.
+        gathers: the parameters; None: nothing is gathered.
+    """
+
+    def __init__(self, ranks: Sequence[Sequence[AnyTask]], gathers: Gathers | None) -> None:
+        self.gathers = gathers
+        self.before: list[dict[int, list[GatherWindow]]] = [{} for _ in ranks]
+        self.after: list[dict[int, list[GatherWindow]]] = [{} for _ in ranks]
+        self.starts: list[dict[GatherWindow, float]] = [{} for _ in ranks]
+        self.events: list[list[GatherEvent]] = [[] for _ in ranks]
+        for rank, tasks in enumerate(ranks):
+            for window in () if gathers is None else gathers.windows(tasks):
+                self.before[rank].setdefault(window.gather_before, []).append(window)
+                self.after[rank].setdefault(window.read_last, []).append(window)
+
+    def seconds(self, rank: int, position: int) -> float:
+        """Return the time of the gathers before a task."""
+        windows = self.before[rank].get(position, ())
+        return 0.0 if self.gathers is None else self.gathers.seconds(sum(window.nbytes for window in windows))
+
+    def hold(self, rank: int, position: int, free: float) -> float:
+        """Start the gathers before a task when the rank is free; return when the rank is free again."""
+        self.starts[rank].update(dict.fromkeys(self.before[rank].get(position, ()), free))
+        return free + self.seconds(rank, position)
+
+    def ended(self, rank: int, position: int, end: float) -> None:
+        """Note the end of a task: what it read last is freed."""
+        for window in self.after[rank].get(position, ()):
+            self.events[rank].append(GatherEvent(window.name, window.nbytes, self.starts[rank].pop(window), end))
