@@ -264,7 +264,8 @@ class PipelineTrainer:
     def train_step(self, batch: Any, *, global_batch_size: int | None = None) -> dict[str, Any]:
         tuner = self._core.scheduling.tuner
         if tuner is not None and not tuner.done:
-            return tuner.step(self, batch, global_batch_size, self._core.assigner.plan_with)
+            with self._core.measures.clock.part("tuning"):
+                return tuner.step(self, batch, global_batch_size, self._core.assigner.plan_with)
         whole = self._core.rows.whole(batch, global_batch_size)
         return self._parts.train_step.step(batch, whole)
 
