@@ -102,13 +102,14 @@ def fits(draw: Any, run: Run, resume: Any, held: Data | None) -> Fit:
     data = draw(data_sets()) if held is None or drawn is None else held
     more, epochs = draw(limits(data.runs_once))
     begin = max(run.disk, default=run.state.step) if resume else run.state.step
-    event = draw(_rarely(EVENTS))
+    event, evaluates = draw(_rarely(EVENTS)), draw(st.booleans())
     return Fit(
         data=data, drawn=drawn, resume=resume, epochs=epochs,
         steps=None if more is None else max(1, more + (begin if resume else 0)),
         resume_data=draw(st.sampled_from(["fast_forward", "fast_forward", "refuse", "restart"])),
-        evaluates=draw(st.booleans()), eval_every=draw(st.sampled_from([None, 1, 2])),
-        event=None if event is None else replace(event, step=begin + event.step), stops_early=draw(st.booleans()),
+        evaluates=evaluates, eval_every=draw(st.sampled_from([None, 1, 2])),
+        event=None if event is None else replace(event, step=begin + event.step),
+        stops_early=evaluates and draw(st.booleans()),  # without evaluations, it is refused
     )  # fmt: skip
 
 

@@ -60,7 +60,7 @@ def test_each_program_fetches_a_window_and_nothing_changes(monkeypatch: pytest.M
     at_once = jax.tree.map(np.asarray, pipelined(*arguments))
 
     weight = chain(1)[0]["w"].nbytes
-    monkeypatch.setattr(stream_updates, "_WINDOW_BYTES", 2 * weight)  # the moments of one weight
+    monkeypatch.setattr(stream_updates, "WINDOW_BYTES", 2 * weight)  # the moments of one weight
     divided, arguments = compiled_step()
     compiled = divided.compile(*arguments)
     found = fetched(compiled)
