@@ -103,6 +103,15 @@ def test_offload_predicts_live_bytes_and_changes_no_bit(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_an_optimizer_on_the_host_changes_no_bit(tmp_path: Path):
+    device, host = rows_of("optimizer_memory", tmp_path, "--repeats", "1", "--width", "64")
+    assert host["weights differ by"] == device["host MB"] == 0
+    # Adam's two moments move; one counter stays.
+    assert host["host MB"] == pytest.approx(2 / 3 * device["device MB between steps, fullest rank"], rel=1e-3)
+    assert host["device MB between steps, fullest rank"] < 0.34 * device["device MB between steps, fullest rank"]
+
+
+@pytest.mark.slow
 def test_residuals_keep_their_promises(tmp_path: Path):
     run_python(str(ROOT / "benchmarks" / "residuals.py"), "--microbatches", "16", "--json", str(tmp_path / "rows.json"))
     found = json.loads((tmp_path / "rows.json").read_text())

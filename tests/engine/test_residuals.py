@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
-from jaxpp_flax.engine.program.program import HOST_MEMORY
+from jaxpp_flax.engine.program.program import HOST_MEMORY, Run, Transfer
 from jaxpp_flax.engine.runtime import instruction_loop
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
@@ -154,6 +154,36 @@ def test_refusals():
 
     refused("recomputes the residuals of stage 0, but io_callback at .*test_residuals.py.*side effects.*twice",
             ResidualPlan([RECOMPUTE, KEEP]), sgd_step(GPipe(2), loss))  # fmt: skip
+
+
+def test_arguments_stay_and_effects_happen_once():
+    """Only what a forward makes may move: no argument, donated or not; and an offload runs nothing again."""
+    calls: list[None] = []
+
+    def loss(params: Any, mb: Any) -> jax.Array:
+        scale = io_callback(lambda: calls.append(None) or np.float32(2), jax.ShapeDtypeStruct((), jnp.float32))
+        x = mark_stage_end(jnp.tanh(mb["x"] @ params[0]["w"]) * scale)
+        return jnp.mean((x @ params[1]["w"] - mb["y"]) ** 2)
+
+    step = mpmd_jit_with_loop(
+        sgd_step(GPipe(2), loss), mesh_of(2), residuals=ResidualPlan([OFFLOAD] * 2), donate_argnums=(0, 1)
+    )
+    compiled = step.compile(chain(2), batch_of(4))
+    jax.block_until_ready(jax.tree.leaves(step(chain(2), batch_of(4))))
+    jax.effects_barrier()
+    assert len(calls) == 4
+    made: dict[int, str] = {}  # the task that wrote a slot last, here or before a transfer
+    moved = 0
+    for instruction in compiled.program.instructions:
+        if isinstance(instruction, Run):
+            made.update(dict.fromkeys(instruction.outputs, compiled.program.tasks[instruction.task].name))
+        elif isinstance(instruction, Transfer) and instruction.memory == HOST_MEMORY:
+            moved += len(instruction.sent)
+            assert {made.get(slot, "an argument")[:4] for slot in instruction.sent} == {"fwd_"}
+        elif isinstance(instruction, Transfer):
+            sent = [made.get(slot, "an argument") for slot in instruction.sent]
+            made.update(zip(instruction.received, sent, strict=True))
+    assert moved > 0
 
 
 @pytest.mark.parametrize("within", [1, None])
