@@ -10,9 +10,11 @@ __all__ = ["flops_per_byte", "hardware_of"]
 _FLOPS_PER_BYTE = {"cpu": 4.0, "gpu": 100.0, "cuda": 100.0, "rocm": 100.0, "tpu": 200.0}
 _OF_AN_ACCELERATOR = 100.0
 
-_CPU = Hardware(flops=50e9, host_bandwidth=10e9, link_bandwidth=10e9)
-_ACCELERATOR = Hardware(flops=400e12, host_bandwidth=50e9, link_bandwidth=50e9)  # a card of 2023 on PCIe 5
-_HARDWARE = {"cpu": _CPU, "tpu": Hardware(flops=200e12, host_bandwidth=10e9, link_bandwidth=50e9)}
+_CPU = Hardware(flops=50e9, host_bandwidth=10e9, link_bandwidth=10e9, gather_bandwidth=10e9)
+# A card of 2023 on PCIe 5, beside others of its host.
+_ACCELERATOR = Hardware(flops=400e12, host_bandwidth=50e9, link_bandwidth=50e9, gather_bandwidth=200e9)
+_TPU = Hardware(flops=200e12, host_bandwidth=10e9, link_bandwidth=50e9, gather_bandwidth=100e9)
+_HARDWARE = {"cpu": _CPU, "tpu": _TPU}
 
 
 def flops_per_byte(platform: str) -> float:
