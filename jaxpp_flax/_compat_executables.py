@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import jax
@@ -100,11 +100,17 @@ class Original:
         client, there = unloaded.backend, device_list_type(tuple(mesh.devices.flat))
         options = self._options_for(tuple(mesh.devices.flat))
         if self.by_xla:
-            return client.deserialize_executable(client.serialize_executable(unloaded.xla_executable), there, options)
+            return client.deserialize_executable(self._serialized, there, options)
         module, here = self.lowered._lowering.stablehlo(), np.array(self.devices, dtype=object)
         key = compilation_cache.get_cache_key(module, here, self._options_for(self.devices), client)
         found, _ = compilation_cache.get_executable_and_time(key, options, client, there)
         return found
+
+    @cached_property
+    def _serialized(self) -> bytes:
+        """The executable as bytes, of which every copy is made."""
+        unloaded = self.compiled._executable._unloaded_executable
+        return unloaded.backend.serialize_executable(unloaded.xla_executable)
 
     def _options_for(self, devices: Sequence[Any]) -> Any:
         lowering = self.lowered._lowering

@@ -15,7 +15,7 @@ from jaxpp_flax.engine.analyses.cheap_values import is_cheap
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, graph_of, producers, values
 
-__all__ = ["Divided", "divide"]
+__all__ = ["Divided", "Net", "divide"]
 
 # A part may have this many equations of the core again: the scale of a norm in another shape, for one.
 _MOST_REPEATED = 4
@@ -34,14 +34,14 @@ class Divided:
         return tuple(part for part in (self.before, self.core, self.after) if part is not None)
 
 
-def divide(whole: Graph, part: Graph, keys: Fingerprinter) -> Divided | None:
+def divide(whole: Net, part: Net, keys: Fingerprinter) -> Divided | None:
     """Divide `whole` so that one piece of it is `part` over other values; None if it does not contain `part`.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from jaxpp_flax.engine.tracing.ir import from_jaxpr
       >>> def graph(function):
-      ...     return from_jaxpr(jax.make_jaxpr(function)(jnp.ones(3)))[0]
+      ...     return Net.of(from_jaxpr(jax.make_jaxpr(function)(jnp.ones(3)))[0])
       >>> found = divide(graph(lambda x: jnp.tanh(jnp.sin(x)) + 1), graph(jnp.tanh), Fingerprinter())
       >>> [[equation.name for equation in each.equations] for each in found.parts]
       [['sin'], ['tanh'], ['add']]
@@ -50,13 +50,14 @@ def divide(whole: Graph, part: Graph, keys: Fingerprinter) -> Divided | None:
     if pairs is None:
         return None
     values_of = _values_of(pairs)
-    inputs, outputs = (tuple(values_of.get(v) for v in values(atoms)) for atoms in (part.inputs, part.outputs))
+    ends = part.graph.inputs, part.graph.outputs
+    inputs, outputs = (tuple(values_of.get(v) for v in values(atoms)) for atoms in ends)
     if None in inputs or None in outputs or len(set(inputs)) < len(inputs):
         return None
-    core = Graph(_known(inputs), _known(outputs), tuple(pairs[e] for e in part.equations))
-    if keys.graph(core) != keys.graph(part):
+    core = Graph(_known(inputs), _known(outputs), tuple(pairs[e] for e in part.graph.equations))
+    if keys.graph(core) != keys.graph(part.graph):
         return None
-    return _around(whole, core)
+    return _around(whole.graph, core)
 
 
 def _around(whole: Graph, core: Graph) -> Divided | None:
@@ -146,16 +147,45 @@ def _values_of(pairs: _Pairs) -> dict[Atom, Value]:
     return found
 
 
-def _paired(whole: Graph, part: Graph) -> _Pairs | None:
-    """Pair each equation of the part with one of the larger graph; None if one finds no partner."""
-    mine, theirs = _Net.of(part), _Net.of(whole)
+@dataclass(frozen=True, eq=False)
+class Net:
+    """A graph for searches: its equations by what they make, by what they read, and by kind."""
+
+    graph: Graph
+    maker: dict[Value, Equation]
+    kind: dict[Equation, Any] = field(default_factory=dict[Equation, Any])
+    users: dict[Value, list[tuple[Equation, int]]] = field(default_factory=lambda: defaultdict(list))
+    alike: dict[Any, list[Equation]] = field(default_factory=lambda: defaultdict(list))
+
+    @classmethod
+    def of(cls, graph: Graph) -> Net:
+        net = cls(graph, producers(graph.equations))
+        for equation in graph.equations:
+            kind = net.kind[equation] = _kind(equation)
+            net.alike[kind].append(equation)
+            for position, atom in enumerate(equation.inputs):
+                if isinstance(atom, Value):
+                    net.users[atom].append((equation, position))
+        return net
+
+
+def _kind(equation: Equation) -> Any:
+    """Return what two equations must have in common to be paired; effects are never paired."""
+    types = [(isinstance(a, Value), a.aval.shape, a.aval.dtype) for a in (*equation.inputs, *equation.outputs)]
+    return (equation.primitive, len(equation.inputs), *types, *((equation,) if equation.effects else ()))
+
+
+def _paired(theirs: Net, mine: Net) -> _Pairs | None:
+    """Pair each equation of the part, `mine`, with one of the larger graph; None if one finds no partner."""
+    if any(len(equations) > len(theirs.alike.get(kind, ())) for kind, equations in mine.alike.items()):
+        return None
     pairs: _Pairs = {}
     taken: set[Equation] = set()
     # An equation of a kind that is rare in the larger graph has few possible partners.
-    for equation in sorted(part.equations, key=lambda e: len(theirs.alike[_kind(e)])):
+    for equation in sorted(mine.graph.equations, key=lambda e: len(theirs.alike[mine.kind[e]])):
         if equation in pairs:
             continue
-        for partner in theirs.alike[_kind(equation)]:
+        for partner in theirs.alike[mine.kind[equation]]:
             if partner in taken:
                 continue
             found = _grown(mine, theirs, equation, partner, taken)
@@ -168,32 +198,7 @@ def _paired(whole: Graph, part: Graph) -> _Pairs | None:
     return pairs
 
 
-@dataclass(frozen=True)
-class _Net:
-    """A graph's equations by what they make, by what they read, and by kind."""
-
-    maker: dict[Value, Equation]
-    users: dict[Value, list[tuple[Equation, int]]] = field(default_factory=lambda: defaultdict(list))
-    alike: dict[Any, list[Equation]] = field(default_factory=lambda: defaultdict(list))
-
-    @classmethod
-    def of(cls, graph: Graph) -> _Net:
-        net = cls(producers(graph.equations))
-        for equation in graph.equations:
-            net.alike[_kind(equation)].append(equation)
-            for position, atom in enumerate(equation.inputs):
-                if isinstance(atom, Value):
-                    net.users[atom].append((equation, position))
-        return net
-
-
-def _kind(equation: Equation) -> Any:
-    """Return what two equations must have in common to be paired; effects are never paired."""
-    types = [(isinstance(a, Value), a.aval.shape, str(a.aval.dtype)) for a in (*equation.inputs, *equation.outputs)]
-    return (equation.primitive, len(equation.inputs), *types, *((equation,) if equation.effects else ()))
-
-
-def _grown(mine: _Net, theirs: _Net, first: Equation, partner: Equation, taken: set[Equation]) -> _Pairs | None:
+def _grown(mine: Net, theirs: Net, first: Equation, partner: Equation, taken: set[Equation]) -> _Pairs | None:
     """Pair two equations and everything in the part that is linked to the first one; None if that contradicts."""
     pairs: _Pairs = {}
     named: dict[Value, Value] = {}
@@ -205,7 +210,7 @@ def _grown(mine: _Net, theirs: _Net, first: Equation, partner: Equation, taken: 
             if pairs[equation] is not other:
                 return None
             continue
-        if other in reverse or _kind(equation) != _kind(other):
+        if other in reverse or mine.kind[equation] != theirs.kind[other]:
             return None
         pairs[equation] = other
         reverse.add(other)
@@ -220,21 +225,20 @@ def _grown(mine: _Net, theirs: _Net, first: Equation, partner: Equation, taken: 
                 if twin not in theirs.maker:
                     return None
                 todo.append((mine.maker[value], theirs.maker[twin]))
-            users = _same_users(mine.users[value], theirs.users[twin])
+            users = _same_users(mine, theirs, value, twin)
             if users is None:
                 return None
             todo += users
     return pairs
 
 
-def _same_users(
-    users: Sequence[tuple[Equation, int]], others: Sequence[tuple[Equation, int]]
-) -> list[tuple[Equation, Equation]] | None:
+def _same_users(mine: Net, theirs: Net, value: Value, twin: Value) -> list[tuple[Equation, Equation]] | None:
     """Pair the users of a value with those of its twin, in order; the twin may have more."""
     found: list[tuple[Equation, Equation]] = []
-    rest = list(others)
-    for user, position in users:
-        at = next((n for n, (o, p) in enumerate(rest) if p == position and _kind(o) == _kind(user)), None)
+    rest = list(theirs.users[twin])
+    for user, position in mine.users[value]:
+        kind = mine.kind[user]
+        at = next((n for n, (o, p) in enumerate(rest) if p == position and theirs.kind[o] == kind), None)
         if at is None:
             return None
         found.append((user, rest.pop(at)[0]))

@@ -31,13 +31,14 @@ def check_memory_requests(graph: Graph, devices: Iterable[Any]) -> None:
     for value in graph.inputs:
         check_devices(memory_kind_of(value.aval), known, f"an argument, {value.aval.str_short()},")
     for equation in _everywhere(graph):
-        name, where = equation.primitive.name, _where(equation)
+        name = equation.primitive.name
         if name == "sharding_constraint":
-            _check_constraint(equation, where)
+            _check_constraint(equation, _where(equation))
         elif name == "device_put":
-            _check_device_put(equation, where)
+            _check_device_put(equation, _where(equation))
         for value in part_of(equation, "outputs"):
-            check_devices(memory_kind_of(value.aval), known, f"the `{name}` at {where}")
+            if (kind := memory_kind_of(value.aval)) is not None:
+                check_devices(kind, known, f"the `{name}` at {_where(equation)}")
 
 
 def _everywhere(graph: Graph) -> Iterator[Any]:

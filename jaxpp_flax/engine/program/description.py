@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import RankMeshes
 from jaxpp_flax.engine.program.program import Program
-from jaxpp_flax.engine.tracing.canonical_form import Operand, Result, canonical_form, is_jaxpr
+from jaxpp_flax.engine.tracing.canonical_form import Operand, Result, canonical_form, is_jaxpr, telling_params
 from jaxpp_flax.engine.tracing.ir import Constant, Equation, Graph, from_jaxpr
 from jaxpp_flax.processes import value_hash
 
@@ -58,8 +58,8 @@ def describe_graph(graph: Graph) -> Iterator[str]:
 def _lines(graph: Graph, place: Callable[[Equation], str]) -> Iterator[str]:
     form = canonical_form(graph)
     yield "inputs " + ", ".join(map(_result, form.inputs))
-    for equation, params, operands, results in form.equations:
-        telling = ", ".join(f"{name}={_text(value)}" for name, value in params)
+    for equation, operands, results in form.equations:
+        telling = ", ".join(f"{name}={_text(value)}" for name, value in telling_params(equation))
         made, read = ", ".join(map(_result, results)), ", ".join(map(_operand, operands))
         yield f"{made} = {equation.name}[{telling}]({read}){place(equation)}"
     yield "outputs " + ", ".join(map(_operand, form.outputs))

@@ -12,7 +12,10 @@ from jax.extend.core import primitives as jax_primitives
 
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, memory_kind_of
 
-__all__ = ["COSMETIC", "CanonicalForm", "Operand", "Result", "TypeFacts", "canonical_form", "is_jaxpr", "type_facts"]
+__all__ = [
+    "COSMETIC", "CanonicalForm", "Operand", "Result", "TypeFacts", "canonical_form", "is_jaxpr", "telling_params",
+    "type_facts",
+]  # fmt: skip
 
 # The attribute in which one of our own primitives lists its cosmetic parameters.
 COSMETIC = "cosmetic_parameters"
@@ -46,10 +49,9 @@ Result: TypeAlias = tuple[int, TypeFacts]
 
 
 class CanonicalEquation(NamedTuple):
-    """An equation over numbered values; `params` are the parameters that change its results, sorted by name."""
+    """An equation over numbered values."""
 
     equation: Equation
-    params: list[tuple[str, Any]]
     operands: tuple[Operand, ...]
     results: tuple[Result, ...]
 
@@ -73,8 +75,7 @@ def canonical_form(graph: Graph) -> CanonicalForm:
 
     inputs = tuple(map(result, graph.inputs))
     equations = [
-        CanonicalEquation(e, _telling_params(e), tuple(map(operand, e.inputs)), tuple(map(result, e.outputs)))
-        for e in graph.equations
+        CanonicalEquation(e, tuple(map(operand, e.inputs)), tuple(map(result, e.outputs))) for e in graph.equations
     ]
     return CanonicalForm(inputs, equations, tuple(map(operand, graph.outputs)))
 
@@ -96,7 +97,8 @@ def is_jaxpr(value: Any) -> bool:
     return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
-def _telling_params(equation: Equation) -> list[tuple[str, Any]]:
+def telling_params(equation: Equation) -> list[tuple[str, Any]]:
+    """Return the parameters that change an equation's results, sorted by name."""
     cosmetic = _COSMETIC.get(equation.primitive) or getattr(equation.primitive, COSMETIC, ())
     return [(k, v) for k, v in sorted(equation.params.items()) if k not in cosmetic and not _is_debug_info(v)]
 

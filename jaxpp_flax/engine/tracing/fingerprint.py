@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxpp_flax.engine.tracing.canonical_form import Operand, canonical_form, is_jaxpr, type_facts
-from jaxpp_flax.engine.tracing.ir import Constant, Graph, from_jaxpr
+from jaxpp_flax.engine.tracing.canonical_form import Operand, canonical_form, is_jaxpr, telling_params, type_facts
+from jaxpp_flax.engine.tracing.ir import Constant, Equation, Graph, from_jaxpr
 from jaxpp_flax.engine.tracing.static_arguments import types_within
 
 __all__ = ["Fingerprinter"]
@@ -33,20 +33,32 @@ class _Same:
 
 
 class Fingerprinter:
-    """Makes keys, and remembers the keys of inner jaxprs, which stages share by identity."""
+    """Makes keys, and remembers those of inner jaxprs and of parameters, which tasks share by identity."""
 
     def __init__(self) -> None:
         self._jaxprs: dict[int, tuple[Any, Hashable]] = {}
+        self._operations: dict[tuple[Any, int, int], tuple[Equation, int]] = {}
         self._interned: dict[Hashable, int] = {}
 
     def graph(self, graph: Graph) -> int:
         form = canonical_form(graph)
         parts: list[Hashable] = [form.inputs, tuple(map(self._operand, form.outputs))]
-        for equation, params, operands, results in form.equations:
-            telling = tuple((name, self._value(value)) for name, value in params)
-            context = self._value(equation.context)
-            parts.append((equation.primitive, telling, tuple(map(self._operand, operands)), results, context))
-        return self._interned.setdefault(tuple(parts), len(self._interned))
+        for equation, operands, results in form.equations:
+            parts.append((self._operation(equation), tuple(map(self._operand, operands)), results))
+        return self._intern(tuple(parts))
+
+    def _intern(self, key: Hashable) -> int:
+        return self._interned.setdefault(key, len(self._interned))
+
+    def _operation(self, equation: Equation) -> int:
+        """Return the key of an equation without its operands."""
+        identity = equation.primitive, id(equation.params), id(equation.context)
+        if identity not in self._operations:
+            telling = tuple((name, self._value(value)) for name, value in telling_params(equation))
+            key = self._intern((equation.primitive, telling, self._value(equation.context)))
+            # The reference to the equation keeps both identities from being reused.
+            self._operations[identity] = equation, key
+        return self._operations[identity][1]
 
     def _operand(self, operand: Operand) -> Hashable:
         return self._constant(operand.value, operand.aval) if isinstance(operand, Constant) else operand

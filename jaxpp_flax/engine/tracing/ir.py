@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -203,6 +204,7 @@ def from_jaxpr(
         return environment[atom]
 
     equations: list[Equation] = []
+    backward = cache(lambda stack: "transpose(" in str(stack))  # few stacks, and their text takes time
     for eqn in inner.eqns:
         equation = Equation(
             primitive=eqn.primitive,
@@ -212,7 +214,7 @@ def from_jaxpr(
             effects=frozenset(eqn.effects),
             context=eqn.ctx,
             source=eqn.source_info,
-            transposed=transposed or "transpose(" in str(eqn.source_info.name_stack),
+            transposed=transposed or backward(eqn.source_info.name_stack),
             late=late,
         )
         equations.append(equation)

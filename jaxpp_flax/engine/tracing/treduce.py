@@ -137,9 +137,30 @@ treduce_p.def_impl(_run)
 
 @treduce_p.def_effectful_abstract_eval
 def _abstract(*avals: Any, body: Graph, **params: Any) -> tuple[list[Any], set[Any]]:
-    shapes = jax.eval_shape(lambda *xs: _run(*xs, body=body, **params), *avals)
+    shapes = _states(body, params["length"], params["operations"]) if not params["num_carry"] else None
+    shapes = shapes or jax.eval_shape(lambda *xs: _run(*xs, body=body, **params), *avals)
     effects = {effect for equation in body.equations for effect in equation.effects}
     return [jax.core.ShapedArray(s.shape, s.dtype, sharding=s.sharding) for s in shapes], effects
+
+
+def _states(body: Graph, length: int, operations: Sequence[Op]) -> list[jax.ShapeDtypeStruct] | None:
+    """Return the types of a loop's results without tracing its body again; None where only the loop itself tells."""
+    known: dict[tuple[Op, jax.ShapeDtypeStruct], jax.ShapeDtypeStruct] = {}
+    found: list[jax.ShapeDtypeStruct] = []
+    for op, result in zip(operations, body.outputs, strict=True):
+        value = struct_of(result.aval)
+        if value.sharding is not None:
+            return None
+        if (op, value) not in known:
+            state = jax.eval_shape(lambda op=op, value=value: op.state(length, value))
+            updated = jax.eval_shape(op.update, state, value, jax.ShapeDtypeStruct((), jnp.int32))
+            if jax.tree.structure((state, updated)) != jax.tree.structure((value, value)):
+                return None
+            if (state.shape, state.dtype) != (updated.shape, updated.dtype):
+                return None  # the loop says so in its error
+            known[op, value] = state
+        found.append(known[op, value])
+    return found
 
 
 mlir.register_lowering(treduce_p, mlir.lower_fun(_run, multiple_results=True))

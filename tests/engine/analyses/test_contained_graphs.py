@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpp_flax.engine.analyses.contained_graphs import divide
+from jaxpp_flax.engine.analyses.contained_graphs import Net, divide
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Graph, from_jaxpr
 
@@ -43,7 +43,7 @@ def run(parts: tuple[Graph, ...], whole: Graph, *args: Any) -> list[Any]:
 )
 def test_a_whole_falls_into_what_is_before_the_core_and_after(function: Any, names: Any):
     whole = graph_of(function, W, X)
-    found = divide(whole, graph_of(layer, W, X), Fingerprinter())
+    found = divide(Net.of(whole), Net.of(graph_of(layer, W, X)), Fingerprinter())
     assert found is not None
     assert [[e.name for e in part.equations] for part in found.parts] == names
     expected = jax.tree.leaves(function(W, X))
@@ -55,7 +55,7 @@ def test_cheap_values_of_the_core_are_computed_again():
         return layer(jnp.exp(w), x)
 
     merged = graph_of(lambda w, x: (e := jnp.exp(w)) @ layer(e, x), W, X)
-    found = divide(merged, graph_of(scaled, W, X), Fingerprinter())
+    found = divide(Net.of(merged), Net.of(graph_of(scaled, W, X)), Fingerprinter())
     assert found is not None
     assert found.after is not None
     assert [e.name for e in found.after.equations] == ["exp", "dot_general"]
@@ -73,4 +73,4 @@ def test_cheap_values_of_the_core_are_computed_again():
     ],
 )
 def test_a_whole_without_the_part_is_not_divided(function: Any):
-    assert divide(graph_of(function, W, X), graph_of(layer, W, X), Fingerprinter()) is None
+    assert divide(Net.of(graph_of(function, W, X)), Net.of(graph_of(layer, W, X)), Fingerprinter()) is None

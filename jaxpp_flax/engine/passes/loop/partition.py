@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -72,10 +72,12 @@ def _reduce(drafts: TaskDrafts) -> tuple[list[Partial | int], _Drafts, list[Atom
     """Make an accumulator for each result, or several with their sum; return the accumulated values too."""
     labels, accumulators, roots = drafts.labels, list[tuple[Key, Callable[..., Any]]](), list[Atom]()
 
+    traced = _TracedOps(drafts.body.length)
+
     def place(tree: Any, op: Op) -> Partial | int:
         if isinstance(tree, tuple):
             return Partial(place(tree[0], op), place(tree[1], op))
-        accumulators.append(_accumulate(drafts, tree, op))
+        accumulators.append(_accumulate(drafts, tree, op, traced))
         roots.append(tree)
         return len(roots) - 1
 
@@ -101,14 +103,29 @@ def _split_sums(labels: Labels, value: Value) -> Any:
     return tuple(_split_sums(labels, v) for v in operands)
 
 
-def _accumulate(drafts: TaskDrafts, atom: Atom, op: Op) -> tuple[Key, Callable[..., Accumulator]]:
+@dataclass(frozen=True)
+class _TracedOps:
+    """The jaxprs of operations; a model has many parameters of a few types."""
+
+    length: int
+    known: dict[tuple[Op, Any], tuple[Any, Any]] = field(default_factory=dict[tuple[Op, Any], tuple[Any, Any]])
+
+    def of(self, op: Op, aval: Any) -> tuple[Any, Any]:
+        """Return the jaxprs of an operation's `state` and `update` for values of a type."""
+        if (op, aval) not in self.known:
+            state = jax.make_jaxpr(lambda: op.state(self.length, aval))()
+            made = struct_of(applied(state, []).outputs[0].aval)
+            self.known[op, aval] = state, jax.make_jaxpr(op.update)(made, aval, jax.ShapeDtypeStruct((), jnp.int32))
+        return self.known[op, aval]
+
+
+def _accumulate(drafts: TaskDrafts, atom: Atom, op: Op, traced: _TracedOps) -> tuple[Key, Callable[..., Accumulator]]:
     """Append `op`'s update of an accumulator to the task that makes `atom`."""
-    key, aval = drafts.home(atom), struct_of(atom.aval)
-    # Arrays that a user's operation captures become part of the program.
-    init = applied(jax.make_jaxpr(lambda: op.state(drafts.body.length, aval))(), [])
+    key = drafts.home(atom)
+    initial, update = traced.of(op, struct_of(atom.aval))
+    init = applied(initial, [])  # arrays that a user's operation captures become part of the program
     state = Value(init.outputs[0].aval)
     drafts.states.append(state)
-    update = jax.make_jaxpr(op.update)(struct_of(state.aval), aval, jax.ShapeDtypeStruct((), jnp.int32))
     graph = applied(update, [state, atom, drafts.body.index])
     drafts.extra.setdefault(key, []).extend(graph.equations)
     (result,) = graph.outputs

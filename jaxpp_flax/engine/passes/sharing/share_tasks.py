@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from jaxpp_flax.engine.analyses.contained_graphs import divide
+from jaxpp_flax.engine.analyses.contained_graphs import Net, divide
 from jaxpp_flax.engine.program.program import Instruction, Program, ProgramTask, Run
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Graph, Value, values
@@ -53,7 +53,7 @@ class _Parts:
     """Divides tasks, smaller ones first; `wholes` are the graphs so far that stay in one piece."""
 
     keys: Fingerprinter = field(default_factory=Fingerprinter)
-    wholes: dict[int, Graph] = field(default_factory=dict[int, Graph])
+    wholes: dict[int, Net] = field(default_factory=dict[int, Net])
 
     def of(self, task: ProgramTask) -> tuple[Graph, ...]:
         fewest = _FEWEST_EQUATIONS if task.stage is None else _FEWEST_IN_LOOPS
@@ -62,15 +62,16 @@ class _Parts:
             return (task.graph,)
         parts = self._of(task.graph, fewest)
         if len(parts) == 1:
-            self.wholes.setdefault(self.keys.graph(task.graph), task.graph)
+            self.wholes.setdefault(self.keys.graph(task.graph), Net.of(task.graph))
         return parts
 
     def _of(self, graph: Graph, fewest: int) -> tuple[Graph, ...]:
         size = len(graph.equations)
         if size < fewest or self.keys.graph(graph) in self.wholes:
             return (graph,)
+        whole = Net.of(graph)
         for part in reversed(self.wholes.values()):
-            if fewest <= len(part.equations) < size and (found := divide(graph, part, self.keys)) is not None:
+            if fewest <= len(part.kind) < size and (found := divide(whole, part, self.keys)) is not None:
                 divided = [(each,) if each is found.core else self._of(each, fewest) for each in found.parts]
                 return tuple(chain.from_iterable(divided))
         return (graph,)
