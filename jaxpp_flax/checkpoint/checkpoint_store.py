@@ -149,9 +149,13 @@ class CheckpointStore:
             )
         return self.directory / str(wanted)
 
+    def holds(self, step: int) -> bool:
+        """Return True if there is a checkpoint of this step, or a save of it is under way."""
+        return step in self.steps() or (self._writing is not None and self._writing[0] == step)
+
     def wants(self, step: int) -> bool:
         """Return True if `every` asks for a checkpoint of this step, and there is none yet."""
-        if self._every is None or step in self.steps() or (self._writing is not None and self._writing[0] == step):
+        if self._every is None or self.holds(step):
             return False
         if isinstance(self._every, int):
             return step % self._every == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.task import AnyTask, FusedTask, TaskKind
@@ -77,7 +77,8 @@ class ResidualPlan:
         waits.
 
     Raises:
-      ScheduleError: without stages, and for `fetch_ahead` or `offload_within` below 1.
+      ScheduleError: without stages, for an entry that is no `StageResiduals`, and for `fetch_ahead` or
+        `offload_within` that is no whole number of at least 1.
 
     Example:
       >>> plan = ResidualPlan((StageResiduals(offload=1.0), StageResiduals(recompute=True), KEEP))
@@ -96,9 +97,15 @@ class ResidualPlan:
     ) -> None:
         if not stages:
             raise ScheduleError("a ResidualPlan needs an entry for each stage, got none.")
-        if fetch_ahead < 1:
+        for number, stage in enumerate(stages):
+            if not isinstance(stage, StageResiduals):
+                raise ScheduleError(
+                    f"entry {number} of the ResidualPlan is {stage!r}: an entry is a StageResiduals, such as "
+                    'StageResiduals(recompute="cheap").'
+                )
+        if not _is_count(fetch_ahead):
             raise ScheduleError(f"fetch_ahead={fetch_ahead!r}: a fetch starts at least 1 task before its backward.")
-        if offload_within is not None and offload_within < 1:
+        if offload_within is not None and not _is_count(offload_within):
             raise ScheduleError(
                 f"offload_within={offload_within!r}: an offload runs beside at least 1 task after its forward."
             )
@@ -127,6 +134,10 @@ class ResidualPlan:
                 f"the ResidualPlan has {len(self.stages)} entries, but the schedule has {num_stages} stages: give one "
                 "entry for each stage."
             )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,13 +176,14 @@ def host_copies(tasks: Sequence[AnyTask], plan: ResidualPlan) -> list[HostCopy]:
     made: dict[tuple[int, int], int] = {}
     found: list[HostCopy] = []
     for position, task in enumerate(tasks):
-        if isinstance(task, FusedTask) or task.kind is TaskKind.BACKWARD_WEIGHT:
+        if isinstance(task, FusedTask):
             continue
         key = task.stage, task.microbatch
         if task.kind is TaskKind.FORWARD:
             if plan.of(task.stage).offloads(task.microbatch):
                 made[key] = position
             continue
+        # A weight gradient reads first where a program lacks the input gradient: below the stage, nothing is trained.
         after = made.pop(key, position)
         fetch = max(position - plan.fetch_ahead, after + 2)
         if fetch < position:

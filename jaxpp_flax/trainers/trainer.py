@@ -29,10 +29,11 @@ from jaxpp_flax.trainers.data.remainder import Remainder
 from jaxpp_flax.trainers.decorators import described_by, refuse_renamed
 from jaxpp_flax.trainers.generation.generator import Generator
 from jaxpp_flax.trainers.loop.evaluation import Evaluation
+from jaxpp_flax.trainers.loop.fit_arguments import FitArguments
 from jaxpp_flax.trainers.loop.hooks import StepHook
 from jaxpp_flax.trainers.loop.trackers import NoopTracker, Tracker
 from jaxpp_flax.trainers.loop.train_step import TrainStep
-from jaxpp_flax.trainers.loop.training_loop import FitArguments, TrainingLoop
+from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
 from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics
 from jaxpp_flax.trainers.options import (
     Assignment,
@@ -314,7 +315,7 @@ class PipelineTrainer:
         return self._core.measures
 
     def stop(self, reason: str) -> None:
-        """End `fit` after the current step; callbacks call it."""
+        """End `fit` or `training_steps` after the current step; callbacks call it."""
         self.stopping = reason
 
     def message(self, text: str) -> None:

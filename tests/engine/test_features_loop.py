@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, AddOp, Concat, Last, Max, treduce, treduce_i
 from jaxpp_flax.schedules import GPipe, Std1F1B, ZeroBubble
-from tests.engine.toys import chain, chain_loss, forward, gradients, same_as_plain, sgd_step
-from tests.helpers import DIM, batch_of
+from tests.engine.toys import chain, chain_loss, forward, gradients, mesh_of, same_as_plain, sgd_step
+from tests.helpers import DIM, batch_of, tree_allclose
 
 grad = jax.value_and_grad
 
@@ -298,3 +299,93 @@ def test_half_precision_activations_and_full_precision_parameters():
 
     results = same_as_plain(gradients(Std1F1B(2), loss), 2, chain(2), batch_of(3), rtol=2**-7)
     assert {x.dtype for x in jax.tree.leaves(results)} == {jnp.dtype("float32")}
+
+
+class Scaled(type(Add)):
+    """Two of these compare equal, whatever their scale: the comparison is that of `Add`."""
+
+    def __init__(self, scale: float) -> None:
+        object.__setattr__(self, "scale", scale)
+
+    def update(self, state: Any, value: Any, index: Any) -> Any:
+        return state + self.scale * value
+
+
+def scaled_sums(batch: Any) -> Any:
+    def body(mb: Any) -> Any:
+        y = mark_stage_end(jnp.tanh(mb["x"]))
+        return y.sum(), (y + 1).sum()
+
+    return treduce(body, batch, Std1F1B(2), operation=(Scaled(2.0), Scaled(3.0)))
+
+
+def test_operations_that_compare_equal_stay_two_operations():
+    assert Scaled(2.0) == Scaled(3.0)
+    same_as_plain(scaled_sums, 2, batch_of(4))
+
+
+@dataclass(frozen=True)
+class Begins:
+    """A reduction whose accumulator begins with a Python number: the first value decides the type."""
+
+    number: Any
+    how: Any
+
+    def state(self, num_microbatches: int, value: Any) -> Any:
+        return jnp.full(value.shape, self.number)
+
+    def update(self, state: Any, value: Any, index: Any) -> Any:
+        return self.how(state, value)
+
+
+@pytest.mark.parametrize(
+    ("operation", "result"),
+    [
+        (Begins(-np.inf, jnp.maximum), lambda y: y.astype(jnp.bfloat16)),
+        (Begins(0, jnp.add), lambda y: y),
+        (
+            Begins(np.dtype(jnp.bfloat16).type(0), jnp.add),
+            lambda y: jnp.where(y > 0, 1.25, 0.3),
+        ),  # a weakly typed value
+    ],
+)
+def test_the_type_of_an_accumulator_is_that_of_a_loop_in_jax(operation: Any, result: Any):
+    def step(batch: Any) -> Any:
+        def body(mb: Any) -> Any:
+            return result(mark_stage_end(jnp.tanh(mb["x"])))
+
+        reduced = treduce(body, batch, Std1F1B(2), operation=operation)
+        return reduced, reduced * 2 + 1
+
+    found = same_as_plain(step, 2, batch_of(4))
+    expected = jax.jit(step)(batch_of(4))
+    assert [np.asarray(r).dtype for r in found] == [r.dtype for r in expected]
+
+
+def test_an_ordered_effect_of_an_operation_is_refused():
+    def told(state: Any, value: Any) -> Any:
+        jax.debug.print("{}", value.sum(), ordered=True)
+        return state + value
+
+    def step(batch: Any) -> Any:
+        return treduce(lambda mb: mark_stage_end(mb["x"]) * 2, batch, Std1F1B(2), operation=Begins(0.0, told))
+
+    with pytest.raises(ValueError, match="ordered=True"):
+        mpmd_jit_with_loop(step, mpmd_mesh=mesh_of(2))(batch_of(4))
+
+
+def test_a_value_that_is_returned_twice_is_two_arrays():
+    def step(state: Any, batch: Any) -> Any:
+        weights, _ = state
+        _, grads = treduce(lambda mb: grad(chain_loss)(weights, mb), batch, Std1F1B(2))
+        new = jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)
+        return (new, new), grads, grads
+
+    pipelined, plain = mpmd_jit_with_loop(step, mpmd_mesh=mesh_of(2), donate_argnums=0), jax.jit(step)
+    state, expected, kept = (chain(2), chain(2)), (chain(2), chain(2)), []
+    for _ in range(2):
+        state, *kept = pipelined(state, batch_of(4))
+        expected, *_ = plain(expected, batch_of(4))
+    pipelined((state[0], chain(2)), batch_of(4))  # takes the first one
+    tree_allclose(jax.tree.map(np.asarray, state[1]), jax.tree.map(np.asarray, expected[1]), rtol=1e-6)
+    tree_allclose(jax.tree.map(np.asarray, kept[0]), jax.tree.map(np.asarray, kept[1]), rtol=0)

@@ -225,3 +225,26 @@ def test_a_rank_runs_no_further_ahead_of_a_slow_offload_than_the_plan_says(
     assert len(copies) == 8
     # The copies of the last two forwards, of which the second may run beside the first one's copy.
     assert max(leaving) <= 2 if within else max(leaving) > 2
+
+
+def test_a_stage_above_a_frozen_one_offloads_under_a_split_backward_too():
+    """Such a stage has no task for its input's gradient: its weight gradient is the first reader."""
+    frozen, *trained = chain(3)
+
+    def step(params: Any, batch: Any, schedule: Any) -> Any:
+        def loss(params: Any, mb: Any) -> Any:
+            x = mb["x"]
+            for i, layer in enumerate([frozen, *params]):
+                x = jnp.tanh((mark_stage_end(x) if i else x) @ layer["w"] + layer["b"])
+            return jnp.mean((x - mb["y"]) ** 2)
+
+        return treduce(lambda mb: jax.value_and_grad(loss)(params, mb), batch, schedule)
+
+    batch, plan = batch_of(8), ResidualPlan([KEEP, OFFLOAD, KEEP])
+    jitted = mpmd_jit_with_loop(functools.partial(step, schedule=ZeroBubble(3)), mpmd_mesh=mesh_of(3), residuals=plan)
+    moved = [i for i in jitted.compile(trained, batch).program.instructions if isinstance(i, Transfer) and i.memory]
+    assert {i.source for i in moved} == {1}
+    assert any(i.memory == HOST_MEMORY for i in moved)
+    expected = jax.jit(functools.partial(step, schedule=None))(trained, batch)
+    # A few sums of float32 in another order.
+    tree_allclose(numpy(jitted(trained, batch)), numpy(expected), rtol=1e-6)

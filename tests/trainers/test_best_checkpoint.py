@@ -12,14 +12,15 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint import CheckpointNotFoundError
-from jaxpp_flax.trainers import Checkpoints, Inference
+from jaxpp_flax.trainers import Checkpoints, Inference, Logging
+from jaxpp_flax.trainers.callbacks import EarlyStopping
 
 DATA = [jnp.ones((4, 2))] * 6
 # The losses of evaluations at steps 1 to 6.
 TARGETS = [3.0, 1.0, 0.5, 2.0, 4.0, 5.0]
 
 
-def trainer(checkpoints):
+def trainer(checkpoints, logging=False):
     """A trainer whose parameter counts the steps: evaluation's loss at step n is `TARGETS[n - 1]`."""
 
     def loss(model, x):
@@ -31,7 +32,7 @@ def trainer(checkpoints):
 
     model = nnx.Linear(1, 1, use_bias=False, kernel_init=nnx.initializers.zeros, rngs=nnx.Rngs(0))
     return PipelineTrainer(
-        model, optax.sgd(1.0), loss, num_stages=1, num_microbatches=2, logging=False,
+        model, optax.sgd(1.0), loss, num_stages=1, num_microbatches=2, logging=logging,
         checkpoints=checkpoints, inference=Inference(eval_loss_fn=eval_loss),
     )  # fmt: skip
 
@@ -77,3 +78,35 @@ def test_what_does_not_fit_is_refused(tmp_path):
     t.fit(DATA, steps=2)
     with pytest.raises(CheckpointNotFoundError, match=r"holds no checkpoint with the metric of Checkpoints\(best=\)"):
         t.restore("best")
+
+
+@pytest.mark.parametrize("every", [3, 4])
+def test_the_last_checkpoint_has_the_evaluation_after_it(tmp_path, every):
+    t = trainer(Checkpoints(tmp_path, every=every, best="eval_loss"))
+    t.fit(DATA, steps=4, eval_data=DATA[:1])
+    t.restore("best")
+    assert t.step == 4
+
+
+def test_a_run_that_stops_early_at_a_save_stays_stopped(tmp_path):
+    def run(**more):
+        t = trainer(Checkpoints(tmp_path, every=2))
+        t.fit(DATA, eval_data=DATA[:1], eval_every=4, callbacks=[EarlyStopping(patience=1, min_delta=9.0)], **more)
+        return t.step
+
+    assert run(steps=6) == 6  # the evaluation after step 6 has no better loss than that after step 4
+    assert run(steps=20, resume=True) == 6
+
+
+def test_a_failed_last_evaluation_loses_no_step(tmp_path):
+    t = trainer(Checkpoints(tmp_path, every=4))
+    with pytest.raises(ValueError, match="without a single batch"):
+        t.fit(DATA, steps=4, eval_data=[])
+    assert steps(tmp_path) == [4]
+
+
+def test_data_of_unknown_length_say_that_a_checkpoint_lacks_its_evaluation(tmp_path, capsys):
+    t = trainer(Checkpoints(tmp_path, every=2), Logging(progress=True))
+    t.fit((batch for batch in DATA[:4]), eval_data=DATA[:1])
+    assert t.step == 4
+    assert "step 4 was saved before its evaluation" in " ".join(capsys.readouterr().out.split())

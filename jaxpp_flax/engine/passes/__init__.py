@@ -24,6 +24,7 @@ from jaxpp_flax.engine.passes.memory.recompute import recompute
 from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
 from jaxpp_flax.engine.passes.place import place
 from jaxpp_flax.engine.passes.runner import Pass
+from jaxpp_flax.engine.passes.separate_results import separate_results
 from jaxpp_flax.engine.passes.sharing.share_tasks import share_tasks
 from jaxpp_flax.engine.passes.sharing.share_updates import share_updates
 from jaxpp_flax.engine.passes.split_conditions import split_conditions
@@ -45,6 +46,12 @@ PASSES: tuple[Pass, ...] = (
         lambda graph, _: drop_unused_results(graph),
         requires="loops at the top",
         ensures="every result of a loop is read; work for others is gone",
+    ),
+    Pass(
+        "separate_results",
+        lambda graph, _: separate_results(graph),
+        requires="results in their last form",
+        ensures="no two results are one array, arguments and values in host memory aside",
     ),
     Pass(
         "split_conditions",

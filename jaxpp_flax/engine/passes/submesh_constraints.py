@@ -113,7 +113,7 @@ class _Rewriter:
 
     def _aval(self, aval: Any) -> Any:
         sharding = getattr(aval, "sharding", None)
-        if not isinstance(sharding, NamedSharding):
+        if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
             return aval
         moved = self._sharding(sharding)
         return aval if moved is sharding else aval.update(sharding=moved)

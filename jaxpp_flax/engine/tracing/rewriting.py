@@ -46,6 +46,8 @@ class NestedRewriter:
         return params if is_same([*new.values()], [*params.values()]) else new
 
     def value(self, value: Any) -> Any:
+        if value is None or isinstance(value, (bool, int, str)):  # most parameters
+            return value
         if hasattr(opened(value), "eqns"):
             return self.once(value, self._jaxpr)
         if isinstance(value, (tuple, list)):

@@ -145,21 +145,22 @@ def _abstract(*avals: Any, body: Graph, **params: Any) -> tuple[list[Any], set[A
 
 def _states(body: Graph, length: int, operations: Sequence[Op]) -> list[jax.ShapeDtypeStruct] | None:
     """Return the types of a loop's results without tracing its body again; None where only the loop itself tells."""
-    known: dict[tuple[Op, jax.ShapeDtypeStruct], jax.ShapeDtypeStruct] = {}
+    # By identity: a user's operations may compare equal and do different things.
+    known: dict[tuple[int, jax.ShapeDtypeStruct], jax.ShapeDtypeStruct] = {}
     found: list[jax.ShapeDtypeStruct] = []
     for op, result in zip(operations, body.outputs, strict=True):
         value = struct_of(result.aval)
         if value.sharding is not None:
             return None
-        if (op, value) not in known:
+        if (id(op), value) not in known:
             state = jax.eval_shape(lambda op=op, value=value: op.state(length, value))
             updated = jax.eval_shape(op.update, state, value, jax.ShapeDtypeStruct((), jnp.int32))
             if jax.tree.structure((state, updated)) != jax.tree.structure((value, value)):
                 return None
             if (state.shape, state.dtype) != (updated.shape, updated.dtype):
                 return None  # the loop says so in its error
-            known[op, value] = state
-        found.append(known[op, value])
+            known[id(op), value] = state
+        found.append(known[id(op), value])
     return found
 
 

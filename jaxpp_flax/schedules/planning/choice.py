@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpp_flax.error_codes import documented
 from jaxpp_flax.messages import amount
@@ -20,7 +21,10 @@ from jaxpp_flax.schedules.planning.model import Prediction, StepModel
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
 from jaxpp_flax.schedules.task import FusedTask
 
-__all__ = ["Choice", "LimitError", "best_mixture", "choose_residuals", "describe", "limits_of", "why_chosen"]
+__all__ = [
+    "Choice", "LimitError", "best_mixture", "check_memory_limit", "choose_residuals", "describe", "limits_of",
+    "why_chosen",
+]  # fmt: skip
 
 _SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 _PARTS = (0.25, 0.5, 0.75)
@@ -141,17 +145,38 @@ def best_mixture(model: StepModel, memory_limit: float | Sequence[float] | None 
 
 
 def limits_of(model: StepModel, memory_limit: float | Sequence[float] | None) -> tuple[float, ...]:
-    """Return the limit of each rank; infinity for None."""
+    """Return the limit of each rank; infinity for None.
+
+    Raises:
+      ScheduleError: for another number of limits than ranks, and for a limit that is no number of bytes above 0.
+    """
     count = model.schedule.num_ranks
     if memory_limit is None:
         return (math.inf,) * count
-    if not isinstance(memory_limit, Sequence):
-        return (float(memory_limit),) * count
-    if len(memory_limit) != count:
+    check_memory_limit(memory_limit)
+    listed = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (memory_limit,) * count
+    if len(listed) != count:
         raise ScheduleError(
-            f"memory_limit has {len(memory_limit)} numbers for {count} ranks. Give one for each, or one number for all."
+            f"memory_limit has {len(listed)} numbers for {count} ranks. Give one for each, or one number for all."
         )
-    return tuple(map(float, memory_limit))
+    return tuple(map(float, listed))
+
+
+def check_memory_limit(limit: Any) -> None:
+    """Refuse a value that is neither None, nor a number of bytes above 0, nor a sequence of such numbers.
+
+    Raises:
+      ScheduleError: the message names the value.
+    """
+    if limit is None:
+        return
+    listed = limit if isinstance(limit, Sequence) and not isinstance(limit, str) else (limit,)
+    for value in listed:
+        is_number = hasattr(value, "__float__") and not isinstance(value, (bool, str)) and not getattr(value, "ndim", 0)
+        if not is_number or not float(value) > 0:
+            raise ScheduleError(
+                f"memory_limit={limit!r}: it must be a number of bytes above 0, or one such number for each rank."
+            )
 
 
 def describe(stage: StageResiduals) -> str:

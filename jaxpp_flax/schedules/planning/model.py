@@ -96,6 +96,9 @@ class StageLoad:
         how often they are gathered. Stages of one rank share a parameter of one name.
       streamed: bytes of the optimizer state on the host, for each parameter; the update fetches them in windows.
 
+    Raises:
+      ScheduleError: for fixed or streamed bytes that are negative or not finite.
+
     Example:
       >>> StageLoad(forward=1.0, backward=2.0, residual_bytes=8.0, fixed_bytes={"parameters": 4.0}).fixed
       4.0
@@ -112,6 +115,11 @@ class StageLoad:
     fixed_bytes: Mapping[str, float] = field(default_factory=dict)
     gathered: Mapping[str, float] = field(default_factory=dict)
     streamed: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        for kind, nbytes in (*self.fixed_bytes.items(), *(("streamed", each) for each in self.streamed)):
+            if not 0 <= nbytes < math.inf:
+                raise ScheduleError(f"StageLoad has {nbytes} bytes of {kind!r}: give a finite number of at least 0.")
 
     @property
     def time_again(self) -> float:
@@ -201,7 +209,7 @@ class StepModel:
         fetched together.
 
     Raises:
-      ScheduleError: if the number of loads is not the number of stages.
+      ScheduleError: if the number of loads is not the number of stages, and for less than 1 microbatch.
       ValueError, TypeError: for another `fsdp`.
 
     Example:
@@ -231,6 +239,10 @@ class StepModel:
                 f"StepModel has {len(self.stages)} loads, but the schedule has {self.schedule.num_stages} stages: give "
                 "one load for each stage."
             )
+        if self.num_microbatches < 1:
+            raise ScheduleError(f"num_microbatches={self.num_microbatches}: a step has at least 1 microbatch.")
+        if not self.stream_window > 0:
+            raise ScheduleError(f"stream_window={self.stream_window}: it must be a number of bytes above 0.")
         check_fsdp(self.fsdp)
 
     @cached_property

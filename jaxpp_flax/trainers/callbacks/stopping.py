@@ -39,8 +39,9 @@ class EarlyStopping(Callback):
         mode: Literal["min", "max"] = "min",
     ) -> None:
         super().__init__()
-        if patience < 1:
-            raise ValueError(f"EarlyStopping(patience={patience}): it must be at least 1.")
+        self._checked_count("patience", patience)
+        if not 0 <= min_delta < math.inf:
+            raise ValueError(f"EarlyStopping(min_delta={min_delta!r}): it must be a number of at least 0.")
         if mode not in ("min", "max"):
             raise ValueError(f"EarlyStopping(mode={mode!r}): it must be 'min' or 'max'.")
         self._metric, self._patience, self._min_delta = metric, patience, min_delta

@@ -53,11 +53,20 @@ class Average:
             self._weights[name] = self._weights[name] + weight
 
     def result(self) -> dict[str, Any]:
-        """Return the averages: floats, or NumPy arrays."""
+        """Return the averages: floats, or NumPy arrays; a metric is NaN where nothing has weight.
+
+        Raises:
+          ValueError: if no example has weight in the loss.
+        """
+        if np.all(self._weights["loss"] == 0):
+            raise ValueError(
+                "every example of the evaluation has weight 0, so the mean loss is not defined. Look at the mask of "
+                "the data, or at the weight that the loss returns."
+            )
         means: dict[str, Any] = {}
         for name, total in self._sums.items():
             weight = self._weights[name]
-            mean = np.asarray(total / np.where(weight == 0, 1.0, weight))
+            mean = np.asarray(np.where(weight == 0, np.nan, total / np.where(weight == 0, 1.0, weight)))
             means[name] = float(mean) if mean.ndim == 0 else mean
         return means
 
@@ -97,7 +106,7 @@ class Evaluation:
 
         Raises:
           BatchError: if a batch cannot be cut, or lacks the rows that this process reads.
-          ValueError: if `data` has no batch.
+          ValueError: if `data` has no batch, or no example with weight in the loss.
         """
         self.meet("trainer.evaluate")
         average, pending, alike = Average(), None, BatchComparison(self.scheduling.mesh, "evaluation")

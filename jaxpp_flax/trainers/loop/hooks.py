@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +16,10 @@ from jaxpp_flax.trainers.loop.progress import Meter, Rate
 from jaxpp_flax.trainers.loop.trackers import Tracker
 from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics, stepping_seconds
 
-__all__ = ["Evaluate", "LogMetrics", "LoopHook", "StepHook", "StepRecord", "TrainerProtocol", "run_steps", "to_host"]
+__all__ = [
+    "Evaluate", "LogMetrics", "LoopHook", "StepHook", "StepRecord", "TrainerProtocol", "overrides", "run_steps",
+    "to_host",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,11 @@ class LoopHook:
 
     def __call__(self, record: StepRecord) -> None:
         """Do the work after a step."""
+
+    @property
+    def is_due_at_end(self) -> bool:
+        """True if `end` has work after the latest step."""
+        return False
 
     def end(self) -> None:
         """Do the work after the last step; not called after an error, or a `break` in the user's loop."""
@@ -136,7 +145,7 @@ class LogMetrics(LoopHook):
         total: int | None = None,
         meter: Meter | None = None,
     ) -> None:
-        self._trainer, self._callbacks, self._meter = trainer, callbacks, meter or Meter()
+        self._trainer, self.callbacks, self._meter = trainer, callbacks, meter or Meter()
         self._first, self._rate = trainer.step + 1, Rate(total, lambda: stepping_seconds(trainer.measures.seconds()))
         self.units, self.unit = 0, "examples"  # of all steps
         self.best: tuple[str, float, int] | None = None
@@ -164,8 +173,8 @@ class LogMetrics(LoopHook):
 
     def _deliver(self, step: int, metrics: Mapping[str, Any], units: int, unit: str, *, is_last: bool) -> None:
         has_row = is_last or step % self._trainer.log_every == 0 or step == self._first
-        wanting = [callback for callback in self._callbacks if callback.wants(step)]
-        if not has_row and not any(_overrides_metrics(callback) for callback in wanting):
+        wanting = [callback for callback in self.callbacks if callback.wants(step)]
+        if not has_row and not any(overrides(callback, "on_metrics") for callback in wanting):
             return
         with self._trainer.measures.clock.part("device"):
             self.last = to_host(metrics)
@@ -181,7 +190,9 @@ class LogMetrics(LoopHook):
     def _compare(self, name: str, step: int) -> None:
         """Note a value that is better than those before; an evaluation counts more than a step."""
         value, best = self.last.get(name), self.best
-        if not isinstance(value, float) or (best is not None and best[0] == "eval_loss" != name):
+        if not isinstance(value, float) or not math.isfinite(value):
+            return
+        if best is not None and best[0] == "eval_loss" != name:
             return
         if best is None or best[0] != name or value < best[1]:
             self.best = (name, value, step)
@@ -210,7 +221,7 @@ class Evaluate(LoopHook):
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self._trainer, self._data, self._every, self._global_batch_size = trainer, data, every, global_batch_size
-        self._log, self._callbacks = log, callbacks
+        self._log, self.callbacks = log, callbacks
 
     def __call__(self, record: StepRecord) -> None:
         if self._every is not None and record.step % self._every == 0:
@@ -218,8 +229,12 @@ class Evaluate(LoopHook):
                 self._log.end()
             self._evaluate()
 
+    @property
+    def is_due_at_end(self) -> bool:
+        return self._every is None or self._trainer.step % self._every != 0
+
     def end(self) -> None:
-        if self._every is None or self._trainer.step % self._every:
+        if self.is_due_at_end:
             self._evaluate()
 
     def _evaluate(self) -> None:
@@ -229,11 +244,12 @@ class Evaluate(LoopHook):
         shown = "  ".join(f"{name} {value:.4f}" for name, value in named.items() if isinstance(value, float))
         trainer.message(f"step {trainer.step}  {shown}")
         trainer.tracker.log(named, step=trainer.step)
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             callback.on_evaluate(trainer, trainer.step, metrics)
         if self._log is not None:
             self._log.add(named)
 
 
-def _overrides_metrics(callback: Callback) -> bool:
-    return type(callback).on_metrics is not Callback.on_metrics
+def overrides(callback: Callback, *hooks: str) -> bool:
+    """Return True if a callback's class defines one of these hooks itself."""
+    return any(getattr(type(callback), hook) is not getattr(Callback, hook) for hook in hooks)

@@ -39,7 +39,7 @@ class StepsUnderWay:
 
     Args:
       how: the reaction to a loss that is not finite.
-      tells: True prints messages about skipped steps; with a loss scale, skipped steps are normal.
+      tells: True prints messages about skipped steps; with a loss scale, some skipped steps are normal.
       display: shows these messages.
     """
 
@@ -81,14 +81,12 @@ class StepsUnderWay:
     def _count(self, step: int, is_skipped: bool) -> None:
         self._in_a_row = self._in_a_row + 1 if is_skipped else 0
         self.skipped += is_skipped
-        if not (is_skipped and self._tells):
-            return
         if self._in_a_row == _MAX_SKIPPED:
             raise NonFiniteLossError(
                 f"the last {_MAX_SKIPPED} steps, up to step {step}, were all skipped: none had a finite loss and "
                 "finite gradients, and nothing changes any more. Look at the data, lower the learning rate."
             )
-        if self.skipped <= 3 or self.skipped & (self.skipped - 1) == 0:
+        if is_skipped and self._tells and (self.skipped <= 3 or self.skipped & (self.skipped - 1) == 0):
             text = f"step {step} is skipped: its loss or gradients are not finite ({self.skipped} so far)"
             self._display.message(text)
 

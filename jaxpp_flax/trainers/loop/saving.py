@@ -92,13 +92,17 @@ class Saving:
         if self._store is not None:
             self._store.check()
 
-    def after_step(self, record: StepRecord) -> None:
-        """Save if a save is due; this is a hook."""
+    def after_step(self, record: StepRecord, *, saves: bool = True) -> None:
+        """Save if a save is due; this is a hook. With `saves=False`, the step is saved at the end instead."""
         if self._store is not None:
             self.checkpoints.measured.add(record.step, record.metrics)
             self._store.check()
-            if self.by_itself and self._store.wants(self._step):
+            if saves and self.by_itself and self._store.wants(self._step):
                 self.checkpoints.save(wait=False)
+
+    def has_saved_last(self) -> bool:
+        """Return True if the latest step is saved, or a save of it is under way."""
+        return self._store is not None and self._store.holds(self._step)
 
     def finish(self, error: BaseException) -> None:
         """Wait for the save under way, when `fit` ends with an error."""

@@ -9,15 +9,15 @@ from typing import Any
 
 from jaxpp_flax.processes.group import ProcessGroup, process_group
 from jaxpp_flax.trainers.callbacks.base import Callback, CallbackStates
-from jaxpp_flax.trainers.callbacks.stopping import EarlyStopping
-from jaxpp_flax.trainers.checkpoints import Checkpointing, Resume, check_resume
+from jaxpp_flax.trainers.checkpoints import Checkpointing
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
-from jaxpp_flax.trainers.data.position import DataPosition, ResumeData
+from jaxpp_flax.trainers.data.position import DataPosition
 from jaxpp_flax.trainers.data.remainder import Remainder, RemainderRule, check_mask, check_masked
 from jaxpp_flax.trainers.data.stream import Batches, DataTracking
 from jaxpp_flax.trainers.ending.interruption import Interruption
 from jaxpp_flax.trainers.ending.preemption import Preemption
 from jaxpp_flax.trainers.ending.stopping import Ending
+from jaxpp_flax.trainers.loop.fit_arguments import FitArguments
 from jaxpp_flax.trainers.loop.hooks import (
     Evaluate,
     LogMetrics,
@@ -25,60 +25,17 @@ from jaxpp_flax.trainers.loop.hooks import (
     StepHook,
     StepRecord,
     TrainerProtocol,
+    overrides,
     run_steps,
 )
 from jaxpp_flax.trainers.loop.progress import Display
 from jaxpp_flax.trainers.loop.saving import Saving
 from jaxpp_flax.trainers.loop.tracked_run import TrackedRun
 from jaxpp_flax.trainers.metrics.summary import summarise_run
-from jaxpp_flax.trainers.setup import check_count
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.step.loss_trace import LossTrace
 
-__all__ = ["FitArguments", "TrainingLoop"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitArguments:
-    """The checked arguments of `PipelineTrainer.fit`, without the data; see their description there.
-
-    Raises:
-      TypeError, ValueError: the message names the argument that does not fit.
-    """
-
-    steps: int | None
-    epochs: int | None
-    global_batch_size: int | None
-    remainder: Remainder | None
-    eval_data: Iterable[Any] | None
-    eval_every: int | None
-    eval_global_batch_size: int | None
-    callbacks: Sequence[Callback]
-    resume: Resume
-    resume_data: ResumeData
-
-    def __post_init__(self) -> None:
-        for callback in self.callbacks:
-            if not isinstance(callback, Callback):
-                raise TypeError(
-                    f"callbacks holds a {type(callback).__name__}; subclass jaxpp_flax.trainers.Callback, or wrap a "
-                    "function: OnMetrics(function, every=10)."
-                )
-            if self.eval_data is None and isinstance(callback, EarlyStopping):
-                raise ValueError("EarlyStopping counts evaluations: pass eval_data= and eval_every=.")
-        check_resume(self.resume)
-        if self.eval_every is not None:
-            check_count("eval_every", self.eval_every)
-        if self.eval_data is not None and self.eval_every is not None and iter(self.eval_data) is self.eval_data:
-            raise ValueError(
-                f"eval_every={self.eval_every} needs eval_data that can be iterated again, but a "
-                f"{type(self.eval_data).__name__} runs once. Pass a list."
-            )
-
-    def common(self) -> Mapping[str, Any]:
-        """Return the arguments that all processes must pass alike."""
-        own = ("eval_data", "callbacks", "resume_data")
-        return {name: value for name, value in vars(self).items() if name not in own}
+__all__ = ["TrainingLoop"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +80,13 @@ class TrainingLoop:
         Args:
           data, steps, epochs, global_batch_size, remainder: as in `fit`.
           hooks: functions of a `StepRecord`, called in this order after each step, before a save and before the loop's
-            body. A `LoopHook` has work after the last step too.
+            body. A `LoopHook` has work after the last step too. `trainer.stop`, such as by an `EarlyStopping` in
+            `Evaluate(callbacks=)`, ends the loop. Only `fit` calls `on_fit_start`, `on_step` and `on_fit_end`, and
+            keeps states of callbacks in checkpoints.
 
         Raises:
           TypeError: if a hook is not a function.
+          ValueError: for a callback in a hook that has work in `fit` alone, such as `TimeLimit`.
           CheckpointSaveError: if the directory holds later checkpoints.
 
         Example:
@@ -156,11 +116,16 @@ class TrainingLoop:
                 self._check_filling(rule, batch)
                 return True
 
-            all_hooks = (*hooks, self.saving.after_step)
+            trainer.stopping = None
+            ending = Ending(trainer, self.stopping_group(), Interruption(raises=False), Preemption(None))
+            all_hooks = (*hooks, self.saving.after_step, ending)
             try:
                 batches = trainer.measures.clock.each(source, "data")
                 for record in run_steps(trainer, batches, global_batch_size, all_hooks, begin=begin):
                     yield record.step, dict(record.metrics)
+                    if ending.reason is not None:
+                        self.display.message(f"stopped after step {record.step}: {ending.reason.text}")
+                        break
                 for hook in hooks:
                     if isinstance(hook, LoopHook):
                         hook.end()
@@ -246,6 +211,12 @@ class TrainingLoop:
         finally:
             self.tracking.leave(source)
 
+    def stopping_group(self) -> ProcessGroup:
+        """Return the processes that end a loop together."""
+        # With several processes, one process may train its own model, without the others.
+        alone = not self.rows.is_across and self.checkpoints.store is None
+        return ProcessGroup(None, 0, 1) if alone else process_group()
+
     def _rule(self, remainder: Remainder | None, global_batch_size: int | None) -> RemainderRule:
         parts = self.rows.num_microbatches * self.rows.batch_shards
         return RemainderRule.of(remainder, global_batch_size, parts, self.display.meter)
@@ -267,9 +238,7 @@ class _Fit:
         self._loop, self._trainer, self._arguments = loop, trainer, arguments
         self._begin, self._meter = trainer.step, loop.display.meter
         self._total = None if total is None else self._begin + total
-        # With several processes, one process may train its own model, without the others.
-        alone = not loop.rows.is_across and loop.checkpoints.store is None
-        group = ProcessGroup(None, 0, 1) if alone else process_group()
+        group = loop.stopping_group()
         self._is_alone = group.process_count == 1
         self._interruption = Interruption(raises=self._is_alone)
         self._preemption = Preemption(loop.deadline)
@@ -331,7 +300,7 @@ class _Fit:
             self._ending.decide_together()
             return self._ending.reason is None
 
-        hooks = (self._show, self._log, self._evaluation, self._loop.saving.after_step, self._ending)
+        hooks = (self._show, self._log, self._evaluation, self._ending, self._save)
         source = trainer.measures.clock.each(source, "data")
         steps = run_steps(trainer, source, size, hooks, begin=begin, within=self._interruption.step)
         try:
@@ -342,7 +311,7 @@ class _Fit:
             self._log.end()
             if self._goes_on(stepped=stepped):
                 self._loop.await_same_end()
-                self._evaluation.end()
+                self._evaluate_at_end()
         finally:
             self._meter.stop()
             begun.close()  # the tracker, which begins first, ends last: after an error of a callback too
@@ -353,6 +322,26 @@ class _Fit:
         for callback in self._arguments.callbacks:
             if callback.wants(record.step):
                 callback.on_step(self._trainer, record.step)
+
+    def _save(self, record: StepRecord) -> None:
+        """Save if a save is due. An evaluation after the last step comes first, so that the checkpoint has it too."""
+        is_last = record.step == self._total or self._ending.reason is not None
+        self._loop.saving.after_step(record, saves=not (is_last and self._evaluation.is_due_at_end))
+
+    def _evaluate_at_end(self) -> None:
+        """Evaluate after the last step, where that is due."""
+        saving, evaluates = self._loop.saving, self._evaluation.is_due_at_end
+        if evaluates and self._total is None and saving.has_saved_last():
+            self._meter.message(
+                f"step {self._trainer.step} was saved before its evaluation, which its checkpoint lacks: nothing told "
+                "that this step is the last. Pass steps="
+            )
+        try:
+            self._evaluation.end()
+        except Exception:
+            if self._is_alone:  # other processes would not come
+                saving.end(lambda: False)
+            raise
 
     def _goes_on(self, *, stepped: bool) -> bool:
         """Return True if the work after the last step is done; print the reason if the loop was stopped."""
@@ -374,6 +363,12 @@ def _check_hooks(hooks: Sequence[StepHook]) -> None:
                 f"hooks holds a {type(hook).__name__}; a hook is a function of a StepRecord. Pass callbacks to "
                 "LogMetrics(trainer, callbacks=[...])."
             )
+        for callback in getattr(hook, "callbacks", ()):
+            if isinstance(callback, Callback) and not overrides(callback, "on_metrics", "on_evaluate"):
+                raise ValueError(
+                    f"a hook holds a {type(callback).__name__}, which works in on_fit_start, on_step and on_fit_end: "
+                    "only `fit` calls these. Use `fit`, or call its methods in your loop."
+                )
 
 
 def _steps_left(

@@ -10,6 +10,7 @@ from typing import Any
 from jaxpp_flax.assignment.resolution import AssignmentLike
 from jaxpp_flax.messages import near_names
 from jaxpp_flax.schedules.planning import Hardware
+from jaxpp_flax.schedules.planning.choice import check_memory_limit
 from jaxpp_flax.trainers.options.base import misfit
 
 __all__ = ["Assignment", "Balanced"]
@@ -53,7 +54,7 @@ class Assignment:
             raise TypeError(f"Assignment({self.how!r}) holds another assignment. Pass that one alone.")
         if self.cost is not None:
             _check_cost(self.cost)
-        _check_limit(self.memory_limit)
+        check_memory_limit(self.memory_limit)
         if self.hardware is not None and not isinstance(self.hardware, Hardware):
             raise misfit("hardware", self.hardware, "a jaxpp_flax.schedules.planning.Hardware")
 
@@ -97,22 +98,6 @@ def _check_cost(cost: Any) -> None:
     for value in numbers:
         if not _is_number(value) or not math.isfinite(float(value)) or float(value) < 0:
             raise ValueError(f"cost= holds {value!r}; costs are numbers of at least 0.")
-
-
-def _check_limit(limit: Any) -> None:
-    """Refuse a value that is not a memory limit or None.
-
-    Raises:
-      ValueError: if a limit is not a number of bytes above 0.
-    """
-    if limit is None:
-        return
-    listed = tuple(limit) if isinstance(limit, Sequence) and not isinstance(limit, str) else (limit,)
-    for value in listed:
-        if not _is_number(value) or not float(value) > 0:
-            raise ValueError(
-                f"memory_limit={limit!r}: it must be a number of bytes above 0, or one such number for each rank."
-            )
 
 
 def _is_number(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
@@ -180,3 +181,13 @@ def test_a_limit_that_nothing_satisfies_names_the_bytes_in_the_way():
     closest = caught.value.closest
     assert closest.excess == max(closest.prediction.peak_bytes) - 20e6
     assert choose_residuals(model, max(closest.prediction.peak_bytes)).excess == 0
+
+
+@pytest.mark.parametrize("limit", [math.nan, 0, -1.0, "30", True, [30.0, math.nan]])
+def test_limits_that_are_no_bytes_are_refused(limit: Any):
+    load = StageLoad(forward=1.0, backward=2.0, residual_bytes=10.0)
+    model = StepModel(
+        schedule=Std1F1B(2), num_microbatches=4, stages=[load] * 2, hardware=Hardware(flops=1.0, host_bandwidth=10.0)
+    )
+    with pytest.raises(ScheduleError, match="memory_limit="):
+        choose_residuals(model, memory_limit=limit)

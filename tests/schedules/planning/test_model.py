@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -160,3 +162,27 @@ def test_loads_for_other_stages_are_refused():
 def test_an_offload_needs_a_task_beside_it():
     with pytest.raises(ScheduleError, match="offload_within=0: an offload runs beside at least 1 task"):
         ResidualPlan([KEEP], offload_within=0)
+
+
+@pytest.mark.parametrize("wrong", [{"fetch_ahead": 1.5}, {"offload_within": 1.5}, {"offload_within": True}])
+def test_numbers_of_tasks_are_whole(wrong: dict[str, Any]):
+    with pytest.raises(ScheduleError, match="at least 1 task"):
+        ResidualPlan([KEEP], **wrong)
+
+
+@pytest.mark.parametrize("entry", ["cheap", True, None])
+def test_an_entry_that_is_no_stage_is_refused(entry: Any):
+    with pytest.raises(ScheduleError, match="entry 1 of the ResidualPlan is"):
+        ResidualPlan([KEEP, entry])
+
+
+@pytest.mark.parametrize("wrong", [{"fixed_bytes": {"parameters": -1.0}}, {"streamed": [math.nan]}])
+def test_bytes_that_cannot_be_are_refused(wrong: dict[str, Any]):
+    with pytest.raises(ScheduleError, match="give a finite number of at least 0"):
+        StageLoad(forward=1.0, backward=2.0, residual_bytes=1.0, **wrong)
+
+
+def test_a_step_without_microbatches_is_refused():
+    load = StageLoad(forward=1.0, backward=2.0, residual_bytes=1.0)
+    with pytest.raises(ScheduleError, match="num_microbatches=0"):
+        StepModel(schedule=Std1F1B(2), num_microbatches=0, stages=[load] * 2, hardware=CARD)

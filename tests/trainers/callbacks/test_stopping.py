@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.trainers import Evaluate, LogMetrics
 from jaxpp_flax.trainers.callbacks import Callback, EarlyStopping, StopOnFile, TimeLimit
 
 DATA = [jnp.ones((4, 2))] * 3
@@ -96,3 +97,23 @@ def test_a_file_ends_the_run(tmp_path):
     assert t.stopping == f"the file {tmp_path / 'stop'} exists"
     with pytest.raises(FileExistsError, match=r"exists before the first step\. Delete it to train"):
         t.fit(DATA, callbacks=[StopOnFile(tmp_path / "stop")])
+
+
+@pytest.mark.parametrize("wrong", [{"min_delta": float("nan")}, {"min_delta": -1.0}, {"patience": 2.5}])
+def test_numbers_that_do_not_fit_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"EarlyStopping.{next(iter(wrong))}"):
+        EarlyStopping(**wrong)
+
+
+def test_early_stopping_ends_a_loop_of_the_users_own():
+    it = trainer()
+    stopping = EarlyStopping(patience=1, min_delta=1e9)
+    hook = Evaluate(it, DATA, every=1, callbacks=[stopping])
+    assert [step for step, _ in it.training_steps(DATA, steps=8, hooks=[hook])] == [1, 2]
+    assert "has not improved" in it.stopping
+
+
+def test_a_callback_that_only_fit_runs_is_refused_in_a_hook():
+    it = trainer()
+    with pytest.raises(ValueError, match="a hook holds a TimeLimit, which works in on_fit_start"):
+        next(iter(it.training_steps(DATA, hooks=[LogMetrics(it, callbacks=[TimeLimit(5)])])))

@@ -141,3 +141,17 @@ def test_a_mesh_around_the_trainer_and_arrays_of_the_host_are_no_matter():
         assert nonfinite_leaf(params) is None
         assert nonfinite_leaf({**params, "numpy": np.float32([1, np.nan])}) == "numpy"
     assert nonfinite_leaf({**params, "spread": spread.at[3].set(jnp.inf)}) == "spread"
+
+
+def test_skipping_for_ever_ends_with_a_loss_scale_too(monkeypatch):
+    monkeypatch.setattr(nonfinite, "_MAX_SKIPPED", 3)
+    it = trainer(precision=Precision(loss_scale="dynamic"))
+    with pytest.raises(NonFiniteLossError, match="the last 3 steps, up to step 4, were all skipped"):
+        it.fit(data(2, 3, 4, 5, 6))
+
+
+def test_a_loss_that_is_not_finite_is_never_the_best(capsys):
+    it = trainer(precision=Precision(on_nonfinite="skip"), progress=True)
+    it.fit(data())
+    it.fit(data(1))
+    assert "best loss nan" not in capsys.readouterr().out

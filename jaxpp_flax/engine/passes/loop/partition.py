@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jaxpp_flax.engine.passes.check_supported import refuse_ordered_effects
 from jaxpp_flax.engine.passes.loop.carries import write_carries
 from jaxpp_flax.engine.passes.loop.label import Labels
 from jaxpp_flax.engine.passes.loop.loop_tasks import Accumulator, LoopTask, Partial, Partition
@@ -28,6 +29,7 @@ from jaxpp_flax.engine.tracing.ir import (
     VerificationError,
     applied,
     emit,
+    from_jaxpr,
     needed_by,
     struct_of,
     values,
@@ -105,28 +107,47 @@ def _split_sums(labels: Labels, value: Value) -> Any:
 
 @dataclass(frozen=True)
 class _TracedOps:
-    """The jaxprs of operations; a model has many parameters of a few types."""
+    """The jaxprs of operations; a model has many parameters of a few types.
+
+    An operation is known by its identity: a user's operations may compare equal and do different things.
+    """
 
     length: int
-    known: dict[tuple[Op, Any], tuple[Any, Any]] = field(default_factory=dict[tuple[Op, Any], tuple[Any, Any]])
+    known: dict[tuple[int, Any], tuple[Any, Any]] = field(default_factory=dict[tuple[int, Any], tuple[Any, Any]])
 
     def of(self, op: Op, aval: Any) -> tuple[Any, Any]:
         """Return the jaxprs of an operation's `state` and `update` for values of a type."""
-        if (op, aval) not in self.known:
-            state = jax.make_jaxpr(lambda: op.state(self.length, aval))()
-            made = struct_of(applied(state, []).outputs[0].aval)
-            self.known[op, aval] = state, jax.make_jaxpr(op.update)(made, aval, jax.ShapeDtypeStruct((), jnp.int32))
-        return self.known[op, aval]
+        value = struct_of(aval).update(weak_type=aval.weak_type)
+        if (id(op), value) not in self.known:
+            self.known[id(op), value] = self._trace(op, struct_of(aval), value)
+        return self.known[id(op), value]
+
+    def _trace(self, op: Op, struct: Any, value: Any) -> tuple[Any, Any]:
+        def traced(state: Callable[[], Any]) -> tuple[Any, Any, Any, Any]:
+            initial = jax.make_jaxpr(state)()
+            aval = applied(initial, []).outputs[0].aval
+            made = struct_of(aval).update(weak_type=aval.weak_type)
+            update = jax.make_jaxpr(op.update)(made, value, jax.ShapeDtypeStruct((), jnp.int32))
+            return initial, update, aval, from_jaxpr(update)[0].outputs[0].aval
+
+        initial, update, before, after = traced(lambda: op.state(self.length, struct))
+        if before.weak_type and before.dtype != after.dtype:  # the first update decides, as in a loop of JAX
+            dtype = after.dtype
+            initial, update, before, after = traced(lambda: jnp.asarray(op.state(self.length, struct), dtype))
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            raise VerificationError(f"{op!r} turns an accumulator {before.str_short()} into {after.str_short()}")
+        return initial, update
 
 
 def _accumulate(drafts: TaskDrafts, atom: Atom, op: Op, traced: _TracedOps) -> tuple[Key, Callable[..., Accumulator]]:
     """Append `op`'s update of an accumulator to the task that makes `atom`."""
     key = drafts.home(atom)
-    initial, update = traced.of(op, struct_of(atom.aval))
+    initial, update = traced.of(op, atom.aval)
     init = applied(initial, [])  # arrays that a user's operation captures become part of the program
     state = Value(init.outputs[0].aval)
     drafts.states.append(state)
     graph = applied(update, [state, atom, drafts.body.index])
+    refuse_ordered_effects(graph)
     drafts.extra.setdefault(key, []).extend(graph.equations)
     (result,) = graph.outputs
     if isinstance(result, Value) and any(result in e.outputs for e in graph.equations):

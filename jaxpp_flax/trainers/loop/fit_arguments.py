@@ -1,0 +1,59 @@
+"""The arguments of `fit`, checked before anything else happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpp_flax.trainers.callbacks.base import Callback
+from jaxpp_flax.trainers.callbacks.stopping import EarlyStopping
+from jaxpp_flax.trainers.checkpoints import Resume, check_resume
+from jaxpp_flax.trainers.data.position import ResumeData
+from jaxpp_flax.trainers.data.remainder import Remainder
+from jaxpp_flax.trainers.setup import check_count
+
+__all__ = ["FitArguments"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitArguments:
+    """The checked arguments of `PipelineTrainer.fit`, without the data; see their description there.
+
+    Raises:
+      TypeError, ValueError: the message names the argument that does not fit.
+    """
+
+    steps: int | None
+    epochs: int | None
+    global_batch_size: int | None
+    remainder: Remainder | None
+    eval_data: Iterable[Any] | None
+    eval_every: int | None
+    eval_global_batch_size: int | None
+    callbacks: Sequence[Callback]
+    resume: Resume
+    resume_data: ResumeData
+
+    def __post_init__(self) -> None:
+        for callback in self.callbacks:
+            if not isinstance(callback, Callback):
+                raise TypeError(
+                    f"callbacks holds a {type(callback).__name__}; subclass jaxpp_flax.trainers.Callback, or wrap a "
+                    "function: OnMetrics(function, every=10)."
+                )
+            if self.eval_data is None and isinstance(callback, EarlyStopping):
+                raise ValueError("EarlyStopping counts evaluations: pass eval_data= and eval_every=.")
+        check_resume(self.resume)
+        if self.eval_every is not None:
+            check_count("eval_every", self.eval_every)
+        if self.eval_data is not None and self.eval_every is not None and iter(self.eval_data) is self.eval_data:
+            raise ValueError(
+                f"eval_every={self.eval_every} needs eval_data that can be iterated again, but a "
+                f"{type(self.eval_data).__name__} runs once. Pass a list."
+            )
+
+    def common(self) -> Mapping[str, Any]:
+        """Return the arguments that all processes must pass alike."""
+        own = ("eval_data", "callbacks", "resume_data")
+        return {name: value for name, value in vars(self).items() if name not in own}
