@@ -12,19 +12,16 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jaxpp_flax.error_codes import documented
 from jaxpp_flax.messages import amount
 from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.planning.limits import limits_of
 from jaxpp_flax.schedules.planning.model import Prediction, StepModel
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
 from jaxpp_flax.schedules.task import FusedTask
 
-__all__ = [
-    "Choice", "LimitError", "best_mixture", "check_memory_limit", "choose_residuals", "describe", "limits_of",
-    "why_chosen",
-]  # fmt: skip
+__all__ = ["Choice", "LimitError", "best_mixture", "choose_residuals", "describe", "why_chosen"]
 
 _SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1.0)
 _PARTS = (0.25, 0.5, 0.75)
@@ -118,13 +115,13 @@ def choose_residuals(model: StepModel, memory_limit: float | Sequence[float] | N
     """
     choice = best_mixture(model, memory_limit)
     if choice.excess > 0:
-        raise _nothing_fits(model, choice, limits_of(model, memory_limit))
+        raise _nothing_fits(model, choice, limits_of(memory_limit, model.schedule.num_ranks))
     return choice
 
 
 def best_mixture(model: StepModel, memory_limit: float | Sequence[float] | None = None) -> Choice:
     """Return what `choose_residuals` returns, or else the mixture that exceeds the limit least."""
-    limits = limits_of(model, memory_limit)
+    limits = limits_of(memory_limit, model.schedule.num_ranks)
     search = _Search(model, limits, OPTIONS)
     keep = ResidualPlan.keep(model.schedule.num_stages)
     if search.excess(keep) == 0:
@@ -142,41 +139,6 @@ def best_mixture(model: StepModel, memory_limit: float | Sequence[float] | None 
     ends = [_climb(coarse, coarse.best(_starts(coarse, few)), few)] if few else []
     start = search.best([*ends, *_starts(search, fitting)])
     return search.choice(_climb(search, start, fitting), exact=False)
-
-
-def limits_of(model: StepModel, memory_limit: float | Sequence[float] | None) -> tuple[float, ...]:
-    """Return the limit of each rank; infinity for None.
-
-    Raises:
-      ScheduleError: for another number of limits than ranks, and for a limit that is no number of bytes above 0.
-    """
-    count = model.schedule.num_ranks
-    if memory_limit is None:
-        return (math.inf,) * count
-    check_memory_limit(memory_limit)
-    listed = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (memory_limit,) * count
-    if len(listed) != count:
-        raise ScheduleError(
-            f"memory_limit has {len(listed)} numbers for {count} ranks. Give one for each, or one number for all."
-        )
-    return tuple(map(float, listed))
-
-
-def check_memory_limit(limit: Any) -> None:
-    """Refuse a value that is neither None, nor a number of bytes above 0, nor a sequence of such numbers.
-
-    Raises:
-      ScheduleError: the message names the value.
-    """
-    if limit is None:
-        return
-    listed = limit if isinstance(limit, Sequence) and not isinstance(limit, str) else (limit,)
-    for value in listed:
-        is_number = hasattr(value, "__float__") and not isinstance(value, (bool, str)) and not getattr(value, "ndim", 0)
-        if not is_number or not float(value) > 0:
-            raise ScheduleError(
-                f"memory_limit={limit!r}: it must be a number of bytes above 0, or one such number for each rank."
-            )
 
 
 def describe(stage: StageResiduals) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from jaxpp_flax.assignment.resolution import AssignmentLike
 from jaxpp_flax.messages import near_names
 from jaxpp_flax.schedules.planning import Hardware
-from jaxpp_flax.schedules.planning.choice import check_memory_limit
+from jaxpp_flax.schedules.planning.limits import check_memory_limit
 from jaxpp_flax.trainers.options.base import misfit
 
 __all__ = ["Assignment", "Balanced"]
