@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import itertools
 import json
 import os
@@ -11,7 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,12 +53,18 @@ def recipe() -> Iterator[SimpleNamespace]:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of 30 to 900 characters: paragraphs of the project's own pages, and whole sentences beside them."""
-    folder = tmp_path_factory.mktemp("text")
-    for page in ("trainer", "checkpointing", "processes", "memory"):
-        paragraphs = (ROOT / "docs" / "guides" / f"{page}.md").read_text(encoding="utf-8").split("\n\n")
-        lines = [json.dumps({"text": part}) for part in paragraphs if 30 < len(part) < 900]
-        (folder / f"{page}.jsonl").write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    """136 short documents in four files, drawn by a seed: one word in ten is rare."""
+    folder, draw = tmp_path_factory.mktemp("text"), random.Random(0)
+    common, rare = (["".join(draw.choices("abdeilmnorstu", k=draw.randint(2, 7))) for _ in range(n)] for n in (40, 400))
+
+    def sentence() -> str:
+        words = [draw.choice(rare if draw.random() < 0.1 else common) for _ in range(draw.randint(6, 12))]
+        return " ".join(words).capitalize() + "."
+
+    for name in ("first", "second", "third"):
+        documents = [" ".join(sentence() for _ in range(draw.randint(1, 9))) for _ in range(45)]
+        lines = [json.dumps({"text": document}) for document in documents]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n\n", encoding="utf-8")
     (folder / "last.txt").write_text("One file, one document.\n\nIt has two paragraphs.", encoding="utf-8")
     return folder
 
@@ -164,7 +172,17 @@ class Losses(Callback):
 @pytest.fixture(scope="module")
 def adapted(recipe: SimpleNamespace, settings: Any) -> tuple[PipelineTrainer, Losses]:
     losses = Losses()
-    return recipe.finetune.finetune(settings, [losses]), losses
+    return learn(recipe, settings, [losses]), losses
+
+
+def learn(recipe: SimpleNamespace, settings: Any, callbacks: Sequence[Callback] = ()) -> PipelineTrainer:
+    """Runs the recipe, and checks that the loss of the held-out documents falls."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        trainer = recipe.finetune.finetune(settings, callbacks)
+    before, after = held_out_losses(output.getvalue())
+    # Four steps with all weights take 1.0 off, twelve with adapters 0.8.
+    assert after < before - 0.2
+    return trainer
 
 
 def logits_of(recipe: SimpleNamespace, directory: Path, tokens: np.ndarray) -> np.ndarray:
@@ -181,7 +199,6 @@ TOKENS = np.arange(48, dtype=np.int32).reshape(2, 24) * 7 % 512
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_bit_by_bit(recipe: SimpleNamespace, settings: Any, adapted: Any, tmp_path: Path):
     whole, losses = adapted
-    assert losses.values[12] < losses.values[1] - 0.2
     again = replace(settings, output=tmp_path)
     before, after = Losses(fail=7), Losses()
     with pytest.raises(RuntimeError, match="the power has failed"):
@@ -220,9 +237,8 @@ def test_the_prompts_are_continued_as_without_a_pipeline(recipe: SimpleNamespace
 
 @pytest.mark.slow
 def test_all_weights_are_trained_and_written(recipe: SimpleNamespace, settings: Any, tmp_path: Path):
-    full, losses = replace(settings, lora_rank=0, steps=4, output=tmp_path), Losses()
-    trainer = recipe.finetune.finetune(full, [losses])
-    assert losses.values[4] < losses.values[1] - 0.2
+    full = replace(settings, lora_rank=0, steps=4, output=tmp_path)
+    trainer = learn(recipe, full)
     recipe.finetune.export(trainer, full)
     np.testing.assert_array_equal(logits_of(recipe, tmp_path / "model", TOKENS), trainer.model(TOKENS))
 
