@@ -12,6 +12,7 @@ Interleaved schedules have two stages on a rank.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +23,15 @@ from workload import Contestant, jaxpp, mesh, ours, parser, prepare, race, repor
 SCHEDULES = {"1F1B": "Std1F1B", "GPipe": "GPipe", "zero-bubble": "ZeroBubble", "interleaved": "Interleaved1F1B"}
 
 
+def with_model(flags: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags of the model."""
+    flags.set_defaults(blocks=8)
+    flags.add_argument("--heads", type=int, default=2)
+    flags.add_argument("--vocabulary", type=int, default=64)
+    flags.add_argument("--different", action="store_true", help="no two blocks are alike")
+    return flags
+
+
 def transformer(arguments: Any, stages: int, library: Any) -> Any:
     """The model, with a mark between every two of its stages; its parameters do not depend on the stages."""
     from flax import linen as nn
@@ -29,15 +39,17 @@ def transformer(arguments: Any, stages: int, library: Any) -> Any:
     blocks, width = arguments.blocks, arguments.width
 
     class Block(nn.Module):
+        hidden: int
+
         @nn.compact
         def __call__(self, x: Any) -> Any:
             x = x + nn.MultiHeadDotProductAttention(arguments.heads)(nn.LayerNorm()(x))
-            return x + nn.Dense(width)(nn.gelu(nn.Dense(4 * width)(nn.LayerNorm()(x))))
+            return x + nn.Dense(width)(nn.gelu(nn.Dense(self.hidden)(nn.LayerNorm()(x))))
 
     class Transformer(nn.Module):
         def setup(self) -> None:
             self.embed = nn.Embed(arguments.vocabulary, width)
-            self.blocks = [Block() for _ in range(blocks)]
+            self.blocks = [Block(4 * width + 8 * i * arguments.different) for i in range(blocks)]
             self.norm, self.head = nn.LayerNorm(), nn.Dense(arguments.vocabulary)
 
         def stage(self, stage: int, x: Any) -> Any:
@@ -54,6 +66,20 @@ def transformer(arguments: Any, stages: int, library: Any) -> Any:
             return x
 
     return Transformer()
+
+
+def state_and_batch(arguments: Any, stages: int, library: Any = None) -> tuple[Any, Any]:
+    """A `TrainState` with adamw, of the same values for any number of stages, and token numbers."""
+    import jax
+    import numpy as np
+    import optax
+    from flax.training.train_state import TrainState
+
+    shape = (arguments.microbatches, arguments.batch, arguments.length)
+    batch = np.random.default_rng(0).integers(0, arguments.vocabulary, shape).astype(np.int32)
+    params = transformer(arguments, 1, ours()).init(jax.random.key(0), batch[0])["params"]
+    apply = transformer(arguments, stages, library or ours()).apply
+    return TrainState.create(apply_fn=apply, params=params, tx=optax.adamw(1e-3)), batch
 
 
 def cross_entropy(logits: Any, tokens: Any) -> Any:
@@ -121,20 +147,14 @@ def first_step(contestant: Contestant) -> float:
 
 
 def main() -> None:
-    flags = parser(__doc__ or "")
-    flags.set_defaults(blocks=8)
-    flags.add_argument("--heads", type=int, default=2)
-    flags.add_argument("--vocabulary", type=int, default=64)
+    flags = with_model(parser(__doc__ or ""))
     flags.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
     flags.add_argument("--pack-bytes", default="auto", help="pack_bytes= of mpmd_jit_with_loop")
     flags.add_argument("--cache", default=None, help="directory of JAX's persistent compilation cache")
     arguments = flags.parse_args()
     prepare(arguments, arguments.stages)
     import jax
-    import numpy as np
-    import optax
     from by_hand import hand_written_step
-    from flax.training.train_state import TrainState
 
     from jaxpp_flax import mpmd_jit_with_loop
     from jaxpp_flax.schedules import Std1F1B
@@ -144,20 +164,14 @@ def main() -> None:
         jax.config.update("jax_compilation_cache_dir", arguments.cache)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    ranks, microbatches, tx = arguments.stages, arguments.microbatches, optax.adamw(1e-3)
-    shape = (microbatches, arguments.batch, arguments.length)
-    batch = np.random.default_rng(0).integers(0, arguments.vocabulary, shape).astype(np.int32)
-    params = transformer(arguments, 1, ours()).init(jax.random.key(0), batch[0])["params"]
-
-    def state_of(stages: int, library: Any) -> Any:
-        return TrainState.create(apply_fn=transformer(arguments, stages, library).apply, params=params, tx=tx)
-
+    ranks, microbatches = arguments.stages, arguments.microbatches
+    whole, batch = state_and_batch(arguments, ranks)
     plain = jax.jit(train_step(None, ours()), donate_argnums=0)
     by_hand = hand_written_step(
-        hand_pieces(arguments, transformer(arguments, ranks, ours()), tx, ranks), Std1F1B(ranks), microbatches
+        hand_pieces(arguments, transformer(arguments, ranks, ours()), whole.tx, ranks), Std1F1B(ranks), microbatches
     )
-    contestants = {"plain jax.jit, one device": Contestant(plain, state_of(ranks, ours()), batch)}
-    contestants["a loop written by hand, 1F1B"] = Contestant(by_hand, state_of(ranks, ours()), batch)
+    contestants = {"plain jax.jit, one device": Contestant(plain, whole, batch)}
+    contestants["a loop written by hand, 1F1B"] = Contestant(by_hand, whole, batch)
     num_tasks = dict.fromkeys(contestants, tasks_in(Std1F1B(ranks), microbatches))
     ours_compiled: dict[str, Callable[[], Any]] = {}
     for library in (each for each in (ours(), jaxpp()) if each is not None):
@@ -169,7 +183,7 @@ def main() -> None:
             schedule = getattr(library, SCHEDULES[title])(*((stages, ranks) if interleaved else (stages,)))
             jit = partial(mpmd_jit_with_loop, pack_bytes=packed) if library is ours() else library.mpmd_jit_with_loop
             step = jit(train_step(schedule, library), mpmd_mesh=mesh(ranks, library), donate_argnums=(0,))
-            state = state_of(stages, library)
+            state, _ = state_and_batch(arguments, stages, library)
             name = title if library is ours() else f"JaxPP, {title}"
             contestants[name] = Contestant(step, state, batch)
             mirror = getattr(ours(), SCHEDULES[title])(*((stages, ranks) if interleaved else (stages,)))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -58,14 +58,17 @@ class Original:
     devices: tuple[Any, ...]
     options: Mapping[str, Any]
     by_xla: bool
+    _lock: Any = field(default_factory=threading.Lock, repr=False)  # no module of MLIR stands two threads at once
 
     def copy_for(self, mesh: Mesh) -> Any:
         """Return a `jax.stages.Compiled` for the devices of `mesh`, a mesh of the same shape and axes.
 
         Returns:
           None if the executable is bound to its devices or to Python objects (callbacks, for one), or if this JAX or
-          this platform cannot copy it: then compile once more.
+          this platform cannot copy it: then compile once more. The executable itself for its own devices.
         """
+        if self.devices == tuple(mesh.devices.flat):
+            return self.compiled
         try:
             return self._copy_for(mesh)
         except (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
@@ -97,14 +100,19 @@ class Original:
         return jax.stages.Compiled(loaded, [], ours.args_info, ours.out_tree, no_kwargs=ours._no_kwargs)
 
     def _loaded_for(self, unloaded: Any, mesh: Mesh) -> Any:
-        client, there = unloaded.backend, device_list_type(tuple(mesh.devices.flat))
-        options = self._options_for(tuple(mesh.devices.flat))
+        client, devices = unloaded.backend, tuple(mesh.devices.flat)
+        there = device_list_type(devices)
+        with self._lock:
+            options = self._options_for(devices)
+            source = self._serialized if self.by_xla else self._key(client)
         if self.by_xla:
-            return client.deserialize_executable(self._serialized, there, options)
+            return client.deserialize_executable(source, there, options)
+        return compilation_cache.get_executable_and_time(source, options, client, there)[0]
+
+    def _key(self, client: Any) -> str:
+        """The name of the executable in JAX's cache on disk."""
         module, here = self.lowered._lowering.stablehlo(), np.array(self.devices, dtype=object)
-        key = compilation_cache.get_cache_key(module, here, self._options_for(self.devices), client)
-        found, _ = compilation_cache.get_executable_and_time(key, options, client, there)
-        return found
+        return compilation_cache.get_cache_key(module, here, self._options_for(self.devices), client)
 
     @cached_property
     def _serialized(self) -> bytes:

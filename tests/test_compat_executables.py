@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,23 @@ def test_a_copy_equals_an_executable_compiled_for_its_devices(size: int):
     check_copy(original, submesh(1, size))
     check_copy(original, submesh(2, size))
     original.compiled(*operands(submesh(0, size)))  # it stays in use
+
+
+@with_and_without_disk
+def test_threads_copy_one_executable_at_once():
+    compiled_on(submesh(0))
+    jax.clear_caches()
+    original = compiled_on(submesh(0))
+    with ThreadPoolExecutor(8) as threads:
+        copies = list(threads.map(lambda _: original.copy_for(submesh(1)), range(24)))
+    found = [np.asarray(jax.tree.leaves(copy(*operands(submesh(1))))[0]) for copy in copies]
+    expected = np.asarray(jax.tree.leaves(original.compiled(*operands(submesh(0))))[0])
+    assert all(np.array_equal(each, expected) for each in found)
+
+
+def test_no_copy_for_its_own_devices():
+    original = compiled_on(submesh(1))
+    assert original.copy_for(submesh(1)) is original.compiled
 
 
 @with_and_without_disk

@@ -54,6 +54,15 @@ def test_a_linen_model_starts_and_trains_under_every_schedule(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_starts_are_measured_in_processes_of_their_own(tmp_path: Path):
+    flags = ("--repeats", "1", "--vocabulary", "16", "--different", "--cache", str(tmp_path / "cache"))
+    rows = rows_of("start", tmp_path, *flags)
+    assert [row["contestant"] for row in rows] == ["plain jax.jit", "1F1B", "interleaved"]
+    assert rows[0]["over plain"] == 1.0
+    assert any((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.slow
 def test_memory_finds_what_is_predicted(tmp_path: Path):
     rows = rows_of("memory", tmp_path)
     assert [row["schedule"] for row in rows] == ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]

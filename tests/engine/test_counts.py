@@ -68,7 +68,7 @@ def test_one_executable_for_each_task_and_device_set(four_of_four: Compiled):
 def test_xla_compiles_each_distinct_task_once(four_of_four: Compiled, monkeypatch: pytest.MonkeyPatch):
     """Identical stages share the executable too: it is copied for their devices."""
     assert four_of_four.num_compilations == four_of_four.num_lowerings < four_of_four.num_executables
-    monkeypatch.setattr(Original, "copy_for", lambda *_: None)  # as where executables cannot be copied
+    monkeypatch.setattr(Original, "_copy_for", lambda *_: None)  # as where executables cannot be copied
     compiled = compiled_loop(4, 4)
     assert compiled.num_compilations == compiled.num_executables == four_of_four.num_executables
 

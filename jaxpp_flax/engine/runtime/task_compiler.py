@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -35,22 +35,25 @@ MeshT = TypeVar("MeshT", bound=RankMeshes)
 
 @dataclass(frozen=True, eq=False)
 class Waiting:
-    """Something that a thread compiles: a call waits for it, and returns it.
+    """Something that a thread makes: a call waits for it, and returns it.
 
     Args:
-      fetch: waits and returns it; called once.
-      is_done: whether the thread has ended.
+      future: gives it, or None: then the caller must make it.
+      here: makes it in the caller's thread.
+      is_done: whether a call takes no time worth mentioning.
     """
 
-    fetch: Callable[[], Any]
+    future: Future[Any]
+    here: Callable[[], Any]
     is_done: Callable[[], bool]
 
     @cached_property
-    def _fetched(self) -> Any:
-        return self.fetch()
+    def _made(self) -> Any:
+        made = self.future.result()
+        return self.here() if made is None else made
 
     def __call__(self) -> Any:
-        return self._fetched
+        return self._made
 
 
 @dataclass
@@ -83,7 +86,7 @@ class TaskCompiler(Generic[MeshT]):
     def start(
         self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
     ) -> Waiting:
-        """Let a thread compile a task; a call of the result waits for its executable."""
+        """Let threads compile a task; a call of the result waits for its executable."""
         graph = self._fingerprints.graph(task.graph)
         mesh = self._lowering_mesh(task, graph)
         # JAX's settings at that time change how some primitives (random bits, say) are lowered.
@@ -102,15 +105,20 @@ class TaskCompiler(Generic[MeshT]):
 
     def _start(self, key: Hashable, lowered: Any, rank: int) -> Waiting:
         """Compile for the first rank; copy the executable for others, which takes a twentieth of the time."""
-        compiling = self._originals.get(key)
-        if compiling is not None:
-            return Waiting(partial(self._copy, compiling, lowered, rank), compiling.is_done)
-        original = self._originals[key] = self._compile_for(lowered, rank)
-        return Waiting(lambda: original().compiled, original.is_done)
+        original = self._originals.get(key)
+        if original is None:
+            original = self._originals[key] = self._compile_for(lowered, rank)
+        mesh = self.mesh.unstack[rank]
 
-    def _copy(self, compiling: Waiting, lowered: Any, rank: int) -> Any:
-        copied = compiling().copy_for(self.mesh.unstack[rank])
-        return self._compile_for(lowered, rank)().compiled if copied is None else copied
+        def copied() -> Any:
+            found = original.future.result()
+            return found and found.copy_for(mesh)
+
+        def here() -> Any:
+            copy = original().copy_for(mesh)
+            return self._compile_for(lowered, rank)().compiled if copy is None else copy
+
+        return Waiting(self._copying.submit(copied), here, original.is_done)
 
     def _compile_for(self, lowered: Any, rank: int) -> Waiting:
         """Let a thread compile a lowered task for a rank: an `Original`."""
@@ -123,12 +131,16 @@ class TaskCompiler(Generic[MeshT]):
 
         # Settings that hold in this thread alone are not those of the thread that would compile.
         settings = _settings()
-        compiling = self._threads.submit(lambda: here() if _settings() == settings else None)
-        return Waiting(lambda: compiling.result() or here(), compiling.done)
+        compiling = self._compiling.submit(lambda: here() if _settings() == settings else None)
+        return Waiting(compiling, here, compiling.done)
 
     @cached_property
-    def _threads(self) -> ThreadPoolExecutor:
+    def _compiling(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(os.cpu_count(), "compiling")
+
+    @cached_property
+    def _copying(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(thread_name_prefix="copying")  # of its own: most of these threads wait
 
     def _lowering_mesh(self, task: ProgramTask, graph: Hashable) -> Mesh | AbstractMesh:
         """Return a mesh without devices, so that ranks of one shape share a lowering; else the rank's own mesh."""

@@ -6,7 +6,7 @@ value is the same bits in a packed array, and each sum is the same addition. A t
 the loop. The tasks after the loop read packed sums; sums that they do not read alone are unpacked by a task of its own.
 
 A parameter that is packed is in memory twice while the loop runs, so the copies on a rank have a limit. Parameters of
-matrix products are not packed: XLA would copy them out of the packed array in each task.
+matrix products and tables are not packed: XLA would copy them out of the packed array in each task.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from jax.core import ShapedArray
 
 from jaxpp_flax.engine.passes.loop.loop_tasks import Accumulator
 from jaxpp_flax.engine.passes.placed import Loop, Move, Placed, Segment
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit, memory_kind_of, producers, values
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit, inside, memory_kind_of, producers, values
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
 __all__ = ["PackRule", "check_pack_bytes", "pack"]
 
-_PRODUCTS = ("dot_general", "conv_general_dilated")
+_WHOLE = ("dot_general", "conv_general_dilated", "gather")
 _FEWEST = 4  # values that are worth packing
 _COPIES = 1 << 20  # bytes of packed parameters on a rank, at most
 _AUTO_BYTES = 16384
@@ -179,7 +179,7 @@ class _Packing:
         part, operands, inner = loop.partition, list(loop.operands), list(loop.partition.operands)
         special = {*part.data, *loop.gathers, *(turn.state for turn in self.turns)}
         outer = dict(zip(inner, operands, strict=True))
-        special |= {v for g in self.graphs for e in g.equations if e.name in _PRODUCTS for v in values(e.inputs)}
+        special |= {v for g in self.graphs for e in g.equations if _reads_whole(e) for v in values(e.inputs)}
         stages = [task.stage for task in part.tasks]
         for rank in sorted(set(self.ranks)):
             copies = 0
@@ -261,6 +261,11 @@ class _Packing:
         made, initial = _packed([a.init.outputs[0] for a in members])
         init = Graph((), (initial,), (*(e for a in members for e in a.init.equations), *made))
         return Accumulator(task, state, result, init, members[0].ordered)
+
+
+def _reads_whole(equation: Equation) -> bool:
+    """Return whether XLA would copy an equation's inputs out of a packed array."""
+    return any(each.primitive.name in _WHOLE for each in (equation, *inside(equation.params)))
 
 
 def _summands(graph: Graph, accumulators: Sequence[Accumulator]) -> dict[Value, Value]:

@@ -126,6 +126,22 @@ def test_updates_read_packed_gradients():
     assert packed.num_lowerings == single.num_lowerings + 1  # a task that packs parameters
 
 
+def test_a_table_is_not_packed_and_its_stage_runs_the_task_of_the_others():
+    """XLA would copy the table in each task; and the first stage's packed array would differ from the others'."""
+    schedule, params = Std1F1B(4), {"table": jnp.ones((8, DIM)), "stages": params_of(4)}
+    batch = {"i": np.arange(24).reshape(6, 4) % 8, "y": batch_of(6)["y"][:, :4]}
+
+    def embedded(params: Any, batch: Any) -> jax.Array:
+        return loss(params["stages"], {"x": jnp.take(params["table"], batch["i"], axis=0), "y": batch["y"]})
+
+    packed = mpmd_jit_with_loop(sgd_step(schedule, embedded), mesh_of(4), pack_bytes=1023).compile(params, batch)
+    first = [task for task in loop_tasks(packed) if task.stage == 0]
+    assert any(v.aval.shape == (8, DIM) for task in first for v in task.graph.inputs)
+    sizes = {v.aval.shape for task in loop_tasks(packed)[:3] for v in task.graph.inputs if v.aval.ndim == 1}
+    assert (5 * DIM,) in sizes
+    assert (13 * DIM,) not in sizes
+
+
 def test_gradients_that_the_step_returns_are_unpacked():
     schedule, batch, params = Std1F1B(2), batch_of(6), params_of(2)
 
