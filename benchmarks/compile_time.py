@@ -9,7 +9,19 @@ from __future__ import annotations
 
 import time
 
-from workload import Contestant, batch, jaxpp, ours, parameters, parser, pipelined, prepare, report, train_step
+from workload import (
+    Contestant,
+    batch,
+    jaxpp,
+    ours,
+    parameters,
+    parser,
+    pipelined,
+    prepare,
+    report,
+    train_step,
+    use_cache,
+)
 
 
 def main() -> None:
@@ -20,10 +32,7 @@ def main() -> None:
     prepare(arguments, max(arguments.stages, 4))
     import jax
 
-    if arguments.cache:
-        jax.config.update("jax_compilation_cache_dir", arguments.cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    use_cache(arguments.cache)
     params, data = parameters(arguments), batch(arguments)
     stages = arguments.stages
     cases = {

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from workload import Contestant, jaxpp, mesh, ours, parser, prepare, race, report, stage_of, tasks_in
+from workload import Contestant, jaxpp, mesh, ours, parser, prepare, race, report, stage_of, tasks_in, use_cache
 
 SCHEDULES = {"1F1B": "Std1F1B", "GPipe": "GPipe", "zero-bubble": "ZeroBubble", "interleaved": "Interleaved1F1B"}
 
@@ -68,7 +68,13 @@ def transformer(arguments: Any, stages: int, library: Any) -> Any:
     return Transformer()
 
 
-def state_and_batch(arguments: Any, stages: int, library: Any = None) -> tuple[Any, Any]:
+def schedule_of(title: str, ranks: int, library: Any) -> Any:
+    """A schedule by its title; interleaved schedules have two stages on a rank."""
+    counts = (2 * ranks, ranks) if title == "interleaved" else (ranks,)
+    return getattr(library, SCHEDULES[title])(*counts)
+
+
+def state_and_batch(arguments: Any, stages: int) -> tuple[Any, Any]:
     """A `TrainState` with adamw, of the same values for any number of stages, and token numbers."""
     import jax
     import numpy as np
@@ -78,7 +84,7 @@ def state_and_batch(arguments: Any, stages: int, library: Any = None) -> tuple[A
     shape = (arguments.microbatches, arguments.batch, arguments.length)
     batch = np.random.default_rng(0).integers(0, arguments.vocabulary, shape).astype(np.int32)
     params = transformer(arguments, 1, ours()).init(jax.random.key(0), batch[0])["params"]
-    apply = transformer(arguments, stages, library or ours()).apply
+    apply = transformer(arguments, stages, ours()).apply
     return TrainState.create(apply_fn=apply, params=params, tx=optax.adamw(1e-3)), batch
 
 
@@ -160,10 +166,7 @@ def main() -> None:
     from jaxpp_flax.schedules import Std1F1B
 
     packed = int(arguments.pack_bytes) if arguments.pack_bytes.isdecimal() else arguments.pack_bytes
-    if arguments.cache:
-        jax.config.update("jax_compilation_cache_dir", arguments.cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    use_cache(arguments.cache)
     ranks, microbatches = arguments.stages, arguments.microbatches
     whole, batch = state_and_batch(arguments, ranks)
     plain = jax.jit(train_step(None, ours()), donate_argnums=0)
@@ -178,15 +181,13 @@ def main() -> None:
         for title in arguments.schedules:
             if not hasattr(library, SCHEDULES[title]):
                 continue
-            interleaved = title == "interleaved"
-            stages = ranks * (1 + interleaved)
-            schedule = getattr(library, SCHEDULES[title])(*((stages, ranks) if interleaved else (stages,)))
+            schedule = schedule_of(title, ranks, library)
             jit = partial(mpmd_jit_with_loop, pack_bytes=packed) if library is ours() else library.mpmd_jit_with_loop
             step = jit(train_step(schedule, library), mpmd_mesh=mesh(ranks, library), donate_argnums=(0,))
-            state, _ = state_and_batch(arguments, stages, library)
+            mirror = schedule_of(title, ranks, ours())
+            state = whole.replace(apply_fn=transformer(arguments, mirror.num_stages, library).apply)
             name = title if library is ours() else f"JaxPP, {title}"
             contestants[name] = Contestant(step, state, batch)
-            mirror = getattr(ours(), SCHEDULES[title])(*((stages, ranks) if interleaved else (stages,)))
             num_tasks[name] = tasks_in(mirror, microbatches)
             if library is ours():
                 ours_compiled[name] = lambda step=step, state=state: step.compile(state, batch)

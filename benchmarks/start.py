@@ -17,11 +17,10 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-from linen import SCHEDULES, state_and_batch, train_step, with_model
-from workload import Contestant, mesh, ours, parser, prepare, report
+from linen import SCHEDULES, first_step, schedule_of, state_and_batch, train_step, with_model
+from workload import Contestant, mesh, ours, parser, prepare, report, use_cache
 
 PLAIN = "plain jax.jit"
 FIGURES = ("seconds to first step", "CPU seconds", "less a second step")
@@ -29,31 +28,29 @@ FIGURES = ("seconds to first step", "CPU seconds", "less a second step")
 
 def measure(arguments: Any, name: str) -> list[float]:
     """The figures of one contestant, in this process."""
-    interleaved = name == "interleaved"
-    stages = arguments.stages * (1 + interleaved)
     prepare(arguments, arguments.stages)
     import jax
 
     from jaxpp_flax import mpmd_jit_with_loop
 
-    state, batch = state_and_batch(arguments, stages)
+    use_cache(arguments.cache)
     if name == PLAIN:
-        step = jax.jit(train_step(None, ours()), donate_argnums=0)
+        stages, step = arguments.stages, jax.jit(train_step(None, ours()), donate_argnums=0)
     else:
-        schedule = getattr(ours(), SCHEDULES[name])(*((stages, arguments.stages) if interleaved else (stages,)))
+        schedule = schedule_of(name, arguments.stages, ours())
+        stages = schedule.num_stages
         step = mpmd_jit_with_loop(train_step(schedule, ours()), mesh(arguments.stages, ours()), donate_argnums=(0,))
-    contestant = Contestant(step, state, batch)
+    contestant = Contestant(step, *state_and_batch(arguments, stages))
     jax.jit(lambda x: x + 1)(1.0).block_until_ready()  # the backend is there
-    wall, cpu = time.perf_counter(), time.process_time()
-    contestant.run()
-    figures = [time.perf_counter() - wall, time.process_time() - cpu]
+    begun = time.process_time()
+    wall, cpu = first_step(contestant), time.process_time() - begun
     contestant.time()
-    return [*figures, figures[0] - contestant.seconds[0]]
+    return [wall, cpu, wall - contestant.seconds[0]]
 
 
 def main() -> None:
     flags = with_model(parser(__doc__ or ""))
-    flags.set_defaults(blocks=8, width=64, microbatches=8, repeats=3)
+    flags.set_defaults(width=64, microbatches=8, repeats=3)
     flags.add_argument("--schedules", nargs="+", default=["1F1B", "interleaved"], choices=list(SCHEDULES))
     flags.add_argument("--cache", default=None, help="directory of JAX's persistent compilation cache")
     flags.add_argument("--only", default=None, help="measure this contestant here, and print its figures")
@@ -62,12 +59,6 @@ def main() -> None:
         print(json.dumps(measure(arguments, arguments.only)))
         return
     environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
-    if arguments.cache:
-        environment |= {
-            "JAX_COMPILATION_CACHE_DIR": str(Path(arguments.cache).absolute()),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
     found: dict[str, list[list[float]]] = {name: [] for name in (PLAIN, *arguments.schedules)}
     for _ in range(arguments.repeats + bool(arguments.cache)):
         for name, rounds in found.items():

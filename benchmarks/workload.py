@@ -42,6 +42,16 @@ def prepare(arguments: argparse.Namespace, devices: int) -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
+def use_cache(directory: str | None) -> None:
+    """Let JAX keep every executable in a directory, if there is one."""
+    import jax
+
+    if directory:
+        jax.config.update("jax_compilation_cache_dir", directory)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 def ours() -> Any:
     """This library, under the names of JaxPP's interface."""
     import jaxpp_flax.api

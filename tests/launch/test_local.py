@@ -350,10 +350,9 @@ import builtins
 builtins.hangs = Hangs()  # deleted when the interpreter ends
 """
     )
-    # On a busy machine, Python takes some seconds from the end of the program to `__del__`.
-    with launched(tmp_path, source, "-n", "2", "--grace", "8") as run:
+    with launched(tmp_path, source, "-n", "2", "--grace", "2") as run:
         assert run.finish() == 0, run.stderr
-        says = r"process {} of 2 has ended its program, but lives on: {}.* After 8 s \(--grace\) it is killed"
+        says = r"process {} of 2 has ended its program, but lives on: {}.* After 2 s \(--grace\) it is killed"
         assert re.search(says.format(0, r"it was stopped \(SIGSTOP\)"), run.stderr), run.stderr
         assert re.search(says.format(1, "an object's `__del__`"), run.stderr), run.stderr
         run.check_nothing_is_left()
@@ -375,9 +374,7 @@ if index == 1:
         held = "the program of process 1 is over, but its thread 'uploader' still runs (daemon=False)"
         assert f"[1] jaxpp_flax: {held}. The other processes wait for it; after 2 s it ends." in run.stderr
         assert error_block(run.stderr).startswith("process 1 of 2 failed first: it ended with exit status 1")
-        # As the other one was told: by process 1, or sooner by the launcher, which sees the end.
-        told = rf"process 1: ({re.escape(held)}, for 2 s|it ended with exit status 1)"
-        assert re.search(told, run.stderr), run.stderr
+        assert f"process 1: {held}, for 2 s" in run.stderr, run.stderr  # as the other one was told
         run.check_nothing_is_left()
 
 

@@ -40,12 +40,14 @@ class Waiting:
     Args:
       future: gives it, or None: then the caller must make it.
       here: makes it in the caller's thread.
-      is_done: whether a call takes no time worth mentioning.
     """
 
     future: Future[Any]
     here: Callable[[], Any]
-    is_done: Callable[[], bool]
+
+    def is_done(self) -> bool:
+        """Return whether the thread has ended."""
+        return self.future.done()
 
     @cached_property
     def _made(self) -> Any:
@@ -118,7 +120,7 @@ class TaskCompiler(Generic[MeshT]):
             copy = original().copy_for(mesh)
             return self._compile_for(lowered, rank)().compiled if copy is None else copy
 
-        return Waiting(self._copying.submit(copied), here, original.is_done)
+        return Waiting(self._copying.submit(copied), here)
 
     def _compile_for(self, lowered: Any, rank: int) -> Waiting:
         """Let a thread compile a lowered task for a rank: an `Original`."""
@@ -131,8 +133,7 @@ class TaskCompiler(Generic[MeshT]):
 
         # Settings that hold in this thread alone are not those of the thread that would compile.
         settings = _settings()
-        compiling = self._compiling.submit(lambda: here() if _settings() == settings else None)
-        return Waiting(compiling, here, compiling.done)
+        return Waiting(self._compiling.submit(lambda: here() if _settings() == settings else None), here)
 
     @cached_property
     def _compiling(self) -> ThreadPoolExecutor:

@@ -126,7 +126,7 @@ def test_updates_read_packed_gradients():
     assert packed.num_lowerings == single.num_lowerings + 1  # a task that packs parameters
 
 
-def test_a_table_is_not_packed_and_its_stage_runs_the_task_of_the_others():
+def test_a_table_is_not_packed_and_its_stage_packs_as_the_others():
     """XLA would copy the table in each task; and the first stage's packed array would differ from the others'."""
     schedule, params = Std1F1B(4), {"table": jnp.ones((8, DIM)), "stages": params_of(4)}
     batch = {"i": np.arange(24).reshape(6, 4) % 8, "y": batch_of(6)["y"][:, :4]}
