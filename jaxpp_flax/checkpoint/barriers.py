@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxpp_flax.processes.group import process_group
+from jaxpp_flax.processes.group import errors_naming_failed_process, process_group
 from jaxpp_flax.processes.store import ProcessFailedError
 
 # The purposes of Orbax's barriers, by a part of the barrier's name; all other barriers are Orbax's bookkeeping.
@@ -48,7 +48,7 @@ def shared_work(what: str, described: Callable[[Exception], Exception], *, every
       OSError: cannot save: full
     """
     try:
-        with process_group().waiting(what):
+        with process_group().waiting(what), errors_naming_failed_process():
             yield
     except ProcessFailedError:
         raise

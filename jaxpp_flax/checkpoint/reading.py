@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from jaxpp_flax.checkpoint.barriers import name_checkpoint, shared_work
 from jaxpp_flax.checkpoint.errors import CheckpointMismatchError
@@ -280,9 +282,10 @@ def read_json(path: str | os.PathLike[str], name: str) -> Any:
         return None
     with (
         process_group().waiting(f"the restore of {name_checkpoint(item.parent)} ({name})"),
-        ocp.Checkpointer(ocp.JsonCheckpointHandler()) as checkpointer,
+        # Not an `ocp.Checkpointer`, in which processes wait for each other: the death of one would look like damage.
+        closing(ocp.JsonCheckpointHandler()) as handler,
     ):
         try:
-            return checkpointer.restore(item)
+            return handler.restore(epath.Path(item))
         except Exception as error:
             raise damaged(item, error) from error

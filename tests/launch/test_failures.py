@@ -75,6 +75,7 @@ def kill_and_restart(folder: Path, processes: int, moments: list[str], seed: int
             # Not a measurement but the promise; alone, it is a tenth of that.
             assert time.monotonic() - begin < FAILURE_TIMEOUT
             run.check_nothing_is_left()
+            print(run.stderr)
             block = run.stderr.rpartition("\njaxpp_flax.launch: ")[2]
             named = "process \\d+" if index < 0 else f"process {index}"
             assert re.match(rf"{named} of {processes} failed first: it was killed by SIGKILL", block), run.stderr

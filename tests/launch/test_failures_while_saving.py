@@ -136,3 +136,22 @@ def test_a_save_under_way_outlives_the_error_of_one_process(tmp_path: Path, vict
         assert "RuntimeError: the data has ended badly" in run.stderr
         assert [path.name for path in (tmp_path / "run").iterdir() if path.name.isdigit()] == ["3"]
         run.check_nothing_is_left()
+
+
+# What is stored beside the leaves is read by one process alone: a death during this reading must not look like damage.
+READ_BY_ONE = """
+import jax
+from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
+from jaxpp_flax.checkpoint.reading import read_json
+
+store = CheckpointStore("run")
+store.save(1, {"step": 1}, {"about": {"n": 9}}, wait=True)
+if jax.process_index() == 0:
+    print("read", read_json(store.path(1), "about"))
+"""
+
+
+def test_no_process_waits_for_others_where_it_reads_what_stands_beside_the_leaves(tmp_path: Path):
+    with launched(tmp_path, READ_BY_ONE, "-n", "2", failure_timeout=FAILURE_TIMEOUT) as run:
+        assert run.finish() == 0, run.stderr
+        assert "[0] read {'n': 9}\n" in run.stdout
