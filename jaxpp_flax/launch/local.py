@@ -211,6 +211,7 @@ class _Job:
             while deadlines and now >= deadlines[0][0]:
                 _, number = deadlines.pop(0)
                 stopping = self._blame_stopped(stopping, alive)
+                self._announce_end(alive, number, now)
                 _signal_all(alive, number)
             if not deadlines:
                 self._end_overdue(alive, now)
@@ -285,6 +286,15 @@ class _Job:
         how = cause.message.partition("failed first: ")[2].rstrip(".") or cause.message
         for process in alive:
             process.tell(f"{subject} {how}")
+
+    def _announce_end(self, alive: Sequence[SupervisedProcess], number: int, now: float) -> None:
+        """Say which processes are ended: such a process cannot always say so itself."""
+        for process in alive:
+            process.hear(now)
+            why = "has not ended by itself" if process.listens else "was still starting"
+            self._say(
+                f"process {process.index} of {self._job.num_processes} {why}: it is ended by {signal_name(number)}."
+            )
 
     def _end_overdue(self, alive: Sequence[SupervisedProcess], now: float) -> None:
         """Wait no longer than `grace` for a process whose program is over: no other process needs it."""

@@ -32,8 +32,8 @@ class LaunchSettings:
       bind_address: the address that this process's own sockets listen on.
       failure_timeout: seconds within which a failure anywhere has ended every process.
       control_fd: descriptor of a connection to the launcher: a line from there is a failure of another process, its
-        end is the launcher's end; "over 0" says that this process's program is over, and its status. None if there is
-        no launcher.
+        end is the launcher's end; "listens" says that this process reads these lines, "over 0" that its program is
+        over, and its status. None if there is no launcher.
 
     Example:
       >>> settings = LaunchSettings(coordinator_address="127.0.0.1:4000", num_processes=2, process_id=1)

@@ -21,6 +21,7 @@ class SupervisedProcess:
 
     Attributes:
       control: the launcher's end of the connection to it.
+      listens: whether it hears the launcher, as it does once Python has imported JAX.
       status: as `Popen.returncode`, once it has ended.
       over_since: the time when its program was over: from then on the other processes need nothing of it.
       over_status: the exit status that its program announced then.
@@ -31,6 +32,7 @@ class SupervisedProcess:
     index: int
     popen: subprocess.Popen[str]
     control: socket.socket
+    listens: bool = False
     status: int | None = None
     over_since: float | None = None
     over_status: int = 0
@@ -43,10 +45,12 @@ class SupervisedProcess:
         return self.status in (0, PREEMPTED_STATUS)
 
     def hear(self, now: float) -> None:
-        """Read its messages: one says that its program is over."""
+        """Read its messages: it listens, or its program is over."""
         with contextlib.suppress(OSError):  # nothing has come, or it has ended
             for line in self.control.recv(4096).decode(errors="replace").splitlines():
-                if line.startswith("over "):
+                if line == "listens":
+                    self.listens = True
+                elif line.startswith("over "):
                     self.over_since, self.over_status = now, int(line.removeprefix("over "))
 
     def tell(self, line: str) -> None:

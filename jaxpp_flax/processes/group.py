@@ -186,7 +186,7 @@ class ProcessGroup:
         call_with_limit(lambda: store.set(f"{ROOT}/failures/{self.process_index}", text.encode()), timeout_s=2.0)
 
     def observe_end(self, failure: Failure) -> None:
-        """Record the end of a process, which the launcher saw; the process's own report, if any, says why it ended."""
+        """Record the end of a process, which the launcher saw; the process's own report, if any, takes its place."""
         reports: list[bytes | None] = []
         if self._store is not None:
             get, key = self._store.get, f"{ROOT}/failures/{failure.process}"
@@ -196,7 +196,7 @@ class ProcessGroup:
         if report:
             # The last line is enough: the process's own output has the traceback.
             why = report.splitlines()[-1] if report.startswith("Traceback") else report
-            failure = Failure(failure.process, f"{failure.message}: {why}")
+            failure = Failure(failure.process, why)
         self.observe(failure)
 
     # -- waits

@@ -163,6 +163,20 @@ def test_a_process_killed_while_it_starts(tmp_path: Path):
         run.check_nothing_is_left()
 
 
+def test_a_process_that_the_launcher_has_to_end_is_named(tmp_path: Path):
+    with launched(tmp_path, BEGIN, "-n", "2") as run:
+        wait_for(lambda: sum("launch.child" in line for line in marked(run.mark).values()) == 2, "both processes")
+        children = [pid for pid, line in marked(run.mark).items() if "launch.child" in line]
+        os.kill(max(children), signal.SIGSTOP)  # it gets no further, however fast the machine is
+        os.kill(min(children), signal.SIGKILL)
+        assert run.finish() == 128 + signal.SIGKILL
+        assert "failed first: it was killed by SIGKILL" in error_block(run.stderr)
+        for name in ("SIGTERM", "SIGKILL"):  # a stopped process does not see the first
+            said = rf"^jaxpp_flax.launch: process \d of 2 was still starting: it is ended by {name}\.$"
+            assert re.search(said, run.stderr, re.MULTILINE), run.stderr
+        run.check_nothing_is_left()
+
+
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
     """Two runs side by side: in one process 1 stands still, in one the service. Their time is that of the silence."""

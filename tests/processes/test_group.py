@@ -350,3 +350,16 @@ def test_waits_nest_and_end():
 def test_a_timeout_must_be_positive():
     with pytest.raises(ValueError, match="positive, not 0"):
         groups(2)[0].watch(0.0)
+
+
+def test_the_news_of_an_end_is_the_report_of_the_process_itself():
+    first, second = groups(2)
+    first.report_failure("the disk is full")
+    second.observe_end(Failure(0, "it ended with exit status 1"))
+    assert str(second.failure) == "process 0: the disk is full"
+
+
+def test_the_news_of_an_end_without_a_report_is_the_launcher_s():
+    _, second = groups(2)
+    second.observe_end(Failure(0, "it was killed by SIGKILL"))
+    assert str(second.failure) == "process 0: it was killed by SIGKILL"
