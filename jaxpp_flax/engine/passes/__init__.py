@@ -171,7 +171,9 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass(
         "share_tasks",
-        lambda program, settings: share_tasks(program) if settings.shards.is_one else program,
+        lambda program, settings: (
+            share_tasks(program, fused=settings.residual_plan is None) if settings.shards.is_one else program
+        ),
         requires="each slot written once",
         ensures="on ranks of one device, a task that contains another one runs it, and a task for the rest",
     ),

@@ -16,6 +16,7 @@ from jaxpp_flax.engine.runtime.measuring.profile import collect_task_times_ms
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.schedules import GPipe, Std1F1B, ZeroBubble
+from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan
 from tests.engine.toys import chain, gradients, mesh_of
 from tests.helpers import DIM, batch_of, tree_allclose
 
@@ -65,12 +66,29 @@ def test_all_stages_run_the_middle_ones_task(schedule: Any):
     first, (middle,), *last = distinct(compiled, "fwd")
     assert middle in first
     assert len(first) == 2
-    fused = schedule is Std1F1B
-    assert all((middle in found) != fused for found in last)
-    assert not any(task.part for task in compiled.program.tasks if task.fused)
+    assert all(middle in found for found in last)
+    assert all(len(found) == (3 if schedule is Std1F1B else 2) for found in last)
     tree_allclose(jax.tree.map(np.asarray, step(*arguments)), jax.jit(gradients(None, loss))(*arguments))
     of_ranks = compiled.memory_analysis()
     assert all(analysis.live_microbatches[analysis.rank] <= MICROBATCHES for analysis in of_ranks)
+
+
+def test_a_fused_task_is_made_of_the_middle_stages_tasks():
+    compiled = pipelined(Std1F1B(RANKS)).compile(model(), batch_of(MICROBATCHES))
+    keys, found = Fingerprinter(), dict[str, list[int]]()
+    for task in compiled.program.tasks:
+        found.setdefault(task.name, []).append(keys.graph(task.graph))
+    forward, head, backward = found["fwd_bwd_2"]
+    assert ([forward], [backward]) == (found["fwd_1"], found["bwd_1"])
+    assert [head] not in found.values()
+
+
+def test_a_fused_task_stays_whole_under_a_plan_for_residuals():
+    residuals = ResidualPlan([KEEP] * RANKS)
+    step = mpmd_jit_with_loop(gradients(Std1F1B(RANKS), loss), mesh_of(RANKS), residuals=residuals)
+    tasks = step.compile(model(), batch_of(MICROBATCHES)).program.tasks
+    assert not any(task.part for task in tasks if task.fused)
+    assert any(task.part for task in tasks)
 
 
 def test_a_task_in_parts_has_one_time_for_each_microbatch():
