@@ -7,13 +7,15 @@ sent value is never donated: the copy may still be reading it.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import starmap
 from typing import Any
 
-from jaxpp_flax.engine.program.program import Free, Instruction, Program, Run, Transfer, Wait
-from jaxpp_flax.engine.tracing.ir import Atom, VerificationError, memory_kind_of
+from jaxpp_flax.engine.analyses.donation_pairs import donation_pairs, order_of_outputs
+from jaxpp_flax.engine.program.program import Free, Instruction, Program, ProgramTask, Run, Transfer, Wait
+from jaxpp_flax.engine.tracing.ir import VerificationError
 
 __all__ = ["allocate_slots"]
 
@@ -46,23 +48,24 @@ def allocate_slots(
     if keep_received:
         not_given.update(slot for transfer in transfers if transfer.memory is None for slot in transfer.received)
     ends, read = _last_uses(program.instructions, kept)
-    donate = _donations(program, ends, not_given, donatable)
+    pairs = _donations(program, ends, not_given, donatable)
+    tasks, instructions = _in_order(program, pairs)
     slots = _Slots()
     arguments = tuple({rank: slots.define([slot], rank)[0] for rank, slot in r.items()} for r in program.arguments)
     indices = {(rank, m): slots.define([slot], rank)[0] for (rank, m), slot in program.indices.items()}
     # Slots are reused, so most transfers and frees equal earlier ones, and share one object.
     alike: dict[Instruction, Instruction] = {}
-    instructions = tuple(
+    found = tuple(
         i if isinstance(i, Run) else alike.setdefault(i, i)
-        for i in _with_frees(program.instructions, slots, ends, read, donate, given)
+        for i in _with_frees(instructions, slots, ends, read, pairs, given)
     )
     results = tuple(
         {rank: slots.renamed[slot] for rank, slot in r.items()} if isinstance(r, dict) else r for r in program.results
     )
     return replace(
         program,
-        instructions=instructions,
-        tasks=tuple(replace(t, donate=donate.get(i, frozenset())) for i, t in enumerate(program.tasks)),
+        instructions=found,
+        tasks=tasks,
         arguments=arguments,
         results=results,
         indices=indices,
@@ -104,7 +107,7 @@ def _with_frees(
     slots: _Slots,
     ends: Sequence[Sequence[int]],
     read: set[int],
-    donate: Mapping[int, frozenset[int]],
+    donate: Mapping[int, Mapping[int, int]],
     given: set[int],
 ) -> Iterator[Instruction]:
     """Yield the instructions over new slots, and after each instruction the frees of the slots that end with it."""
@@ -147,7 +150,8 @@ def _donations(
     ends: Sequence[Sequence[int]],
     never: set[int],
     donatable: Sequence[frozenset[int]] | None,
-) -> dict[int, frozenset[int]]:
+) -> dict[int, dict[int, int]]:
+    """Return, for each task that runs, its donated inputs, each with the output that takes over its memory."""
     donate: dict[int, set[int]] = {}
     for instruction, dying in zip(program.instructions, ends, strict=True):
         if not isinstance(instruction, Run):
@@ -161,21 +165,42 @@ def _donations(
         if len(set(inputs)) < len(inputs):
             possible = {p for p in possible if inputs.count(inputs[p]) == 1}
         donate[instruction.task] = possible
-    return {task: _aliasable(program, task, positions) for task, positions in donate.items()}
+    return {
+        number: donation_pairs(task.graph, donate[number], task.pins)
+        for number, task in enumerate(program.tasks)
+        if number in donate
+    }
 
 
-def _aliasable(program: Program, task: int, positions: set[int]) -> frozenset[int]:
-    """Choose the inputs whose memory an output of the same type can reuse; XLA frees the others no earlier than we."""
-    graph = program.tasks[task].graph
+def _in_order(
+    program: Program, pairs: Mapping[int, Mapping[int, int]]
+) -> tuple[tuple[ProgramTask, ...], list[Instruction]]:
+    """Return the tasks and instructions with outputs in the order in which JAX makes the pairs of a donation."""
+    orders = {i: order_of_outputs(program.tasks[i].graph, of) for i, of in pairs.items() if of}
+    orders = {i: order for i, order in orders.items() if order != sorted(order)}
 
-    def kind(atom: Atom) -> Any:
-        return tuple(atom.aval.shape), str(atom.aval.dtype), memory_kind_of(atom.aval)
+    def task_of(number: int, task: ProgramTask) -> ProgramTask:
+        task = replace(task, donate=frozenset(pairs.get(number, ())))
+        if number not in orders:
+            return task
+        order = orders[number]
 
-    room = Counter(map(kind, graph.outputs))
-    pinned = [i for _, i in program.tasks[task].pins if i in positions]
-    chosen: set[int] = set()
-    for position in [*pinned, *sorted(positions - set(pinned))]:
-        if room[kind(graph.inputs[position])] > 0:
-            room[kind(graph.inputs[position])] -= 1
-            chosen.add(position)
-    return frozenset(chosen)
+        def ordered(entries: tuple[Any, ...]) -> tuple[Any, ...]:
+            return tuple([entries[output] for output in order]) if entries else ()
+
+        place = {output: i for i, output in enumerate(order)}
+        return replace(
+            task,
+            graph=replace(task.graph, outputs=ordered(task.graph.outputs)),
+            pins=tuple((place[output], source) for output, source in task.pins),
+            batch_dims=ordered(task.batch_dims),
+            like=ordered(task.like),
+            out_specs=ordered(task.out_specs),
+        )
+
+    def instruction_of(instruction: Instruction) -> Instruction:
+        if not isinstance(instruction, Run) or instruction.task not in orders:
+            return instruction
+        return replace(instruction, outputs=tuple([instruction.outputs[output] for output in orders[instruction.task]]))
+
+    return tuple(starmap(task_of, enumerate(program.tasks))), [*map(instruction_of, program.instructions)]
