@@ -9,7 +9,7 @@ equal leaves also let XLA compile one kernel for all of them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, memory_kind_of, values
@@ -50,7 +50,7 @@ def donation_pairs(graph: Graph, positions: Collection[int], pins: Iterable[tupl
     return pairs
 
 
-def order_of_outputs(graph: Graph, pairs: dict[int, int]) -> list[int]:
+def order_of_outputs(graph: Graph, pairs: Mapping[int, int]) -> list[int]:
     """Return an order of the outputs in which JAX makes the pairs: of one type, the first input goes with the first.
 
     Outputs of other types keep their places.
