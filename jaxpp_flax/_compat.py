@@ -22,6 +22,7 @@ __all__ = [
     "ClusterPlace",
     "bind_cpu_collectives",
     "compilation_cache",
+    "compiler",
     "context_on_mesh",
     "coordination_client",
     "coordinator_address",
@@ -75,6 +76,7 @@ _trace_context = _private("jax._src.config", "trace_context")
 device_list_type = _private("jax._src.lib", "xla_client.DeviceList")
 xla_options = _private("jax._src.interpreters", "pxla")
 compilation_cache = _private("jax._src", "compilation_cache")
+compiler = _private("jax._src", "compiler")
 
 # The key-value store of `jax.distributed` has no public name. It tells who lives, and why a run ended.
 _distributed_state = _private("jax._src.distributed", "global_state")

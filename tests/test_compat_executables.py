@@ -106,6 +106,33 @@ def test_what_jax_loaded_from_disk_is_copied_from_disk(disk: bool):
     check_copy(again, submesh(1))
 
 
+def test_a_jax_that_tells_no_hits_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_compat_executables, "cache_hits_are_told", lambda: False)
+    assert compiled_on(submesh(0)).by_xla, "without the cache on disk nothing is loaded"
+    jax.clear_caches()
+    with cache_on_disk(tmp_path):
+        original = compiled_on(submesh(0))
+        assert not original.by_xla
+        check_copy(original, submesh(1))
+
+
+def test_jax_tells_hits_of_its_cache():
+    assert _compat_executables.cache_hits_are_told()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("jax_optimization_level", "O0"), ("jax_persistent_cache_min_compile_time_secs", 7.0)]
+)
+def test_settings_of_a_compilation(setting: str, value: Any):
+    before = _compat_executables.compile_settings(), getattr(jax.config, setting)
+    jax.config.update(setting, value)
+    try:
+        assert _compat_executables.compile_settings() != before[0]
+    finally:
+        jax.config.update(setting, before[1])
+    assert _compat_executables.compile_settings() == before[0]
+
+
 def test_what_jax_keeps_in_memory_is_not_taken_for_new():
     lowered = lowered_for(submesh(0), mixing)
     devices = tuple(submesh(0).devices.flat)

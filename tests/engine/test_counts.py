@@ -7,6 +7,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +154,13 @@ def test_what_is_found_out_for_instructions_does_not_grow_with_the_microbatches(
         assert len({id(objects[number]) for number in again}) < len(again) / 4
 
 
+@pytest.mark.parametrize("context", [nullcontext, lambda: jax.default_matmul_precision("float32")], ids=["", "inside"])
 @pytest.mark.parametrize("kind", [None, AxisType.Auto, AxisType.Explicit], ids=["one device", "auto", "explicit"])
-def test_distinct_tasks_compile_side_by_side(kind: AxisType | None, monkeypatch: pytest.MonkeyPatch):
-    """The first forward does not end before the update has begun (where XLA chooses no shardings, a backward too)."""
+def test_distinct_tasks_compile_side_by_side(kind: AxisType | None, context: Any, monkeypatch: pytest.MonkeyPatch):
+    """The first forward does not end before the update has begun (where XLA chooses no shardings, a backward too).
+
+    Also inside of a context of this thread alone, which is a part of what was traced.
+    """
     devices = np.array(jax.devices()[:6]).reshape(3, 2)
     types = (AxisType.Auto if kind is None else kind,) * 2
     mesh = MpmdMesh(Mesh(devices[:, :1] if kind is None else devices, ("stage", "data"), axis_types=types), "stage")
@@ -172,7 +177,8 @@ def test_distinct_tasks_compile_side_by_side(kind: AxisType | None, monkeypatch:
         return compile_original(lowered, *more)
 
     monkeypatch.setattr(task_compiler, "compile_original", compile_later)
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)  # threads
+    for name in ("cpu_count", "process_cpu_count"):  # threads
+        monkeypatch.setattr(os, name, lambda: 8, raising=False)
 
     def step(params: Any, batch: Any) -> Any:
         losses, grads = treduce(lambda mb: jax.value_and_grad(chain_loss)(params, mb), batch, Std1F1B(3))
@@ -181,7 +187,8 @@ def test_distinct_tasks_compile_side_by_side(kind: AxisType | None, monkeypatch:
     params, batch = chain(3), batch_of(4)
     batched = {name: PartitionSpec(None, "data") for name in batch}
     pipelined = mpmd_jit_with_loop(step, mesh, in_specs=(None, batched))
-    compiled = pipelined.compile(params, batch)
+    with context():
+        compiled = pipelined.compile(params, batch)
     assert compiled.num_compilations == compiled.num_lowerings == len(begun)
     # float32, and sums over two devices in another order
     tree_allclose(pipelined(params, batch), jax.jit(step)(params, batch), rtol=1e-5, atol=1e-6)

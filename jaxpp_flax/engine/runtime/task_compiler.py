@@ -19,7 +19,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax._compat import needs_devices, trace_context
-from jaxpp_flax._compat_executables import Original, compile_original
+from jaxpp_flax._compat_executables import Original, compile_original, compile_settings
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import RankMeshes
 from jaxpp_flax.engine.passes.loop.wide_sums import with_wide_sums
@@ -93,7 +93,8 @@ class TaskCompiler(Generic[MeshT]):
         mesh = self._lowering_mesh(task, graph)
         # JAX's settings at that time change how some primitives (random bits, say) are lowered.
         key = (mesh, graph, tuple(in_specs), tuple(out_specs), task.donate, trace_context())
-        optioned = key, task.rank if task.rank in self.rank_options else None
+        options = self.rank_options.get(task.rank)
+        optioned = key, None if options is None else tuple(sorted(options.items()))
         devices = self.mesh.rank_devices(task.rank)
         started = self._started.get((optioned, devices))
         if started is None:
@@ -132,12 +133,13 @@ class TaskCompiler(Generic[MeshT]):
                 return compile_original(lowered, devices, options)
 
         # Settings that hold in this thread alone are not those of the thread that would compile.
-        settings = _settings()
-        return Waiting(self._compiling.submit(lambda: here() if _settings() == settings else None), here)
+        settings = compile_settings()
+        return Waiting(self._compiling.submit(lambda: here() if compile_settings() == settings else None), here)
 
     @cached_property
     def _compiling(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(os.cpu_count(), "compiling")
+        # From Python 3.13 on, the cores of this process alone.
+        return ThreadPoolExecutor(getattr(os, "process_cpu_count", os.cpu_count)(), "compiling")
 
     @cached_property
     def _copying(self) -> ThreadPoolExecutor:
@@ -183,12 +185,6 @@ class TaskCompiler(Generic[MeshT]):
             traced = jitted.trace(*avals)
             platform = self.mesh.rank_devices(task.rank)[0].platform
             return traced.lower(lowering_platforms=(platform,))
-
-
-def _settings() -> Hashable:
-    """Return JAX's settings in this thread; without a mesh on both sides, since a new thread has none at all."""
-    with context_mesh(None):
-        return trace_context()
 
 
 def _named(graph: Graph, name: str) -> Callable[..., tuple[Any, ...]]:
