@@ -82,6 +82,40 @@ def test_the_ten_lines_for_a_model_of_another_package_run():
     assert "block_0" in str(given["trainer"].plan).lower()
 
 
+class Normalized(Block):
+    """A layer that was trained under `pmap`, with statistics over the axis "batch"."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.norm = nnx.BatchNorm(4, axis_name="batch", rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(super().__call__(x))
+
+
+def test_a_batch_norm_of_pmap_is_converted_as_the_page_says():
+    """With `axis_name` deleted, the statistics are over all data-parallel devices."""
+
+    def trained(axis_name: str | None, mesh: dict[str, int] | None) -> np.ndarray:
+        model = nnx.Sequential(*[pipeline_stage(Normalized)(nnx.Rngs(seed)) for seed in range(2)])
+        for layer in model.layers:
+            layer.norm.axis_name = axis_name
+        loss = lambda model, x: jnp.mean((model(x) - 1) ** 2)  # noqa: E731
+        trainer = PipelineTrainer(
+            model, optax.sgd(0.1), loss, num_stages=2, num_microbatches=2, mesh=mesh, logging=False
+        )
+        trainer.train_step(np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32))
+        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(nnx.state(trainer.model, nnx.BatchStat))])
+
+    with pytest.warns(UserWarning, match="JPF901"):
+        alone = trained(None, None)
+    with pytest.warns(UserWarning, match="JPF901"):
+        together = trained(None, {"data": 2})
+    np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-6)  # one mean, summed in another order
+    with pytest.raises(NameError, match="unbound axis name: batch"):
+        trained("batch", {"data": 2})
+
+
 def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
     given = unmarked()
     pipeline_stage(given["Block"])  # type: ignore[arg-type]
