@@ -204,6 +204,11 @@ def test_the_drawings_are_those_of_the_command(capsys: pytest.CaptureFixture[str
     assert "bubble.svg" in capsys.readouterr().out
 
 
+def test_every_drawing_is_on_a_page():
+    shown = {name for page in PAGES for name in re.findall(r"images/(\w+\.svg)\)", page.read_text(encoding="utf-8"))}
+    assert shown == {path.name for path in (DOCS / "images").iterdir()}
+
+
 def test_read_the_docs_installs_the_extra():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert "docs" in extras
