@@ -128,6 +128,16 @@ def is_described(module: str, name: str, modules: tuple[str, ...]) -> bool:
 INTERNAL = ("jaxpp_flax.engine.", "jaxpp_flax.schedules.tools.")
 
 
+def test_each_cell_of_the_comparison_has_a_source():
+    text = (DOCS / "comparison.md").read_text(encoding="utf-8")
+    sources = set(re.findall(r"^\[([\w-]+)\]: https://", text, re.MULTILINE))
+    assert set(re.findall(r"\]\[([\w-]+)\]", text)) == sources
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| [^|]", line)]
+    cells = [cell for _, *row in rows for cell in row]
+    assert len(cells) > 60
+    assert [cell for cell in cells if not re.search(r"\]\(|\]\[|`python -m|not looked up", cell)] == []
+
+
 def test_the_reference_has_every_name_that_a_public_package_exports(public_names: ModuleType):
     shown = set()
     for page in (DOCS / "reference").glob("*.md"):
