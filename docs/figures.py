@@ -52,6 +52,37 @@ def stages() -> Panels:
     return panels
 
 
+def choosing_stages() -> Panels:
+    """The same model and batch cut into more and more stages."""
+    panels = []
+    for stages in (2, 4, 8):
+        part = 4 / stages
+        costs = schedules.Costs(forward=part, backward_input=part, backward_weight=part, activation=part)
+        timeline = schedules.simulate(schedules.Std1F1B(stages), num_microbatches=8, costs=costs)
+        panels.append((f"{stages} stages, 8 microbatches", timeline))
+    return panels
+
+
+def choosing_microbatches() -> Panels:
+    """The same batch on the same stages, divided into few and into many microbatches."""
+    panels = []
+    for number in (4, 16):
+        part = 16 / number
+        costs = schedules.Costs(forward=part, backward_input=part, backward_weight=part, activation=part)
+        timeline = schedules.simulate(schedules.Std1F1B(4), num_microbatches=number, costs=costs)
+        panels.append((f"the batch in {number} microbatches", timeline))
+    return panels
+
+
+def choosing_schedule() -> Panels:
+    """The remedies for a large bubble with few microbatches."""
+    return [
+        ("1F1B", step("1f1b", 4)),
+        ("interleaved 1F1B, two stages on each rank", step("interleaved_1f1b", 4, stages_per_rank=2)),
+        ("ZB-V, two stages on each rank", step("zbv", 4, stages_per_rank=2)),
+    ]
+
+
 def schedule_zero_bubble() -> Panels:
     """A backward in two halves: the weight gradients fill the gaps."""
     return [
@@ -77,7 +108,17 @@ def schedule_found() -> Panels:
     return [(f"the best named schedule, {best.name}", named), ("the one found", found.timeline)]
 
 
-FIGURES = (bubble, orders, stages, schedule_zero_bubble, schedule_v, schedule_found)
+FIGURES = (
+    bubble,
+    orders,
+    stages,
+    choosing_stages,
+    choosing_microbatches,
+    choosing_schedule,
+    schedule_zero_bubble,
+    schedule_v,
+    schedule_found,
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

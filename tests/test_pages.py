@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,25 @@ from tests.running import ROOT
 
 
 def run_page(name: str, blocks: int, **given: object) -> dict[str, object]:
-    """Run the page's blocks of Python, of which there are at least so many, in one namespace with what is given."""
+    """Run the page's blocks of Python, of which there are at least so many, in one namespace with what is given.
+
+    A block that begins with a comment such as "# model.py" is a file: the others import it, as the page says.
+    """
     found = python_blocks(ROOT / "docs" / name)
     assert len(found) >= blocks
     namespace: dict[str, object] = {"__name__": "page", **given}
-    for number, block in enumerate(found):
-        exec(compile(block, f"{name}, block {number}", "exec"), namespace)
+    with pytest.MonkeyPatch.context() as patch:
+        programs = []
+        for number, block in enumerate(found):
+            code = compile(block, f"{name}, block {number}", "exec")
+            if file := re.match(r"# (\w+)\.py\n", block):
+                module = ModuleType(file[1])
+                patch.setitem(sys.modules, file[1], module)
+                exec(code, vars(module))
+            else:
+                programs.append(code)
+        for code in programs:
+            exec(code, namespace)
     return namespace
 
 
@@ -68,6 +82,40 @@ def test_the_ten_lines_for_a_model_of_another_package_run():
     assert "block_0" in str(given["trainer"].plan).lower()
 
 
+class Normalized(Block):
+    """A layer that was trained under `pmap`, with statistics over the axis "batch"."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.norm = nnx.BatchNorm(4, axis_name="batch", rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(super().__call__(x))
+
+
+def test_a_batch_norm_of_pmap_is_converted_as_the_page_says():
+    """With `axis_name` deleted, the statistics are over all data-parallel devices."""
+
+    def trained(axis_name: str | None, mesh: dict[str, int] | None) -> np.ndarray:
+        model = nnx.Sequential(*[pipeline_stage(Normalized)(nnx.Rngs(seed)) for seed in range(2)])
+        for layer in model.layers:
+            layer.norm.axis_name = axis_name
+        loss = lambda model, x: jnp.mean((model(x) - 1) ** 2)  # noqa: E731
+        trainer = PipelineTrainer(
+            model, optax.sgd(0.1), loss, num_stages=2, num_microbatches=2, mesh=mesh, logging=False
+        )
+        trainer.train_step(np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32))
+        return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(nnx.state(trainer.model, nnx.BatchStat))])
+
+    with pytest.warns(UserWarning, match="JPF901"):
+        alone = trained(None, None)
+    with pytest.warns(UserWarning, match="JPF901"):
+        together = trained(None, {"data": 2})
+    np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-6)  # one mean, summed in another order
+    with pytest.raises(NameError, match="unbound axis name: batch"):
+        trained("batch", {"data": 2})
+
+
 def test_the_page_about_memory_runs(capsys: pytest.CaptureFixture[str]):
     given = unmarked()
     pipeline_stage(given["Block"])  # type: ignore[arg-type]
@@ -103,15 +151,20 @@ def test_the_page_for_programs_of_shardy_runs():
 
 
 def test_the_page_about_tasks_runs(capsys: pytest.CaptureFixture[str]):
-    run_page("guides/tasks.md", blocks=1)
+    run_page("guides/tasks.md", blocks=2)
     out = capsys.readouterr().out
     assert "first(" in out
     assert out.endswith("[4, 5, 6, 7]\n")
 
 
 def test_the_page_about_generation_runs(capsys: pytest.CaptureFixture[str]):
-    run_page("guides/generation.md", blocks=2)
+    run_page("guides/generation.md", blocks=3)
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def next_token_loss(model, batch):
+    logits = model(batch["inputs"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
 
 def test_the_page_about_pretrained_weights_runs(
@@ -127,7 +180,8 @@ def test_the_page_about_pretrained_weights_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "pretrained"))
     tokens = np.arange(4 * 6, dtype=np.int32).reshape(4, 6) % 16
-    run_page("guides/pretrained.md", blocks=3, batches=[{"inputs": tokens, "targets": tokens}] * 2)
+    batches = [{"inputs": tokens, "targets": tokens}] * 2
+    run_page("guides/pretrained.md", blocks=3, batches=batches, loss_fn=next_token_loss)
     assert "blocks/*/up/kernel <- model.layers.*.mlp.up_proj.weight, transpose (1, 0)" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {"llama", "finetuned", "copy"}
     assert json.loads((tmp_path / "finetuned" / "config.json").read_text())["dtype"] == "float32"
@@ -207,6 +261,13 @@ def test_the_notebook_about_meshes_runs(capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out
     assert "(16, 16) on ranks (3,)" in out
     assert "gradient on [4, 5]" in out
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "guides").glob("*.md")), ids=lambda page: page.stem)
+def test_a_guide_begins_with_about_ten_lines(page: Path):
+    first = re.search(r"^```.*?\n(.*?)^```", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert first
+    assert len([line for line in first[1].splitlines() if line.strip()]) <= 14
 
 
 @pytest.mark.parametrize("page", ["docs/internals/engine.md", "CONTRIBUTING.md"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import pkgutil
 import re
 import sys
 import tomllib
@@ -15,6 +16,7 @@ from types import ModuleType
 import pytest
 
 import jaxpp_flax
+from jaxpp_flax.trainers import options
 from tests.running import ROOT
 
 DOCS = ROOT / "docs"
@@ -98,15 +100,94 @@ def test_a_broken_link_is_found(tmp_path: Path):
     assert broken_links(page) == ["there.md#no", "gone.md", "#no"]
 
 
-def test_the_reference_has_a_page_for_every_public_module(public_names: ModuleType):
-    modules = {"jaxpp_flax"}
-    for name in (*jaxpp_flax._PACKAGES, "mpmd", "linen", "launch", "processes"):
-        if hasattr(importlib.import_module(f"jaxpp_flax.{name}"), "__all__"):
-            modules.add(f"jaxpp_flax.{name}")
+def packages_with_names() -> list[str]:
+    """The packages inside jaxpp_flax that say what they export."""
+    found = [package.name for package in pkgutil.walk_packages(jaxpp_flax.__path__, "jaxpp_flax.") if package.ispkg]
+    return ["jaxpp_flax", *(name for name in found if hasattr(importlib.import_module(name), "__all__"))]
+
+
+def imports(text: str) -> set[tuple[str, str]]:
+    """The pairs (module, name) that programs on a page import from this package; "" for a module itself."""
+    found = set()
+    for module, several, one_line in re.findall(r"\bfrom (jaxpp_flax[.\w]*) import (?:\(([^)]*)\)|([\w, ]+))", text):
+        found |= {(module, name) for name in re.findall(r"(\w+)(?: as \w+)?", several or one_line)}
+    for module in re.findall(r"^\W*import (jaxpp_flax[.\w]*)", text, re.MULTILINE):
+        found.add((module, ""))
+    return found
+
+
+def is_described(module: str, name: str, modules: tuple[str, ...]) -> bool:
+    """Whether the reference has this name of the module, or the module itself, as a page or as another page's name."""
+    if module in modules and (not name or name in importlib.import_module(module).__all__):
+        return True
+    above, _, last = f"{module}.{name}".rstrip(".").rpartition(".")
+    return f"{above}.{last}" in modules or (above in modules and last in importlib.import_module(above).__all__)
+
+
+# Their users are the package and `docs/figures.py`.
+INTERNAL = ("jaxpp_flax.engine.", "jaxpp_flax.schedules.tools.")
+
+
+def test_each_cell_of_the_comparison_has_a_source():
+    text = (DOCS / "comparison.md").read_text(encoding="utf-8")
+    sources = set(re.findall(r"^\[([\w-]+)\]: https://", text, re.MULTILINE))
+    assert set(re.findall(r"\]\[([\w-]+)\]", text)) == sources
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| [^|]", line)]
+    cells = [cell for _, *row in rows for cell in row]
+    assert len(cells) > 60
+    assert [cell for cell in cells if not re.search(r"\]\(|\]\[|`python -m|not looked up", cell)] == []
+
+
+def test_the_reference_has_every_name_that_a_public_package_exports(public_names: ModuleType):
     shown = set()
     for page in (DOCS / "reference").glob("*.md"):
         shown |= set(re.findall(r"\.\. public-names:: (\S+)", page.read_text(encoding="utf-8")))
-    assert shown == modules == set(public_names.MODULES)
+    assert shown == set(public_names.MODULES)
+    missing = []
+    for package in packages_with_names():
+        if not package.startswith(INTERNAL):
+            names = importlib.import_module(package).__all__
+            missing += [f"{package}.{n}" for n in names if public_names.home(package, n) not in public_names.MODULES]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_name_that_a_page_imports_is_in_the_reference(page: Path, public_names: ModuleType):
+    found = imports(page.read_text(encoding="utf-8"))
+    assert [pair for pair in sorted(found) if not is_described(*pair, public_names.MODULES)] == []
+
+
+def test_an_imported_name_without_an_entry_is_found(public_names: ModuleType):
+    text = """
+from jaxpp_flax.trainers import Logging, Gone
+from jaxpp_flax.trainers.loop import progress
+from jaxpp_flax.trainers.callbacks import (
+    Profile,
+    MeasuredStep,
+)
+from jaxpp_flax import mpmd
+import jaxpp_flax.linen as pipeline
++import jaxpp_flax.engine.jit
+"""
+    bare = {pair for pair in imports(text) if not is_described(*pair, public_names.MODULES)}
+    assert bare == {
+        ("jaxpp_flax.trainers", "Gone"),
+        ("jaxpp_flax.trainers.loop", "progress"),
+        ("jaxpp_flax.trainers.callbacks", "MeasuredStep"),
+        ("jaxpp_flax.engine.jit", ""),
+    }
+
+
+def test_the_types_of_options_are_public(public_names: ModuleType):
+    bare = set()
+    for name in options.__all__:
+        option = getattr(options, name)
+        for word in re.findall(r"\w+", " ".join(map(str, option.__annotations__.values()))):
+            value = getattr(sys.modules[option.__module__], word, None)
+            ours = inspect.isclass(value) and value.__module__.startswith("jaxpp_flax.")
+            if ours and public_names.home(value.__module__, word) not in public_names.MODULES:
+                bare.add(f"{name}: {value.__module__}.{word}")
+    assert bare == set()
 
 
 def test_every_public_name_has_an_entry_and_a_text(public_names: ModuleType):
@@ -131,6 +212,11 @@ def test_the_drawings_are_those_of_the_command(capsys: pytest.CaptureFixture[str
     monkeypatch.setattr(figures, "IMAGES", DOCS)
     assert figures.main(["--check"]) == len(figures.FIGURES)
     assert "bubble.svg" in capsys.readouterr().out
+
+
+def test_every_drawing_is_on_a_page():
+    shown = {name for page in PAGES for name in re.findall(r"images/(\w+\.svg)\)", page.read_text(encoding="utf-8"))}
+    assert shown == {path.name for path in (DOCS / "images").iterdir()}
 
 
 def test_read_the_docs_installs_the_extra():

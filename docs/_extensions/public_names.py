@@ -24,10 +24,12 @@ logger = logging.getLogger(__name__)
 MODULES = (
     "jaxpp_flax",
     "jaxpp_flax.trainers",
+    "jaxpp_flax.trainers.callbacks",
     "jaxpp_flax.layers",
     "jaxpp_flax.linen",
     "jaxpp_flax.assignment",
     "jaxpp_flax.schedules",
+    "jaxpp_flax.schedules.planning",
     "jaxpp_flax.checkpoint",
     "jaxpp_flax.pretrained",
     "jaxpp_flax.tasks",
@@ -35,6 +37,7 @@ MODULES = (
     "jaxpp_flax.mpmd",
     "jaxpp_flax.processes",
     "jaxpp_flax.launch",
+    "jaxpp_flax.launch.ray",
     "jaxpp_flax.compat",
 )
 

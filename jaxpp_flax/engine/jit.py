@@ -115,7 +115,8 @@ class MpmdFunction:
       >>> w[1].mpmd_idxs, losses.shape
       ((1,), (4,))
 
-    After NVIDIA's JaxPP (Xhebraj et al., "Scaling Deep Learning Training with MPMD Pipeline Parallelism", 2024).
+    After NVIDIA's JaxPP (Xhebraj, Lee, Chen and Grover, "Scaling Deep Learning Training with MPMD Pipeline
+    Parallelism", 2024).
     """
 
     _front: ClassVar[Front] = Front()

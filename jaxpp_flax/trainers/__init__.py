@@ -16,6 +16,7 @@ from jaxpp_flax.trainers.errors import (
     NonFiniteLossError,
 )
 from jaxpp_flax.trainers.loop.hooks import Evaluate, LogMetrics, LoopHook, StepHook, StepRecord
+from jaxpp_flax.trainers.loop.progress import Meter
 from jaxpp_flax.trainers.loop.trackers import (
     CompositeTracker,
     DictTracker,
@@ -72,6 +73,7 @@ __all__ = [
     "Memory",
     "MeshError",
     "MeshOptions",
+    "Meter",
     "ModelError",
     "NonFiniteLossError",
     "NoopTracker",

@@ -87,7 +87,7 @@ class MpmdMesh(RankMeshes):
       >>> mesh.mpmd_dim, dict(mesh.unstack[1].shape), [device.id for device in mesh.rank_devices(1)]
       (2, {'stage': 1, 'data': 2}, [2, 3])
 
-    The names come from NVIDIA's JaxPP (Xhebraj et al., 2024).
+    The names come from NVIDIA's JaxPP (Xhebraj, Lee, Chen and Grover, 2024).
     """
 
     jax_mesh: Mesh

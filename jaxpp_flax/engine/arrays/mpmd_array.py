@@ -67,7 +67,7 @@ class MpmdArray:
       >>> print(x * 2, float(x[2]), jax.jit(jnp.sum)(x))
       [0. 2. 4.] 2.0 3.0
 
-    The idea and the names come from NVIDIA's JaxPP (Xhebraj et al., 2024).
+    The idea and the names come from NVIDIA's JaxPP (Xhebraj, Lee, Chen and Grover, 2024).
     """
 
     __slots__ = ("__weakref__", "_parts", "_sharding", "aval")

@@ -106,8 +106,8 @@ def mark_stage_end(x: T, name: str | None = None, *, closes_block: bool = False)
       >>> jax.jit(model)(w, jnp.ones((1, 3))).shape
       (1, 3)
 
-    The idea comes from NVIDIA's JaxPP (`pipeline_enter_stage`), after Xhebraj et al., "Scaling Deep Learning Training
-    with MPMD Pipeline Parallelism", 2024.
+    The idea comes from NVIDIA's JaxPP (`pipeline_enter_stage`), after Xhebraj, Lee, Chen and Grover, "Scaling Deep
+    Learning Training with MPMD Pipeline Parallelism", 2024.
     """
     leaves, treedef = jax.tree_util.tree_flatten(x)
     if not any(map(_is_array, leaves)):

@@ -364,7 +364,7 @@ def treduce(
       >>> losses.shape, gradient.shape
       ((4,), (3, 2))
 
-    Source: the loop of NVIDIA's JaxPP (Xhebraj et al., 2024).
+    Source: the loop of NVIDIA's JaxPP (Xhebraj, Lee, Chen and Grover, 2024).
     """
     length = _common_size(xs, axis)
     xs = jax.tree.map(lambda x: _whole_along(jnp.asarray(x), axis), xs)

@@ -55,7 +55,15 @@ class Rate:
 
 
 class Meter:
-    """Shows the progress of `fit`; the methods of this class show nothing."""
+    """Shows the progress of `fit`; the methods of this class show nothing. Subclass it for a display of your own.
+
+    Example:
+      >>> class Steps(Meter):
+      ...     def update(self, step, metrics, rate, unit, left):
+      ...         print(f"step {step}, loss {metrics['loss']:.2f}")
+      >>> Steps().update(10, {"loss": 2.5}, None, "tokens", None)  # the trainer calls it: Logging(progress=Steps())
+      step 10, loss 2.50
+    """
 
     def start(self, total: int | None, done: int) -> None:
         """Show that training begins at step `done` and ends at step `total`, if known."""
