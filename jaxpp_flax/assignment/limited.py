@@ -59,7 +59,8 @@ class LimitedStep:
         """Return the model of the step for the sizes of its stages."""
         forward, backward = both_passes(self.time.forward, self.time.backward)
         stages: list[StageLoad] = []
-        for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
+        left_out = dict(enumerate(self.memory.left_out))
+        for rank, size, end in zip(self.memory.rank_of, sizes, itertools.accumulate(sizes), strict=True):
             start = end - size
             active = self.memory.active_bytes(start, end)
             cheap = (
@@ -78,7 +79,8 @@ class LimitedStep:
                     **cheap,
                     input_bytes=self.sent[start] if start else 0.0,
                     sent_bytes=self.sent[end] if end < len(self.sent) else 0.0,
-                    fixed_bytes=self.memory.fixed_parts(start, end),
+                    # The first stage of a rank has what the rank holds besides.
+                    fixed_bytes={**self.memory.fixed_parts(start, end), "other arrays": left_out.pop(rank, 0.0)},
                     gathered=self.memory.gathered(start, end),
                     streamed=self.memory.streamed(start, end),
                 )

@@ -85,6 +85,7 @@ class MemoryModel:
       limits: bytes that each device of a rank may hold, for each rank.
       fsdp: how often parameters are gathered; see `MeshOptions`.
       stream_window: bytes of optimizer state on the host that an update fetches at one time.
+      left_out: for each rank, bytes besides: those that a compiled step held above its prediction.
 
     Example:
       >>> held = [Held(kind="parameters", nbytes=10, blocks=(0, 1)), Held(kind="activations", nbytes=1, blocks=(1,))]
@@ -100,6 +101,7 @@ class MemoryModel:
     limits: tuple[float, ...]
     fsdp: str | int = "step"
     stream_window: float = math.inf
+    left_out: tuple[float, ...] = ()
 
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages of a rank, in increasing order."""
@@ -188,8 +190,13 @@ class MemoryModel:
 
     @cached_property
     def nothing(self) -> tuple[float, ...]:
-        """The vector of empty ranks: zero bytes at every moment but the update."""
-        return tuple(0.0 if any(moment) else self._update_bytes for moments in self._moments for moment in moments)
+        """The vector of empty ranks: what was left out, and what the update fetches."""
+        left_out = self.left_out or (0.0,) * len(self.limits)
+        return tuple(
+            more + (0.0 if any(moment) else self._update_bytes)
+            for more, moments in zip(left_out, self._moments, strict=True)
+            for moment in moments
+        )
 
     def with_stage(self, held: tuple[float, ...], stage: int, start: int, end: int) -> tuple[float, ...]:
         """Return `held` plus the bytes of a stage with blocks `start` to `end`."""
