@@ -33,6 +33,7 @@ class LimitedStep:
       memory: the bytes that blocks need, and the limits.
       sent: bytes on each device that cross a cut before each block (the first is not used).
       hardware: the devices and their links.
+      passing: those of them that the block before the cut does not keep; None: it keeps all.
       cheap: seconds in which each block's backward recomputes its cheap values; None: stages recompute all or nothing.
 
     Example:
@@ -54,6 +55,7 @@ class LimitedStep:
     sent: Sequence[float]
     hardware: Hardware
     cheap: Sequence[float] | None = None
+    passing: Sequence[float] | None = None
 
     def model(self, sizes: Sequence[int]) -> StepModel:
         """Return the model of the step for the sizes of its stages."""
@@ -76,9 +78,12 @@ class LimitedStep:
                     forward=sum(forward[start:end]) * self.seconds,
                     backward=sum(backward[start:end]) * self.seconds,
                     residual_bytes=active,
+                    values=self.memory.values(start, end),
+                    cheap_values=() if self.cheap is None else self.memory.values(start, end, "kept"),
                     **cheap,
                     input_bytes=self.sent[start] if start else 0.0,
                     sent_bytes=self.sent[end] if end < len(self.sent) else 0.0,
+                    passing_bytes=self.passing[end] if self.passing and end < len(self.sent) else 0.0,
                     # The first stage of a rank has what the rank holds besides.
                     fixed_bytes={**self.memory.fixed_parts(start, end), "other arrays": left_out.pop(rank, 0.0)},
                     gathered=self.memory.gathered(start, end),
@@ -135,7 +140,9 @@ def balance_within(step: LimitedStep, even: Sequence[int]) -> tuple[Balance, Cho
     kept = balance(costs, ranks, memory, step.sent, even, time)
     free = balance(costs, ranks, None, step.sent, even, time)
     if kept is not None and (free is None or kept.sizes == free.sizes):
-        return kept, step.choose(kept.sizes)
+        choice = step.choose(kept.sizes)
+        if choice.residuals.is_kept:  # arrays between stages may leave too little room
+            return kept, choice
     lean = memory.with_one_in_flight()
     leaner = balance(costs, ranks, lean, step.sent, even, time)
     candidates = [kept, free, leaner]

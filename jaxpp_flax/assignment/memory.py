@@ -133,6 +133,10 @@ class MemoryModel:
         """Return what such a stage keeps of its activations if it recomputes its cheap values."""
         return min(self._sums[2][start][end - start], self._active(start, end))
 
+    def values(self, start: int, end: int, kind: str = "activations") -> tuple[float, ...]:
+        """Return the bytes of each activation of one microbatch of such a stage, or of each that is kept."""
+        return tuple(item.nbytes for item in self.held if _is_in(item, kind, start, end))
+
     def fixed_parts(self, start: int, end: int) -> dict[str, float]:
         """Return the bytes of such a stage that are held for the whole step, by kind."""
         kinds = dict.fromkeys(item.kind for item in self.held if item.kind not in (*_IN_FLIGHT, "gathered", "streamed"))

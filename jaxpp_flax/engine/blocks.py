@@ -232,6 +232,22 @@ class Blocks:
             if task.kind is TaskKind.FORWARD
         }
 
+    @cached_property
+    def passing(self) -> tuple[float, ...]:
+        """For each block, the bytes that its forward makes for forwards of other blocks, not for its own backward."""
+        tasks, read = self.partition.tasks, dict[tuple[int, bool], set[Value]]()
+        for task in tasks:
+            read.setdefault((task.stage, task.kind is TaskKind.FORWARD), set()).update(task.graph.inputs)
+        found = [0.0] * (len(self.body.marks) + 1)
+        for task in tasks:
+            if task.kind is TaskKind.FORWARD:
+                ahead = set[Value]().union(
+                    *(of for (stage, is_ahead), of in read.items() if is_ahead and stage > task.stage)
+                )
+                leaving = ahead.intersection(values(task.graph.outputs)) - read.get((task.stage, False), set())
+                found[task.stage] = sum(v.nbytes / (self.batch_shards if v.aval.ndim else 1) for v in leaving)
+        return tuple(found)
+
     def _shards(self, spec: PartitionSpec) -> int:
         return math.prod(self.shards_of(entry) for entry in spec if entry is not None)
 

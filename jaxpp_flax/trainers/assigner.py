@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from jaxpp_flax.assignment import AssignmentError, CutPolicy, Plan, even, resolve, segment_names
 from jaxpp_flax.assignment.balancing import Balance, balance
@@ -27,8 +27,6 @@ from jaxpp_flax.trainers.tuning.exact_bytes import ExactBytes
 from jaxpp_flax.trainers.tuning.shared_block_times import shared_block_times
 
 __all__ = ["Assigner", "Pipeline"]
-
-_C = TypeVar("_C")
 
 # Of a search that nobody asked for, with several stages on a rank: about a tenth of a second.
 _MOST_TASKS_UNASKED = 60_000
@@ -85,7 +83,7 @@ class Assigner:
         self._exact = ExactBytes(memory_limit)
         self._is_new = False  # whether the step that was cut last has a plan of its own
 
-    def compile_within_limit(self, schedule: Schedule | None, num_microbatches: int, run: Callable[[], _C]) -> _C:
+    def compile_within_limit(self, schedule: Schedule | None, num_microbatches: int, run: Callable[[], Any]) -> Any:
         """Return `run()`, a training step that is compiled, with a plan whose exact bytes are within the memory limit.
 
         If a rank of the compiled step holds more, plan again with what the model has left out, a few times.
@@ -307,6 +305,7 @@ class Assigner:
             seconds=seconds,
             memory=self._memory(marks, pipeline),
             sent=[0.0, *(nbytes / marks.blocks.batch_shards for nbytes in marks.sent)],
+            passing=[0.0, *marks.blocks.passing],
             hardware=hardware,
             cheap=[work / (hardware.flops * len(devices)) for work in marks.cheap_work(_bytes_as_flops(pipeline))],
         )
