@@ -100,7 +100,7 @@ def test_the_prediction_of_an_offload_is_exact(plan):
     residuals = ResidualPlan([StageResiduals(**plan)] * 4, fetch_ahead=2, offload_within=2)
     trainer = layers_trainer(1e12)
     marks, pipeline = trainer._core.assigner._last
-    predicted = trainer._core.assigner._limited_step(marks, pipeline).model([2] * 4).predict(residuals)
+    predicted = trainer._core.assigner._limited_step(marks, pipeline).model([2, 2, 2, 3]).predict(residuals)
     compiled = layers_trainer(None, memory=Memory(residuals=residuals)).compile(
         {key: jnp.ones((8192, 64)) for key in "xy"}
     )
