@@ -8,7 +8,7 @@ rank holds the residuals of one microbatch at a time. Each gets its cheapest mix
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from jaxpp_flax.assignment.balancing import Balance, balance, leanest, rank_loads
@@ -34,6 +34,7 @@ class LimitedStep:
       sent: bytes on each device that cross a cut before each block (the first is not used).
       hardware: the devices and their links.
       passing: those of them that the block before the cut does not keep; None: it keeps all.
+      with_effects: the blocks that may not run twice.
       cheap: seconds in which each block's backward recomputes its cheap values; None: stages recompute all or nothing.
 
     Example:
@@ -46,7 +47,7 @@ class LimitedStep:
       >>> step = LimitedStep(time=time, seconds=1.0, memory=memory, sent=[0.0, 1.0, 1.0],
       ...                    hardware=Hardware(flops=1.0, host_bandwidth=10.0))
       >>> step.model([2, 1]).stages[0].residual_bytes, step.choose([2, 1]).prediction.peak_bytes
-      (20.0, (20.0, 10.0))
+      (20.0, (21.0, 11.0))
     """
 
     time: StepTime
@@ -56,6 +57,7 @@ class LimitedStep:
     hardware: Hardware
     cheap: Sequence[float] | None = None
     passing: Sequence[float] | None = None
+    with_effects: Collection[int] = ()
 
     def model(self, sizes: Sequence[int]) -> StepModel:
         """Return the model of the step for the sizes of its stages."""
@@ -79,6 +81,8 @@ class LimitedStep:
                     backward=sum(backward[start:end]) * self.seconds,
                     residual_bytes=active,
                     values=self.memory.values(start, end),
+                    saved_bytes=sum(self.memory.values(start, end, "saved")),
+                    has_effects=any(start <= block < end for block in self.with_effects),
                     cheap_values=() if self.cheap is None else self.memory.values(start, end, "kept"),
                     **cheap,
                     input_bytes=self.sent[start] if start else 0.0,

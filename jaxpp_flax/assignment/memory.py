@@ -17,7 +17,7 @@ from jaxpp_flax.schedules.planning.model import update_window
 
 __all__ = ["Held", "MemoryModel", "live_counts"]
 
-_IN_FLIGHT = ("activations", "kept")
+_IN_FLIGHT = ("activations", "kept", "saved")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +25,10 @@ class Held:
     """Bytes on each device of a rank that runs any of `blocks`.
 
     Attributes:
-      kind: "parameters", "gathered", "optimizer", "streamed", "gradients", "data", "activations" or "kept"; activations
-        count once for each microbatch in flight, and "kept" counts in their place where cheap values are recomputed.
-        "gathered" counts up to the limit of `fsdp`. "streamed" is on the host, and counts in windows after the loop.
+      kind: "parameters", "gathered", "optimizer", "streamed", "gradients", "data", "activations", "kept" or "saved".
+        Activations count once for each microbatch in flight; "kept" counts in their place where cheap values are
+        recomputed, and "saved" are those that a policy saves from recomputation. "gathered" counts up to the limit of
+        `fsdp`. "streamed" is on the host, and counts in windows after the loop.
       nbytes: the number of bytes.
       blocks: the blocks that need these bytes, in increasing order.
     """
@@ -217,7 +218,7 @@ class MemoryModel:
         return all(max(held[here]) <= limit for here, limit in zip(self.slices, self.limits, strict=True))
 
     def _fixed(self, start: int, end: int) -> float:
-        gathered = self._sums[3][start][end - start]
+        gathered = self._sums[4][start][end - start]
         return self._sums[0][start][end - start] + (
             gathered if isinstance(self.fsdp, str) else min(gathered, self.fsdp)
         )
@@ -227,7 +228,7 @@ class MemoryModel:
 
     @cached_property
     def _sums(self) -> tuple[list[list[float]], ...]:
-        """For (fixed, activations, kept ones, gathered ones): the bytes of the n blocks from each start on."""
+        """For (fixed, activations, kept, saved, gathered): the bytes of the n blocks from each start on."""
         apart = (*_IN_FLIGHT, "gathered")
         fixed = [h for h in self.held if h.kind not in (*apart, "streamed")]
         groups = fixed, *([h for h in self.held if h.kind == kind] for kind in apart)

@@ -306,6 +306,7 @@ class Assigner:
             memory=self._memory(marks, pipeline),
             sent=[0.0, *(nbytes / marks.blocks.batch_shards for nbytes in marks.sent)],
             passing=[0.0, *marks.blocks.passing],
+            with_effects=marks.blocks.with_effects,
             hardware=hardware,
             cheap=[work / (hardware.flops * len(devices)) for work in marks.cheap_work(_bytes_as_flops(pipeline))],
         )

@@ -75,6 +75,8 @@ class StageLoad:
       input_bytes: the stage's inputs; a stage that recomputes its residuals keeps these.
       sent_bytes: the values sent to the next stage.
       passing_bytes: those of them that are no residuals of this stage: they leave at the end of the forward.
+      saved_bytes: the residuals that the user's `jax.checkpoint` policies save: a stage that recomputes keeps them.
+      has_effects: True if the forward has side effects, so that it may not run twice.
       values: the bytes of each residual; those that move to the host move whole. Empty: a part of any size moves.
       cheap_values: the same of what is kept if the backward makes the cheap ones again.
       recomputation: seconds that the backward takes longer if it recomputes the residuals; default: those of the
@@ -101,6 +103,8 @@ class StageLoad:
     input_bytes: float = 0.0
     sent_bytes: float = 0.0
     passing_bytes: float = 0.0
+    saved_bytes: float = 0.0
+    has_effects: bool = False
     values: Sequence[float] = ()
     cheap_values: Sequence[float] = ()
     recomputation: float | None = None
@@ -124,7 +128,9 @@ class StageLoad:
         """Return the bytes of a microbatch that a forward keeps, on the devices or on the host."""
         if residuals.recompute == "cheap":
             return self.residual_bytes - self.cheap_bytes
-        return min(self.input_bytes, self.residual_bytes) if residuals.recompute else self.residual_bytes
+        # The regions of policies read the stage's input too.
+        again = min(max(self.input_bytes, self.saved_bytes), self.residual_bytes)
+        return again if residuals.recompute else self.residual_bytes
 
     def seconds_again(self, residuals: StageResiduals) -> float:
         """Return the seconds that a backward takes longer because it recomputes values."""

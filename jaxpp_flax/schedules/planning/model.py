@@ -133,7 +133,7 @@ class StepModel:
             activation=[load.residual_bytes for load in self.stages],
             sent=[load.sent_bytes for load in self.stages],
             recomputation=[load.time_again for load in self.stages],
-            stage_input=[load.input_bytes for load in self.stages],
+            stage_input=[max(load.input_bytes, load.saved_bytes) for load in self.stages],
             cheap_recomputation=[load.cheap_recomputation for load in self.stages],
             cheap_activation=[load.residual_bytes - load.cheap_bytes for load in self.stages],
             values=[load.values for load in self.stages],
@@ -266,7 +266,7 @@ class StepModel:
             entry, count = residuals.of(stage), self.num_microbatches
             size = load.kept_bytes(entry)
             moved = table.moved[stage] * copied[stage]
-            again = {True: load.residual_bytes, "cheap": load.cheap_bytes}.get(entry.recompute, 0.0)
+            again = {True: load.residual_bytes - load.saved_bytes, "cheap": load.cheap_bytes}.get(entry.recompute, 0.0)
             uses.append(
                 StageUse(
                     kept=size * count - moved,
