@@ -192,6 +192,13 @@ def test_residuals_are_given_or_chosen():
         trainer_of(Assignment(memory_limit=1000.0), memory=Memory(residuals=plan))
 
 
+def test_a_limit_needs_a_pipeline():
+    with pytest.raises(ValueError, match=r"memory_limit=10 of the assignment needs a pipeline"):
+        trainer_of(Assignment(memory_limit=10), num_stages=1)
+    with pytest.raises(ValueError, match="memory_limit"):  # a pipeline of one rank
+        trainer_of(Assignment(memory_limit=10), num_stages=1, mesh={}).compile(m.make_batch(512))
+
+
 @pytest.mark.parametrize(
     ("fsdp", "rows"), [("step", 16), (20_000, 16), (None, 1024), (None, 16)], ids=["step", "window", "loop", "update"]
 )

@@ -15,7 +15,7 @@ __all__ = ["Hardware", "StageLoad"]
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """The speed and the memory of one device and of its links, in FLOPs, seconds and bytes.
+    """The speed of one device and of its links, in FLOPs, seconds and bytes.
 
     Args:
       flops: the floating-point operations that a device does in a second, as models reach them (often 40 to 60 % of
@@ -26,13 +26,12 @@ class Hardware:
       host_latency: seconds that a copy to the host or back takes besides.
       gather_bandwidth: bytes a second that a device receives from the other devices of its stage, for parameters that
         are sharded inside the stage (FSDP).
-      device_bytes: the memory of a device.
 
     Raises:
       ScheduleError: for a value that is not a number above 0 (a latency may be 0).
 
     Example:
-      >>> card = Hardware(flops=400e12, host_bandwidth=50e9, device_bytes=80e9)
+      >>> card = Hardware(flops=400e12, host_bandwidth=50e9)
       >>> card.host_link.time(1e9)
       0.02
     """
@@ -43,7 +42,6 @@ class Hardware:
     link_latency: float = 0.0
     host_latency: float = 0.0
     gather_bandwidth: float = math.inf
-    device_bytes: float = math.inf
 
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(self)):
