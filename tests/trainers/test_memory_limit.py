@@ -10,9 +10,11 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax.messages import amount
 from jaxpp_flax.schedules import ResidualPlan, StageResiduals
 from jaxpp_flax.schedules.planning import Hardware, describe
 from jaxpp_flax.trainers import Assignment, Memory, MeshOptions
+from jaxpp_flax.trainers.step.compiled_steps import stage_table
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
 
@@ -190,6 +192,16 @@ def test_residuals_are_given_or_chosen():
     plan = ResidualPlan([StageResiduals(recompute=True)] * 4)
     with pytest.raises(ValueError, match=r"both Memory\(residuals=\) and memory_limit=1000.0 are given"):
         trainer_of(Assignment(memory_limit=1000.0), memory=Memory(residuals=plan))
+
+
+def test_the_table_of_stages_shows_the_state_on_the_host():
+    options = {"tx": optax.adam(1e-2), "rows": 64, "num_stages": 2, "memory": Memory(optimizer_state="pinned_host")}
+    trainer = layers_trainer(1e12, **options)
+    compiled = trainer.compile({key: jnp.ones((64, 64)) for key in "xy"})
+    column = stage_table(compiled.stages, {}, "", trainer.plan).columns[-1]
+    assert column.header == "host"
+    # Adam has two numbers for each one of four layers on a rank.
+    assert list(column.cells) == [amount(2 * 4 * (64 * 64 + 64) * 4, "B")] * 2
 
 
 def test_a_limit_needs_a_pipeline():

@@ -54,12 +54,14 @@ class Prediction:
       peak_bytes: the most bytes on each device, for each rank.
       host_bytes: the most bytes of residuals on the host, for each rank.
       stages: what is done with the residuals of each stage.
+      state_host_bytes: the bytes of the optimizer's state on the host, for each rank.
     """
 
     seconds: float
     peak_bytes: tuple[float, ...]
     host_bytes: tuple[float, ...]
     stages: tuple[StageUse, ...]
+    state_host_bytes: tuple[float, ...] = ()
 
     @property
     def moved(self) -> float:
@@ -175,6 +177,7 @@ class StepModel:
             peak_bytes=tuple(f + peak for f, peak in zip(self.rank_fixed, peaks, strict=True)),
             host_bytes=step.peak_host_memory,
             stages=self._uses(residuals),
+            state_host_bytes=tuple(sum(self._streamed(rank)) for rank in range(len(self.tasks))),
         )
 
     def ordered_peaks(self, residuals: ResidualPlan) -> tuple[float, ...]:
@@ -236,8 +239,10 @@ class StepModel:
 
     def _update_bytes(self, rank: int) -> float:
         """Return the most bytes of optimizer state on the host that a rank's update has on each device at one time."""
-        leaves = [n for of, load in zip(self.rank_of, self.stages, strict=True) if of == rank for n in load.streamed]
-        return update_window(leaves, self.stream_window)
+        return update_window(self._streamed(rank), self.stream_window)
+
+    def _streamed(self, rank: int) -> list[float]:
+        return [n for of, load in zip(self.rank_of, self.stages, strict=True) if of == rank for n in load.streamed]
 
     def bytes_by_kind(self, rank: int, residuals: ResidualPlan) -> dict[str, float]:
         """Return a rank's bytes at its peak by kind; "residuals" are those in flight."""

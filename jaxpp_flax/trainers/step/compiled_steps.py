@@ -223,7 +223,8 @@ def stage_table(
 
     It has the FLOPs and the sent bytes of one microbatch, and `memory`, the maximum bytes of each rank. If the plan
     was made for a memory limit, it also has what each stage does with its residuals, their bytes in one step (kept,
-    moved to the host, recomputed), and the predicted bytes of each rank and seconds of a step.
+    moved to the host, recomputed), the predicted bytes of each rank on its devices and on the host (the optimizer's
+    state included), and the seconds of a step.
     """
     table = Table(title=title, title_justify="left")
     for column, side in (("stage", "right"), ("rank", "right"), ("blocks", "left"), ("parameters", "right")):
@@ -232,7 +233,7 @@ def stage_table(
         table.add_column(column, justify="right")
     choice = None if plan is None else plan.choice
     if choice is not None:
-        for column in ("residuals", "kept", "moved", "recomputed", "predicted"):
+        for column in ("residuals", "kept", "moved", "recomputed", "predicted", "host"):
             table.add_column(column, justify="right")
     if plan is not None and plan.choice_text:
         table.caption, table.caption_justify = plan.choice_text, "left"
@@ -252,6 +253,7 @@ def stage_table(
             use = choice.prediction.stages[stage.stage]
             row.append(describe(choice.residuals.of(stage.stage)))
             held = choice.prediction.peak_bytes[stage.rank]
-            row += [amount(nbytes, "B") for nbytes in (use.kept, use.moved, use.recomputed, held)]
+            on_host = choice.prediction.host_bytes[stage.rank] + choice.prediction.state_host_bytes[stage.rank]
+            row += [amount(nbytes, "B") for nbytes in (use.kept, use.moved, use.recomputed, held, on_host)]
         table.add_row(*row)
     return table
