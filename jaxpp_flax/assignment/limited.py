@@ -8,7 +8,7 @@ rank holds the residuals of one microbatch at a time. Each gets its cheapest mix
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from jaxpp_flax.assignment.balancing import Balance, balance, leanest, rank_loads
@@ -33,6 +33,8 @@ class LimitedStep:
       memory: the bytes that blocks need, and the limits.
       sent: bytes on each device that cross a cut before each block (the first is not used).
       hardware: the devices and their links.
+      passing: those of them that the block before the cut does not keep; None: it keeps all.
+      with_effects: the blocks that may not run twice.
       cheap: seconds in which each block's backward recomputes its cheap values; None: stages recompute all or nothing.
 
     Example:
@@ -45,7 +47,7 @@ class LimitedStep:
       >>> step = LimitedStep(time=time, seconds=1.0, memory=memory, sent=[0.0, 1.0, 1.0],
       ...                    hardware=Hardware(flops=1.0, host_bandwidth=10.0))
       >>> step.model([2, 1]).stages[0].residual_bytes, step.choose([2, 1]).prediction.peak_bytes
-      (20.0, (20.0, 10.0))
+      (20.0, (21.0, 11.0))
     """
 
     time: StepTime
@@ -54,12 +56,15 @@ class LimitedStep:
     sent: Sequence[float]
     hardware: Hardware
     cheap: Sequence[float] | None = None
+    passing: Sequence[float] | None = None
+    with_effects: Collection[int] = ()
 
     def model(self, sizes: Sequence[int]) -> StepModel:
         """Return the model of the step for the sizes of its stages."""
         forward, backward = both_passes(self.time.forward, self.time.backward)
         stages: list[StageLoad] = []
-        for size, end in zip(sizes, itertools.accumulate(sizes), strict=True):
+        left_out = dict(enumerate(self.memory.left_out))
+        for rank, size, end in zip(self.memory.rank_of, sizes, itertools.accumulate(sizes), strict=True):
             start = end - size
             active = self.memory.active_bytes(start, end)
             cheap = (
@@ -75,10 +80,16 @@ class LimitedStep:
                     forward=sum(forward[start:end]) * self.seconds,
                     backward=sum(backward[start:end]) * self.seconds,
                     residual_bytes=active,
+                    values=self.memory.values(start, end),
+                    saved_bytes=sum(self.memory.values(start, end, "saved")),
+                    has_effects=any(start <= block < end for block in self.with_effects),
+                    cheap_values=() if self.cheap is None else self.memory.values(start, end, "kept"),
                     **cheap,
                     input_bytes=self.sent[start] if start else 0.0,
                     sent_bytes=self.sent[end] if end < len(self.sent) else 0.0,
-                    fixed_bytes=self.memory.fixed_parts(start, end),
+                    passing_bytes=self.passing[end] if self.passing and end < len(self.sent) else 0.0,
+                    # The first stage of a rank has what the rank holds besides.
+                    fixed_bytes={**self.memory.fixed_parts(start, end), "other arrays": left_out.pop(rank, 0.0)},
                     gathered=self.memory.gathered(start, end),
                     streamed=self.memory.streamed(start, end),
                 )
@@ -133,7 +144,9 @@ def balance_within(step: LimitedStep, even: Sequence[int]) -> tuple[Balance, Cho
     kept = balance(costs, ranks, memory, step.sent, even, time)
     free = balance(costs, ranks, None, step.sent, even, time)
     if kept is not None and (free is None or kept.sizes == free.sizes):
-        return kept, step.choose(kept.sizes)
+        choice = step.choose(kept.sizes)
+        if choice.residuals.is_kept:  # arrays between stages may leave too little room
+            return kept, choice
     lean = memory.with_one_in_flight()
     leaner = balance(costs, ranks, lean, step.sent, even, time)
     candidates = [kept, free, leaner]

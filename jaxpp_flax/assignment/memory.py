@@ -17,7 +17,7 @@ from jaxpp_flax.schedules.planning.model import update_window
 
 __all__ = ["Held", "MemoryModel", "live_counts"]
 
-_IN_FLIGHT = ("activations", "kept")
+_IN_FLIGHT = ("activations", "kept", "saved")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +25,10 @@ class Held:
     """Bytes on each device of a rank that runs any of `blocks`.
 
     Attributes:
-      kind: "parameters", "gathered", "optimizer", "streamed", "gradients", "data", "activations" or "kept"; activations
-        count once for each microbatch in flight, and "kept" counts in their place where cheap values are recomputed.
-        "gathered" counts up to the limit of `fsdp`. "streamed" is on the host, and counts in windows after the loop.
+      kind: "parameters", "gathered", "optimizer", "streamed", "gradients", "data", "activations", "kept" or "saved".
+        Activations count once for each microbatch in flight; "kept" counts in their place where cheap values are
+        recomputed, and "saved" are those that a policy saves from recomputation. "gathered" counts up to the limit of
+        `fsdp`. "streamed" is on the host, and counts in windows after the loop.
       nbytes: the number of bytes.
       blocks: the blocks that need these bytes, in increasing order.
     """
@@ -85,6 +86,7 @@ class MemoryModel:
       limits: bytes that each device of a rank may hold, for each rank.
       fsdp: how often parameters are gathered; see `MeshOptions`.
       stream_window: bytes of optimizer state on the host that an update fetches at one time.
+      left_out: for each rank, bytes besides: those that a compiled step held above its prediction.
 
     Example:
       >>> held = [Held(kind="parameters", nbytes=10, blocks=(0, 1)), Held(kind="activations", nbytes=1, blocks=(1,))]
@@ -100,6 +102,7 @@ class MemoryModel:
     limits: tuple[float, ...]
     fsdp: str | int = "step"
     stream_window: float = math.inf
+    left_out: tuple[float, ...] = ()
 
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages of a rank, in increasing order."""
@@ -130,6 +133,10 @@ class MemoryModel:
     def kept_bytes(self, start: int, end: int) -> float:
         """Return what such a stage keeps of its activations if it recomputes its cheap values."""
         return min(self._sums[2][start][end - start], self._active(start, end))
+
+    def values(self, start: int, end: int, kind: str = "activations") -> tuple[float, ...]:
+        """Return the bytes of each activation of one microbatch of such a stage, or of each that is kept."""
+        return tuple(item.nbytes for item in self.held if _is_in(item, kind, start, end))
 
     def fixed_parts(self, start: int, end: int) -> dict[str, float]:
         """Return the bytes of such a stage that are held for the whole step, by kind."""
@@ -188,8 +195,13 @@ class MemoryModel:
 
     @cached_property
     def nothing(self) -> tuple[float, ...]:
-        """The vector of empty ranks: zero bytes at every moment but the update."""
-        return tuple(0.0 if any(moment) else self._update_bytes for moments in self._moments for moment in moments)
+        """The vector of empty ranks: what was left out, and what the update fetches."""
+        left_out = self.left_out or (0.0,) * len(self.limits)
+        return tuple(
+            more + (0.0 if any(moment) else self._update_bytes)
+            for more, moments in zip(left_out, self._moments, strict=True)
+            for moment in moments
+        )
 
     def with_stage(self, held: tuple[float, ...], stage: int, start: int, end: int) -> tuple[float, ...]:
         """Return `held` plus the bytes of a stage with blocks `start` to `end`."""
@@ -206,7 +218,7 @@ class MemoryModel:
         return all(max(held[here]) <= limit for here, limit in zip(self.slices, self.limits, strict=True))
 
     def _fixed(self, start: int, end: int) -> float:
-        gathered = self._sums[3][start][end - start]
+        gathered = self._sums[4][start][end - start]
         return self._sums[0][start][end - start] + (
             gathered if isinstance(self.fsdp, str) else min(gathered, self.fsdp)
         )
@@ -216,7 +228,7 @@ class MemoryModel:
 
     @cached_property
     def _sums(self) -> tuple[list[list[float]], ...]:
-        """For (fixed, activations, kept ones, gathered ones): the bytes of the n blocks from each start on."""
+        """For (fixed, activations, kept, saved, gathered): the bytes of the n blocks from each start on."""
         apart = (*_IN_FLIGHT, "gathered")
         fixed = [h for h in self.held if h.kind not in (*apart, "streamed")]
         groups = fixed, *([h for h in self.held if h.kind == kind] for kind in apart)

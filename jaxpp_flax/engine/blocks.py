@@ -7,22 +7,23 @@ demand: an even assignment needs only the names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, overload
 
 from jax.sharding import PartitionSpec
 
-from jaxpp_flax.engine.analyses.cheap_values import CheapCut
+from jaxpp_flax.engine.analyses.cheap_values import CheapCut, makers_of
+from jaxpp_flax.engine.analyses.work import count_flops, work_of
 from jaxpp_flax.engine.passes.fsdp.rule import Gather
 from jaxpp_flax.engine.passes.loop.carries import CarryError
 from jaxpp_flax.engine.passes.loop.label import label
 from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask, Partition
 from jaxpp_flax.engine.passes.loop.partition import partition
-from jaxpp_flax.engine.passes.memory.recompute import cheap_cut_of
+from jaxpp_flax.engine.passes.memory.recompute import cheap_cut_of, saved_by_policies
 from jaxpp_flax.engine.program.specs import accumulator_spec
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, bodies, values
+from jaxpp_flax.engine.tracing.ir import Atom, Value, memory_kind_of, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.schedules.task import TaskKind
@@ -37,16 +38,6 @@ __all__ = [
     "cut_at_every_mark",
     "work_of_blocks",
 ]
-
-
-# Views, or operations that their readers compute on the way.
-_FREE = frozenset(
-    {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota", "copy", "copy_p", "stop_gradient", "name",
-     "stage_marker", "optimization_barrier", "slice"}
-)  # fmt: skip
-_READS_ITS_OPERANDS = frozenset(
-    {"dot_general", "conv_general_dilated", "ragged_dot_general", "sort", "scatter", "scatter-add", "scatter_add"}
-)
 
 
 @dataclass(frozen=True)
@@ -70,8 +61,9 @@ class Holding:
       kind: "parameters" (and all other operands that the loop reads whole), "data" (indexed by the microbatch, held for
         all microbatches), "gradients" (accumulators), "activations" (made by a forward and read by a backward, or
         made by an input gradient and read by the weight gradient: held for each microbatch in flight), "kept" (what
-        is held instead of activations by stages that recompute their cheap values), or "gathered" (whole copies of
-        sharded parameters, with `fsdp=`; under a limit in bytes, this counts all of them).
+        is held instead of activations by stages that recompute their cheap values), "saved" (activations that a policy
+        of the user saves), or "gathered" (whole copies of sharded parameters, with `fsdp=`; under a limit in bytes,
+        this counts all of them).
       nbytes: bytes on each device of a rank.
       blocks: the blocks that need the value, in increasing order.
       argument: its position among the step's flat arguments, counted from the end (-1 is the last); or None.
@@ -200,7 +192,23 @@ class Blocks:
                 for value in task.graph.inputs:
                     if value in made or value in left:
                         kept.setdefault(value, set()).add(task.stage)
-        return (*found, *self._in_flight("activations", kept), *self._in_flight("kept", self._with_cheap_cuts(kept)))
+        saved = {v: stages & self._saving.get(v, set()) for v, stages in kept.items()}
+        return (
+            *found,
+            *self._in_flight("activations", kept),
+            *self._in_flight("kept", self._with_cheap_cuts(kept)),
+            *self._in_flight("saved", {v: stages for v, stages in saved.items() if stages}),
+        )
+
+    @cached_property
+    def _saving(self) -> dict[Value, set[int]]:
+        """The blocks in which a policy of the user saves a value."""
+        part, found = self.partition, dict[Value, set[int]]()
+        for task in part.tasks:
+            if task.kind is not TaskKind.FORWARD:
+                for value in saved_by_policies([task.graph], self.body):
+                    found.setdefault(value, set()).add(task.stage)
+        return found
 
     def _in_flight(self, kind: str, kept: Mapping[Value, set[int]]) -> list[Holding]:
         return [
@@ -210,6 +218,7 @@ class Blocks:
                 blocks=tuple(sorted(stages)),
             )
             for value, stages in kept.items()
+            if memory_kind_of(value.aval) is None  # a policy of the user may have put it on the host
         ]
 
     def _with_cheap_cuts(self, kept: Mapping[Value, set[int]]) -> dict[Value, set[int]]:
@@ -227,10 +236,35 @@ class Blocks:
         """What each block keeps and computes again if it recomputes its cheap values, by its forward."""
         part = self.partition
         return {
-            task: cheap_cut_of(task, [t for t in part.tasks if t.stage == task.stage and t is not task], part)
+            task: cheap_cut_of(
+                task, [t for t in part.tasks if t.stage == task.stage and t is not task], part, self.body
+            )
             for task in part.tasks
             if task.kind is TaskKind.FORWARD
         }
+
+    @cached_property
+    def with_effects(self) -> frozenset[int]:
+        """The blocks whose results need an operation with side effects, which may not run twice."""
+        ahead = [t for t in self.partition.tasks if t.kind is TaskKind.FORWARD]
+        made = {t.stage: makers_of(t.graph.equations, values(t.graph.outputs), ()) for t in ahead}
+        return frozenset(block for block, equations in made.items() if any(e.effects for e in equations))
+
+    @cached_property
+    def passing(self) -> tuple[float, ...]:
+        """For each block, the bytes that its forward makes for forwards of other blocks, not for its own backward."""
+        tasks, read = self.partition.tasks, dict[tuple[int, bool], set[Value]]()
+        for task in tasks:
+            read.setdefault((task.stage, task.kind is TaskKind.FORWARD), set()).update(task.graph.inputs)
+        found = [0.0] * (len(self.body.marks) + 1)
+        for task in tasks:
+            if task.kind is TaskKind.FORWARD:
+                ahead = set[Value]().union(
+                    *(of for (stage, is_ahead), of in read.items() if is_ahead and stage > task.stage)
+                )
+                leaving = ahead.intersection(values(task.graph.outputs)) - read.get((task.stage, False), set())
+                found[task.stage] = sum(v.nbytes / (self.batch_shards if v.aval.ndim else 1) for v in leaving)
+        return tuple(found)
 
     def _shards(self, spec: PartitionSpec) -> int:
         return math.prod(self.shards_of(entry) for entry in spec if entry is not None)
@@ -256,7 +290,7 @@ class Marks(Sequence[Mark]):
         """Estimate the work of each block's backward that recomputes cheap values, fused; see `work_of_blocks`."""
         found = [0.0] * (len(self) + 1)
         for forward, cut in self.blocks.cheap_cuts.items():
-            operations = sum(_work(e, 0.0) for e in cut.equations)
+            operations = sum(work_of(e, 0.0) for e in cut.equations)
             found[forward.stage] += max(operations, flops_per_byte * cut.moved_bytes)
         return tuple(found)
 
@@ -293,80 +327,6 @@ def cut_at_every_mark(marks: Sequence[Mark], num_stages: int) -> Sequence[int]:
     )
 
 
-def _moved_bytes(equation: Any) -> float:
-    """Count the bytes that one equation without inner jaxprs reads and writes, if no fusion saves them.
-
-    Contractions, sorts and scatters count operands and results, other equations their results; views count nothing.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
-      >>> [_moved_bytes(e) for e in jax.make_jaxpr(lambda x: jnp.exp(x @ x).reshape(16))(x).jaxpr.eqns]
-      [192.0, 64.0, 0.0]
-    """
-    name = equation.primitive.name
-    if name in _FREE:
-        return 0.0
-    operands, results = _avals(equation)
-    found = sum(map(_nbytes, results))
-    if name in _READS_ITS_OPERANDS:
-        found += sum(map(_nbytes, operands))
-    return float(found)
-
-
-def count_flops(equations: Iterable[Any]) -> float:
-    """Return the floating-point operations of equations: the package's one count, on every backend.
-
-    Contractions count two for each multiply-add; other equations count one for each element of their results.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
-      >>> count_flops(jax.make_jaxpr(lambda x: jnp.exp(x @ x))(x).jaxpr.eqns)
-      144.0
-    """
-    return float(sum(_work(equation, 0.0) for equation in equations))
-
-
-def _work(equation: Any, flops_per_byte: float) -> float:
-    """Return the FLOPs, or the FLOPs that could be done while the bytes are moved, if that is more.
-
-    Contractions count two FLOPs for each multiply-add; other equations count one for each element of their results. A
-    `while` counts one turn, because its length is unknown.
-    """
-    name, params = equation.primitive.name, equation.params
-    inner = bodies(params)
-    if inner:
-        turns = params.get("length", 1) if name == "scan" else 1
-        costs = [sum(_work(e, flops_per_byte) for e in jaxpr.eqns) for jaxpr in inner]
-        return turns * (max(costs) if name == "cond" else sum(costs))
-    operands, results = _avals(equation)
-    if name == "dot_general":
-        (contracted, _), _ = params["dimension_numbers"]
-        found = 2.0 * _size(results[0]) * math.prod(operands[0].shape[d] for d in contracted)
-    elif name == "conv_general_dilated":
-        kernel = operands[1].shape
-        out_features = kernel[params["dimension_numbers"].rhs_spec[0]]
-        found = 2.0 * _size(results[0]) * math.prod(kernel) / max(out_features, 1)
-    else:
-        found = float(sum(map(_size, results)))
-    return max(found, flops_per_byte * _moved_bytes(equation)) if flops_per_byte else found
-
-
-def _avals(equation: Any) -> tuple[list[Any], list[Any]]:
-    if isinstance(equation, Equation):
-        return [a.aval for a in equation.inputs], [v.aval for v in equation.outputs]
-    return [a.aval for a in equation.invars], [v.aval for v in equation.outvars]
-
-
-def _size(aval: Any) -> int:
-    return int(getattr(aval, "size", 0))
-
-
-def _nbytes(aval: Any) -> int:
-    return _size(aval) * int(getattr(getattr(aval, "dtype", None), "itemsize", 0))
-
-
 def work_of_blocks(body: LoopBody, flops_per_byte: float = 0.0) -> tuple[Work, ...]:
     """Estimate the work of each block of an inlined body; the last block is the work after the last mark.
 
@@ -377,7 +337,7 @@ def work_of_blocks(body: LoopBody, flops_per_byte: float = 0.0) -> tuple[Work, .
     forward, backward = [0.0] * blocks, [0.0] * blocks
     for equation, phase in labels.phase.items():
         if phase < blocks:
-            forward[phase] += _work(equation, flops_per_byte)
+            forward[phase] += work_of(equation, flops_per_byte)
         else:
-            backward[2 * blocks - 1 - phase] += _work(equation, flops_per_byte)
+            backward[2 * blocks - 1 - phase] += work_of(equation, flops_per_byte)
     return tuple(map(Work, forward, backward))

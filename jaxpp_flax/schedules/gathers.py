@@ -6,7 +6,7 @@ The engine and the planners share these rules. They know names and bytes, no arr
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
@@ -131,7 +131,7 @@ class Gathers:
     """The parameters that the stages gather from their shards, for the simulator and for planners.
 
     Every task of a stage but the weight gradient reads all of them. A gather takes the rank's time, and no other rank
-    waits for it. The reduction of gradients counts where it runs in every microbatch; otherwise it runs after the loop.
+    waits for it. So does the reduction of gradients, in every microbatch or after the loop.
 
     Args:
       stages: for each stage, the bytes of each gathered parameter on a device, by name. Stages of one rank share a
@@ -183,6 +183,12 @@ class Gathers:
     def reduced(self, stage: int) -> float:
         """Return the bytes of gradients that a stage reduces in every microbatch."""
         return sum(nbytes for _, nbytes in self.stages[stage]) if self.fsdp == "microbatch" else 0.0
+
+    def reduced_once(self, stages: Collection[int]) -> float:
+        """Return the bytes of gradients that a rank with these stages reduces after the loop."""
+        if self.fsdp == "microbatch":
+            return 0.0
+        return sum({name: nbytes for stage in stages for name, nbytes in self.stages[stage]}.values())
 
     @property
     def _limit(self) -> int | None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.task import AnyTask, FusedTask, TaskKind
 
-__all__ = ["KEEP", "HostCopy", "ResidualPlan", "StageResiduals", "host_copies"]
+__all__ = ["KEEP", "HostCopy", "ResidualPlan", "StageResiduals", "host_copies", "largest_share"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,3 +190,27 @@ def host_copies(tasks: Sequence[AnyTask], plan: ResidualPlan) -> list[HostCopy]:
             gone = None if plan.offload_within is None else min(after + 1 + plan.offload_within, fetch)
             found.append(HostCopy(*key, after, gone, fetch, position))
     return sorted(found, key=lambda copy: copy.offload_after)
+
+
+def largest_share(sizes: Sequence[float], share: float) -> list[int]:
+    """Return the positions of values with this share of all bytes: the largest that fit into it, and one to reach it.
+
+    Example:
+      >>> largest_share([8, 1, 4, 4], 0.25), largest_share([8, 1, 4, 4], 0.75)
+      ([1, 2], [0, 1, 2])
+    """
+    missing, taken = share * sum(sizes), set[int]()
+    ordered = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    for i in ordered:
+        if sizes[i] <= missing:
+            taken.add(i)
+            missing -= sizes[i]
+    if missing > 0:
+        last = [i for i in ordered if i not in taken][-1]
+        taken.add(last)
+        missing -= sizes[last]
+    for i in reversed(ordered):  # the last one may take the place of smaller ones
+        if i in taken and sizes[i] <= -missing:
+            taken.remove(i)
+            missing += sizes[i]
+    return sorted(taken)

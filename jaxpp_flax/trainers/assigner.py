@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
-
-import jax
 
 from jaxpp_flax.assignment import AssignmentError, CutPolicy, Plan, even, resolve, segment_names
 from jaxpp_flax.assignment.balancing import Balance, balance
@@ -18,7 +15,7 @@ from jaxpp_flax.assignment.policies import cuts_of, sizes_of
 from jaxpp_flax.assignment.simulated_step import MOST_TASKS, StepTime
 from jaxpp_flax.assignment.stages_choice import StagesChoice, choose
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
-from jaxpp_flax.engine.arrays.mesh import MpmdMesh, axes_in
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.blocks import Marks, Work
 from jaxpp_flax.engine.passes.memory import stream_updates
 from jaxpp_flax.engine.tracing.markers import Mark
@@ -26,10 +23,10 @@ from jaxpp_flax.messages import near_names
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.schedules.planning import Choice, Hardware
 from jaxpp_flax.schedules.residuals import ResidualPlan
-from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.tuning.exact_bytes import ExactBytes
 from jaxpp_flax.trainers.tuning.shared_block_times import shared_block_times
 
-__all__ = ["Assigner", "Pipeline", "kept_bytes"]
+__all__ = ["Assigner", "Pipeline"]
 
 # Of a search that nobody asked for, with several stages on a rank: about a tenth of a second.
 _MOST_TASKS_UNASKED = 60_000
@@ -43,7 +40,7 @@ class Pipeline:
       schedule: gives the rank of each stage, and the number of microbatches in flight.
       num_microbatches: the number of microbatches of a step.
       mesh: the mesh of the ranks.
-      kept: for each leaf of a step's arguments, what the optimizer and the average keep; see `kept_bytes`.
+      kept: for each leaf of a step's arguments, what the optimizer and the average keep; see `state.kept_bytes`.
       fsdp: how often the training step gathers parameters; see `MeshOptions`.
     """
 
@@ -83,6 +80,28 @@ class Assigner:
         self._works: dict[int, tuple[Work, ...]] = {}
         self._unseen: list[Plan] = []
         self._last: tuple[Marks, Pipeline] | None = None  # of the step that was cut last
+        self._exact = ExactBytes(memory_limit)
+        self._is_new = False  # whether the step that was cut last has a plan of its own
+
+    def compile_within_limit(self, schedule: Schedule | None, num_microbatches: int, run: Callable[[], Any]) -> Any:
+        """Return `run()`, a training step that is compiled, with a plan whose exact bytes are within the memory limit.
+
+        If a rank of the compiled step holds more, plan again with what the model has left out, a few times.
+
+        Raises:
+          AssignmentError: if no such plan is found; it names the closest one.
+        """
+        key = schedule, num_microbatches
+        try:
+            while True:
+                compiled, found = run(), self.plan_of(*key)
+                if self._limit is None or found is None or self._exact.fit(found, compiled.memory_analysis()):
+                    return compiled
+                if self._is_new:  # otherwise the blocks stay where they are
+                    del self._plans[key]
+                    self._unseen.pop()
+        finally:
+            self._exact.forget()
 
     def plan_with(self, schedule: Schedule) -> LimitedPlan | None:
         """Return the plan that the step which was cut last would have with another schedule on the same ranks.
@@ -125,8 +144,8 @@ class Assigner:
 
         def train(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
             key, marks = (pipeline.schedule, pipeline.num_microbatches), cast(Marks, marks)
-            self._last = marks, pipeline
-            if key not in self._plans:
+            self._last, self._is_new = (marks, pipeline), key not in self._plans
+            if self._is_new:
                 limited = None if self._limit is None else self._limited_step(marks, pipeline)
                 self._plans[key] = self._make(marks, num_stages, pipeline, limited)
                 self._unseen.append(self._plans[key][1])
@@ -269,6 +288,7 @@ class Assigner:
             limits=limits,
             fsdp=pipeline.fsdp,
             stream_window=stream_updates.WINDOW_BYTES,
+            left_out=self._exact.left_out,
         )
 
     def _limited_step(self, marks: Marks, pipeline: Pipeline) -> LimitedStep:
@@ -285,6 +305,8 @@ class Assigner:
             seconds=seconds,
             memory=self._memory(marks, pipeline),
             sent=[0.0, *(nbytes / marks.blocks.batch_shards for nbytes in marks.sent)],
+            passing=[0.0, *marks.blocks.passing],
+            with_effects=marks.blocks.with_effects,
             hardware=hardware,
             cheap=[work / (hardware.flops * len(devices)) for work in marks.cheap_work(_bytes_as_flops(pipeline))],
         )
@@ -314,48 +336,6 @@ def _step_time(pipeline: Pipeline, work: Sequence[Work], most_tasks: int = MOST_
         backward=[w.backward for w in work],
         most_tasks=most_tasks,
     )
-
-
-def kept_bytes(
-    state: TrainState,
-    specs: TrainState | None,
-    batch: Any,
-    mesh: MpmdMesh,
-    memory_kind: Callable[[Any], str | None] = lambda leaf: None,
-) -> list[tuple[float, float]]:
-    """Return, for each leaf of `(state, batch)`, the bytes that the optimizer and the average keep for each device.
-
-    The first number lies on the device, the second one on the host. `memory_kind` returns the memory of a leaf of the
-    optimizer: None for the devices' own.
-
-    A leaf of the optimizer belongs to the parameter with the same path. A leaf with the parameter's shape has the
-    parameter's sharding, from `specs` (see `state_specs`).
-    """
-    sizes = dict(mesh.unstack[0].shape)
-    params = jax.tree_util.tree_leaves_with_path(state.params)
-    is_spec = lambda s: s is None or isinstance(s, jax.sharding.PartitionSpec)  # noqa: E731
-    listed = jax.tree.leaves(specs.params, is_leaf=is_spec) if specs is not None else [None] * len(params)
-    shards = {path: _shards(spec, sizes) for (path, _), spec in zip(params, listed, strict=True)}
-    shapes = {path: leaf.shape for path, leaf in params}
-    extra = {path: [0.0, 0.0] for path in shapes}
-    for tree, kind_of in ((state.opt_state, memory_kind), (state.ema, lambda leaf: None)):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            tail = next((path[i:] for i in range(len(path)) if path[i:] in extra), None)
-            if tail is not None:
-                extra[tail][kind_of(leaf) is not None] += (
-                    leaf.size * leaf.dtype.itemsize / (shards[tail] if leaf.shape == shapes[tail] else 1)
-                )
-    on_devices, on_host = (
-        jax.tree.unflatten(jax.tree.structure(state.params), [extra[path][place] for path, _ in params])
-        for place in range(2)
-    )
-    nothing, nothing_of_batch = jax.tree.map(lambda _: 0.0, (state, batch))
-    columns = ((replace(nothing, params=of_params), nothing_of_batch) for of_params in (on_devices, on_host))
-    return list(zip(*map(jax.tree.leaves, columns), strict=True))
-
-
-def _shards(spec: Any, sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes[name] for name in axes_in(spec or ()))
 
 
 def _at_every_mark(run: Callable[[], Any], what: str, instead: str) -> Any:

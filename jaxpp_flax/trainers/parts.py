@@ -186,6 +186,8 @@ def _check_memory_options(memory: Memory, scheduling: Scheduling, assignment: As
                 f"both Memory(residuals=) and memory_limit={assignment.memory_limit!r} are given: a limit chooses the "
                 "residuals itself. Leave one of them out."
             )
+    if assignment.memory_limit is not None and mesh is None:
+        raise ValueError(no_pipeline(f"memory_limit={assignment.memory_limit!r} of the assignment"))
     if memory.pack_bytes != "auto" and mesh is None:
         raise ValueError(no_pipeline("Memory(pack_bytes=)"))
     tuner = scheduling.tuner

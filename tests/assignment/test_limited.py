@@ -34,12 +34,20 @@ def step_of(limit: float, *, parameters=(4, 4, 4, 4, 4, 4), activations=(8, 8, 8
 
 @pytest.mark.parametrize(("name", "ranks"), [("1f1b", 3), ("gpipe", 3), ("interleaved_1f1b", 2)])
 def test_the_model_counts_the_bytes_of_the_assignment(name, ranks):
-    step = step_of(1e9, name=name, ranks=ranks)
+    step = replace(step_of(1e9, name=name, ranks=ranks), sent=[0.0] * 6)
     count = step.time.schedule.num_stages
     for sizes in [s for s in itertools.product((1, 2, 3), repeat=count) if sum(s) == 6]:
         model = step.model(sizes)
         assert list(model.predict(ResidualPlan.keep(count)).peak_bytes) == step.memory.rank_bytes(sizes)
         assert model.predict(ResidualPlan.keep(count)).seconds == step.time(sizes)
+
+
+def test_what_a_compiled_step_held_besides_counts_in_both_models():
+    step = step_of(1e9)
+    step = replace(step, memory=replace(step.memory, left_out=(5.0, 0.0, 7.0)), sent=[0.0] * 6)
+    predicted = step.model([2, 2, 2]).predict(ResidualPlan.keep(3)).peak_bytes
+    assert list(predicted) == step.memory.rank_bytes([2, 2, 2]) == [8.0 + 48.0 + 5.0, 8.0 + 32.0, 8.0 + 16.0 + 7.0]
+    assert step.model([2, 2, 2]).bytes_by_kind(0, ResidualPlan.keep(3))["other arrays"] == 5.0
 
 
 @pytest.mark.parametrize(("fsdp", "held"), [("step", 3.0 * 2), (4, 4.0)])
@@ -50,7 +58,7 @@ def test_gathers_and_the_update_count_in_both_models(fsdp, held):
         Held(kind=kind, nbytes=n, blocks=(b,)) for b in range(6) for kind, n in (("gathered", 3.0), ("streamed", 5.0))
     ]
     memory = replace(step.memory, held=[*step.memory.held, *extra], fsdp=fsdp, stream_window=7.0)
-    step = replace(step, memory=memory)
+    step = replace(step, memory=memory, sent=[0.0] * 6)
     keep = ResidualPlan.keep(3)
     predicted = step.model([2, 2, 2]).predict(keep).peak_bytes
     # Parameters 8; three, two or one microbatch of 1 byte in flight. On the last rank the update holds more.

@@ -303,6 +303,8 @@ def _options(model: StepModel, stage: int, options: Sequence[StageResiduals]) ->
     for option in options:
         moves_nothing = option.offload and not load.kept_bytes(option)
         saves_nothing = option.recompute == "cheap" and not load.cheap_bytes
+        if option.recompute is True:  # an operation with side effects may not run twice, and policies save values
+            saves_nothing = load.has_effects or 0 < load.saved_bytes >= load.residual_bytes
         if not moves_nothing and not saves_nothing:
             moved = tuple(m for m in range(model.num_microbatches) if option.offloads(m))
             found.setdefault((option.recompute, moved, option.offload_values), option)

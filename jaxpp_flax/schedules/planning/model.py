@@ -8,147 +8,24 @@ a plan can be made for hardware that is not there.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.gathers import Gathers, check_fsdp
-from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals, host_copies
+from jaxpp_flax.schedules.planning.loads import Hardware, StageLoad
+from jaxpp_flax.schedules.planning.transit import waiting_bytes
+from jaxpp_flax.schedules.residuals import ResidualPlan, host_copies
 from jaxpp_flax.schedules.schedule import Schedule
-from jaxpp_flax.schedules.simulation.costs import Costs, CostTable, Link, Transfer
+from jaxpp_flax.schedules.simulation.costs import Costs, CostTable
 from jaxpp_flax.schedules.simulation.simulate import summarize
-from jaxpp_flax.schedules.task import AnyTask
+from jaxpp_flax.schedules.task import AnyTask, FusedTask, TaskKind
 
 __all__ = ["Hardware", "Prediction", "StageLoad", "StageUse", "StepModel", "update_window"]
 
 _WINDOW = "optimizer state from the host"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """The speed and the memory of one device and of its links, in FLOPs, seconds and bytes.
-
-    Args:
-      flops: the floating-point operations that a device does in a second, as models reach them (often 40 to 60 % of
-        the peak).
-      link_bandwidth: bytes a second from rank to rank, for each device.
-      link_latency: seconds that a transfer from rank to rank takes besides.
-      host_bandwidth: bytes a second between a device and its host, in each direction.
-      host_latency: seconds that a copy to the host or back takes besides.
-      gather_bandwidth: bytes a second that a device receives from the other devices of its stage, for parameters that
-        are sharded inside the stage (FSDP).
-      device_bytes: the memory of a device.
-
-    Raises:
-      ScheduleError: for a value that is not a number above 0 (a latency may be 0).
-
-    Example:
-      >>> card = Hardware(flops=400e12, host_bandwidth=50e9, device_bytes=80e9)
-      >>> card.host_link.time(1e9)
-      0.02
-    """
-
-    flops: float
-    host_bandwidth: float
-    link_bandwidth: float = math.inf
-    link_latency: float = 0.0
-    host_latency: float = 0.0
-    gather_bandwidth: float = math.inf
-    device_bytes: float = math.inf
-
-    def __post_init__(self) -> None:
-        for name in (each.name for each in fields(self)):
-            value = getattr(self, name)
-            least = "of at least 0" if name.endswith("latency") else "above 0"
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or math.isnan(value) or value < 0 or (value == 0 and least == "above 0"):
-                raise ScheduleError(f"Hardware: {name}={value!r}; it must be a number {least}.")
-
-    @property
-    def host_link(self) -> Link:
-        """The link between a device and its host."""
-        return Link(self.host_latency, self.host_bandwidth)
-
-    @property
-    def transfer(self) -> Transfer:
-        """The links from rank to rank."""
-        return Transfer(Link(self.link_latency, self.link_bandwidth))
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageLoad:
-    """The work of one stage for one microbatch, in seconds, and its bytes on each device.
-
-    Args:
-      forward: seconds of the forward.
-      backward: seconds of the whole backward; a split backward has half of them in each part.
-      residual_bytes: the values of the forward that the backward reads.
-      input_bytes: the stage's inputs; a stage that recomputes its residuals keeps these.
-      sent_bytes: the values sent to the next stage.
-      recomputation: seconds that the backward takes longer if it recomputes the residuals; default: those of the
-        forward.
-      cheap_bytes: the part of the residuals that the backward can compute again from the rest without a matrix product
-        or another costly operation (`StageResiduals(recompute="cheap")`).
-      cheap_recomputation: seconds that this takes.
-      fixed_bytes: bytes held for the whole step, by kind, such as "parameters", "gradients" and "optimizer".
-      gathered: bytes of the whole parameters that are sharded inside the stage (FSDP), by name; `StepModel(fsdp=)` says
-        how often they are gathered. Stages of one rank share a parameter of one name.
-      streamed: bytes of the optimizer state on the host, for each parameter; the update fetches them in windows.
-
-    Raises:
-      ScheduleError: for fixed or streamed bytes that are negative or not finite.
-
-    Example:
-      >>> StageLoad(forward=1.0, backward=2.0, residual_bytes=8.0, fixed_bytes={"parameters": 4.0}).fixed
-      4.0
-    """
-
-    forward: float
-    backward: float
-    residual_bytes: float
-    input_bytes: float = 0.0
-    sent_bytes: float = 0.0
-    recomputation: float | None = None
-    cheap_bytes: float = 0.0
-    cheap_recomputation: float = 0.0
-    fixed_bytes: Mapping[str, float] = field(default_factory=dict)
-    gathered: Mapping[str, float] = field(default_factory=dict)
-    streamed: Sequence[float] = ()
-
-    def __post_init__(self) -> None:
-        for kind, nbytes in (*self.fixed_bytes.items(), *(("streamed", each) for each in self.streamed)):
-            if not 0 <= nbytes < math.inf:
-                raise ScheduleError(f"StageLoad has {nbytes} bytes of {kind!r}: give a finite number of at least 0.")
-
-    @property
-    def time_again(self) -> float:
-        """Seconds that the backward takes longer if it recomputes the residuals."""
-        return self.forward if self.recomputation is None else self.recomputation
-
-    def kept_bytes(self, residuals: StageResiduals) -> float:
-        """Return the bytes of a microbatch that a forward keeps, on the devices or on the host."""
-        if residuals.recompute == "cheap":
-            return self.residual_bytes - self.cheap_bytes
-        return min(self.input_bytes, self.residual_bytes) if residuals.recompute else self.residual_bytes
-
-    def seconds_again(self, residuals: StageResiduals) -> float:
-        """Return the seconds that a backward takes longer because it recomputes values."""
-        if residuals.recompute == "cheap":
-            return self.cheap_recomputation
-        return self.time_again if residuals.recompute else 0.0
-
-    def with_times(self, forward: float, backward: float) -> StageLoad:
-        """Return this load with other times, such as measured ones; recomputation takes the same share of a forward."""
-        share = forward / self.forward if self.forward else 0.0
-        again = self.time_again * share if share else forward
-        cheap = self.cheap_recomputation * share
-        return replace(self, forward=forward, backward=backward, recomputation=again, cheap_recomputation=cheap)
-
-    @property
-    def fixed(self) -> float:
-        """The bytes held for the whole step."""
-        return sum(self.fixed_bytes.values())
+_IN_LOOP = "residuals", "gathered parameters", "arrays between stages"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,12 +54,14 @@ class Prediction:
       peak_bytes: the most bytes on each device, for each rank.
       host_bytes: the most bytes of residuals on the host, for each rank.
       stages: what is done with the residuals of each stage.
+      state_host_bytes: the bytes of the optimizer's state on the host, for each rank.
     """
 
     seconds: float
     peak_bytes: tuple[float, ...]
     host_bytes: tuple[float, ...]
     stages: tuple[StageUse, ...]
+    state_host_bytes: tuple[float, ...] = ()
 
     @property
     def moved(self) -> float:
@@ -256,9 +135,11 @@ class StepModel:
             activation=[load.residual_bytes for load in self.stages],
             sent=[load.sent_bytes for load in self.stages],
             recomputation=[load.time_again for load in self.stages],
-            stage_input=[load.input_bytes for load in self.stages],
+            stage_input=[max(load.input_bytes, load.saved_bytes) for load in self.stages],
             cheap_recomputation=[load.cheap_recomputation for load in self.stages],
             cheap_activation=[load.residual_bytes - load.cheap_bytes for load in self.stages],
+            values=[load.values for load in self.stages],
+            cheap_values=[load.cheap_values for load in self.stages],
         )
 
     @cached_property
@@ -296,12 +177,14 @@ class StepModel:
             peak_bytes=tuple(f + peak for f, peak in zip(self.rank_fixed, peaks, strict=True)),
             host_bytes=step.peak_host_memory,
             stages=self._uses(residuals),
+            state_host_bytes=tuple(sum(self._streamed(rank)) for rank in range(len(self.tasks))),
         )
 
     def ordered_peaks(self, residuals: ResidualPlan) -> tuple[float, ...]:
         """Return the most bytes above the fixed ones on each device, for each rank, by the order of its tasks alone.
 
-        These are residuals and gathered parameters, or what the update fetches from the host, if that is more.
+        These are residuals, gathered parameters and arrays between stages, or what the update fetches from the host, if
+        that is more.
         A value that moves to the host counts until the task that waits for the end of its offload (without such a task,
         until its fetch), and again from the task in front of which its fetch stands. So the times of copies have no
         influence, and the simulation never holds more.
@@ -316,20 +199,31 @@ class StepModel:
     def _fullest_moment(self, rank: int, residuals: ResidualPlan, table: CostTable | None = None) -> dict[str, float]:
         """Return the bytes above the fixed ones of one rank at its fullest moment, by kind."""
         table = self.costs.table(self.schedule.num_stages, residuals) if table is None else table
-        tasks, gathered = self.tasks[rank], self._gathered[rank]
+        tasks, gathered, waiting = self.tasks[rank], self._gathered[rank], self._waiting[rank]
         fetched, gone = [0.0] * len(tasks), [0.0] * len(tasks)
         for copy in host_copies(tasks, residuals):
             fetched[copy.fetch_before] += table.moved[copy.stage]
             gone[copy.fetch_before if copy.gone_before is None else copy.gone_before] += table.moved[copy.stage]
-        held = peak = most = 0.0
+        passing = {(stage, False): 0.0 for stage in range(len(self.stages))}
+        for stage, load in enumerate(self.stages):
+            passing[stage, True] = load.sent_bytes if residuals.of(stage).recompute else load.passing_bytes
+        held, most = 0.0, (0.0, 0.0, 0.0)
         for position, task in enumerate(tasks):
             added, freed = table.memory_change(task)
+            before, beside = waiting[position]
+            early = held, gathered[position], before  # what goes to the host may leave after these have come
             held += fetched[position] - gone[position] + added
-            if held + gathered[position] > peak + most:
-                peak, most = held, gathered[position]
+            most = max(
+                most, early, (held, gathered[position], beside + passing[task.stage, _is_forward(task)]), key=sum
+            )
             held += freed
         update = self._update_bytes(rank)
-        return {_WINDOW: update} if update > peak + most else {"residuals": peak, "gathered parameters": most}
+        return {_WINDOW: update} if update > sum(most) else dict(zip(_IN_LOOP, most, strict=True))
+
+    @cached_property
+    def _waiting(self) -> list[list[tuple[float, float]]]:
+        """The bytes of arrays from other stages that are there before and beside each task of each rank."""
+        return waiting_bytes(self.tasks, [load.sent_bytes for load in self.stages])
 
     @cached_property
     def _gathered(self) -> list[list[float]]:
@@ -345,8 +239,10 @@ class StepModel:
 
     def _update_bytes(self, rank: int) -> float:
         """Return the most bytes of optimizer state on the host that a rank's update has on each device at one time."""
-        leaves = [n for of, load in zip(self.rank_of, self.stages, strict=True) if of == rank for n in load.streamed]
-        return update_window(leaves, self.stream_window)
+        return update_window(self._streamed(rank), self.stream_window)
+
+    def _streamed(self, rank: int) -> list[float]:
+        return [n for of, load in zip(self.rank_of, self.stages, strict=True) if of == rank for n in load.streamed]
 
     def bytes_by_kind(self, rank: int, residuals: ResidualPlan) -> dict[str, float]:
         """Return a rank's bytes at its peak by kind; "residuals" are those in flight."""
@@ -365,6 +261,7 @@ class StepModel:
         return tuple(fixed)
 
     def _uses(self, residuals: ResidualPlan) -> tuple[StageUse, ...]:
+        table = self.costs.table(len(self.stages), residuals)
         copied = [0] * len(self.stages)
         for tasks in self.tasks:
             for copy in host_copies(tasks, residuals):
@@ -373,8 +270,8 @@ class StepModel:
         for stage, load in enumerate(self.stages):
             entry, count = residuals.of(stage), self.num_microbatches
             size = load.kept_bytes(entry)
-            moved = size * entry.offload_values * copied[stage]
-            again = {True: load.residual_bytes, "cheap": load.cheap_bytes}.get(entry.recompute, 0.0)
+            moved = table.moved[stage] * copied[stage]
+            again = {True: load.residual_bytes - load.saved_bytes, "cheap": load.cheap_bytes}.get(entry.recompute, 0.0)
             uses.append(
                 StageUse(
                     kept=size * count - moved,
@@ -384,6 +281,10 @@ class StepModel:
                 )
             )
         return tuple(uses)
+
+
+def _is_forward(task: AnyTask) -> bool:
+    return not isinstance(task, FusedTask) and task.kind is TaskKind.FORWARD
 
 
 def update_window(leaves: Sequence[float], window: float) -> float:

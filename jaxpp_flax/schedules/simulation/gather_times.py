@@ -1,4 +1,7 @@
-"""The gathers of parameters in a simulated step: each takes its rank's time before the task that reads them first."""
+"""The gathers of parameters in a simulated step: each takes its rank's time before the task that reads them first.
+
+The one reduction of their gradients takes its rank's time after the loop.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +68,8 @@ class GatherTimes:
 
     def __init__(self, ranks: Sequence[Sequence[AnyTask]], gathers: Gathers | None) -> None:
         self.gathers = gathers
+        self.stages = [{task.stage for task in tasks} for tasks in ranks]
+        self.position = [0] * len(ranks)
         self.before: list[dict[int, list[GatherWindow]]] = [{} for _ in ranks]
         self.after: list[dict[int, list[GatherWindow]]] = [{} for _ in ranks]
         self.starts: list[dict[GatherWindow, float]] = [{} for _ in ranks]
@@ -84,7 +89,16 @@ class GatherTimes:
         self.starts[rank].update(dict.fromkeys(self.before[rank].get(position, ()), free))
         return free + self.seconds(rank, position)
 
-    def ended(self, rank: int, position: int, end: float) -> None:
-        """Note the end of a task: what it read last is freed."""
+    @property
+    def after_loop(self) -> list[float]:
+        """For each rank, the time of the reduction of its gradients after its last task."""
+        if self.gathers is None:
+            return [0.0] * len(self.stages)
+        return [self.gathers.seconds(self.gathers.reduced_once(stages)) for stages in self.stages]
+
+    def ended(self, rank: int, end: float) -> None:
+        """Note the end of a rank's next task: what it read last is freed."""
+        position = self.position[rank]
+        self.position[rank] += 1
         for window in self.after[rank].get(position, ()):
             self.events[rank].append(GatherEvent(window.name, window.nbytes, self.starts[rank].pop(window), end))

@@ -239,7 +239,7 @@ def _run_with_copies(
     plan = ResidualPlan.keep(num_stages) if plan is None else plan
     table = with_gathers_inside(costs.table(num_stages, plan), gathers)
     recorder, links = _Recorder(len(ranks), table, keep=True), HostLinks(ranks, plan, table, link)
-    gathered, position = GatherTimes(ranks, gathers), [0] * len(ranks)
+    gathered = GatherTimes(ranks, gathers)
 
     def hold(rank: int, position: int, free: float, start: float) -> float:
         free = gathered.hold(rank, position, links.left(rank, position, free))
@@ -248,15 +248,15 @@ def _run_with_copies(
     def record(rank: int, task: AnyTask, start: float, end: float) -> None:
         recorder(rank, task, start, end)
         links.ended(rank, end)
-        gathered.ended(rank, position[rank], end)
-        position[rank] += 1
+        gathered.ended(rank, end)
 
-    waits = _delay(transfer, table)
-    blocked = advance(ranks, num_stages, record, table=table, delay=waits, hold=hold, processors=processors)
+    delay = _delay(transfer, table)
+    blocked = advance(ranks, num_stages, record, table=table, delay=delay, hold=hold, processors=processors)
     if blocked:
         raise deadlock_error(ranks, blocked)
     events = tuple(tuple(rank) for rank in recorder.events or ())
     changes = zip(events, links.events, gathered.events, strict=True)
+    recorder.last = [end + after for end, after in zip(recorder.last, gathered.after_loop, strict=True)]
     figures = {
         **recorder.figures(),
         "first_start": tuple((s or 0.0) - gathered.seconds(rank, 0) for rank, s in enumerate(recorder.first)),
@@ -292,8 +292,8 @@ def _run(
     ranks, num_stages = streams(schedule, num_microbatches)
     table = costs.table(num_stages)
     recorder = _Recorder(len(ranks), table, keep)
-    waits = _delay(transfer, table)
-    blocked = advance(ranks, num_stages, recorder, table=table, delay=waits, processors=processors)
+    delay = _delay(transfer, table)
+    blocked = advance(ranks, num_stages, recorder, table=table, delay=delay, processors=processors)
     if blocked:
         raise deadlock_error([list(tasks) for tasks in streams(schedule, num_microbatches)[0]], blocked)
     return recorder, num_stages

@@ -20,7 +20,7 @@ from jaxpp_flax.messages import amount
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.schedules import ResidualPlan
 from jaxpp_flax.schedules.planning import describe
-from jaxpp_flax.trainers.assigner import Assigner, Pipeline, kept_bytes
+from jaxpp_flax.trainers.assigner import Assigner, Pipeline
 from jaxpp_flax.trainers.data.batch import signature
 from jaxpp_flax.trainers.loop.process_synchronization import compare_compilations
 from jaxpp_flax.trainers.mesh import batch_spec, inner_sizes, num_batch_shards
@@ -28,6 +28,7 @@ from jaxpp_flax.trainers.metrics.clock import Clock
 from jaxpp_flax.trainers.model.sharding import AxisRules
 from jaxpp_flax.trainers.options.memory import Memory
 from jaxpp_flax.trainers.state.holder import StateHolder
+from jaxpp_flax.trainers.state.kept_bytes import kept_bytes
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.builder import Loop, StepBuilderCache
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling
@@ -88,7 +89,11 @@ class CompiledSteps:
             with self.clock.part("compilation"):
                 policy = self._ready_to_compile(kind, microbatches)
                 state = held.kept.described(held.memory) if donate else held.memory.for_inference()
-                self.compiled[key] = self._compile(build(), state, microbatches, policy, donate=donate)
+                function = build()
+                run = lambda: self._compile(function, state, microbatches, policy, donate=donate)  # noqa: E731
+                schedule, count = self._scheduling.schedule, self._scheduling.num_microbatches
+                is_limited = kind == "train" and schedule is not None
+                self.compiled[key] = self._assigner.compile_within_limit(schedule, count, run) if is_limited else run()
         compiled = self.compiled[key]
         if not donate:
             held.place_weights(lambda: compiled.in_shardings[0][0])
@@ -218,7 +223,8 @@ def stage_table(
 
     It has the FLOPs and the sent bytes of one microbatch, and `memory`, the maximum bytes of each rank. If the plan
     was made for a memory limit, it also has what each stage does with its residuals, their bytes in one step (kept,
-    moved to the host, recomputed), and the predicted bytes of each rank and seconds of a step.
+    moved to the host, recomputed), the predicted bytes of each rank on its devices and on the host (the optimizer's
+    state included), and the seconds of a step.
     """
     table = Table(title=title, title_justify="left")
     for column, side in (("stage", "right"), ("rank", "right"), ("blocks", "left"), ("parameters", "right")):
@@ -227,7 +233,7 @@ def stage_table(
         table.add_column(column, justify="right")
     choice = None if plan is None else plan.choice
     if choice is not None:
-        for column in ("residuals", "kept", "moved", "recomputed", "predicted"):
+        for column in ("residuals", "kept", "moved", "recomputed", "predicted", "host"):
             table.add_column(column, justify="right")
     if plan is not None and plan.choice_text:
         table.caption, table.caption_justify = plan.choice_text, "left"
@@ -247,6 +253,7 @@ def stage_table(
             use = choice.prediction.stages[stage.stage]
             row.append(describe(choice.residuals.of(stage.stage)))
             held = choice.prediction.peak_bytes[stage.rank]
-            row += [amount(nbytes, "B") for nbytes in (use.kept, use.moved, use.recomputed, held)]
+            on_host = choice.prediction.host_bytes[stage.rank] + choice.prediction.state_host_bytes[stage.rank]
+            row += [amount(nbytes, "B") for nbytes in (use.kept, use.moved, use.recomputed, held, on_host)]
         table.add_row(*row)
     return table

@@ -256,10 +256,17 @@ class ScheduleTuner:
             refused={of: str(error) for of, error in self._limited.refused.items()},
         )
         trainer.use_schedule(chosen)
+        if not keep:
+            try:
+                trainer.compile(batch, **self._size)
+            except AssignmentError as error:  # the compiled step holds more than its plan
+                if not error.excess:
+                    raise
+                self._limited.refuse(chosen, error)
+                self._decide(trainer, batch)
+                return
         trainer.message(str(self.report))
         self.done = keep
-        if not keep:
-            trainer.compile(batch, **self._size)
 
     def _search(self, costs: Mapping[int, Costs], count: int) -> dict[int, Found]:
         """Return the best schedule for each number of stages, within the options' limit of activations."""

@@ -60,6 +60,11 @@ class LimitedSchedules:
                 self.refused[schedule] = error
         return self._plans.get(schedule)
 
+    def refuse(self, schedule: Schedule, error: AssignmentError) -> None:
+        """Leave a schedule out whose compiled step exceeds the limit."""
+        self._plans.pop(schedule, None)
+        self.refused[schedule] = error
+
     def candidate(
         self, schedule: Schedule, origin: str, costs: Costs, transfer: Transfer | float | None, num_microbatches: int
     ) -> Candidate | None:

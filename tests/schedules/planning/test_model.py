@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpp_flax.schedules import ScheduleError, Std1F1B, simulate
+from jaxpp_flax.schedules import Costs, ScheduleError, Std1F1B, simulate
 from jaxpp_flax.schedules.planning.model import Hardware, StageLoad, StepModel
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals, host_copies
 from tests.schedules.helpers import schedules
@@ -49,7 +49,12 @@ def test_a_step_by_hand():
     assert (again.stages[0].recomputed, again.stages[0].kept, again.recomputation) == (40.0, 4.0, 4.0)
     assert again.seconds > kept.seconds
     plan = ResidualPlan([StageResiduals(recompute=True), KEEP])
-    assert model.bytes_by_kind(0, plan) == {"parameters": 5.0, "residuals": 11.0, "gathered parameters": 0.0}
+    assert model.bytes_by_kind(0, plan) == {
+        "parameters": 5.0,
+        "residuals": 11.0,
+        "gathered parameters": 0.0,
+        "arrays between stages": 0.0,
+    }
 
 
 def test_the_bytes_and_seconds_of_a_part_by_hand():
@@ -97,6 +102,30 @@ def test_the_order_of_tasks_bounds_the_bytes_of_every_simulation(data: st.DataOb
         )
 
 
+def test_arrays_between_stages_by_hand():
+    """1F1B on two ranks: rank 0 runs F0 F1 B0 F2 B1 F3 B2 B3; a gradient comes before the F in front of its B."""
+    load = StageLoad(forward=1.0, backward=2.0, residual_bytes=10.0, sent_bytes=4.0)
+    last = StageLoad(forward=1.0, backward=2.0, residual_bytes=10.0)
+    model = StepModel(schedule=Std1F1B(2), num_microbatches=4, stages=[load, last], hardware=CARD)
+    keep = ResidualPlan.keep(2)
+    assert model.predict(keep).peak_bytes == (24.0, 14.0)
+    assert model.bytes_by_kind(0, keep)["arrays between stages"] == 4.0
+
+
+def test_whole_values_move():
+    """A quarter of the bytes is less than the smallest value, and half of them is the larger one."""
+    load = StageLoad(forward=1.0, backward=2.0, residual_bytes=10.0, values=(6.0, 4.0))
+    model = StepModel(schedule=Std1F1B(2), num_microbatches=4, stages=[load] * 2, hardware=CARD)
+    moved = {}
+    for part in (0.25, 0.5, 1.0):
+        plan = ResidualPlan([StageResiduals(offload=1.0, offload_values=part), KEEP])
+        copies = len(host_copies(model.tasks[0], plan))
+        moved[part] = model.predict(plan).stages[0].moved / copies
+    assert moved == {0.25: 4.0, 0.5: 6.0, 1.0: 10.0}
+    with pytest.raises(ScheduleError, match="values has 1 lists for 2 stages"):
+        Costs(values=[[1.0]]).table(2)
+
+
 def test_gathers_by_hand():
     """1F1B on two ranks: rank 0 holds two microbatches of 10 bytes, and 6 gathered bytes, which take 2 seconds."""
     load = StageLoad(forward=1.0, backward=2.0, residual_bytes=10.0, gathered={"w": 6.0})
@@ -104,9 +133,9 @@ def test_gathers_by_hand():
     fields = {"schedule": Std1F1B(2), "num_microbatches": 4, "stages": [load] * 2, "hardware": card}
     keep = ResidualPlan.keep(2)
     once = StepModel(**fields, fsdp="step")
-    assert once.predict(keep).seconds == 15.0 + 2.0
+    assert once.predict(keep).seconds == 15.0 + 2.0 + 2.0  # the reduction after the loop
     assert once.predict(keep).peak_bytes == (26.0, 16.0)
-    assert once.bytes_by_kind(0, keep) == {"residuals": 20.0, "gathered parameters": 6.0}
+    assert once.bytes_by_kind(0, keep) == {"residuals": 20.0, "gathered parameters": 6.0, "arrays between stages": 0.0}
     each = StepModel(**fields)
     # On rank 0 an F takes 1 + 2 and a B 2 + 4; on rank 1 a fused task gathers and reduces once, and takes 3 + 4:
     # F0 ends at 3, B0 runs from 10 to 16, F2 to 19, B1 to 25, F3 to 28, its fused task to 35, B3 to 41.
@@ -115,7 +144,7 @@ def test_gathers_by_hand():
     inside = StepModel(**fields, fsdp=5)
     assert inside.predict(keep).peak_bytes == (20.0, 10.0)
     # F takes 3, B takes 4, a fused task 5: B0 runs from 8 to 12, F2 to 15, B1 to 19, F3 to 22, B3 from 27 to 31.
-    assert inside.predict(keep).seconds == 31.0
+    assert inside.predict(keep).seconds == 31.0 + 2.0
 
 
 def test_the_window_of_the_update_by_hand():

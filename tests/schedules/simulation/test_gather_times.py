@@ -20,7 +20,8 @@ def test_a_gather_stands_before_the_first_task():
     # Rank 1 gathers while it waits for rank 0: only the gather of rank 0 makes the step longer, from 9.
     assert starts(step, 0) == [1.5, 2.5, 6.5, 8.5]
     assert starts(step, 1) == [2.5, 3.5, 4.5, 6.5]
-    assert step.makespan == 10.5
+    assert step.makespan == 10.5 + 1.5  # the reduction of gradients after the loop
+    assert step.last_end == (12.0, 10.0)
     assert step.peak_memory == (5.0, 5.0)  # two microbatches of 1, and 3 gathered
     assert step.memory(0)[0] == (0.0, 3.0)
     assert [(g.name, g.start, g.freed) for rank in step.gather_events for g in rank] == [
@@ -29,9 +30,9 @@ def test_a_gather_stands_before_the_first_task():
     ]
     # In a sequence of steps the gather of rank 1 is not hidden: it runs from 1 to 2.5 at the latest.
     assert step.first_start == (0.0, 1.0)
-    assert step.period == 10.5
+    assert step.period == 12.0
     assert step.busy == simulate(GPipe(2), num_microbatches=2).busy
-    assert summarize(GPipe(2), num_microbatches=2, gathers=Gathers(BOTH, "step", 2.0)).makespan == 10.5
+    assert summarize(GPipe(2), num_microbatches=2, gathers=Gathers(BOTH, "step", 2.0)).makespan == 12.0
 
 
 def test_every_task_gathers_and_every_backward_reduces():
@@ -45,7 +46,7 @@ def test_every_task_gathers_and_every_backward_reduces():
 def test_a_window_is_gathered_again():
     tasks = [[forward(0, 0), forward(1, 0), backward(1, 0), backward(0, 0)]]
     seconds = {fsdp: simulate(tasks, gathers=Gathers(BOTH, fsdp, 2.0)) for fsdp in ("step", 6, 3)}
-    assert [step.makespan for step in seconds.values()] == [9.0, 9.0, 10.5]
+    assert [step.makespan for step in seconds.values()] == [12.0, 12.0, 13.5]  # 3 for the reduction
     # Two microbatches of 1, and both parameters or one of them.
     assert [step.peak_memory for step in seconds.values()] == [(8.0,), (8.0,), (5.0,)]
 
@@ -57,7 +58,13 @@ def test_a_split_backward_and_a_fused_task():
     assert set(events.values()) == {2.5}  # the input gradient gathers, the weight gradient reduces
     one = [[fused(0, 0)]]
     assert simulate(one, gathers=Gathers([{"a": 3.0}], "microbatch", 2.0)).makespan == 3 + 1.5 + 1.5
-    assert simulate(one, gathers=Gathers([{"a": 3.0}], "step", 2.0)).makespan == 3 + 1.5
+    assert simulate(one, gathers=Gathers([{"a": 3.0}], "step", 2.0)).makespan == 3 + 1.5 + 1.5
+
+
+def test_a_parameter_of_two_stages_is_reduced_once_on_a_rank():
+    tied = Gathers([{"a": 3.0}, {"a": 3.0}], "step", bandwidth=2.0)
+    tasks = [[forward(0, 0), forward(1, 0), backward(1, 0), backward(0, 0)]]
+    assert simulate(tasks, gathers=tied).makespan == 6 + 1.5 + 1.5
 
 
 @pytest.mark.parametrize("fsdp", ["step", "microbatch", 3])

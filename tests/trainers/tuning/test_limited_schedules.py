@@ -93,6 +93,26 @@ def test_the_schedule_of_no_limit_does_not_fit_and_another_is_chosen():
     assert f"{len(report.candidates)} of {len(report.candidates) + len(report.refused)}" in str(report)
 
 
+def test_a_schedule_whose_compiled_step_exceeds_the_limit_gives_way_to_the_next():
+    free = Limited(OPTIONS, planner(1e9))
+    free.run()
+    best = free.tuner.report.chosen
+    assert best != free.tuner.report.first
+
+    class TooLarge(Limited):
+        def compile(self, batch):
+            if self.tuner.report is not None and self.schedule == best:  # not while it is measured
+                raise AssignmentError("the compiled step is too large", 5.0)
+            super().compile(batch)
+
+    fake = TooLarge(OPTIONS, planner(1e9))
+    fake.run()
+    report = fake.tuner.report
+    assert report.chosen != best
+    assert report.refused[best] == "the compiled step is too large"
+    assert best not in [candidate.schedule for candidate in report.candidates]
+
+
 def test_the_time_of_recomputation_and_of_copies_decides():
     """A mixture that is chosen by wrong estimates is judged by measured seconds."""
     fake = Limited(OPTIONS, planner(100.0 + 24.0, scale=1e-3))

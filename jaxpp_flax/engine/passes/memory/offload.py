@@ -20,7 +20,7 @@ from jax.core import ShapedArray
 
 from jaxpp_flax.engine.program.program import HOST_MEMORY, Instruction, Program, Run, Transfer, Wait
 from jaxpp_flax.engine.tracing.ir import memory_kind_of
-from jaxpp_flax.schedules.residuals import HostCopy, ResidualPlan, host_copies
+from jaxpp_flax.schedules.residuals import HostCopy, ResidualPlan, host_copies, largest_share
 from jaxpp_flax.schedules.task import TaskKind
 
 __all__ = ["offload"]
@@ -157,22 +157,7 @@ class _Values:
 
     def largest(self, slots: tuple[int, ...], share: float) -> tuple[int, ...]:
         """Return slots with this share of their bytes: the largest ones that fit into it, and one more to reach it."""
-        sizes = {slot: self._nbytes(slot) for slot in slots}
-        missing, taken = share * sum(sizes.values()), set[int]()
-        ordered = sorted(slots, key=lambda slot: -sizes[slot])
-        for slot in ordered:
-            if sizes[slot] <= missing:
-                taken.add(slot)
-                missing -= sizes[slot]
-        if missing > 0:
-            last = [slot for slot in ordered if slot not in taken][-1]
-            taken.add(last)
-            missing -= sizes[last]
-        for slot in reversed(ordered):  # the last one may take the place of smaller ones
-            if slot in taken and sizes[slot] <= -missing:
-                taken.remove(slot)
-                missing += sizes[slot]
-        return tuple(slot for slot in slots if slot in taken)
+        return tuple(slots[i] for i in largest_share([self._nbytes(slot) for slot in slots], share))
 
     def _nbytes(self, slot: int) -> int:
         aval = self.written[slot][2]

@@ -19,11 +19,12 @@ from jaxpp_flax.engine.analyses.cheap_values import CheapCut, cheap_cut, makers_
 from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask, Partition
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, prune, values
+from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.schedules.task import TaskKind
 
-__all__ = ["cheap_cut_of", "recompute"]
+__all__ = ["cheap_cut_of", "recompute", "saved_by_policies"]
 
 
 def recompute(loop: OpenLoop, plan: ResidualPlan | None) -> OpenLoop:
@@ -42,11 +43,11 @@ def recompute(loop: OpenLoop, plan: ResidualPlan | None) -> OpenLoop:
     part = loop.partition
     for stage, entry in enumerate(plan.stages):
         if entry.recompute:
-            part = _recompute_stage(part, stage, is_cheap=entry.recompute == "cheap")
+            part = _recompute_stage(part, stage, loop.body, is_cheap=entry.recompute == "cheap")
     return replace(loop, partition=part)
 
 
-def _recompute_stage(part: Partition, stage: int, *, is_cheap: bool) -> Partition:
+def _recompute_stage(part: Partition, stage: int, body: LoopBody, *, is_cheap: bool) -> Partition:
     numbers = [i for i, task in enumerate(part.tasks) if task.stage == stage]
     forwards = [i for i in numbers if part.tasks[i].kind is TaskKind.FORWARD and not part.tasks[i].fused]
     backwards = [i for i in numbers if part.tasks[i].kind is not TaskKind.FORWARD]
@@ -54,9 +55,9 @@ def _recompute_stage(part: Partition, stage: int, *, is_cheap: bool) -> Partitio
         return part
     (number,) = forwards
     forward, tasks = part.tasks[number], list(part.tasks)
-    saved = _saved_by_policies(tasks[i].graph for i in backwards)
+    saved = saved_by_policies((tasks[i].graph for i in backwards), body)
     if is_cheap:
-        saved |= {*cheap_cut_of(forward, [tasks[i] for i in backwards], part).kept}
+        saved |= {*cheap_cut_of(forward, [tasks[i] for i in backwards], part, body).kept}
     made = [v for v in values(forward.graph.outputs) if v not in saved]
     readers = [i for i in backwards if not set(made).isdisjoint(tasks[i].graph.inputs)]
     if not readers:
@@ -76,19 +77,30 @@ def _recompute_stage(part: Partition, stage: int, *, is_cheap: bool) -> Partitio
     return replace(part, tasks=tuple(tasks))
 
 
-def cheap_cut_of(forward: LoopTask, backwards: Sequence[LoopTask], part: Partition) -> CheapCut:
+def cheap_cut_of(forward: LoopTask, backwards: Sequence[LoopTask], part: Partition, body: LoopBody) -> CheapCut:
     """Return what a stage with `recompute="cheap"` keeps, and what its backward computes again."""
     read = {v for task in backwards for v in task.graph.inputs}
-    saved = _saved_by_policies(task.graph for task in backwards)
+    saved = saved_by_policies((task.graph for task in backwards), body)
     wanted = [v for v in values(forward.graph.outputs) if v in read]
     held = saved.union(v for v in forward.graph.inputs if v in read)
     return cheap_cut(forward.graph, wanted, {*part.operands, part.index}, held)
 
 
-def _saved_by_policies(graphs: Iterable[Graph]) -> set[Value]:
-    """Return what the user's own rematerialised regions with a policy read: the policy has said what is kept."""
-    regions = (e for graph in graphs for e in graph.equations if e.params.get("differentiated"))
-    return {v for e in regions if e.params.get("policy") is not None for v in values(e.inputs)}
+def saved_by_policies(graphs: Iterable[Graph], body: LoopBody) -> set[Value]:
+    """Return what backwards of a stage read because a policy of the user's `jax.checkpoint` has saved it.
+
+    A region inside a block is an equation, which reads what the policy saves. A region around marks, such as the
+    trainer's `remat=`, is divided among the stages: its recomputed equations stand in the backward, and what this reads
+    besides the values of marks was saved.
+    """
+    found: set[Value] = set()
+    marked = {v for marker in body.markers for v in (*values(marker.inputs), *marker.outputs)}
+    for graph in graphs:
+        regions = [e for e in graph.equations if e.params.get("differentiated")]
+        found |= {v for e in regions if e.params.get("policy") is not None for v in values(e.inputs)}
+        if any(e.late and e not in regions for e in graph.equations):
+            found |= set(graph.inputs) - marked
+    return found
 
 
 class _Again:

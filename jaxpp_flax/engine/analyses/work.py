@@ -1,0 +1,94 @@
+"""The work of equations: floating-point operations, or the operations in the time in which their bytes are moved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from jaxpp_flax.engine.tracing.ir import Equation, bodies
+
+__all__ = ["count_flops", "work_of"]
+
+# Views, or operations that their readers compute on the way.
+_FREE = frozenset(
+    {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota", "copy", "copy_p", "stop_gradient", "name",
+     "stage_marker", "optimization_barrier", "slice"}
+)  # fmt: skip
+_READS_ITS_OPERANDS = frozenset(
+    {"dot_general", "conv_general_dilated", "ragged_dot_general", "sort", "scatter", "scatter-add", "scatter_add"}
+)
+
+
+def _moved_bytes(equation: Any) -> float:
+    """Count the bytes that one equation without inner jaxprs reads and writes, if no fusion saves them.
+
+    Contractions, sorts and scatters count operands and results, other equations their results; views count nothing.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+      >>> [_moved_bytes(e) for e in jax.make_jaxpr(lambda x: jnp.exp(x @ x).reshape(16))(x).jaxpr.eqns]
+      [192.0, 64.0, 0.0]
+    """
+    name = equation.primitive.name
+    if name in _FREE:
+        return 0.0
+    operands, results = _avals(equation)
+    found = sum(map(_nbytes, results))
+    if name in _READS_ITS_OPERANDS:
+        found += sum(map(_nbytes, operands))
+    return float(found)
+
+
+def count_flops(equations: Iterable[Any]) -> float:
+    """Return the floating-point operations of equations: the package's one count, on every backend.
+
+    Contractions count two for each multiply-add; other equations count one for each element of their results.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> x = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+      >>> count_flops(jax.make_jaxpr(lambda x: jnp.exp(x @ x))(x).jaxpr.eqns)
+      144.0
+    """
+    return float(sum(work_of(equation, 0.0) for equation in equations))
+
+
+def work_of(equation: Any, flops_per_byte: float) -> float:
+    """Return the FLOPs, or the FLOPs that could be done while the bytes are moved, if that is more.
+
+    Contractions count two FLOPs for each multiply-add; other equations count one for each element of their results. A
+    `while` counts one turn, because its length is unknown.
+    """
+    name, params = equation.primitive.name, equation.params
+    inner = bodies(params)
+    if inner:
+        turns = params.get("length", 1) if name == "scan" else 1
+        costs = [sum(work_of(e, flops_per_byte) for e in jaxpr.eqns) for jaxpr in inner]
+        return turns * (max(costs) if name == "cond" else sum(costs))
+    operands, results = _avals(equation)
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        found = 2.0 * _size(results[0]) * math.prod(operands[0].shape[d] for d in contracted)
+    elif name == "conv_general_dilated":
+        kernel = operands[1].shape
+        out_features = kernel[params["dimension_numbers"].rhs_spec[0]]
+        found = 2.0 * _size(results[0]) * math.prod(kernel) / max(out_features, 1)
+    else:
+        found = float(sum(map(_size, results)))
+    return max(found, flops_per_byte * _moved_bytes(equation)) if flops_per_byte else found
+
+
+def _avals(equation: Any) -> tuple[list[Any], list[Any]]:
+    if isinstance(equation, Equation):
+        return [a.aval for a in equation.inputs], [v.aval for v in equation.outputs]
+    return [a.aval for a in equation.invars], [v.aval for v in equation.outvars]
+
+
+def _size(aval: Any) -> int:
+    return int(getattr(aval, "size", 0))
+
+
+def _nbytes(aval: Any) -> int:
+    return _size(aval) * int(getattr(getattr(aval, "dtype", None), "itemsize", 0))

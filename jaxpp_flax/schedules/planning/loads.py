@@ -1,0 +1,149 @@
+"""The inputs of a planner: the hardware, and the work and the bytes of each stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.residuals import StageResiduals
+from jaxpp_flax.schedules.simulation.costs import Link, Transfer
+
+__all__ = ["Hardware", "StageLoad"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """The speed of one device and of its links, in FLOPs, seconds and bytes.
+
+    Args:
+      flops: the floating-point operations that a device does in a second, as models reach them (often 40 to 60 % of
+        the peak).
+      link_bandwidth: bytes a second from rank to rank, for each device.
+      link_latency: seconds that a transfer from rank to rank takes besides.
+      host_bandwidth: bytes a second between a device and its host, in each direction.
+      host_latency: seconds that a copy to the host or back takes besides.
+      gather_bandwidth: bytes a second that a device receives from the other devices of its stage, for parameters that
+        are sharded inside the stage (FSDP).
+
+    Raises:
+      ScheduleError: for a value that is not a number above 0 (a latency may be 0).
+
+    Example:
+      >>> card = Hardware(flops=400e12, host_bandwidth=50e9)
+      >>> card.host_link.time(1e9)
+      0.02
+    """
+
+    flops: float
+    host_bandwidth: float
+    link_bandwidth: float = math.inf
+    link_latency: float = 0.0
+    host_latency: float = 0.0
+    gather_bandwidth: float = math.inf
+
+    def __post_init__(self) -> None:
+        for name in (each.name for each in fields(self)):
+            value = getattr(self, name)
+            least = "of at least 0" if name.endswith("latency") else "above 0"
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not number or math.isnan(value) or value < 0 or (value == 0 and least == "above 0"):
+                raise ScheduleError(f"Hardware: {name}={value!r}; it must be a number {least}.")
+
+    @property
+    def host_link(self) -> Link:
+        """The link between a device and its host."""
+        return Link(self.host_latency, self.host_bandwidth)
+
+    @property
+    def transfer(self) -> Transfer:
+        """The links from rank to rank."""
+        return Transfer(Link(self.link_latency, self.link_bandwidth))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLoad:
+    """The work of one stage for one microbatch, in seconds, and its bytes on each device.
+
+    Args:
+      forward: seconds of the forward.
+      backward: seconds of the whole backward; a split backward has half of them in each part.
+      residual_bytes: the values of the forward that the backward reads.
+      input_bytes: the stage's inputs; a stage that recomputes its residuals keeps these.
+      sent_bytes: the values sent to the next stage.
+      passing_bytes: those of them that are no residuals of this stage: they leave at the end of the forward.
+      saved_bytes: the residuals that the user's `jax.checkpoint` policies save: a stage that recomputes keeps them.
+      has_effects: True if the forward has side effects, so that it may not run twice.
+      values: the bytes of each residual; those that move to the host move whole. Empty: a part of any size moves.
+      cheap_values: the same of what is kept if the backward makes the cheap ones again.
+      recomputation: seconds that the backward takes longer if it recomputes the residuals; default: those of the
+        forward.
+      cheap_bytes: the part of the residuals that the backward can compute again from the rest without a matrix product
+        or another costly operation (`StageResiduals(recompute="cheap")`).
+      cheap_recomputation: seconds that this takes.
+      fixed_bytes: bytes held for the whole step, by kind, such as "parameters", "gradients" and "optimizer".
+      gathered: bytes of the whole parameters that are sharded inside the stage (FSDP), by name; `StepModel(fsdp=)` says
+        how often they are gathered. Stages of one rank share a parameter of one name.
+      streamed: bytes of the optimizer state on the host, for each parameter; the update fetches them in windows.
+
+    Raises:
+      ScheduleError: for fixed or streamed bytes that are negative or not finite.
+
+    Example:
+      >>> StageLoad(forward=1.0, backward=2.0, residual_bytes=8.0, fixed_bytes={"parameters": 4.0}).fixed
+      4.0
+    """
+
+    forward: float
+    backward: float
+    residual_bytes: float
+    input_bytes: float = 0.0
+    sent_bytes: float = 0.0
+    passing_bytes: float = 0.0
+    saved_bytes: float = 0.0
+    has_effects: bool = False
+    values: Sequence[float] = ()
+    cheap_values: Sequence[float] = ()
+    recomputation: float | None = None
+    cheap_bytes: float = 0.0
+    cheap_recomputation: float = 0.0
+    fixed_bytes: Mapping[str, float] = field(default_factory=dict)
+    gathered: Mapping[str, float] = field(default_factory=dict)
+    streamed: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        for kind, nbytes in (*self.fixed_bytes.items(), *(("streamed", each) for each in self.streamed)):
+            if not 0 <= nbytes < math.inf:
+                raise ScheduleError(f"StageLoad has {nbytes} bytes of {kind!r}: give a finite number of at least 0.")
+
+    @property
+    def time_again(self) -> float:
+        """Seconds that the backward takes longer if it recomputes the residuals."""
+        return self.forward if self.recomputation is None else self.recomputation
+
+    def kept_bytes(self, residuals: StageResiduals) -> float:
+        """Return the bytes of a microbatch that a forward keeps, on the devices or on the host."""
+        if residuals.recompute == "cheap":
+            return self.residual_bytes - self.cheap_bytes
+        # The regions of policies read the stage's input too.
+        again = min(max(self.input_bytes, self.saved_bytes), self.residual_bytes)
+        return again if residuals.recompute else self.residual_bytes
+
+    def seconds_again(self, residuals: StageResiduals) -> float:
+        """Return the seconds that a backward takes longer because it recomputes values."""
+        if residuals.recompute == "cheap":
+            return self.cheap_recomputation
+        return self.time_again if residuals.recompute else 0.0
+
+    def with_times(self, forward: float, backward: float) -> StageLoad:
+        """Return this load with other times, such as measured ones; recomputation takes the same share of a forward."""
+        share = forward / self.forward if self.forward else 0.0
+        again = self.time_again * share if share else forward
+        cheap = self.cheap_recomputation * share
+        return replace(self, forward=forward, backward=backward, recomputation=again, cheap_recomputation=cheap)
+
+    @property
+    def fixed(self) -> float:
+        """The bytes held for the whole step."""
+        return sum(self.fixed_bytes.values())
