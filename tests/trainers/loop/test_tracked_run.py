@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxpp_flax import Callback, PipelineTrainer, Tracker
 from jaxpp_flax.trainers import Checkpoints, Logging
+from jaxpp_flax.trainers.ending.failure import FailureCheck
 from jaxpp_flax.trainers.loop.trackers import CompositeTracker, DictTracker
 
 DATA = [jnp.ones((4, 2))] * 3
@@ -93,6 +94,64 @@ def test_the_tracker_is_closed_after_an_error_of_a_callback(hook):
     with pytest.raises(ValueError, match=hook):
         trainer_with(tracker).fit(DATA, callbacks=[callback])
     assert (tracker.calls[0], tracker.calls[-2:]) == ("config", ["log 0", "close"])
+
+
+class Fails(Callback):
+    def __init__(self, **hooks: BaseException) -> None:
+        super().__init__()
+        self.hooks = hooks
+
+    def on_step(self, trainer, step):
+        if step == 2 and "on_step" in self.hooks:
+            raise self.hooks["on_step"]
+
+    def on_fit_end(self, trainer):
+        if "on_fit_end" in self.hooks:
+            raise self.hooks["on_fit_end"]
+
+
+class Ended(Recorder):
+    """Notes whether the run has failed when it is closed."""
+
+    def log_config(self, config):
+        self.check = FailureCheck()
+
+    def close(self):
+        self.calls.append(f"failed: {self.check.has_failed()}")
+
+
+def test_an_error_of_on_fit_end_does_not_replace_the_first_error():
+    tracker = Ended()
+    callbacks = [Fails(on_fit_end=OSError("second")), Fails(on_fit_end=OSError("first"), on_step=ValueError("cause"))]
+    with pytest.raises(ValueError, match="cause") as raised:
+        trainer_with(tracker).fit(DATA, callbacks=callbacks)
+    notes = [note for note in raised.value.__notes__ if "on_fit_end" in note]
+    assert notes == [f"Fails.on_fit_end failed as well: OSError('{name}')" for name in ("first", "second")]
+    assert tracker.calls[-1] == "failed: True"
+
+
+def test_the_first_error_of_on_fit_end_is_raised_and_the_run_has_failed():
+    tracker = Ended()
+    with pytest.raises(OSError, match="first") as raised:
+        trainer_with(tracker).fit(DATA, callbacks=[Fails(on_fit_end=OSError(of)) for of in ("second", "first")])
+    assert "Fails.on_fit_end failed as well: OSError('second')" in raised.value.__notes__
+    assert tracker.calls[-1] == "failed: True"
+
+
+def test_ctrl_c_in_on_fit_end_keeps_the_first_error_as_its_context():
+    cause = ValueError("cause")
+    with pytest.raises(KeyboardInterrupt) as raised:
+        trainer_with(tracker := Ended()).fit(DATA, callbacks=[Fails(on_fit_end=KeyboardInterrupt(), on_step=cause)])
+    assert raised.value.__context__ is cause
+    assert tracker.calls[-1] == "failed: True"
+
+
+def test_a_run_in_the_handler_of_an_older_error_has_not_failed():
+    try:
+        raise KeyError
+    except KeyError:
+        trainer_with(tracker := Ended()).fit(DATA)
+    assert tracker.calls[-1] == "failed: False"
 
 
 def test_a_resumed_run_continues_the_tracker_of_the_first(tmp_path):
