@@ -212,9 +212,9 @@ class LogMetrics(LoopHook):
         wait_s = _AT_ONCE if at_once or isinstance(error, ProcessFailedError) else _PATIENCE
         fetch = lambda metrics: _fetch_within(wait_s, metrics)  # noqa: E731
         while self._pending:
-            step, *of = self._pending.pop(0)
+            step, metrics, units, unit = self._pending.pop(0)
             try:
-                self._deliver(step, *of, is_last=not self._pending, fetch=fetch)
+                self._deliver(step, metrics, units, unit, is_last=not self._pending, fetch=fetch)
             except Exception as failed:
                 wait_s = _AT_ONCE
                 text = f"The metrics of step {step} are lost: {failed!r}"
