@@ -50,7 +50,10 @@ class Callback:
         """Called before the first step; `trainer.stop` here ends `fit` without a step."""
 
     def on_step(self, trainer: Any, step: int) -> None:
-        """Called right after `step` was dispatched: `trainer.state` is the state after `step`, without a wait."""
+        """Called once `step` was dispatched, and the metrics of the step before are logged.
+
+        `trainer.state` is the state after `step`; nothing has waited for it.
+        """
 
     def on_metrics(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         """Called with the metrics of `step` on the host, one step late, so that devices never wait for metrics."""

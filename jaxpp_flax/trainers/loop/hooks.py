@@ -187,62 +187,49 @@ class LogMetrics(LoopHook):
         self.best: tuple[str, float, int] | None = None
         """The best value of the metric of `ranking`, with its name and step. Without `ranking`: the lowest `eval_loss`,
         or without evaluations the lowest logged `loss`."""
-        self._pending: list[tuple[int, Mapping[str, Any], int, str]] = []  # one step, between two steps
+        self._pending: tuple[int, Mapping[str, Any], int, str] | None = None
         self.last: dict[str, Any] = {}
         """The metrics that were logged last, with the metrics of evaluations."""
 
-    def note(self, record: StepRecord) -> None:
-        """Note a step before its other hooks run: an error of one of them does not lose the row."""
+    def __call__(self, record: StepRecord) -> None:
         count, self.unit = self._trainer.measures.count(record.batch, record.global_batch_size)
         self.units += count
-        self._pending.append((record.step, record.metrics, self.units, self.unit))
-
-    def __call__(self, record: StepRecord) -> None:
-        if not self._pending or self._pending[-1][0] != record.step:
-            self.note(record)
-        while len(self._pending) > 1:
-            self._deliver(*self._pending.pop(0), is_last=False)
+        before, self._pending = self._pending, (record.step, record.metrics, self.units, self.unit)
+        if before is not None:
+            self._deliver(*before, is_last=False)
 
     def end(self) -> None:
-        while self._pending:
-            self._deliver(*self._pending.pop(0), is_last=not self._pending)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._deliver(*pending, is_last=True)
 
     def leave(self, error: BaseException, *, at_once: bool = False) -> None:
         """Log the metrics of the last step. If they do not come, the error gets a note."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
         wait_s = _AT_ONCE if at_once or isinstance(error, ProcessFailedError) else _PATIENCE
-        fetch = lambda metrics: _fetch_within(wait_s, metrics)  # noqa: E731
-        while self._pending:
-            step, metrics, units, unit = self._pending.pop(0)
-            try:
-                self._deliver(step, metrics, units, unit, is_last=not self._pending, fetch=fetch)
-            except Exception as failed:
-                wait_s = _AT_ONCE
-                text = f"The metrics of step {step} are lost: {failed!r}"
-                if isinstance(error, GeneratorExit):  # nobody sees this error
-                    self._trainer.message(text)
-                error.add_note(text)
+        step, metrics, units, unit = pending
+        try:
+            self._deliver(step, _fetch_within(wait_s, metrics), units, unit, is_last=True)
+        except Exception as failed:
+            text = f"The metrics of step {step} are lost: {failed!r}"
+            if isinstance(error, GeneratorExit):  # nobody sees this error
+                self._trainer.message(text)
+            error.add_note(text)
 
     def add(self, named: Mapping[str, Any]) -> None:
         """Add the metrics of an evaluation."""
         self.last = {**self.last, **named}
         self._compare("eval_loss", self._trainer.step)
 
-    def _deliver(
-        self,
-        step: int,
-        metrics: Mapping[str, Any],
-        units: int,
-        unit: str,
-        *,
-        is_last: bool,
-        fetch: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None,
-    ) -> None:
+    def _deliver(self, step: int, metrics: Mapping[str, Any], units: int, unit: str, *, is_last: bool) -> None:
         has_row = is_last or step % self._trainer.log_every == 0 or step == self._first
         wanting = [callback for callback in self.callbacks if callback.wants(step)]
         if not has_row and not any(overrides(callback, "on_metrics") for callback in wanting):
             return
         with self._trainer.measures.clock.part("device"):
-            self.last = (fetch or to_host)(metrics)
+            self.last = to_host(metrics)
         self._compare("loss", step)
         if has_row:
             rate, left = self._rate.read(step, units)

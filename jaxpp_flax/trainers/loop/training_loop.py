@@ -307,7 +307,8 @@ class _Fit:
             return self._ending.reason is None
 
         interrupt = lambda _: self._interruption.raise_requested()  # noqa: E731
-        hooks = (self._show, self._log, interrupt, self._evaluation, self._ending, self._save)
+        # The row of the step before comes first: a tracker such as W&B takes no step that is lower than another one.
+        hooks = (self._show, self._log, self._call, interrupt, self._evaluation, self._ending, self._save)
         source = trainer.measures.clock.each(source, "data")
         steps = run_steps(trainer, source, size, hooks, begin=begin, within=self._interruption.step)
         try:
@@ -331,9 +332,9 @@ class _Fit:
         end_callbacks(begun, trainer)  # the tracker begins first and ends last
 
     def _show(self, record: StepRecord) -> None:
-        """Move the bar, and call the callbacks of a step."""
-        self._log.note(record)
         self._meter.advance(record.step)
+
+    def _call(self, record: StepRecord) -> None:
         for callback in self._arguments.callbacks:
             if callback.wants(record.step):
                 callback.on_step(self._trainer, record.step)

@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxpp_flax import Callback, PipelineTrainer, Tracker
 from jaxpp_flax.trainers import Checkpoints, Logging
+from jaxpp_flax.trainers.callbacks import SamplePredictions
 from jaxpp_flax.trainers.ending.failure import FailureCheck
 from jaxpp_flax.trainers.loop.trackers import CompositeTracker, DictTracker
 
@@ -94,6 +95,14 @@ def test_the_tracker_is_closed_after_an_error_of_a_callback(hook):
     with pytest.raises(ValueError, match=hook):
         trainer_with(tracker).fit(DATA, callbacks=[callback])
     assert (tracker.calls[0], tracker.calls[-2:]) == ("config", ["log 0", "close"])
+
+
+def test_a_tracker_gets_steps_in_ascending_order():
+    """W&B drops a row whose step is lower than that of a row before."""
+    samples = SamplePredictions(DATA[0], every=1)
+    trainer_with(tracker := Recorder()).fit(DATA, callbacks=[samples], eval_data=DATA[:1], eval_every=2)
+    steps = [int(call.removeprefix("log ")) for call in tracker.calls if call.startswith("log ")]
+    assert steps == [1, 1, 2, 2, 2, 3, 3, 3]
 
 
 class Fails(Callback):
