@@ -91,7 +91,7 @@ def end_callbacks(callbacks: Sequence[Callback], trainer: Any, error: BaseExcept
             callback.on_fit_end(trainer)
         except BaseException as failed:
             if error is None or not isinstance(failed, Exception):
-                # The others end inside this handler: a tracker sees there that the run has failed.
+                # The others end inside this handler: `FailureCheck` tells them there that the run has failed.
                 end_callbacks(callbacks[:index], trainer, failed)
                 raise
             error.add_note(f"{type(callback).__name__}.on_fit_end failed as well: {failed!r}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from jaxpp_flax.processes.failures import PREEMPTED_STATUS
+
 __all__ = ["FailureCheck"]
 
 
@@ -23,5 +25,8 @@ class FailureCheck:
         self._before = sys.exc_info()[1]  # `fit` may run in the handler of an older error
 
     def has_failed(self) -> bool:
-        """Return True if an error is being handled that is not older than this object."""
-        return sys.exc_info()[1] not in (None, self._before)
+        """Return True if an error is being handled that is not older than this object, nor the exit after SIGTERM."""
+        error = sys.exc_info()[1]
+        if isinstance(error, SystemExit) and error.code == PREEMPTED_STATUS:
+            return False
+        return error not in (None, self._before)

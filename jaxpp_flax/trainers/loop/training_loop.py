@@ -206,12 +206,14 @@ class TrainingLoop:
         )  # fmt: skip
         trainer.stopping = None
         total = _steps_left(data, source, steps, arguments.epochs, position)
-        arguments = replace(arguments, callbacks=(TrackedRun(trainer, self.config), *arguments.callbacks))
+        tracked = TrackedRun(trainer, self.config)
+        arguments = replace(arguments, callbacks=(tracked, *arguments.callbacks))
         self.callbacks.begin(arguments.callbacks, resumed=bool(arguments.resume))
         try:
             return _Fit(self, trainer, arguments, total).run(source, lambda batch: self._check_filling(rule, batch))
         finally:
             self.tracking.leave(source)
+            tracked.close()
 
     def stopping_group(self) -> ProcessGroup:
         """Return the processes that end a loop together."""
@@ -306,9 +308,10 @@ class _Fit:
             self._ending.decide_together()
             return self._ending.reason is None
 
+        show = lambda record: self._meter.advance(record.step)  # noqa: E731
         interrupt = lambda _: self._interruption.raise_requested()  # noqa: E731
         # The row of the step before comes first: a tracker such as W&B takes no step that is lower than another one.
-        hooks = (self._show, self._log, self._call, interrupt, self._evaluation, self._ending, self._save)
+        hooks = (show, self._log, self._call, interrupt, self._evaluation, self._ending, self._save)
         source = trainer.measures.clock.each(source, "data")
         steps = run_steps(trainer, source, size, hooks, begin=begin, within=self._interruption.step)
         try:
@@ -329,10 +332,7 @@ class _Fit:
                 end_callbacks(begun, trainer, error)
             raise
         self._meter.stop()
-        end_callbacks(begun, trainer)  # the tracker begins first and ends last
-
-    def _show(self, record: StepRecord) -> None:
-        self._meter.advance(record.step)
+        end_callbacks(begun, trainer)
 
     def _call(self, record: StepRecord) -> None:
         for callback in self._arguments.callbacks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import Callback, PipelineTrainer, Tracker
-from jaxpp_flax.trainers import Checkpoints, Logging
+from jaxpp_flax.trainers import Checkpoints, Logging, NonFiniteLossError
 from jaxpp_flax.trainers.callbacks import SamplePredictions
 from jaxpp_flax.trainers.ending.failure import FailureCheck
 from jaxpp_flax.trainers.loop.trackers import CompositeTracker, DictTracker
@@ -153,6 +154,23 @@ def test_ctrl_c_in_on_fit_end_keeps_the_first_error_as_its_context():
         trainer_with(tracker := Ended()).fit(DATA, callbacks=[Fails(on_fit_end=KeyboardInterrupt(), on_step=cause)])
     assert raised.value.__context__ is cause
     assert tracker.calls[-1] == "failed: True"
+
+
+def test_a_run_whose_last_loss_is_not_finite_has_failed():
+    """The last losses are looked at after the last step, and after `on_fit_end`."""
+    with pytest.raises(NonFiniteLossError, match="the loss of step 3 is nan"):
+        trainer_with(tracker := Ended()).fit([*DATA[:2], DATA[2] * jnp.nan])
+    assert tracker.calls[-1] == "failed: True"
+
+
+def test_a_run_that_sigterm_ends_has_not_failed(tmp_path):
+    class Asked(Callback):
+        def on_step(self, trainer, step):
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        trainer_with(tracker := Ended(), checkpoints=Checkpoints(tmp_path)).fit(DATA, callbacks=[Asked()])
+    assert tracker.calls[-1] == "failed: False"
 
 
 def test_a_run_in_the_handler_of_an_older_error_has_not_failed():
