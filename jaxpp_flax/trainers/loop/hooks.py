@@ -213,7 +213,9 @@ class LogMetrics(LoopHook):
         try:
             self._deliver(step, _fetch_within(wait_s, metrics), units, unit, is_last=True)
         except Exception as failed:
-            text = f"The metrics of step {step} are lost: {failed!r}"
+            # An error of another process tells on many lines what the first error has told already.
+            reason = str(failed).partition("\n")[0]
+            text = f"The metrics of step {step} are lost: {type(failed).__name__}: {reason}"
             if isinstance(error, GeneratorExit):  # nobody sees this error
                 self._trainer.message(text)
             error.add_note(text)

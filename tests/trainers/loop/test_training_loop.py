@@ -181,8 +181,8 @@ def test_metrics_that_do_not_come_neither_hide_the_error_nor_hang(tmp_path: Path
     monkeypatch.setattr(hooks, "_PATIENCE", 0.1)
     trainer = make_trainer(tmp_path, DictTracker())
     for metric, reason in (
-        (Never(), "TimeoutError('the devices have not computed them after 0.1 s')"),
-        (Never(RuntimeError("the device is lost")), "RuntimeError('the device is lost')"),
+        (Never(), "TimeoutError: the devices have not computed them after 0.1 s"),
+        (Never(RuntimeError("the device is lost\nwith details")), "RuntimeError: the device is lost"),
     ):
         log, error = LogMetrics(trainer), OSError("the disk is gone")
         log(StepRecord(3, {"loss": metric}, DATA[0]))
