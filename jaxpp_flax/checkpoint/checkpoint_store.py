@@ -69,7 +69,7 @@ class CheckpointStore:
         self.directory = absolute(directory)
         check_interval("every", every)
         check_interval("keep", keep)
-        self._every, self._keep, self._best, self._asynchronous = every, keep, best, asynchronous
+        self._every, self._keep, self.ranking, self._asynchronous = every, keep, best, asynchronous
         self._manager: ocp.CheckpointManager | None = None
         self._writing: tuple[int, frozenset[str]] | None = None
         self._saving = -1  # the last step whose save was begun
@@ -110,7 +110,7 @@ class CheckpointStore:
 
     def describe(self) -> str:
         """Describe the steps to save and to keep, such as "every=2, keep=3", with the same text in every process."""
-        named = {"every": self._every, "keep": self._keep, **({} if self._best is None else vars(self._best))}
+        named = {"every": self._every, "keep": self._keep, **({} if self.ranking is None else vars(self.ranking))}
         plain = {
             name: of if of is None or isinstance(of, (int, str)) else type(of).__name__ for name, of in named.items()
         }
@@ -163,7 +163,7 @@ class CheckpointStore:
 
     def best(self) -> int | None:
         """Return the step with the best metric, of the complete checkpoints; None if no checkpoint has the metric."""
-        best = self._best
+        best = self.ranking
         if best is None:
             raise CheckpointNotFoundError(
                 f'{self.directory}: "best" needs the name of a metric: Checkpoints(..., best="eval_loss").'
@@ -304,8 +304,8 @@ class CheckpointStore:
             check_shared(self.directory)
             every = 1 if self._every is None else self._every
             keep = policies.LatestN(self._keep) if self._keep is None or isinstance(self._keep, int) else self._keep
-            if self._best is not None:
-                keep = policies.AnyPreservationPolicy([keep, self._best.policy()])
+            if self.ranking is not None:
+                keep = policies.AnyPreservationPolicy([keep, self.ranking.policy()])
             with shared_work(f"the opening of {self.directory}", lambda error: error):
                 self._manager = ocp.CheckpointManager(
                     self.directory,

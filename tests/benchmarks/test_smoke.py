@@ -96,6 +96,9 @@ def test_scale_counts_tasks_and_bytes(tmp_path: Path):
 def test_fit_takes_part_beside_the_bare_step(tmp_path: Path):
     rows = rows_of("host_cost", tmp_path, "--repeats", "2")
     assert [row["contestant"] for row in rows] == ["the compiled step", "fit", "fit, all metrics"]
+    # What is measured is more work, which the counts of calls see and times may not.
+    assert 0 < rows[0]["calls per step"] < rows[1]["calls per step"] < rows[2]["calls per step"]
+    assert rows[1]["instructions"] < rows[2]["instructions"]
 
 
 @pytest.mark.slow

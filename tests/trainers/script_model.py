@@ -274,6 +274,13 @@ class _Loop:
         self.pending: tuple[int, float] | None = None
 
     def run(self) -> None:
+        try:
+            self._run()
+        except Happens:
+            self._deliver(None)  # no way out loses the last step's metrics
+            raise
+
+    def _run(self) -> None:
         started = False
         while not self.preempted and not self.stopping and (examples := self.of._draw(self.stream)) is not None:
             self.preempted = self.stream.requested
@@ -295,9 +302,9 @@ class _Loop:
 
     def _step_ends(self, loss: float) -> None:
         step, every = self.of.state.step, self.call.eval_every
-        self._hook("in_step", step)  # Ctrl-C waits for the step's end
-        self._hook("on_step", step)
         self._deliver((step, loss))
+        self._hook("on_step", step)
+        self._hook("in_step", step)  # Ctrl-C waits for the step's end
         if every is not None and self.call.evaluates and step % every == 0:
             self._deliver(None)
             self._evaluate()

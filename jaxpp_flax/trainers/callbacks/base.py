@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["Callback", "CallbackStates", "named"]
+__all__ = ["Callback", "CallbackStates", "end_callbacks", "named"]
 
 
 class Callback:
@@ -50,7 +50,10 @@ class Callback:
         """Called before the first step; `trainer.stop` here ends `fit` without a step."""
 
     def on_step(self, trainer: Any, step: int) -> None:
-        """Called right after `step` was dispatched: `trainer.state` is the state after `step`, without a wait."""
+        """Called once `step` was dispatched, and the metrics of the step before are logged.
+
+        `trainer.state` is the state after `step`; nothing has waited for it.
+        """
 
     def on_metrics(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         """Called with the metrics of `step` on the host, one step late, so that devices never wait for metrics."""
@@ -59,7 +62,39 @@ class Callback:
         """Called after an evaluation at `step`."""
 
     def on_fit_end(self, trainer: Any) -> None:
-        """Called after the last step, and after an error or interruption too; the last callback comes first."""
+        """Called after the last step, and after an error or interruption too; the last callback comes first.
+
+        An error here ends `fit` if there was none before; otherwise it becomes a note of the first error.
+        """
+
+
+def end_callbacks(callbacks: Sequence[Callback], trainer: Any, error: BaseException | None = None) -> None:
+    """Call `on_fit_end` of each callback, the last one first; an error keeps no other callback from its end.
+
+    Args:
+      error: the error that ends the run and is being handled. The errors of callbacks become its notes.
+
+    Raises:
+      Exception: the first error of a callback, if there was none before.
+
+    Example:
+      >>> class Fails(Callback):
+      ...     def on_fit_end(self, trainer):
+      ...         raise OSError("no space left")
+      >>> first = ValueError("a bad batch")
+      >>> end_callbacks([Fails()], None, first)
+      >>> first.__notes__
+      ["Fails.on_fit_end failed as well: OSError('no space left')"]
+    """
+    for index, callback in reversed(list(enumerate(callbacks))):
+        try:
+            callback.on_fit_end(trainer)
+        except BaseException as failed:
+            if error is None or not isinstance(failed, Exception):
+                # The others end inside this handler: `FailureCheck` tells them there that the run has failed.
+                end_callbacks(callbacks[:index], trainer, failed)
+                raise
+            error.add_note(f"{type(callback).__name__}.on_fit_end failed as well: {failed!r}")
 
 
 def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:

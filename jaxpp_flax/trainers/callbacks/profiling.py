@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxpp_flax.trainers.callbacks.base import Callback
+from jaxpp_flax.trainers.ending.failure import FailureCheck
 
 __all__ = ["Profile"]
 
@@ -53,9 +54,10 @@ class Profile(Callback):
         self._directory, self._python = Path(directory), python
         self._before = 0  # the step before the first one of `fit`
         self._runs = False
+        self._failure = FailureCheck()
 
     def on_fit_start(self, trainer: Any) -> None:
-        self._before = trainer.step
+        self._before, self._failure = trainer.step, FailureCheck()
         self.on_step(trainer, trainer.step)
 
     def on_step(self, trainer: Any, step: int) -> None:
@@ -68,7 +70,8 @@ class Profile(Callback):
 
     def on_fit_end(self, trainer: Any) -> None:
         if self._runs:
-            self._end(trainer, trainer.step)
+            # After an error the state may be deleted, or never become ready.
+            self._end(trainer, trainer.step, waits=not self._failure.has_failed())
         elif trainer.step - self._before < self._start:
             trainer.message(
                 f"no profile: Profile(start={self._start}), and fit ended after {trainer.step - self._before} steps"
@@ -91,10 +94,11 @@ class Profile(Callback):
             ) from error
         self._runs = True
 
-    def _end(self, trainer: Any, step: int) -> None:
+    def _end(self, trainer: Any, step: int, *, waits: bool = True) -> None:
         self._runs = False
         try:
-            jax.block_until_ready(jax.tree.leaves(trainer.state))
+            if waits:
+                jax.block_until_ready(jax.tree.leaves(trainer.state))
         finally:
             jax.profiler.stop_trace()
         trainer.message(

@@ -16,6 +16,8 @@ __all__ = ["Interruption"]
 class Interruption:
     """Delays Ctrl-C: the first one within a step is raised after the step; a second one, or one elsewhere, at once.
 
+    The loop calls `raise_requested` once it has noted the step's metrics, which would be lost otherwise.
+
     With several processes, the first Ctrl-C is not raised but `requested`, so that all of them end after the same step.
 
     Three cases do not change: the user's own handler, a program that ignores Ctrl-C (a script started it in the
@@ -28,9 +30,11 @@ class Interruption:
       >>> import signal
       >>> before = signal.signal(signal.SIGINT, signal.default_int_handler)  # as in any Python that a user starts
       >>> try:
-      ...     with Interruption() as interruption, interruption.step():
-      ...         signal.raise_signal(signal.SIGINT)
+      ...     with Interruption() as interruption:
+      ...         with interruption.step():
+      ...             signal.raise_signal(signal.SIGINT)
       ...         print("the step is finished")
+      ...         interruption.raise_requested()
       ... except KeyboardInterrupt:
       ...     print("and then fit ends")
       the step is finished
@@ -63,6 +67,9 @@ class Interruption:
         self.within_step = True
         yield
         self.within_step = False  # stays True after an error: the state may be lost
+
+    def raise_requested(self) -> None:
+        """Raise the Ctrl-C that came within the step."""
         if self.requested and self._raises:
             raise KeyboardInterrupt
 

@@ -10,6 +10,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxpp_flax.checkpoint.best import Best
+from jaxpp_flax.processes.store import ProcessFailedError
+from jaxpp_flax.processes.waits import call_with_limit
 from jaxpp_flax.trainers.callbacks import Callback
 from jaxpp_flax.trainers.data.batch import count_units
 from jaxpp_flax.trainers.loop.progress import Meter, Rate
@@ -20,6 +23,10 @@ __all__ = [
     "Evaluate", "LogMetrics", "LoopHook", "StepHook", "StepRecord", "TrainerProtocol", "overrides", "run_steps",
     "to_host",
 ]  # fmt: skip
+
+# After an error, the metrics of the last step may never come: a device hangs, or another process is gone. Another step
+# under way takes less than the first number of seconds; what is ready needs less than the second one.
+_PATIENCE, _AT_ONCE = 60.0, 1.0
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,13 @@ class LoopHook:
     def end(self) -> None:
         """Do the work after the last step; not called after an error, or a `break` in the user's loop."""
 
+    def leave(self, error: BaseException, *, at_once: bool = False) -> None:
+        """Do the work, in place of `end`, after an error, Ctrl-C or a `break` (`GeneratorExit`); it must not raise.
+
+        Args:
+          at_once: True if nothing that is under way may be waited for.
+        """
+
 
 class TrainerProtocol(Protocol):
     """The attributes of the trainer that a loop, its hooks and its callbacks use."""
@@ -125,16 +139,37 @@ def to_host(metrics: Mapping[str, Any]) -> dict[str, Any]:
     return {name: float(array) if array.ndim == 0 else array for name, array in arrays.items()}
 
 
+def _fetch_within(seconds: float, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics as `to_host` does; raise `TimeoutError` if they are not ready after so many seconds."""
+    found: list[dict[str, Any]] = []
+    errors: list[Exception] = []
+
+    def fetch() -> None:
+        try:
+            found.append(to_host(metrics))
+        except Exception as error:
+            errors.append(error)
+
+    call_with_limit(fetch, seconds)
+    if errors:
+        raise errors[0]
+    if not found:
+        raise TimeoutError(f"the devices have not computed them after {seconds:g} s")
+    return found[0]
+
+
 class LogMetrics(LoopHook):
     """Logs the metrics of a step to `trainer.tracker`, once the next step is under way: devices never wait for it.
 
-    The first step, the last one, and every `Logging(every=)` steps have a row.
+    The first step, the last one, and every `Logging(every=)` steps have a row. The last one is the last one that was
+    taken, however the loop ends: its end, an error, Ctrl-C, SIGTERM or a `break`.
 
     Args:
       trainer: the trainer of the loop.
       callbacks: their `on_metrics` is called for each step that they want.
       total: the number of the last step, if known, for the time left.
       meter: shows the rows; the caller starts and stops it.
+      ranking: the metric of `best`.
     """
 
     def __init__(
@@ -144,12 +179,14 @@ class LogMetrics(LoopHook):
         callbacks: Sequence[Callback] = (),
         total: int | None = None,
         meter: Meter | None = None,
+        ranking: Best | None = None,
     ) -> None:
-        self._trainer, self.callbacks, self._meter = trainer, callbacks, meter or Meter()
+        self._trainer, self.callbacks, self._meter, self._ranking = trainer, callbacks, meter or Meter(), ranking
         self._first, self._rate = trainer.step + 1, Rate(total, lambda: stepping_seconds(trainer.measures.seconds()))
         self.units, self.unit = 0, "examples"  # of all steps
         self.best: tuple[str, float, int] | None = None
-        """The lowest `eval_loss`, or without evaluations the lowest logged `loss`, with its step."""
+        """The best value of the metric of `ranking`, with its name and step. Without `ranking`: the lowest `eval_loss`,
+        or without evaluations the lowest logged `loss`."""
         self._pending: tuple[int, Mapping[str, Any], int, str] | None = None
         self.last: dict[str, Any] = {}
         """The metrics that were logged last, with the metrics of evaluations."""
@@ -162,9 +199,26 @@ class LogMetrics(LoopHook):
             self._deliver(*before, is_last=False)
 
     def end(self) -> None:
-        if self._pending is not None:
-            self._deliver(*self._pending, is_last=True)
-            self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._deliver(*pending, is_last=True)
+
+    def leave(self, error: BaseException, *, at_once: bool = False) -> None:
+        """Log the metrics of the last step. If they do not come, the error gets a note."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        wait_s = _AT_ONCE if at_once or isinstance(error, ProcessFailedError) else _PATIENCE
+        step, metrics, units, unit = pending
+        try:
+            self._deliver(step, _fetch_within(wait_s, metrics), units, unit, is_last=True)
+        except Exception as failed:
+            # An error of another process tells on many lines what the first error has told already.
+            reason = str(failed).partition("\n")[0]
+            text = f"The metrics of step {step} are lost: {type(failed).__name__}: {reason}"
+            if isinstance(error, GeneratorExit):  # nobody sees this error
+                self._trainer.message(text)
+            error.add_note(text)
 
     def add(self, named: Mapping[str, Any]) -> None:
         """Add the metrics of an evaluation."""
@@ -188,14 +242,15 @@ class LogMetrics(LoopHook):
             callback.on_metrics(self._trainer, step, self.last)
 
     def _compare(self, name: str, step: int) -> None:
-        """Note a value that is better than those before; an evaluation counts more than a step."""
-        value, best = self.last.get(name), self.best
+        """Note a value that is better than those before; without a ranking, an evaluation counts more than a step."""
+        ranking, best = self._ranking or Best(name), self.best
+        value = self.last.get(ranking.best)
         if not isinstance(value, float) or not math.isfinite(value):
             return
-        if best is not None and best[0] == "eval_loss" != name:
+        if self._ranking is None and best is not None and best[0] == "eval_loss" != name:
             return
-        if best is None or best[0] != name or value < best[1]:
-            self.best = (name, value, step)
+        if best is None or best[0] != ranking.best or ranking.order(value) > ranking.order(best[1]):
+            self.best = (ranking.best, value, step)
 
 
 class Evaluate(LoopHook):

@@ -104,8 +104,18 @@ class Saving:
         """Return True if the latest step is saved, or a save of it is under way."""
         return self._store is not None and self._store.holds(self._step)
 
-    def finish(self, error: BaseException) -> None:
-        """Wait for the save under way, when `fit` ends with an error."""
+    def finish(self, error: BaseException, beginning: int, again: str) -> None:
+        """After an error of a loop, wait for the save under way, and add to the error what to do.
+
+        Args:
+          beginning: the step before the first one of the loop.
+          again: the call that goes on from a checkpoint.
+        """
+        self._finish_save(error)
+        if isinstance(error, Exception) and self._step > beginning:
+            error.add_note(self._advice(again))
+
+    def _finish_save(self, error: BaseException) -> None:
         if self._store is None:
             return
         try:
@@ -117,15 +127,14 @@ class Saving:
         except ProcessFailedError:
             return  # this error ends the process
 
-    def advice(self) -> str:
-        """Return what to do after an error, once the save under way has ended."""
+    def _advice(self, again: str) -> str:
         if self._store is None:
-            return after_error(self._step, None, None)
+            return after_error(self._step, None, None, again)
         try:
             saved = self._store.latest()
         except CheckpointNotFoundError:  # a directory that cannot be read must not hide the error
             saved = None
-        return after_error(self._step, saved, self._store.directory)
+        return after_error(self._step, saved, self._store.directory, again)
 
     def interrupted(self, error: BaseException, *, whole: bool, together: bool) -> None:
         """After Ctrl-C: save the finished step if all processes come here, and say how to go on."""
@@ -148,7 +157,7 @@ class Saving:
                 error.add_note(f"Step {self._step} is saved in {self._store.directory}: {again}.")
 
     def end(self, preempted: Callable[[], bool]) -> None:
-        """Wait for the save under way, save the last step, and exit if SIGTERM asked for it."""
+        """Wait for the save under way, and save the last step."""
         clock = self.checkpoints.clock
         if self._store is not None:
             with clock.part("save"):
@@ -161,7 +170,10 @@ class Saving:
         is_saved = self.checkpoints.is_saved()  # every process asks
         if due and self._step > 0 and not is_saved:
             self.checkpoints.save()
-        if preempted():
+
+    def exit_if(self, preempted: Callable[[], bool]) -> None:
+        """End the process if SIGTERM asked for it, and there is a directory."""
+        if self._store is not None and preempted():
             self.checkpoints.display.message(
                 f"SIGTERM: saved step {self._step}, exiting with status {PREEMPTED_STATUS}"
             )

@@ -19,13 +19,15 @@ __all__ = ["TrackedRun", "configuration"]
 class TrackedRun(Callback):
     """Gives a trainer's tracker the run's configuration, and closes it; its state goes into checkpoints.
 
+    The loop closes it after the last save, and not in `on_fit_end`: a run whose last save fails has failed.
+
     Args:
       config: the user's part of the configuration.
     """
 
     def __init__(self, trainer: Any, config: Mapping[str, Any]) -> None:
         super().__init__()
-        self._tracker, self._config = trainer.tracker, config
+        self._tracker, self._config, self._has_begun = trainer.tracker, config, False
 
     def get_state(self) -> Any:
         return self._tracker.get_state()
@@ -35,13 +37,13 @@ class TrackedRun(Callback):
             self._tracker.set_state(state)
 
     def on_fit_start(self, trainer: Any) -> None:
-        try:
-            self._tracker.log_config({**configuration(trainer), **self._config})
-        except BaseException:
-            self.on_fit_end(trainer)
-            raise
+        self._has_begun = True
+        self._tracker.log_config({**configuration(trainer), **self._config})
 
-    def on_fit_end(self, trainer: Any) -> None:
+    def close(self) -> None:
+        """Close the tracker if `fit` has begun; an error that is being handled ends the run."""
+        if not self._has_begun:
+            return
         try:
             self._tracker.close()
         except Exception as error:  # an error of `fit` must not be hidden by one of its tracker

@@ -8,11 +8,14 @@ import importlib.util
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from jaxpp_flax.trainers.ending.failure import FailureCheck
 
 __all__ = [
     "CompositeTracker",
@@ -167,6 +170,8 @@ class CompositeTracker(Tracker):
 class TensorBoardTracker(Tracker):
     """Writes scalars and texts for TensorBoard; needs the extra `tensorboard`. The first call opens the file.
 
+    An array is written as a text, in which NumPy leaves out the middle of more than 1,000 numbers.
+
     Args:
       log_dir: the run's folder.
 
@@ -186,10 +191,11 @@ class TensorBoardTracker(Tracker):
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
         for name, value in metrics.items():
-            if isinstance(value, (int, float)):
-                self._writer.add_scalar(name, value, step)
-            elif isinstance(value, str):
-                self._writer.add_text(name, value, step)
+            shown = _scalar_or_text(value)
+            if not isinstance(shown, str):
+                self._writer.add_scalar(name, shown, step)
+            else:  # TensorBoard reads Markdown, in which an array is a block of code
+                self._writer.add_text(name, shown if isinstance(value, str) else f"```\n{shown}\n```", step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         self._writer.add_text("config", "\n".join(f"- {name}: {value}" for name, value in config.items()))
@@ -203,7 +209,8 @@ class TensorBoardTracker(Tracker):
 class WandbTracker(Tracker):
     """Logs to Weights & Biases; needs the extra `wandb`. The first call opens the run.
 
-    Checkpoints keep the run's id: `fit(resume=True)` continues the same run. `id="..."` names a run to continue.
+    Checkpoints keep the run's id: `fit(resume=True)` continues the same run. `id="..."` names a run to continue. If
+    `fit` ends with an error, the run ends as "failed", with exit code 1.
 
     Args:
       run_options: arguments of `wandb.init`: `project=`, `name=`, `id=`, ...
@@ -214,7 +221,7 @@ class WandbTracker(Tracker):
 
     def __init__(self, **run_options: Any) -> None:
         _need("wandb", "wandb")
-        self._options, self._opened = run_options, None
+        self._options, self._opened, self._failure = run_options, None, FailureCheck()
 
     @property
     def _run(self) -> Any:
@@ -222,6 +229,7 @@ class WandbTracker(Tracker):
             options = {"resume": "allow", **self._options} if "id" in self._options else self._options
             self._opened = importlib.import_module("wandb").init(**options)
             self._options = {**self._options, "id": self._opened.id}
+            self._failure = FailureCheck()
         return self._opened
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
@@ -232,7 +240,7 @@ class WandbTracker(Tracker):
 
     def close(self) -> None:
         if self._opened is not None:
-            self._opened.finish()
+            self._opened.finish(exit_code=int(self._failure.has_failed()))
             self._opened = None
 
     def get_state(self) -> Any:
@@ -246,9 +254,10 @@ class WandbTracker(Tracker):
 class MlflowTracker(Tracker):
     """Logs to MLflow: a server or a local store; needs the extra `mlflow`. The first call opens the run.
 
-    Scalars become metrics, texts become artifacts `{name}/{step}.txt`, and the configuration becomes parameters. MLflow
-    does not change a parameter: where a resumed run has another value, it becomes a tag of the same name. The run ends
-    as "FAILED" if `fit` ends with an error. Checkpoints keep the run's id: `fit(resume=True)` continues the same run.
+    Scalars become metrics, texts and arrays become artifacts `{name}/{step}.txt` (NumPy leaves out the middle of more
+    than 1,000 numbers), and the configuration becomes parameters. MLflow does not change a parameter: where a resumed
+    run has another value, it becomes a tag of the same name. The run ends as "FAILED" if `fit` ends with an error.
+    Checkpoints keep the run's id: `fit(resume=True)` continues the same run.
 
     Args:
       experiment: the name of the experiment; it is made if it does not exist.
@@ -270,7 +279,7 @@ class MlflowTracker(Tracker):
     ) -> None:
         _need("mlflow", "mlflow")
         self._experiment, self._uri, self._name, self._id = experiment, tracking_uri, run_name, run_id
-        self._opened = self._before = None
+        self._opened, self._failure = None, FailureCheck()
 
     @property
     def _client(self) -> Any:
@@ -282,17 +291,18 @@ class MlflowTracker(Tracker):
                 self._id = client.create_run(experiment, run_name=self._name).info.run_id
             else:
                 client.update_run(self._id, status="RUNNING")
-            self._opened, self._before = client, sys.exc_info()[1]  # `fit` may run in the handler of an older error
+            self._opened, self._failure = client, FailureCheck()
         return self._opened
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
         client, now = self._client, int(time.time() * 1000)
         metric = importlib.import_module("mlflow.entities").Metric
-        scalars = {name: value for name, value in metrics.items() if isinstance(value, (int, float))}
-        client.log_batch(self._id, metrics=[metric(name, float(of), now, step) for name, of in scalars.items()])
-        for name, value in metrics.items():
-            if isinstance(value, str):
-                client.log_text(self._id, value, f"{name}/{step}.txt")
+        shown = {name: _scalar_or_text(value) for name, value in metrics.items()}
+        scalars = [metric(name, of, now, step) for name, of in shown.items() if not isinstance(of, str)]
+        client.log_batch(self._id, metrics=scalars)
+        for name, of in shown.items():
+            if isinstance(of, str):
+                client.log_text(self._id, of, f"{name}/{step}.txt")
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         client = self._client
@@ -305,9 +315,8 @@ class MlflowTracker(Tracker):
 
     def close(self) -> None:
         if self._opened is not None:
-            is_whole = sys.exc_info()[1] in (None, self._before)
-            self._opened.set_terminated(self._id, "FINISHED" if is_whole else "FAILED")
-            self._opened = self._before = None
+            self._opened.set_terminated(self._id, "FAILED" if self._failure.has_failed() else "FINISHED")
+            self._opened = None
 
     def get_state(self) -> Any:
         return None if self._id is None else {"run_id": self._id}
@@ -322,6 +331,25 @@ def _need(module: str, extra: str) -> None:
         raise ImportError(
             f"this tracker needs the package {module!r}, which is not installed: `pip install 'jaxpp-flax[{extra}]'`."
         )
+
+
+def _scalar_or_text(value: Any) -> float | str:
+    """Return a number as a float, a text as it is, and anything else as a text: a tracker leaves no value out.
+
+    >>> _scalar_or_text(np.float32(0.5)), _scalar_or_text(np.ones((2, 1)))
+    (0.5, 'float64[2,1]\\n[[1.]\\n [1.]]')
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (int, float)):
+        return float(value)
+    if not hasattr(value, "dtype"):
+        return repr(value)
+    array = np.asarray(value)
+    if array.ndim == 0 and np.can_cast(array.dtype, np.float64, "same_kind"):
+        return float(array)
+    shape = ",".join(map(str, array.shape))
+    return f"{array.dtype}[{shape}]\n{np.array2string(array, threshold=1000)}"
 
 
 def _plain(value: Any) -> Any:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxpp_flax.processes.group import ProcessGroup, process_group
-from jaxpp_flax.trainers.callbacks.base import Callback, CallbackStates
+from jaxpp_flax.trainers.callbacks.base import Callback, CallbackStates, end_callbacks
 from jaxpp_flax.trainers.checkpoints import Checkpointing
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding
 from jaxpp_flax.trainers.data.position import DataPosition
@@ -116,7 +115,7 @@ class TrainingLoop:
                 self._check_filling(rule, batch)
                 return True
 
-            trainer.stopping = None
+            trainer.stopping, beginning = None, trainer.step
             ending = Ending(trainer, self.stopping_group(), Interruption(raises=False), Preemption(None))
             all_hooks = (*hooks, self.saving.after_step, ending)
             try:
@@ -130,7 +129,10 @@ class TrainingLoop:
                     if isinstance(hook, LoopHook):
                         hook.end()
             except BaseException as error:  # `break` in the user's loop comes here too
-                self.saving.finish(error)
+                for hook in hooks:
+                    if isinstance(hook, LoopHook):
+                        hook.leave(error)
+                self.saving.finish(error, beginning, "trainer.restore() before training_steps")
                 raise
             else:
                 self.saving.end(lambda: False)
@@ -204,12 +206,14 @@ class TrainingLoop:
         )  # fmt: skip
         trainer.stopping = None
         total = _steps_left(data, source, steps, arguments.epochs, position)
-        arguments = replace(arguments, callbacks=(TrackedRun(trainer, self.config), *arguments.callbacks))
+        tracked = TrackedRun(trainer, self.config)
+        arguments = replace(arguments, callbacks=(tracked, *arguments.callbacks))
         self.callbacks.begin(arguments.callbacks, resumed=bool(arguments.resume))
         try:
             return _Fit(self, trainer, arguments, total).run(source, lambda batch: self._check_filling(rule, batch))
         finally:
             self.tracking.leave(source)
+            tracked.close()
 
     def stopping_group(self) -> ProcessGroup:
         """Return the processes that end a loop together."""
@@ -243,7 +247,11 @@ class _Fit:
         self._interruption = Interruption(raises=self._is_alone)
         self._preemption = Preemption(loop.deadline)
         self._ending = Ending(trainer, group, self._interruption, self._preemption)
-        self._log = LogMetrics(trainer, callbacks=arguments.callbacks, total=self._total, meter=self._meter)
+        store = loop.checkpoints.store
+        self._log = LogMetrics(
+            trainer, callbacks=arguments.callbacks, total=self._total, meter=self._meter,
+            ranking=None if store is None else store.ranking,
+        )  # fmt: skip
         self._evaluation = LoopHook()
         if arguments.eval_data is not None:
             self._evaluation = Evaluate(
@@ -262,9 +270,7 @@ class _Fit:
             try:
                 self._train(source, first)
             except BaseException as error:
-                saving.finish(error)
-                if isinstance(error, Exception) and self._trainer.step > self._begin:
-                    error.add_note(saving.advice())
+                saving.finish(error, self._begin, "fit(..., resume=True)")
                 if isinstance(error, KeyboardInterrupt):
                     saving.interrupted(error, whole=not self._interruption.within_step, together=self._is_alone)
                 raise
@@ -273,9 +279,11 @@ class _Fit:
                 interrupted = KeyboardInterrupt()
                 saving.interrupted(interrupted, whole=True, together=True)
                 raise interrupted
-            preempted = asked is not None and asked.kind == "preempted"
-            saving.end(lambda: preempted or self._preemption.requested)
+            is_asked = asked is not None and asked.kind == "preempted"
+            preempted = lambda: is_asked or self._preemption.requested  # noqa: E731
+            saving.end(preempted)
             self._summarise()
+            saving.exit_if(preempted)
         return self._log.last
 
     def _summarise(self) -> None:
@@ -287,7 +295,7 @@ class _Fit:
             self._meter.message(summarise_run(step, step - self._begin, seconds, units, log.best, directory))
 
     def _train(self, source: Iterable[Any], first: Callable[[Any], None]) -> None:
-        trainer, stepped, begun = self._trainer, False, ExitStack()
+        trainer, stepped, begun = self._trainer, False, list[Callback]()
         size, callbacks = self._arguments.global_batch_size, self._arguments.callbacks
 
         def begin(batch: Any) -> bool:
@@ -295,12 +303,15 @@ class _Fit:
             trainer.compile(batch, global_batch_size=size)
             for callback in callbacks:
                 callback.on_fit_start(trainer)
-                begun.callback(callback.on_fit_end, trainer)
+                begun.append(callback)
             self._meter.start(self._total, self._begin)
             self._ending.decide_together()
             return self._ending.reason is None
 
-        hooks = (self._show, self._log, self._evaluation, self._ending, self._save)
+        show = lambda record: self._meter.advance(record.step)  # noqa: E731
+        interrupt = lambda _: self._interruption.raise_requested()  # noqa: E731
+        # The row of the step before comes first: a tracker such as W&B takes no step that is lower than another one.
+        hooks = (show, self._log, self._call, interrupt, self._evaluation, self._ending, self._save)
         source = trainer.measures.clock.each(source, "data")
         steps = run_steps(trainer, source, size, hooks, begin=begin, within=self._interruption.step)
         try:
@@ -312,13 +323,18 @@ class _Fit:
             if self._goes_on(stepped=stepped):
                 self._loop.await_same_end()
                 self._evaluate_at_end()
-        finally:
-            self._meter.stop()
-            begun.close()  # the tracker, which begins first, ends last: after an error of a callback too
+        except BaseException as error:
+            interrupted_within = isinstance(error, KeyboardInterrupt) and self._interruption.within_step
+            try:
+                self._log.leave(error, at_once=interrupted_within)
+            finally:
+                self._meter.stop()
+                end_callbacks(begun, trainer, error)
+            raise
+        self._meter.stop()
+        end_callbacks(begun, trainer)
 
-    def _show(self, record: StepRecord) -> None:
-        """Move the bar, and call the callbacks of a step."""
-        self._meter.advance(record.step)
+    def _call(self, record: StepRecord) -> None:
         for callback in self._arguments.callbacks:
             if callback.wants(record.step):
                 callback.on_step(self._trainer, record.step)

@@ -63,7 +63,7 @@ class RunMetrics:
         self.begin()
 
     def begin(self) -> None:
-        """Begin to count a run: now."""
+        """Begin to count a run: now. Each `fit` and `training_steps` is one; nothing is kept in checkpoints."""
         self._beginning = self.clock.read()
         self._row: tuple[int, dict[str, float]] | None = None
         self._operations = 0.0  # since the last row

@@ -50,8 +50,14 @@ def summarise_run(
     return "\n".join([first, *(["; ".join(more)] if more else [])])
 
 
-def after_error(step: int, saved: int | None, directory: Path | None) -> str:
-    """Return what to do after an error of a loop, in which `step` was the last step; `saved` is the newest checkpoint.
+def after_error(step: int, saved: int | None, directory: Path | None, again: str = "fit(..., resume=True)") -> str:
+    """Return what to do after an error of a loop.
+
+    Args:
+      step: the last step.
+      saved: the step of the newest checkpoint.
+      directory: the directory of checkpoints.
+      again: the call that goes on from a checkpoint.
 
     Example:
       >>> after_error(25, 20, Path("run")).partition(": ")[2]
@@ -60,10 +66,9 @@ def after_error(step: int, saved: int | None, directory: Path | None) -> str:
     begin = f"Training stopped after step {step}."
     if directory is None:
         return (
-            f"{begin} Nothing was saved: pass checkpoints=Checkpoints(directory, every=...), and "
-            "fit(..., resume=True) goes on from the latest checkpoint."
+            f"{begin} Nothing was saved: pass checkpoints=Checkpoints(directory, every=...), and {again} goes on from "
+            "the latest checkpoint."
         )
     if saved is None:
         return f"{begin} {directory} holds no checkpoint yet, so the next run begins anew. Save more often: every=."
-    again = "Mend the cause and run again with fit(..., resume=True): it goes on"
-    return f"{begin} {again} from step {saved} of {directory}."
+    return f"{begin} Mend the cause and run again with {again}: it goes on from step {saved} of {directory}."

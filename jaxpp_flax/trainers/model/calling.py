@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
+import traceback
 from collections.abc import Callable
 from typing import Any
 
+from flax import linen as nn
+from flax import nnx
 from flax.errors import FlaxError
 
-from jaxpp_flax.trainers.errors import LossError
+from jaxpp_flax.trainers.errors import LossError, ModelError
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.linen_model import LinenCall
 
@@ -33,7 +37,8 @@ def call_function(
     """Call `function(bound model, batch)`, with `training=` and `rngs=` if the function takes them.
 
     Random keys depend on the numbers `step` and `microbatch`. Return the result of the function, and the bound model
-    after the call. A function that fails because it treats the model as parameters is told so by a `LossError`.
+    after the call. A function that fails because it treats the model as parameters is told so by a `LossError`, and one
+    that uses the axis name of a `pmap` or `vmap` by a `ModelError`.
     """
     bound = model.bind(params, rest, step=step, microbatch=microbatch, training=training)
     asked = asked_for(function)
@@ -48,6 +53,33 @@ def call_function(
         if taken := _taken_for_parameters(function, bound, error):
             raise LossError(taken) from error
         raise
+    except NameError as error:
+        if found := re.search(r"unbound axis name: ([^\s.]+)", str(error)):
+            raise ModelError(_unbound_axis(found[1], function, bound, error)) from error
+        raise
+
+
+def _unbound_axis(axis: str, function: Callable[..., Any], model: Any, error: NameError) -> str:
+    """Return the message for a function that uses an axis name which nothing binds."""
+    user = getattr(function, "__name__", "given")
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        layer = frame.f_locals.get("self")
+        if isinstance(layer, nn.Module | nnx.Module) and getattr(layer, "axis_name", None) == axis:
+            user = f"{type(layer).__name__} {_path_of(layer, model)}".strip()
+    return (
+        f"{user!r} uses the axis name {axis!r}, as BatchNorm(axis_name={axis!r}) or jax.lax.pmean(x, {axis!r}) does. "
+        "In another loop `pmap`, `vmap` or `shard_map` bound this name; here nothing does, since a loss sees a whole "
+        "microbatch, whose examples all devices of a stage share. Remove axis_name= and such calls: loss and gradients "
+        "are those of the whole batch without them, and a BatchNorm normalizes by the statistics of each microbatch."
+    )
+
+
+def _path_of(layer: nn.Module | nnx.Module, model: Any) -> str:
+    """Return the path of a layer in the model, or "" if it is not found there."""
+    if isinstance(layer, nn.Module):
+        return "/".join(layer.path) if layer.scope is not None else ""  # the model itself is not bound
+    paths = (path for path, node in nnx.iter_graph(model) if node is layer)
+    return "/".join(map(str, next(paths, ())))
 
 
 def _taken_for_parameters(function: Callable[..., Any], model: Any, error: Exception) -> str | None:

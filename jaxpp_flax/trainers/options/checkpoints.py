@@ -29,7 +29,8 @@ class Checkpoints:
         `save` alone writes.
       keep: how many of the latest to keep, or an Orbax preservation policy; None keeps all.
       best: a metric such as "eval_loss": the checkpoint with its best value is kept too, and `restore("best")` reads
-        it. A checkpoint has the metrics of its own step, so save and evaluate at the same steps.
+        it. A checkpoint has the metrics of its own step, so save and evaluate at the same steps. The summary at the
+        end of `fit` names the best value that was logged.
       best_mode: "min" if smaller is better, "max" if larger is, as of an accuracy.
       asynchronous: write in the background.
       preemption_deadline: SIGTERM ends `fit` after the current step with a checkpoint, within this many seconds. None

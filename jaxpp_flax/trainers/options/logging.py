@@ -39,8 +39,9 @@ class Logging(Options):
         "parameter_norm_by_stage" give `gradient_norm/stage_0` and so on, which progress lines leave out (a parameter of
         several stages counts for the first). The rows of a tracker have the others: "step_time"
         (`step_seconds`, and the host's `data_seconds`, `dispatch_seconds`, `device_seconds`, `save_seconds` and
-        `evaluation_seconds` for each step), "goodput" (the share of the run's time spent training), "skipped_steps"
-        (of the run), "utilization" (the model's operations over the peak of all devices).
+        `evaluation_seconds` for each step), "goodput" (the share of the time since `fit` began that was spent
+        training), "skipped_steps" (since then), "utilization" (the model's operations over the peak of all devices). A
+        resumed `fit` counts both anew: its goodput leaves out the runs before, and the steps that a crash lost.
       learning_rate: for the metric of this name: a number, or a function of the number of steps done. None: from the
         optimizer (`optax.inject_hyperparams`, or the rate or schedule of Optax's own optimizers).
       throughput: the unit of the rate, for instance without padding: `Throughput("tokens", of="targets")`.

@@ -75,6 +75,28 @@ def test_an_early_end_writes_the_trace_and_too_few_steps_are_told(tmp_path):
     assert seen == ["no profile: Profile(start=5), and fit ended after 2 steps"]
 
 
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_step_that_fails_during_a_profile_is_the_error_of_fit(tmp_path, num_stages):
+    calls = []
+
+    def on_host(_):
+        calls.append(None)
+        if len(calls) > 2 * 2:  # in the third step of two microbatches
+            raise OSError("the cause of the failure")
+
+    def loss_fn(model, batch):
+        jax.debug.callback(on_host, batch["tokens"][0, 0])
+        return m.mean_loss(model, batch)
+
+    t = PipelineTrainer(
+        m.Model(4, rngs=nnx.Rngs(0)), optax.sgd(0.1), loss_fn, num_stages=num_stages, num_microbatches=2, logging=False
+    )
+    with pytest.raises(Exception, match="the cause of the failure") as raised:
+        t.fit([m.make_batch(8, 0)], steps=9, callbacks=[Profile(start=2, steps=8, directory=tmp_path)])
+    assert not [note for note in raised.value.__notes__ if "Profile" in note]
+    assert events(tmp_path), "the trace is written all the same"
+
+
 def test_what_does_not_fit_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"Profile\(start=0\): it must be a whole number of at least 1"):
         Profile(start=0)

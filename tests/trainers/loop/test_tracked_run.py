@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import Callback, PipelineTrainer, Tracker
-from jaxpp_flax.trainers import Checkpoints, Logging
+from jaxpp_flax.trainers import Checkpoints, Logging, NonFiniteLossError
+from jaxpp_flax.trainers.callbacks import SamplePredictions
+from jaxpp_flax.trainers.ending.failure import FailureCheck
 from jaxpp_flax.trainers.loop.trackers import CompositeTracker, DictTracker
 
 DATA = [jnp.ones((4, 2))] * 3
@@ -93,6 +96,89 @@ def test_the_tracker_is_closed_after_an_error_of_a_callback(hook):
     with pytest.raises(ValueError, match=hook):
         trainer_with(tracker).fit(DATA, callbacks=[callback])
     assert (tracker.calls[0], tracker.calls[-2:]) == ("config", ["log 0", "close"])
+
+
+def test_a_tracker_gets_steps_in_ascending_order():
+    """W&B drops a row whose step is lower than that of a row before."""
+    samples = SamplePredictions(DATA[0], every=1)
+    trainer_with(tracker := Recorder()).fit(DATA, callbacks=[samples], eval_data=DATA[:1], eval_every=2)
+    steps = [int(call.removeprefix("log ")) for call in tracker.calls if call.startswith("log ")]
+    assert steps == [1, 1, 2, 2, 2, 3, 3, 3]
+
+
+class Fails(Callback):
+    def __init__(self, **hooks: BaseException) -> None:
+        super().__init__()
+        self.hooks = hooks
+
+    def on_step(self, trainer, step):
+        if step == 2 and "on_step" in self.hooks:
+            raise self.hooks["on_step"]
+
+    def on_fit_end(self, trainer):
+        if "on_fit_end" in self.hooks:
+            raise self.hooks["on_fit_end"]
+
+
+class Ended(Recorder):
+    """Notes whether the run has failed when it is closed."""
+
+    def log_config(self, config):
+        self.check = FailureCheck()
+
+    def close(self):
+        self.calls.append(f"failed: {self.check.has_failed()}")
+
+
+def test_an_error_of_on_fit_end_does_not_replace_the_first_error():
+    tracker = Ended()
+    callbacks = [Fails(on_fit_end=OSError("second")), Fails(on_fit_end=OSError("first"), on_step=ValueError("cause"))]
+    with pytest.raises(ValueError, match="cause") as raised:
+        trainer_with(tracker).fit(DATA, callbacks=callbacks)
+    notes = [note for note in raised.value.__notes__ if "on_fit_end" in note]
+    assert notes == [f"Fails.on_fit_end failed as well: OSError('{name}')" for name in ("first", "second")]
+    assert tracker.calls[-1] == "failed: True"
+
+
+def test_the_first_error_of_on_fit_end_is_raised_and_the_run_has_failed():
+    tracker = Ended()
+    with pytest.raises(OSError, match="first") as raised:
+        trainer_with(tracker).fit(DATA, callbacks=[Fails(on_fit_end=OSError(of)) for of in ("second", "first")])
+    assert "Fails.on_fit_end failed as well: OSError('second')" in raised.value.__notes__
+    assert tracker.calls[-1] == "failed: True"
+
+
+def test_ctrl_c_in_on_fit_end_keeps_the_first_error_as_its_context():
+    cause = ValueError("cause")
+    with pytest.raises(KeyboardInterrupt) as raised:
+        trainer_with(tracker := Ended()).fit(DATA, callbacks=[Fails(on_fit_end=KeyboardInterrupt(), on_step=cause)])
+    assert raised.value.__context__ is cause
+    assert tracker.calls[-1] == "failed: True"
+
+
+def test_a_run_whose_last_loss_is_not_finite_has_failed():
+    """The last losses are looked at after the last step, and after `on_fit_end`."""
+    with pytest.raises(NonFiniteLossError, match="the loss of step 3 is nan"):
+        trainer_with(tracker := Ended()).fit([*DATA[:2], DATA[2] * jnp.nan])
+    assert tracker.calls[-1] == "failed: True"
+
+
+def test_a_run_that_sigterm_ends_has_not_failed(tmp_path):
+    class Asked(Callback):
+        def on_step(self, trainer, step):
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit):
+        trainer_with(tracker := Ended(), checkpoints=Checkpoints(tmp_path)).fit(DATA, callbacks=[Asked()])
+    assert tracker.calls[-1] == "failed: False"
+
+
+def test_a_run_in_the_handler_of_an_older_error_has_not_failed():
+    try:
+        raise KeyError
+    except KeyError:
+        trainer_with(tracker := Ended()).fit(DATA)
+    assert tracker.calls[-1] == "failed: False"
 
 
 def test_a_resumed_run_continues_the_tracker_of_the_first(tmp_path):

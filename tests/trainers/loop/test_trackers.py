@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import struct
-from contextlib import closing
+import time
+from contextlib import closing, nullcontext
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxpp_flax.trainers.loop.trackers import MlflowTracker, TensorBoardTracker, WandbTracker
 
 pytestmark = pytest.mark.extras
+
+ARRAYS = {"one": np.float32(0.5), "logits": np.arange(4.0, dtype=np.float32).reshape(2, 2), "many": np.zeros(2000, int)}
+TEXTS = {"logits": "float32[2,2]\n[[0. 1.]\n [2. 3.]]", "many": "int64[2000]\n[0 0 0 ... 0 0 0]"}
 
 
 def records(file: Path) -> list[bytes]:
@@ -32,13 +38,15 @@ def test_tensorboard(tmp_path: Path):
     tracker.log_config({"learning_rate": 0.5})
     for step, loss in [(1, 2.5), (2, 1.25)]:
         tracker.log({"loss": loss, "sample": "once upon"}, step=step)
+    tracker.log(ARRAYS, step=3)
     tracker.close()
     (file,) = tmp_path.iterdir()
     events = [Event.FromString(record) for record in records(file)]
     scalars = [(e.step, v.tag, v.simple_value) for e in events for v in e.summary.value if v.HasField("simple_value")]
-    assert scalars == [(1, "loss", 2.5), (2, "loss", 1.25)]
+    assert scalars == [(1, "loss", 2.5), (2, "loss", 1.25), (3, "one", 0.5)]
     texts = [t for e in events for v in e.summary.value for t in v.tensor.string_val]
-    assert texts == [b"- learning_rate: 0.5", b"once upon", b"once upon"]
+    arrays = [f"```\n{text}\n```".encode() for text in TEXTS.values()]
+    assert texts == [b"- learning_rate: 0.5", b"once upon", b"once upon", *arrays]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the client's own
@@ -54,7 +62,11 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert tracker._run.config["learning_rate"] == 0.5
     tracker.close()
     (file,) = tmp_path.rglob("*.wandb")
-    assert all(part in file.read_bytes() for part in (b"learning_rate", b"loss", b"2.5", b"1.25"))
+    parts, deadline = (b"learning_rate", b"loss", b"2.5", b"1.25"), time.monotonic() + 30.0
+    # `finish` of wandb 0.31 may return before its background process has written the file.
+    while (missing := [part for part in parts if part not in file.read_bytes()]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not missing
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the client's own
@@ -73,6 +85,21 @@ def test_a_resumed_run_continues_the_run_of_wandb(tmp_path: Path, monkeypatch: p
         tracker.close()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the client's own
+@pytest.mark.parametrize("error", [None, ValueError("a bad batch"), KeyboardInterrupt()])
+def test_a_failed_run_of_wandb_ends_as_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Any):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    tracker, codes = WandbTracker(mode="offline", dir=str(tmp_path), project="test"), list[Any]()
+    tracker.log({"loss": 2.5}, step=1)
+    finish = tracker._run.finish
+    monkeypatch.setattr(tracker._run, "finish", lambda exit_code: finish(exit_code) or codes.append(exit_code))
+    with nullcontext() if error is None else pytest.raises(type(error)), closing(tracker):
+        if error is not None:
+            raise error
+    assert codes == [0 if error is None else 1]
+
+
 def test_mlflow_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a database needs more packages than the client
@@ -82,6 +109,7 @@ def test_mlflow_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert first.get_state() is None
     first.log_config({"learning_rate": 0.5, "mesh": {"data": 2}})
     first.log({"loss": 2.5, "gradient_norm/stage_0": float("inf"), "sample": "once upon"}, step=1)
+    first.log(ARRAYS, step=3)
     with pytest.raises(KeyError), closing(first):
         raise KeyError
     client = mlflow.MlflowClient(tracking_uri=uri)
@@ -103,3 +131,6 @@ def test_mlflow_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [(of.step, of.value) for of in client.get_metric_history(run_id, "loss")] == [(1, 2.5), (2, 1.25)]
     assert run.data.metrics["gradient_norm/stage_0"] == float("inf")
     assert [file.read_text() for file in tmp_path.rglob("sample/1.txt")] == ["once upon"]
+    assert run.data.metrics["one"] == 0.5
+    for name, text in TEXTS.items():
+        assert [file.read_text() for file in tmp_path.rglob(f"{name}/3.txt")] == [text]

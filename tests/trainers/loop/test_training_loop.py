@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from jaxpp_flax import DictTracker, PipelineTrainer
 from jaxpp_flax.checkpoint.reading import read_json
 from jaxpp_flax.trainers import Checkpoints, Evaluate, Logging, LogMetrics, LoopHook, StepRecord, callbacks
+from jaxpp_flax.trainers.loop import hooks
+from jaxpp_flax.trainers.loop.train_step import TrainStep
 from jaxpp_flax.trainers.state.holder import OnDisk
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
@@ -74,13 +81,115 @@ class Events(LoopHook):
 
 def test_hooks_run_before_the_body_and_end_with_the_data(tmp_path: Path):
     trainer, events = make_trainer(tmp_path), list[Any]()
-    hooks = [Events(events), lambda record: events.append(f"function {record.step}")]
-    for step, metrics in trainer.training_steps(DATA[:2], hooks=hooks):
+    both = [Events(events), lambda record: events.append(f"function {record.step}")]
+    for step, metrics in trainer.training_steps(DATA[:2], hooks=both):
         assert events[-2:] == [(step, float(metrics["loss"]), True), f"function {step}"]
     assert events[-1] == "end"
     for _ in trainer.training_steps(DATA, hooks=[Events(events := [])]):
         break
     assert "end" not in events
+
+
+def rows_of(every: int, end: Callable[[Any, int], None], data: Any = DATA, **options: Any) -> list[int]:
+    """The rows of a `fit` that ends with an error, which `end` raises after a step, or the data."""
+
+    class Ends(callbacks.Callback):
+        def on_step(self, trainer: Any, step: int) -> None:
+            end(trainer, step)
+
+    tracker = DictTracker()
+    trainer = PipelineTrainer(
+        m.Model(2, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, num_stages=2, num_microbatches=2,
+        logging=Logging(tracker=tracker, every=every, progress=False), **options,
+    )  # fmt: skip
+    with pytest.raises((OSError, KeyboardInterrupt, SystemExit)):
+        trainer.fit(data, steps=9, callbacks=[Ends()])
+    return list(tracker["loss"])
+
+
+def broken_after(number: int) -> Iterator[Any]:
+    yield from (DATA * 3)[:number]
+    raise OSError("the disk is gone")
+
+
+def test_no_way_out_of_fit_loses_the_last_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def break_at_6(trainer: Any, step: int) -> None:
+        if step == 6:
+            raise OSError("a broken callback")
+
+    def sigterm_at_6(trainer: Any, step: int) -> None:
+        if step == 6:
+            signal.raise_signal(signal.SIGTERM)
+
+    def nothing(trainer: Any, step: int) -> None:
+        pass
+
+    checkpoints = Checkpoints(tmp_path / "run", every=9)
+    assert rows_of(2, nothing, broken_after(6)) == [1, 2, 4, 6]
+    assert rows_of(4, nothing, broken_after(6)) == [1, 4, 6], "the last step has a row, as after any end"
+    assert rows_of(2, break_at_6) == [1, 2, 4, 6]
+    assert rows_of(2, sigterm_at_6, checkpoints=checkpoints) == [1, 2, 4, 6]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_in_a_step_loses_no_row(times: int, monkeypatch: pytest.MonkeyPatch):
+    """After one, the step is finished and has its row; after two, the step before is the last one."""
+    finish = TrainStep.finish
+
+    def finishing(self: Any, *arguments: Any) -> Any:
+        if self.held.step == 5:
+            for _ in range(times):
+                signal.raise_signal(signal.SIGINT)
+        return finish(self, *arguments)
+
+    monkeypatch.setattr(TrainStep, "finish", finishing)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may start tests so that they ignore it
+    try:
+        assert rows_of(2, lambda trainer, step: None) == [1, 2, 4, 6 if times == 1 else 5]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_loop_of_the_users_own_loses_no_row(tmp_path: Path):
+    tracker = DictTracker()
+    trainer = make_trainer(tmp_path / "a", tracker)
+    for step, _ in trainer.training_steps(DATA, hooks=[LogMetrics(trainer)]):
+        if step == 2:
+            break
+    assert list(tracker["loss"]) == [1, 2]
+    trainer = make_trainer(tmp_path / "b", tracker := DictTracker())
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(trainer.training_steps(broken_after(3), hooks=[LogMetrics(trainer)]))
+    assert list(tracker["loss"]) == [1, 2, 3]
+
+
+class Never:
+    """A metric whose device hangs until `released`, or has failed."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.asked, self.released = error, threading.Event(), threading.Event()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        self.asked.set()
+        if self.error is not None:
+            raise self.error
+        self.released.wait()
+        return np.zeros(())
+
+
+def test_metrics_that_do_not_come_neither_hide_the_error_nor_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hooks, "_PATIENCE", 0.1)
+    trainer = make_trainer(tmp_path, DictTracker())
+    for metric, reason in (
+        (Never(), "TimeoutError: the devices have not computed them after 0.1 s"),
+        (Never(RuntimeError("the device is lost\nwith details")), "RuntimeError: the device is lost"),
+    ):
+        log, error = LogMetrics(trainer), OSError("the disk is gone")
+        log(StepRecord(3, {"loss": metric}, DATA[0]))
+        log.leave(error)
+        assert metric.asked.is_set()
+        metric.released.set()
+        assert error.__notes__ == [f"The metrics of step 3 are lost: {reason}"]
 
 
 def test_a_callback_is_no_hook(tmp_path: Path):

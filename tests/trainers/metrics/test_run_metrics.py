@@ -41,8 +41,12 @@ def test_rows():
     assert (row["step_seconds"], row["device_seconds"], row["save_seconds"]) == (8, 3, 2)
     assert row["goodput"] == 10 / 26
     assert row["skipped_steps"] == 1
-    measures.begin()
+    measures.begin()  # as a second `fit` does, which counts anew
     assert sum(measures.seconds().values()) == 0
+    assert measures.row(4) == {"skipped_steps": 0}
+    spend("save", 1)
+    spend("device", 3)
+    assert measures.row(5)["goodput"] == 3 / 4
 
 
 def fitted(stages=2, metrics=ALL, batches=BATCHES, **options):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 
 import optax
 import pytest
@@ -52,6 +53,37 @@ def test_the_end_of_a_run(tmp_path):
     assert "best loss " in shown.lines[-1]
 
 
+@pytest.mark.parametrize(("mode", "step"), [("max", 3), ("min", 2)])
+def test_the_best_metric_is_the_one_that_ranks_checkpoints(tmp_path, mode, step):
+    trainer, shown = make(Checkpoints(tmp_path, best="eval_accuracy", best_mode=mode))
+    accuracies = {1: 0.5, 2: 0.25, 3: 0.75, 4: 0.5}
+    trainer.evaluate = lambda data, global_batch_size: {
+        "loss": 1.0 / trainer.step,
+        "accuracy": accuracies[trainer.step],
+    }
+    trainer.fit(BATCHES, eval_data=BATCHES[:1], eval_every=1)
+    assert f"best eval_accuracy {accuracies[step]:.4f} at step {step}; checkpoints" in shown.lines[-1]
+
+
+def test_a_metric_that_no_row_has_is_not_the_best(tmp_path):
+    trainer, shown = make(Checkpoints(tmp_path, best="eval_accuracy"))
+    trainer.fit(BATCHES)
+    assert "best" not in shown.lines[-1]
+
+
+def test_sigterm_prints_the_summary_too(tmp_path):
+    class Asked(Callback):
+        def on_step(self, trainer, step):
+            if step == 2:
+                signal.raise_signal(signal.SIGTERM)
+
+    trainer, shown = make(Checkpoints(tmp_path, every=10))
+    with pytest.raises(SystemExit):
+        trainer.fit(BATCHES, callbacks=[Asked()])
+    assert shown.lines[-2].startswith("2 steps, up to step 2, in ")
+    assert shown.lines[-1].startswith("SIGTERM: saved step 2, exiting with status ")
+
+
 def advice(error):
     return error.value.__notes__[-1]
 
@@ -76,6 +108,27 @@ def test_an_error_without_checkpoints(tmp_path):
     with pytest.raises(RuntimeError) as error:
         make(Checkpoints(tmp_path, every=100))[0].fit(BATCHES, callbacks=[Breaks()])
     assert f"{tmp_path} holds no checkpoint yet" in advice(error)
+
+
+def fails_after(batches):
+    yield from batches
+    raise OSError("the disk is gone")
+
+
+def test_a_loop_of_the_users_own_gets_advice_too(tmp_path):
+    trainer, _ = make(Checkpoints(tmp_path, every=2))
+    with pytest.raises(OSError, match="the disk is gone") as error:
+        list(trainer.training_steps(fails_after(BATCHES[:3])))
+    assert advice(error) == (
+        "Training stopped after step 3. Mend the cause and run again with trainer.restore() before training_steps: it "
+        f"goes on from step 2 of {tmp_path}."
+    )
+    other, _ = make(Checkpoints(tmp_path, every=2))
+    other.restore()
+    assert [step for step, _ in other.training_steps(BATCHES[2:])] == [3, 4]  # as it says
+    with pytest.raises(OSError, match="the disk is gone") as error:
+        list(make()[0].training_steps(fails_after([])))
+    assert not hasattr(error.value, "__notes__"), "before the first step"
 
 
 def test_an_error_before_the_first_step_has_no_advice():

@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax import PipelineStage, PipelineTrainer, mark_stage_end
 from jaxpp_flax.trainers import BatchStatisticsWarning, Inference, ModelError
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
@@ -27,6 +27,66 @@ def make_trainer(model=None, loss_fn=m.mean_loss, **options):
         options["variables"] = model.init(jax.random.key(0), MASKED["tokens"], training=False)
     model = model if model is not None else m.Model(2, rngs=nnx.Rngs(0))
     return PipelineTrainer(model, optax.sgd(0.1), loss_fn, **options)
+
+
+# ------------------------------------------------------------------ an axis name that only another loop binds
+
+
+class NnxNorm(nnx.Module):
+    def __init__(self, axis_name=None):
+        self.layers = nnx.List([PipelineStage(nnx.Linear(4, 4, rngs=nnx.Rngs(i))) for i in range(2)])
+        self.norm = nnx.BatchNorm(4, axis_name=axis_name, rngs=nnx.Rngs(2))
+
+    def __call__(self, x):
+        return self.layers[1](self.norm(self.layers[0](x)))
+
+
+class LinenNorm(nn.Module):
+    axis_name: str | None = None
+
+    @nn.compact
+    def __call__(self, x, training=True):
+        x = nn.Dense(4, name="first")(x)
+        x = mark_stage_end(x)
+        x = nn.BatchNorm(use_running_average=not training, axis_name=self.axis_name, name="norm")(x)
+        return nn.Dense(4, name="last")(x)
+
+
+def normed_loss(model, batch):
+    return (model(batch["x"]) ** 2).mean()
+
+
+def averaged_loss(model, batch):
+    return jax.lax.pmean(normed_loss(model, batch), "batch")
+
+
+def norm_trainer(model, num_stages, loss_fn=normed_loss):
+    x = np.ones((8, 4), np.float32)
+    variables = model.init(jax.random.key(0), x, training=False) if isinstance(model, nn.Module) else None
+    return PipelineTrainer(
+        model, optax.sgd(0.1), loss_fn, num_stages=num_stages, num_microbatches=2, variables=variables, logging=False
+    ), {"x": x}
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("make", [NnxNorm, LinenNorm])
+def test_an_axis_name_of_another_loop_is_refused_with_the_remedy(make, num_stages):
+    trainer, batch = norm_trainer(make(axis_name="batch"), num_stages)
+    with pytest.raises(ModelError, match=r"'BatchNorm norm' uses the axis name 'batch'.*Remove axis_name=") as raised:
+        trainer.train_step(batch)
+    assert isinstance(raised.value.__cause__, NameError)
+    plain, _ = norm_trainer(make(), num_stages)
+    with pytest.warns(BatchStatisticsWarning):
+        plain.train_step(batch)  # as the error says
+    trainer, _ = norm_trainer(make(), num_stages, averaged_loss)
+    with pytest.raises(ModelError, match=r"'averaged_loss' uses the axis name 'batch'.*or jax.lax.pmean"):
+        trainer.train_step(batch)
+
+
+def test_another_name_error_stays():
+    trainer, batch = norm_trainer(NnxNorm(), 1, lambda model, batch: unknown_name)  # noqa: F821 pyright: ignore
+    with pytest.raises(NameError, match="unknown_name"):
+        trainer.train_step(batch)
 
 
 # ------------------------------------------------------------------ one trace for each structure of a batch
