@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxpp_flax import PipelineTrainer, pipeline_stage
 from jaxpp_flax.pretrained import export_pretrained
+from jaxpp_flax.trainers import ModelError
 from tests.examples.running import load_example
 from tests.helpers import python_blocks
 from tests.running import ROOT
@@ -112,7 +113,7 @@ def test_a_batch_norm_of_pmap_is_converted_as_the_page_says():
     with pytest.warns(UserWarning, match="JPF901"):
         together = trained(None, {"data": 2})
     np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-6)  # one mean, summed in another order
-    with pytest.raises(NameError, match="unbound axis name: batch"):
+    with pytest.raises(ModelError, match="'BatchNorm layers/0/norm' uses the axis name 'batch'"):
         trained("batch", {"data": 2})
 
 
