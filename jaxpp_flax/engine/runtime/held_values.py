@@ -14,7 +14,7 @@ from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical, spec_on
 from jaxpp_flax.engine.program.program import ProgramTask
 from jaxpp_flax.engine.program.specs import uses_host_memory
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler, Waiting
-from jaxpp_flax.engine.tracing.ir import memory_kind_of, struct_of
+from jaxpp_flax.engine.tracing.ir import struct_of
 
 __all__ = ["AllHeld", "Compiling", "Held", "explicit_spec", "held_after", "seem_alike", "spec_in_type"]
 
@@ -48,8 +48,8 @@ class Held:
         return tuple(self.aval.shape)
 
     def local_bytes(self, mesh: RankMeshes) -> int:
-        """Return the bytes on each device; 0 for an argument that is passed on, and for a value on the host."""
-        if self.rank is None or memory_kind_of(self.aval) is not None:
+        """Return the bytes of each device's part; 0 for an argument that is passed on."""
+        if self.rank is None:
             return 0
         shape = NamedSharding(mesh.unstack[self.rank], self.spec).shard_shape(self.shape)
         return math.prod(shape) * int(getattr(self.aval.dtype, "itemsize", 0))
