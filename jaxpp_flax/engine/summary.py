@@ -65,8 +65,8 @@ class MemoryAnalysis:
 
     `peak_bytes` is the most that one step holds above the arguments. `live_microbatches` maps each stage of the rank
     to the largest number of microbatches whose activations the stage holds at one time. Workspace inside an executable
-    is not counted (`temp_bytes` gives the largest). `host_peak_bytes` is the most that offloaded residuals take of host
-    memory, for each device.
+    is not counted (`temp_bytes` gives the largest). `host_peak_bytes` is the most that one step holds of host memory
+    above the arguments, for each device: what a plan of residuals or a policy of `jax.checkpoint` offloads.
     """
 
     rank: int
@@ -190,9 +190,9 @@ def walk_memory(
         on_device = memory_kind_of(aval) is None
         for rank, slot in ranks.items():
             shape = NamedSharding(mesh.unstack[rank], spec).shard_shape(tuple(aval.shape))
-            size = math.prod(shape) * int(getattr(aval.dtype, "itemsize", 0)) if on_device else 0
-            argument[rank] += size
-            memory.hold(slot, rank, size)
+            size = math.prod(shape) * int(getattr(aval.dtype, "itemsize", 0))
+            argument[rank] += size if on_device else 0
+            memory.hold(slot, rank, size, on_host=not on_device)
     for number, instruction in enumerate(program.instructions):
         memory.step(instruction, executables.written_bytes.get(number, ()))
     temporary = [[0] for _ in argument]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,11 +22,12 @@ from jaxpp_flax.engine.program.program import Transfer
 from jaxpp_flax.engine.runtime import fetching, instruction_loop
 from jaxpp_flax.engine.runtime.fetching import Wanted
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
-from jaxpp_flax.schedules import Std1F1B
-from tests.engine.toys import chain, gradients
+from jaxpp_flax.schedules import GPipe, Std1F1B
+from tests.engine.toys import chain, gradients, mesh_of
 from tests.helpers import batch_of, tree_allclose
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+SPMD_HOST = SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
 
 
 def stages(kind: AxisType = AxisType.Auto) -> MpmdMesh:
@@ -101,6 +103,38 @@ def test_memory_asked_for_by_shardings():
     assert [r.spec for r in (results[0], results[1], results[3], results[5])] == [P("x")] * 4
     plain_extra = jax.device_put(jnp.arange(8.0), SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host"))
     same(results, jax.jit(step)(chain(2), batch_of(2), plain_extra))
+
+
+@pytest.mark.parametrize("donate", [(), (0, 1)])
+def test_bytes_on_the_host_are_counted(donate: tuple[int, ...]):
+    """New momentum takes the place of donated momentum; else it takes as many bytes as the step was given."""
+    momentum = jax.device_put(jax.tree.map(np.zeros_like, chain(2)), SPMD_HOST)
+    compiled = mpmd_jit_with_loop(momentum_step, mesh_of(2), donate_argnums=donate).compile(
+        chain(2), momentum, batch_of(2)
+    )
+    each = sum(leaf.nbytes for leaf in jax.tree.leaves(chain(1)))
+    assert [row.host_peak_bytes for row in compiled.memory_analysis()] == [0 if donate else each] * 2
+
+
+def test_what_a_policy_offloads_is_counted():
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["h"], offload_src="device", offload_dst="pinned_host"
+    )
+
+    def loss(params: Any, mb: Any) -> jax.Array:
+        def block(w: jax.Array, x: jax.Array) -> jax.Array:
+            return jnp.tanh(checkpoint_name(jnp.sin(x @ w), "h"))
+
+        x = mark_stage_end(jax.checkpoint(block, policy=policy)(params[0]["w"], mb["x"]))
+        return jnp.mean((x @ params[1]["w"] - mb["y"]) ** 2)
+
+    microbatches, batch = 3, batch_of(3)
+    step = gradients(GPipe(2), loss)
+    pipelined = mpmd_jit_with_loop(step, mesh_of(2))
+    rows = pipelined.compile(chain(2), batch).memory_analysis()
+    offloaded = batch["x"].nbytes // microbatches  # the layer is square
+    assert [row.host_peak_bytes for row in rows] == [microbatches * offloaded, 0]
+    same(pipelined(chain(2), batch), jax.jit(step)(chain(2), batch))
 
 
 def offloading_loss(params: Any, batch: Any) -> jax.Array:

@@ -149,7 +149,9 @@ def test_tensor_axis_beside():
 def test_axes_that_share_a_dimension():
     """Where the batch's axis is the outer one, a device's shard is in several pieces of the gathered parameter."""
     of_layer = {"up": P(("fsdp", "tensor")), "bias": P(("tensor", "fsdp")), "down": P()}
-    check(mesh_of(2, fsdp=2, tensor=2), of_layer, "fsdp", Std1F1B(2))
+    with pytest.warns(FsdpWarning) as found:
+        check(mesh_of(2, fsdp=2, tensor=2), of_layer, "fsdp", Std1F1B(2))
+    assert {str(w.message).count("['up'], ") for w in found} == {1}, "the bias has the axes in the other order"
 
 
 def explicit(params: Any, x: jax.Array) -> jax.Array:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
 from jax.extend import source_info_util
 from jax.sharding import NamedSharding, Sharding
 
-from jaxpp_flax.engine.arrays.memory_kinds import check_devices, memory_wanted
+from jaxpp_flax.engine.arrays.memory_kinds import check_devices, check_kind, memory_wanted
 from jaxpp_flax.engine.tracing.ir import Graph, inside, memory_kind_of
 from jaxpp_flax.engine.tracing.rewriting import part_of
 
@@ -23,13 +24,14 @@ def check_memory_requests(graph: Graph, devices: Iterable[Any]) -> None:
       devices: those that run it.
 
     Raises:
-      ValueError: for a sharding constraint that names another memory than the value's; for a `jax.device_put` to a kind
-        that types do not know, or to the host memory of one device; for host memory that a device lacks. The message
-        names the user's line.
+      ValueError: for a sharding constraint that names another memory than the value's; for a `jax.device_put`, or a
+        policy of `jax.checkpoint`, to a kind that types do not know; for a `jax.device_put` to the host memory of one
+        device; for host memory that a device lacks. The message names the user's line.
     """
     known = list(devices)
     for value in graph.inputs:
         check_devices(memory_kind_of(value.aval), known, f"an argument, {value.aval.str_short()},")
+    _check_policies(list(_everywhere(graph)))
     for equation in _everywhere(graph):
         name = equation.primitive.name
         if name == "sharding_constraint":
@@ -53,6 +55,23 @@ def _everywhere(graph: Graph) -> Iterator[Any]:
 def _where(equation: Any) -> str:
     source = part_of(equation, "source")
     return (source_info_util.summarize(source) if source is not None else "") or "unknown"
+
+
+def _check_policies(equations: Sequence[Any]) -> None:
+    """Refuse a policy that offloads to an unknown kind of memory: JAX writes a copy to device memory instead."""
+    policies = {id(p): p for e in equations if callable(p := e.params.get("policy"))}
+    makers = {id(value): e for e in equations if policies for value in part_of(e, "outputs")}
+    for equation in equations if policies else ():
+        if equation.primitive.name != "device_put" or set(equation.params["devices"]) != {jax.memory.Space.Device}:
+            continue
+        if (maker := makers.get(id(part_of(equation, "inputs")[0]))) is None:
+            continue
+        avals = [atom.aval for atom in part_of(maker, "inputs")]
+        for policy in policies.values():
+            kind = getattr(policy(maker.primitive, *avals, **maker.params), "dst", None)
+            if kind is not None:
+                name = maker.primitive.name
+                check_kind(kind, f"the offload of the `{name}` at {_where(maker)}, by a `jax.checkpoint` policy,")
 
 
 def _check_constraint(equation: Any, where: str) -> None:

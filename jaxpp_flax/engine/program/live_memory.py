@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jaxpp_flax.engine.program.program import HOST_MEMORY, Free, Instruction, Program, Run, Transfer, Wait
+from jaxpp_flax.engine.tracing.ir import memory_kind_of
 from jaxpp_flax.schedules.task import TaskKind
 
 __all__ = ["LiveMemory"]
@@ -18,7 +19,7 @@ class LiveMemory:
     Attributes:
       held: the rank, the bytes and the memory of each slot (True for host memory).
       live, peak: of each rank's device memory, above the arguments. A donated argument frees memory.
-      host_live, host_peak: of the host memory that each rank's offloaded residuals take.
+      host_live, host_peak: the same of host memory: offloaded residuals, and results of tasks that lie there.
       most: for each stage, the largest number of microbatches whose activations it holds.
     """
 
@@ -30,9 +31,9 @@ class LiveMemory:
         self.most: dict[int, int] = {}
         self._activations: dict[int, tuple[int, int]] = {}  # the stage and the microbatch of a forward's results
 
-    def hold(self, slot: int, rank: int, size: int) -> None:
+    def hold(self, slot: int, rank: int, size: int, on_host: bool) -> None:
         """Note an argument: its bytes are not counted as live, but its donation frees them."""
-        self.held[slot] = rank, size, False
+        self.held[slot] = rank, size, on_host
 
     def step(self, instruction: Instruction, written: Sequence[int]) -> None:
         """Run an instruction; `written` has the bytes of the slots that it writes."""
@@ -41,18 +42,26 @@ class LiveMemory:
         if isinstance(instruction, Free | Wait):
             return
         rank = instruction.target if isinstance(instruction, Transfer) else instruction.rank
-        on_host = isinstance(instruction, Transfer) and instruction.memory == HOST_MEMORY
-        live, peak = (self.host_live, self.host_peak) if on_host else (self.live, self.peak)
+        on_host = self._are_on_host(instruction)
         if isinstance(instruction, Run):  # its outputs take the memory of its donated inputs
             self._drop(instruction.inputs[position] for position in self.tasks[instruction.task].donate)
-        for slot, size in zip(instruction.writes(), written, strict=True):
-            self.held[slot] = (rank, size, on_host)
-            live[rank] += size
-        peak[rank] = max(peak[rank], live[rank])
+        for slot, size, is_on_host in zip(instruction.writes(), written, on_host, strict=True):
+            self.held[slot] = (rank, size, is_on_host)
+            (self.host_live if is_on_host else self.live)[rank] += size
+        self.peak[rank] = max(self.peak[rank], self.live[rank])
+        self.host_peak[rank] = max(self.host_peak[rank], self.host_live[rank])
         if isinstance(instruction, Run):
             self._note_activations(instruction)
         elif instruction.memory is not None:
             self._note_move(instruction)
+
+    def _are_on_host(self, instruction: Run | Transfer) -> list[bool]:
+        """Return for each value that an instruction writes whether this value lies in host memory."""
+        if isinstance(instruction, Run):
+            return [memory_kind_of(atom.aval) is not None for atom in self.tasks[instruction.task].graph.outputs]
+        if instruction.memory is not None:
+            return [instruction.memory == HOST_MEMORY] * len(instruction.received)
+        return [slot in self.held and self.held[slot][2] for slot in instruction.sent]
 
     def _drop(self, slots: Iterable[int]) -> None:
         for slot in slots:

@@ -14,7 +14,14 @@ from jaxpp_flax.engine.arrays.mesh import axes_in, canonical, keep_axes
 from jaxpp_flax.engine.program.program import Free, Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, memory_kind_of
 
-__all__ = ["accumulator_spec", "initial_spec", "specs_wanted", "usable_donations", "with_own_results"]
+__all__ = [
+    "accumulator_spec",
+    "uses_host_memory",
+    "initial_spec",
+    "specs_wanted",
+    "usable_donations",
+    "with_own_results",
+]
 
 
 def accumulator_spec(
@@ -140,16 +147,22 @@ def with_own_results(program: Program, avals: Mapping[int, Any], wanted: Sequenc
     )
 
 
+def uses_host_memory(task: ProgramTask) -> bool:
+    """Return whether a task reads or returns a value that is not in device memory."""
+    return any(memory_kind_of(atom.aval) is not None for atom in (*task.graph.inputs, *task.graph.outputs))
+
+
 def usable_donations(
     task: ProgramTask, mesh: Mesh, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
 ) -> tuple[int, ...]:
     """Return the positions of a task's donated inputs whose memory an output can take over.
 
     `task.donate` compares whole arrays. If JAX knows all shardings, it compares shards, and warns of each donated shard
-    that no output can reuse; otherwise XLA decides.
+    that no output can reuse; otherwise XLA decides. With two kinds of memory and one unknown sharding, JAX pairs inputs
+    with outputs of another memory, and the call fails: then nothing is donated.
     """
-    if not task.donate or None in out_specs:
-        return tuple(sorted(task.donate))
+    if None in out_specs:
+        return () if uses_host_memory(task) else tuple(sorted(task.donate))
 
     def kind(atom: Atom, spec: PartitionSpec | None) -> Any:
         shape = NamedSharding(mesh, spec or PartitionSpec()).shard_shape(tuple(atom.aval.shape))

@@ -12,8 +12,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical, spec_on
 from jaxpp_flax.engine.program.program import ProgramTask
+from jaxpp_flax.engine.program.specs import uses_host_memory
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler, Waiting
-from jaxpp_flax.engine.tracing.ir import memory_kind_of, struct_of
+from jaxpp_flax.engine.tracing.ir import struct_of
 
 __all__ = ["AllHeld", "Compiling", "Held", "explicit_spec", "held_after", "seem_alike", "spec_in_type"]
 
@@ -47,8 +48,8 @@ class Held:
         return tuple(self.aval.shape)
 
     def local_bytes(self, mesh: RankMeshes) -> int:
-        """Return the bytes on each device; 0 for an argument that is passed on, and for a value on the host."""
-        if self.rank is None or memory_kind_of(self.aval) is not None:
+        """Return the bytes of each device's part; 0 for an argument that is passed on."""
+        if self.rank is None:
             return 0
         shape = NamedSharding(mesh.unstack[self.rank], self.spec).shard_shape(self.shape)
         return math.prod(shape) * int(getattr(self.aval.dtype, "itemsize", 0))
@@ -62,7 +63,8 @@ class Compiling:
     """A task on several devices: it is lowered once the specs of its inputs are known.
 
     `pins` pairs an output with the input whose spec it has; `wanted` holds the specs of other outputs that are known
-    before, and XLA chooses the rest. A call waits for the executable.
+    before, and XLA chooses the rest. A call waits for the executable. A task that donates and has values in host memory
+    is compiled again with XLA's choice.
     """
 
     compiler: TaskCompiler[Any]
@@ -106,7 +108,15 @@ class Compiling:
         if None in specs:  # no PartitionSpec can say XLA's choice: ask for P() instead
             self.started = self._started([s or PartitionSpec() for s in specs])
             specs = _output_specs(self.started(), self.task, self.compiler.mesh)
+        elif self._donates_later:
+            self.started = self._started(specs)
         return [s or PartitionSpec() for s in specs]
+
+    @property
+    def _donates_later(self) -> bool:
+        """True if the task is compiled twice: it could donate nothing until all specs were known."""
+        open_results = any(s is None and i not in self.pins for i, s in enumerate(self.wanted))
+        return bool(self.task.donate) and open_results and uses_host_memory(self.task)
 
     def _started(self, out_specs: Sequence[PartitionSpec | None]) -> Waiting:
         return self.compiler.start(self.task, [held.spec for held in self.inputs], out_specs)

@@ -24,7 +24,7 @@ from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import RankMeshes
 from jaxpp_flax.engine.passes.loop.wide_sums import with_wide_sums
 from jaxpp_flax.engine.program.program import ProgramTask
-from jaxpp_flax.engine.program.specs import usable_donations
+from jaxpp_flax.engine.program.specs import usable_donations, uses_host_memory
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, everywhere, memory_kind_of, struct_of
 
@@ -162,7 +162,7 @@ class TaskCompiler(Generic[MeshT]):
         # A counter that began as a Python number stays weakly typed: the other operand decides the dtype.
         avals = [struct_of(v.aval).update(weak_type=v.aval.weak_type) for v in task.graph.inputs]
         # With two kinds of memory, JAX needs the kind of every value: it pairs donated inputs with results by kind.
-        mixed = any(memory_kind_of(atom.aval) for atom in (*task.graph.inputs, *task.graph.outputs))
+        mixed = uses_host_memory(task)
         if mixed and mesh.size == 1:
             out_specs = [spec or PartitionSpec() for spec in out_specs]
 

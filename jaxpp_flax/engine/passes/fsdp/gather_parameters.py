@@ -18,6 +18,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ShardCounts, propagate
 from jaxpp_flax.engine.arrays.mesh import axes_in, keep_axes
+from jaxpp_flax.engine.passes.fsdp.before_loops import (
+    ELEMENTWISE,
+    follow_specs,
+    parameters_behind,
+    warn_of_derived,
+    warn_of_loops,
+    warn_of_order,
+)
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning, Gather
 from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
 from jaxpp_flax.engine.tracing.hints import without_hints
@@ -29,8 +37,6 @@ from jaxpp_flax.engine.tracing.treduce import AddOp
 __all__ = ["gather_parameters"]
 
 _PLACINGS = {"reshard": "dst_sharding", "sharding_constraint": "sharding"}
-# Operations on one array after which the elements lie as before.
-_ELEMENTWISE = {"convert_element_type", "copy", "copy_p", "name", "neg", "reduce_precision", "stop_gradient"}
 _SUMS = {"add", "add_any"}
 
 
@@ -54,12 +60,12 @@ def gather_parameters(
     spec_of = dict(zip(step.graph.inputs, specs, strict=True))
     known = {v: dim for v, spec in spec_of.items() if (dim := shards.batch_dim(spec)) is not None}
     dims = propagate(step.graph.equations, known, shards)
-    for equation in step.graph.equations:  # a parameter that is converted before the loop
-        if equation.name in _ELEMENTWISE and equation.inputs[0] in spec_of:
-            spec_of[equation.outputs[0]] = spec_of[equation.inputs[0]]  # type: ignore[index]
-    found = step.each(lambda loop: _gather_in_loop(loop, spec_of, dims, shards, rule))
+    follow_specs(step.graph.equations, spec_of)
+    behind = parameters_behind(step.graph.equations, step.graph.inputs)
+    found = step.each(lambda loop: _gather_in_loop(loop, spec_of, behind, dims, shards, rule))
     if not any(loop.gathered for loop in found.loops):
         raise ValueError(_nothing_to_gather(step, spec_of, rule))
+    warn_of_loops([loop.gathered for loop in found.loops], rule)
     _check_limit(found, rule)
     return found
 
@@ -67,6 +73,7 @@ def gather_parameters(
 def _gather_in_loop(
     loop: OpenLoop,
     spec_of: Mapping[Value, PartitionSpec],
+    behind: Mapping[Value, Value],
     dims: Mapping[Value, BatchDim],
     shards: ShardCounts,
     rule: FsdpRule,
@@ -81,8 +88,11 @@ def _gather_in_loop(
     for value, operand in operands.items():
         if value not in whole or not isinstance(operand, Value):
             continue
+        if operand in behind and operand not in spec_of and axes & set(axes_in(spec_of[behind[operand]])):
+            warn_of_derived(operand, behind[operand], rule)
         if axes.isdisjoint(axes_in(spec_of.get(operand, ()))):
             continue
+        warn_of_order(operand, spec_of[operand], axes, rule)
         spec = keep_axes(spec_of[operand], lambda name: name not in axes)
         gather = _gather(operand, spec, shards, rule)
         twins[value] = value if struct_of(value.aval).sharding is None else gather.equation.outputs[0]
@@ -118,7 +128,7 @@ def _reading(body: LoopBody, twins: dict[Atom, Value], axes: set[str]) -> LoopBo
             equations.append(replace(cut, outputs=(value,)))
     for equation in body.equations:
         first = equation.inputs[0] if equation.inputs else None
-        if first not in twins or equation.name not in {*_PLACINGS, *_ELEMENTWISE}:
+        if first not in twins or equation.name not in {*_PLACINGS, *ELEMENTWISE}:
             equations.append(equation)
             continue
         (out,), twin = equation.outputs, twins[first]
@@ -190,7 +200,7 @@ class _Pulling:
             sharding = equation.params[_PLACINGS[equation.name]]
             named = isinstance(sharding, NamedSharding) and not self.axes.isdisjoint(axes_in(sharding.spec))
             return (equation.inputs[0], equation) if named else None
-        if equation.name not in (_ELEMENTWISE | _SUMS):
+        if equation.name not in (ELEMENTWISE | _SUMS):
             return None
         before = [self.last(a) for a in equation.inputs]
         tails = [one[1] for one in before if one is not None]

@@ -15,7 +15,7 @@ __all__ = ["FsdpRule", "FsdpWarning", "Gather"]
 
 @documented("JPF902")
 class FsdpWarning(UserWarning):
-    """A parameter is gathered, or its gradient is reduced, in every microbatch, although `fsdp=` asks for once."""
+    """A parameter is gathered, or its gradient is reduced, more often or at more cost than `fsdp=` asks for."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -2,18 +2,24 @@
 
 An optimizer whose state lies on the host moves each leaf to the devices, updates it and moves it back. One program for
 all of that may fetch every leaf before the first one leaves. So the equations around the fetches become several
-programs: each has the fetches of some leaves, and what depends on them. They run one after another. XLA rounds the
-last bit of some results differently in another program (Adam's, on CPU), so small states stay in one program.
+programs: each has the fetches of some leaves, and what depends on them. They run one after another, and round as one
+program does. For that, one rule of XLA has to be held back: if nothing else in a program reads a number by which an
+array is divided, XLA multiplies by the reciprocal instead, and the last bit may differ. One choice is LLVM's: of a sum
+of two products (Nadam's), it rounds one and fuses the other with the addition, and may choose otherwise in a window.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+import jax
+import jax.numpy as jnp
+
 from jaxpp_flax.engine.passes.placed import Placed, Segment
-from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, graph_of, memory_kind_of, values
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, emit, graph_of, memory_kind_of, use_counts, values
 
 __all__ = ["WINDOW_BYTES", "stream_updates"]
 
@@ -44,11 +50,29 @@ def _divided(segment: Segment) -> list[Segment]:
         pieces.setdefault(places[equation], []).append(equation)
     segments: list[Segment] = []
     read = set(values(segment.graph.outputs))
+    uses = use_counts(equations, segment.graph.outputs)
     for place in sorted(pieces, reverse=True):
-        graph = graph_of(pieces[place], read)
+        graph = _as_in_one_program(graph_of(pieces[place], read), uses)
         read.update(graph.inputs)
         segments.append(Segment(segment.rank, graph))
     return segments[::-1]
+
+
+def _as_in_one_program(graph: Graph, uses: Counter[Value]) -> Graph:
+    """Return the graph with divisions that XLA rounds as in the undivided program; `uses` are those of values there."""
+    own, equations = use_counts(graph.equations, graph.outputs), list[Equation]()
+    for equation in graph.equations:
+        divisors = [v for v in values(equation.inputs[1:]) if equation.name == "div" and not v.aval.shape]
+        if equation.outputs[0].aval.shape and any(own[v] == 1 < uses[v] for v in divisors):
+            equations += emit(_divide, equation.inputs, equation.outputs, like=equation)[0]
+        else:
+            equations.append(equation)
+    return replace(graph, equations=tuple(equations))
+
+
+def _divide(array: jax.Array, number: jax.Array) -> jax.Array:
+    """Divide in a form that XLA does not change into a product: it cannot know that the divisor is one number."""
+    return array / jnp.where(array != array, jnp.ones_like(number), number)  # NaN stays NaN
 
 
 def _fetched_bytes(equation: Equation) -> int:
