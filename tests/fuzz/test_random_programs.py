@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -59,6 +60,10 @@ def allowed(program: Program, expected: Any, moved: Any) -> Any:
     return jax.tree.map(one, expected, moved)
 
 
+# JAX 0.12 lowers no `reduce_scatter`, the transpose of a tiled `all_gather`, whose mesh has Explicit axes beside it.
+JAX_REFUSES = "Length of sharding.spec (2) must be equal to aval's ndim (0)"
+
+
 def run_plain(program: Program, step: Any, settings: list[Setting], params: Any) -> list[Any]:
     """What every step returns under `jax.jit` on one device, or on one rank's devices where collectives ask for it."""
     mesh = program.mesh().unstack[0]
@@ -97,7 +102,14 @@ def check(program: Program, *, contexts: bool = False) -> None:
     meshes = [MESHES[rng.integers(len(MESHES)) if contexts else 0] for _ in range(program.steps)]
     params, _, _ = arguments(program)
     plain = jax.jit(step_of(program), static_argnums=3)
-    expected = run_plain(program, plain, settings, params)
+    try:
+        expected = run_plain(program, plain, settings, params)
+    except ValueError as error:
+        if JAX_REFUSES not in str(error):
+            raise
+        with pytest.raises(ValueError, match=re.escape(JAX_REFUSES)):
+            run_pipelined(program, settings, meshes)
+        return
     moved = run_plain(program, plain, settings, nudged(params, program.seed))
     actual = run_pipelined(program, settings, meshes)
     paths = jax.tree_util.tree_leaves_with_path(expected)
