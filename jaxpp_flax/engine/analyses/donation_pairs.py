@@ -8,8 +8,8 @@ equal leaves also let XLA compile one kernel for all of them.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, memory_kind_of, values
@@ -25,6 +25,8 @@ def donation_pairs(graph: Graph, positions: Collection[int], pins: Iterable[tupl
       positions: of the inputs that may be donated.
       pins: pairs of an output and an input that come first: accumulators, which must stay in place.
     """
+    if not positions:
+        return {}
     reached = _outputs_reached(graph)
     room: defaultdict[Any, list[int]] = defaultdict(list)
     for output, atom in enumerate(graph.outputs):
@@ -38,7 +40,7 @@ def donation_pairs(graph: Graph, positions: Collection[int], pins: Iterable[tupl
     for output, position in pins:
         if position in positions and output in room[_kind(graph.inputs[position])]:
             pair(position, output)
-    read_by = {output: sum(mask >> output & 1 for mask in reached) for output in range(len(graph.outputs))}
+    read_by = Counter(output for position in positions for output in _bits(reached[position]))
     for position in sorted(positions, key=lambda position: (reached[position].bit_count(), position)):
         free = [o for o in room[_kind(graph.inputs[position])] if reached[position] >> o & 1]
         if free and position not in pairs:
@@ -53,7 +55,8 @@ def donation_pairs(graph: Graph, positions: Collection[int], pins: Iterable[tupl
 def order_of_outputs(graph: Graph, pairs: Mapping[int, int]) -> list[int]:
     """Return an order of the outputs in which JAX makes the pairs: of one type, the first input goes with the first.
 
-    Outputs of other types keep their places.
+    Outputs of other types keep their places. Types are those of whole arrays: where only some shards fit, JAX may make
+    other pairs, and XLA a copy.
     """
     partners, others, places = (defaultdict[Any, list[int]](list) for _ in range(3))
     for _, output in sorted(pairs.items()):
@@ -84,6 +87,14 @@ def _outputs_reached(graph: Graph) -> list[int]:
             for value in values(equation.inputs):
                 reached[value] |= mask
     return [reached[value] for value in graph.inputs]
+
+
+def _bits(number: int) -> Iterator[int]:
+    """Yield the places of the bits that are set."""
+    while number:
+        lowest = number & -number
+        yield lowest.bit_length() - 1
+        number ^= lowest
 
 
 def _kind(atom: Atom) -> Any:

@@ -16,7 +16,7 @@ from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.gathers import Gathers, check_fsdp
 from jaxpp_flax.schedules.planning.loads import Hardware, StageLoad
 from jaxpp_flax.schedules.planning.transit import waiting_bytes
-from jaxpp_flax.schedules.residuals import ResidualPlan, host_copies
+from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals, host_copies
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulation.costs import Costs, CostTable
 from jaxpp_flax.schedules.simulation.simulate import summarize
@@ -135,7 +135,7 @@ class StepModel:
             activation=[load.residual_bytes for load in self.stages],
             sent=[load.sent_bytes for load in self.stages],
             recomputation=[load.time_again for load in self.stages],
-            stage_input=[max(load.input_bytes, load.saved_bytes) for load in self.stages],
+            stage_input=[load.kept_bytes(StageResiduals(recompute=True)) for load in self.stages],
             cheap_recomputation=[load.cheap_recomputation for load in self.stages],
             cheap_activation=[load.residual_bytes - load.cheap_bytes for load in self.stages],
             values=[load.values for load in self.stages],

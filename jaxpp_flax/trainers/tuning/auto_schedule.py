@@ -260,7 +260,7 @@ class ScheduleTuner:
             try:
                 trainer.compile(batch, **self._size)
             except AssignmentError as error:  # the compiled step holds more than its plan
-                if not error.excess:
+                if not (is_limited and error.excess):
                     raise
                 self._limited.refuse(chosen, error)
                 self._decide(trainer, batch)

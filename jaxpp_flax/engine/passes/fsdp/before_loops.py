@@ -11,11 +11,13 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning, Gather
 from jaxpp_flax.engine.tracing.ir import Equation, Value, values
+from jaxpp_flax.engine.tracing.treduce import treduce_p
 
 __all__ = ["ELEMENTWISE", "follow_specs", "parameters_behind", "warn_of_derived", "warn_of_loops", "warn_of_order"]
 
 # Operations on one array after which the elements lie as before.
 ELEMENTWISE = {"convert_element_type", "copy", "copy_p", "name", "neg", "reduce_precision", "stop_gradient"}
+_PLACINGS = {"reshard", "sharding_constraint"}
 _WITH_NUMBERS = {"add", "div", "max", "min", "mul", "sub"}
 
 
@@ -31,13 +33,18 @@ def follow_specs(equations: Iterable[Equation], spec_of: dict[Value, PartitionSp
                 spec_of[equation.outputs[0]] = spec
 
 
-def parameters_behind(equations: Iterable[Equation], inputs: Iterable[Value]) -> dict[Value, Value]:
-    """Return for each array that is made of inputs of the step the first of these inputs; sums are left out."""
-    behind = {value: value for value in inputs}
+def parameters_behind(equations: Iterable[Equation], inputs: Iterable[Value]) -> dict[Value, tuple[Value, ...]]:
+    """Return for each array that is made of inputs of the step these inputs.
+
+    Sums are left out, and results of loops, and arrays whose partition the user asks for: these are as they should be.
+    """
+    behind: dict[Value, tuple[Value, ...]] = {value: (value,) for value in inputs}
     for equation in equations:
-        found = [behind[v] for v in values(equation.inputs) if v in behind]
-        if found and not equation.name.startswith("reduce_"):
-            behind.update((v, found[0]) for v in equation.outputs if v.aval.size > 1)
+        if equation.primitive is treduce_p or equation.name.startswith("reduce_") or equation.name in _PLACINGS:
+            continue
+        found = tuple(dict.fromkeys(p for v in values(equation.inputs) for p in behind.get(v, ())))
+        if found:
+            behind.update((v, found) for v in equation.outputs if v.aval.size > 1)
     return behind
 
 

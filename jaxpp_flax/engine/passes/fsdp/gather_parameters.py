@@ -73,7 +73,7 @@ def gather_parameters(
 def _gather_in_loop(
     loop: OpenLoop,
     spec_of: Mapping[Value, PartitionSpec],
-    behind: Mapping[Value, Value],
+    behind: Mapping[Value, tuple[Value, ...]],
     dims: Mapping[Value, BatchDim],
     shards: ShardCounts,
     rule: FsdpRule,
@@ -88,8 +88,9 @@ def _gather_in_loop(
     for value, operand in operands.items():
         if value not in whole or not isinstance(operand, Value):
             continue
-        if operand in behind and operand not in spec_of and axes & set(axes_in(spec_of[behind[operand]])):
-            warn_of_derived(operand, behind[operand], rule)
+        sharded = [p for p in behind.get(operand, ()) if axes & set(axes_in(spec_of[p]))]
+        if sharded and operand not in spec_of:
+            warn_of_derived(operand, sharded[0], rule)
         if axes.isdisjoint(axes_in(spec_of.get(operand, ()))):
             continue
         warn_of_order(operand, spec_of[operand], axes, rule)

@@ -3,9 +3,10 @@
 An optimizer whose state lies on the host moves each leaf to the devices, updates it and moves it back. One program for
 all of that may fetch every leaf before the first one leaves. So the equations around the fetches become several
 programs: each has the fetches of some leaves, and what depends on them. They run one after another, and round as one
-program does. For that, one rule of XLA has to be held back: if nothing else in a program reads a number by which an
-array is divided, XLA multiplies by the reciprocal instead, and the last bit may differ. One choice is LLVM's: of a sum
-of two products (Nadam's), it rounds one and fuses the other with the addition, and may choose otherwise in a window.
+program does, with one exception. For that, one rule of XLA has to be held back: if nothing else in a program reads a
+number by which an array is divided, XLA multiplies by the reciprocal instead, and the last bit may differ. The
+exception is a choice of LLVM: of a sum of two products (Nadam's) it rounds one and fuses the other with the addition,
+and in a window it may choose the other one.
 """
 
 from __future__ import annotations
@@ -62,12 +63,19 @@ def _as_in_one_program(graph: Graph, uses: Counter[Value]) -> Graph:
     """Return the graph with divisions that XLA rounds as in the undivided program; `uses` are those of values there."""
     own, equations = use_counts(graph.equations, graph.outputs), list[Equation]()
     for equation in graph.equations:
-        divisors = [v for v in values(equation.inputs[1:]) if equation.name == "div" and not v.aval.shape]
-        if equation.outputs[0].aval.shape and any(own[v] == 1 < uses[v] for v in divisors):
+        if _divides_by_number(equation) and any(own[v] == 1 < uses[v] for v in values(equation.inputs[1:])):
             equations += emit(_divide, equation.inputs, equation.outputs, like=equation)[0]
         else:
             equations.append(equation)
     return replace(graph, equations=tuple(equations))
+
+
+def _divides_by_number(equation: Equation) -> bool:
+    """Return whether an equation divides an array of floats by a single number."""
+    if equation.name != "div" or equation.inputs[1].aval.shape:
+        return False
+    (result,) = equation.outputs
+    return bool(result.aval.shape) and jnp.issubdtype(result.aval.dtype, jnp.inexact)
 
 
 def _divide(array: jax.Array, number: jax.Array) -> jax.Array:

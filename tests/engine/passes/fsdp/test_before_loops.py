@@ -112,3 +112,21 @@ def test_a_weight_of_two_loops_is_named():
 
     with pytest.warns(FsdpWarning, match=r"argument\S*\[\d\], float32\[8,8\], is read by 2 loops, and each of them"):
         compared(step)
+
+
+def test_a_second_input_is_seen_and_a_placed_weight_is_left_alone():
+    def step(w: Any, b: Any, mask: Any) -> Any:
+        return gradients([mask * w[0], w[1]], b)
+
+    def run(step: Callable[..., Any]) -> None:
+        mask = np.ones((DIM, DIM), np.float32)
+        mpmd_jit_with_loop(step, mesh_of(fsdp=2), in_specs=(*SPECS, P()), fsdp="step").compile(*arguments(), mask)
+
+    with pytest.warns(FsdpWarning, match="a sharded parameter"):
+        run(step)
+
+    def placed(w: Any, b: Any, mask: Any) -> Any:
+        whole = NamedSharding(mesh_of(fsdp=2).unstack[0].abstract_mesh, P())
+        return gradients([jax.lax.with_sharding_constraint(mask * w[0], whole), w[1]], b)
+
+    run(placed)  # warnings are errors

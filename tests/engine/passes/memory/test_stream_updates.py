@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +14,8 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes.placed import Segment
-from jaxpp_flax.engine.tracing.ir import memory_kind_of
+from jaxpp_flax.engine.tracing.inline import inline
+from jaxpp_flax.engine.tracing.ir import from_jaxpr, memory_kind_of
 from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import chain, gradients, mesh_of
 from tests.helpers import batch_of, tree_allclose
@@ -83,3 +85,20 @@ def test_a_step_within_the_window_stays_as_it_is():
     placed = pipelined.compile(*arguments)._plan.built.placed
     assert stream_updates.stream_updates(placed) is placed
     assert any(isinstance(each, Segment) for each in placed.steps)
+
+
+def test_only_divisions_of_floats_by_one_number_are_guarded():
+    """Beside an operation without results, and a division of integers, which is no product with a reciprocal."""
+
+    def work(x: Any, number: Any, count: Any, parts: Any) -> Any:
+        jax.debug.print("{}", count)
+        return x / number, jax.lax.div(count, jnp.broadcast_to(parts, (3,))), jax.lax.div(count, count * parts)
+
+    operands = jnp.arange(1.0, 4.0), jnp.float32(3), jnp.arange(6, 9), jnp.int32(2)
+    graph = inline(from_jaxpr(jax.jit(work).trace(*operands).jaxpr)[0], flatten=True)
+    guarded = stream_updates._as_in_one_program(graph, Counter(dict.fromkeys(graph.inputs, 2)))
+    names = Counter(equation.name for equation in guarded.equations)
+    assert names["ne"] == 1  # the guard of the first division
+    assert names["debug_print"] + names["debug_callback"] == 1
+    assert names["div"] == 3
+    jax.tree.map(np.testing.assert_array_equal, tuple(guarded.run(*operands)), work(*operands))
