@@ -20,8 +20,8 @@ from jaxpp_flax.trainers.loop.trackers import Tracker
 from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics, stepping_seconds
 
 __all__ = [
-    "Evaluate", "LogMetrics", "LoopHook", "StepHook", "StepRecord", "TrainerProtocol", "overrides", "run_steps",
-    "to_host",
+    "Evaluate", "LogMetrics", "LoopHook", "StepHook", "StepRecord", "TrainerProtocol", "check_hooks", "overrides",
+    "run_steps", "to_host",
 ]  # fmt: skip
 
 # After an error, the metrics of the last step may never come: a device hangs, or another process is gone. Another step
@@ -303,6 +303,22 @@ class Evaluate(LoopHook):
             callback.on_evaluate(trainer, trainer.step, metrics)
         if self._log is not None:
             self._log.add(named)
+
+
+def check_hooks(hooks: Sequence[StepHook]) -> None:
+    """Raise a `TypeError` for a hook that is not a function, a `ValueError` for a callback with work in `fit` alone."""
+    for hook in hooks:
+        if not callable(hook):
+            raise TypeError(
+                f"hooks holds a {type(hook).__name__}; a hook is a function of a StepRecord. Pass callbacks to "
+                "LogMetrics(trainer, callbacks=[...])."
+            )
+        for callback in getattr(hook, "callbacks", ()):
+            if isinstance(callback, Callback) and not overrides(callback, "on_metrics", "on_evaluate"):
+                raise ValueError(
+                    f"a hook holds a {type(callback).__name__}, which works in on_fit_start, on_step and on_fit_end: "
+                    "only `fit` calls these. Use `fit`, or call its methods in your loop."
+                )
 
 
 def overrides(callback: Callback, *hooks: str) -> bool:
