@@ -25,6 +25,7 @@ from jaxpp_flax.trainers.loop.hooks import (
     StepRecord,
     TrainerProtocol,
     check_hooks,
+    leave_hooks,
     run_steps,
 )
 from jaxpp_flax.trainers.loop.progress import Display
@@ -129,10 +130,11 @@ class TrainingLoop:
                     if isinstance(hook, LoopHook):
                         hook.end()
             except BaseException as error:  # `break` in the user's loop comes here too
-                for hook in hooks:
-                    if isinstance(hook, LoopHook):
-                        hook.leave(error)
-                self.saving.finish(error, beginning, "trainer.restore() before training_steps")
+                try:
+                    leave_hooks(hooks, trainer, error)
+                finally:
+                    again = "trainer.restore() before training_steps(the data after the saved step)"
+                    self.saving.finish(error, beginning, again)
                 raise
             else:
                 self.saving.end(lambda: False)
@@ -264,7 +266,7 @@ class _Fit:
             )
 
     def run(self, source: Iterable[Any], first: Callable[[Any], None], close: Callable[[], None]) -> dict[str, Any]:
-        """Train on every batch of `source`, and save; `first` gets the first batch, and `close` is called at the end."""
+        """Train on every batch of `source`, and save; `first` gets the first batch, and `close` is called last."""
         with self._interruption, self._preemption:  # also while trackers are closed, which may hang
             try:
                 preempted = self._train_and_save(source, first)
@@ -334,9 +336,9 @@ class _Fit:
                 self._loop.await_same_end()
                 self._evaluate_at_end()
         except BaseException as error:
-            interrupted_within = isinstance(error, KeyboardInterrupt) and self._interruption.within_step
+            at_once = self._interruption.within_step or self._interruption.repeated
             try:
-                self._log.leave(error, at_once=interrupted_within)
+                self._log.leave(error, at_once=isinstance(error, KeyboardInterrupt) and at_once)
             finally:
                 self._meter.stop()
                 end_callbacks(begun, trainer, error)

@@ -174,6 +174,13 @@ def test_a_run_that_sigterm_ends_has_not_failed(tmp_path):
     assert tracker.calls[-1] == "failed: False"
 
 
+@pytest.mark.parametrize(("status", "failed"), [(None, False), (0, False), (1, True), ("no data", True)])
+def test_an_exit_without_an_error_is_no_failure(status, failed):
+    with pytest.raises(SystemExit):
+        trainer_with(tracker := Ended()).fit(DATA, callbacks=[Fails(on_step=SystemExit(status))])
+    assert tracker.calls[-1] == f"failed: {failed}"
+
+
 @pytest.mark.parametrize("every", [None, 3])
 def test_sigterm_while_the_tracker_is_closed_saves_and_exits(every, tmp_path):
     class Asked(Recorder):
