@@ -95,11 +95,15 @@ class Assigner:
         try:
             while True:
                 compiled, found = run(), self.plan_of(*key)
-                if self._limit is None or found is None or self._exact.fit(found, compiled.memory_analysis()):
+                fits = self._limit is None or found is None
+                try:
+                    fits = fits or self._exact.fit(cast(Plan, found), compiled.memory_analysis())
+                finally:
+                    if not fits and self._is_new:  # otherwise the blocks stay where they are
+                        del self._plans[key]
+                        self._unseen.pop()
+                if fits:
                     return compiled
-                if self._is_new:  # otherwise the blocks stay where they are
-                    del self._plans[key]
-                    self._unseen.pop()
         finally:
             self._exact.forget()
 

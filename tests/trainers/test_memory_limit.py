@@ -10,11 +10,13 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax.assignment import AssignmentError
 from jaxpp_flax.messages import amount
 from jaxpp_flax.schedules import ResidualPlan, StageResiduals
 from jaxpp_flax.schedules.planning import Hardware, describe
-from jaxpp_flax.trainers import Assignment, Memory, MeshOptions
+from jaxpp_flax.trainers import Assignment, Balanced, Memory, MeshOptions
 from jaxpp_flax.trainers.step.compiled_steps import stage_table
+from jaxpp_flax.trainers.tuning.exact_bytes import ExactBytes
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
 
@@ -123,6 +125,22 @@ def test_a_state_of_no_parameter_counts():
         pytest.raises(ValueError, match=r"does not keep within memory_limit.*other arrays"),
     ):
         layers_trainer(0.7 * held, **options)
+
+
+def test_a_plan_whose_compiled_step_is_refused_is_neither_kept_nor_shown(monkeypatch):
+    def refuse(self, plan, memory):
+        raise AssignmentError("the compiled step is too large", 1.0)
+
+    monkeypatch.setattr(ExactBytes, "fit", refuse)
+    blocks = nnx.List([PipelineStage(nnx.Linear(4, 4, rngs=nnx.Rngs(i)), name=f"b{i}") for i in range(2)])
+    trainer = PipelineTrainer(
+        nnx.Sequential(*blocks), optax.sgd(0.1), lambda model, x: jnp.mean(model(x) ** 2), num_stages=2,
+        num_microbatches=2, assignment=Balanced(memory_limit=1e12), logging=False,
+    )  # fmt: skip
+    with pytest.raises(AssignmentError, match="the compiled step is too large"):
+        trainer.compile(jnp.ones((4, 4)))
+    assert trainer.plan is None
+    assert trainer._core.assigner.news() == []
 
 
 class TransformerBlock(nnx.Module):

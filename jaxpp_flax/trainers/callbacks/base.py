@@ -56,7 +56,10 @@ class Callback:
         """
 
     def on_metrics(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        """Called with the metrics of `step` on the host, one step late, so that devices never wait for metrics."""
+        """Called with the metrics of `step` on the host, one step late, so that devices never wait for metrics.
+
+        After an error, Ctrl-C or a `break` it is not called for the steps that are left.
+        """
 
     def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         """Called after an evaluation at `step`."""

@@ -25,8 +25,11 @@ class FailureCheck:
         self._before = sys.exc_info()[1]  # `fit` may run in the handler of an older error
 
     def has_failed(self) -> bool:
-        """Return True if an error is being handled that is not older than this object, nor the exit after SIGTERM."""
+        """Return True if an error is being handled that is newer than this object.
+
+        `sys.exit` without an error, and the exit after SIGTERM, are no failure.
+        """
         error = sys.exc_info()[1]
-        if isinstance(error, SystemExit) and error.code == PREEMPTED_STATUS:
+        if isinstance(error, SystemExit) and error.code in (None, 0, PREEMPTED_STATUS):
             return False
         return error not in (None, self._before)

@@ -47,6 +47,8 @@ class Interruption:
         """True if a step has begun and has not ended."""
         self.requested = False
         """True if Ctrl-C has been pressed."""
+        self.repeated = False
+        """True if it was pressed again, to end the run at once."""
         self._raises, self._installed = raises, False
 
     def __enter__(self) -> Interruption:
@@ -74,6 +76,7 @@ class Interruption:
             raise KeyboardInterrupt
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.repeated = self.requested
         if self.requested or (self._raises and not self.within_step):
             signal.default_int_handler(number, frame)
         self.requested = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,13 +21,23 @@ from jaxpp_flax.trainers.loop.trackers import Tracker
 from jaxpp_flax.trainers.metrics.run_metrics import RunMetrics, stepping_seconds
 
 __all__ = [
-    "Evaluate", "LogMetrics", "LoopHook", "StepHook", "StepRecord", "TrainerProtocol", "overrides", "run_steps",
-    "to_host",
+    "Evaluate", "LogMetrics", "LoopHook", "StepHook", "StepRecord", "TrainerProtocol", "check_hooks", "leave_hooks",
+    "overrides", "run_steps", "to_host",
 ]  # fmt: skip
 
 # After an error, the metrics of the last step may never come: a device hangs, or another process is gone. Another step
 # under way takes less than the first number of seconds; what is ready needs less than the second one.
 _PATIENCE, _AT_ONCE = 60.0, 1.0
+
+
+@dataclass(frozen=True)
+class _Row:
+    """The metrics of a step that are not logged yet, with the number of units up to this step."""
+
+    step: int
+    metrics: Mapping[str, Any]
+    units: int
+    unit: str
 
 
 @dataclass(frozen=True)
@@ -162,7 +173,8 @@ class LogMetrics(LoopHook):
     """Logs the metrics of a step to `trainer.tracker`, once the next step is under way: devices never wait for it.
 
     The first step, the last one, and every `Logging(every=)` steps have a row. The last one is the last one that was
-    taken, however the loop ends: its end, an error, Ctrl-C, SIGTERM or a `break`.
+    taken, however the loop ends: its end, an error, Ctrl-C, SIGTERM or a `break`. After an error, Ctrl-C or a `break`
+    the last rows are logged without a call of `on_metrics`.
 
     Args:
       trainer: the trainer of the loop.
@@ -187,59 +199,71 @@ class LogMetrics(LoopHook):
         self.best: tuple[str, float, int] | None = None
         """The best value of the metric of `ranking`, with its name and step. Without `ranking`: the lowest `eval_loss`,
         or without evaluations the lowest logged `loss`."""
-        self._pending: tuple[int, Mapping[str, Any], int, str] | None = None
+        self._pending = deque[_Row]()
         self.last: dict[str, Any] = {}
         """The metrics that were logged last, with the metrics of evaluations."""
 
     def __call__(self, record: StepRecord) -> None:
         count, self.unit = self._trainer.measures.count(record.batch, record.global_batch_size)
         self.units += count
-        before, self._pending = self._pending, (record.step, record.metrics, self.units, self.unit)
-        if before is not None:
-            self._deliver(*before, is_last=False)
+        self._pending.append(_Row(record.step, record.metrics, self.units, self.unit))
+        if len(self._pending) > 1:
+            self._deliver(is_last=False)
 
     def end(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self._deliver(*pending, is_last=True)
+        if self._pending:
+            self._deliver(is_last=True)
 
     def leave(self, error: BaseException, *, at_once: bool = False) -> None:
-        """Log the metrics of the last step. If they do not come, the error gets a note."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
+        """Log the rows that are left. If their metrics do not come, the error gets a note.
+
+        A callback may be the cause of the error, or meet other processes, which would not come: none is called.
+        """
         wait_s = _AT_ONCE if at_once or isinstance(error, ProcessFailedError) else _PATIENCE
-        step, metrics, units, unit = pending
-        try:
-            self._deliver(step, _fetch_within(wait_s, metrics), units, unit, is_last=True)
-        except Exception as failed:
-            # An error of another process tells on many lines what the first error has told already.
-            reason = str(failed).partition("\n")[0]
-            text = f"The metrics of step {step} are lost: {type(failed).__name__}: {reason}"
-            if isinstance(error, GeneratorExit):  # nobody sees this error
-                self._trainer.message(text)
-            error.add_note(text)
+        while self._pending:
+            row = self._pending.popleft()
+            if not self._is_due(row.step, is_last=not self._pending):
+                continue
+            try:
+                self._log(row, _fetch_within(wait_s, row.metrics), has_row=True)
+            except Exception as failed:
+                steps = " and ".join(str(lost.step) for lost in (row, *self._pending))
+                self._pending.clear()
+                # An error of another process tells on many lines what the first error has told already.
+                reason = str(failed).partition("\n")[0]
+                _note(self._trainer, error, f"The metrics of step {steps} are lost: {type(failed).__name__}: {reason}")
 
     def add(self, named: Mapping[str, Any]) -> None:
         """Add the metrics of an evaluation."""
         self.last = {**self.last, **named}
         self._compare("eval_loss", self._trainer.step)
 
-    def _deliver(self, step: int, metrics: Mapping[str, Any], units: int, unit: str, *, is_last: bool) -> None:
-        has_row = is_last or step % self._trainer.log_every == 0 or step == self._first
-        wanting = [callback for callback in self.callbacks if callback.wants(step)]
+    def _is_due(self, step: int, *, is_last: bool) -> bool:
+        return is_last or step % self._trainer.log_every == 0 or step == self._first
+
+    def _deliver(self, *, is_last: bool) -> None:
+        """Log the oldest row, and call the callbacks. The row stays if its metrics do not come."""
+        row = self._pending[0]
+        has_row = self._is_due(row.step, is_last=is_last)
+        wanting = [callback for callback in self.callbacks if callback.wants(row.step)]
         if not has_row and not any(overrides(callback, "on_metrics") for callback in wanting):
+            self._pending.popleft()
             return
         with self._trainer.measures.clock.part("device"):
-            self.last = to_host(metrics)
-        self._compare("loss", step)
-        if has_row:
-            rate, left = self._rate.read(step, units)
-            self._meter.update(step, self.last, rate, unit, left)
-            extra = {} if rate is None else {f"{unit}_per_second": rate}
-            self._trainer.tracker.log({**self.last, **extra, **self._trainer.measures.row(step)}, step=step)
+            metrics = to_host(row.metrics)
+        self._pending.popleft()  # before it is logged, so that no tracker gets a row twice
+        self._log(row, metrics, has_row=has_row)
         for callback in wanting:
-            callback.on_metrics(self._trainer, step, self.last)
+            callback.on_metrics(self._trainer, row.step, self.last)
+
+    def _log(self, row: _Row, metrics: dict[str, Any], *, has_row: bool) -> None:
+        self.last = metrics
+        self._compare("loss", row.step)
+        if has_row:
+            rate, left = self._rate.read(row.step, row.units)
+            self._meter.update(row.step, metrics, rate, row.unit, left)
+            extra = {} if rate is None else {f"{row.unit}_per_second": rate}
+            self._trainer.tracker.log({**metrics, **extra, **self._trainer.measures.row(row.step)}, step=row.step)
 
     def _compare(self, name: str, step: int) -> None:
         """Note a value that is better than those before; without a ranking, an evaluation counts more than a step."""
@@ -303,6 +327,38 @@ class Evaluate(LoopHook):
             callback.on_evaluate(trainer, trainer.step, metrics)
         if self._log is not None:
             self._log.add(named)
+
+
+def leave_hooks(hooks: Sequence[StepHook], trainer: TrainerProtocol, error: BaseException) -> None:
+    """Call `leave` of each `LoopHook`; an error of one becomes a note of `error`, and keeps no other from its end."""
+    for hook in hooks:
+        if isinstance(hook, LoopHook):
+            try:
+                hook.leave(error)
+            except Exception as failed:
+                _note(trainer, error, f"{type(hook).__name__}.leave failed as well: {failed!r}")
+
+
+def _note(trainer: TrainerProtocol, error: BaseException, text: str) -> None:
+    if isinstance(error, GeneratorExit):  # nobody sees this error
+        trainer.message(text)
+    error.add_note(text)
+
+
+def check_hooks(hooks: Sequence[StepHook]) -> None:
+    """Raise a `TypeError` for a hook that is not a function, a `ValueError` for a callback with work in `fit` alone."""
+    for hook in hooks:
+        if not callable(hook):
+            raise TypeError(
+                f"hooks holds a {type(hook).__name__}; a hook is a function of a StepRecord. Pass callbacks to "
+                "LogMetrics(trainer, callbacks=[...])."
+            )
+        for callback in getattr(hook, "callbacks", ()):
+            if isinstance(callback, Callback) and not overrides(callback, "on_metrics", "on_evaluate"):
+                raise ValueError(
+                    f"a hook holds a {type(callback).__name__}, which works in on_fit_start, on_step and on_fit_end: "
+                    "only `fit` calls these. Use `fit`, or call its methods in your loop."
+                )
 
 
 def overrides(callback: Callback, *hooks: str) -> bool:

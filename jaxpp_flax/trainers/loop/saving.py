@@ -171,10 +171,10 @@ class Saving:
         if due and self._step > 0 and not is_saved:
             self.checkpoints.save()
 
-    def exit_if(self, preempted: Callable[[], bool]) -> None:
-        """End the process if SIGTERM asked for it, and there is a directory."""
-        if self._store is not None and preempted():
-            self.checkpoints.display.message(
-                f"SIGTERM: saved step {self._step}, exiting with status {PREEMPTED_STATUS}"
-            )
+    def exit_preempted(self) -> None:
+        """End the process after SIGTERM, if there is a directory."""
+        if self._store is not None:
+            # With several processes, a SIGTERM after the last step comes too late for a save of all of them.
+            done = "saved step" if self.has_saved_last() else "did not save step"
+            self.checkpoints.display.message(f"SIGTERM: {done} {self._step}, exiting with status {PREEMPTED_STATUS}")
             raise SystemExit(PREEMPTED_STATUS)

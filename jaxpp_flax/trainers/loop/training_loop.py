@@ -24,7 +24,8 @@ from jaxpp_flax.trainers.loop.hooks import (
     StepHook,
     StepRecord,
     TrainerProtocol,
-    overrides,
+    check_hooks,
+    leave_hooks,
     run_steps,
 )
 from jaxpp_flax.trainers.loop.progress import Display
@@ -102,7 +103,7 @@ class TrainingLoop:
           >>> sorted(tracker["loss"])  # the first step, the last one, and each second one
           [1, 2, 4]
         """
-        _check_hooks(hooks)
+        check_hooks(hooks)
         trainer.measures.begin()
         rule = self._rule(remainder, global_batch_size)
         with self.saving.owned():
@@ -129,10 +130,11 @@ class TrainingLoop:
                     if isinstance(hook, LoopHook):
                         hook.end()
             except BaseException as error:  # `break` in the user's loop comes here too
-                for hook in hooks:
-                    if isinstance(hook, LoopHook):
-                        hook.leave(error)
-                self.saving.finish(error, beginning, "trainer.restore() before training_steps")
+                try:
+                    leave_hooks(hooks, trainer, error)
+                finally:
+                    again = "trainer.restore() before training_steps(the data after the saved step)"
+                    self.saving.finish(error, beginning, again)
                 raise
             else:
                 self.saving.end(lambda: False)
@@ -209,11 +211,11 @@ class TrainingLoop:
         tracked = TrackedRun(trainer, self.config)
         arguments = replace(arguments, callbacks=(tracked, *arguments.callbacks))
         self.callbacks.begin(arguments.callbacks, resumed=bool(arguments.resume))
+        run = _Fit(self, trainer, arguments, total).run
         try:
-            return _Fit(self, trainer, arguments, total).run(source, lambda batch: self._check_filling(rule, batch))
+            return run(source, lambda batch: self._check_filling(rule, batch), tracked.close)
         finally:
             self.tracking.leave(source)
-            tracked.close()
 
     def stopping_group(self) -> ProcessGroup:
         """Return the processes that end a loop together."""
@@ -263,28 +265,38 @@ class _Fit:
                 callbacks=(*arguments.callbacks, loop.checkpoints.measured, self._ending),
             )
 
-    def run(self, source: Iterable[Any], first: Callable[[Any], None]) -> dict[str, Any]:
-        """Train on every batch of `source`; `first` is called with the first one, before anything is compiled."""
-        saving = self._loop.saving
-        with self._interruption, self._preemption:
+    def run(self, source: Iterable[Any], first: Callable[[Any], None], close: Callable[[], None]) -> dict[str, Any]:
+        """Train on every batch of `source`, and save; `first` gets the first batch, and `close` is called last."""
+        with self._interruption, self._preemption:  # also while trackers are closed, which may hang
             try:
-                self._train(source, first)
-            except BaseException as error:
-                saving.finish(error, self._begin, "fit(..., resume=True)")
-                if isinstance(error, KeyboardInterrupt):
-                    saving.interrupted(error, whole=not self._interruption.within_step, together=self._is_alone)
-                raise
-            asked = self._ending.after_last_step()
-            if asked is not None and asked.kind == "interrupted":
-                interrupted = KeyboardInterrupt()
-                saving.interrupted(interrupted, whole=True, together=True)
-                raise interrupted
-            is_asked = asked is not None and asked.kind == "preempted"
-            preempted = lambda: is_asked or self._preemption.requested  # noqa: E731
-            saving.end(preempted)
-            self._summarise()
-            saving.exit_if(preempted)
+                preempted = self._train_and_save(source, first)
+            finally:
+                close()
+            if preempted or self._preemption.requested:
+                if self._is_alone:  # SIGTERM may have come after the last save
+                    self._loop.saving.end(lambda: True)
+                self._loop.saving.exit_preempted()
         return self._log.last
+
+    def _train_and_save(self, source: Iterable[Any], first: Callable[[Any], None]) -> bool:
+        """Return True if SIGTERM has ended the run."""
+        saving = self._loop.saving
+        try:
+            self._train(source, first)
+        except BaseException as error:
+            saving.finish(error, self._begin, "fit(..., resume=True)")
+            if isinstance(error, KeyboardInterrupt):
+                saving.interrupted(error, whole=not self._interruption.within_step, together=self._is_alone)
+            raise
+        asked = self._ending.after_last_step()
+        if asked is not None and asked.kind == "interrupted":
+            interrupted = KeyboardInterrupt()
+            saving.interrupted(interrupted, whole=True, together=True)
+            raise interrupted
+        preempted = asked is not None and asked.kind == "preempted"
+        saving.end(lambda: preempted or (self._is_alone and self._preemption.requested))
+        self._summarise()
+        return preempted
 
     def _summarise(self) -> None:
         """Print what the run did."""
@@ -324,9 +336,9 @@ class _Fit:
                 self._loop.await_same_end()
                 self._evaluate_at_end()
         except BaseException as error:
-            interrupted_within = isinstance(error, KeyboardInterrupt) and self._interruption.within_step
+            at_once = self._interruption.within_step or self._interruption.repeated
             try:
-                self._log.leave(error, at_once=interrupted_within)
+                self._log.leave(error, at_once=isinstance(error, KeyboardInterrupt) and at_once)
             finally:
                 self._meter.stop()
                 end_callbacks(begun, trainer, error)
@@ -370,21 +382,6 @@ class _Fit:
         said = "stopped after step" if stepped else "nothing to do after step"
         self._meter.message(f"{said} {trainer.step}: {reason.text}")
         return stepped
-
-
-def _check_hooks(hooks: Sequence[StepHook]) -> None:
-    for hook in hooks:
-        if not callable(hook):
-            raise TypeError(
-                f"hooks holds a {type(hook).__name__}; a hook is a function of a StepRecord. Pass callbacks to "
-                "LogMetrics(trainer, callbacks=[...])."
-            )
-        for callback in getattr(hook, "callbacks", ()):
-            if isinstance(callback, Callback) and not overrides(callback, "on_metrics", "on_evaluate"):
-                raise ValueError(
-                    f"a hook holds a {type(callback).__name__}, which works in on_fit_start, on_step and on_fit_end: "
-                    "only `fit` calls these. Use `fit`, or call its methods in your loop."
-                )
 
 
 def _steps_left(

@@ -64,7 +64,8 @@ def _unbound_axis(axis: str, function: Callable[..., Any], model: Any, error: Na
     user = getattr(function, "__name__", "given")
     for frame, _ in traceback.walk_tb(error.__traceback__):
         layer = frame.f_locals.get("self")
-        if isinstance(layer, nn.Module | nnx.Module) and getattr(layer, "axis_name", None) == axis:
+        names = getattr(layer, "axis_name", None)
+        if isinstance(layer, nn.Module | nnx.Module) and axis in (names if isinstance(names, tuple) else (names,)):
             user = f"{type(layer).__name__} {_path_of(layer, model)}".strip()
     return (
         f"{user!r} uses the axis name {axis!r}, as BatchNorm(axis_name={axis!r}) or jax.lax.pmean(x, {axis!r}) does. "

@@ -12,6 +12,7 @@ import pytest
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import Checkpoints
 from jaxpp_flax.trainers.callbacks import Callback
+from jaxpp_flax.trainers.loop.hooks import LogMetrics
 from jaxpp_flax.trainers.state.weights import to_ordinary
 from tests.checkpoint import program
 from tests.helpers import tree_allclose
@@ -95,6 +96,16 @@ def test_a_second_one_ends_at_once(tmp_path: Path, monkeypatch: Any, uninterrupt
     monkeypatch.undo()
     trainer.fit(BATCHES, steps=4, resume=True)
     tree_allclose(to_ordinary(trainer.state), uninterrupted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_second_one_after_the_step_waits_for_nothing(times: int, monkeypatch: Any):
+    hurries: list[bool] = []
+    monkeypatch.setattr(LogMetrics, "leave", lambda self, error, *, at_once: hurries.append(at_once))
+    trainer = program.make_trainer(None, stages=1)
+    interrupted_within(trainer, 2, monkeypatch)
+    notes_of(trainer, *([] if times == 1 else [InterruptsAfter()]))
+    assert hurries == [times == 2]
 
 
 def test_a_program_that_ignores_it_is_left_alone():

@@ -15,6 +15,7 @@ from jaxpp_flax import Callback, PipelineTrainer, Tracker
 from jaxpp_flax.trainers import Checkpoints, Logging, NonFiniteLossError
 from jaxpp_flax.trainers.callbacks import SamplePredictions
 from jaxpp_flax.trainers.ending.failure import FailureCheck
+from jaxpp_flax.trainers.ending.preemption import PREEMPTED_STATUS
 from jaxpp_flax.trainers.loop.trackers import CompositeTracker, DictTracker
 
 DATA = [jnp.ones((4, 2))] * 3
@@ -171,6 +172,30 @@ def test_a_run_that_sigterm_ends_has_not_failed(tmp_path):
     with pytest.raises(SystemExit):
         trainer_with(tracker := Ended(), checkpoints=Checkpoints(tmp_path)).fit(DATA, callbacks=[Asked()])
     assert tracker.calls[-1] == "failed: False"
+
+
+@pytest.mark.parametrize(("status", "failed"), [(None, False), (0, False), (1, True), ("no data", True)])
+def test_an_exit_without_an_error_is_no_failure(status, failed):
+    with pytest.raises(SystemExit):
+        trainer_with(tracker := Ended()).fit(DATA, callbacks=[Fails(on_step=SystemExit(status))])
+    assert tracker.calls[-1] == f"failed: {failed}"
+
+
+@pytest.mark.parametrize("every", [None, 3])
+def test_sigterm_while_the_tracker_is_closed_saves_and_exits(every, tmp_path):
+    class Asked(Recorder):
+        def close(self):
+            super().close()
+            assert signal.getsignal(signal.SIGTERM) is not before, "a close that hangs has a deadline"
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = trainer_with(tracker := Asked(), checkpoints=Checkpoints(tmp_path, every=every))
+    with pytest.raises(SystemExit) as raised:
+        trainer.fit(DATA)
+    assert (raised.value.code, tracker.calls[-1]) == (PREEMPTED_STATUS, "close")
+    assert (tmp_path / "3").is_dir()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_run_in_the_handler_of_an_older_error_has_not_failed():

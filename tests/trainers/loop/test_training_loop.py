@@ -192,6 +192,52 @@ def test_metrics_that_do_not_come_neither_hide_the_error_nor_hang(tmp_path: Path
         assert error.__notes__ == [f"The metrics of step 3 are lost: {reason}"]
 
 
+def test_a_callback_that_fails_is_not_called_again(tmp_path: Path):
+    class Breaks(callbacks.Callback):
+        def on_metrics(self, trainer: Any, step: int, metrics: Any) -> None:
+            steps.append(step)
+            if step == 2:
+                raise ValueError("a broken callback")
+
+    steps: list[int] = []
+    trainer = make_trainer(tmp_path, tracker := DictTracker())
+    with pytest.raises(ValueError, match="a broken callback"):
+        trainer.fit(DATA, callbacks=[Breaks()])
+    assert steps == [1, 2]
+    assert list(tracker["loss"]) == [1, 2, 3]
+
+
+def test_ctrl_c_while_metrics_are_awaited_loses_no_row(tmp_path: Path):
+    errors: list[BaseException] = [KeyboardInterrupt()]
+
+    class Interrupted:
+        def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+            if errors:
+                raise errors.pop()
+            return np.zeros(())
+
+    log = LogMetrics(make_trainer(tmp_path, tracker := DictTracker()))
+    log(StepRecord(1, {"loss": Interrupted()}, DATA[0]))
+    with pytest.raises(KeyboardInterrupt) as raised:
+        log(StepRecord(2, {"loss": np.ones(())}, DATA[1]))
+    log.leave(raised.value)
+    assert tracker["loss"] == {1: 0.0, 2: 1.0}
+
+
+def test_a_hook_that_cannot_leave_keeps_nothing_from_its_end(tmp_path: Path):
+    class Leaves(LoopHook):
+        def leave(self, error: BaseException, *, at_once: bool = False) -> None:
+            raise ValueError("not yet")
+
+    trainer = make_trainer(tmp_path, tracker := DictTracker())
+    with pytest.raises(OSError, match="the disk is gone") as raised:
+        list(trainer.training_steps(broken_after(3), hooks=[Leaves(), LogMetrics(trainer)]))
+    notes = raised.value.__notes__
+    assert notes[0] == "Leaves.leave failed as well: ValueError('not yet')"
+    assert notes[1].startswith("Training stopped after step 3.")
+    assert list(tracker["loss"]) == [1, 2, 3]
+
+
 def test_a_callback_is_no_hook(tmp_path: Path):
     wrong: Any = callbacks.PrintLoss()
     steps = make_trainer(tmp_path).training_steps(DATA, hooks=[wrong])

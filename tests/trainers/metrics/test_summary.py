@@ -120,8 +120,8 @@ def test_a_loop_of_the_users_own_gets_advice_too(tmp_path):
     with pytest.raises(OSError, match="the disk is gone") as error:
         list(trainer.training_steps(fails_after(BATCHES[:3])))
     assert advice(error) == (
-        "Training stopped after step 3. Mend the cause and run again with trainer.restore() before training_steps: it "
-        f"goes on from step 2 of {tmp_path}."
+        "Training stopped after step 3. Mend the cause and run again with trainer.restore() before "
+        f"training_steps(the data after the saved step): it goes on from step 2 of {tmp_path}."
     )
     other, _ = make(Checkpoints(tmp_path, every=2))
     other.restore()

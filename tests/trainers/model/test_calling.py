@@ -71,10 +71,12 @@ def norm_trainer(model, num_stages, loss_fn=normed_loss):
 @pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize("make", [NnxNorm, LinenNorm])
 def test_an_axis_name_of_another_loop_is_refused_with_the_remedy(make, num_stages):
-    trainer, batch = norm_trainer(make(axis_name="batch"), num_stages)
-    with pytest.raises(ModelError, match=r"'BatchNorm norm' uses the axis name 'batch'.*Remove axis_name=") as raised:
-        trainer.train_step(batch)
-    assert isinstance(raised.value.__cause__, NameError)
+    for axis_name in ("batch", ("batch", "data")):
+        trainer, batch = norm_trainer(make(axis_name=axis_name), num_stages)
+        told = r"'BatchNorm norm' uses the axis name 'batch'.*Remove axis_name="
+        with pytest.raises(ModelError, match=told) as raised:
+            trainer.train_step(batch)
+        assert isinstance(raised.value.__cause__, NameError)
     plain, _ = norm_trainer(make(), num_stages)
     with pytest.warns(BatchStatisticsWarning):
         plain.train_step(batch)  # as the error says
