@@ -82,23 +82,27 @@ def models(arguments: Any) -> dict[str, Any]:
             return nnx.relu(self.second(nnx.relu(self.first(x))))
 
     class UNet(nnx.Module):
-        """Channels double where the image is halved; each level's values skip to the level of its size."""
+        """Two blocks a level. Channels double where the image is halved; values skip to the level of their size."""
 
         def __init__(self, rngs: nnx.Rngs) -> None:
             sizes = [width // 8 * 2**level for level in range(4)]
             down = zip([3, *sizes], sizes, [1, 0.5, 0.5, 0.5], strict=False)
             up = zip([sizes[3], 2 * sizes[2], 2 * sizes[1]], sizes[2::-1], [2.0] * 3, strict=True)
-            layers = [Convolutions((a, b), scale, rngs) for a, b, scale in (*down, *up)]
-            self.layers = nnx.List([PipelineStage(layer, name=f"level_{i}") for i, layer in enumerate(layers)])
+            layers = [
+                PipelineStage(layer, name=f"level_{i}_{part}")
+                for i, (a, b, scale) in enumerate((*down, *up))
+                for part, layer in enumerate([Convolutions((a, b), scale, rngs), Convolutions((b, b), 1, rngs)])
+            ]
+            self.layers = nnx.List(layers)
             self.head = nnx.Conv(2 * sizes[0], 3, kernel_size=(1, 1), rngs=rngs)
 
         def __call__(self, x: jax.Array) -> jax.Array:
             skips = []
-            for i, layer in enumerate(self.layers):
-                x = layer(x)
-                if i < 3:
+            for level in range(7):
+                x = self.layers[2 * level + 1](self.layers[2 * level](x))
+                if level < 3:
                     skips.append(x)
-                elif i > 3:
+                elif level > 3:
                     x = jnp.concatenate([x, skips.pop()], -1)
             return self.head(x)
 
