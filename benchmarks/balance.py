@@ -85,7 +85,7 @@ def models(arguments: Any) -> dict[str, Any]:
         """Two blocks a level. Channels double where the image is halved; values skip to the level of their size."""
 
         def __init__(self, rngs: nnx.Rngs) -> None:
-            sizes = [width // 8 * 2**level for level in range(4)]
+            sizes = [max(1, width // 8) * 2**level for level in range(4)]
             down = zip([3, *sizes], sizes, [1, 0.5, 0.5, 0.5], strict=False)
             up = zip([sizes[3], 2 * sizes[2], 2 * sizes[1]], sizes[2::-1], [2.0] * 3, strict=True)
             layers = [
@@ -114,11 +114,12 @@ def models(arguments: Any) -> dict[str, Any]:
 
     tokens = rng.integers(0, arguments.vocabulary, (arguments.batch, length)).astype(np.int32)
     values = rng.normal(size=(arguments.batch, length, width)).astype(np.float32)
-    images = rng.normal(size=(arguments.batch, length // 2, length // 2, 3)).astype(np.float32)
+    side = 8 * max(1, length // 16)  # halved three times
+    images = rng.normal(size=(arguments.batch, side, side, 3)).astype(np.float32)
     return {
         f"GPT, {blocks} blocks of width {width}, vocabulary {arguments.vocabulary}": (GPT, token_loss, tokens),
         f"{blocks} blocks that grow from {width} to {blocks * width}": (Growing, square, values),
-        f"U-Net of {width // 8} to {width} channels": (UNet, square, images),
+        f"U-Net of {max(1, width // 8)} to {8 * max(1, width // 8)} channels": (UNet, square, images),
     }
 
 
