@@ -29,6 +29,8 @@ class LiveMemory:
         self.live, self.peak = [0] * program.num_ranks, [0] * program.num_ranks
         self.host_live, self.host_peak = [0] * program.num_ranks, [0] * program.num_ranks
         self.most: dict[int, int] = {}
+        # Of each task, whether its results lie in host memory: found once, and read for every run.
+        self._results_on_host = [[memory_kind_of(a.aval) is not None for a in t.graph.outputs] for t in self.tasks]
         self._activations: dict[int, tuple[int, int]] = {}  # the stage and the microbatch of a forward's results
 
     def hold(self, slot: int, rank: int, size: int, on_host: bool) -> None:
@@ -58,7 +60,7 @@ class LiveMemory:
     def _are_on_host(self, instruction: Run | Transfer) -> list[bool]:
         """Return for each value that an instruction writes whether this value lies in host memory."""
         if isinstance(instruction, Run):
-            return [memory_kind_of(atom.aval) is not None for atom in self.tasks[instruction.task].graph.outputs]
+            return self._results_on_host[instruction.task]
         if instruction.memory is not None:
             return [instruction.memory == HOST_MEMORY] * len(instruction.received)
         return [slot in self.held and self.held[slot][2] for slot in instruction.sent]

@@ -16,10 +16,10 @@ from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value, memory_kind_of
 
 __all__ = [
     "accumulator_spec",
-    "uses_host_memory",
     "initial_spec",
     "specs_wanted",
     "usable_donations",
+    "uses_host_memory",
     "with_own_results",
 ]
 
