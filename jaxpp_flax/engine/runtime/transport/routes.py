@@ -82,6 +82,18 @@ class Route:
         # Sends come first: a receive may wait.
         return sorted(own, key=lambda entry: entry[0].source != self.process)
 
+    @cached_property
+    def _is_direct(self) -> bool:
+        """Whether each leaf goes whole from one device to one other in one parcel, so that nothing is made of it."""
+        hops = [hop for _, hops in self._own for hop in hops]
+        return (
+            len(self._own) == len(self.parcels) == 1
+            and [hop.leaf for hop in hops] == [*range(len(self.leaves))]
+            and all(hop.cut is None and len(hop.targets) == 1 for hop in hops)
+            and all(len(end.device_set) == 1 for leaf in self.leaves for end in (leaf.source, leaf.target))
+            and not any(is_key(leaf.dtype) for leaf in self.leaves)
+        )
+
     def move(self, connection: Connection, arrays: Sequence[Any], private: Sequence[bool], tag: Tag) -> list[Any]:
         """Send, receive or pass by: move the arrays, one for each leaf, from source to target.
 
@@ -90,8 +102,14 @@ class Route:
         Returns:
           The arrays at the target; None for those without parts in this process.
         """
-        arrived: list[tuple[_Hop, jax.Array]] = []
         count = connection.window.before_task
+        if self._is_direct:
+            ((parcel, hops),) = self._own
+            if parcel.target == self.process:
+                return connection.recv(parcel, tag)
+            connection.transport.send(self._pack(arrays, hops, private, count), parcel, tag)
+            return [None] * len(arrays)
+        arrived: list[tuple[_Hop, jax.Array]] = []
         for parcel, hops in self.parcels if connection.transport.needs_global_order else self._own:
             if parcel.source == self.process:
                 connection.transport.send(self._pack(arrays, hops, private, count), parcel, tag)
@@ -108,7 +126,7 @@ class Route:
 
         `count` is called before each computation.
         """
-        values = [_taken(arrays[hop.leaf], hop, count) for hop in hops]
+        values = list(arrays) if self._is_direct else [_taken(arrays[hop.leaf], hop, count) for hop in hops]
         copied = [i for i, hop in enumerate(hops) if private[hop.leaf] and hop.cut is None]
         if copied:
             own = copy_arrays([values[i] for i in copied], [values[i].sharding for i in copied])
