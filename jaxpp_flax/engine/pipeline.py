@@ -20,6 +20,7 @@ from jaxpp_flax.engine.passes.memory.pack import PackRule
 from jaxpp_flax.engine.passes.placed import Loop, Placed, ResultRanks
 from jaxpp_flax.engine.passes.runner import Settings, observers, run_passes
 from jaxpp_flax.engine.program.program import Program
+from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
@@ -79,6 +80,7 @@ def build(
     residuals: ResidualPlan | Callable[[], ResidualPlan | None] | None = None,
     fsdp: FsdpRule | None = None,
     pack_bytes: str | int = "auto",
+    keys: Fingerprinter | None = None,
 ) -> Built:
     """Run all passes on a traced step; `axis_sizes` are those of a submesh. See `Settings` for the other arguments.
 
@@ -104,6 +106,7 @@ def build(
         residuals=residuals,
         fsdp=fsdp,
         pack_rule=PackRule.of(pack_bytes, axis_sizes),
+        keys=keys or Fingerprinter(),
     )
     made = {
         each.name: structure

@@ -7,7 +7,7 @@ transfer, and no rank waits for a value that is made later.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpp_flax.engine.passes.check_supported import refuse_ordered_effects
@@ -152,7 +152,7 @@ def _with_literals(graph: Graph, operands: Sequence[Atom]) -> Graph:
     }
     if not literals:
         return graph
-    equations = tuple(replace(e, inputs=tuple(literals.get(a, a) for a in e.inputs)) for e in graph.equations)
+    equations = tuple(e.reading(tuple(literals.get(a, a) for a in e.inputs)) for e in graph.equations)
     inputs = tuple(value for value in graph.inputs if value not in literals)
     return Graph(inputs, tuple(literals.get(a, a) for a in graph.outputs), equations)
 

@@ -100,9 +100,7 @@ class _Again:
     names: dict[Atom, Value]
 
     def reading(self, equation: Equation) -> Equation:
-        if self.names.keys().isdisjoint(equation.inputs):
-            return equation
-        return replace(equation, inputs=tuple(self.names.get(atom, atom) for atom in equation.inputs))
+        return equation.reading(tuple(self.names.get(atom, atom) for atom in equation.inputs))
 
 
 def _repeated(whole: Graph, core: Graph, wanted: Sequence[Value]) -> _Again | None:

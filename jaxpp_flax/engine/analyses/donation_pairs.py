@@ -98,4 +98,4 @@ def _bits(number: int) -> Iterator[int]:
 
 
 def _kind(atom: Atom) -> Any:
-    return tuple(atom.aval.shape), str(atom.aval.dtype), memory_kind_of(atom.aval)
+    return tuple(atom.aval.shape), atom.aval.dtype, memory_kind_of(atom.aval)

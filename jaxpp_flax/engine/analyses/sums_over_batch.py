@@ -14,20 +14,11 @@ from typing import Any
 import numpy as np
 
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, inside_scan
+from jaxpp_flax.engine.analyses.data_flow import ancestors, use_counts
 from jaxpp_flax.engine.analyses.inner_bodies import Scan, open_scan, summed_in_shard_map
 from jaxpp_flax.engine.analyses.linearity import LINEAR, Operands, accumulates, summed_in
 from jaxpp_flax.engine.tracing.inline import body_of
-from jaxpp_flax.engine.tracing.ir import (
-    Atom,
-    Constant,
-    Equation,
-    Graph,
-    Value,
-    ancestors,
-    producers,
-    use_counts,
-    values,
-)
+from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, producers, values
 from jaxpp_flax.engine.tracing.markers import marker_p
 
 __all__ = ["Chain", "ChainFinder"]

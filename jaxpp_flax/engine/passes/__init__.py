@@ -146,7 +146,7 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass(
         "share_updates",
-        lambda placed, _: share_updates(placed),
+        lambda placed, settings: share_updates(placed, settings.keys),
         requires="a step on ranks",
         ensures="what the updates of all ranks have in common is one program, which XLA compiles once",
     ),
@@ -172,7 +172,9 @@ PASSES: tuple[Pass, ...] = (
     Pass(
         "share_tasks",
         lambda program, settings: (
-            share_tasks(program, fused=settings.residual_plan is None) if settings.shards.is_one else program
+            share_tasks(program, settings.keys, fused=settings.residual_plan is None)
+            if settings.shards.is_one
+            else program
         ),
         requires="each slot written once",
         ensures="on ranks of one device, a task that contains another one runs it, and a task for the rest",

@@ -86,7 +86,7 @@ class _Placer:
         while pending:
             node = pending.pop()
             if isinstance(node, Loop):
-                self.location.update(node.homes())
+                self.location.update(node.homes)
                 located.append(node)
                 continue
             demanded = {r for v in node.outputs for r in wanted.get(v, ())}
@@ -275,7 +275,7 @@ class _Placer:
 
     def _made_on(self, value: Value) -> set[int]:
         node = self.producer[value]
-        return set(self.native[node]) if isinstance(node, Equation) else set(node.homes()[value])
+        return set(self.native[node]) if isinstance(node, Equation) else set(node.homes[value])
 
     def _earliest_times(self) -> dict[tuple[Value, int], Time]:
         """Return the earliest time of each value on each rank."""
@@ -283,7 +283,7 @@ class _Placer:
         epoch = 0
         for node in self.nodes:
             if isinstance(node, Loop):
-                for value, ranks in node.homes().items():
+                for value, ranks in node.homes.items():
                     at.update({(value, rank): (epoch, _END_OF_LOOP) for rank in ranks})
                 epoch += 1
                 continue

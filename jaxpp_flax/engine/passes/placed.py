@@ -108,8 +108,9 @@ class Loop:
             states = {c.state for c in self.partition.carries if c.leaf == leaf}
             yield initial, owners.union(*(self.readers.get(s, set()) for s in states))
 
+    @cached_property
     def homes(self) -> dict[Value, frozenset[int]]:
-        """Return the ranks on which each outer result is made."""
+        """The ranks on which each outer result is made."""
         homes = {
             value: frozenset({self.rank_of_task(a.task)})
             for value, a in zip(self.accumulator_results, self.partition.accumulators, strict=True)
@@ -169,7 +170,7 @@ class Placed:
             else:
                 if any((value, r) not in have for value, ranks in step.inputs() for r in ranks):
                     raise VerificationError("a loop reads an operand that a rank does not have")
-                have.update((v, r) for v, ranks in step.homes().items() for r in ranks)
+                have.update((v, r) for v, ranks in step.homes.items() for r in ranks)
         for atom, ranks in zip(self.outputs, self.results, strict=True):
             if isinstance(atom, Value) and any((atom, r) not in have for r in ranks):
                 raise VerificationError("a result is missing on a rank")

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpp_flax.engine.analyses.data_flow import ancestors
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import (
     Atom,
@@ -22,7 +23,6 @@ from jaxpp_flax.engine.tracing.ir import (
     Equation,
     Graph,
     Value,
-    ancestors,
     applied,
     emit,
     in_memory,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -67,17 +68,15 @@ class CanonicalForm(NamedTuple):
 def canonical_form(graph: Graph) -> CanonicalForm:
     numbers: dict[Value, int] = {}
 
-    def operand(atom: Atom) -> Operand:
-        return atom if isinstance(atom, Constant) else numbers.setdefault(atom, len(numbers))
+    def operands(atoms: Sequence[Atom]) -> tuple[Operand, ...]:
+        return tuple([a if isinstance(a, Constant) else numbers.setdefault(a, len(numbers)) for a in atoms])
 
-    def result(value: Value) -> Result:
-        return numbers.setdefault(value, len(numbers)), type_facts(value.aval)
+    def results(made: Sequence[Value]) -> tuple[Result, ...]:
+        return tuple([(numbers.setdefault(v, len(numbers)), type_facts(v.aval)) for v in made])
 
-    inputs = tuple(map(result, graph.inputs))
-    equations = [
-        CanonicalEquation(e, tuple(map(operand, e.inputs)), tuple(map(result, e.outputs))) for e in graph.equations
-    ]
-    return CanonicalForm(inputs, equations, tuple(map(operand, graph.outputs)))
+    inputs = results(graph.inputs)
+    equations = [CanonicalEquation(e, operands(e.inputs), results(e.outputs)) for e in graph.equations]
+    return CanonicalForm(inputs, equations, operands(graph.outputs))
 
 
 @lru_cache(maxsize=4096)  # a large step has thousands of values of a few types

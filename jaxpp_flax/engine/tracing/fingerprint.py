@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -33,19 +34,23 @@ class _Same:
 
 
 class Fingerprinter:
-    """Makes keys, and remembers those of inner jaxprs and of parameters, which tasks share by identity."""
+    """Makes keys, and remembers those of graphs, inner jaxprs and parameters, which tasks share by identity."""
 
     def __init__(self) -> None:
+        self._graphs = WeakKeyDictionary[Graph, int]()
         self._jaxprs: dict[int, tuple[Any, Hashable]] = {}
         self._operations: dict[tuple[Any, int, int], tuple[Equation, int]] = {}
         self._interned: dict[Hashable, int] = {}
 
     def graph(self, graph: Graph) -> int:
-        form = canonical_form(graph)
-        parts: list[Hashable] = [form.inputs, tuple(map(self._operand, form.outputs))]
-        for equation, operands, results in form.equations:
-            parts.append((self._operation(equation), tuple(map(self._operand, operands)), results))
-        return self._intern(tuple(parts))
+        key = self._graphs.get(graph)
+        if key is None:
+            form = canonical_form(graph)
+            equations = [
+                (self._operation(e), self._operands(operands), results) for e, operands, results in form.equations
+            ]
+            key = self._graphs[graph] = self._intern((form.inputs, self._operands(form.outputs), *equations))
+        return key
 
     def _intern(self, key: Hashable) -> int:
         return self._interned.setdefault(key, len(self._interned))
@@ -53,15 +58,16 @@ class Fingerprinter:
     def _operation(self, equation: Equation) -> int:
         """Return the key of an equation without its operands."""
         identity = equation.primitive, id(equation.params), id(equation.context)
-        if identity not in self._operations:
+        known = self._operations.get(identity)
+        if known is None:
             telling = tuple((name, self._value(value)) for name, value in telling_params(equation))
             key = self._intern((equation.primitive, telling, self._value(equation.context)))
             # The reference to the equation keeps both identities from being reused.
-            self._operations[identity] = equation, key
-        return self._operations[identity][1]
+            known = self._operations[identity] = equation, key
+        return known[1]
 
-    def _operand(self, operand: Operand) -> Hashable:
-        return self._constant(operand.value, operand.aval) if isinstance(operand, Constant) else operand
+    def _operands(self, operands: tuple[Operand, ...]) -> Hashable:
+        return tuple([self._constant(o.value, o.aval) if isinstance(o, Constant) else o for o in operands])
 
     def _constant(self, value: Any, aval: Any) -> Hashable:
         try:

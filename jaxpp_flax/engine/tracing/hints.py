@@ -62,6 +62,8 @@ def place_with(value: T, like: Any) -> T:
 
 def without_hints(graph: Graph) -> Graph:
     """Return the graph with every `place_with` replaced by its value."""
+    if all(equation.primitive is not place_with_p for equation in graph.equations):
+        return graph
     alias: dict[Value, Atom] = {}
     kept: list[Equation] = []
 
@@ -72,8 +74,8 @@ def without_hints(graph: Graph) -> Graph:
         if equation.primitive is place_with_p:
             alias[equation.outputs[0]] = resolve(equation.inputs[0])
         else:
-            kept.append(replace(equation, inputs=tuple(map(resolve, equation.inputs))))
-    return replace(graph, outputs=tuple(map(resolve, graph.outputs)), equations=tuple(kept)) if alias else graph
+            kept.append(equation.reading(tuple(map(resolve, equation.inputs))))
+    return replace(graph, outputs=tuple(map(resolve, graph.outputs)), equations=tuple(kept))
 
 
 def as_copy(hint: Equation) -> Equation:

@@ -135,7 +135,7 @@ class _Inliner:
             transposed = transposed or (named and not _is_recomputed(equation))
             if recomputed is not None:
                 equation = replace(equation, late=not transposed, transposed=transposed)
-            equation = replace(equation, inputs=inputs)
+            equation = equation.reading(inputs)
             hides = any(_contains_marker(sub, self.memo) for sub in bodies(equation.params))
             if equation.primitive is marker_p:
                 self._marker(equation, scope, recomputed)

@@ -6,12 +6,11 @@ classes differ between JAX versions. `Graph.run` runs a `Graph` anywhere, under 
 
 from __future__ import annotations
 
-from collections import Counter
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import jax
@@ -23,9 +22,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxpp_flax.error_codes import documented
 
 __all__ = [
-    "Atom", "Constant", "Equation", "Graph", "Value", "VerificationError", "ancestors", "applied", "bodies", "emit",
+    "Atom", "Constant", "Equation", "Graph", "Value", "VerificationError", "applied", "bodies", "emit",
     "everywhere", "from_jaxpr", "graph_of", "in_memory", "inside", "memory_kind_of", "opened", "plain_literal",
-    "producers", "prune", "struct_of", "use_counts", "values", "with_outputs",
+    "producers", "prune", "struct_of", "values", "with_outputs",
 ]  # fmt: skip
 
 
@@ -93,6 +92,16 @@ class Equation:
     def where(self) -> str:
         """`file:line (function)` of the user's code that made this equation, or `"unknown"`."""
         return (source_info_util.summarize(self.source) if self.source is not None else "") or "unknown"
+
+    def reading(self, inputs: tuple[Atom, ...]) -> Equation:
+        """Return the equation over other operands; itself if they are the same."""
+        if all(map(operator.is_, inputs, self.inputs)):
+            return self
+        # `dataclasses.replace` takes three times as long, and this runs several times for each equation of a step.
+        return Equation(
+            self.primitive, self.params, inputs, self.outputs, self.effects, self.context, self.source,
+            self.transposed, self.late,
+        )  # fmt: skip
 
     def named_within(self, outer: Any) -> AbstractContextManager[Any]:
         """Return a context in which an operation gets this equation's scopes inside `outer`, and its line."""
@@ -286,41 +295,6 @@ def inside(params: Mapping[str, Any]) -> Iterator[Any]:
 def producers(equations: Iterable[Equation]) -> dict[Value, Equation]:
     """Return the equation that makes each value."""
     return {value: equation for equation in equations for value in equation.outputs}
-
-
-def ancestors(atoms: Iterable[Atom], producer: Mapping[Value, Equation]) -> Iterator[Value]:
-    """Yield the values from which `producer`'s equations compute atoms; the atoms themselves come first."""
-    stack, seen = values(atoms), set[Value]()
-    while stack:
-        value = stack.pop()
-        if value not in seen:
-            seen.add(value)
-            yield value
-            stack.extend(values(producer[value].inputs) if value in producer else ())
-
-
-def use_counts(
-    equations: Iterable[Equation], outputs: Iterable[Atom], resolve: Callable[[Atom], Atom] = lambda atom: atom
-) -> Counter[Value]:
-    """Count the reads of each value, by equations and as an output; `resolve` may look through identities."""
-    reads = chain(*(equation.inputs for equation in equations), outputs)
-    return Counter(values(map(resolve, reads)))
-
-
-def needed_by(
-    equations: Sequence[Equation], wanted: Iterable[Value], resolve: Callable[[Atom], Atom] = lambda atom: atom
-) -> set[Equation]:
-    """Return those of some equations that make the wanted values.
-
-    Of a backward task, these make the cotangents that leave the stage; the others make weight gradients.
-    """
-    values: set[Atom] = set(wanted)
-    found: set[Equation] = set()
-    for equation in reversed(equations):
-        if not values.isdisjoint(equation.outputs):
-            found.add(equation)
-            values.update(map(resolve, equation.inputs))
-    return found
 
 
 def graph_of(equations: Sequence[Equation], read: set[Value]) -> Graph:

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxpp_flax.engine.tracing.ir import Value, needed_by
+from jaxpp_flax.engine.analyses.data_flow import needed_by
+from jaxpp_flax.engine.tracing.ir import Value
 from jaxpp_flax.messages import listed
 from jaxpp_flax.mpmd.partitioning.nodes import Node
 from jaxpp_flax.schedules import (

@@ -291,7 +291,7 @@ class _Run:
         """Return the compiled equation. Its literals are arguments, as in eager JAX: XLA would compute with them."""
         equation, which = task.equation, task.which
         operands = tuple(Value(atom.aval) for atom in equation.inputs)
-        alone = Graph(operands, equation.outputs, (replace(equation, inputs=operands),))
+        alone = Graph(operands, equation.outputs, (equation.reading(operands),))
         key = (self._keys.graph(alone), which, task.lies, task.donated)
         if key in self._programs:
             return self._programs[key]

@@ -17,6 +17,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ShardCounts, propagate
+from jaxpp_flax.engine.analyses.data_flow import use_counts
 from jaxpp_flax.engine.arrays.mesh import axes_in, keep_axes
 from jaxpp_flax.engine.passes.fsdp.before_loops import (
     ELEMENTWISE,
@@ -30,7 +31,7 @@ from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning, Gather
 from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
 from jaxpp_flax.engine.tracing.hints import without_hints
 from jaxpp_flax.engine.tracing.inline import inline
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit, prune, struct_of, use_counts
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit, prune, struct_of
 from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
 from jaxpp_flax.engine.tracing.treduce import AddOp
 
@@ -137,7 +138,7 @@ def _reading(body: LoopBody, twins: dict[Atom, Value], axes: set[str]) -> LoopBo
             twins[out] = out
             equations.append(_placed_without(equation, axes) if equation.name in _PLACINGS else equation)
         elif equation.name in _PLACINGS:
-            equations.append(replace(equation, inputs=(twin,)))
+            equations.append(equation.reading((twin,)))
         else:
             made, (twins[out],) = emit(lambda x, e=equation: e.bind(x)[0], [twin], like=equation)  # type: ignore[list-item]
             equations += [*made, equation]

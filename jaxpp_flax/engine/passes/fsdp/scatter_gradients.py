@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpp_flax.engine.analyses.data_flow import ancestors, use_counts
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning
 from jaxpp_flax.engine.passes.fsdp.windows import fit_gathers
@@ -22,17 +23,7 @@ from jaxpp_flax.engine.passes.loop.loop_tasks import Accumulator
 from jaxpp_flax.engine.passes.loop.lower_loops import Lowered
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.program.specs import accumulator_spec
-from jaxpp_flax.engine.tracing.ir import (
-    Equation,
-    Graph,
-    Value,
-    ancestors,
-    emit,
-    producers,
-    struct_of,
-    use_counts,
-    values,
-)
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, emit, producers, struct_of, values
 
 __all__ = ["scatter_gradients", "scatter_sum"]
 

@@ -21,17 +21,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from jaxpp_flax.engine.tracing.ir import (
-    Atom,
-    Equation,
-    Value,
-    VerificationError,
-    ancestors,
-    bodies,
-    producers,
-    use_counts,
-    values,
-)
+from jaxpp_flax.engine.analyses.data_flow import ancestors, use_counts
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, VerificationError, bodies, producers, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import FORWARD, marker_p
 

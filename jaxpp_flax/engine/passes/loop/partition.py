@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
+from jaxpp_flax.engine.analyses.data_flow import needed_by
 from jaxpp_flax.engine.passes.check_supported import refuse_ordered_effects
 from jaxpp_flax.engine.passes.loop.carries import write_carries
 from jaxpp_flax.engine.passes.loop.label import Labels
@@ -30,7 +31,6 @@ from jaxpp_flax.engine.tracing.ir import (
     applied,
     emit,
     from_jaxpr,
-    needed_by,
     struct_of,
     values,
 )
@@ -227,7 +227,7 @@ def _graphs(drafts: TaskDrafts, keys: Sequence[Key]) -> list[Graph]:
     for key, (equations, inputs) in zip(keys, inside, strict=True):
         own = [v for e in drafts.equations.get(key, []) for v in e.outputs if v in outside]
         outputs = [*dict.fromkeys((*own, *drafts.returns.get(key, [])))]
-        resolved = [replace(e, inputs=tuple(map(drafts.labels.resolve, e.inputs))) for e in equations]
+        resolved = [e.reading(tuple(map(drafts.labels.resolve, e.inputs))) for e in equations]
         if key == drafts.fused:
             resolved = _shield_recomputation(resolved)
         graphs.append(Graph(tuple(inputs), tuple(outputs), tuple(resolved)))
@@ -253,9 +253,7 @@ def _shield_recomputation(equations: Sequence[Equation]) -> list[Equation]:
         return list(equations)
     (barrier,), _ = emit(lambda *xs: jax.lax.optimization_barrier(xs), entering)
     shielded: dict[Atom, Value] = dict(zip(entering, barrier.outputs, strict=True))
-    read_shielded = [
-        replace(e, inputs=tuple(shielded.get(a, a) for a in e.inputs)) if e.late else e for e in equations[first:]
-    ]
+    read_shielded = [e.reading(tuple(shielded.get(a, a) for a in e.inputs)) if e.late else e for e in equations[first:]]
     return [*equations[:first], barrier, *read_shielded]
 
 

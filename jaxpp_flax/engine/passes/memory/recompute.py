@@ -141,7 +141,7 @@ class _Again:
         def renamed(atoms: Iterable[Any]) -> tuple[Any, ...]:
             return tuple(names.get(a, a) for a in atoms)
 
-        equations = tuple(replace(e, inputs=renamed(e.inputs)) for e in graph.equations)
+        equations = tuple(e.reading(renamed(e.inputs)) for e in graph.equations)
         return Graph(renamed(graph.inputs), renamed(graph.outputs), equations)
 
 

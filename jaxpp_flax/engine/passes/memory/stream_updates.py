@@ -19,8 +19,9 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jaxpp_flax.engine.analyses.data_flow import use_counts
 from jaxpp_flax.engine.passes.placed import Placed, Segment
-from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, emit, graph_of, memory_kind_of, use_counts, values
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, emit, graph_of, memory_kind_of, values
 
 __all__ = ["WINDOW_BYTES", "stream_updates"]
 

@@ -26,9 +26,9 @@ _FEWEST_EQUATIONS = 30
 _FEWEST_IN_LOOPS = 100
 
 
-def share_tasks(program: Program, *, fused: bool = True) -> Program:
+def share_tasks(program: Program, keys: Fingerprinter, *, fused: bool = True) -> Program:
     """Return the program with tasks divided where they contain another task of it; `fused`: fused tasks too."""
-    parts = _Parts(fused)
+    parts = _Parts(keys, fused)
     divided = {number: parts.of(task) for number, task in _by_size(program)}
     if all(len(of) == 1 for of in divided.values()):
         return program
@@ -54,8 +54,8 @@ def _by_size(program: Program) -> Iterator[tuple[int, ProgramTask]]:
 class _Parts:
     """Divides tasks, smaller ones first; `wholes` are the graphs so far that stay in one piece."""
 
+    keys: Fingerprinter
     fused: bool
-    keys: Fingerprinter = field(default_factory=Fingerprinter)
     wholes: dict[int, Net] = field(default_factory=dict[int, Net])
 
     def of(self, task: ProgramTask) -> tuple[Graph, ...]:

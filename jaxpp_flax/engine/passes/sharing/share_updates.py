@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 from itertools import groupby
 from operator import and_, itemgetter
 from typing import Any, TypeAlias
 
 from jaxpp_flax.engine.passes.placed import Placed, Segment
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
-from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, graph_of, values
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, graph_of, producers, values
 
 __all__ = ["share_updates"]
 
@@ -29,21 +29,21 @@ _FEWEST_EQUATIONS = 100
 _Piece: TypeAlias = "tuple[Equation, ...]"
 
 
-def share_updates(placed: Placed) -> Placed:
+def share_updates(placed: Placed, keys: Fingerprinter) -> Placed:
     """Return the step with neighbouring segments of different ranks divided where they have much in common."""
     steps: list[Any] = []
     for are_segments, run in groupby(placed.steps, key=lambda step: isinstance(step, Segment)):
         found: list[Any] = list(run)
-        steps += _divided(found) if are_segments else found
+        steps += _divided(found, keys) if are_segments else found
     return placed if steps == list(placed.steps) else replace(placed, steps=tuple(steps))
 
 
-def _divided(segments: list[Segment]) -> list[Segment]:
+def _divided(segments: list[Segment], keys: Fingerprinter) -> list[Segment]:
     if len(segments) < 2 or len({s.rank for s in segments}) < len(segments):
         return segments
     if min(len(s.graph.equations) for s in segments) < _FEWEST_EQUATIONS:
         return segments
-    keys, divisions = Fingerprinter(), list(map(_Division.of, segments))
+    divisions = list(map(_Division.of, segments))
     by_key = [[(keys.graph(d.graph([piece])), piece) for piece in d.pieces] for d in divisions]
     counts = [Counter(key for key, _ in found) for found in by_key]
     common = reduce(and_, counts)
@@ -104,17 +104,29 @@ class _Division:
         results = dict.fromkeys(made[v] for v in values(segment.graph.outputs) if made.get(v) in numbers)
         return cls(segment, (*map(tuple, pieces.values()), *([tuple(results)] if results else [])), numbers)
 
+    @cached_property
+    def _numbers_made(self) -> dict[Value, Equation]:
+        return producers(self.numbers)
+
+    @cached_property
+    def _order(self) -> dict[Equation, int]:
+        return {equation: place for place, equation in enumerate(self.segment.graph.equations)}
+
+    @cached_property
+    def _results(self) -> frozenset[Value]:
+        return frozenset(values(self.segment.graph.outputs))
+
     def graph(self, part: Sequence[_Piece]) -> Graph:
         """Return the graph of some pieces, with the numbers that they read."""
         own = dict.fromkeys(e for piece in part for e in piece)
-        made = {v: e for e in self.numbers for v in e.outputs}
+        made, order = self._numbers_made, self._order
         read, needed = list(own), self.numbers.intersection(own)
         while read:
             found = {made[v] for v in values(read.pop().inputs) if v in made} - needed
             needed |= found
             read += found
-        results = {v for e in own for v in e.outputs}.intersection(values(self.segment.graph.outputs))
-        first = [e for e in self.segment.graph.equations if e in needed] if needed else []
+        results = {v for e in own for v in e.outputs if v in self._results}
+        first = sorted(needed, key=order.__getitem__)
         return graph_of((*first, *(e for e in own if e not in needed)), results)
 
 

@@ -85,7 +85,7 @@ def test_the_common_part_is_one_program_and_the_results_stay(function: Any, monk
 def test_small_updates_stay_whole():
     placed = built(step, RANKS, *arguments()).placed
     assert {s.rank for s in placed.steps if isinstance(s, Segment)} == {0, 1, 2}
-    assert share_updates.share_updates(placed) is placed
+    assert share_updates.share_updates(placed, Fingerprinter()) is placed
 
 
 def test_updates_that_are_alike_stay_whole(monkeypatch: pytest.MonkeyPatch):
@@ -96,4 +96,4 @@ def test_updates_that_are_alike_stay_whole(monkeypatch: pytest.MonkeyPatch):
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), losses
 
     placed = built(sgd, RANKS, chain(RANKS), batch_of(2)).placed
-    assert share_updates.share_updates(placed) is placed
+    assert share_updates.share_updates(placed, Fingerprinter()) is placed
