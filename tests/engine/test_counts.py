@@ -74,6 +74,21 @@ def test_xla_compiles_each_distinct_task_once(four_of_four: Compiled, monkeypatc
     assert compiled.num_compilations == compiled.num_executables == four_of_four.num_executables
 
 
+def test_the_largest_task_is_lowered_first(monkeypatch: pytest.MonkeyPatch):
+    """The thread that ends last has a small one then; the first rank's small tasks come first in the program."""
+    sizes: list[int] = []
+    lower = task_compiler.TaskCompiler[Any]._lower
+
+    def noted(self: Any, task: Any, *specs: Any) -> Any:
+        sizes.append(len(task.graph.equations))
+        return lower(self, task, *specs)
+
+    monkeypatch.setattr(task_compiler.TaskCompiler, "_lower", noted)
+    program = compiled_loop(4, 4).program
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(program.tasks[0].graph.equations) < sizes[0]
+
+
 def test_nothing_but_the_tasks_is_compiled():
     """No second compilation of the whole program to find shardings: XLA sees each task once, and nothing larger."""
     names: list[str] = []

@@ -193,7 +193,7 @@ class _Placer:
                 for value, readers in node.inputs():
                     self.need[value] |= readers
                 continue
-            ranks = set[int]().union(*map(self._native_ranks, node.outputs))
+            ranks = {rank for value in node.outputs for rank in self._native_ranks(value)}
             if not ranks and node.effects:
                 ranks = {min((rank for _, at in self._anchors(node) for rank in at), default=0)}
             self.native[node] = frozenset(ranks)

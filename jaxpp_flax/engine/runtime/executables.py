@@ -3,20 +3,21 @@
 Shardings inside a submesh are found task by task: a task is compiled with the shardings of its inputs, and XLA chooses
 the shardings of its outputs. The next task reads these outputs. So a task is lowered as soon as the shardings of its
 inputs are known, and all tasks that do not wait for one another are compiled side by side. Where a rank has one device,
-or all shardings are part of the types, nothing is chosen, and no task waits.
+or all shardings are part of the types, nothing is chosen, and no task waits. On ranks of one device, the largest task
+is lowered first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import RankMeshes, canonical, carried_over
-from jaxpp_flax.engine.program.program import HOST_MEMORY, Program, Run, Transfer
+from jaxpp_flax.engine.program.program import HOST_MEMORY, Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.program.specs import initial_spec, specs_wanted, with_own_results
 from jaxpp_flax.engine.runtime.held_values import (
     AllHeld,
@@ -108,6 +109,7 @@ class _Walk:
     written: dict[int, AllHeld] = field(default_factory=dict)
     variants: dict[int, Callable[[], Any]] = field(default_factory=dict[int, Any])
     pending: list[Compiling] = field(default_factory=list[Compiling])  # in program order
+    later: list[tuple[int, Callable[[], Any]]] = field(default_factory=list[Any])  # with the number of equations
 
     def __post_init__(self) -> None:
         program = self.program
@@ -221,9 +223,20 @@ class _Walk:
         for output, source in pins.items():
             out_specs[output] = in_specs[source]
         if task.out_specs:  # XLA's own account leaves out `unreduced` and `reduced`
-            return self.compiler.start(task, in_specs, out_specs), held_after(task, task.out_specs)
+            return self._start_later(task, in_specs, out_specs), held_after(task, task.out_specs)
         known = [s or spec_in_type(atom.aval) for s, atom in zip(out_specs, task.graph.outputs, strict=True)]
-        return self.compiler.start(task, in_specs, known), held_after(task, list(map(canonical, known)))
+        return self._start_later(task, in_specs, known), held_after(task, list(map(canonical, known)))
+
+    def _start_later(self, task: ProgramTask, in_specs: Any, out_specs: Any) -> Callable[[], Any]:
+        """Return a call that waits for a task's executable; the walk starts it at its end (see `_start_later_ones`)."""
+        start = cache(partial(self.compiler.start, task, in_specs, out_specs))
+        self.later.append((len(task.graph.equations), start))
+        return lambda: start()()
+
+    def _start_later_ones(self) -> None:
+        """Start the largest tasks first: so the last thread to end has a small one, and no core is idle for long."""
+        for _, start in sorted(self.later, key=lambda sized: -sized[0]):
+            start()
 
     def _spec_held(self, slot: int) -> PartitionSpec | None:
         if slot not in self.held:
@@ -289,6 +302,7 @@ class _Walk:
                 self.wanted[number] = {output: spec for output, spec in enumerate(specs) if spec is not None}
                 self.run(number, run)
         self.start_all()
+        self._start_later_ones()
 
     def _is_partitioned(self, rank: int, held: Held, spec: PartitionSpec | None) -> bool:
         if spec is None:

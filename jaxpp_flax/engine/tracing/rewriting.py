@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,7 @@ def changed(equation: Any, **parts: Any) -> Any:
 
 def is_same(new: Sequence[Any], old: Sequence[Any]) -> bool:
     """Return whether two sequences hold the same objects."""
-    return len(new) == len(old) and all(a is b for a, b in zip(new, old, strict=True))
+    return len(new) == len(old) and all(map(operator.is_, new, old))
 
 
 class NestedRewriter:
@@ -42,8 +43,8 @@ class NestedRewriter:
         self._memo: dict[int, tuple[Any, Any]] = {}  # keeps the old object alive, so that no other one gets its id
 
     def params(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
-        new = {name: self.value(value) for name, value in params.items()}
-        return params if is_same([*new.values()], [*params.values()]) else new
+        new = [self.value(value) for value in params.values()]
+        return params if is_same(new, [*params.values()]) else dict(zip(params, new, strict=True))
 
     def value(self, value: Any) -> Any:
         if value is None or isinstance(value, (bool, int, str)):  # most parameters

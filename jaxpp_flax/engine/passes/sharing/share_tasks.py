@@ -64,19 +64,22 @@ class _Parts:
         stays = task.fused and not self.fused
         if small or stays or task.out_specs or len({*values(results)}) < len(results):
             return (task.graph,)
-        parts = self._of(task.graph, fewest)
+        key = self.keys.graph(task.graph)
+        if key in self.wholes:
+            return (task.graph,)
+        whole = Net.of(task.graph)
+        parts = self._of(whole, fewest)
         if len(parts) == 1:
-            self.wholes.setdefault(self.keys.graph(task.graph), Net.of(task.graph))
+            self.wholes[key] = whole
         return parts
 
-    def _of(self, graph: Graph, fewest: int) -> tuple[Graph, ...]:
-        size = len(graph.equations)
+    def _of(self, whole: Net, fewest: int) -> tuple[Graph, ...]:
+        graph, size = whole.graph, len(whole.graph.equations)
         if size < fewest or self.keys.graph(graph) in self.wholes:
             return (graph,)
-        whole = Net.of(graph)
         for part in reversed(self.wholes.values()):
             if fewest <= len(part.kind) < size and (found := divide(whole, part, self.keys)) is not None:
-                divided = [(each,) if each is found.core else self._of(each, fewest) for each in found.parts]
+                divided = [(each,) if each is found.core else self._of(Net.of(each), fewest) for each in found.parts]
                 return tuple(chain.from_iterable(divided))
         return (graph,)
 
