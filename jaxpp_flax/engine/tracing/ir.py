@@ -6,7 +6,6 @@ classes differ between JAX versions. `Graph.run` runs a `Graph` anywhere, under 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -95,7 +94,7 @@ class Equation:
 
     def reading(self, inputs: tuple[Atom, ...]) -> Equation:
         """Return the equation over other operands; itself if they are the same."""
-        if all(map(operator.is_, inputs, self.inputs)):
+        if inputs == self.inputs:  # atoms are compared by identity
             return self
         # `dataclasses.replace` takes three times as long, and this runs several times for each equation of a step.
         return Equation(

@@ -227,9 +227,14 @@ class ScheduleTuner:
         self._decide(trainer, batch)
 
     def _decide(self, trainer: Tunable, batch: Any) -> None:
-        options, first, count = self.options, self.first, trainer.num_microbatches
         costs = {stages: self._costs(stages) for stages in {stages: None for stages, _ in self._profiles}}
-        found = self._search(costs, count)
+        found = self._search(costs, trainer.num_microbatches)
+        while not self._choose(trainer, batch, costs, found):
+            pass  # one schedule fewer to choose from
+
+    def _choose(self, trainer: Tunable, batch: Any, costs: Mapping[int, Costs], found: Mapping[int, Found]) -> bool:
+        """Change to the best schedule; return False, and refuse it, if its compiled step holds more than its plan."""
+        options, first, count = self.options, self.first, trainer.num_microbatches
         is_limited = self._limited.plan(first) is not None
         if is_limited:
             candidates = self._limited_candidates(costs, found, count)
@@ -259,14 +264,14 @@ class ScheduleTuner:
         if not keep:
             try:
                 trainer.compile(batch, **self._size)
-            except AssignmentError as error:  # the compiled step holds more than its plan
+            except AssignmentError as error:
                 if not (is_limited and error.excess):
                     raise
                 self._limited.refuse(chosen, error)
-                self._decide(trainer, batch)
-                return
+                return False
         trainer.message(str(self.report))
         self.done = keep
+        return True
 
     def _search(self, costs: Mapping[int, Costs], count: int) -> dict[int, Found]:
         """Return the best schedule for each number of stages, within the options' limit of activations."""
