@@ -84,7 +84,7 @@ class Fit:
 
 @dataclass
 class Outcome:
-    """What must come: the losses by step, the result of `fit`, and an error of one of these types, if any."""
+    """What must come: the logged losses by step, the result of `fit`, and an error of one of these types, if any."""
 
     losses: dict[int, float] = field(default_factory=dict)
     result: dict[str, float] = field(default_factory=dict)
@@ -266,7 +266,7 @@ class Run:
 
 
 class _Loop:
-    """The loop of `fit`: metrics are delivered one step late, at an evaluation, and at the end."""
+    """The loop of `fit`: rows come one step late, at an evaluation, and at the end; after an error without a hook."""
 
     def __init__(self, run: Run, call: Fit, stream: Stream, outcome: Outcome):
         self.of, self.call, self.stream, self.outcome = run, call, stream, outcome
@@ -277,7 +277,7 @@ class _Loop:
         try:
             self._run()
         except Happens:
-            self._deliver(None)  # no way out loses the last step's metrics
+            self.outcome.losses |= dict([self.pending] if self.pending else [])  # no way out loses the last row
             raise
 
     def _run(self) -> None:

@@ -26,17 +26,6 @@ SETTINGS = st.fixed_dictionaries(
 ENDINGS = ["raise", "ctrl_c", "sigterm"]
 
 
-class Losses(Callback):
-    """Those that `fit` delivers, by step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: dict[int, float] = {}
-
-    def on_metrics(self, trainer: Any, step: int, metrics: Any) -> None:
-        self.found[step] = metrics["loss"]
-
-
 class Does(Callback):
     """An event of the script, once."""
 

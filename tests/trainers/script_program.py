@@ -19,7 +19,7 @@ import optax
 from flax import nnx
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
-from jaxpp_flax.trainers import Checkpoints, Inference, Logging, Parameters
+from jaxpp_flax.trainers import Checkpoints, Inference, Logging, Parameters, Tracker
 
 WIDTH, MODULUS, MICROBATCHES = 3, 509.0, 2
 
@@ -71,11 +71,13 @@ def loss_fn(model, batch):
     return model(batch["x"]).mean()
 
 
-def make_trainer(checkpoints: Path | Checkpoints | None, *, stages: int, **options: Any) -> PipelineTrainer:
+def make_trainer(
+    checkpoints: Path | Checkpoints | None, *, stages: int, tracker: Tracker | None = None, **options: Any
+) -> PipelineTrainer:
     return PipelineTrainer(
         Model(), _hashing(), loss_fn, num_stages=stages, checkpoints=checkpoints,
         inference=Inference(predict_fn=lambda model, batch: model(batch["x"])), parameters=Parameters(ema_decay=0.5),
-        logging=Logging(progress=False, every=1), **{"num_microbatches": MICROBATCHES, **options},
+        logging=Logging(progress=False, every=1, tracker=tracker), **{"num_microbatches": MICROBATCHES, **options},
     )  # fmt: skip
 
 

@@ -32,14 +32,14 @@ from hypothesis.stateful import (
 
 from jaxpp_flax.checkpoint import CheckpointMismatchError
 from jaxpp_flax.checkpoint import save as save_tree
-from jaxpp_flax.trainers import Checkpoints
+from jaxpp_flax.trainers import Checkpoints, DictTracker
 from jaxpp_flax.trainers.callbacks import Callback, EarlyStopping
 from jaxpp_flax.trainers.ending.preemption import PREEMPTED_STATUS
 from tests.helpers import slow
 from tests.trainers.script_damage import DAMAGES, damage
 from tests.trainers.script_data import Data, happen
 from tests.trainers.script_model import DAMAGE, Event, Fails, Fit, Outcome, Run, Saved
-from tests.trainers.script_moves import SETTINGS, Does, Losses, continuations, data_sets, fits, limits
+from tests.trainers.script_moves import SETTINGS, Does, continuations, data_sets, fits, limits
 from tests.trainers.script_program import State, features_of, make_trainer
 
 
@@ -57,7 +57,9 @@ class Scripts(RuleBasedStateMachine):
     def _start(self, disk: dict[int, Saved], options: dict[str, Any]) -> None:
         saves = options["saves"]
         self.run = Run(disk, every=saves["every"], keep=saves["keep"])
-        self.trainer = make_trainer(Checkpoints(self.directory, **saves), stages=options["stages"])
+        self.tracker = DictTracker()
+        checkpoints = Checkpoints(self.directory, **saves)
+        self.trainer = make_trainer(checkpoints, stages=options["stages"], tracker=self.tracker)
         self.early = EarlyStopping(patience=self.run.patience.patience)
         self.held: tuple[Data, Any] | None = None  # the iterator of the `fit` before
         self.writing = False  # a save that no call has waited for
@@ -81,10 +83,9 @@ class Scripts(RuleBasedStateMachine):
         self._fit(data.draw(fits(self.run, resume, self.held[0] if self.held else None)))
 
     def _fit(self, call: Fit) -> None:
-        losses = Losses()
+        self.tracker.metrics.clear()
         self._interrupt_within(call.event)
-        callbacks: list[Callback] = [losses]
-        callbacks += [self.early] if call.stops_early else []
+        callbacks: list[Callback] = [self.early] if call.stops_early else []
         callbacks += [] if call.event is None else [Does(call.event)]
         evaluated = [features_of(Run.EVALUATED)] if call.evaluates else None
         given = self.held[1] if call.drawn is not None and self.held else call.data.build()
@@ -97,7 +98,7 @@ class Scripts(RuleBasedStateMachine):
                 eval_data=evaluated, eval_every=call.eval_every if call.evaluates else None, callbacks=callbacks,
             ),
         )  # fmt: skip
-        assert losses.found == expected.losses
+        assert self.tracker.metrics.get("loss", {}) == expected.losses
         assert result == (None if expected.errors else expected.result)
         self.writing = False
         self._interrupt_within(None)
