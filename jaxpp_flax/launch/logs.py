@@ -13,7 +13,7 @@ from rich.console import Console
 __all__ = ["Logs"]
 
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
-_KEPT_LINES = 60
+_KEPT_LINES = 400  # the tracebacks of libraries that chain several errors are long
 
 
 class Logs:
@@ -89,11 +89,13 @@ class Logs:
                     self._files.popitem()[1].close()
 
     def last_error(self, index: int) -> list[str]:
-        """The last lines of a process's standard error: its last traceback, if there is one."""
+        """The last lines of a process's standard error, from its main thread's last traceback on, if there is one."""
         with self._lock:
             lines = list(self._errors[index])
         starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-        shown = lines[starts[-1] :] if starts else lines[-20:]
+        # A library's thread may print its error after the main thread has told what it means.
+        own = [start for start in starts if not lines[max(start - 1, 0)].startswith("Exception in thread")]
+        shown = lines[(own or starts)[-1] :] if starts else lines[-20:]
         return [f"{self._prefixes[index]}{line}" for line in shown]
 
 

@@ -175,30 +175,30 @@ class TrainingLoop:
         trainer.measures.begin()
         self.saving.agree_on_fit(arguments.common(), evaluates=arguments.eval_data is not None)
         with self.saving.owned():
-            steps, position = arguments.steps, None
+            position = None
             if not arguments.resume:
                 self.saving.refuse_later_checkpoints()
             else:
                 position = self.checkpoints.resume(arguments.resume)
             try:
-                if arguments.resume and steps is not None:
-                    if trainer.step >= steps:
-                        self.display.message(f"nothing to do: step {trainer.step} of {steps} is done")
-                        return {}
-                    steps -= trainer.step
-                return self._fit(trainer, data, arguments, steps, position)
-            finally:
-                self.held.load()  # a checkpoint that no step has read
+                result = self._fit(trainer, data, arguments, position)
+            except BaseException:
+                if self.stopping_group().process_count == 1:  # others might not come to read it together
+                    self.held.load()
+                raise
+            self.held.load()  # a checkpoint that no step has read
+            return result
 
     def _fit(
-        self,
-        trainer: TrainerProtocol,
-        data: Iterable[Any],
-        arguments: FitArguments,
-        steps: int | None,
-        position: DataPosition | None,
+        self, trainer: TrainerProtocol, data: Iterable[Any], arguments: FitArguments, position: DataPosition | None
     ) -> dict[str, Any]:
-        """Run the loop from `position` on; `steps` is the number of remaining steps."""
+        """Run the loop from `position` on."""
+        steps = arguments.steps
+        if arguments.resume and steps is not None:
+            if trainer.step >= steps:
+                self.display.message(f"nothing to do: step {trainer.step} of {steps} is done")
+                return {}
+            steps -= trainer.step
         rule = self._rule(arguments.remainder, arguments.global_batch_size)
         source = self.tracking.enter(
             Batches(

@@ -305,7 +305,8 @@ class StateHolder:
         if isinstance(self._now, OnDisk):
             raise RuntimeError(
                 f"the state is the checkpoint {self._now.path}, which `fit(resume=True)` reads after it has drawn the "
-                "first batch. Look at the state after that: in `Callback.on_fit_start`, or when `fit` has ended."
+                "first batch. Look at the state after that: in `Callback.on_fit_start`, or when `fit` has ended. After "
+                "an error of `fit` with several processes, `trainer.restore()` reads it."
             )
 
     def _with_values(self, state: TrainState) -> TrainState:

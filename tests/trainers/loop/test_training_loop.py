@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jaxpp_flax.checkpoint.reading import read_json
 from jaxpp_flax.trainers import Checkpoints, Evaluate, Logging, LogMetrics, LoopHook, StepRecord, callbacks
 from jaxpp_flax.trainers.loop import hooks
 from jaxpp_flax.trainers.loop.train_step import TrainStep
+from jaxpp_flax.trainers.loop.training_loop import TrainingLoop
 from jaxpp_flax.trainers.state.holder import OnDisk
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
@@ -278,3 +280,34 @@ def test_the_state_of_a_resumed_run_is_not_read_before_its_first_batch(tmp_path:
 
     resumed.fit(Looks(), steps=3, resume=True)
     assert resumed.step == int(resumed.state.step) == 3
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_after_an_error_a_process_waits_for_no_other_one_to_read_a_checkpoint(
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The others may be in the first step: they would wait for this process there, and it for them."""
+    make_trainer(tmp_path).fit(DATA[:2])
+    resumed, reads, groups = make_trainer(tmp_path), list[Path](), list[Any]()
+    read, group = OnDisk.read, TrainingLoop.stopping_group
+
+    def seen(self: OnDisk, *shardings: Any) -> Any:
+        reads.append(self.path)
+        return read(self, *shardings)
+
+    def of_several(self: TrainingLoop) -> Any:
+        groups.append(group(self))  # the loop itself has one process here
+        return groups[-1] if len(groups) == 1 else SimpleNamespace(process_count=processes)
+
+    def data() -> Any:
+        raise RuntimeError("no batch")
+        yield
+
+    monkeypatch.setattr(OnDisk, "read", seen)
+    monkeypatch.setattr(TrainingLoop, "stopping_group", of_several)
+    with pytest.raises(RuntimeError, match="no batch"):
+        resumed.fit(data(), steps=3, resume=True)
+    assert len(groups) == 2
+    assert len(reads) == (processes == 1)
+    resumed.restore()
+    assert resumed.step == int(resumed.state.step) == 2
