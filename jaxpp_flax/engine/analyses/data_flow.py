@@ -37,10 +37,10 @@ def needed_by(
 
     Of a backward task, these make the cotangents that leave the stage; the others make weight gradients.
     """
-    values: set[Atom] = set(wanted)
+    read: set[Atom] = set(wanted)
     found: set[Equation] = set()
     for equation in reversed(equations):
-        if not values.isdisjoint(equation.outputs):
+        if not read.isdisjoint(equation.outputs):
             found.add(equation)
-            values.update(map(resolve, equation.inputs))
+            read.update(map(resolve, equation.inputs))
     return found

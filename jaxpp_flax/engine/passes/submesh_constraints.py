@@ -80,12 +80,13 @@ class _Rewriter:
 
     def _equation(self, equation: Any, atoms: Callable[[Any], Any]) -> Any:
         self._check_shard_map(equation.primitive.name, equation.params, part_of(equation, "source"))
-        old = [part_of(equation, name) for name in ("params", "context", "inputs", "outputs")]
-        params, context, inputs, outputs = old
-        new = self.nested.params(params), self._context(context), atoms(inputs), atoms(outputs)
-        if is_same(new, old):
-            return equation
-        return changed(equation, params=new[0], context=new[1], inputs=new[2], outputs=new[3])
+        return changed(
+            equation,
+            params=self.nested.params(equation.params),
+            context=self._context(part_of(equation, "context")),
+            inputs=atoms(part_of(equation, "inputs")),
+            outputs=atoms(part_of(equation, "outputs")),
+        )
 
     def _context(self, context: Any) -> Any:
         mesh = getattr(context, "cur_abstract_mesh", None)
