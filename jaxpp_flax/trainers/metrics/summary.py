@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxpp_flax.trainers.metrics.run_metrics import goodput, stepping_seconds
+from jaxpp_flax.trainers.metrics.clock import Part
+from jaxpp_flax.trainers.metrics.run_metrics import stepping_seconds
 
 __all__ = ["after_error", "summarise_run"]
+
+# The words of the summary. A dispatch counts as device time: on CPU it may run the computation itself, and on other
+# devices it is short, or it waits because the devices are behind.
+_NAMED: Mapping[str, tuple[Part, ...]] = {
+    "for devices": ("dispatch", "device"),
+    "waiting for data": ("data",),
+    "saving": ("save",),
+    "compiling": ("compilation", "tuning"),
+    "evaluating": ("evaluation",),
+    "restoring": ("restore",),
+    "placing the state": ("placement",),
+    "other": ("other",),
+}
 
 
 def summarise_run(
@@ -31,23 +45,29 @@ def summarise_run(
     Example:
       >>> print(summarise_run(30, 20, {"dispatch": 1.0, "device": 7.0, "compilation": 2.0}, (4000, "tokens"),
       ...                     ("eval_loss", 1.25, 20), Path("run")))
-      20 steps, up to step 30, in 0:00:10: device 70%, compilation 20%, dispatch 10% (goodput 80%); 500 tokens/s
+      20 steps, up to step 30, in 0:00:10
+      after compiling: 0.4 s a step, 500 tokens/s; compiling took 2 s
+      time: for devices 80%, compiling 20%
       best eval_loss 1.2500 at step 20; checkpoints in run
     """
     total = max(sum(seconds.values()), 1e-9)
-    shares = sorted(((of / total, part) for part, of in seconds.items() if of >= 0.005 * total), reverse=True)
-    split = ", ".join(f"{part} {share:.0%}" for share, part in shares)
+    parts = [(sum(seconds.get(part, 0.0) for part in of), name) for name, of in _NAMED.items()]
+    shares = sorted(((of / total, name) for of, name in parts if of >= 0.005 * total), reverse=True)
     hours, rest = divmod(round(total), 3600)
-    first = (
-        f"{steps} steps, up to step {step}, in {hours}:{rest // 60:02d}:{rest % 60:02d}: {split} "
-        f"(goodput {goodput(seconds):.0%}); {units[0] / max(stepping_seconds(seconds), 1e-9):,.0f} {units[1]}/s"
-    )
+    stepping = max(stepping_seconds(seconds), 1e-9)
+    compiling = sum(seconds.get(part, 0.0) for part in _NAMED["compiling"])
+    lines = [
+        f"{steps} steps, up to step {step}, in {hours}:{rest // 60:02d}:{rest % 60:02d}",
+        f"after compiling: {stepping / max(steps, 1):.3g} s a step, {units[0] / stepping:,.0f} {units[1]}/s; "
+        f"compiling took {compiling:.3g} s",
+        f"time: {', '.join(f'{name} {share:.0%}' for share, name in shares)}",
+    ]
     more = []
     if best is not None:
         more.append(f"best {best[0]} {best[1]:.4f} at step {best[2]}")
     if directory is not None:
         more.append(f"checkpoints in {directory}")
-    return "\n".join([first, *(["; ".join(more)] if more else [])])
+    return "\n".join([*lines, *(["; ".join(more)] if more else [])])
 
 
 def after_error(step: int, saved: int | None, directory: Path | None, again: str = "fit(..., resume=True)") -> str:

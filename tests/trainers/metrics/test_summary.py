@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from typing import get_args
 
 import optax
 import pytest
@@ -12,6 +13,8 @@ from flax import nnx
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import BatchError, Callback, Checkpoints, Logging
 from jaxpp_flax.trainers.loop.progress import Meter
+from jaxpp_flax.trainers.metrics.clock import Part
+from jaxpp_flax.trainers.metrics.summary import summarise_run
 from tests.trainers import models as m
 
 BATCHES = [m.make_batch(4, seed) for seed in range(4)]
@@ -43,14 +46,31 @@ def make(checkpoints=None):
 def test_the_end_of_a_run(tmp_path):
     trainer, shown = make(tmp_path)
     metrics = trainer.fit(BATCHES, eval_data=BATCHES[:1])
-    first, second = shown.lines[-1].splitlines()
-    assert re.match(
-        r"4 steps, up to step 4, in 0:00:\d\d: .*compilation \d+%.* \(goodput \d+%\); [\d,]+ tokens/s$", first
-    )
-    assert second == f"best eval_loss {metrics['eval_loss']:.4f} at step 4; checkpoints in {tmp_path}"
+    first, rate, split, last = shown.lines[-1].splitlines()
+    assert re.match(r"4 steps, up to step 4, in 0:00:\d\d$", first)
+    assert re.match(r"after compiling: \S+ s a step, [\d,]+ tokens/s; compiling took \S+ s$", rate)
+    assert re.match(r"time: .*compiling \d+%", split)
+    assert "dispatch" not in split, "on CPU a dispatch runs the computation, so it counts as device time"
+    assert last == f"best eval_loss {metrics['eval_loss']:.4f} at step 4; checkpoints in {tmp_path}"
     trainer.fit(BATCHES, steps=2)
     assert shown.lines[-1].startswith("2 steps, up to step 6, in ")
     assert "best loss " in shown.lines[-1]
+
+
+def test_the_rate_and_the_seconds_of_a_step_leave_compilation_out():
+    seconds = {"dispatch": 9.0, "device": 1.0, "data": 10.0, "compilation": 70.0, "tuning": 5.0, "save": 5.0}
+    lines = summarise_run(7, 5, seconds, (400, "examples"), None, None).splitlines()
+    assert lines == [
+        "5 steps, up to step 7, in 0:01:40",
+        "after compiling: 4 s a step, 20 examples/s; compiling took 75 s",
+        "time: compiling 75%, waiting for data 10%, for devices 10%, saving 5%",
+    ]
+
+
+def test_every_part_of_the_clock_has_a_word_in_the_summary():
+    for part in get_args(Part):
+        line = summarise_run(1, 1, {part: 1.0}, (1, "examples"), None, None).splitlines()[2]
+        assert line.endswith(" 100%"), part
 
 
 @pytest.mark.parametrize(("mode", "step"), [("max", 3), ("min", 2)])
