@@ -160,7 +160,11 @@ class Plan:
 
     @property
     def rank_bytes(self) -> tuple[float, ...] | None:
-        """The predicted bytes on each rank's devices, if a memory limit was given."""
+        """The bytes that the search estimated for each rank's devices, if a memory limit was given.
+
+        An estimate: the compiled step's own bytes, `trainer.compile(batch).memory_analysis()`, are exact without XLA's
+        workspace, and decide whether the limit is met.
+        """
         return None if self.choice is None else self.choice.prediction.peak_bytes
 
     @property
@@ -393,7 +397,7 @@ def _caption(plan: Plan) -> str:
             text += "; no other assignment is better" if plan.exact else "; found by local search, not proven best"
         lines.append(text)
     if plan.rank_bytes is not None:
-        lines.append(f"bytes on each device: {', '.join(amount(b, 'B') for b in plan.rank_bytes)}")
+        lines.append(f"estimated bytes on each device: {', '.join(amount(b, 'B') for b in plan.rank_bytes)}")
     if plan.residuals is not None and not plan.residuals.is_kept:
         stages = ", ".join(f"stage {n} {describe(stage)}" for n, stage in enumerate(plan.residuals.stages))
         lines.append(f"residuals: {stages}")
