@@ -138,3 +138,14 @@ def test_processes_take_turns_with_one(tmp_path: Path):
     assert {size: sorted(of) for size, of in found["wire"].items()} == {
         size: ["bare", "ours"] for size in ("4 KiB", "1 MiB", "64 MiB")
     }
+
+
+@pytest.mark.slow
+def test_differences_are_those_that_the_page_tells(tmp_path: Path):
+    rows = rows_of("differences", tmp_path, "--steps", "1")
+    apart = {(row["model"], row["optimizer"], row["microbatches"]): row["apart"] for row in rows}
+    key_biases = "attention with key biases"
+    # Three classes of the page: rounding (1e-6), rounding over itself (1e-3 to 1e-1), and another step (about 1).
+    assert all(of < 1e-4 for (model, *_), of in apart.items() if model in ("LayerNorm", "top 1 of 8 experts"))
+    assert apart[key_biases, "sgd", 4] < 1e-4 < apart[key_biases, "adam", 4] < 0.3 < apart["BatchNorm", "sgd", 4]
+    assert apart["BatchNorm", "sgd", 1] < 1e-6
