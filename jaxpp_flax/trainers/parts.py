@@ -49,6 +49,7 @@ from jaxpp_flax.trainers.state.weights import Weights
 from jaxpp_flax.trainers.step.builder import StepBuilder, StepBuilderCache
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 from jaxpp_flax.trainers.step.diagnosis import first_loss_error
+from jaxpp_flax.trainers.step.learning_rate import NO_LEARNING_RATE
 from jaxpp_flax.trainers.step.optimizer_update import Update
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling, no_pipeline
 
@@ -129,7 +130,7 @@ def make_core(
     check_memory(chosen.params, chosen.rest, chosen.name)
     assigner = Assigner(assignment.how, assignment.cost, assignment.memory_limit, assignment.hardware)
     first = update.first_state(chosen.params, chosen.rest)
-    update = replace(update, measured=logging.step_metrics(tx, first.opt_state))
+    update = replace(update, measured=logging.step_metrics(first.opt_state))
     mesh, rules = scheduling.mesh, AxisRules.in_context(devices.rules)
     specs = state_specs(first, chosen.notes, mesh, rules)
     ranks = None if mesh is None else Ranks(mesh=mesh, specs=specs, kept=kept)
@@ -207,6 +208,8 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
     """Make the parts that run the steps of `core`; `options` are those of checkpoints."""
     held, rows, mesh = core.held, core.rows, core.scheduling.mesh
     display, tracking, callbacks = Display(logging.progress), DataTracking(held), CallbackStates()
+    if logging.lacks_learning_rate(core.update.measured):
+        display.message(NO_LEARNING_RATE)
     under_way = StepsUnderWay(core.on_nonfinite, display, tells=core.update.loss_scale is None)
     core.measures.skipped = lambda: under_way.skipped
     trained_on, clock = BatchComparison(mesh, "training"), core.measures.clock

@@ -42,8 +42,8 @@ class Logging(Options):
         `evaluation_seconds` for each step), "goodput" (the share of the time since `fit` began that was spent
         training), "skipped_steps" (since then), "utilization" (the model's operations over the peak of all devices). A
         resumed `fit` counts both anew: its goodput leaves out the runs before, and the steps that a crash lost.
-      learning_rate: for the metric of this name: a number, or a function of the number of steps done. None: from the
-        optimizer (`optax.inject_hyperparams`, or the rate or schedule of Optax's own optimizers).
+      learning_rate: for the metric of this name: a number, or a function of the number of steps done. None: from
+        `optax.inject_hyperparams`; the metric of another optimizer is left out, and a line says so.
       throughput: the unit of the rate, for instance without padding: `Throughput("tokens", of="targets")`.
       peak_flops: the operations a second that one device does at most, for "utilization". None: from a table, which has
         the data-centre cards of NVIDIA and AMD, and TPUs.
@@ -83,15 +83,19 @@ class Logging(Options):
         """Convert the trainer's `logging=`."""
         return cls(progress=value) if isinstance(value, bool) else super().of(cast(Any, value))
 
-    def step_metrics(self, tx: Any, opt_state: Any) -> StepMetrics:
-        """Return the metrics that steps of this optimizer compute; `opt_state` is its state, arrays or shapes.
+    def step_metrics(self, opt_state: Any) -> StepMetrics:
+        """Return the metrics that steps compute; `opt_state` is the optimizer's state, arrays or shapes.
 
-        Raises:
-          ValueError: if the learning rate is asked for, and cannot be found.
+        A learning rate that is not known is left out.
         """
-        names = self._chosen(_OF_STEP)
-        rate = find_learning_rate(tx, opt_state, self.learning_rate) if "learning_rate" in names else None
-        return StepMetrics(names=names, learning_rate=rate)
+        rate, names = find_learning_rate(opt_state, self.learning_rate), list(self._chosen(_OF_STEP))
+        if rate is None and "learning_rate" in names:
+            names.remove("learning_rate")
+        return StepMetrics(names=tuple(names), learning_rate=rate)
+
+    def lacks_learning_rate(self, measured: StepMetrics) -> bool:
+        """True if the learning rate is asked for, and `measured` leaves it out."""
+        return "learning_rate" in set(self._chosen(_OF_STEP)) - set(measured.names)
 
     def run_metrics(self, devices: Sequence[Any], flops: Callable[[Any, int | None], float]) -> RunMetrics:
         """Return the metrics of a run on these devices; `flops` counts the operations of a step on a batch.

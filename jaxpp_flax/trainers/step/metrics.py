@@ -46,7 +46,7 @@ class StepMetrics:
         grads: Any,
         params: Any,
         updates: Any,
-        opt_states: tuple[Any, Any],
+        opt_state: Any,
         *,
         num_stages: int,
         finite: Any = None,
@@ -58,7 +58,7 @@ class StepMetrics:
           grads: the gradients of the whole batch, without a loss scale.
           params: the parameters before the step.
           updates: what the step adds to the parameters.
-          opt_states: the optimizer's state before and after the update.
+          opt_state: the optimizer's state after the update.
           num_stages: the number of stages of the step's loop.
           finite: False if the step is skipped, so that its update is zero; None if steps are never skipped.
         """
@@ -75,7 +75,7 @@ class StepMetrics:
             return {f"{name}{OF_STAGE}{stage}": jnp.sqrt(total) for stage, total in enumerate(found)}
 
         makers: dict[StepMetric, Callable[[], dict[str, Any]]] = {
-            "learning_rate": lambda: {"learning_rate": self._rate(step, *opt_states)},
+            "learning_rate": lambda: {"learning_rate": self._rate(step, opt_state)},
             "gradient_norm": lambda: {"gradient_norm": norm(grads)},
             "parameter_norm": lambda: {"parameter_norm": norm(params)},
             "update_ratio": lambda: {"update_ratio": ratio()},
@@ -84,10 +84,10 @@ class StepMetrics:
         }
         return {key: value for name in self.names for key, value in makers[name]().items()}
 
-    def _rate(self, step: Any, before: Any, after: Any) -> jax.Array:
+    def _rate(self, step: Any, opt_state: Any) -> jax.Array:
         if self.learning_rate is None:
             raise ValueError('the metric "learning_rate" needs StepMetrics(learning_rate=).')
-        return jnp.asarray(self.learning_rate(step, before, after), jnp.float32)
+        return jnp.asarray(self.learning_rate(step, opt_state), jnp.float32)
 
 
 NO_METRICS = StepMetrics()

@@ -153,7 +153,7 @@ class Update:
         metrics: dict[str, Any] = {}
         finite: Any = None
         skips = scale is not None or self.skips_nonfinite
-        opt_states = (state.opt_state, opt_state)
+        updated = opt_state
         if skips:
             finite = jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]).all()
             if scale is None:
@@ -168,7 +168,7 @@ class Update:
             if scale is not None:
                 metrics["loss_scale"] = jnp.float32(scale)
         metrics |= self.measured.of(
-            state.step, grads, state.params, updates, opt_states, num_stages=num_stages, finite=finite
+            state.step, grads, state.params, updates, updated, num_stages=num_stages, finite=finite
         )
         ema = state.ema
         if self.ema_decay is not None:

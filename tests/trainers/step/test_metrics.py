@@ -20,7 +20,7 @@ from tests.trainers.model import test_sharding as sharded
 from tests.trainers.test_matches_plain import make_trainer
 
 SCHEDULE = optax.linear_schedule(0.5, 0.1, 4)
-ALL = Logging(metrics=True, progress=False)
+ALL = Logging(metrics=True, learning_rate=SCHEDULE, progress=False)
 NAMES = ("learning_rate", "gradient_norm", "parameter_norm", "update_ratio")
 
 
@@ -191,9 +191,27 @@ def test_nothing_is_computed_that_nobody_asked_for():
     assert set(layers(optax.identity(), logging=asked).train_step(BATCHES[0])) == {"loss", "gradient_norm"}
 
 
-def test_a_learning_rate_that_cannot_be_found_is_refused_before_the_first_step():
-    with pytest.raises(ValueError, match=r"asks for \"learning_rate\".*Logging\(learning_rate=schedule\)"):
-        layers(optax.identity())
+@pytest.mark.parametrize("metrics", [True, ["learning_rate", "gradient_norm"]])
+def test_a_learning_rate_that_is_not_known_is_left_out_and_a_line_says_so(metrics, capsys):
+    def names(tx, **options):
+        trainer = layers(tx, logging=Logging(metrics=metrics, **options))
+        return set(trainer.train_step(BATCHES[0])), capsys.readouterr().out
+
+    found, text = names(optax.adafactor(1e-3))
+    assert "learning_rate" not in found
+    assert "gradient_norm" in found
+    assert text.count('the metric "learning_rate" is left out: ') == 1
+    assert "Logging(learning_rate=)" in text
+    for tx, options in (
+        (optax.adafactor(1e-3), {"learning_rate": 1e-3}),
+        (optax.inject_hyperparams(optax.adafactor, static_args="min_dim_size_to_factor")(learning_rate=1e-3), {}),
+    ):
+        found, text = names(tx, **options)
+        assert "learning_rate" in found
+        assert "left out" not in text
+
+
+def test_a_given_learning_rate():
     given = Logging(metrics=["learning_rate"], learning_rate=SCHEDULE, progress=False)
     trainer = layers(optax.identity(), logging=given)
     rates = [float(trainer.train_step(batch)["learning_rate"]) for batch in BATCHES]
