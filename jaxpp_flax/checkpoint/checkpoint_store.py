@@ -155,11 +155,11 @@ class CheckpointStore:
 
     def wants(self, step: int) -> bool:
         """Return True if `every` asks for a checkpoint of this step, and there is none yet."""
-        if self._every is None or self.holds(step):
+        if self._every is None:
             return False
-        if isinstance(self._every, int):
-            return step % self._every == 0
-        return self._open().should_save(step)
+        # The directory comes last: to list one on a distant disk takes long.
+        due = step % self._every == 0 if isinstance(self._every, int) else self._open().should_save(step)
+        return due and not self.holds(step)
 
     def best(self) -> int | None:
         """Return the step with the best metric, of the complete checkpoints; None if no checkpoint has the metric."""

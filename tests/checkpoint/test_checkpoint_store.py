@@ -62,6 +62,14 @@ def no_permission():
         os.seteuid(0)
 
 
+def test_a_step_without_a_save_reads_no_directory(tmp_path: Path, monkeypatch):
+    listed = []
+    monkeypatch.setattr(CheckpointStore, "steps", lambda store: listed.append(store) or ())
+    store = CheckpointStore(tmp_path / "run", every=3)
+    assert [step for step in range(1, 10) if store.wants(step)] == [3, 6, 9]
+    assert len(listed) == 3
+
+
 def test_intervals_and_keeping(tmp_path: Path):
     store = CheckpointStore(tmp_path / "run", every=3, keep=2)
     assert store.latest() is None

@@ -172,6 +172,9 @@ BATCHES = {
     ),
     "scalars alone": ({"rate": np.float32(1)}, r"nothing but the scalar batch\['rate'\]\. At least one leaf needs the"),
     "no array": ({**m.make_batch(8), "id": "x"}, r"batch\['id'\] is a str, not an array"),
+    "numbers": ({**m.make_batch(8), "w": [1.0] * 8}, r"batch\['w'\] is a list of 8 numbers.*`np\.asarray`.*in a dict"),
+    "rows": ({**m.make_batch(8), "w": [[1, 2]] * 8}, r"batch\['w'\] is a list of 8 lists.*`np\.asarray`"),
+    "a tuple": ((np.ones((8, 2)), tuple(np.ones(8))), r"batch\[1\] is a tuple of 8 numbers.*`np\.asarray`"),
     "empty": ({}, r"the batch holds no array"),
 }
 

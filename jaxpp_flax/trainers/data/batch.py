@@ -17,6 +17,22 @@ from jaxpp_flax.engine.arrays.memory_kinds import computes_on
 from jaxpp_flax.trainers.errors import BatchError
 
 
+def is_list_of_numbers(node: Any) -> bool:
+    """Return True for a list or tuple of numbers, or of such lists: JAX would take each number for a leaf."""
+    if type(node) not in (list, tuple) or not node:  # a named tuple has names for its numbers
+        return False
+    return all(_is_number(item) or is_list_of_numbers(item) for item in node)
+
+
+def _is_number(item: Any) -> bool:
+    return isinstance(item, complex | float | int) or (hasattr(item, "dtype") and np.shape(item) == ())
+
+
+def leaves_of(batch: Any) -> list[tuple[Any, Any]]:
+    """Return the paths and leaves of a batch; a list of numbers is one leaf, which `check_leaf` refuses."""
+    return jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_list_of_numbers)
+
+
 def leaf_name(path: Any) -> str:
     """Return the name of a batch leaf for messages, such as "batch['x']"."""
     return f"batch{jax.tree_util.keystr(path)}"
@@ -24,6 +40,12 @@ def leaf_name(path: Any) -> str:
 
 def check_leaf(path: Any, leaf: Any) -> None:
     """Refuse a leaf that is neither an array nor a number, or in other than device memory: raise a `BatchError`."""
+    if is_list_of_numbers(leaf):
+        items = "numbers" if _is_number(leaf[0]) else "lists"
+        raise BatchError(
+            f"{leaf_name(path)} is a {type(leaf).__name__} of {len(leaf)} {items}, and each number would be a constant "
+            "of the step. Convert it with `np.asarray`; give real constants names, in a dict."
+        )
     if not isinstance(leaf, complex | float | int) and not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         raise BatchError(f"{leaf_name(path)} is a {type(leaf).__name__}, not an array. Convert it with `np.asarray`.")
     if not computes_on(leaf):
@@ -52,7 +74,7 @@ def batch_size(batch: Any) -> int:
       >>> batch_size({"x": np.zeros((6, 3)), "y": np.zeros(6)})
       6
     """
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    leaves = leaves_of(batch)
     if not leaves:
         raise BatchError(f"the batch holds no array: {batch!r}. Give a pytree of arrays of shape (batch, ...).")
     sizes: dict[str, int] = {}

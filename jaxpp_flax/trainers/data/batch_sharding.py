@@ -24,6 +24,7 @@ from jaxpp_flax.trainers.data.batch import (
     check_leaf,
     dtype_of,
     first_examples,
+    is_list_of_numbers,
     leaf_name,
     repeated,
     shape_of,
@@ -106,7 +107,7 @@ class BatchSharding:
             shape = np.shape(leaf)
             return jax.ShapeDtypeStruct((global_batch_size, *shape[1:]) if shape else (), dtype_of(leaf))
 
-        return jax.tree_util.tree_map_with_path(whole, batch)
+        return jax.tree_util.tree_map_with_path(whole, batch, is_leaf=is_list_of_numbers)
 
 
 def own_rows(compiled: Any, batch: Any, microbatches: Any) -> Any:

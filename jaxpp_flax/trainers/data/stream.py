@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxpp_flax.processes import process_group
@@ -165,21 +165,36 @@ def _iterator_of(data: Iterable[Any], steps: int | None, epochs: int | None) -> 
     for name, value in (("steps", steps), ("epochs", epochs)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1.")
-    try:
-        first = iter(data)
-    except TypeError as error:
-        raise TypeError(
-            f"data is a {type(data).__name__}, which cannot be iterated. Pass an iterable of batches: a list, a "
-            "generator, a grain dataset or loader."
-        ) from error
-    if isinstance(data, dict):
-        raise TypeError("data is a dict: a single batch? Pass an iterable of batches, e.g. `[batch]`.")
+    check_batches("data", data)
+    first = iter(data)
     if first is data and epochs is not None and epochs > 1:
         raise ValueError(
             f"epochs={epochs} needs data that can be iterated again, but a {type(data).__name__} runs once. Pass a "
             "list or an object whose __iter__ starts anew, or give `steps` instead."
         )
     return first
+
+
+def check_batches(name: str, data: Any) -> None:
+    """Refuse one batch, and what cannot be iterated, where an iterable of batches is due: raise a `TypeError`.
+
+    The rows of an array, or the keys of a mapping, would be taken for batches.
+    """
+    if isinstance(data, Mapping):
+        raise TypeError(
+            f"{name} is a {type(data).__name__} of {', '.join(map(repr, data))}: one batch? Pass an iterable of "
+            "batches: `[batch]`."
+        )
+    if hasattr(data, "shape") and hasattr(data, "dtype"):
+        raise TypeError(
+            f"{name} is an array ({type(data).__name__}) of shape {tuple(data.shape)}: one batch? Pass an iterable of "
+            "batches: `[batch]`; or `list(array)`, if each row is a batch."
+        )
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        raise TypeError(
+            f"{name} is a {type(data).__name__}, which cannot be iterated. Pass an iterable of batches: a list, a "
+            "generator, a grain dataset or loader."
+        )
 
 
 def awaited(data: Iterable[Any], what: str) -> Iterator[Any]:

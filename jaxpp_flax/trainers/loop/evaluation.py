@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxpp_flax.trainers.data.batch import InferencePart, join_parts
 from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, InferenceKind, compared_rows
-from jaxpp_flax.trainers.data.stream import awaited
+from jaxpp_flax.trainers.data.stream import awaited, check_batches
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
@@ -97,7 +97,7 @@ class Evaluation:
         `eval()` mode. For Linen, `model.training` is False. A loss with a parameter `training` gets False.
 
         Args:
-          data: an iterable of batches, or one batch that is a dict.
+          data: an iterable of batches; for one batch, `[batch]`.
           global_batch_size: as in `fit`: the number of examples in a batch; each process passes only the examples that
             it reads, `rows_read(batch, "evaluate")`.
 
@@ -106,11 +106,13 @@ class Evaluation:
 
         Raises:
           BatchError: if a batch cannot be cut, or lacks the rows that this process reads.
+          TypeError: if `data` is one batch, an array or a mapping.
           ValueError: if `data` has no batch, or no example with weight in the loss.
         """
+        check_batches("data", data)
         self.meet("trainer.evaluate")
         average, pending, alike = Average(), None, BatchComparison(self.scheduling.mesh, "evaluation")
-        for batch in [data] if isinstance(data, Mapping) else awaited(data, "the next batch to evaluate"):
+        for batch in awaited(data, "the next batch to evaluate"):
             whole = self.rows.whole(batch, global_batch_size)
             own = batch if whole is not batch else None
             for part in self.rows.inference_parts(whole, rows_only=own is not None):

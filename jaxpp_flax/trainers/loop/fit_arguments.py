@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from jaxpp_flax.trainers.callbacks.stopping import EarlyStopping
 from jaxpp_flax.trainers.checkpoints import Resume, check_resume
 from jaxpp_flax.trainers.data.position import ResumeData
 from jaxpp_flax.trainers.data.remainder import Remainder
+from jaxpp_flax.trainers.data.stream import check_batches
 from jaxpp_flax.trainers.setup import check_count
 
 __all__ = ["FitArguments"]
@@ -47,7 +48,9 @@ class FitArguments:
         check_resume(self.resume)
         if self.eval_every is not None:
             check_count("eval_every", self.eval_every)
-        if self.eval_data is not None and self.eval_every is not None and iter(self.eval_data) is self.eval_data:
+        if self.eval_data is not None:
+            check_batches("eval_data", self.eval_data)
+        if self.eval_every is not None and isinstance(self.eval_data, Iterator):
             raise ValueError(
                 f"eval_every={self.eval_every} needs eval_data that can be iterated again, but a "
                 f"{type(self.eval_data).__name__} runs once. Pass a list."

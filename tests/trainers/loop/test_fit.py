@@ -7,6 +7,7 @@ import json
 import math
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -72,11 +73,24 @@ def test_data_that_runs_once():
         list(Batches([], steps=2))
     with pytest.raises(TypeError, match=r"data is a int, which cannot be iterated"):
         Batches(3)
-    with pytest.raises(TypeError, match=r"data is a dict: a single batch\?"):
-        Batches(DATA[0])
     for wrong in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match=r"it must be a whole number of at least 1"):
             Batches(DATA, steps=wrong)
+
+
+def test_one_batch_is_no_iterable_of_batches():
+    t, array = trainer(), DATA[0]["tokens"]
+    for one, text in [
+        (DATA[0], r"is a dict of 'tokens'.*one batch\?.*`\[batch\]`"),
+        (array, r"is an array \(ndarray\) of shape \(4, 5\): one batch\?.*`\[batch\]`.*`list\(array\)`"),
+        (jnp.asarray(array), r"is an array .* of shape \(4, 5\): one batch\?.*`\[batch\]`"),
+    ]:
+        for call in (t.fit, t.evaluate, lambda of: next(t.training_steps(of))):
+            with pytest.raises(TypeError, match=f"data {text}"):
+                call(one)
+        with pytest.raises(TypeError, match=f"eval_data {text}"):
+            t.fit(DATA, eval_data=one)
+    assert t.step == 0
 
 
 class Record(Callback):
@@ -168,6 +182,19 @@ def test_callbacks_end_after_an_error():
     with pytest.raises(OSError, match="disk gone"):
         trainer().fit(fails(), callbacks=[record])
     assert record.events[-1] == "end"
+
+
+def test_a_pass_over_eval_data_begins_only_for_an_evaluation():
+    """An iterator of a data loader starts its workers."""
+    begun = []
+
+    class Workers(Loader):
+        def __iter__(self):
+            begun.append(self)
+            return super().__iter__()
+
+    trainer().fit(DATA, steps=2, eval_data=Workers(), eval_every=1)
+    assert len(begun) == 2
 
 
 def test_refusals():
