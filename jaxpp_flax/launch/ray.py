@@ -22,7 +22,6 @@ import importlib
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +30,7 @@ import jax
 
 from jaxpp_flax.launch import coordinator
 from jaxpp_flax.launch.process.connection import connect
-from jaxpp_flax.launch.process.process_end import ProgramExitError
+from jaxpp_flax.launch.process.process_end import ProgramExitError, type_and_message
 from jaxpp_flax.launch.settings import (
     LaunchError,
     LaunchSettings,
@@ -41,7 +40,7 @@ from jaxpp_flax.launch.settings import (
 )
 from jaxpp_flax.processes.failures import DEFAULT_FAILURE_TIMEOUT, PREEMPTED_STATUS, Failure
 from jaxpp_flax.processes.group import process_group
-from jaxpp_flax.processes.waits import call_with_limit
+from jaxpp_flax.processes.waits import call_with_limit, error_location
 
 __all__ = ["Report", "run"]
 
@@ -294,11 +293,12 @@ class _Worker:
         try:
             result = _call(function, report, arguments)
         except BaseException as error:
+            process_end.group.place = error_location(error)
             if process_end.is_a_consequence(error) and (failure := process_end.group.failure) is not None:
                 tell(failure)
             else:
                 raising.set()
-                process_end.group.report_failure(traceback.format_exc().rstrip())
+                process_end.group.report_failure(type_and_message(error))
             raise
         process_end.finish()
         return result

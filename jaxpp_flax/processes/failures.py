@@ -52,7 +52,7 @@ class Failure:
 
     Attributes:
       process: index of the process that failed, or None if it is unknown.
-      message: the process's end in words, such as an exception's traceback.
+      message: the process's end in words, such as an exception's type and message.
     """
 
     process: int | None

@@ -72,6 +72,7 @@ class ProcessGroup:
       identity: a text that names this process, and no other.
       runs: how many runs of programs across processes this process has begun.
       step: the step as the user counts steps, for messages; None until the trainer sets it.
+      place: the line of the user's code where the main thread was when an error ended its program; None before.
 
     Example:
       >>> group = ProcessGroup(None, 0, 1)
@@ -94,6 +95,7 @@ class ProcessGroup:
         self.failed = threading.Event()
         self.runs = 0
         self.step: int | None = None
+        self.place: str | None = None
         self._store = store
         self.waits = Waits()
         self.barriers = Barriers(store, process_index, process_count, self.waits, self.check)
@@ -161,8 +163,9 @@ class ProcessGroup:
         """The failure and the waits of this process, in a sentence or two."""
         # A wait may have been given up since the failure became known.
         waits = self.waits.texts() or self._waits_at_failure
-        awaited = f"was waiting for {'; and for '.join(waits)}" if waits else f"was at {main_thread_location()}"
-        return f"{failure}\nProcess {self.process_index} {awaited}."
+        if waits:
+            return f"{failure}\nProcess {self.process_index} was waiting for {'; and for '.join(waits)}."
+        return f"{failure}\nProcess {self.process_index} was at {self.place or main_thread_location()}."
 
     def report_failure(self, message: str) -> None:
         """Tell every process that this one cannot go on, and why. Only the first report of a run is kept."""
@@ -193,11 +196,7 @@ class ProcessGroup:
             # A process that was killed has reported nothing.
             call_with_limit(lambda: reports.append(get(key, 0.1)), timeout_s=1.0)
         _, _, report = (next(iter(reports), None) or b"").decode(errors="replace").partition("\n")
-        if report:
-            # The last line is enough: the process's own output has the traceback.
-            why = report.splitlines()[-1] if report.startswith("Traceback") else report
-            failure = Failure(failure.process, why)
-        self.observe(failure)
+        self.observe(Failure(failure.process, report) if report else failure)
 
     # -- waits
 

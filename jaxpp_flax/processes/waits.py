@@ -11,7 +11,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ __all__ = [
     "WaitReporter",
     "Waits",
     "call_with_limit",
+    "error_location",
     "frame_location",
     "main_thread_location",
     "name_processes",
@@ -150,10 +151,10 @@ class WaitReporter:
 def main_thread_location() -> str:
     """The innermost line of the user's code that the main thread is at, and the function that this line calls."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
-    return "an unknown place" if frame is None else frame_location(frame)
+    return frame_location(frame)
 
 
-def frame_location(frame: FrameType) -> str:
+def frame_location(frame: FrameType | None) -> str:
     """The innermost line of the user's code, and the function that this line calls.
 
     >>> def step():
@@ -161,14 +162,28 @@ def frame_location(frame: FrameType) -> str:
     >>> step().startswith("step (<doctest")
     True
     """
-    called: FrameType | None = None
-    user: FrameType | None = frame
-    while user is not None and not _is_users(user):
-        called, user = user, user.f_back
-    if user is None:
-        return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
-    inside = "" if called is None else f", inside {called.f_code.co_qualname}"
-    return f"{user.f_code.co_qualname} ({user.f_code.co_filename}:{user.f_lineno}){inside}"
+    return _innermost_user_line(traceback.walk_stack(frame) if frame is not None else [])
+
+
+def error_location(error: BaseException) -> str:
+    """The innermost line of the user's code in an error's traceback, and the function that this line calls.
+
+    >>> try:
+    ...     "a".join([1])
+    ... except TypeError as error:
+    ...     error_location(error).startswith("<module> (<doctest")
+    True
+    """
+    return _innermost_user_line(reversed([*traceback.walk_tb(error.__traceback__)]))
+
+
+def _innermost_user_line(innermost_first: Iterable[tuple[FrameType, int]]) -> str:
+    called = ""
+    for frame, line in innermost_first:
+        if _is_users(frame):
+            return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{line}){called}"
+        called = f", inside {frame.f_code.co_qualname}"
+    return "no line of your program: it starts, or it has ended"
 
 
 def _is_users(frame: FrameType) -> bool:

@@ -13,7 +13,7 @@ import pytest
 from jaxpp_flax.processes import ProcessGroup
 from jaxpp_flax.processes import waits as waits_module
 from jaxpp_flax.processes.failures import Failure
-from jaxpp_flax.processes.waits import WaitReporter, Waits, frame_location
+from jaxpp_flax.processes.waits import WaitReporter, Waits, error_location, frame_location
 
 
 def test_a_long_wait_is_said_again_each_time_that_it_has_doubled():
@@ -97,3 +97,8 @@ def test_a_failure_tells_the_user_s_line_and_no_line_of_the_package():
     me = "test_a_failure_tells_the_user_s_line_and_no_line_of_the_package"
     assert f"Process 0 was at {me} ({__file__}:" in text
     assert text.endswith("inside ProcessGroup.describe.")
+
+
+def test_a_main_thread_with_no_line_of_the_user_is_at_no_place_of_the_package():
+    assert frame_location(None) == "no line of your program: it starts, or it has ended"
+    assert error_location(ValueError("raised nowhere")) == frame_location(None)

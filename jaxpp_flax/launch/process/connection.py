@@ -59,9 +59,9 @@ def initialize(
     """Connect this process to the others of its run. Call it once, before the first use of a device.
 
     Needs no arguments under `python -m jaxpp_flax.launch` (which calls it before the script), and on SLURM, Open MPI,
-    Kubernetes and TPU pods, which JAX detects. From then on, an uncaught exception ends every process, with its
-    traceback; a process that is killed or stopped is named by the others, which end too; and the end of the program
-    waits for all of them.
+    Kubernetes and TPU pods, which JAX detects. From then on, an uncaught exception ends every process, and the others
+    tell its type and message; a process that is killed or stopped is named by the others, which end too; and the end of
+    the program waits for all of them.
 
     Args:
       coordinator_address: host and port of process 0, the same in every process.

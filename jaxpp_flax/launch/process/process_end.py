@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
@@ -23,9 +22,16 @@ from jaxpp_flax.error_codes import documented
 from jaxpp_flax.processes.failures import Failure, may_come_from_a_peer
 from jaxpp_flax.processes.group import ProcessGroup
 from jaxpp_flax.processes.store import ProcessFailedError
-from jaxpp_flax.processes.waits import print_notice
+from jaxpp_flax.processes.waits import error_location, print_notice
 
-__all__ = ["INTERRUPTED_STATUS", "ProcessEnd", "ProgramExitError", "end_at_once", "listen_to_launcher"]
+__all__ = [
+    "INTERRUPTED_STATUS",
+    "ProcessEnd",
+    "ProgramExitError",
+    "end_at_once",
+    "listen_to_launcher",
+    "type_and_message",
+]
 
 INTERRUPTED_STATUS = 128 + signal.SIGINT
 
@@ -44,6 +50,17 @@ def end_at_once(status: int) -> NoReturn:
         except (OSError, ValueError):
             continue  # nobody reads any more
     os._exit(status)
+
+
+def type_and_message(error: BaseException) -> str:
+    """An error as other processes are told it: the process's own output has its traceback and its notes.
+
+    Example:
+      >>> type_and_message(ValueError("bad luck")), type_and_message(MemoryError())
+      ('ValueError: bad luck', 'MemoryError')
+    """
+    name, message = type(error).__name__, str(error)
+    return f"{name}: {message}" if message else name
 
 
 @documented("JPF507")
@@ -121,6 +138,8 @@ class ProcessEnd:
         if isinstance(error, ProgramExitError):
             self.group.report_failure(str(error))
             end_at_once(error.status)
+        # The user's code is gone from the stack, and another thread may end this process while this one waits.
+        self.group.place = error_location(error)
         if self.is_a_consequence(error):
             self._because_of_a_peer(error)
         # Another thread that fails too (a save of Orbax) would print behind this error, which says what to do.
@@ -128,15 +147,15 @@ class ProcessEnd:
         error.with_traceback(_user_frames(error.__traceback__))
         self._before(type(error), error, error.__traceback__)
         sys.stderr.flush()
-        self.group.report_failure("".join(traceback.format_exception(error)).rstrip())
+        self.group.report_failure(type_and_message(error))
         end_at_once(1)
 
     def _because_of_a_peer(self, error: BaseException) -> NoReturn:
         if isinstance(error, ProcessFailedError):
             self.group.end_process(str(error))
-        last = traceback.format_exception_only(error)[-1].strip()
-        print(f"(a consequence of what follows: {last[:500]})", file=sys.stderr)
-        self.group.end_process(self.group.failure or last)
+        own = type_and_message(error)
+        print(f"(a consequence of what follows: {own[:500]})", file=sys.stderr)
+        self.group.end_process(self.group.failure or own)
 
     def is_a_consequence(self, error: BaseException) -> bool:
         """Whether a failure of another process has caused this error, maybe through a transport."""

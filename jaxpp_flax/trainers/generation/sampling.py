@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,9 @@ import numpy as np
 from jaxpp_flax.trainers.setup import check_count, is_whole
 
 __all__ = ["Sampling", "read_end_tokens"]
+
+# Devices compute in float32, and take smaller numbers for 0.
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +38,15 @@ class Sampling:
     end_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature!r}: it must be a number of at least 0 (0: greedy).")
+        if not _is_number(self.temperature) or not (self.temperature == 0 or _is_normal(self.temperature)):
+            raise ValueError(
+                f"temperature={self.temperature!r}: it must be 0 (greedy) or a number from {_SMALLEST:.1e} to "
+                f"{_LARGEST:.1e}, as float32 has them."
+            )
         if self.top_k is not None:
             check_count("top_k", self.top_k)
-        if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
-            raise ValueError(f"top_p={self.top_p!r}: it must be a number above 0 and at most 1, or None.")
+        if self.top_p is not None and (not _is_number(self.top_p) or not _is_normal(self.top_p) or self.top_p > 1):
+            raise ValueError(f"top_p={self.top_p!r}: it must be a number from {_SMALLEST:.1e} to 1, or None.")
         if not is_whole(self.seed) or not 0 <= self.seed < 1 << 32:
             raise ValueError(f"seed={self.seed!r}: it must be a whole number from 0 to 2**32 - 1.")
         for name, value in (("top_k", self.top_k), ("top_p", self.top_p)):
@@ -94,7 +99,9 @@ class Sampling:
         """
         if self.is_greedy:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        logits = logits.astype(jnp.float32) / numbers["temperature"]
+        logits = logits.astype(jnp.float32)
+        # The largest logit becomes 0: divided by a small number, several could become infinite.
+        logits = (logits - jnp.max(logits, axis=-1, keepdims=True)) / numbers["temperature"]
         if self.top_k is not None:
             logits = _at_least(logits, jax.lax.top_k(logits, self.top_k)[0][:, -1:])
         if self.top_p is not None:
@@ -130,6 +137,11 @@ def _least_of_nucleus(logits: Any, top_p: Any) -> Any:
     shares = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(shares, axis=-1) - shares  # the first token always belongs to them
     return jnp.min(jnp.where(before < top_p, ordered, jnp.inf), axis=-1, keepdims=True)
+
+
+def _is_normal(value: float) -> bool:
+    """Whether a number is positive in float32, and neither flushed to 0 nor infinite."""
+    return _SMALLEST <= value <= _LARGEST
 
 
 def _is_number(value: Any) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
+from collections.abc import Callable
 
 import jax
 import pytest
@@ -45,3 +48,52 @@ def test_no_thread_prints_behind_the_error(monkeypatch: pytest.MonkeyPatch, caps
     with pytest.raises(SystemExit):
         ProcessEnd(ProcessGroup(MemoryStore(), 0, 2), 0.1, lambda: None).fail(ValueError("the disk is full"))
     assert capsys.readouterr().err.strip().endswith("ValueError: the disk is full")
+
+
+class Ended(BaseException):
+    """In place of the end of this process."""
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> ProcessGroup:
+    def end(status: int) -> None:
+        raise Ended(status)
+
+    monkeypatch.setattr(process_end, "end_at_once", end)
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # put back at the end
+    return ProcessGroup(MemoryStore(), 0, 2)
+
+
+def error_of(function: Callable[[], object]) -> BaseException:
+    try:
+        function()
+    except BaseException as error:
+        return error
+    raise AssertionError("no error")
+
+
+def test_the_others_are_told_the_type_and_the_message_and_no_note(group: ProcessGroup):
+    error = OSError("no space left on the device:\n/checkpoints/12")
+    error.add_note("Mend the cause and call fit again.")
+    with pytest.raises(Ended):
+        ProcessEnd(group, 0.1, lambda: None).fail(error)
+    second = ProcessGroup(group._store, 1, 2)
+    second.observe_end(Failure(0, "it ended with exit status 1"))
+    assert str(second.failure) == "process 0: OSError: no space left on the device:\n/checkpoints/12"
+
+
+def test_the_place_is_the_line_of_the_program_that_an_error_has_ended(
+    group: ProcessGroup, capsys: pytest.CaptureFixture[str]
+):
+    """The hook for uncaught errors runs when the program's frames are gone."""
+
+    def train() -> None:
+        "".join(json.loads("1 2"))
+
+    group.observe(Failure(1, "it was killed by SIGKILL"))
+    with pytest.raises(Ended):
+        ProcessEnd(group, 0.1, lambda: None).fail(error_of(train))
+    line = train.__code__.co_firstlineno + 1
+    name = train.__code__.co_qualname
+    assert f"Process 0 was at {name} ({__file__}:{line}), inside loads." in capsys.readouterr().err

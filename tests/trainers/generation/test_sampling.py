@@ -22,7 +22,7 @@ def shares(sampling: Sampling) -> np.ndarray:
 
 def expected(temperature: float, kept: list[int]) -> np.ndarray:
     weights = np.zeros(len(LOGITS))
-    weights[kept] = np.exp(LOGITS[kept] / temperature)
+    weights[kept] = np.exp((LOGITS[kept] - LOGITS.max()) / temperature)
     return weights / weights.sum()
 
 
@@ -30,6 +30,7 @@ def expected(temperature: float, kept: list[int]) -> np.ndarray:
     ("sampling", "kept"),
     [
         (Sampling(temperature=0.7), [0, 1, 2, 3, 4, 5]),
+        (Sampling(temperature=1e38), [0, 1, 2, 3, 4, 5]),
         (Sampling(temperature=2.0, top_k=3), [1, 2, 5]),
         (Sampling(temperature=1.0, top_k=1), [1]),
         # The three most likely tokens have 0.47, 0.75 and 0.92 of the probability.
@@ -59,3 +60,17 @@ def test_a_sample_depends_on_the_sequence_and_the_position():
     assert sample(0, 3)[8:] == sample(8, 3)[:-8]  # the row in the group makes no difference
     assert sample(0, 3) != sample(0, 4)
     assert sample(0, 3) != sample(0, 3, seed=1)
+
+
+def test_large_logits_and_a_small_temperature_give_the_most_likely_token():
+    sampling = Sampling(temperature=2e-38)
+    logits = jnp.asarray([[500.0, 300.0, 700.0, 600.0, -jnp.inf]])
+    assert sampling.choose(logits, sampling.numbers(), jnp.arange(1), jnp.int32(0)).tolist() == [2]
+
+
+@pytest.mark.parametrize("value", [1e-45, 1e-38, 3.5e38, float("inf")])
+def test_numbers_that_float32_has_as_zero_or_as_infinite_are_refused(value: float):
+    with pytest.raises(ValueError, match=r"must be 0 \(greedy\) or a number from 1.2e-38 to 3.4e\+38, as float32 has"):
+        Sampling(temperature=value)
+    with pytest.raises(ValueError, match=r"it must be a number from 1.2e-38 to 1, or None"):
+        Sampling(temperature=1.0, top_p=value)
