@@ -19,7 +19,6 @@ from jaxpp_flax.engine.passes.loop.lower_loops import lower_loops
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop, open_loops
 from jaxpp_flax.engine.passes.loop.stage_sums import resolve_stage_sums
 from jaxpp_flax.engine.passes.memory.offload import offload
-from jaxpp_flax.engine.passes.memory.pack import pack
 from jaxpp_flax.engine.passes.memory.recompute import recompute
 from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
 from jaxpp_flax.engine.passes.place import place
@@ -149,12 +148,6 @@ PASSES: tuple[Pass, ...] = (
         lambda placed, settings: share_updates(placed, settings.keys),
         requires="a step on ranks",
         ensures="what the updates of all ranks have in common is one program, which XLA compiles once",
-    ),
-    Pass(
-        "pack",
-        lambda placed, settings: pack(placed, settings.pack_rule, settings.residual_plan),
-        requires="a step on ranks",
-        ensures="small values of loops with many of them lie in few arrays, as `pack_bytes=` asks",
     ),
     Pass(
         "unroll",

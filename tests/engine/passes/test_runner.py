@@ -43,7 +43,6 @@ SHOWS = {
     "place": r"(?m)^rank 1:$",
     "stream_updates": r"(?m)^rank 1:$",
     "share_updates": r"(?m)^rank 1:$",
-    "pack": r"(?m)^rank 1:$",
     "unroll": r"rank 0 -> rank 1: send s\d+ receive s\d+",
     "offload": r"rank 0 -> rank 1: send s\d+ receive s\d+",
     "share_tasks": r"rank 0 -> rank 1: send s\d+ receive s\d+",
