@@ -24,7 +24,6 @@ from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
 from jaxpp_flax.engine.passes.place import place
 from jaxpp_flax.engine.passes.runner import Pass
 from jaxpp_flax.engine.passes.separate_results import separate_results
-from jaxpp_flax.engine.passes.sharing.share_tasks import share_tasks
 from jaxpp_flax.engine.passes.sharing.share_updates import share_updates
 from jaxpp_flax.engine.passes.split_conditions import split_conditions
 from jaxpp_flax.engine.passes.unroll import unroll
@@ -161,16 +160,6 @@ PASSES: tuple[Pass, ...] = (
         requires="each slot written once",
         ensures="the plan's kept values move to the host after their forward, and come back before their backward; "
         "`offload_within=` adds waits",
-    ),
-    Pass(
-        "share_tasks",
-        lambda program, settings: (
-            share_tasks(program, settings.keys, fused=settings.residual_plan is None)
-            if settings.shards.is_one
-            else program
-        ),
-        requires="each slot written once",
-        ensures="on ranks of one device, a task that contains another one runs it, and a task for the rest",
     ),
     Pass(
         "liveness",

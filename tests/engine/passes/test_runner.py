@@ -45,7 +45,6 @@ SHOWS = {
     "share_updates": r"(?m)^rank 1:$",
     "unroll": r"rank 0 -> rank 1: send s\d+ receive s\d+",
     "offload": r"rank 0 -> rank 1: send s\d+ receive s\d+",
-    "share_tasks": r"rank 0 -> rank 1: send s\d+ receive s\d+",
     "liveness": r"rank 1: free s\d+",
 }
 
