@@ -19,7 +19,6 @@ from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
 from jaxpp_flax.engine.passes.placed import Loop, Placed, ResultRanks
 from jaxpp_flax.engine.passes.runner import Settings, observers, run_passes
 from jaxpp_flax.engine.program.program import Program
-from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
@@ -78,7 +77,6 @@ def build(
     idle_ranks: frozenset[int] = frozenset({0}),
     residuals: ResidualPlan | Callable[[], ResidualPlan | None] | None = None,
     fsdp: FsdpRule | None = None,
-    keys: Fingerprinter | None = None,
 ) -> Built:
     """Run all passes on a traced step; `axis_sizes` are those of a submesh. See `Settings` for the other arguments.
 
@@ -102,7 +100,6 @@ def build(
         idle_ranks=idle_ranks,
         residuals=residuals,
         fsdp=fsdp,
-        keys=keys or Fingerprinter(),
     )
     made = {
         each.name: structure

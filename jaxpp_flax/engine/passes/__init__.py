@@ -24,7 +24,6 @@ from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
 from jaxpp_flax.engine.passes.place import place
 from jaxpp_flax.engine.passes.runner import Pass
 from jaxpp_flax.engine.passes.separate_results import separate_results
-from jaxpp_flax.engine.passes.sharing.share_updates import share_updates
 from jaxpp_flax.engine.passes.split_conditions import split_conditions
 from jaxpp_flax.engine.passes.unroll import unroll
 from jaxpp_flax.engine.passes.updated_arguments import find_relatives
@@ -141,12 +140,6 @@ PASSES: tuple[Pass, ...] = (
         lambda placed, _: stream_updates(placed),
         requires="a step on ranks",
         ensures="work outside loops fetches at most a window from host memory at once, or one array",
-    ),
-    Pass(
-        "share_updates",
-        lambda placed, settings: share_updates(placed, settings.keys),
-        requires="a step on ranks",
-        ensures="what the updates of all ranks have in common is one program, which XLA compiles once",
     ),
     Pass(
         "unroll",

@@ -14,7 +14,6 @@ from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
 from jaxpp_flax.engine.passes.placed import ResultRanks
-from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
 __all__ = ["Observer", "Pass", "Settings", "observers", "run_passes", "wants_verification"]
@@ -35,7 +34,6 @@ class Settings:
       idle_ranks: the ranks of a result that no rank needs, and that each rank can compute by itself.
       residuals: what each stage does with its residuals; None keeps them on the devices. A function gives it after the
         cuts are chosen, which a choice of residuals may depend on.
-      keys: tells equal graphs.
     """
 
     num_ranks: int
@@ -47,7 +45,6 @@ class Settings:
     fsdp: FsdpRule | None = None
     idle_ranks: frozenset[int] = frozenset({0})
     residuals: ResidualPlan | Callable[[], ResidualPlan | None] | None = None
-    keys: Fingerprinter = field(default_factory=Fingerprinter)
 
     @property
     def residual_plan(self) -> ResidualPlan | None:
