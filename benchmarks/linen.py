@@ -1,7 +1,6 @@
 """Start and dispatch with a model as tutorials write it: a Linen transformer, flax's `TrainState`, adamw.
 
 python benchmarks/linen.py                                         # dispatch: nothing but arrays and calls
-python benchmarks/linen.py --pack-bytes 0                          # the same without packed arrays
 python benchmarks/linen.py --width 64 --microbatches 8 --repeats 3 # time to first step; also with 128 and 512
 python benchmarks/linen.py --stages 8 --blocks 16
 python benchmarks/linen.py --cache /tmp/jax_cache                  # twice: the second start
@@ -15,7 +14,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from workload import Contestant, jaxpp, mesh, ours, parser, prepare, race, report, stage_of, tasks_in, use_cache
@@ -155,17 +153,14 @@ def first_step(contestant: Contestant) -> float:
 def main() -> None:
     flags = with_model(parser(__doc__ or ""))
     flags.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES))
-    flags.add_argument("--pack-bytes", default="auto", help="pack_bytes= of mpmd_jit_with_loop")
     flags.add_argument("--cache", default=None, help="directory of JAX's persistent compilation cache")
     arguments = flags.parse_args()
     prepare(arguments, arguments.stages)
     import jax
     from by_hand import hand_written_step
 
-    from jaxpp_flax import mpmd_jit_with_loop
     from jaxpp_flax.schedules import Std1F1B
 
-    packed = int(arguments.pack_bytes) if arguments.pack_bytes.isdecimal() else arguments.pack_bytes
     use_cache(arguments.cache)
     ranks, microbatches = arguments.stages, arguments.microbatches
     whole, batch = state_and_batch(arguments, ranks)
@@ -182,8 +177,9 @@ def main() -> None:
             if not hasattr(library, SCHEDULES[title]):
                 continue
             schedule = schedule_of(title, ranks, library)
-            jit = partial(mpmd_jit_with_loop, pack_bytes=packed) if library is ours() else library.mpmd_jit_with_loop
-            step = jit(train_step(schedule, library), mpmd_mesh=mesh(ranks, library), donate_argnums=(0,))
+            step = library.mpmd_jit_with_loop(
+                train_step(schedule, library), mpmd_mesh=mesh(ranks, library), donate_argnums=(0,)
+            )
             mirror = schedule_of(title, ranks, ours())
             state = whole.replace(apply_fn=transformer(arguments, mirror.num_stages, library).apply)
             name = title if library is ours() else f"JaxPP, {title}"

@@ -21,7 +21,6 @@ from jaxpp_flax.engine.compiled import Compiled
 from jaxpp_flax.engine.front import Front
 from jaxpp_flax.engine.garbage import collection_paused
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
-from jaxpp_flax.engine.passes.memory.pack import check_pack_bytes
 from jaxpp_flax.engine.passes.placed import ResultRanks
 from jaxpp_flax.engine.passes.submesh_constraints import on_submesh
 from jaxpp_flax.engine.pipeline import build
@@ -85,17 +84,13 @@ class MpmdFunction:
         each task gathers what it reads, and reduces its gradients. "step": a stage gathers them once, before its first
         task, and their gradients are reduced and scattered once, after the loop. A number: as "step", with at most so
         many bytes of gathered parameters on a device at one time.
-      pack_bytes: where a rank is one device, values of a loop up to this size lie together in few arrays, so that a
-        task costs less to call: residuals, gradients, and parameters that no matrix product reads, of which a second
-        copy of up to 1 MiB is kept during the loop. Compilation takes longer. "auto" (the default) packs values up to
-        16 KiB in a loop that hands at least 10,000 arrays fewer to its tasks in a step; 0 packs nothing.
 
     A call takes arrays, NumPy arrays and `MpmdArray`s, and returns `MpmdArray`s.
 
     Raises (when it is compiled, before anything runs):
       ValueError: no `treduce`; too few or too many marks; a schedule that does not fit; a marker that cannot cut;
         residuals for another number of stages, or on devices without `pinned_host` memory; an `fsdp=` that is unknown,
-        gathers nothing, or is a limit below a parameter; a `pack_bytes=` in bytes where a rank has several devices.
+        gathers nothing, or is a limit below a parameter.
       TypeError: an argument that is not an array.
 
     Example:
@@ -140,10 +135,9 @@ class MpmdFunction:
         everywhere: Any = False,
         residuals: ResidualPlan | Callable[[], ResidualPlan | None] | None = None,
         fsdp: str | int = "microbatch",
-        pack_bytes: str | int = "auto",
     ) -> None:
         _check_mesh(mpmd_mesh)
-        self._fsdp, self._pack_bytes = check_fsdp(fsdp), check_pack_bytes(pack_bytes)
+        self._fsdp = check_fsdp(fsdp)
         functools.update_wrapper(self, fun)
         self.mpmd_mesh: MpmdMesh = mpmd_mesh
         self._fun = fun
@@ -260,7 +254,6 @@ class MpmdFunction:
             fsdp = FsdpRule.of(self._fsdp, mesh.abstract_submesh, dict(zip(graph.inputs, names, strict=True)))
             built = build(
                 graph, mesh.mpmd_dim, self._policy, given_away, specs, sizes, result_ranks, idle, self._residuals, fsdp,
-                self._pack_bytes, self._compiler.keys,
             )  # fmt: skip
         chosen = built.settings.residual_plan
         if chosen is not None and any(stage.offload for stage in chosen.stages):

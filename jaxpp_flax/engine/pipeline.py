@@ -16,11 +16,9 @@ from jaxpp_flax.engine.blocks import Blocks, CutPolicy, Marks
 from jaxpp_flax.engine.passes import PASSES
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
-from jaxpp_flax.engine.passes.memory.pack import PackRule
 from jaxpp_flax.engine.passes.placed import Loop, Placed, ResultRanks
 from jaxpp_flax.engine.passes.runner import Settings, observers, run_passes
 from jaxpp_flax.engine.program.program import Program
-from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Atom, Graph, Value
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
@@ -79,14 +77,11 @@ def build(
     idle_ranks: frozenset[int] = frozenset({0}),
     residuals: ResidualPlan | Callable[[], ResidualPlan | None] | None = None,
     fsdp: FsdpRule | None = None,
-    pack_bytes: str | int = "auto",
-    keys: Fingerprinter | None = None,
 ) -> Built:
     """Run all passes on a traced step; `axis_sizes` are those of a submesh. See `Settings` for the other arguments.
 
     Raises:
-      ValueError: if the step holds no loop, a loop's schedule or marks do not fit, a marker cannot cut, or a number of
-        bytes is to be packed where a rank has several devices.
+      ValueError: if the step holds no loop, a loop's schedule or marks do not fit, or a marker cannot cut.
     """
     shards = ShardCounts(axis_sizes)
     position = {value: i - len(graph.inputs) for i, value in enumerate(graph.inputs)}
@@ -105,8 +100,6 @@ def build(
         idle_ranks=idle_ranks,
         residuals=residuals,
         fsdp=fsdp,
-        pack_rule=PackRule.of(pack_bytes, axis_sizes),
-        keys=keys or Fingerprinter(),
     )
     made = {
         each.name: structure

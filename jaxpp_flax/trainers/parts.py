@@ -189,8 +189,6 @@ def _check_memory_options(memory: Memory, scheduling: Scheduling, assignment: As
             )
     if assignment.memory_limit is not None and mesh is None:
         raise ValueError(no_pipeline(f"memory_limit={assignment.memory_limit!r} of the assignment"))
-    if memory.pack_bytes != "auto" and mesh is None:
-        raise ValueError(no_pipeline("Memory(pack_bytes=)"))
     tuner = scheduling.tuner
     if tuner is not None and tuner.options.memory_limit is not None and assignment.memory_limit is not None:
         raise ValueError(

@@ -61,7 +61,6 @@ class Program:
     steps: int
     residuals: ResidualPlan | None = None
     fsdp: str | int = "microbatch"
-    pack_bytes: str | int = "auto"
 
     @property
     def collective(self) -> bool:
@@ -93,7 +92,7 @@ class Program:
 
 
 def draw_storage(rng: random.Random, program: Program) -> Program:
-    """The program with other places and times for its values: recomputed, on the host, gathered once, packed."""
+    """The program with other places and times for its values: recomputed, on the host, gathered once."""
 
     def stage() -> StageResiduals:
         return StageResiduals(
@@ -108,7 +107,6 @@ def draw_storage(rng: random.Random, program: Program) -> Program:
     return replace(
         program, residuals=plan if rng.random() < 0.8 else None,
         fsdp=rng.choice(["step", "step", 1024, 1 << 20]) if sharded else "microbatch",
-        pack_bytes=rng.choice(["auto", 64, 1 << 14]) if not program.submesh else "auto",
     )  # fmt: skip
 
 

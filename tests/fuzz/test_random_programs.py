@@ -85,7 +85,7 @@ def run_pipelined(program: Program, settings: list[Setting], meshes: list[Callab
     of_params, of_batch = specs(program)
     step = mpmd_jit_with_loop(
         step_of(program), mesh, in_specs=(of_params, None, of_batch), static_argnums=3, donate_argnums=program.donate,
-        residuals=program.residuals, fsdp=program.fsdp, pack_bytes=program.pack_bytes,
+        residuals=program.residuals, fsdp=program.fsdp,
     )  # fmt: skip
     schedule, history = program.make_schedule(), []
     for setting, ambient in zip(settings, meshes, strict=True):

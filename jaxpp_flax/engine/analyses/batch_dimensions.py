@@ -37,11 +37,6 @@ class ShardCounts:
 
     axes: Mapping[str, int]
 
-    @property
-    def is_one(self) -> bool:
-        """True if a rank has one device."""
-        return all(size == 1 for size in self.axes.values())
-
     def __call__(self, entry: Any) -> int:
         """Return the product of the sizes of the entry's axes."""
         return math.prod(self.axes[name] for name in axes_in((entry,)))

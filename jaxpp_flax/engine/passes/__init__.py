@@ -19,14 +19,11 @@ from jaxpp_flax.engine.passes.loop.lower_loops import lower_loops
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop, open_loops
 from jaxpp_flax.engine.passes.loop.stage_sums import resolve_stage_sums
 from jaxpp_flax.engine.passes.memory.offload import offload
-from jaxpp_flax.engine.passes.memory.pack import pack
 from jaxpp_flax.engine.passes.memory.recompute import recompute
 from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
 from jaxpp_flax.engine.passes.place import place
 from jaxpp_flax.engine.passes.runner import Pass
 from jaxpp_flax.engine.passes.separate_results import separate_results
-from jaxpp_flax.engine.passes.sharing.share_tasks import share_tasks
-from jaxpp_flax.engine.passes.sharing.share_updates import share_updates
 from jaxpp_flax.engine.passes.split_conditions import split_conditions
 from jaxpp_flax.engine.passes.unroll import unroll
 from jaxpp_flax.engine.passes.updated_arguments import find_relatives
@@ -145,18 +142,6 @@ PASSES: tuple[Pass, ...] = (
         ensures="work outside loops fetches at most a window from host memory at once, or one array",
     ),
     Pass(
-        "share_updates",
-        lambda placed, settings: share_updates(placed, settings.keys),
-        requires="a step on ranks",
-        ensures="what the updates of all ranks have in common is one program, which XLA compiles once",
-    ),
-    Pass(
-        "pack",
-        lambda placed, settings: pack(placed, settings.pack_rule, settings.residual_plan),
-        requires="a step on ranks",
-        ensures="small values of loops with many of them lie in few arrays, as `pack_bytes=` asks",
-    ),
-    Pass(
         "unroll",
         lambda placed, settings: unroll(placed, settings.num_ranks),
         requires="a step on ranks",
@@ -168,16 +153,6 @@ PASSES: tuple[Pass, ...] = (
         requires="each slot written once",
         ensures="the plan's kept values move to the host after their forward, and come back before their backward; "
         "`offload_within=` adds waits",
-    ),
-    Pass(
-        "share_tasks",
-        lambda program, settings: (
-            share_tasks(program, settings.keys, fused=settings.residual_plan is None)
-            if settings.shards.is_one
-            else program
-        ),
-        requires="each slot written once",
-        ensures="on ranks of one device, a task that contains another one runs it, and a task for the rest",
     ),
     Pass(
         "liveness",

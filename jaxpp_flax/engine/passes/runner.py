@@ -13,9 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.analyses.batch_dimensions import ShardCounts
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
-from jaxpp_flax.engine.passes.memory.pack import PackRule
 from jaxpp_flax.engine.passes.placed import ResultRanks
-from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
 __all__ = ["Observer", "Pass", "Settings", "observers", "run_passes", "wants_verification"]
@@ -36,8 +34,6 @@ class Settings:
       idle_ranks: the ranks of a result that no rank needs, and that each rank can compute by itself.
       residuals: what each stage does with its residuals; None keeps them on the devices. A function gives it after the
         cuts are chosen, which a choice of residuals may depend on.
-      pack_rule: says which values of loops are packed.
-      keys: tells equal graphs.
     """
 
     num_ranks: int
@@ -49,8 +45,6 @@ class Settings:
     fsdp: FsdpRule | None = None
     idle_ranks: frozenset[int] = frozenset({0})
     residuals: ResidualPlan | Callable[[], ResidualPlan | None] | None = None
-    pack_rule: PackRule = field(default_factory=PackRule)
-    keys: Fingerprinter = field(default_factory=Fingerprinter)
 
     @property
     def residual_plan(self) -> ResidualPlan | None:

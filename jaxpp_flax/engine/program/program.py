@@ -28,8 +28,7 @@ class ProgramTask:
     whose sharding it must keep (accumulators and carries, which go round the loop). If a task makes accumulators,
     `batch_dims` holds for each output its dimension over the shards of the batch and the mesh axes of that dimension,
     or None; `like` holds the position of the step's argument whose sharding the accumulator takes, or None. `out_specs`
-    holds the specs of the outputs, if the task's author gives them; otherwise XLA chooses. A task that runs in several
-    parts is several of these, with one name; `part` counts them from 0 (see `share_tasks`).
+    holds the specs of the outputs, if the task's author gives them; otherwise XLA chooses.
     """
 
     name: str
@@ -43,7 +42,6 @@ class ProgramTask:
     batch_dims: tuple[Any, ...] = ()
     like: tuple[int | None, ...] = ()
     out_specs: tuple[PartitionSpec, ...] = ()
-    part: int = 0
 
     def scheduled(self, microbatch: int) -> Task | FusedTask | None:
         """Return the task of the schedule that this one runs for a microbatch; None outside loops."""

@@ -63,17 +63,17 @@ class TaskCompiler(Generic[MeshT]):
     """Lowers and compiles each distinct task once.
 
     `options` are XLA's, as `jax.jit` takes them in `compiler_options`; `rank_options` replaces them for some ranks.
-    `keys` tells equal tasks. `lowerings`, `compilations` (by XLA) and `executables` (compiled, or copied for other
-    devices) are counters. They grow with the number of distinct tasks, never with the number of microbatches.
+    `lowerings`, `compilations` (by XLA) and `executables` (compiled, or copied for other devices) are counters. They
+    grow with the number of distinct tasks, never with the number of microbatches.
     """
 
     mesh: MeshT
     options: Mapping[str, Any] | None = None
     rank_options: Mapping[int, Mapping[str, Any]] = field(default_factory=dict[int, Mapping[str, Any]])
-    keys: Fingerprinter = field(default_factory=Fingerprinter)
     lowerings: int = 0
     compilations: int = 0
     executables: int = 0
+    _keys: Fingerprinter = field(default_factory=Fingerprinter)  # tells equal tasks
     _lowered: dict[Hashable, Any] = field(default_factory=dict)
     _originals: dict[Hashable, Waiting] = field(default_factory=dict[Hashable, Waiting])  # by lowering
     _started: dict[Hashable, Waiting] = field(default_factory=dict[Hashable, Waiting])  # by lowering and devices
@@ -89,7 +89,7 @@ class TaskCompiler(Generic[MeshT]):
         self, task: ProgramTask, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec | None]
     ) -> Waiting:
         """Let threads compile a task; a call of the result waits for its executable."""
-        graph = self.keys.graph(task.graph)
+        graph = self._keys.graph(task.graph)
         mesh = self._lowering_mesh(task, graph)
         # JAX's settings at that time change how some primitives (random bits, say) are lowered.
         key = (mesh, graph, tuple(in_specs), tuple(out_specs), task.donate, trace_context())

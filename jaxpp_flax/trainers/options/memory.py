@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxpp_flax.engine.arrays.memory_kinds import check_kind
-from jaxpp_flax.engine.passes.memory.pack import check_pack_bytes
 from jaxpp_flax.schedules import ResidualPlan
 
 __all__ = ["Memory"]
@@ -21,8 +20,6 @@ class Memory:
       optimizer_state: the memory kind in which the optimizer's state lies between steps: "pinned_host" is host memory.
         Each step streams it to the devices, a few leaves at a time, and back; the results are the same. Single numbers
         (counters, hyperparameters) stay on the devices. None: the devices' own memory.
-      pack_bytes: the size of the largest value that a training step packs into few arrays, in bytes; "auto" packs where
-        it pays, 0 nothing. As in `jaxpp_flax.mpmd_jit_with_loop`.
 
     Raises:
       TypeError, ValueError: naming the field that does not fit.
@@ -37,7 +34,6 @@ class Memory:
 
     optimizer_state: str | None = None
     residuals: ResidualPlan | None = None
-    pack_bytes: str | int = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.residuals, (ResidualPlan, type(None))):
@@ -53,7 +49,6 @@ class Memory:
                     f"{type(kind).__name__}: {kind!r}."
                 )
             check_kind(kind, "Memory(optimizer_state=)")
-        check_pack_bytes(self.pack_bytes)
 
     @classmethod
     def of(cls, value: Memory | None) -> Memory:

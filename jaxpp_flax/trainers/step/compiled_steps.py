@@ -174,7 +174,6 @@ class CompiledSteps:
             everywhere=(False, True) if donate else True,
             fsdp=self._fsdp if donate else "microbatch",
             residuals=self._residuals if donate else None,  # inference has no backward
-            pack_bytes=self._memory.pack_bytes if donate else 0,
         )
         return self._compile_form(function, (state, batch), policy, form)
 
@@ -197,7 +196,6 @@ class CompiledSteps:
             everywhere=form.everywhere,
             fsdp=form.fsdp,
             residuals=form.residuals,
-            pack_bytes=form.pack_bytes,
         )
         with nn.logical_axis_rules(self._rules.on(inner_sizes(mesh))):
             return step.compile(*arguments)
@@ -213,7 +211,6 @@ class _Form:
     everywhere: Any
     fsdp: str | int = "microbatch"
     residuals: Callable[[], ResidualPlan | None] | None = None
-    pack_bytes: str | int = 0
 
 
 def stage_table(

@@ -54,18 +54,6 @@ def test_a_kind_that_the_platform_lacks_is_refused_with_the_kinds_it_has(monkeyp
     make(Memory(), num_stages)
 
 
-def test_pack_bytes_reaches_the_training_step():
-    def arrays(memory):
-        tasks = make(memory, model=m.Layers(4)).compile(m.make_xy(4)).program.tasks
-        return max(len(task.graph.inputs) for task in tasks if task.stage is not None)
-
-    assert arrays(Memory(pack_bytes=4096)) < arrays(Memory()) == arrays(Memory(pack_bytes=0))
-    with pytest.raises(ValueError, match=r"^pack_bytes='small' is no known setting"):
-        Memory(pack_bytes="small")
-    with pytest.raises(ValueError, match=r"^Memory\(pack_bytes=\) needs a pipeline, but with num_stages=1"):
-        make(Memory(pack_bytes=0), num_stages=1)
-
-
 def test_residuals_are_refused_where_they_do_not_fit():
     with pytest.raises(TypeError, match=r"^residuals must be ResidualPlan.*got str: 'offload'"):
         Memory(residuals="offload")  # type: ignore[arg-type]
