@@ -11,14 +11,30 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from jaxpp_flax.engine.analyses.cheap_values import is_cheap
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, graph_of, producers, values
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, graph_of, inside, producers, values
 
 __all__ = ["Divided", "Net", "divide"]
 
 # A part may have this many equations of the core again: the scale of a norm in another shape, for one.
 _MOST_REPEATED = 4
+# Operations that pass over their operands once.
+_CHEAP = frozenset(
+    {"abs", "acos", "acosh", "add", "add_any", "and", "argmax", "argmin", "asin", "asinh", "atan", "atan2", "atanh",
+     "bitcast_convert_type", "broadcast_in_dim", "cbrt", "ceil", "clamp", "clz", "complex", "concatenate", "conj",
+     "convert_element_type", "copy", "copy_p", "cos", "cosh", "cumlogsumexp", "cummax", "cummin", "cumprod",
+     "cumsum", "div", "dynamic_slice", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expand_dims",
+     "expm1", "floor", "ge", "gt", "imag", "integer_pow", "iota", "is_finite", "le", "le_to", "log", "log1p", "log2",
+     "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "name", "ne", "neg", "nextafter", "not",
+     "one_minus_square", "or", "pad", "polynomial", "population_count", "pow", "random_bits", "random_fold_in",
+     "random_seed", "random_split", "random_unwrap", "random_wrap", "real", "reduce_and", "reduce_max", "reduce_min",
+     "reduce_or", "reduce_precision", "reduce_prod", "reduce_sum", "rem", "reshape", "rev", "round", "rsqrt",
+     "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "slice",
+     "split", "sqrt", "square", "squeeze", "stack", "stop_gradient", "sub", "tan", "tanh", "threefry2x32", "tile",
+     "transpose", "unstack", "xor"}
+)  # fmt: skip
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
+_CHEAP_INSIDE_A_CALL = _CHEAP | _CALLS
 
 
 @dataclass(frozen=True)
@@ -116,13 +132,23 @@ def _repeated(whole: Graph, core: Graph, wanted: Sequence[Value]) -> _Again | No
             if equation is not None and equation not in own:
                 own.add(equation)
                 reading += values(equation.inputs)
-        if len(own) > _MOST_REPEATED or not all(map(is_cheap, own)):
+        if len(own) > _MOST_REPEATED or not all(map(_is_cheap, own)):
             return None
         needed |= own
     again = _Again((), {v: Value(v.aval) for e in needed for v in e.outputs})
     ordered = [e for e in core.equations if e in needed]
     renamed = [replace(again.reading(e), outputs=tuple(again.names[v] for v in e.outputs)) for e in ordered]
     return replace(again, equations=tuple(renamed))
+
+
+def _is_cheap(equation: Any) -> bool:
+    """Return True if an equation passes over its operands once, as do those inside it."""
+    if equation.effects:
+        return False
+    name = equation.primitive.name
+    return name in _CHEAP or (
+        name in _CALLS and all(e.primitive.name in _CHEAP_INSIDE_A_CALL for e in inside(equation.params))
+    )
 
 
 def _made(equations: Iterable[Equation]) -> set[Value]:
