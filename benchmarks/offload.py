@@ -35,8 +35,6 @@ def main() -> None:
         "keep": StageResiduals(),
         "offload": StageResiduals(offload=1.0),
         "offload half of the bytes": StageResiduals(offload=1.0, offload_values=0.5),
-        "recompute cheap values": StageResiduals(recompute="cheap"),
-        "recompute cheap values, offload half": StageResiduals(recompute="cheap", offload=1.0, offload_values=0.5),
         "recompute": StageResiduals(recompute=True),
     }
     functions = {

@@ -35,7 +35,6 @@ class LimitedStep:
       hardware: the devices and their links.
       passing: those of them that the block before the cut does not keep; None: it keeps all.
       with_effects: the blocks that may not run twice.
-      cheap: seconds in which each block's backward recomputes its cheap values; None: stages recompute all or nothing.
 
     Example:
       >>> from jaxpp_flax.assignment.memory import Held, live_counts
@@ -55,7 +54,6 @@ class LimitedStep:
     memory: MemoryModel
     sent: Sequence[float]
     hardware: Hardware
-    cheap: Sequence[float] | None = None
     passing: Sequence[float] | None = None
     with_effects: Collection[int] = ()
 
@@ -66,25 +64,14 @@ class LimitedStep:
         left_out = dict(enumerate(self.memory.left_out))
         for rank, size, end in zip(self.memory.rank_of, sizes, itertools.accumulate(sizes), strict=True):
             start = end - size
-            active = self.memory.active_bytes(start, end)
-            cheap = (
-                {}
-                if self.cheap is None
-                else {
-                    "cheap_bytes": active - self.memory.kept_bytes(start, end),
-                    "cheap_recomputation": sum(self.cheap[start:end]),
-                }
-            )
             stages.append(
                 StageLoad(
                     forward=sum(forward[start:end]) * self.seconds,
                     backward=sum(backward[start:end]) * self.seconds,
-                    residual_bytes=active,
+                    residual_bytes=self.memory.active_bytes(start, end),
                     values=self.memory.values(start, end),
                     saved_bytes=sum(self.memory.values(start, end, "saved")),
                     has_effects=any(start <= block < end for block in self.with_effects),
-                    cheap_values=() if self.cheap is None else self.memory.values(start, end, "kept"),
-                    **cheap,
                     input_bytes=self.sent[start] if start else 0.0,
                     sent_bytes=self.sent[end] if end < len(self.sent) else 0.0,
                     passing_bytes=self.passing[end] if self.passing and end < len(self.sent) else 0.0,

@@ -17,7 +17,7 @@ from jaxpp_flax.schedules.planning.model import update_window
 
 __all__ = ["Held", "MemoryModel", "live_counts"]
 
-_IN_FLIGHT = ("activations", "kept", "saved")
+_IN_FLIGHT = ("activations", "saved")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +25,9 @@ class Held:
     """Bytes on each device of a rank that runs any of `blocks`.
 
     Attributes:
-      kind: "parameters", "gathered", "optimizer", "streamed", "gradients", "data", "activations", "kept" or "saved".
-        Activations count once for each microbatch in flight; "kept" counts in their place where cheap values are
-        recomputed, and "saved" are those that a policy saves from recomputation. "gathered" counts up to the limit of
-        `fsdp`. "streamed" is on the host, and counts in windows after the loop.
+      kind: "parameters", "gathered", "optimizer", "streamed", "gradients", "data", "activations" or "saved".
+        Activations count once for each microbatch in flight; "saved" are those that a policy saves from recomputation.
+        "gathered" counts up to the limit of `fsdp`. "streamed" is on the host, and counts in windows after the loop.
       nbytes: the number of bytes.
       blocks: the blocks that need these bytes, in increasing order.
     """
@@ -130,12 +129,8 @@ class MemoryModel:
         """Return the activations of one microbatch of a stage with blocks `start` to `end` (exclusive)."""
         return self._active(start, end)
 
-    def kept_bytes(self, start: int, end: int) -> float:
-        """Return what such a stage keeps of its activations if it recomputes its cheap values."""
-        return min(self._sums[2][start][end - start], self._active(start, end))
-
     def values(self, start: int, end: int, kind: str = "activations") -> tuple[float, ...]:
-        """Return the bytes of each activation of one microbatch of such a stage, or of each that is kept."""
+        """Return the bytes of each activation of one microbatch of such a stage, or of each that is saved."""
         return tuple(item.nbytes for item in self.held if _is_in(item, kind, start, end))
 
     def fixed_parts(self, start: int, end: int) -> dict[str, float]:
@@ -218,7 +213,7 @@ class MemoryModel:
         return all(max(held[here]) <= limit for here, limit in zip(self.slices, self.limits, strict=True))
 
     def _fixed(self, start: int, end: int) -> float:
-        gathered = self._sums[4][start][end - start]
+        gathered = self._sums[2][start][end - start]
         return self._sums[0][start][end - start] + (
             gathered if isinstance(self.fsdp, str) else min(gathered, self.fsdp)
         )
@@ -228,10 +223,9 @@ class MemoryModel:
 
     @cached_property
     def _sums(self) -> tuple[list[list[float]], ...]:
-        """For (fixed, activations, kept, saved, gathered): the bytes of the n blocks from each start on."""
-        apart = (*_IN_FLIGHT, "gathered")
-        fixed = [h for h in self.held if h.kind not in (*apart, "streamed")]
-        groups = fixed, *([h for h in self.held if h.kind == kind] for kind in apart)
+        """For (fixed, activations, gathered): the bytes of the n blocks from each start on."""
+        fixed = [h for h in self.held if h.kind not in (*_IN_FLIGHT, "gathered", "streamed")]
+        groups = fixed, *([h for h in self.held if h.kind == kind] for kind in ("activations", "gathered"))
         return tuple(_range_sums(group, self.num_blocks) for group in groups)
 
 

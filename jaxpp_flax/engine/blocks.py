@@ -14,14 +14,14 @@ from typing import Any, overload
 
 from jax.sharding import PartitionSpec
 
-from jaxpp_flax.engine.analyses.cheap_values import CheapCut, makers_of
+from jaxpp_flax.engine.analyses.data_flow import makers_of
 from jaxpp_flax.engine.analyses.work import count_flops, work_of
 from jaxpp_flax.engine.passes.fsdp.rule import Gather
 from jaxpp_flax.engine.passes.loop.carries import CarryError
 from jaxpp_flax.engine.passes.loop.label import label
-from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask, Partition
+from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.loop.partition import partition
-from jaxpp_flax.engine.passes.memory.recompute import cheap_cut_of, saved_by_policies
+from jaxpp_flax.engine.passes.memory.recompute import saved_by_policies
 from jaxpp_flax.engine.program.specs import accumulator_spec
 from jaxpp_flax.engine.tracing.ir import Atom, Value, memory_kind_of, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
@@ -60,10 +60,9 @@ class Holding:
     Attributes:
       kind: "parameters" (and all other operands that the loop reads whole), "data" (indexed by the microbatch, held for
         all microbatches), "gradients" (accumulators), "activations" (made by a forward and read by a backward, or
-        made by an input gradient and read by the weight gradient: held for each microbatch in flight), "kept" (what
-        is held instead of activations by stages that recompute their cheap values), "saved" (activations that a policy
-        of the user saves), or "gathered" (whole copies of sharded parameters, with `fsdp=`; under a limit in bytes,
-        this counts all of them).
+        made by an input gradient and read by the weight gradient: held for each microbatch in flight), "saved"
+        (activations that a policy of the user saves), or "gathered" (whole copies of sharded parameters, with `fsdp=`;
+        under a limit in bytes, this counts all of them).
       nbytes: bytes on each device of a rank.
       blocks: the blocks that need the value, in increasing order.
       argument: its position among the step's flat arguments, counted from the end (-1 is the last); or None.
@@ -196,7 +195,6 @@ class Blocks:
         return (
             *found,
             *self._in_flight("activations", kept),
-            *self._in_flight("kept", self._with_cheap_cuts(kept)),
             *self._in_flight("saved", {v: stages for v, stages in saved.items() if stages}),
         )
 
@@ -220,28 +218,6 @@ class Blocks:
             for value, stages in kept.items()
             if memory_kind_of(value.aval) is None  # a policy of the user may have put it on the host
         ]
-
-    def _with_cheap_cuts(self, kept: Mapping[Value, set[int]]) -> dict[Value, set[int]]:
-        """Return the values that each block keeps if it recomputes its cheap ones."""
-        found: dict[Value, set[int]] = {}
-        for forward, cut in self.cheap_cuts.items():
-            made = {v for e in forward.graph.equations for v in e.outputs}
-            others = [v for v, blocks in kept.items() if forward.stage in blocks and v not in made]
-            for value in dict.fromkeys([*others, *cut.kept]):
-                found.setdefault(value, set()).add(forward.stage)
-        return found
-
-    @cached_property
-    def cheap_cuts(self) -> Mapping[LoopTask, CheapCut]:
-        """What each block keeps and computes again if it recomputes its cheap values, by its forward."""
-        part = self.partition
-        return {
-            task: cheap_cut_of(
-                task, [t for t in part.tasks if t.stage == task.stage and t is not task], part, self.body
-            )
-            for task in part.tasks
-            if task.kind is TaskKind.FORWARD
-        }
 
     @cached_property
     def with_effects(self) -> frozenset[int]:
@@ -285,14 +261,6 @@ class Marks(Sequence[Mark]):
 
     def __len__(self) -> int:
         return len(self._marks)
-
-    def cheap_work(self, flops_per_byte: float = 0.0) -> tuple[float, ...]:
-        """Estimate the work of each block's backward that recomputes cheap values, fused; see `work_of_blocks`."""
-        found = [0.0] * (len(self) + 1)
-        for forward, cut in self.blocks.cheap_cuts.items():
-            operations = sum(work_of(e, 0.0) for e in cut.equations)
-            found[forward.stage] += max(operations, flops_per_byte * cut.moved_bytes)
-        return tuple(found)
 
     def work(self, flops_per_byte: float = 0.0) -> tuple[Work, ...]:
         """Estimate the work of each block; there is one block more than marks. See `work_of_blocks`."""

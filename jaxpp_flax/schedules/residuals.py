@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.task import AnyTask, FusedTask, TaskKind
@@ -18,31 +18,33 @@ class StageResiduals:
 
     Args:
       recompute: True: the backward computes the residuals again from the stage's inputs, and these are kept instead.
-        "cheap": matrix products, convolutions, loops and kernels do not run twice; the backward computes the rest
-        again (elementwise operations, norms, activations), and as few bytes are kept as this allows.
+        What a policy of `jax.checkpoint` in the model saves stays saved.
       offload: the share of microbatches, from 0 to 1, whose kept values move to host memory after the forward and
         come back before the backward. The microbatches are spread evenly.
       offload_values: the share of bytes that move, of each such microbatch, above 0 to 1. The largest values that fit
         into this share move, and one more to reach it.
 
     Raises:
-      ScheduleError: for a share outside its bounds, and for another word than "cheap".
+      ScheduleError: for a share outside its bounds, and for `recompute` that is neither True nor False.
 
     Example:
       >>> half = StageResiduals(offload=0.5)
       >>> [half.offloads(microbatch) for microbatch in range(4)]
       [False, True, False, True]
-      >>> StageResiduals(recompute="cheap", offload=1.0, offload_values=0.5).is_kept
+      >>> StageResiduals(recompute=True, offload=1.0).is_kept
       False
     """
 
-    recompute: bool | Literal["cheap"] = False
+    recompute: bool = False
     offload: float = 0.0
     offload_values: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.recompute not in (True, False, "cheap"):
-            raise ScheduleError(f'recompute={self.recompute!r}: use True, False or "cheap".')
+        if not isinstance(self.recompute, bool):
+            raise ScheduleError(
+                f"recompute={self.recompute!r}: use True or False. To keep some values and recompute the others, give "
+                "`jax.checkpoint` in the model a policy, such as `jax.checkpoint_policies.dots_saveable`."
+            )
         if not 0 <= self.offload <= 1:
             raise ScheduleError(f"offload={self.offload!r}: the share of offloaded microbatches is from 0 to 1.")
         if not 0 < self.offload_values <= 1:
@@ -101,7 +103,7 @@ class ResidualPlan:
             if not isinstance(stage, StageResiduals):
                 raise ScheduleError(
                     f"entry {number} of the ResidualPlan is {stage!r}: an entry is a StageResiduals, such as "
-                    'StageResiduals(recompute="cheap").'
+                    "StageResiduals(recompute=True)."
                 )
         if not _is_count(fetch_ahead):
             raise ScheduleError(f"fetch_ahead={fetch_ahead!r}: a fetch starts at least 1 task before its backward.")

@@ -312,7 +312,6 @@ class Assigner:
             passing=[0.0, *marks.blocks.passing],
             with_effects=marks.blocks.with_effects,
             hardware=hardware,
-            cheap=[work / (hardware.flops * len(devices)) for work in marks.cheap_work(_bytes_as_flops(pipeline))],
         )
 
 

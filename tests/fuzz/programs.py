@@ -96,7 +96,7 @@ def draw_storage(rng: random.Random, program: Program) -> Program:
 
     def stage() -> StageResiduals:
         return StageResiduals(
-            recompute=rng.choice([False, False, True, "cheap", "cheap"]), offload=rng.choice([0.0, 0.5, 1.0, 1.0]),
+            recompute=rng.choice([False, False, True]), offload=rng.choice([0.0, 0.5, 1.0, 1.0]),
             offload_values=rng.choice([0.3, 0.6, 1.0]),
         )  # fmt: skip
 

@@ -26,9 +26,9 @@ def test_a_share_of_bytes_outside_is_refused(share):
         StageResiduals(offload=1.0, offload_values=share)
 
 
-@pytest.mark.parametrize("word", ["dots", "", 2])
-def test_another_word_for_recomputation_is_refused(word):
-    with pytest.raises(ScheduleError, match=f'recompute={word!r}: use True, False or "cheap"'):
+@pytest.mark.parametrize("word", ["cheap", "", 2])
+def test_a_word_for_recomputation_is_refused(word):
+    with pytest.raises(ScheduleError, match=f"recompute={word!r}: use True or False. To keep some values .* a policy"):
         StageResiduals(recompute=word)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, values
 
-__all__ = ["ancestors", "needed_by", "use_counts"]
+__all__ = ["ancestors", "makers_of", "needed_by", "use_counts"]
 
 
 def ancestors(atoms: Iterable[Atom], producer: Mapping[Value, Equation]) -> Iterator[Value]:
@@ -28,6 +28,17 @@ def use_counts(
     """Count the reads of each value, by equations and as an output; `resolve` may look through identities."""
     reads = chain(*(equation.inputs for equation in equations), outputs)
     return Counter(values(map(resolve, reads)))
+
+
+def makers_of(equations: Sequence[Equation], wanted: Iterable[Value], kept: Collection[Value]) -> tuple[Equation, ...]:
+    """Return the equations that compute the wanted values from the kept ones, in order."""
+    needed = {v for v in wanted if v not in kept}
+    found: list[Equation] = []
+    for equation in reversed(equations):
+        if not needed.isdisjoint(equation.outputs):
+            found.append(equation)
+            needed.update(v for v in values(equation.inputs) if v not in kept)
+    return tuple(reversed(found))
 
 
 def needed_by(

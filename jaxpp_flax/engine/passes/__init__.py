@@ -102,8 +102,7 @@ PASSES: tuple[Pass, ...] = (
         "recompute",
         lambda step, settings: step.each(lambda loop: recompute(loop, settings.residual_plan)),
         requires="tasks",
-        ensures="stages that recompute keep the inputs of their forward instead, or the values from which cheap "
-        "operations make the rest",
+        ensures="stages that recompute keep the inputs of their forward instead",
     ),
     Pass(
         "lower_loops",

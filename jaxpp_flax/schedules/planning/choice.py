@@ -35,8 +35,6 @@ _WHOLE = (
 OPTIONS = (
     *_WHOLE,
     *(StageResiduals(offload=1.0, offload_values=part) for part in _PARTS),
-    StageResiduals(recompute="cheap"),
-    *(StageResiduals(recompute="cheap", offload=1.0, offload_values=part) for part in (*_PARTS, 1.0)),
 )
 """The options of a stage, in the order of preference among equals."""
 
@@ -147,17 +145,17 @@ def describe(stage: StageResiduals) -> str:
     Example:
       >>> describe(KEEP), describe(StageResiduals(offload=0.5)), describe(StageResiduals(recompute=True, offload=0.5))
       ('keep', 'offload 50%', 'recompute, offload inputs 50%')
-      >>> describe(StageResiduals(recompute="cheap", offload=1.0, offload_values=0.25))
-      'recompute cheap values, offload 25% of bytes'
+      >>> describe(StageResiduals(offload=1.0, offload_values=0.25))
+      'offload 25% of bytes'
     """
-    again = {True: "recompute", "cheap": "recompute cheap values"}.get(stage.recompute, "")
+    again = "recompute" if stage.recompute else ""
     moved = ""
     if stage.offload:
         share = f"{stage.offload:.0%}"
         if stage.offload_values < 1:
             of = "" if stage.offload == 1 else f" of {share} of microbatches"
             share = f"{stage.offload_values:.0%} of bytes{of}"
-        moved = f"offload{' inputs' if stage.recompute is True else ''} {share}"
+        moved = f"offload{' inputs' if stage.recompute else ''} {share}"
     return ", ".join(part for part in (again, moved) if part) or "keep"
 
 
@@ -302,9 +300,8 @@ def _options(model: StepModel, stage: int, options: Sequence[StageResiduals]) ->
     found: dict[tuple[object, ...], StageResiduals] = {}
     for option in options:
         moves_nothing = option.offload and not load.kept_bytes(option)
-        saves_nothing = option.recompute == "cheap" and not load.cheap_bytes
-        if option.recompute is True:  # an operation with side effects may not run twice, and policies save values
-            saves_nothing = load.has_effects or 0 < load.saved_bytes >= load.residual_bytes
+        # An operation with side effects may not run twice, and policies save values.
+        saves_nothing = option.recompute and (load.has_effects or 0 < load.saved_bytes >= load.residual_bytes)
         if not moves_nothing and not saves_nothing:
             moved = tuple(m for m in range(model.num_microbatches) if option.offloads(m))
             found.setdefault((option.recompute, moved, option.offload_values), option)
@@ -340,7 +337,6 @@ def _greedy(search: _Search, ranks: Sequence[Sequence[_Mixture]], window: int) -
     """Yield plans with the least added work on each rank: of any mixtures, without recomputation, without offload."""
     allowed: tuple[Callable[[StageResiduals], bool], ...] = (
         lambda option: True,
-        lambda option: option.recompute is not True,
         lambda option: not option.recompute,
         lambda option: not option.offload,
     )

@@ -76,12 +76,8 @@ class StageLoad:
       saved_bytes: the residuals that the user's `jax.checkpoint` policies save: a stage that recomputes keeps them.
       has_effects: True if the forward has side effects, so that it may not run twice.
       values: the bytes of each residual; those that move to the host move whole. Empty: a part of any size moves.
-      cheap_values: the same of what is kept if the backward makes the cheap ones again.
       recomputation: seconds that the backward takes longer if it recomputes the residuals; default: those of the
         forward.
-      cheap_bytes: the part of the residuals that the backward can compute again from the rest without a matrix product
-        or another costly operation (`StageResiduals(recompute="cheap")`).
-      cheap_recomputation: seconds that this takes.
       fixed_bytes: bytes held for the whole step, by kind, such as "parameters", "gradients" and "optimizer".
       gathered: bytes of the whole parameters that are sharded inside the stage (FSDP), by name; `StepModel(fsdp=)` says
         how often they are gathered. Stages of one rank share a parameter of one name.
@@ -104,10 +100,7 @@ class StageLoad:
     saved_bytes: float = 0.0
     has_effects: bool = False
     values: Sequence[float] = ()
-    cheap_values: Sequence[float] = ()
     recomputation: float | None = None
-    cheap_bytes: float = 0.0
-    cheap_recomputation: float = 0.0
     fixed_bytes: Mapping[str, float] = field(default_factory=dict)
     gathered: Mapping[str, float] = field(default_factory=dict)
     streamed: Sequence[float] = ()
@@ -124,24 +117,19 @@ class StageLoad:
 
     def kept_bytes(self, residuals: StageResiduals) -> float:
         """Return the bytes of a microbatch that a forward keeps, on the devices or on the host."""
-        if residuals.recompute == "cheap":
-            return self.residual_bytes - self.cheap_bytes
         # The regions of policies read the stage's input too.
         again = min(max(self.input_bytes, self.saved_bytes), self.residual_bytes)
         return again if residuals.recompute else self.residual_bytes
 
     def seconds_again(self, residuals: StageResiduals) -> float:
         """Return the seconds that a backward takes longer because it recomputes values."""
-        if residuals.recompute == "cheap":
-            return self.cheap_recomputation
         return self.time_again if residuals.recompute else 0.0
 
     def with_times(self, forward: float, backward: float) -> StageLoad:
         """Return this load with other times, such as measured ones; recomputation takes the same share of a forward."""
         share = forward / self.forward if self.forward else 0.0
         again = self.time_again * share if share else forward
-        cheap = self.cheap_recomputation * share
-        return replace(self, forward=forward, backward=backward, recomputation=again, cheap_recomputation=cheap)
+        return replace(self, forward=forward, backward=backward, recomputation=again)
 
     @property
     def fixed(self) -> float:

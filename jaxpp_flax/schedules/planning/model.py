@@ -136,10 +136,7 @@ class StepModel:
             sent=[load.sent_bytes for load in self.stages],
             recomputation=[load.time_again for load in self.stages],
             stage_input=[load.kept_bytes(StageResiduals(recompute=True)) for load in self.stages],
-            cheap_recomputation=[load.cheap_recomputation for load in self.stages],
-            cheap_activation=[load.residual_bytes - load.cheap_bytes for load in self.stages],
             values=[load.values for load in self.stages],
-            cheap_values=[load.cheap_values for load in self.stages],
         )
 
     @cached_property
@@ -271,7 +268,7 @@ class StepModel:
             entry, count = residuals.of(stage), self.num_microbatches
             size = load.kept_bytes(entry)
             moved = table.moved[stage] * copied[stage]
-            again = {True: load.residual_bytes - load.saved_bytes, "cheap": load.cheap_bytes}.get(entry.recompute, 0.0)
+            again = load.residual_bytes - load.saved_bytes if entry.recompute else 0.0
             uses.append(
                 StageUse(
                     kept=size * count - moved,

@@ -36,12 +36,8 @@ class Costs:
             the time of ``F``.
         stage_input: memory held for each microbatch instead of ``activation``, from ``F`` to ``B`` or ``I``, in a
             stage that recomputes its residuals.
-        cheap_recomputation: time that ``B`` or ``I`` takes longer in a stage that recomputes its cheap values.
-        cheap_activation: memory held for each microbatch instead of ``activation`` in such a stage; by default all of
-            it.
         values: for each stage, the memory of each value of the activation. The values that a plan offloads are whole;
             a stage without values here offloads a part of any size.
-        cheap_values: the same of what is held where cheap values are recomputed.
 
     >>> costs = Costs(forward=[1.0, 1.0, 1.5], backward_input=[1.0, 1.0, 1.5])
     >>> from jaxpp_flax.schedules.task import backward
@@ -58,15 +54,12 @@ class Costs:
     sent: PerStage = 0.0
     recomputation: PerStage | None = None
     stage_input: PerStage = 0.0
-    cheap_recomputation: PerStage = 0.0
-    cheap_activation: PerStage | None = None
     values: Sequence[Sequence[float]] = ()
-    cheap_values: Sequence[Sequence[float]] = ()
 
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(self)):
             value = getattr(self, name)
-            if name.endswith("values"):
+            if name == "values":
                 object.__setattr__(self, name, tuple(tuple(map(float, sizes)) for sizes in value))
                 continue
             if value is None:
@@ -95,9 +88,8 @@ class Costs:
                 )
             return list(value)
 
-        for name, known in (("values", self.values), ("cheap_values", self.cheap_values)):
-            if known and len(known) != num_stages:
-                raise ScheduleError(f"{name} has {len(known)} lists for {num_stages} stages: give one for each stage")
+        if self.values and len(self.values) != num_stages:
+            raise ScheduleError(f"values has {len(self.values)} lists for {num_stages} stages: give one for each stage")
         inputs, weights = spread("backward_input"), spread("backward_weight")
         whole = (
             spread("backward") if self.backward is not None else [i + w for i, w in zip(inputs, weights, strict=True)]
@@ -106,17 +98,14 @@ class Costs:
         kept = spread("weight_activation") if self.weight_activation is not None else activation
         saved, stage_input = list(activation), spread("stage_input")
         again = spread("recomputation") if self.recomputation is not None else forward
-        cheap = spread("cheap_activation") if self.cheap_activation is not None else activation
-        cheap_again = spread("cheap_recomputation")
         fused_backward, moved = list(whole), list(saved)
         if residuals is not None:
             residuals.check(num_stages)
             for stage, entry in enumerate(residuals.stages):
                 if entry.recompute:
-                    is_cheap = entry.recompute == "cheap"
-                    saved[stage] = (cheap if is_cheap else stage_input)[stage]
-                    whole[stage] += (cheap_again if is_cheap else again)[stage]
-                    inputs[stage] += (cheap_again if is_cheap else again)[stage]
+                    saved[stage] = stage_input[stage]
+                    whole[stage] += again[stage]
+                    inputs[stage] += again[stage]
                 moved[stage] = self._moved(stage, entry, saved[stage])
         return CostTable(
             forward, whole, inputs, weights, activation, kept, spread("sent"), saved, fused_backward, moved
@@ -124,10 +113,10 @@ class Costs:
 
     def _moved(self, stage: int, entry: StageResiduals, saved: float) -> float:
         """Return the memory that an offloaded microbatch moves of what a stage holds for it."""
-        known = self.cheap_values if entry.recompute == "cheap" else self.values
-        if entry.recompute is True or entry.offload_values == 1 or not (known and known[stage]):
+        sizes = self.values[stage] if self.values else ()
+        if entry.recompute or entry.offload_values == 1 or not sizes:
             return saved * entry.offload_values
-        return sum(known[stage][i] for i in largest_share(known[stage], entry.offload_values))
+        return sum(sizes[i] for i in largest_share(sizes, entry.offload_values))
 
     def duration(self, task: AnyTask) -> float:
         """The time of one task."""

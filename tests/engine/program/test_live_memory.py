@@ -69,9 +69,9 @@ OFFLOAD = StageResiduals(offload=1.0)
 PLANS = {
     "moved": [OFFLOAD] * STAGES,
     "parts": [
-        StageResiduals(recompute="cheap", offload=1.0, offload_values=0.5),
+        StageResiduals(offload=1.0, offload_values=0.5),
         StageResiduals(offload=1.0, offload_values=0.3),
-        StageResiduals(recompute="cheap"),
+        StageResiduals(recompute=True),
     ],
     "mixed": [StageResiduals(recompute=True, offload=1.0), StageResiduals(offload=0.5), StageResiduals(recompute=True)],
 }

@@ -23,12 +23,11 @@ def models(draw: st.DrawFn, max_ranks: int = 4, max_per_rank: int = 2, max_micro
     schedule = draw(schedules(max_ranks, max_per_rank))
     number = st.integers(1, 4).map(float)
     load = st.builds(
-        lambda f, r, i, c, p: StageLoad(
-            forward=f, backward=2 * f, residual_bytes=4 * r, input_bytes=i, cheap_bytes=c * r,
-            cheap_recomputation=c / 8, fixed_bytes={"parameters": p},
+        lambda f, r, i, p: StageLoad(
+            forward=f, backward=2 * f, residual_bytes=4 * r, input_bytes=i, fixed_bytes={"parameters": p},
             gathered={"tied": 2.0, f"own {p}": p} if i < 3 else {},
         ),
-        number, number, number, st.integers(0, 2).map(float), number,
+        number, number, number, number,
     )  # fmt: skip
     stages = draw(st.lists(load, min_size=schedule.num_stages, max_size=schedule.num_stages))
     hardware = Hardware(flops=1.0, host_bandwidth=draw(st.sampled_from([1.0, 4.0, 100.0])), gather_bandwidth=8.0)
@@ -58,17 +57,15 @@ def test_a_step_by_hand():
 
 
 def test_the_bytes_and_seconds_of_a_part_by_hand():
-    load = StageLoad(
-        forward=1.0, backward=2.0, residual_bytes=10.0, cheap_bytes=2.0, cheap_recomputation=0.5, input_bytes=1.0
-    )
+    load = StageLoad(forward=1.0, backward=2.0, residual_bytes=8.0, input_bytes=1.0)
     model = StepModel(schedule=Std1F1B(2), num_microbatches=4, stages=[load] * 2, hardware=CARD)
-    half = StageResiduals(recompute="cheap", offload=1.0, offload_values=0.5)
+    half = StageResiduals(offload=1.0, offload_values=0.5)
     found = model.predict(ResidualPlan([half, KEEP]))
     # Rank 0 runs F0 F1 B0 F2 B1 F3 B2 B3: the values of microbatches 1 and 2 have the time to leave and come back.
     (use, _) = found.stages
     moved = 4.0 * len(host_copies(model.tasks[0], ResidualPlan([half, KEEP])))
     assert moved
-    assert (use.moved, use.kept, use.recomputed, use.recomputation) == (moved, 32.0 - moved, 8.0, 2.0)
+    assert (use.moved, use.kept, use.recomputed, use.recomputation) == (moved, 32.0 - moved, 0.0, 0.0)
 
 
 @given(st.data())
@@ -76,7 +73,7 @@ def test_the_order_of_tasks_bounds_the_bytes_of_every_simulation(data: st.DataOb
     model = data.draw(models())
     option = st.builds(
         StageResiduals,
-        recompute=st.sampled_from([False, True, "cheap"]),
+        recompute=st.booleans(),
         offload=st.sampled_from([0.0, 0.5, 1.0]),
         offload_values=st.sampled_from([0.25, 0.5, 1.0]),
     )
@@ -199,7 +196,7 @@ def test_numbers_of_tasks_are_whole(wrong: dict[str, Any]):
         ResidualPlan([KEEP], **wrong)
 
 
-@pytest.mark.parametrize("entry", ["cheap", True, None])
+@pytest.mark.parametrize("entry", ["keep", True, None])
 def test_an_entry_that_is_no_stage_is_refused(entry: Any):
     with pytest.raises(ScheduleError, match="entry 1 of the ResidualPlan is"):
         ResidualPlan([KEEP, entry])

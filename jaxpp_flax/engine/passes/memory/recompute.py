@@ -5,8 +5,6 @@ keeps the forward's inputs instead: the first backward task that reads residuals
 equations that make them. A split backward computes them once: the task hands them on to the later one. Parameters and
 the batch are inputs of the loop, so they are not kept twice. A carry is read as the forward has read it, and is not
 written again. A value that a `jax.checkpoint` policy saves stays saved.
-
-With `recompute="cheap"`, the stage keeps the values that `cheap_cut` chooses, and only cheap equations run again.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxpp_flax.engine.analyses.cheap_values import CheapCut, cheap_cut, makers_of
+from jaxpp_flax.engine.analyses.data_flow import makers_of
 from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask, Partition
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, prune, values
@@ -24,7 +22,7 @@ from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.schedules.task import TaskKind
 
-__all__ = ["cheap_cut_of", "recompute", "saved_by_policies"]
+__all__ = ["recompute", "saved_by_policies"]
 
 
 def recompute(loop: OpenLoop, plan: ResidualPlan | None) -> OpenLoop:
@@ -43,11 +41,11 @@ def recompute(loop: OpenLoop, plan: ResidualPlan | None) -> OpenLoop:
     part = loop.partition
     for stage, entry in enumerate(plan.stages):
         if entry.recompute:
-            part = _recompute_stage(part, stage, loop.body, is_cheap=entry.recompute == "cheap")
+            part = _recompute_stage(part, stage, loop.body)
     return replace(loop, partition=part)
 
 
-def _recompute_stage(part: Partition, stage: int, body: LoopBody, *, is_cheap: bool) -> Partition:
+def _recompute_stage(part: Partition, stage: int, body: LoopBody) -> Partition:
     numbers = [i for i, task in enumerate(part.tasks) if task.stage == stage]
     forwards = [i for i in numbers if part.tasks[i].kind is TaskKind.FORWARD and not part.tasks[i].fused]
     backwards = [i for i in numbers if part.tasks[i].kind is not TaskKind.FORWARD]
@@ -56,8 +54,6 @@ def _recompute_stage(part: Partition, stage: int, body: LoopBody, *, is_cheap: b
     (number,) = forwards
     forward, tasks = part.tasks[number], list(part.tasks)
     saved = saved_by_policies((tasks[i].graph for i in backwards), body)
-    if is_cheap:
-        saved |= {*cheap_cut_of(forward, [tasks[i] for i in backwards], part, body).kept}
     made = [v for v in values(forward.graph.outputs) if v not in saved]
     readers = [i for i in backwards if not set(made).isdisjoint(tasks[i].graph.inputs)]
     if not readers:
@@ -75,15 +71,6 @@ def _recompute_stage(part: Partition, stage: int, body: LoopBody, *, is_cheap: b
     outputs = [v for v in results if v in elsewhere or v in going_round]
     tasks[number] = replace(forward, graph=_with_outputs(forward.graph, outputs))
     return replace(part, tasks=tuple(tasks))
-
-
-def cheap_cut_of(forward: LoopTask, backwards: Sequence[LoopTask], part: Partition, body: LoopBody) -> CheapCut:
-    """Return what a stage with `recompute="cheap"` keeps, and what its backward computes again."""
-    read = {v for task in backwards for v in task.graph.inputs}
-    saved = saved_by_policies((task.graph for task in backwards), body)
-    wanted = [v for v in values(forward.graph.outputs) if v in read]
-    held = saved.union(v for v in forward.graph.inputs if v in read)
-    return cheap_cut(forward.graph, wanted, {*part.operands, part.index}, held)
 
 
 def saved_by_policies(graphs: Iterable[Graph], body: LoopBody) -> set[Value]:

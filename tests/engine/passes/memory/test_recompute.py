@@ -23,7 +23,6 @@ from tests.engine.toys import built, chain, count, gradients
 from tests.helpers import DIM, batch_of
 
 RECOMPUTE = StageResiduals(recompute=True)
-CHEAP = StageResiduals(recompute="cheap")
 
 
 def tasks_of(schedule: Schedule, plan: ResidualPlan | None, loss: Callable[..., Any] | None = None) -> Partition:
@@ -105,22 +104,6 @@ def wide_loss(params: Any, mb: Any) -> jax.Array:
 
 
 @pytest.mark.parametrize("schedule", [GPipe(3), ZeroBubble(3)], ids=lambda s: type(s).__name__)
-def test_cheap_values_are_made_again_and_no_product_runs_twice(schedule: Schedule):
-    plain = tasks_of(schedule, None, wide_loss)
-    part = tasks_of(schedule, ResidualPlan([CHEAP] * 3), wide_loss)
-
-    def products(part: Partition) -> int:
-        return sum(count(t.graph, "dot_general") for t in part.tasks)
-
-    assert products(part) == products(plain)
-    for stage in range(3):
-        bytes_of = [sum(v.nbytes for v in kept(p, stage)) for p in (plain, part)]
-        assert bytes_of[1] < 0.6 * bytes_of[0]
-    again = tasks_of(schedule, ResidualPlan([RECOMPUTE] * 3), wide_loss)
-    assert products(again) > products(plain)
-
-
-@pytest.mark.parametrize("schedule", [GPipe(3), ZeroBubble(3)], ids=lambda s: type(s).__name__)
 def test_planners_count_the_bytes_that_stages_keep(schedule: Schedule):
     seen: list[Marks] = []
 
@@ -129,25 +112,14 @@ def test_planners_count_the_bytes_that_stages_keep(schedule: Schedule):
         return cut_at_every_mark(marks, num_stages)
 
     arguments = chain(3), batch_of(4)
-    for entry, kind in ((KEEP, "activations"), (CHEAP, "kept")):
-        step = gradients(schedule, wide_loss)
-        (loop,) = built(step, 3, *arguments, residuals=ResidualPlan([entry] * 3), policy=policy).loops
-        for stage in range(3):
-            read_by_weights = {v for t in loop.partition.tasks if t.stage == stage and t.kind is TaskKind.BACKWARD_INPUT
-                               for v in t.graph.outputs}  # fmt: skip
-            planned = [h for h in seen[-1].blocks.holdings if h.kind == kind and stage in h.blocks]
-            if not read_by_weights:
-                assert sum(h.nbytes for h in planned) == sum(v.nbytes for v in kept(loop.partition, stage))
-            assert sum(h.nbytes for h in planned) >= sum(v.nbytes for v in kept(loop.partition, stage))
-    assert all(work > 0 for work in seen[-1].cheap_work(1.0))
-
-
-def test_what_a_policy_saves_stays_saved_beside_cheap_values():
-    part = tasks_of(GPipe(2), ResidualPlan([CHEAP, KEEP]), policy_loss)
-    backward = task(part, TaskKind.BACKWARD, 0)
-    makers = {e.name for e in task(part, TaskKind.FORWARD, 0).graph.equations if kept(part, 0) & {*e.outputs}}
-    assert "reduce_precision" in makers, "jax.checkpoint's own mark of a saved value"
-    assert count(backward.graph, "erf") == 0
+    (loop,) = built(gradients(schedule, wide_loss), 3, *arguments, policy=policy).loops
+    for stage in range(3):
+        read_by_weights = {v for t in loop.partition.tasks if t.stage == stage and t.kind is TaskKind.BACKWARD_INPUT
+                           for v in t.graph.outputs}  # fmt: skip
+        planned = [h for h in seen[-1].blocks.holdings if h.kind == "activations" and stage in h.blocks]
+        if not read_by_weights:
+            assert sum(h.nbytes for h in planned) == sum(v.nbytes for v in kept(loop.partition, stage))
+        assert sum(h.nbytes for h in planned) >= sum(v.nbytes for v in kept(loop.partition, stage))
 
 
 def policy_loss(params: Any, mb: Any) -> jax.Array:
