@@ -160,11 +160,7 @@ class Plan:
 
     @property
     def rank_bytes(self) -> tuple[float, ...] | None:
-        """The bytes that the search estimated for each rank's devices, if a memory limit was given.
-
-        An estimate: the compiled step's own bytes, `trainer.compile(batch).memory_analysis()`, are exact without XLA's
-        workspace, and decide whether the limit is met.
-        """
+        """Estimated bytes on each rank's devices, if a memory limit was given (`memory_analysis()` is exact)."""
         return None if self.choice is None else self.choice.prediction.peak_bytes
 
     @property
