@@ -25,12 +25,12 @@ from jaxpp_flax.engine.passes.placed import ResultRanks
 from jaxpp_flax.engine.passes.submesh_constraints import on_submesh
 from jaxpp_flax.engine.pipeline import build
 from jaxpp_flax.engine.plan import Plan
+from jaxpp_flax.engine.program.one_pass import OnePass
 from jaxpp_flax.engine.program.program import HOST_MEMORY
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.runtime.task_compiler import TaskCompiler
 from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_array, type_of
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
-from jaxpp_flax.engine.tracing.one_pass import OnePass
 from jaxpp_flax.engine.tracing.static_arguments import unwrapping
 from jaxpp_flax.engine.tracing.treduce import Last, treduce_i
 from jaxpp_flax.schedules.gathers import check_fsdp

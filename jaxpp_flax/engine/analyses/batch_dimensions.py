@@ -18,6 +18,7 @@ from jaxpp_flax.engine.analyses.inner_bodies import Scan, open_scan
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.tracing.inline import body_of
 from jaxpp_flax.engine.tracing.ir import Equation, Value
+from jaxpp_flax.engine.tracing.primitives import Batch, Facts, facts_of
 
 __all__ = ["BatchDim", "ShardCounts", "inside_scan", "propagate"]
 
@@ -43,29 +44,14 @@ class ShardCounts:
 
     def batch_dim(self, spec: PartitionSpec) -> BatchDim | None:
         """Return the first dimension of an argument that is really sharded, with the axes that shard it."""
-        return next(((dim, self._axes_of(e)) for dim, e in enumerate(spec) if e is not None and self(e) > 1), None)
+        return next(
+            ((dim, self._axes_of(e)) for dim, e in enumerate(spec.partitions) if e is not None and self(e) > 1), None
+        )
 
     def _axes_of(self, entry: Any) -> Any:
         """Return an entry without axes of size 1."""
         names = tuple(name for name in axes_in((entry,)) if self.axes[name] > 1)
         return names[0] if len(names) == 1 else names
-
-
-_ELEMENTWISE = frozenset(
-    {
-        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
-        "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv",
-        "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "lgamma", "log",
-        "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "one_minus_square", "or",
-        "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_logical", "sign",
-        "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor", "stage_marker",
-        "optimization_barrier", "name",
-    }
-)  # fmt: skip
-_ALONG_AXIS = {"cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis", "cumlogsumexp": "axis"}
-_REDUCTIONS = frozenset(
-    {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
-)
 
 
 def propagate(
@@ -87,9 +73,10 @@ def propagate(
         if any(tag[1] != axes for _, tag in tagged):
             continue
         at = {i: tag[0] for i, tag in tagged}
-        if equation.name == "scan":
+        batch = facts_of(equation.primitive).batch
+        if batch is Batch.SCAN:
             found = _scan(equation, at, axes, size)
-        elif equation.name == "shard_map":
+        elif batch is Batch.SHARD_MAP:
             found = _shard_map(equation, at, axes, size)
         else:
             found = _rule(equation, at, axes)
@@ -168,50 +155,52 @@ def _shard_map(equation: Equation, at: dict[int, int], axes: Any, size: Callable
 
 def _rule(equation: Equation, at: dict[int, int], axes: Any) -> dict[int, int]:
     """Return the batch dimension of each output that has one; `at` gives the inputs' dimensions over `axes`."""
-    name, params = equation.name, equation.params
+    facts, params = facts_of(equation.primitive), equation.params
     shapes = [tuple(a.aval.shape) for a in equation.inputs]
     out = tuple(equation.outputs[0].aval.shape) if equation.outputs else ()
-    if name in ("stage_marker", "optimization_barrier"):
+    if facts.batch is Batch.EACH:
         return dict(at)
-    if name in _ELEMENTWISE:
+    if facts.batch is Batch.ELEMENTWISE:
         same = {d for i, d in at.items() if len(shapes[i]) == len(out) and shapes[i][d] == out[d]}
         return {0: same.pop()} if len(same) == 1 else {}
-    dim = at.get(0)
-    if name == "dot_general":
-        return _dot(params["dimension_numbers"], at, shapes)
-    if name == "gather":
-        return _gather(params["dimension_numbers"], at, shapes, out)
-    if name.startswith("scatter") and dim is None:
-        return _scatter(params["dimension_numbers"], at, shapes)
-    if name == "concatenate":
+    if facts.batch is Batch.CONCATENATE:
         same = set(at.values())
         return {0: next(iter(same))} if len(same) == 1 and params["dimension"] not in same else {}
-    if dim is None:
-        return {}
-    if name == "broadcast_in_dim":
-        target = params["broadcast_dimensions"][dim]
-        return {0: target} if out[target] == shapes[0][dim] else {}
-    if name == "transpose":
-        return {0: tuple(params["permutation"]).index(dim)}
-    if name == "reshape":
-        return _reshape(shapes[0], out, dim)
-    if name in ("sharding_constraint", "reshard"):
-        return {0: dim} if _leaves_to(axes, params, dim) else {}
-    if name == "split":
-        return {} if params["axis"] == dim else dict.fromkeys(range(len(equation.outputs)), dim)
-    if name in _REDUCTIONS or name == "squeeze":
-        dropped = tuple(params["dimensions" if name == "squeeze" else "axes"])
-        return {} if dim in dropped else {0: dim - sum(d < dim for d in dropped)}
-    if name in ("slice", "dynamic_slice", "pad"):
-        return {0: dim} if out[dim] == shapes[0][dim] else {}
-    if name in _ALONG_AXIS:
-        return {} if params[_ALONG_AXIS[name]] == dim else {0: dim}
-    if name in ("sort", "rev"):
-        moved = params.get("dimensions", (params.get("dimension"),))
-        return {} if dim in moved else dict.fromkeys(range(len(equation.outputs)), dim)
-    if name == "conv_general_dilated" and set(at) == {0}:
-        numbers = params["dimension_numbers"]
-        return {0: numbers.out_spec[0]} if dim == numbers.lhs_spec[0] else {}
+    if facts.batch is Batch.DOT:
+        return _dot(params["dimension_numbers"], at, shapes)
+    if facts.batch is Batch.GATHER:
+        return _gather(params["dimension_numbers"], at, shapes, out)
+    if facts.batch is Batch.SCATTER and 0 not in at:
+        return _scatter(params["dimension_numbers"], at, shapes)
+    dim = at.get(0)
+    return {} if dim is None else _of_first(equation, facts, dim, set(at) == {0}, axes)
+
+
+def _of_first(equation: Equation, facts: Facts, dim: int, alone: bool, axes: Any) -> dict[int, int]:
+    """Return the batch dimension of each output; `dim` is that of the first operand, which may be `alone` in that."""
+    params, shape = equation.params, tuple(equation.inputs[0].aval.shape)
+    out = tuple(equation.outputs[0].aval.shape)
+    along = params[facts.along] if facts.along is not None else ()
+    dropped = (along,) if isinstance(along, int) else tuple(along)
+    match facts.batch:
+        case Batch.BROADCAST:
+            target = params["broadcast_dimensions"][dim]
+            return {0: target} if out[target] == shape[dim] else {}
+        case Batch.TRANSPOSE:
+            return {0: tuple(params["permutation"]).index(dim)}
+        case Batch.RESHAPE:
+            return _reshape(shape, out, dim)
+        case Batch.PLACED:
+            return {0: dim} if _leaves_to(axes, params[facts.placing], params, dim) else {}
+        case Batch.REDUCED:
+            return {} if dim in dropped else {0: dim - sum(d < dim for d in dropped)}
+        case Batch.ALONG:
+            return {} if dim in dropped else dict.fromkeys(range(len(equation.outputs)), dim)
+        case Batch.SLICED:
+            return {0: dim} if out[dim] == shape[dim] else {}
+        case Batch.CONVOLUTION:
+            numbers = params["dimension_numbers"]
+            return {0: numbers.out_spec[0]} if alone and dim == numbers.lhs_spec[0] else {}
     return {}
 
 
@@ -233,9 +222,8 @@ def _dot(numbers: Any, at: dict[int, int], shapes: list[tuple[int, ...]]) -> dic
     return {0: found.pop()} if len(found) == 1 else {}
 
 
-def _leaves_to(axes: Any, params: Mapping[str, Any], dim: int) -> bool:
+def _leaves_to(axes: Any, sharding: Any, params: Mapping[str, Any], dim: int) -> bool:
     """Return whether a constraint leaves a dimension to the axes of the batch, or to the compiler."""
-    sharding = params["sharding"] if "sharding" in params else params["dst_sharding"]
     if not isinstance(sharding, NamedSharding):
         return False
     if sharding.mesh.empty or dim in params.get("unconstrained_dims", ()):

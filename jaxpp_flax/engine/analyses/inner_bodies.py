@@ -20,10 +20,9 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.tracing.inline import body_of
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit, producers
+from jaxpp_flax.engine.tracing.primitives import facts_of
 
 __all__ = ["Scan", "open_scan", "scan_again", "shard_map_without_sums", "summed_in_shard_map"]
-
-_SUMS = ("psum", "psum_invariant")
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def summed_in_shard_map(equation: Equation, body: Graph, position: int, axes: An
     made = next((e for e in body.equations if total in e.outputs), None)
     return (
         made is not None
-        and made.name in _SUMS
+        and facts_of(made.primitive).sums_over_devices
         and len(made.inputs) == 1
         and made.params.get("axis_index_groups") is None
         and names <= set(made.params["axes"])

@@ -1,7 +1,8 @@
 """The linear operations: a sum over the batch stays a sum of its shards' parts. A sum is deferred past these only.
 
-An operation `f` is in the table only if `f(a) + f(b)` is `f(a + b)` for every `a` and `b` of the dtypes at hand, apart
-from the rounding that a float sum has in any order. A sum is never deferred past other operations. By dtype:
+An operation `f` is linear in `tracing/primitives.py` only if `f(a) + f(b)` is `f(a + b)` for every `a` and `b` of the
+dtypes at hand, apart from the rounding that a float sum has in any order. A sum is never deferred past other
+operations. By dtype:
 
 - integers add up modulo a power of two. Parts that wrap around give the total that wraps around, if the dtype stays
   the same: another integer dtype or a float shows the difference. Integer division rounds each part.
@@ -13,18 +14,16 @@ from the rounding that a float sum has in any order. A sum is never deferred pas
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import primitives
 
 from jaxpp_flax.engine.tracing.ir import Equation
+from jaxpp_flax.engine.tracing.primitives import Parts, facts_of
 
-__all__ = ["LINEAR", "Linear", "Operands", "accumulates", "holds", "parts_add_up", "summed_in"]
+__all__ = ["accumulates", "holds", "kept_after", "parts_add_up", "summed_in"]
 
 # A dtype of JAX: one of NumPy, one of ml_dtypes, or an extended dtype such as the dtype of PRNG keys.
 DType = Any
@@ -34,28 +33,6 @@ _ACCUMULATED = _WHOLE | {"bfloat16", "float32", "float64", "complex64", "complex
 _SUMMED = _ACCUMULATED | {"float16"}
 
 
-class Operands(enum.Enum):
-    """The operands in which an operation reads the sum; every other operand must be the same on all shards."""
-
-    FIRST = enum.auto()
-    EITHER = enum.auto()
-    EVERY = enum.auto()
-    PADDED = enum.auto()  # the first; the second fills the gaps of the first, and must be zero
-
-
-@dataclass(frozen=True)
-class Linear:
-    """A row of the table.
-
-    `keeps(equation, kept)` gives the dtype that holds the parts of the result without loss, or None if the parts do
-    not add up to the result. `kept` is the dtype that holds the operands' parts without loss. If the parts were
-    widened, this dtype is narrower than the result's own dtype, and the parts may be narrowed to it again.
-    """
-
-    operands: Operands
-    keeps: Callable[[Equation, DType], DType | None]
-
-
 def accumulates(dtype: DType) -> bool:
     """Return whether sums of this dtype may be taken in any order and in parts."""
     return dtype.name in _ACCUMULATED
@@ -63,7 +40,7 @@ def accumulates(dtype: DType) -> bool:
 
 def summed_in(equation: Equation) -> DType | None:
     """Return the dtype that holds the parts of an equation's sum over the batch; None if they do not add up to it."""
-    positions = _SUMS.get(equation.primitive, ())
+    positions = facts_of(equation.primitive).summed
     dtype = equation.outputs[0].aval.dtype
     exact = all(holds(equation.inputs[i].aval.dtype, dtype) for i in positions)
     return dtype if positions and exact and dtype.name in _SUMMED else None
@@ -128,30 +105,22 @@ def _contracts(equation: Equation, kept: DType) -> DType | None:
     return _computes(equation, kept) if precision is None or isinstance(precision, tuple) else None
 
 
-# Keyed by the primitives themselves: a user's primitive may share a name.
-LINEAR: Mapping[Any, Linear] = {
-    primitives.add_jaxvals_p: Linear(Operands.EVERY, _computes),
-    primitives.add_p: Linear(Operands.EVERY, _computes),
-    primitives.broadcast_in_dim_p: Linear(Operands.FIRST, _moves),
-    primitives.convert_element_type_p: Linear(Operands.FIRST, _converts),
-    primitives.copy_p: Linear(Operands.FIRST, _moves),
-    primitives.div_p: Linear(Operands.FIRST, _divides),
-    primitives.dot_general_p: Linear(Operands.EITHER, _contracts),
-    primitives.mul_p: Linear(Operands.EITHER, _computes),
-    primitives.name_p: Linear(Operands.FIRST, _moves),
-    primitives.neg_p: Linear(Operands.FIRST, _moves),
-    primitives.pad_p: Linear(Operands.PADDED, _moves),
-    primitives.reduce_sum_p: Linear(Operands.FIRST, _computes),
-    primitives.reshape_p: Linear(Operands.FIRST, _moves),
-    primitives.slice_p: Linear(Operands.FIRST, _moves),
-    primitives.squeeze_p: Linear(Operands.FIRST, _moves),
-    primitives.stop_gradient_p: Linear(Operands.FIRST, _moves),
-    primitives.transpose_p: Linear(Operands.FIRST, _moves),
+_KEEPS: Mapping[Parts, Callable[[Equation, DType], DType | None]] = {
+    Parts.MOVED: _moves,
+    Parts.CONVERTED: _converts,
+    Parts.COMPUTED: _computes,
+    Parts.DIVIDED: _divides,
+    Parts.CONTRACTED: _contracts,
 }
 
-# The operands that a sum over the batch adds up; a scatter has its indices between them.
-_SUMS: Mapping[Any, tuple[int, ...]] = {
-    primitives.dot_general_p: (0, 1),
-    primitives.reduce_sum_p: (0,),
-    primitives.scatter_add_p: (0, 2),
-}
+
+def kept_after(equation: Equation, parts: Parts, kept: DType) -> DType | None:
+    """Return the dtype that holds the parts of a result without loss, or None if they do not add up to the result.
+
+    Args:
+      equation: a linear operation on a sum.
+      parts: what it does with the parts of the sum.
+      kept: the dtype that holds the operands' parts without loss. If the parts were widened, it is narrower than the
+        result's own dtype, and the parts may be narrowed to it again.
+    """
+    return _KEEPS[parts](equation, kept)

@@ -16,10 +16,11 @@ import numpy as np
 from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, inside_scan
 from jaxpp_flax.engine.analyses.data_flow import ancestors, use_counts
 from jaxpp_flax.engine.analyses.inner_bodies import Scan, open_scan, summed_in_shard_map
-from jaxpp_flax.engine.analyses.linearity import LINEAR, Operands, accumulates, summed_in
+from jaxpp_flax.engine.analyses.linearity import accumulates, kept_after, summed_in
 from jaxpp_flax.engine.tracing.inline import body_of
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, producers, values
 from jaxpp_flax.engine.tracing.markers import marker_p
+from jaxpp_flax.engine.tracing.primitives import Batch, Operands, facts_of
 
 __all__ = ["Chain", "ChainFinder"]
 
@@ -95,12 +96,13 @@ class ChainFinder:
         equation = self._maker(value)
         if not isinstance(value, Value) or equation is None or self.users.get(value, 0) != 1 or value in self.dims:
             return None
-        if equation.name == "shard_map":
+        batch = facts_of(equation.primitive).batch
+        if batch is Batch.SHARD_MAP:
             axes = self.summed_by_shard_map(equation, equation.outputs.index(value))
             found.axes.add(axes)
             found.scanned.add(value)
             return value.aval.dtype if axes is not None and accumulates(value.aval.dtype) else None
-        if equation.name == "scan":
+        if batch is Batch.SCAN:
             chains = self.scan_chains(equation, equation.outputs.index(value))
             found.axes.update(chain.axes for chain in chains or ())
             found.scanned.add(value)
@@ -116,8 +118,8 @@ class ChainFinder:
         return kept
 
     def _passed_on(self, equation: Equation, found: _Found) -> Any:
-        """Return the dtype that holds the parts after a linear operation on sums over the batch; see `LINEAR`."""
-        rule = LINEAR.get(equation.primitive)
+        """Return the dtype that holds the parts after a linear operation on sums over the batch."""
+        rule = facts_of(equation.primitive).linear
         if rule is None:
             return None
         summands, others = equation.inputs[:1], equation.inputs[1:]
@@ -132,7 +134,7 @@ class ChainFinder:
         kept = [self._visit(a, found) for a in summands]
         if any(dtype is None for dtype in kept):
             return None
-        return rule.keeps(equation, kept[0])
+        return kept_after(equation, rule.parts, kept[0])
 
     def scan_chains(self, equation: Equation, position: int) -> tuple[Chain, ...] | None:
         """Return the chains of a scan's result that is stacked, or added up from zero in the carry; else None."""
@@ -170,7 +172,7 @@ class ChainFinder:
         summands: list[Atom] = []
         while after is not before:
             made = self._maker(after)
-            if made is None or made.name not in ("add", "add_any") or self.users.get(made.outputs[0]) != 1:
+            if made is None or not facts_of(made.primitive).adds or self.users.get(made.outputs[0]) != 1:
                 return []
             first, second = made.inputs
             if not self._descends(first, before):
@@ -183,7 +185,7 @@ class ChainFinder:
         """Return whether a sum has `from_value` among its summands."""
         while atom is not from_value:
             made = self._maker(atom)
-            if made is None or made.name not in ("add", "add_any"):
+            if made is None or not facts_of(made.primitive).adds:
                 return False
             if self._descends(made.inputs[1], from_value):
                 return True
@@ -195,16 +197,19 @@ class ChainFinder:
         return any(value in self.dims for value in ancestors([atom], self.unmarked))
 
     def _contracts_batch(self, equation: Equation, tagged: Sequence[Value]) -> bool:
-        if equation.name == "dot_general":
+        facts = facts_of(equation.primitive)
+        if not facts.summed:
+            return False
+        if facts.batch is Batch.DOT:
             (lc, rc), _ = equation.params["dimension_numbers"]
             left, right = equation.inputs
             if left not in self.dims or right not in self.dims:
                 return False
             a, b = self.dims[left][0], self.dims[right][0]  # type: ignore[index]
             return a in lc and b in rc and tuple(lc).index(a) == tuple(rc).index(b)
-        if equation.name == "reduce_sum":
+        if facts.batch is Batch.REDUCED:
             return self.dims[tagged[0]][0] in equation.params["axes"]
-        if equation.name in ("scatter-add", "scatter_add"):
+        if facts.batch is Batch.SCATTER:
             operand, indices, updates = equation.inputs
             numbers = equation.params["dimension_numbers"]
             if operand in self.dims or indices not in self.dims or updates not in self.dims:
@@ -221,4 +226,8 @@ class ChainFinder:
         if isinstance(atom, Constant):
             return not np.any(np.asarray(atom.value))
         equation = self.producer.get(atom)
-        return equation is not None and equation.name == "broadcast_in_dim" and self._is_zero(equation.inputs[0])
+        return (
+            equation is not None
+            and facts_of(equation.primitive).batch is Batch.BROADCAST
+            and self._is_zero(equation.inputs[0])
+        )

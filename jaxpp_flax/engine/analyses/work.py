@@ -7,17 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from jaxpp_flax.engine.tracing.ir import Equation, bodies
+from jaxpp_flax.engine.tracing.primitives import Cost, facts_of
 
 __all__ = ["count_flops", "work_of"]
-
-# Views, or operations that their readers compute on the way.
-_FREE = frozenset(
-    {"reshape", "squeeze", "expand_dims", "broadcast_in_dim", "iota", "copy", "copy_p", "stop_gradient", "name",
-     "stage_marker", "optimization_barrier", "slice"}
-)  # fmt: skip
-_READS_ITS_OPERANDS = frozenset(
-    {"dot_general", "conv_general_dilated", "ragged_dot_general", "sort", "scatter", "scatter-add", "scatter_add"}
-)
 
 
 def _moved_bytes(equation: Any) -> float:
@@ -31,12 +23,12 @@ def _moved_bytes(equation: Any) -> float:
       >>> [_moved_bytes(e) for e in jax.make_jaxpr(lambda x: jnp.exp(x @ x).reshape(16))(x).jaxpr.eqns]
       [192.0, 64.0, 0.0]
     """
-    name = equation.primitive.name
-    if name in _FREE:
+    cost = facts_of(equation.primitive).cost
+    if cost is Cost.VIEW:
         return 0.0
     operands, results = _avals(equation)
     found = sum(map(_nbytes, results))
-    if name in _READS_ITS_OPERANDS:
+    if cost in (Cost.READING, Cost.PRODUCT):
         found += sum(map(_nbytes, operands))
     return float(found)
 

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
-from jax.extend.core import primitives as jax_primitives
-
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Equation, Graph, Value, memory_kind_of
+from jaxpp_flax.engine.tracing.primitives import facts_of
 
 __all__ = [
     "COSMETIC", "CanonicalForm", "Operand", "Result", "TypeFacts", "canonical_form", "is_jaxpr", "telling_params",
@@ -20,18 +19,6 @@ __all__ = [
 
 # The attribute in which one of our own primitives lists its cosmetic parameters.
 COSMETIC = "cosmetic_parameters"
-
-# The cosmetic parameters of JAX's primitives; in another primitive of the same name, they may mean anything. The listed
-# functions only differentiate a call; a call is evaluated by its jaxpr.
-_OF_JAX = {
-    "call_p": ("name",),
-    "closed_call_p": ("name",),
-    "custom_jvp_call_p": ("jvp_jaxpr_fun", "name"),
-    "custom_vjp_call_p": ("fwd_jaxpr_thunk", "bwd", "out_trees", "name"),
-    "jit_p": ("name", "inline"),
-    "name_p": ("name",),
-}
-_COSMETIC = {getattr(jax_primitives, name, None): frozenset(params) for name, params in _OF_JAX.items()}
 
 
 class TypeFacts(NamedTuple):
@@ -98,7 +85,7 @@ def is_jaxpr(value: Any) -> bool:
 
 def telling_params(equation: Equation) -> list[tuple[str, Any]]:
     """Return the parameters that change an equation's results, sorted by name."""
-    cosmetic = _COSMETIC.get(equation.primitive) or getattr(equation.primitive, COSMETIC, ())
+    cosmetic = facts_of(equation.primitive).unread or getattr(equation.primitive, COSMETIC, ())
     return [(k, v) for k, v in sorted(equation.params.items()) if k not in cosmetic and not _is_debug_info(v)]
 
 

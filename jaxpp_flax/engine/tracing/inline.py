@@ -12,28 +12,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from jax.extend.core import primitives
+
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, applied, bodies, inside, opened, prune
 from jaxpp_flax.engine.tracing.markers import FORWARD, TANGENT, marker_p
+from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 from jaxpp_flax.error_codes import documented
 
-__all__ = ["CALLS", "MarkerPlacementError", "body_of", "count_marks", "inline", "is_recomputation"]
-
-# Calls whose body may replace them without changing a value, and the parameter that holds the body.
-CALLS = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
-# Their differentiation rules are useless by now. As opaque objects, the rules would hide that two stages are alike.
-_ALWAYS = {"custom_jvp_call", "custom_vjp_call"}
-
-_PLAIN = {"jit", "closed_call"}
-_REMATS = {"remat2", "checkpoint"}
+__all__ = ["MarkerPlacementError", "body_of", "count_marks", "inline", "is_recomputation"]
 
 _REMEDIES = {
     "scan": "Give each stage a scan over its own layers, with the marks between the scans; jaxpp_flax.linen.scan and "
@@ -54,7 +41,7 @@ class MarkerPlacementError(ValueError):
 
 def is_recomputation(equation: Equation) -> bool:
     """Return whether the equation is a rematerialised region inside a backward pass."""
-    return equation.name in _REMATS and bool(equation.params.get("differentiated"))
+    return facts_of(equation.primitive).recomputes and bool(equation.params.get("differentiated"))
 
 
 def _is_recomputed(equation: Equation) -> bool:
@@ -83,7 +70,7 @@ def _count_forward_markers(equations: Iterable[Any], counts: Counter[int]) -> No
         if eqn.primitive is marker_p:
             if eqn.params["direction"] == FORWARD:
                 counts[eqn.params["identifier"]] += 1
-        elif not (eqn.primitive.name in _REMATS and eqn.params.get("differentiated")):
+        elif not (facts_of(eqn.primitive).recomputes and eqn.params.get("differentiated")):
             for sub in bodies(eqn.params):
                 _count_forward_markers(sub.eqns, counts)
 
@@ -110,7 +97,7 @@ def _claim(originals: _Originals, counts: Counter[int], where: str) -> _Original
 
 class _Inliner:
     def __init__(self, flatten: bool, remat: bool) -> None:
-        self.always = _ALWAYS | (_PLAIN if flatten else set()) | (_REMATS if remat else set())
+        self.flatten, self.remat = flatten, remat
         self.equations: list[Equation] = []
         self.substitution: dict[Value, Atom] = {}
         self.backward: set[Value] = set()
@@ -139,10 +126,18 @@ class _Inliner:
             hides = any(_contains_marker(sub, self.memo) for sub in bodies(equation.params))
             if equation.primitive is marker_p:
                 self._marker(equation, scope, recomputed)
-            elif hides or equation.name in self.always:
+            elif hides or self._opens(equation):
                 self._call(equation, scope, recomputed, named)
             else:
                 self._append(equation)
+
+    def _opens(self, equation: Equation) -> bool:
+        """Return whether a call is inlined even if it hides no marker."""
+        facts = facts_of(equation.primitive)
+        # The differentiation rules of a custom call are useless by now. As opaque objects, they would hide that two
+        # stages are alike.
+        always = equation.primitive in (primitives.custom_jvp_call_p, primitives.custom_vjp_call_p)
+        return facts.body is not None and (always or (self.remat if facts.recomputes else self.flatten))
 
     def _append(self, equation: Equation) -> None:
         if equation.transposed:
@@ -168,7 +163,7 @@ class _Inliner:
                 self.substitution[mine] = theirs
 
     def _call(self, equation: Equation, scope: _Originals, recomputed: _Originals | None, named: bool) -> None:
-        parameter = CALLS.get(equation.name)
+        parameter = facts_of(equation.primitive).body
         if parameter is None:
             marks = [e for e in inside(equation.params) if e.primitive is marker_p and e.params["name"]]
             which = f"the stage marker {marks[0].params['name']!r}" if marks else "a stage marker (or a treduce)"

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxpp_flax.engine.tracing.inline import CALLS, is_recomputation
+from jaxpp_flax.engine.tracing.inline import is_recomputation
 from jaxpp_flax.engine.tracing.ir import (
     Atom,
     Equation,
@@ -25,11 +25,11 @@ from jaxpp_flax.engine.tracing.ir import (
     prune,
     values,
 )
+from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.mpmd.ops import calls_in, computations_in, named_tensor_p, transposes_in
 
 __all__ = ["Node", "Origin", "Step", "nodes_of"]
 
-_REMATS = frozenset({"remat2", "checkpoint", "remat"})
 # JAX's scope around the recomputed part of a rematerialised region.
 _RECOMPUTED = "rematted_computation"
 
@@ -133,9 +133,9 @@ class _Flattener:
                 self._append(equation, here)
 
     def _inlines(self, equation: Equation) -> bool:
-        if equation.name in _REMATS:
+        if facts_of(equation.primitive).recomputes:
             return bool(self._names_inside(equation))
-        return equation.name in CALLS
+        return facts_of(equation.primitive).body is not None
 
     def _names_inside(self, equation: Equation) -> set[str]:
         found: set[str] = set()
@@ -198,7 +198,7 @@ class _Flattener:
         self.nodes.append(node)
 
     def _call(self, equation: Equation, around: _Around) -> None:
-        body = equation.params[CALLS[equation.name]]
+        body = equation.params[facts_of(equation.primitive).body]
         operands = list(equation.inputs)
         if self.atom is None and calls_in(str(getattr(equation.source, "name_stack", ""))):
             operands = [self._materialised(atom, around) for atom in operands]

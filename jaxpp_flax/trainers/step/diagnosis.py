@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.engine.tracing.inline import CALLS
 from jaxpp_flax.engine.tracing.ir import Constant, Graph, from_jaxpr
+from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.processes import exchange_values, process_group
 from jaxpp_flax.trainers.errors import NonFiniteLossError
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
@@ -152,8 +152,8 @@ class _Watch:
 
         for equation in graph.equations:
             inputs = [read(atom) for atom in equation.inputs]
-            if equation.name in CALLS:
-                body, consts = from_jaxpr(equation.params[CALLS[equation.name]])
+            if facts_of(equation.primitive).body is not None:
+                body, consts = from_jaxpr(equation.params[facts_of(equation.primitive).body])
                 results = self.run(body, [*consts, *inputs])
             elif any(value is _UNKNOWN for value in inputs):
                 results = [_UNKNOWN] * len(equation.outputs)

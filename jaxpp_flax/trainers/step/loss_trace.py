@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp_flax.checkpoint.format.paths import shortened
-from jaxpp_flax.engine.tracing.inline import CALLS
 from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
+from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.trainers.data.batch import shape_of
 from jaxpp_flax.trainers.errors import BatchStatisticsWarning, ModelError
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
@@ -113,8 +113,8 @@ def used_inputs(graph: Graph, wanted: Sequence[bool]) -> list[bool]:
         if not any(results):
             continue
         used = [True] * len(equation.inputs)
-        if equation.name in CALLS:
-            body, consts = from_jaxpr(equation.params[CALLS[equation.name]])
+        if facts_of(equation.primitive).body is not None:
+            body, consts = from_jaxpr(equation.params[facts_of(equation.primitive).body])
             used = used_inputs(body, results)[len(consts) :]
         needed.update(a for a, is_used in zip(equation.inputs, used, strict=True) if is_used and isinstance(a, Value))
     return [value in needed for value in graph.inputs]

@@ -11,14 +11,10 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning, Gather
 from jaxpp_flax.engine.tracing.ir import Equation, Value, values
+from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 
-__all__ = ["ELEMENTWISE", "follow_specs", "parameters_behind", "warn_of_derived", "warn_of_loops", "warn_of_order"]
-
-# Operations on one array after which the elements lie as before.
-ELEMENTWISE = {"convert_element_type", "copy", "copy_p", "name", "neg", "reduce_precision", "stop_gradient"}
-_PLACINGS = {"reshard", "sharding_constraint"}
-_WITH_NUMBERS = {"add", "div", "max", "min", "mul", "sub"}
+__all__ = ["follow_specs", "parameters_behind", "warn_of_derived", "warn_of_loops", "warn_of_order"]
 
 
 def follow_specs(equations: Iterable[Equation], spec_of: dict[Value, PartitionSpec]) -> None:
@@ -26,10 +22,11 @@ def follow_specs(equations: Iterable[Equation], spec_of: dict[Value, PartitionSp
     for equation in equations:
         arrays = [v for v in values(equation.inputs) if v.aval.shape]
         if len(arrays) == 1 == len(equation.outputs) and (spec := spec_of.get(arrays[0])) is not None:
-            if equation.name == "transpose":
+            batch = facts_of(equation.primitive).batch
+            if batch is Batch.TRANSPOSE:
                 entries = (*spec.partitions, *[None] * (arrays[0].aval.ndim - len(spec.partitions)))
                 spec_of[equation.outputs[0]] = PartitionSpec(*(entries[i] for i in equation.params["permutation"]))
-            elif equation.name in ELEMENTWISE | _WITH_NUMBERS | {"device_put"}:
+            elif batch is Batch.ELEMENTWISE or equation.name == "device_put":
                 spec_of[equation.outputs[0]] = spec
 
 
@@ -40,7 +37,8 @@ def parameters_behind(equations: Iterable[Equation], inputs: Iterable[Value]) ->
     """
     behind: dict[Value, tuple[Value, ...]] = {value: (value,) for value in inputs}
     for equation in equations:
-        if equation.primitive is treduce_p or equation.name.startswith("reduce_") or equation.name in _PLACINGS:
+        facts = facts_of(equation.primitive)
+        if equation.primitive is treduce_p or facts.is_reduction or facts.placing:
             continue
         found = tuple(dict.fromkeys(p for v in values(equation.inputs) for p in behind.get(v, ())))
         if found:

@@ -20,7 +20,6 @@ from jaxpp_flax.engine.analyses.batch_dimensions import BatchDim, ShardCounts, p
 from jaxpp_flax.engine.analyses.data_flow import use_counts
 from jaxpp_flax.engine.arrays.mesh import axes_in, keep_axes
 from jaxpp_flax.engine.passes.fsdp.before_loops import (
-    ELEMENTWISE,
     follow_specs,
     parameters_behind,
     warn_of_derived,
@@ -33,12 +32,10 @@ from jaxpp_flax.engine.tracing.hints import without_hints
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, emit, prune, struct_of
 from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
+from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 from jaxpp_flax.engine.tracing.treduce import AddOp
 
 __all__ = ["gather_parameters"]
-
-_PLACINGS = {"reshard": "dst_sharding", "sharding_constraint": "sharding"}
-_SUMS = {"add", "add_any"}
 
 
 def gather_parameters(
@@ -129,15 +126,16 @@ def _reading(body: LoopBody, twins: dict[Atom, Value], axes: set[str]) -> LoopBo
             (cut,), _ = emit(lambda x, to=sharding: jax.sharding.reshard(x, to), [twin])
             equations.append(replace(cut, outputs=(value,)))
     for equation in body.equations:
-        first = equation.inputs[0] if equation.inputs else None
-        if first not in twins or equation.name not in {*_PLACINGS, *ELEMENTWISE}:
+        facts, first = facts_of(equation.primitive), equation.inputs[0] if equation.inputs else None
+        follows = facts.placing or (facts.batch is Batch.ELEMENTWISE and len(equation.inputs) == 1)
+        if first not in twins or not follows:
             equations.append(equation)
             continue
         (out,), twin = equation.outputs, twins[first]
         if twin is first:
             twins[out] = out
-            equations.append(_placed_without(equation, axes) if equation.name in _PLACINGS else equation)
-        elif equation.name in _PLACINGS:
+            equations.append(_placed_without(equation, axes) if facts.placing else equation)
+        elif facts.placing:
             equations.append(equation.reading((twin,)))
         else:
             made, (twins[out],) = emit(lambda x, e=equation: e.bind(x)[0], [twin], like=equation)  # type: ignore[list-item]
@@ -165,7 +163,7 @@ def _warn_of_shards(
 
 def _placed_without(equation: Equation, axes: set[str]) -> Equation:
     """Return a constraint that does not shard a gathered parameter again."""
-    name = _PLACINGS[equation.name]
+    name = facts_of(equation.primitive).placing
     sharding = equation.params[name]
     if not isinstance(sharding, NamedSharding):
         return equation
@@ -198,11 +196,12 @@ class _Pulling:
         equation = self.producer.get(atom) if isinstance(atom, Value) else None
         if equation is None or self.users.get(atom) != 1:  # type: ignore[arg-type]
             return None
-        if equation.name in _PLACINGS:
-            sharding = equation.params[_PLACINGS[equation.name]]
+        facts = facts_of(equation.primitive)
+        if facts.placing:
+            sharding = equation.params[facts.placing]
             named = isinstance(sharding, NamedSharding) and not self.axes.isdisjoint(axes_in(sharding.spec))
             return (equation.inputs[0], equation) if named else None
-        if equation.name not in (ELEMENTWISE | _SUMS):
+        if not facts.is_linear_elementwise:
             return None
         before = [self.last(a) for a in equation.inputs]
         tails = [one[1] for one in before if one is not None]

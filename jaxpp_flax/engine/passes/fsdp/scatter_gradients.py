@@ -24,6 +24,7 @@ from jaxpp_flax.engine.passes.loop.lower_loops import Lowered
 from jaxpp_flax.engine.passes.placed import Loop
 from jaxpp_flax.engine.program.specs import accumulator_spec
 from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, emit, producers, struct_of, values
+from jaxpp_flax.engine.tracing.primitives import facts_of
 
 __all__ = ["scatter_gradients", "scatter_sum"]
 
@@ -115,7 +116,7 @@ class _Places:
         """Return the equation behind a sum that only places the sum."""
         (total,) = equation.outputs
         reader = self.readers.get(total)
-        placing = reader is not None and reader.name in ("reshard", "sharding_constraint")
+        placing = reader is not None and facts_of(reader.primitive).placing is not None
         return reader if placing and self.users[total] == 1 else None
 
 

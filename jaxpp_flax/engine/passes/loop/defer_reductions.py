@@ -29,6 +29,7 @@ from jaxpp_flax.engine.tracing.hints import without_hints
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, applied, emit, prune, struct_of, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody, sliced_by_index
+from jaxpp_flax.engine.tracing.primitives import Batch, facts_of
 from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, LastOp, MaxOp, Op
 
 __all__ = ["defer_in_loops", "defer_reductions"]
@@ -158,7 +159,7 @@ def _rewrite(finder: ChainFinder, chains: Sequence[Chain]) -> tuple[list[Equatio
     for equation in finder.body.equations:
         if scanned.isdisjoint(equation.outputs):
             equations.append(equation)
-        elif equation.name == "shard_map":
+        elif facts_of(equation.primitive).batch is Batch.SHARD_MAP:
             positions = [k for k, v in enumerate(equation.outputs) if v in scanned]
             sums = {k: finder.summed_by_shard_map(equation, k) for k in positions}
             made, parts = shard_map_without_sums(equation, finder.mapped[equation], sums)

@@ -25,22 +25,16 @@ from jaxpp_flax.engine.analyses.data_flow import ancestors, use_counts
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, VerificationError, bodies, producers, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import FORWARD, marker_p
+from jaxpp_flax.engine.tracing.primitives import Cost, facts_of
 
 __all__ = ["Labels", "label"]
 
 _UNANCHORED = -1
 
-# Work that is done only once: everything else is element-wise, data movement or a cheap reduction.
-_COSTLY = frozenset(
-    {
-        "dot_general", "ragged_dot_general", "conv_general_dilated", "scan", "while", "cond", "sort", "gather",
-        "scatter", "scatter-add", "scatter_add", "top_k", "fft", "cholesky", "lu", "qr", "eigh", "svd",
-        "triangular_solve", "custom_call", "pallas_call", "shard_map", "ffi_call", "random_bits", "rng_bit_generator",
-        "threefry2x32", "random_gamma", "reduce_window", "cumsum", "cumlogsumexp", "cumprod", "cummax", "dot",
-    }
-)  # fmt: skip
-_COSTLY_IF_TINY = frozenset({"dot_general", "conv_general_dilated", "scan", "while"})  # with few elements as results
-_TINY = 64  # elements: below this even a costly primitive costs less than a transfer
+# What every task may compute for itself; and with a tiny result, so that even a kernel costs less than a transfer.
+_REPEATED = (Cost.VIEW, Cost.LIGHT)
+_REPEATED_IF_TINY = (*_REPEATED, Cost.KERNEL, Cost.READING)
+_TINY = 64  # elements
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,13 +102,14 @@ def _match_backward(body: LoopBody, cutting: Sequence[int]) -> dict[Equation, in
 
 def _is_cheap(equation: Equation) -> bool:
     tiny = all(v.aval.size <= _TINY for v in equation.outputs)
-    return not equation.effects and (_lacks(equation, _COSTLY) or (tiny and _lacks(equation, _COSTLY_IF_TINY)))
+    return not equation.effects and _costs_at_most(equation, _REPEATED_IF_TINY if tiny else _REPEATED)
 
 
-def _lacks(equation: Any, costly: frozenset[str]) -> bool:
-    """Return whether an equation neither is nor holds a costly primitive or a collective, at any depth."""
-    return equation.primitive.name not in costly and all(
-        not jaxpr.effects and all(_lacks(inner, costly) for inner in jaxpr.eqns) for jaxpr in bodies(equation.params)
+def _costs_at_most(equation: Any, costs: Sequence[Cost]) -> bool:
+    """Return whether an equation, and each one that it holds at any depth, has one of the costs and no effect."""
+    return facts_of(equation.primitive).cost in costs and all(
+        not jaxpr.effects and all(_costs_at_most(inner, costs) for inner in jaxpr.eqns)
+        for jaxpr in bodies(equation.params)
     )
 
 

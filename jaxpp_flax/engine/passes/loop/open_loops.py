@@ -12,11 +12,11 @@ from jaxpp_flax.engine.passes.fsdp.rule import Gather
 from jaxpp_flax.engine.passes.loop.label import Labels, label
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.loop.partition import partition, verify_effects
+from jaxpp_flax.engine.program.one_pass import OnePass
 from jaxpp_flax.engine.tracing.hints import without_hints
 from jaxpp_flax.engine.tracing.inline import count_marks, inline
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
-from jaxpp_flax.engine.tracing.one_pass import OnePass
 from jaxpp_flax.engine.tracing.treduce import treduce_p
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.task import FusedTask

@@ -35,6 +35,7 @@ from jaxpp_flax.engine.tracing.ir import (
     values,
 )
 from jaxpp_flax.engine.tracing.markers import marker_p
+from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, MaxOp, Op
 from jaxpp_flax.schedules.task import TaskKind
 
@@ -93,7 +94,7 @@ def _reduce(drafts: TaskDrafts) -> tuple[list[Partial | int], _Drafts, list[Atom
 def _split_sums(labels: Labels, value: Value) -> Any:
     """Split a sum over several stages into a nested pair of addends; return any other value itself."""
     equation = labels.body.producer.get(value)
-    if equation is None or equation.name not in ("add_any", "add") or equation not in labels.phase:
+    if equation is None or not facts_of(equation.primitive).adds or equation not in labels.phase:
         return value
     operands = labels.operands(equation)
     alike = [v for v in operands if v.aval.shape == value.aval.shape]

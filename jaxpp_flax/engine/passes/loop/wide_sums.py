@@ -17,14 +17,12 @@ from jax import lax
 
 from jaxpp_flax.engine.analyses.linearity import holds, parts_add_up
 from jaxpp_flax.engine.tracing.ir import Graph
+from jaxpp_flax.engine.tracing.primitives import Cost, facts_of
 from jaxpp_flax.engine.tracing.rewriting import NestedRewriter, changed, is_same, part_of
 
 __all__ = ["with_wide_sums"]
 
 _DTYPE = "preferred_element_type"
-_PRODUCTS = {"conv_general_dilated", "dot_general", "ragged_dot_general"}
-# Each device runs these by itself: XLA partitions nothing inside.
-_KERNELS = {"core_map", "pallas_call"}
 
 
 def with_wide_sums(graph: Graph) -> Graph:
@@ -41,9 +39,10 @@ def with_wide_sums(graph: Graph) -> Graph:
 
 def _steps(equation: Any, nested: NestedRewriter) -> Iterable[Any]:
     """Return the equation itself, or a product in a wide dtype and conversions to the narrow dtype."""
-    if equation.primitive.name in _KERNELS:
+    facts = facts_of(equation.primitive)
+    if facts.by_device:
         return [equation]
-    if _DTYPE not in equation.params or equation.primitive.name not in _PRODUCTS:
+    if _DTYPE not in equation.params or facts.cost is not Cost.PRODUCT:
         return [changed(equation, params=nested.params(equation.params))]
     inputs, outputs = part_of(equation, "inputs"), part_of(equation, "outputs")
     first, second = (atom.aval.dtype for atom in inputs[:2])

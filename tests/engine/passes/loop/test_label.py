@@ -86,6 +86,29 @@ def test_work_on_inputs_alone_is_free():
     assert not set(labels.free) & set(labels.phase)
 
 
+COSTLY: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "approx_top_k": lambda x: jax.lax.approx_max_k(x, DIM)[0],
+    "cummin": lambda x: jax.lax.cummin(x, axis=0),
+    "pure_callback": lambda x: jax.pure_callback(lambda x: x, x, x),
+    "reduce_window_max": lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2, 1), (1, 1), "SAME"),
+    "schur": lambda x: jax.lax.linalg.schur(x.T @ x)[0][:1] + x,
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_costly_work_on_inputs_alone_runs_once(name: str):
+    """Not in every task that reads it: nothing is known of some of these, and that counts as costly."""
+
+    def fun(v: Any, w: Any, x: Any, index: Any) -> Any:
+        y = COSTLY[name](jnp.concatenate([x] * 16))[:ROWS]
+        h = mark_stage_end(jnp.tanh(x @ v) + y)
+        return (jnp.tanh(h @ w) * y).sum()
+
+    labels = labels_of(jax.grad(fun, argnums=(0, 1)), W, W, X)
+    assert phases(labels, name) == [0]
+    assert name not in {e.name for e in labels.free}
+
+
 def test_unanchored_work_goes_to_its_first_user():
     labels = labels_of(lambda w, x, i: mark_stage_end(mark_stage_end(x) * 2) @ (w @ w), W, X)
     assert phases(labels, "dot_general") == [2, 2]
