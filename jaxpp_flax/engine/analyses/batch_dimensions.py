@@ -191,7 +191,7 @@ def _of_first(equation: Equation, facts: Facts, dim: int, alone: bool, axes: Any
         case Batch.RESHAPE:
             return _reshape(shape, out, dim)
         case Batch.PLACED:
-            return {0: dim} if _leaves_to(axes, params[facts.placing], params, dim) else {}
+            return {0: dim} if _leaves_to(axes, facts.placing_in(params), params, dim) else {}
         case Batch.REDUCED:
             return {} if dim in dropped else {0: dim - sum(d < dim for d in dropped)}
         case Batch.ALONG:
@@ -201,7 +201,8 @@ def _of_first(equation: Equation, facts: Facts, dim: int, alone: bool, axes: Any
         case Batch.CONVOLUTION:
             numbers = params["dimension_numbers"]
             return {0: numbers.out_spec[0]} if alone and dim == numbers.lhs_spec[0] else {}
-    return {}
+        case _:
+            return {}
 
 
 def _dot(numbers: Any, at: dict[int, int], shapes: list[tuple[int, ...]]) -> dict[int, int]:

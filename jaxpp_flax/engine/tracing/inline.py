@@ -163,15 +163,14 @@ class _Inliner:
                 self.substitution[mine] = theirs
 
     def _call(self, equation: Equation, scope: _Originals, recomputed: _Originals | None, named: bool) -> None:
-        parameter = facts_of(equation.primitive).body
-        if parameter is None:
+        body = facts_of(equation.primitive).body_in(equation.params)
+        if body is None:
             marks = [e for e in inside(equation.params) if e.primitive is marker_p and e.params["name"]]
             which = f"the stage marker {marks[0].params['name']!r}" if marks else "a stage marker (or a treduce)"
             raise MarkerPlacementError(
                 f"{which} stands inside `{equation.name}` at {equation.where}, where a pipeline "
                 "cannot be cut. " + _REMEDIES.get(equation.name, "Move the mark out of it.")
             )
-        body = equation.params[parameter]
         recomputation = is_recomputation(equation)
         transposed = equation.transposed and not recomputation
         graph = applied(body, equation.inputs, transposed=transposed, late=equation.late)

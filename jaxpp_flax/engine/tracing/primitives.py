@@ -11,7 +11,7 @@ fails for one that neither has a row nor is listed there as unclassified.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -112,6 +112,14 @@ class Facts:
     placing: str | None = None
     by_device: bool = False
     unread: tuple[str, ...] = ()
+
+    def body_in(self, params: Mapping[str, Any]) -> Any:
+        """Return the body of a call with these parameters, if it may replace the call; None for all others."""
+        return None if self.body is None else params[self.body]
+
+    def placing_in(self, params: Mapping[str, Any]) -> Any:
+        """Return the sharding that an equation with these parameters gives its operand; None for all others."""
+        return None if self.placing is None else params[self.placing]
 
     @property
     def is_reduction(self) -> bool:

@@ -198,7 +198,7 @@ class _Flattener:
         self.nodes.append(node)
 
     def _call(self, equation: Equation, around: _Around) -> None:
-        body = equation.params[facts_of(equation.primitive).body]
+        body = facts_of(equation.primitive).body_in(equation.params)
         operands = list(equation.inputs)
         if self.atom is None and calls_in(str(getattr(equation.source, "name_stack", ""))):
             operands = [self._materialised(atom, around) for atom in operands]

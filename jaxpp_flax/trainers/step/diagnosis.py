@@ -152,8 +152,8 @@ class _Watch:
 
         for equation in graph.equations:
             inputs = [read(atom) for atom in equation.inputs]
-            if facts_of(equation.primitive).body is not None:
-                body, consts = from_jaxpr(equation.params[facts_of(equation.primitive).body])
+            if (called := facts_of(equation.primitive).body_in(equation.params)) is not None:
+                body, consts = from_jaxpr(called)
                 results = self.run(body, [*consts, *inputs])
             elif any(value is _UNKNOWN for value in inputs):
                 results = [_UNKNOWN] * len(equation.outputs)

@@ -113,8 +113,8 @@ def used_inputs(graph: Graph, wanted: Sequence[bool]) -> list[bool]:
         if not any(results):
             continue
         used = [True] * len(equation.inputs)
-        if facts_of(equation.primitive).body is not None:
-            body, consts = from_jaxpr(equation.params[facts_of(equation.primitive).body])
+        if (called := facts_of(equation.primitive).body_in(equation.params)) is not None:
+            body, consts = from_jaxpr(called)
             used = used_inputs(body, results)[len(consts) :]
         needed.update(a for a, is_used in zip(equation.inputs, used, strict=True) if is_used and isinstance(a, Value))
     return [value in needed for value in graph.inputs]

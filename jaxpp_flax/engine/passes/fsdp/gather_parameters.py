@@ -163,12 +163,12 @@ def _warn_of_shards(
 
 def _placed_without(equation: Equation, axes: set[str]) -> Equation:
     """Return a constraint that does not shard a gathered parameter again."""
-    name = facts_of(equation.primitive).placing
-    sharding = equation.params[name]
-    if not isinstance(sharding, NamedSharding):
+    facts = facts_of(equation.primitive)
+    sharding = facts.placing_in(equation.params)
+    if facts.placing is None or not isinstance(sharding, NamedSharding):
         return equation
     spec = keep_axes(sharding.spec, lambda axis: axis not in axes)
-    return replace(equation, params={**equation.params, name: NamedSharding(sharding.mesh, spec)})
+    return replace(equation, params={**equation.params, facts.placing: NamedSharding(sharding.mesh, spec)})
 
 
 def _without_last_placing(body: LoopBody, axes: set[str]) -> tuple[LoopBody, tuple[Equation | None, ...]]:
