@@ -285,7 +285,7 @@ def test_a_loss_that_is_not_finite_says_where_it_arose(stages):
 
 def test_not_finite_in_loss_parameters_or_batch():
     def bad_loss(model, batch):
-        return m.mean_loss(model, batch) + jnp.log(batch["mask"].sum() - 1e9)
+        return m.mean_loss(model, batch) + jnp.log(batch["mask"] - 1e9).mean()
 
     with pytest.raises(NonFiniteLossError, match=r"every marked block's output is finite .* after the last mark"):
         trainer(loss_fn=bad_loss, num_stages=1).train_step(m.make_batch(8))

@@ -19,7 +19,9 @@ from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.tracing.inline import body_of
 from jaxpp_flax.engine.tracing.ir import Equation, Value
 
-__all__ = ["BatchDim", "ShardCounts", "inside_scan", "propagate"]
+__all__ = [
+    "ALONG_AXIS", "ELEMENTWISE", "IDENTITIES", "REDUCTIONS", "BatchDim", "ShardCounts", "inside_scan", "propagate",
+]  # fmt: skip
 
 # The dimension, and the mesh axes (as in a PartitionSpec entry) over which it is sharded.
 BatchDim = tuple[int, Any]
@@ -56,7 +58,7 @@ class ShardCounts:
         return names[0] if len(names) == 1 else names
 
 
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     {
         "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
         "clamp", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv",
@@ -67,8 +69,9 @@ _ELEMENTWISE = frozenset(
         "optimization_barrier", "name",
     }
 )  # fmt: skip
-_ALONG_AXIS = {"cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis", "cumlogsumexp": "axis"}
-_REDUCTIONS = frozenset(
+ALONG_AXIS = {"cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis", "cumlogsumexp": "axis"}
+IDENTITIES = frozenset({"stage_marker", "optimization_barrier"})  # each result is the operand at its position
+REDUCTIONS = frozenset(
     {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
 )
 
@@ -176,9 +179,9 @@ def _rule(equation: Equation, at: dict[int, int], axes: Any) -> dict[int, int]:
     name, params = equation.name, equation.params
     shapes = [tuple(a.aval.shape) for a in equation.inputs]
     out = tuple(equation.outputs[0].aval.shape) if equation.outputs else ()
-    if name in ("stage_marker", "optimization_barrier"):
+    if name in IDENTITIES:
         return dict(at)
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE:
         same = {d for i, d in at.items() if len(shapes[i]) == len(out) and shapes[i][d] == out[d]}
         return {0: same.pop()} if len(same) == 1 else {}
     dim = at.get(0)
@@ -204,13 +207,13 @@ def _rule(equation: Equation, at: dict[int, int], axes: Any) -> dict[int, int]:
         return {0: dim} if _leaves_to(axes, params, dim) else {}
     if name == "split":
         return {} if params["axis"] == dim else dict.fromkeys(range(len(equation.outputs)), dim)
-    if name in _REDUCTIONS or name == "squeeze":
+    if name in REDUCTIONS or name == "squeeze":
         dropped = tuple(params["dimensions" if name == "squeeze" else "axes"])
         return {} if dim in dropped else {0: dim - sum(d < dim for d in dropped)}
     if name in ("slice", "dynamic_slice", "pad"):
         return {0: dim} if out[dim] == shapes[0][dim] else {}
-    if name in _ALONG_AXIS:
-        return {} if params[_ALONG_AXIS[name]] == dim else {0: dim}
+    if name in ALONG_AXIS:
+        return {} if params[ALONG_AXIS[name]] == dim else {0: dim}
     if name in ("sort", "rev"):
         moved = params.get("dimensions", (params.get("dimension"),))
         return {} if dim in moved else dict.fromkeys(range(len(equation.outputs)), dim)

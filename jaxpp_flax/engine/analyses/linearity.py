@@ -146,6 +146,7 @@ LINEAR: Mapping[Any, Linear] = {
     primitives.slice_p: Linear(Operands.FIRST, _moves),
     primitives.squeeze_p: Linear(Operands.FIRST, _moves),
     primitives.stop_gradient_p: Linear(Operands.FIRST, _moves),
+    primitives.sub_p: Linear(Operands.EVERY, _computes),
     primitives.transpose_p: Linear(Operands.FIRST, _moves),
 }
 
