@@ -211,6 +211,11 @@ LOSSES = {
         r"takes its first argument 'params' for parameters; it is called with the model \(Model\).*loss_fn\(model",
     ),
     "parameters by use": (lambda w, batch: w["w"].sum(), r"TypeError: 'Model' object is not .* first argument 'w' for"),
+    "integer": (
+        lambda model, batch: (model(batch["tokens"]).argmax(-1) != batch["targets"]).sum(),
+        r"a loss of dtype int32, which has no gradient: nothing would be trained\. Return a float",
+    ),
+    "bool": (lambda model, batch: (m.mean_loss(model, batch) > 1, 4), r"a loss_sum of dtype bool, which has no grad"),
     "complex": (lambda model, batch: m.mean_loss(model, batch) + 0j, r"a loss of dtype complex64; it must be a real"),
 }
 

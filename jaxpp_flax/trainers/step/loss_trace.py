@@ -48,7 +48,7 @@ def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainSta
     def run(leaves: Sequence[Any], params: Any, step: Any, index: Any, batch: Any) -> tuple[Sequence[Any], Any, Any]:
         rest = jax.tree.unflatten(tree, leaves)
         output, bound = call_function(loss_fn, model, params, rest, batch, step=step, microbatch=index, training=True)
-        terms = read_loss(output)
+        terms = read_loss(output, differentiated=True)
         unweighted = tuple(name for name, value in terms.metrics.items() if not isinstance(value, tuple))
         kinds.append(None if terms.weight is None else unweighted)
         return jax.tree.leaves(model.rest_of(bound, rest)), terms.total, () if terms.weight is None else terms.weight
