@@ -12,6 +12,7 @@ from jaxpp_flax.trainers.errors import (
     DataPositionError,
     LossError,
     MeshError,
+    MicrobatchLossWarning,
     ModelError,
     NonFiniteLossError,
 )
@@ -74,6 +75,7 @@ __all__ = [
     "MeshError",
     "MeshOptions",
     "Meter",
+    "MicrobatchLossWarning",
     "ModelError",
     "NonFiniteLossError",
     "NoopTracker",

@@ -8,6 +8,7 @@ __all__ = [
     "DataPositionError",
     "LossError",
     "MeshError",
+    "MicrobatchLossWarning",
     "ModelError",
     "NonFiniteLossError",
 ]
@@ -36,6 +37,11 @@ class LossError(TypeError):
 @documented("JPF103")
 class MeshError(ValueError):
     """Devices, mesh and stages do not fit each other."""
+
+
+@documented("JPF904")
+class MicrobatchLossWarning(UserWarning):
+    """A loss is not a mean over equally weighted examples: a masked mean, or one that mixes examples."""
 
 
 @documented("JPF101")

@@ -49,13 +49,13 @@ SUMMED = tuple(d for d in DTYPES if d != "bool")
 DEFERRED = {
     "add_cotangents", "add_sums", "broadcast", "by_float32", "copy", "div", "dot", "dot_from_left", "dot_in_float32",
     "jit_linear", "mul", "name", "neg", "nothing", "pad", "reduce_sum", "reshape", "scaled", "slice", "squeeze",
-    "stop_gradient", "to_complex64", "to_float32", "transpose", "weak",
+    "stop_gradient", "sub_sums", "to_complex64", "to_float32", "transpose", "weak",
 }  # fmt: skip
 # Linear as well, and reduced in every microbatch all the same: nothing that gradients are made of.
 LEFT_ALONE = {
     "barrier", "bitcast", "conj", "conv", "cumsum", "dot_by_algorithm", "dynamic_slice", "gather", "imag",
     "max_pool_jvp", "max_pool_vjp", "real", "reduce_window_sum", "rev", "scatter_add_of_sum", "scatter_mul_into_sum",
-    "scatter_sub_of_sum", "select_of_sum", "split", "sub_sums", "tile", "triangular_solve", "tridiagonal_solve",
+    "scatter_sub_of_sum", "select_of_sum", "split", "tile", "triangular_solve", "tridiagonal_solve",
     "unstack",
 }  # fmt: skip
 # Not linear, but these numbers need not show it: nearly always true, exact in the narrower dtype, drawn from a seed, or

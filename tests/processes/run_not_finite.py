@@ -41,7 +41,7 @@ def main() -> None:
     ]:
 
         def loss_fn(model: Any, batch: Any, offset: float = offset) -> Any:
-            return jnp.log(offset + 1e6 + ((model(batch["x"]) - batch["y"]) ** 2).mean())
+            return jnp.log(offset + 1e6 + (model(batch["x"]) - batch["y"]) ** 2).mean()
 
         trainer = PipelineTrainer(
             Model(poisoned), optax.sgd(0.1), loss_fn, num_stages=2, num_microbatches=2, logging=False

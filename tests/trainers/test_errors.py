@@ -214,6 +214,11 @@ LOSSES = {
         r"takes its first argument 'params' for parameters; it is called with the model \(Model\).*loss_fn\(model",
     ),
     "parameters by use": (lambda w, batch: w["w"].sum(), r"TypeError: 'Model' object is not .* first argument 'w' for"),
+    "integer": (
+        lambda model, batch: (model(batch["tokens"]).argmax(-1) != batch["targets"]).sum(),
+        r"a loss of dtype int32, which has no gradient: nothing would be trained\. Return a float",
+    ),
+    "bool": (lambda model, batch: (m.mean_loss(model, batch) > 1, 4), r"a loss_sum of dtype bool, which has no grad"),
     "complex": (lambda model, batch: m.mean_loss(model, batch) + 0j, r"a loss of dtype complex64; it must be a real"),
 }
 
@@ -288,7 +293,7 @@ def test_a_loss_that_is_not_finite_says_where_it_arose(stages):
 
 def test_not_finite_in_loss_parameters_or_batch():
     def bad_loss(model, batch):
-        return m.mean_loss(model, batch) + jnp.log(batch["mask"].sum() - 1e9)
+        return m.mean_loss(model, batch) + jnp.log(batch["mask"] - 1e9).mean()
 
     with pytest.raises(NonFiniteLossError, match=r"every marked block's output is finite .* after the last mark"):
         trainer(loss_fn=bad_loss, num_stages=1).train_step(m.make_batch(8))

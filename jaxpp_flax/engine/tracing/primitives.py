@@ -141,7 +141,7 @@ _ELEMENTWISE = """
     imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mulhi ne nextafter not
     one_minus_square or polygamma polynomial population_count pow real reciprocal reduce_precision
     regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
-    sin sinh sqrt square sub tan tanh xor zeta
+    sin sinh sqrt square tan tanh xor zeta
 """
 # Light work whose results hold the dimension of the examples in no known place.
 _LIGHT = """
@@ -179,6 +179,7 @@ def _rows() -> Iterator[tuple[str, Facts]]:
     # Element by element.
     yield from rows(_ELEMENTWISE, light, elementwise)
     yield from rows("add add_any", light, elementwise, linear=Linear(Operands.EVERY, computed), adds=True)
+    yield from rows("sub", light, elementwise, linear=Linear(Operands.EVERY, computed))
     yield from rows("mul", light, elementwise, linear=Linear(Operands.EITHER, computed))
     yield from rows("div", light, elementwise, linear=_first(divided))
     yield from rows("neg", light, elementwise, linear=_first(moved))

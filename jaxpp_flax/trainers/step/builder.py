@@ -19,7 +19,7 @@ from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.loss import LossTerms, read_loss, whole_batch
-from jaxpp_flax.trainers.step.loss_trace import LossTrace, check_used, trace_loss, warn_of_batch_statistics
+from jaxpp_flax.trainers.step.loss_trace import LossTrace, check_used, trace_loss, warn_of_microbatches
 from jaxpp_flax.trainers.step.metrics import check_apart
 from jaxpp_flax.trainers.step.optimizer_update import Update
 
@@ -198,9 +198,7 @@ class StepBuilderCache:
         if key not in self._traced:
             one = _one_of(microbatches)
             found = trace_loss(self._untraced.model, self._untraced.loss_fn, state, one)
-            if found.batch_statistics and self._num_microbatches > 1 and not self._has_warned:
-                self._has_warned = True
-                warn_of_batch_statistics(found.batch_statistics, self._num_microbatches)
+            self._has_warned = self._has_warned or warn_of_microbatches(found, self._num_microbatches)
             self._traced[key] = found
         return self._traced[key]
 

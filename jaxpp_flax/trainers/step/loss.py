@@ -35,8 +35,10 @@ class LossTerms:
     metrics: Any  # each metric is a value, or a pair (sum, weight)
 
 
-def read_loss(output: Any) -> LossTerms:
+def read_loss(output: Any, *, differentiated: bool = False) -> LossTerms:
     """Read the terms from the output of a loss function for one microbatch; sums are in float32 or wider.
+
+    A loss that is `differentiated` must be a float: the gradients of an integer are zero.
 
     Example:
       >>> read_loss((jnp.float32(6.0), 3)).weight.item()
@@ -50,8 +52,16 @@ def read_loss(output: Any) -> LossTerms:
             raise LossError(f"the loss function returned {_describe(output)}. {_FORMS}")
         total, weight = (_scalar(part, name, output) for part, name in zip(loss, ("loss_sum", "weight"), strict=True))
         weight = jax.lax.stop_gradient(weight)
+        name, given = "loss_sum", loss[0]
     else:
         total, weight = _scalar(loss, "loss", output), None
+        name, given = "loss", loss
+    if differentiated and not jnp.issubdtype(jnp.result_type(given), jnp.floating):
+        raise LossError(
+            f"the loss function returned a {name} of dtype {jnp.result_type(given)}, which has no gradient: nothing "
+            "would be trained. Return a float that is computed from the model's outputs, not from their argmax or "
+            "from comparisons; what counts hits or errors is a metric."
+        )
     for reserved in {"loss", "weight", "loss_scale", "skipped_step"} & set(metrics):
         raise LossError(f"the loss function returned a metric called {reserved!r}, a name of the trainer's. Rename it.")
     return LossTerms(total=total, weight=weight, metrics={name: _metric(name, v) for name, v in metrics.items()})

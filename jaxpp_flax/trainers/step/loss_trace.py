@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxpp_flax.checkpoint.format.paths import shortened
+from jaxpp_flax.engine.analyses.joined_examples import Joins, find_joins
 from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.trainers.data.batch import shape_of
-from jaxpp_flax.trainers.errors import BatchStatisticsWarning, ModelError
+from jaxpp_flax.trainers.errors import BatchStatisticsWarning, MicrobatchLossWarning, ModelError
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.model.frozen import path_text
@@ -35,6 +36,8 @@ class LossTrace:
     batch_statistics: tuple[str, ...]  # the paths of the carried leaves that are statistics of a batch
     weighed_by: tuple[str, ...]  # the leaves of the batch that both the loss and its weight depend on
     unweighted: tuple[str, ...] | None  # the metrics that are not pairs (sum, weight); None if the loss is not a pair
+    divided: str | None = None  # the place where a mean loss is divided by a number that depends on the examples
+    mixed: str | None = None  # the place where the loss mixes examples in another way
 
 
 def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainState, microbatch: Any) -> LossTrace:
@@ -45,7 +48,7 @@ def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainSta
     def run(leaves: Sequence[Any], params: Any, step: Any, index: Any, batch: Any) -> tuple[Sequence[Any], Any, Any]:
         rest = jax.tree.unflatten(tree, leaves)
         output, bound = call_function(loss_fn, model, params, rest, batch, step=step, microbatch=index, training=True)
-        terms = read_loss(output)
+        terms = read_loss(output, differentiated=True)
         unweighted = tuple(name for name, value in terms.metrics.items() if not isinstance(value, tuple))
         kinds.append(None if terms.weight is None else unweighted)
         return jax.tree.leaves(model.rest_of(bound, rest)), terms.total, () if terms.weight is None else terms.weight
@@ -60,6 +63,7 @@ def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainSta
     weighing = used_inputs(graph, [False] * len(leaves) + [False] + [True] * weights)[len(consts) + len(leaves) :]
     of_batch = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(microbatch)]
     statistics = model.batch_statistics(state.model_state)
+    joins = _joins_of_loss(graph, inputs[-len(of_batch) :], len(leaves))
     return LossTrace(
         carried=carried,
         unused=tuple(path for path, is_used in zip(_paths(state.params), used, strict=False) if not is_used),
@@ -72,14 +76,34 @@ def trace_loss(model: ModelAdapter, loss_fn: Callable[..., Any], state: TrainSta
             if all(uses)
         ),
         unweighted=kinds[-1],
+        divided=joins.divided if not weights else None,  # a weight may make up for a quotient in the sum
+        mixed=joins.mixed,
     )
+
+
+def _joins_of_loss(graph: Graph, batch: Sequence[Value], position: int) -> Joins:
+    """Return how the loss, an output of the graph, joins examples; scalars of a batch are constants."""
+    examples = [leaf for leaf in batch if leaf.aval.shape]
+    return find_joins(graph, examples, examples[0].aval.shape[0])[position]
 
 
 def _paths(tree: Any) -> list[str]:
     return [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def warn_of_batch_statistics(paths: Sequence[str], num_microbatches: int) -> None:
+def warn_of_microbatches(trace: LossTrace, num_microbatches: int) -> bool:
+    """Warn of what makes the loss of the microbatches another one than that of the whole batch; return whether."""
+    if num_microbatches == 1:
+        return False
+    if trace.batch_statistics:
+        _warn_of_batch_statistics(trace.batch_statistics, num_microbatches)
+    mixed = None if trace.batch_statistics else trace.mixed  # BatchNorm mixes examples: that warning has said so
+    if trace.divided or mixed:
+        _warn_of_joins(trace.divided, mixed, num_microbatches)
+    return bool(trace.batch_statistics or trace.divided or mixed)
+
+
+def _warn_of_batch_statistics(paths: Sequence[str], num_microbatches: int) -> None:
     """Warn that the named batch statistics are computed from one microbatch."""
     shown = shortened(paths, 3)
     warnings.warn(
@@ -89,7 +113,29 @@ def warn_of_batch_statistics(paths: Sequence[str], num_microbatches: int) -> Non
         "(LayerNorm, RMSNorm, GroupNorm). If this is meant, ignore the category "
         "jaxpp_flax.trainers.BatchStatisticsWarning.",
         BatchStatisticsWarning,
-        stacklevel=2,
+        stacklevel=3,
+    )
+
+
+def _warn_of_joins(divided: str | None, mixed: str | None, num_microbatches: int) -> None:
+    """Warn that the loss of a microbatch is no mean over its examples, and name the places."""
+    found = []
+    if divided:
+        found.append(
+            f"It divides by a number that depends on the values in the microbatch, such as its count of unmasked "
+            f"tokens: {divided}. Return the sum and this divisor, (loss_sum, weight), and not their quotient."
+        )
+    if mixed:
+        found.append(
+            f"It combines examples, those of one microbatch only, and not by a mean or a sum: {mixed}. For a loss "
+            "across all examples of the batch, give it in two parts: loss_fn=WholeBatchLoss(embed_fn, loss_fn)."
+        )
+    warnings.warn(
+        f"the loss is not a mean over equally weighted examples, so the mean over {num_microbatches} microbatches, and "
+        f"its gradients, are not those of the whole batch. {' '.join(found)} If this is meant, ignore the category "
+        "jaxpp_flax.trainers.MicrobatchLossWarning.",
+        MicrobatchLossWarning,
+        stacklevel=3,
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +17,7 @@ from jaxpp_flax.trainers import Parameters
 from tests.helpers import tree_allclose
 from tests.trainers import models as m
 
+DOCS = Path(__file__).parents[3] / "docs"
 BATCH_NORM = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
 
 
@@ -39,6 +43,24 @@ def test_equals_gradient_accumulation():
     mine = [float(trainer.train_step(batch)["loss"]) for batch in batches]
     np.testing.assert_allclose(mine, losses, rtol=1e-5)
     tree_allclose(nnx.to_pure_dict(nnx.state(trainer.model)), nnx.to_pure_dict(params[-1]))
+
+
+def test_multi_steps_of_optax_are_microbatches_of_the_joined_batch():
+    """What the pages tell users of `optax.MultiSteps`; on the same small batches the two differ."""
+    batches, tx = [m.make_batch(4, seed) for seed in range(4)], optax.sgd(0.1, momentum=0.9)
+    accumulating = optax.MultiSteps(tx, 4).gradient_transformation()
+    plain = m.Model(2, rngs=nnx.Rngs(0), marked=False)
+    _, params = m.plain_training(plain, accumulating, m.mean_loss, batches, 1)
+    joined, same = plain_trainer(tx=tx, num_microbatches=4), plain_trainer(tx=tx, num_microbatches=4)
+    joined.train_step(jax.tree.map(lambda *parts: np.concatenate(parts), *batches))
+    for batch in batches:
+        same.train_step(batch)
+    tree_allclose(jax.tree.leaves(joined.state.params), jax.tree.leaves(params[-1]))
+    with pytest.raises(AssertionError):
+        tree_allclose(jax.tree.leaves(same.state.params), jax.tree.leaves(params[-1]), rtol=0.1)
+    for page in ("start/own_model.md", "coming_from/plain_flax.md"):
+        (row,) = re.findall(r".*MultiSteps.*", (DOCS / page).read_text())
+        assert "joined into one" in row
 
 
 @pytest.mark.parametrize("make", [plain_trainer, linen_trainer])
