@@ -16,7 +16,7 @@ import optax
 from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory, fetched, put_back
 from jaxpp_flax.trainers.state.optimizer_state import shapes_or_values
-from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.state.train_state import TrainState, first_average
 from jaxpp_flax.trainers.step.metrics import NO_METRICS, StepMetrics
 
 
@@ -111,13 +111,16 @@ class Update:
             raise TypeError(f"tx must be an Optax optimizer such as optax.adamw(3e-4), got {kind}.{inner}")
 
     def first_state(self, params: Any, model_state: Any) -> TrainState:
-        """Return the state before the first step; `opt_state` has only shapes if the optimizer can be traced."""
+        """Return the state before the first step.
+
+        The average has only shapes, and `opt_state` too if the optimizer can be traced.
+        """
         return TrainState(
             step=jnp.int32(0),
             params=params,
             opt_state=shapes_or_values(self.tx.init, params),
             model_state=model_state,
-            ema=None if self.ema_decay is None else params,
+            ema=None if self.ema_decay is None else jax.eval_shape(first_average, params),
             loss_scale=self.loss_scale.start() if isinstance(self.loss_scale, DynamicLossScale) else None,
         )
 
@@ -183,7 +186,8 @@ class Update:
         )
         ema = state.ema
         if self.ema_decay is not None:
-            ema = optax.incremental_update(params, ema, 1.0 - self.ema_decay)
+            # In the average's type: in bfloat16, a change of a thousandth would be rounded away.
+            ema = optax.incremental_update(first_average(params), ema, 1.0 - self.ema_decay)
             if skips:
                 ema = jax.tree.map(lambda a, b: jnp.where(finite, a, b), ema, state.ema)
         grown = state.loss_scale
