@@ -165,15 +165,22 @@ def plan_restore(
     missing: Literal["error", "keep"] = "error",
     extra: Literal["error", "ignore"] = "error",
     check: bool = True,
+    widen: PathFilter = (),
 ) -> RestorePlan:
-    """Do all checks of `restore`, without reading the values. `check=False` does not compare files with digests."""
+    """Do all checks of `restore`, without reading the values.
+
+    Args:
+      path, target, only, rename, missing, extra: as in `restore`.
+      check: False does not compare files with their digests.
+      widen: the leaves that may have a narrower type on disk: every value of it is exact in the target's type.
+    """
     for name, value, known in (("missing", missing, ("error", "keep")), ("extra", extra, ("error", "ignore"))):
         if value not in known:
             raise ValueError(f"restore got {name}={value!r}; it must be one of {known}.")
     directory = find_tree(absolute(path))
     metadata = read_metadata(directory)
     leaves, structure = flatten(target)
-    wanted = choose(only)
+    wanted, widened = choose(only), choose(widen)
     stored = stored_leaves(metadata)
     chosen: dict[str, str] = {}  # path of the target -> path on disk
     faults: list[str] = []
@@ -193,7 +200,7 @@ def plan_restore(
             faults.append(f"{name}: missing in the checkpoint{looked}")
     wants = {name: Wanted.of(leaves[name]) for name in chosen}
     for name, found in chosen.items():
-        if wrong := wants[name].faults(stored[found].shape, stored[found].dtype):
+        if wrong := wants[name].faults(stored[found].shape, stored[found].dtype, widened(name)):
             faults.append(f"{name}: {'; '.join(wrong)}")
     if extra == "error":
         faults += _extra(stored, chosen, wanted, rename)

@@ -40,7 +40,7 @@ class Pipeline:
       schedule: gives the rank of each stage, and the number of microbatches in flight.
       num_microbatches: the number of microbatches of a step.
       mesh: the mesh of the ranks.
-      kept: for each leaf of a step's arguments, what the optimizer and the average keep; see `state.kept_bytes`.
+      kept: for each leaf of a step's arguments, what the optimizer and the average keep; see `step.kept_bytes`.
       fsdp: how often the training step gathers parameters; see `MeshOptions`.
     """
 

@@ -36,6 +36,7 @@ from jaxpp_flax.trainers.options import Checkpoints
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.optimizer_state import with_copies
 from jaxpp_flax.trainers.state.partial_restore import complete, target_with_the_rest_later
+from jaxpp_flax.trainers.state.train_state import WIDENED
 
 __all__ = ["Checkpointing", "Resume", "check_resume", "open_store"]
 
@@ -244,7 +245,7 @@ class Checkpointing:
         try:
             # A checkpoint that no trainer wrote may hold other items.
             extra = "ignore" if rename else "error"
-            return plan_restore(path, target, only=only, rename=rename, missing=missing, extra=extra)
+            return plan_restore(path, target, only=only, rename=rename, missing=missing, extra=extra, widen=WIDENED)
         except CheckpointMismatchError as error:
             if about.get("model", self.model_name) == self.model_name:
                 raise

@@ -42,6 +42,7 @@ from jaxpp_flax.trainers.options import (
 )
 from jaxpp_flax.trainers.setup import check_memory, check_parameters, choose_model
 from jaxpp_flax.trainers.state.holder import StateHolder
+from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.state.optimizer_memory import OptimizerMemory
 from jaxpp_flax.trainers.state.placement import Ranks
 from jaxpp_flax.trainers.state.pretrained import PretrainedWeights
@@ -223,10 +224,11 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
         under_way=under_way, trained_on=trained_on, display=display, check_saves=saving.check,
         diagnose=None if is_ignored else core.diagnose, clock=clock,
     )  # fmt: skip
+    inference_weights = InferenceWeights(held, inference.params, display.message)
     evaluation = Evaluation(
-        scheduling=core.scheduling, rows=rows, builders=core.builders, executables=core.executables, held=held,
-        eval_loss_fn=inference.eval_loss_fn or core.loss_fn, predict_fn=inference.predict_fn or call_model,
-        meet=core.meet, clock=clock,
+        scheduling=core.scheduling, rows=rows, builders=core.builders, executables=core.executables,
+        weights=inference_weights, eval_loss_fn=inference.eval_loss_fn or core.loss_fn,
+        predict_fn=inference.predict_fn or call_model, meet=core.meet, clock=clock,
     )  # fmt: skip
     loop = TrainingLoop(
         rows=rows, held=held, checkpoints=checkpoints, saving=saving, tracking=tracking, callbacks=callbacks,
@@ -234,13 +236,13 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
         deadline=None if options is None else options.preemption_deadline,
         trace=lambda microbatches: core.builders.trace(held.memory, microbatches), await_same_end=train_step.end,
     )  # fmt: skip
-    weights = Weights(core.adapter, held, core.meet)
+    weights = Weights(core.adapter, held, inference_weights, core.meet)
     return Parts(
         weights=weights,
-        pretrained=PretrainedWeights(held, core.update, mesh, core.meet, weights.abstract_model),
+        pretrained=PretrainedWeights(held, inference_weights, core.update, mesh, core.meet, weights.abstract_model),
         display=display,
         evaluation=evaluation,
-        generator=Generator(core.adapter, core.scheduling, core.executables, held, core.meet),
+        generator=Generator(core.adapter, core.scheduling, core.executables, held, inference_weights, core.meet),
         checkpoints=checkpoints,
         train_step=train_step,
         loop=loop,

@@ -96,7 +96,7 @@ class PipelineTrainer:
       remat: "full" recomputes the values between two marks in backward; a `jax.checkpoint` policy selects the values to
         keep. `PipelineStage(remat=)` sets it for one block.
       precision: `Precision(gradient_dtype=, loss_scale=, on_nonfinite=)`: number types, and losses that are not finite.
-      inference: `Inference(eval_loss_fn=, predict_fn=)`, for `evaluate` and `predict`.
+      inference: `Inference(eval_loss_fn=, predict_fn=, params=)`, for `evaluate`, `predict` and export.
       seed: the seed of a Linen model's random numbers, of `rngs`, and of functions that make a model (the streams of an
         NNX module have their own seeds). `RandomStreams` names a Linen model's streams too.
       logging: `Logging(tracker=, every=, progress=)`: metrics and the progress display; False shows nothing.

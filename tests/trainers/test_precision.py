@@ -182,3 +182,21 @@ def test_a_scale_that_cannot_grow_is_refused(wrong):
     (name, value), message = *wrong.items(), "initial must be above 0, growth_interval at least 1 and factor above 1"
     with pytest.raises(ValueError, match=rf"{name}={value}.*: {message}"):
         DynamicLossScale(**wrong)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_the_average_of_narrow_weights_is_wide(stages):
+    """In bfloat16, a thousandth of a small change is rounded away, and the average stands still."""
+    made = trainer(stages, jnp.bfloat16, optax.sgd(1e-2), jnp.bfloat16, parameters=Parameters(ema_decay=0.999))
+    wide = lambda params: jax.tree.map(lambda leaf: np.asarray(leaf).astype(np.float32), params)  # noqa: E731
+    expected = first = wide(made.state.params)
+    for seed in range(3):
+        made.train_step(batch(seed))
+        params = wide(made.state.params)
+        expected = jax.tree.map(lambda a, p: np.float32(0.999) * a + np.float32(0.001) * p, expected, params)
+    found = jax.tree.map(np.asarray, made.state.ema)
+    # XLA may average a new weight before it rounds it: a thousandth of 2**-9 of the weight in each step.
+    tree_allclose(found, expected, rtol=3 * 0.001 * 2.0**-9, atol=1e-7)
+    moved = jax.tree.map(lambda a, b, p: np.mean((a != b)[p != b]), found, first, params)
+    assert min(jax.tree.leaves(moved)) > 0.9, "where a weight has moved, its average has"
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(made.ema_model, nnx.Param))} == {jnp.dtype(jnp.bfloat16)}

@@ -68,12 +68,13 @@ class Wanted:
 
         return cls(shape=data.shape, dtype=data.dtype, sharding=sharding, restore_type=jax.Array, finish=wrap)
 
-    def faults(self, shape: Any, dtype: Any) -> list[str]:
-        """List the differences from a leaf on disk with this shape and dtype."""
+    def faults(self, shape: Any, dtype: Any, may_widen: bool = False) -> list[str]:
+        """List the differences from a leaf on disk with this shape and dtype; some leaves may have a narrower type."""
         found: list[str] = []
         if shape is not None and tuple(shape) != tuple(self.shape):
             found.append(f"shape {tuple(shape)} in the checkpoint, wanted {tuple(self.shape)}")
-        if dtype is not None and self.dtype is not None and np.dtype(dtype) != np.dtype(self.dtype):
+        is_other = dtype is not None and self.dtype is not None and np.dtype(dtype) != np.dtype(self.dtype)
+        if is_other and not (may_widen and _holds(self.dtype, dtype)):
             found.append(f"dtype {np.dtype(dtype)} in the checkpoint, wanted {np.dtype(self.dtype)}")
         if self.sharding is not None and not found:
             try:
@@ -81,6 +82,11 @@ class Wanted:
             except ValueError as error:
                 found.append(f"shape {tuple(self.shape)} does not fit the wanted sharding {self.sharding}: {error}")
         return found
+
+
+def _holds(wide: Any, narrow: Any) -> bool:
+    """Return True if every value of the type `narrow` is one of `wide`."""
+    return jnp.promote_types(wide, narrow) == wide
 
 
 def assemble(array: jax.Array, sharding: MpmdSharding) -> MpmdArray:

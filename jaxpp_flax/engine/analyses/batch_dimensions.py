@@ -180,8 +180,7 @@ def _of_first(equation: Equation, facts: Facts, dim: int, alone: bool, axes: Any
     """Return the batch dimension of each output; `dim` is that of the first operand, which may be `alone` in that."""
     params, shape = equation.params, tuple(equation.inputs[0].aval.shape)
     out = tuple(equation.outputs[0].aval.shape)
-    along = params[facts.along] if facts.along is not None else ()
-    dropped = (along,) if isinstance(along, int) else tuple(along)
+    dropped = facts.dimensions_in(params)
     match facts.batch:
         case Batch.BROADCAST:
             target = params["broadcast_dimensions"][dim]

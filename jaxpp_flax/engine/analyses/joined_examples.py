@@ -180,4 +180,4 @@ def _selects_or_scans(equation: Equation, at: Mapping[int, int]) -> bool:
         return equation.name != "reduce_sum" and dim in equation.params["axes"]
     # The others of this kind, such as `split`, only move whole examples.
     orders = facts.batch is Batch.ALONG and facts.cost is not Cost.LIGHT
-    return orders and dim is not None and dim == equation.params[facts.along]
+    return orders and dim is not None and dim in facts.dimensions_in(equation.params)

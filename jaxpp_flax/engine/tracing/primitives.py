@@ -121,6 +121,11 @@ class Facts:
         """Return the sharding that an equation with these parameters gives its operand; None for all others."""
         return None if self.placing is None else params[self.placing]
 
+    def dimensions_in(self, params: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the dimensions that an equation with these parameters works along."""
+        along = () if self.along is None else params[self.along]
+        return (along,) if isinstance(along, int) else tuple(along)
+
     @property
     def is_reduction(self) -> bool:
         """True if the result has fewer elements, each made of many."""

@@ -25,6 +25,7 @@ from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.nnx_model import NnxModel
 from jaxpp_flax.trainers.setup import check_count
 from jaxpp_flax.trainers.state.holder import StateHolder
+from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.step.builder import ForwardOnly
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling
@@ -47,6 +48,7 @@ class Generator:
     scheduling: Scheduling
     executables: CompiledSteps
     held: StateHolder
+    weights: InferenceWeights
     meet: Callable[[str], None]
     programs: dict[Any, DecodingProgram] = field(default_factory=dict)
 
@@ -115,7 +117,7 @@ class Generator:
         program.check(self.held.memory.for_inference(), counts, given, sampling)
         program.compile(counts)
         runs = program.runs(work, calls, sampling)
-        run_in_turn(runs, program.steps, self.held.weights().for_inference(), self._most_under_way(len(runs)))
+        run_in_turn(runs, program.steps, self.weights.for_inference(), self._most_under_way(len(runs)))
         found = {number: row for run in runs for number, row in run.sequences(sampling.end_tokens).items()}
         return [found[i] for i in range(len(found))]
 

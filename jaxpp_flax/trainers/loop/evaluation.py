@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.model.calling import call_model
-from jaxpp_flax.trainers.state.holder import StateHolder
+from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.step.builder import ForwardOnly, Loop, StepBuilderCache
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 from jaxpp_flax.trainers.step.loss import LossTerms
@@ -82,7 +83,7 @@ class Evaluation:
     rows: BatchSharding
     builders: StepBuilderCache
     executables: CompiledSteps
-    held: StateHolder
+    weights: InferenceWeights
     eval_loss_fn: Callable[..., Any]
     predict_fn: Callable[..., Any]
     meet: Callable[[str], None]
@@ -92,9 +93,10 @@ class Evaluation:
     def evaluate(self, data: Iterable[Any], *, global_batch_size: int | None = None) -> dict[str, Any]:
         """Compute the mean loss and metrics over all examples of `data`, pipelined; the state does not change.
 
-        Batches may have any sizes, and each is cut into at most `num_microbatches` parts. If the data-parallel devices
-        of a stage cannot divide the last examples evenly, each device computes all of these. NNX modules run in
-        `eval()` mode. For Linen, `model.training` is False. A loss with a parameter `training` gets False.
+        The weights are those of `Inference(params=)`. Batches may have any sizes, and each is cut into at most
+        `num_microbatches` parts. If the data-parallel devices of a stage cannot divide the last examples evenly, each
+        device computes all of these. NNX modules run in `eval()` mode. For Linen, `model.training` is False. A loss
+        with a parameter `training` gets False.
 
         Args:
           data: an iterable of batches; for one batch, `[batch]`.
@@ -112,12 +114,13 @@ class Evaluation:
         check_batches("data", data)
         self.meet("trainer.evaluate")
         average, pending, alike = Average(), None, BatchComparison(self.scheduling.mesh, "evaluation")
+        state_for = self._state_for_step()
         for batch in awaited(data, "the next batch to evaluate"):
             whole = self.rows.whole(batch, global_batch_size)
             own = batch if whole is not batch else None
             for part in self.rows.inference_parts(whole, rows_only=own is not None):
                 compiled, taken = self._ready("evaluate", part, own, alike)
-                terms = compiled(self.held.weights().for_inference(), taken)
+                terms = compiled(state_for(compiled), taken)
                 if pending is not None:
                     average.add(*pending)
                 pending = (terms, part.num_microbatches, part.num_examples)
@@ -151,11 +154,15 @@ class Evaluation:
         own = batch if whole is not batch else None
         parts = self.rows.inference_parts(whole, rows_only=own is not None)
         self.meet("trainer.predict")
-        alike, outputs = BatchComparison(self.scheduling.mesh, "prediction"), []
+        alike, outputs, state_for = BatchComparison(self.scheduling.mesh, "prediction"), [], self._state_for_step()
         for part in parts:
             compiled, taken = self._ready("predict", part, own, alike)
-            outputs.append(compiled(self.held.weights().for_inference(), taken))
+            outputs.append(compiled(state_for(compiled), taken))
         return join_parts(outputs)
+
+    def _state_for_step(self) -> Callable[[Any], Any]:
+        """Return the function that gives a compiled step its state: once, until another step may have moved it."""
+        return functools.lru_cache(maxsize=1)(lambda compiled: self.weights.for_inference())
 
     def _ready(self, kind: InferenceKind, part: InferencePart, own: Any, alike: BatchComparison) -> tuple[Any, Any]:
         """Return the compiled step and its microbatches, after comparison; `own` is a batch of rows, or None."""

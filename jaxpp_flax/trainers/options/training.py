@@ -17,6 +17,7 @@ from jaxpp_flax.trainers.loop.nonfinite import OnNonFinite
 from jaxpp_flax.trainers.model.frozen import check_frozen
 from jaxpp_flax.trainers.options.base import Options, misfit
 from jaxpp_flax.trainers.setup import check_functions
+from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.optimizer_update import DynamicLossScale
 
 __all__ = ["Inference", "Parameters", "Precision", "RandomStreams"]
@@ -83,7 +84,8 @@ class Parameters(Options):
     Args:
       wrt: filter of the NNX variables to train; the other variables are not changed.
       frozen: parameters that are not changed: globs on their paths (`"embed/*"`), or a function of the path.
-      ema_decay: keeps a moving average of the trained parameters: `ema_model`.
+      ema_decay: keeps a moving average of the trained parameters, in float32 or wider: `ema_model`, and
+        `Inference(params=lambda state: state.ema)`.
 
     Raises:
       TypeError, ValueError: naming the field that does not fit.
@@ -141,15 +143,21 @@ class RandomStreams:
 
 @dataclass(frozen=True, kw_only=True)
 class Inference(Options):
-    """The functions of `evaluate` and `predict`: `inference=`.
+    """The functions of `evaluate` and `predict`, and the weights that they use: `inference=`.
 
     Args:
+      params: a function of the `TrainState` that returns the weights for `evaluate`, `predict`, `generate` and
+        `export_pretrained`: a tree like `state.params`, such as `lambda state: state.ema` (a moving average), or, for
+        schedule-free optimizers, `lambda state: optax.contrib.schedule_free_eval_params(state.opt_state,
+        state.params)`. It is traced, and its result gets the parameters' types. None: the trained weights. Losses that
+        choose the best checkpoint are those of these weights; the checkpoint holds the whole state, of which they are
+        made again. `trainer.model` has the trained weights.
       eval_loss_fn: for `evaluate`; by default the trainer's `loss_fn`, with an NNX model in `eval()` mode.
       predict_fn: `(model, microbatch) -> outputs` for `predict`; by default `model(microbatch)`, with `training=False`
         or `deterministic=True` where the model's `__call__` has such a boolean argument.
 
     Raises:
-      TypeError: if one of them is not a function of a model and a batch.
+      TypeError: if one of them is not a function of such arguments.
 
     Example:
       >>> Inference(predict_fn=lambda model, batch: model(batch["x"])).eval_loss_fn is None
@@ -158,6 +166,9 @@ class Inference(Options):
 
     eval_loss_fn: Callable[..., Any] | None = None
     predict_fn: Callable[..., Any] | None = None
+    params: Callable[[TrainState], Any] | None = None
 
     def __post_init__(self) -> None:
+        if self.params is not None and not callable(self.params):
+            raise misfit("params", self.params, "a function of the state, such as `lambda state: state.ema`")
         check_functions(eval_loss_fn=self.eval_loss_fn, predict_fn=self.predict_fn)

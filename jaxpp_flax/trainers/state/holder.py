@@ -15,15 +15,22 @@ from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.checkpoint.reading import plan_restore
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
-from jaxpp_flax.messages import listed
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.loop.process_synchronization import compare_initial_states
-from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.state.initializer import Initializer
 from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory
 from jaxpp_flax.trainers.state.optimizer_state import make_on_ranks
 from jaxpp_flax.trainers.state.placement import Ranks, fitting, put_on_ranks
-from jaxpp_flax.trainers.state.train_state import TrainState, is_abstract, model_part, shapes_of, target_of
+from jaxpp_flax.trainers.state.train_state import (
+    WIDENED,
+    TrainState,
+    abstract_text,
+    first_average,
+    is_abstract,
+    model_part,
+    shapes_of,
+    target_of,
+)
 
 # Larger first parameters are not kept, or made again, for the diagnosis of a first loss that is not finite.
 _KEPT_FOR_DIAGNOSIS = 256 << 20
@@ -46,7 +53,7 @@ class OnDisk:
     def read(self, shardings: TrainState | None = None) -> TrainState:
         """Read the checkpoint's state: to the default device, or to `shardings`."""
         target = self.state if shardings is None else target_of(self.state, shardings)
-        return plan_restore(self.path, target, check=False).read()
+        return plan_restore(self.path, target, check=False, widen=WIDENED).read()
 
 
 @dataclass(frozen=True)
@@ -181,6 +188,8 @@ class StateHolder:
         state = self._now.state
         if self._ranks is None:
             state = self._with_values(state)
+            if is_abstract(state.ema):
+                state = replace(state, ema=first_average(state.params))
             if is_abstract(state.opt_state):
                 state = replace(state, opt_state=self.kept.first(self._init, state.params, state.opt_state))
             self._now = replace(self._now, state=state)
@@ -314,7 +323,7 @@ class StateHolder:
         if not is_abstract((state.params, state.model_state)):
             return state
         params, rest = self._need_initializer(state).make()
-        return replace(state, params=params, model_state=rest, ema=None if state.ema is None else params)
+        return replace(state, params=params, model_state=rest)
 
     def _need_initializer(self, state: TrainState) -> Initializer:
         if self._initializer is None:
@@ -332,12 +341,11 @@ class StateHolder:
         state, mesh = self._now.state, ranks.mesh
         places = replace(ranks.preliminary(state), params=weights.params, model_state=weights.model_state)
         placed = self._weights_on_ranks(mesh, state, places, _only_weights)
-        opt_state, ema = state.opt_state, state.ema
-        if isinstance(self._now, Made):  # the average is the parameters
-            ema = shapes_of(ema)
-            opt_state = opt_state if is_abstract(opt_state) else put_on_ranks(mesh, opt_state, places.opt_state)
+        opt_state = state.opt_state
+        if isinstance(self._now, Made) and not is_abstract(opt_state):
+            opt_state = put_on_ranks(mesh, opt_state, places.opt_state)
         step, scale = put_on_ranks(mesh, (state.step, state.loss_scale), (places.step, places.loss_scale))
-        state = replace(placed, opt_state=opt_state, ema=ema, step=step, loss_scale=scale)
+        state = replace(placed, opt_state=opt_state, step=step, loss_scale=scale)
         self._now = Placed(state, is_preliminary=True)
 
     def _on_ranks(self, mesh: MpmdMesh, shardings: TrainState) -> TrainState:
@@ -352,7 +360,7 @@ class StateHolder:
         """
         ema, opt_state = state.ema, state.opt_state
         if is_abstract(ema):
-            ema = make_on_ranks(lambda params: jax.tree.map(jnp.copy, params), state.params, shardings.ema)
+            ema = make_on_ranks(first_average, state.params, shardings.ema)
         else:
             ema = put_on_ranks(mesh, ema, shardings.ema)
         if is_abstract(opt_state):
@@ -376,18 +384,6 @@ class StateHolder:
 
 def _only_weights(state: TrainState) -> TrainState:
     return replace(state, step=(), opt_state=(), ema=None, loss_scale=None)
-
-
-def abstract_text(state: TrainState) -> str:
-    """Return the message for a model without values."""
-    leaves = jax.tree_util.tree_leaves_with_path((state.params, state.model_state))
-    missing = [path_text(path).partition("/")[2] for path, leaf in leaves if is_abstract(leaf)]
-    return (
-        f"the model is abstract: {len(missing)} of its {len(leaves)} leaves are shapes without values "
-        f"({listed(missing, 3, str)}), and a module of `nnx.eval_shape` does not know how it was made. Give it values "
-        "first: trainer.restore(path), or fit(resume=True) with a checkpoint. To begin with new values, pass the "
-        "function that makes the model, `lambda rngs: GPT(config, rngs=rngs)`: each leaf is made on its ranks."
-    )
 
 
 def copied(leaf: Any) -> jax.Array:

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpp_flax.checkpoint import CheckpointMismatchError
-from jaxpp_flax.checkpoint.format.leaves import Wanted
+from jaxpp_flax.checkpoint.format.leaves import Wanted, is_key
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.checkpoint.reading import RestorePlan
 from jaxpp_flax.engine.arrays.ambient_mesh import context_mesh
 from jaxpp_flax.engine.arrays.mesh import MpmdSharding, named_memory
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.engine.arrays.placing import key_impl
 from jaxpp_flax.engine.program.description import describe_graph
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr, values
@@ -101,54 +102,82 @@ def numbers_of_init(init: Callable[[Any], Any], params: Any) -> dict[str, str | 
     return dict(zip(single, map(value_text, values), strict=True))
 
 
-@context_mesh(None)  # with a context mesh, JAX would compare each rank's devices with the devices of that mesh
 def make_on_ranks(function: Callable[[Any], Any], argument: Any, shardings: Any) -> Any:
-    """Compute `function(argument)` for a tree of `MpmdArray`s: each leaf of the result on its own ranks.
+    """Compute `function(argument)` for a tree of `MpmdArray`s, once: see `RankPrograms`."""
+    return RankPrograms(function, argument, shardings)(argument)
 
-    Every rank runs its own program for its leaves. The inputs of this program are copied to the rank if needed.
-    `shardings` has an `MpmdSharding` for each leaf of the result.
+
+class RankPrograms:
+    """The programs that compute a function of a tree of `MpmdArray`s: each leaf of the result on its own ranks.
+
+    Every rank has its own program for its leaves. The inputs of this program are copied to the rank if needed.
+
+    Args:
+      function: of the tree, and of nothing else.
+      argument: the tree, or its shapes.
+      shardings: an `MpmdSharding` for each leaf of the result.
     """
-    leaves, tree = jax.tree.flatten(argument)
-    wanted: list[MpmdSharding]
-    wanted, structure = jax.tree.flatten(shardings)
-    if not wanted:
-        return jax.tree.unflatten(structure, [])
-    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
-    def flat(values: Sequence[Any]) -> list[Any]:
-        return jax.tree.leaves(function(jax.tree.unflatten(tree, values)))
+    def __init__(self, function: Callable[[Any], Any], argument: Any, shardings: Any) -> None:
+        leaves, self._tree = jax.tree.flatten(argument)
+        self._shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        self._wanted: list[MpmdSharding]
+        self._wanted, self._structure = jax.tree.flatten(shardings)
+        self._function = function
+        # For each program: its rank, the inputs that it reads, the results that it makes, and itself.
+        self._programs: list[tuple[int, list[int], list[int], Callable[..., Any]]] = []
+        if self._wanted:
+            with context_mesh(None):
+                self._build()
 
-    graph, consts = from_jaxpr(jax.make_jaxpr(flat)(shapes))
-    results = jax.eval_shape(flat, shapes)
-    parts: list[dict[int, jax.Array]] = [{} for _ in wanted]
+    def _flat(self, values: Sequence[Any]) -> list[Any]:
+        return jax.tree.leaves(self._function(jax.tree.unflatten(self._tree, values)))
 
-    def make(rank: int, mine: Sequence[int]) -> None:
-        used = used_inputs(graph, [i in mine for i in range(len(wanted))])[len(consts) :]
-        read = [i for i, is_used in enumerate(used) if is_used]
+    def _build(self) -> None:
+        graph, consts = from_jaxpr(jax.make_jaxpr(self._flat)(self._shapes))
+        self._results = jax.eval_shape(self._flat, self._shapes)
+        for rank in self._wanted[0].mpmd_mesh.local_ranks:
+            own = [i for i, sharding in enumerate(self._wanted) if rank in sharding.ranks]
+            kinds = [named_memory(self._wanted[i]) for i in own]
+            for group in groups_of_host_leaves(kinds, [self._results[i] for i in own]):
+                mine = [own[i] for i in group]
+                used = used_inputs(graph, [i in mine for i in range(len(self._wanted))])[len(consts) :]
+                read = [i for i, is_used in enumerate(used) if is_used]
+                self._programs.append((rank, read, mine, self._program(rank, read, mine)))
 
+    def _program(self, rank: int, read: list[int], mine: list[int]) -> Callable[..., Any]:
         def on_rank(values: Sequence[Any]) -> list[Any]:
             given = dict(zip(read, values, strict=True))
-            # This rank's results do not depend on the other inputs, so these zeros are never computed.
-            whole = flat([given[i] if i in given else jnp.zeros(s.shape, s.dtype) for i, s in enumerate(shapes)])
+            # This rank's results do not depend on the other inputs, so these values are never computed.
+            whole = self._flat([given[i] if i in given else _unused(s) for i, s in enumerate(self._shapes)])
             return [whole[i] for i in mine]
 
-        made = jax.jit(on_rank, out_shardings=[wanted[i].local_sharding(rank) for i in mine])(
-            [_on_rank(leaves[i], rank) for i in read]
-        )
-        for i, array in zip(mine, made, strict=True):
-            parts[i][rank] = array
+        return jax.jit(on_rank, out_shardings=[self._wanted[i].local_sharding(rank) for i in mine])
 
-    for rank in wanted[0].mpmd_mesh.local_ranks:
-        own = [i for i, sharding in enumerate(wanted) if rank in sharding.ranks]
-        for group in groups_of_host_leaves([named_memory(wanted[i]) for i in own], [results[i] for i in own]):
-            make(rank, [own[i] for i in group])
-            if named_memory(wanted[own[group[0]]]) is not None:  # the devices pass the next group on when this one left
-                jax.block_until_ready([parts[own[i]][rank] for i in group])
-    arrays = [
-        MpmdArray(of, sharding, shape=result.shape, dtype=result.dtype)
-        for of, sharding, result in zip(parts, wanted, results, strict=True)
-    ]
-    return jax.tree.unflatten(structure, arrays)
+    @context_mesh(None)  # with a context mesh, JAX would compare each rank's devices with the devices of that mesh
+    def __call__(self, argument: Any) -> Any:
+        """Compute the function of a tree with the shapes of the first one."""
+        if not self._wanted:
+            return jax.tree.unflatten(self._structure, [])
+        leaves = jax.tree.leaves(argument)
+        parts: list[dict[int, jax.Array]] = [{} for _ in self._wanted]
+        for rank, read, mine, program in self._programs:
+            made = program([_on_rank(leaves[i], rank) for i in read])
+            for i, array in zip(mine, made, strict=True):
+                parts[i][rank] = array
+            if named_memory(self._wanted[mine[0]]) is not None:  # the devices pass the next group on when this one left
+                jax.block_until_ready(made)
+        arrays = [
+            MpmdArray(of, sharding, shape=result.shape, dtype=result.dtype)
+            for of, sharding, result in zip(parts, self._wanted, self._results, strict=True)
+        ]
+        return jax.tree.unflatten(self._structure, arrays)
+
+
+def _unused(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    if is_key(shape):
+        return jnp.broadcast_to(jax.random.key(0, impl=key_impl(shape.dtype)), shape.shape)
+    return jnp.zeros(shape.shape, shape.dtype)
 
 
 def _on_rank(leaf: MpmdArray, rank: int) -> jax.Array:
@@ -212,7 +241,8 @@ def with_copies(plan: RestorePlan, state: TrainState, init: Any) -> tuple[Restor
     for path, of in made.items():
         if path in plan.chosen or not restored or (of is not None and of not in restored):
             continue
-        if of is None or plan.leaves[path].dtype != plan.leaves[f"params/{of}"].dtype:
+        is_average = path.startswith("ema/")  # in its own type, which holds every value of the parameter's
+        if of is None or (not is_average and plan.leaves[path].dtype != plan.leaves[f"params/{of}"].dtype):
             faults.append(f"{path}: the optimizer made it of parameters, other than by copying them")
             continue
         chosen[path], wants[path] = plan.chosen[f"params/{of}"], Wanted.of(plan.leaves[path])

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
@@ -15,7 +14,7 @@ from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.optimizer_state import make_on_ranks
 from jaxpp_flax.trainers.state.placement import put_on_ranks
-from jaxpp_flax.trainers.state.train_state import TrainState, is_abstract, model_part, shapes_of
+from jaxpp_flax.trainers.state.train_state import TrainState, first_average, is_abstract, model_part, shapes_of
 
 __all__ = ["Later", "complete", "target_with_the_rest_later"]
 
@@ -70,7 +69,7 @@ def complete(state: TrainState, held: StateHolder, init: Callable[[Any], Any]) -
     made = held.make_model_leaves(unmade, unmade) if unmade else {}
     state = replace(state, **jax.tree.unflatten(structure, (leaves | made).values()))
     opt_state = _made(init, state.params, state.opt_state)
-    ema = _made(lambda params: jax.tree.map(jnp.copy, params), state.params, state.ema)
+    ema = _made(first_average, state.params, state.ema)
     return replace(state, opt_state=opt_state, ema=ema)
 
 

@@ -20,9 +20,10 @@ from jaxpp_flax.pretrained import IDENTITY, NameMap, export_pretrained
 from jaxpp_flax.pretrained.exporting import SHARD_BYTES
 from jaxpp_flax.pretrained.loading import LoadPlan, plan_load
 from jaxpp_flax.trainers.state.holder import StateHolder, copied
+from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.state.merged_adapters import merge_leaves
 from jaxpp_flax.trainers.state.placement import put_on_ranks
-from jaxpp_flax.trainers.state.train_state import TrainState, is_abstract, model_part, shapes_of
+from jaxpp_flax.trainers.state.train_state import TrainState, first_average, is_abstract, model_part, shapes_of
 from jaxpp_flax.trainers.step.optimizer_update import Update
 
 # The beginnings of paths in a state that a model's own paths do not have.
@@ -41,6 +42,7 @@ class PretrainedWeights:
     """
 
     held: StateHolder
+    weights: InferenceWeights
     update: Update
     mesh: MpmdMesh | None
     meet: Callable[[str], None]
@@ -104,9 +106,10 @@ class PretrainedWeights:
     ) -> Path:
         """Write the current weights to a new directory as Hugging Face does: safetensors, with an index.
 
-        Each process writes the slices that its ranks hold, one after another, directly to their place in the files.
-        Adapters (LoRA) are merged: the files have the leaves and the bits of `merge_lora(trainer.model)`, but each
-        kernel is merged on its own ranks, and nothing is ever in one place.
+        The weights are those of `Inference(params=)`. Each process writes the slices that its ranks hold, one after
+        another, directly to their place in the files. Adapters (LoRA) are merged: the files have the leaves and the
+        bits of `merge_lora(trainer.model)`, but each kernel is merged on its own ranks, and nothing is ever in one
+        place.
 
         Args:
           directory: it must not exist; it gets its name when it is complete.
@@ -114,7 +117,7 @@ class PretrainedWeights:
           only: globs of the leaves to write; None writes all parameters and other variables of the model.
           config: the content of a `config.json` beside the weights, which `transformers` needs.
           max_shard_bytes: the largest size of a file.
-          ema: write the average of the weights.
+          ema: write the average of the weights, in the parameters' types.
           merge_adapters: False writes kernels and adapters as they are. Without it, if `only` chooses nothing but
             adapters (`"*/lora_*"`), these are written alone.
 
@@ -124,10 +127,9 @@ class PretrainedWeights:
           ValueError: for `ema=True` without an average; if an adapter cannot be merged.
         """
         self.meet("trainer.export_pretrained")
-        state = self.held.weights()
-        if ema and state.ema is None:
+        if ema and self.held.memory.ema is None:
             raise ValueError("export_pretrained(ema=True) needs an average: parameters=Parameters(ema_decay=0.999).")
-        leaves = _weights_of(replace(state, params=state.ema) if ema else state)
+        leaves = _weights_of(self.weights.for_export(average=ema))
         if merge_adapters:
             leaves = self._merged(leaves, only)
         return export_pretrained(leaves, directory, map=map, only=only, config=config, max_shard_bytes=max_shard_bytes)
@@ -178,7 +180,7 @@ class PretrainedWeights:
     def _with_training_part(self, state: TrainState, shardings: TrainState) -> TrainState:
         """Make the optimizer's state and the average anew from the parameters, where they are to be."""
         if self.mesh is None:
-            ema = None if state.ema is None else jax.tree.map(copied, state.params)
+            ema = None if state.ema is None else first_average(state.params)
             opt_state = self.held.kept.first(self.update.tx.init, state.params, shapes_of(state.opt_state))
             return replace(state, opt_state=jax.tree.map(copied, opt_state), ema=ema)
         state = replace(state, opt_state=shapes_of(state.opt_state), ema=shapes_of(state.ema))

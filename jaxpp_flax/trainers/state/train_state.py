@@ -6,6 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+
+from jaxpp_flax.messages import listed
+from jaxpp_flax.trainers.model.frozen import path_text
+
+WIDENED = "ema/*"
+"""The leaves of a state that a checkpoint may hold in a narrower type: old averages had the parameters' own."""
 
 
 @jax.tree_util.register_dataclass
@@ -18,11 +25,10 @@ class TrainState:
       params: the trained parameters: an `nnx.State`, or a Linen tree.
       opt_state: the optimizer's state.
       model_state: the model's other variables: running statistics, frozen parameters, keys of random numbers.
-      ema: the average of the trained parameters (`ema_decay=`), or None.
+      ema: the average of the trained parameters (`ema_decay=`), in float32 or wider; or None.
       loss_scale: the state of a dynamic loss scale, or None.
 
     Example:
-      >>> import jax.numpy as jnp
       >>> state = TrainState(step=jnp.int32(0), params={"w": jnp.ones(2)}, opt_state=(), model_state={})
       >>> len(jax.tree.leaves(state))
       2
@@ -40,9 +46,31 @@ class TrainState:
         return replace(self, opt_state=(), ema=None, loss_scale=None)
 
 
+def first_average(params: Any) -> Any:
+    """Return the moving average before the first step: a copy of the parameters, in float32 or wider.
+
+    Example:
+      >>> first_average({"w": jnp.ones(2, jnp.bfloat16)})
+      {'w': Array([1., 1.], dtype=float32)}
+    """
+    return jax.tree.map(lambda x: jnp.array(x, dtype=jnp.promote_types(x.dtype, jnp.float32), copy=True), params)
+
+
 def is_abstract(tree: Any) -> bool:
     """Return True if some leaf is a shape without a value."""
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(tree))
+
+
+def abstract_text(state: TrainState) -> str:
+    """Return the message for a model without values."""
+    leaves = jax.tree_util.tree_leaves_with_path((state.params, state.model_state))
+    missing = [path_text(path).partition("/")[2] for path, leaf in leaves if is_abstract(leaf)]
+    return (
+        f"the model is abstract: {len(missing)} of its {len(leaves)} leaves are shapes without values "
+        f"({listed(missing, 3, str)}), and a module of `nnx.eval_shape` does not know how it was made. Give it values "
+        "first: trainer.restore(path), or fit(resume=True) with a checkpoint. To begin with new values, pass the "
+        "function that makes the model, `lambda rngs: GPT(config, rngs=rngs)`: each leaf is made on its ranks."
+    )
 
 
 def shapes_of(tree: Any) -> Any:

@@ -16,7 +16,8 @@ from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.state.holder import StateHolder, copied
-from jaxpp_flax.trainers.state.train_state import is_abstract, shapes_of
+from jaxpp_flax.trainers.state.inference_weights import InferenceWeights, average_of
+from jaxpp_flax.trainers.state.train_state import shapes_of
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,11 @@ class Weights:
 
     adapter: ModelAdapter
     held: StateHolder
+    inference: InferenceWeights
     meet: Callable[[str], None]  # waits until every process has made the call of this name
 
     def model(self) -> Any:
-        """An ordinary module with a copy of the current weights, all of them on one device of this process.
+        """An ordinary module with a copy of the trained weights, all of them on one device of this process.
 
         It costs the bytes of all weights there, and with several processes as many sent; every process has to ask for
         it. Shapes alone cost nothing: `trainer.abstract_model`.
@@ -48,18 +50,18 @@ class Weights:
         return self.adapter.rebuild(shapes_of(state.params), shapes_of(state.model_state))
 
     def ema_model(self) -> Any:
-        """An ordinary module with a copy of the averaged weights; costs and errors are those of `trainer.model`."""
-        if self.held.memory.ema is not None:
-            self._check("trainer.ema_model")
-        state = self.held.weights()
-        if state.ema is not None and is_abstract(state.ema):
-            state = self.held.whole()
-        if state.ema is None:
+        """An ordinary module with a copy of the averaged weights, in the types of the parameters.
+
+        The average itself, `trainer.state.ema`, is in float32 or wider. Costs and errors are those of `trainer.model`.
+        """
+        if self.held.memory.ema is None:
             raise ValueError(
                 "trainer.ema_model needs an average of the weights: parameters=Parameters(ema_decay=0.999)."
             )
+        self._check("trainer.ema_model")
+        state = self.inference.of(average_of)
         self.meet("trainer.ema_model")
-        return self.adapter.rebuild(to_ordinary(state.ema), to_ordinary(state.model_state))
+        return self.adapter.rebuild(to_ordinary(state.params), to_ordinary(state.model_state))
 
     def variables(self) -> dict[str, Any]:
         if not isinstance(self.adapter, LinenModel):

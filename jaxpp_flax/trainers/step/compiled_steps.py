@@ -28,9 +28,9 @@ from jaxpp_flax.trainers.metrics.clock import Clock
 from jaxpp_flax.trainers.model.sharding import AxisRules
 from jaxpp_flax.trainers.options.memory import Memory
 from jaxpp_flax.trainers.state.holder import StateHolder
-from jaxpp_flax.trainers.state.kept_bytes import kept_bytes
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.builder import Loop, StepBuilderCache
+from jaxpp_flax.trainers.step.kept_bytes import kept_bytes
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 
 

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxpp_flax.trainers.model.frozen import path_text
 from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory, fetched, put_back
 from jaxpp_flax.trainers.state.optimizer_state import shapes_or_values
-from jaxpp_flax.trainers.state.train_state import TrainState
+from jaxpp_flax.trainers.state.train_state import TrainState, first_average
 from jaxpp_flax.trainers.step.metrics import NO_METRICS, StepMetrics
 
 
@@ -62,9 +63,7 @@ _ITS_STATE = "The trainer keeps a state of its own for it (`trainer.state.opt_st
 
 
 def _takes_value(tx: Any) -> bool:
-    """Return True if the optimizer's update accepts the loss; Optax allows this for updates with extra arguments."""
-    if isinstance(tx, optax.GradientTransformationExtraArgs):
-        return True
+    """Return True if the signature of the optimizer's update takes the loss, as `value` or as any other argument."""
     try:
         parameters = inspect.signature(tx.update).parameters
     except (TypeError, ValueError):
@@ -77,8 +76,20 @@ def _wanted(error: Exception) -> tuple[str, str] | None:
     missing = re.search(r"([\w.<>]+)\(\) missing \d+ required keyword-only arguments?: (.*)", str(error))
     if missing is not None:
         return missing[1].split(".")[0], " and ".join(f"{name}=" for name in re.findall(r"'(\w+)'", missing[2]))
-    required = re.match(r"(\w+) must be provided to (\w+)", str(error))  # Sophia's words
+    # Words of Sophia, and of sam(opaque_mode=True).
+    required = re.match(r"(\w+) must be provided (?:to|when) (\w+)", str(error))
     return None if required is None else (required[2], f"{required[1]}=")
+
+
+def _check_shapes(updates: Any, params: Any) -> None:
+    """Refuse updates that addition would broadcast to the parameters."""
+    for (path, param), update in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(updates), strict=False):
+        if jnp.shape(update) != param.shape:
+            raise TypeError(
+                f"the optimizer's update of the parameter {path_text(path)} has shape {jnp.shape(update)}, and the "
+                f"parameter has {param.shape}. An optimizer that takes the gradients of single examples, such as "
+                "optax.contrib.dpsgd, cannot be used: a step has the gradients of the whole batch."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +111,16 @@ class Update:
             raise TypeError(f"tx must be an Optax optimizer such as optax.adamw(3e-4), got {kind}.{inner}")
 
     def first_state(self, params: Any, model_state: Any) -> TrainState:
-        """Return the state before the first step; `opt_state` has only shapes if the optimizer can be traced."""
+        """Return the state before the first step.
+
+        The average has only shapes, and `opt_state` too if the optimizer can be traced.
+        """
         return TrainState(
             step=jnp.int32(0),
             params=params,
             opt_state=shapes_or_values(self.tx.init, params),
             model_state=model_state,
-            ema=None if self.ema_decay is None else params,
+            ema=None if self.ema_decay is None else jax.eval_shape(first_average, params),
             loss_scale=self.loss_scale.start() if isinstance(self.loss_scale, DynamicLossScale) else None,
         )
 
@@ -172,7 +186,8 @@ class Update:
         )
         ema = state.ema
         if self.ema_decay is not None:
-            ema = optax.incremental_update(params, ema, 1.0 - self.ema_decay)
+            # In the average's type: in bfloat16, a change of a thousandth would be rounded away.
+            ema = optax.incremental_update(first_average(params), ema, 1.0 - self.ema_decay)
             if skips:
                 ema = jax.tree.map(lambda a, b: jnp.where(finite, a, b), ema, state.ema)
         grown = state.loss_scale
@@ -193,9 +208,8 @@ class Update:
 
         Raise a `TypeError` if the optimizer needs more than gradients, parameters and the loss.
         """
-        more = {"value": loss} if _takes_value(self.tx) else {}
         try:
-            return self.tx.update(grads, state.opt_state, state.params, **more)
+            updates, opt_state = self._call(grads, state, {"value": loss} if _takes_value(self.tx) else {})
         except (TypeError, ValueError) as error:
             wanted = _wanted(error)
             if wanted is None:
@@ -205,8 +219,20 @@ class Update:
                 f"the optimizer cannot be used in a pipeline's step: its part `{name}` needs {arguments}, but a step "
                 "has the gradients, the parameters and the loss of the whole batch (`value`), and does not compute the "
                 "loss again. Use an optimizer without line search and without estimates of the Hessian, such as "
-                "optax.adamw(3e-4); optax.lbfgs(learning_rate, linesearch=None) is one too."
+                "optax.adamw(3e-4); optax.lbfgs(learning_rate, linesearch=None) is one too, and optax.contrib.sam "
+                "without opaque_mode."
             ) from error
+        _check_shapes(updates, state.params)
+        return updates, opt_state
+
+    def _call(self, grads: Any, state: TrainState, more: dict[str, Any]) -> tuple[Any, Any]:
+        """Call the optimizer. A chain takes any argument, but a part of it, such as `optax.contrib.sam`, may not."""
+        try:
+            return self.tx.update(grads, state.opt_state, state.params, **more)
+        except TypeError as error:
+            if not more or "unexpected keyword argument 'value'" not in str(error):
+                raise
+        return self.tx.update(grads, state.opt_state, state.params)
 
     def _scale(self, state: TrainState) -> Any:
         return state.loss_scale["scale"] if isinstance(self.loss_scale, DynamicLossScale) else self.loss_scale

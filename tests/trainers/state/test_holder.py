@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -9,9 +11,11 @@ import numpy as np
 import optax
 import pytest
 
+from jaxpp_flax.checkpoint import CheckpointMismatchError
+from jaxpp_flax.checkpoint.reading import plan_restore
 from jaxpp_flax.checkpoint.writing import save_step
 from jaxpp_flax.trainers.state.holder import Beginning, StateHolder
-from jaxpp_flax.trainers.state.train_state import is_abstract
+from jaxpp_flax.trainers.state.train_state import WIDENED, is_abstract
 from jaxpp_flax.trainers.step.optimizer_update import Update
 
 
@@ -57,3 +61,22 @@ def test_the_beginning_is_given_once():
     made = held(1.0)
     assert isinstance(made.take_beginning(), Beginning)
     assert made.take_beginning() is None
+
+
+@pytest.mark.parametrize("read", [StateHolder.load, lambda other: other.place(None, lambda: other.memory)])
+def test_an_average_on_disk_may_be_narrower(read: Callable[[StateHolder], None], tmp_path: Path):
+    """Checkpoints of older versions have the average in the parameters' type; parameters fit exactly."""
+    update = Update(tx=optax.sgd(0.1), ema_decay=0.5)
+    made = lambda dtype: StateHolder(update.first_state({"w": jnp.full(2, 1.5, dtype)}, {}), update.tx.init)  # noqa: E731
+    state = made(jnp.bfloat16).whole()
+    path = save_step(tmp_path / "old", replace(state, ema={"w": jnp.full(2, 0.25, jnp.bfloat16)}), {})
+    other = made(jnp.bfloat16)
+    other.is_on_disk(path)
+    read(other)
+    assert (other.memory.params["w"].dtype, other.memory.ema["w"].dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_array_equal(other.memory.ema["w"], [0.25, 0.25])
+    plan_restore(path, other.memory, widen=WIDENED)
+    for target, leaf in ((made(jnp.float32), "params"), (made(jnp.float16), "ema"), (made(jnp.float16), "params")):
+        narrow = replace(target.whole(), ema={"w": jnp.ones(2, jnp.float16)}) if leaf == "ema" else target.whole()
+        with pytest.raises(CheckpointMismatchError, match=rf"{leaf}/w: dtype bfloat16 in the checkpoint, wanted float"):
+            plan_restore(path, narrow, widen=WIDENED)

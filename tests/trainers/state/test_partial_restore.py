@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -85,3 +86,23 @@ def test_a_checkpoint_that_does_not_fit_makes_nothing(saved: Any):
     with pytest.raises(CheckpointMismatchError, match="opt_state/0/trace/blocks/0/narrow/bias: missing in the check"):
         trainer.restore(saved[0], only=["params", "opt_state"])
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(trainer._core.held.memory.params))
+
+
+def test_a_wide_average_follows_narrow_weights(tmp_path: Path):
+    def make(seed: int) -> PipelineTrainer:
+        model = m.Layers(rngs=nnx.Rngs(seed), param_dtype=jnp.bfloat16)
+        return PipelineTrainer(
+            model, optax.sgd(0.1), m.squared_error, num_stages=2, num_microbatches=2, logging=False,
+            parameters=Parameters(ema_decay=0.5),
+        )  # fmt: skip
+
+    first, trainer, data = make(0), make(1), m.make_xy(4)
+    path = first.save(tmp_path / "run")
+    for trained in (False, True):
+        if trained:
+            trainer.train_step(data)
+        trainer.restore(path, only="params/*")
+        params, average = (flatten(tree)[0] for tree in (first.state.params, trainer.state.ema))
+        for name, leaf in average.items():
+            assert leaf.dtype == jnp.float32
+            np.testing.assert_array_equal(np.asarray(leaf), np.asarray(params[name]).astype(np.float32))

@@ -1,0 +1,121 @@
+"""The weights that inference and export use: the trained ones, or those that a function makes of the state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
+from jaxpp_flax.messages import listed
+from jaxpp_flax.trainers.model.frozen import path_text
+from jaxpp_flax.trainers.state.holder import StateHolder
+from jaxpp_flax.trainers.state.optimizer_memory import fetched
+from jaxpp_flax.trainers.state.optimizer_state import RankPrograms
+from jaxpp_flax.trainers.state.train_state import TrainState
+
+__all__ = ["InferenceWeights", "average_of"]
+
+
+def average_of(state: TrainState) -> Any:
+    """Return the moving average: `Inference(params=lambda state: state.ema)`."""
+    return state.ema
+
+
+class InferenceWeights:
+    """Makes the weights for `evaluate`, `predict`, `generate` and `export_pretrained`, and tells once which they are.
+
+    Args:
+      function: `Inference(params=)`: the weights of a `TrainState`, like its `params`. None: the trained ones.
+      tell: prints a line.
+
+    Raises:
+      ValueError: if the function's result does not have the paths and shapes of the parameters.
+    """
+
+    def __init__(
+        self, held: StateHolder, function: Callable[[TrainState], Any] | None, tell: Callable[[str], None]
+    ) -> None:
+        self._held, self._function, self._tell = held, function, tell
+        self._has_told = False
+        self._programs: dict[Any, Callable[[TrainState], Any]] = {}
+        if function is not None:
+            jax.eval_shape(lambda state: weights_of(state, function), held.memory)
+
+    def for_inference(self) -> TrainState:
+        """Return the part of the state that inference reads. It is made anew in each call: a copy for a short time."""
+        self._tell_once()
+        return self.of(self._function).for_inference()
+
+    def for_export(self, *, average: bool) -> TrainState:
+        """Return the state with the weights to write: the moving average, or those of inference."""
+        if average:
+            self._tell("export_pretrained writes the moving average of the weights")
+            return self.of(average_of)
+        self._tell_once()
+        return self.of(self._function)
+
+    def of(self, function: Callable[[TrainState], Any] | None) -> TrainState:
+        """Return the state with the weights that `function` makes of it, in the types and places of the parameters."""
+        if function is None:
+            return self._held.weights()
+        state = self._held.whole()
+        places = jax.tree.map(lambda leaf: leaf.sharding, state.params)
+        key = (function, tuple(jax.tree.leaves(places)))
+        if key not in self._programs:
+            made = lambda state: weights_of(replace(state, opt_state=fetched(state.opt_state)), function)  # noqa: E731
+            is_on_ranks = any(isinstance(leaf, MpmdArray) for leaf in jax.tree.leaves(state.params))
+            self._programs[key] = RankPrograms(made, state, places) if is_on_ranks else jax.jit(made)
+        return replace(state, params=self._programs[key](state))
+
+    def _tell_once(self) -> None:
+        """Say which weights are used, if there are others."""
+        if self._has_told:
+            return
+        self._has_told, state = True, self._held.memory
+        if self._function is not None:
+            name = getattr(self._function, "__name__", "").replace("<lambda>", "") or "..."
+            self._tell(f"inference and export use the weights of Inference(params={name})")
+        elif state.ema is not None:
+            self._tell(
+                "inference and export use the trained weights, not their moving average: "
+                "Inference(params=lambda state: state.ema)"
+            )
+        elif any(map(_is_schedule_free, jax.tree.leaves(state.opt_state, is_leaf=_is_schedule_free))):
+            self._tell(
+                "inference and export use the trained weights, not those that schedule_free evaluates: Inference("
+                "params=lambda state: optax.contrib.schedule_free_eval_params(state.opt_state, state.params))"
+            )
+
+
+def weights_of(state: TrainState, function: Callable[[TrainState], Any]) -> Any:
+    """Return the function's weights, in the parameters' types.
+
+    Example:
+      >>> state = TrainState(step=jnp.int32(4), params={"w": jnp.ones(2)}, opt_state=(), model_state={})
+      >>> weights_of(state, lambda state: jax.tree.map(lambda w: w / state.step, state.params))
+      {'w': Array([0.25, 0.25], dtype=float32)}
+      >>> weights_of(state, lambda state: {"v": jnp.ones(2)})
+      Traceback (most recent call last):
+      ValueError: Inference(params=) must return a tree like state.params, and these leaves differ: v, w. ...
+    """
+    made = function(state)
+    wanted = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(state.params)}
+    found = {path_text(path): jnp.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(made)}
+    shapes, found_shapes = ({path: leaf.shape for path, leaf in tree.items()} for tree in (wanted, found))
+    wrong = sorted(path for path in wanted.keys() | found.keys() if shapes.get(path) != found_shapes.get(path))
+    if wrong:
+        raise ValueError(
+            "Inference(params=) must return a tree like state.params, and these leaves differ: "
+            f"{listed(wrong, 3, str)}. Return the same paths with the same shapes; types are converted."
+        )
+    leaves = [found[path].astype(leaf.dtype) for path, leaf in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(state.params), leaves)
+
+
+def _is_schedule_free(node: Any) -> bool:
+    return isinstance(node, optax.contrib.ScheduleFreeState)
