@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from flax import nnx
 
@@ -26,19 +25,7 @@ from jaxpp_flax.trainers.model.nnx_model import NnxModel
 from jaxpp_flax.trainers.model.sharding import annotations_of, unboxed
 from jaxpp_flax.trainers.state.initializer import Initializer
 
-__all__ = ["check_count", "check_functions", "check_parameters", "choose_model", "choose_ranks"]
-
-
-def is_whole(value: Any) -> bool:
-    """Return True for whole numbers, of Python or NumPy; False for booleans too."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def check_count(name: str, value: Any) -> int:
-    """Return `value` as an int; refuse all but whole numbers of at least 1."""
-    if not is_whole(value) or value < 1:
-        raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1.")
-    return int(value)
+__all__ = ["check_functions", "check_parameters", "choose_model", "choose_ranks"]
 
 
 def check_functions(**functions: Any) -> None:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxpp_flax.assignment import Plan
 from jaxpp_flax.assignment.resolution import AssignmentLike
 from jaxpp_flax.checkpoint.format.paths import PathFilter
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.layers.remat import check_remat
 from jaxpp_flax.pretrained import IDENTITY, NameMap
@@ -47,7 +48,7 @@ from jaxpp_flax.trainers.options import (
     RandomStreams,
 )
 from jaxpp_flax.trainers.parts import make_core, make_parts
-from jaxpp_flax.trainers.setup import check_count, check_functions
+from jaxpp_flax.trainers.setup import check_functions
 from jaxpp_flax.trainers.state.pretrained import SHARD_BYTES, PretrainedWeights
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.state.weights import Weights

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from jax.sharding import Mesh
 
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.schedules.gathers import check_fsdp
 from jaxpp_flax.trainers.model.sharding import AxisRulesLike, MeshAxes, as_pairs
@@ -51,6 +52,8 @@ class MeshOptions:
 
     def __post_init__(self) -> None:
         check_fsdp(self.fsdp)
+        if self.num_ranks is not None:
+            object.__setattr__(self, "num_ranks", check_count("num_ranks", self.num_ranks))
         if self.mesh is not None and self.axes is not None:
             raise ValueError("both mesh= and axes= are given; a mesh already says which axes it has.")
         _ = self.rules
