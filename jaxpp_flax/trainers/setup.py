@@ -16,7 +16,7 @@ from jaxpp_flax.engine.arrays.memory_kinds import computes_on
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.schedules import Schedule, by_name
 from jaxpp_flax.trainers.errors import ModelError
-from jaxpp_flax.trainers.mesh import build_mesh, wrap_mesh
+from jaxpp_flax.trainers.mesh import build_mesh, default_axes, wrap_mesh
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import asked_for
 from jaxpp_flax.trainers.model.factory import call_factory, check_module, check_variables, trace_factory
@@ -206,7 +206,7 @@ def choose_ranks(
     mesh: Any,
     mesh_axes: Mapping[str, int] | None,
 ) -> tuple[Schedule | None, MpmdMesh | None]:
-    """Return the schedule and the mesh; both None if one stage runs under plain `jax.jit`.
+    """Return the schedule and the mesh; both None if one stage on one device runs under plain `jax.jit`.
 
     Raises:
       ValueError: if the schedule is unknown, or does not fit stages, ranks or microbatches.
@@ -234,6 +234,7 @@ def choose_ranks(
     made.check(num_microbatches)
     if mesh is not None:
         return made, wrap_mesh(mesh, made.num_ranks)
-    if num_stages == 1 and mesh_axes is None:
+    axes = default_axes(made.num_ranks) if mesh_axes is None else mesh_axes
+    if num_stages == 1 and not axes:
         return None, None
-    return made, build_mesh(made.num_ranks, mesh_axes)
+    return made, build_mesh(made.num_ranks, axes)

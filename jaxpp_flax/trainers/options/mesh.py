@@ -26,8 +26,8 @@ class MeshOptions:
 
     Args:
       mesh: a `jax.sharding.Mesh` with an axis "stage", or an `MpmdMesh`. None: a mesh over `jax.devices()`.
-      axes: other axes of the mesh over `jax.devices()`, e.g. `{"data": 2}`; -1 takes the remaining devices. Each
-        microbatch is divided along "data" and "fsdp".
+      axes: other axes of the mesh over `jax.devices()`: `{"data": 2}` takes two devices for each rank, `{}` one; -1
+        takes the remaining devices. Each microbatch is divided along "data" and "fsdp". None: `{"data": -1}`.
       num_ranks: the number of groups of devices, for schedules with several stages on each group. Default: the number
         of stages.
       sharding_rules: pairs (name, mesh axis or None) for the axis names in the annotations of the model's parameters.
