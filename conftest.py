@@ -39,6 +39,32 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
+@pytest.fixture(scope="session")
+def default_axes() -> Any:
+    """The trainer's own rule for the devices of a rank."""
+    return _RULE[0]
+
+
+@pytest.fixture
+def all_devices(default_axes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `mesh=`, a trainer takes all devices, as it does for users."""
+    monkeypatch.setattr("jaxpp_flax.trainers.setup.default_axes", default_axes)
+
+
+_RULE: list[Any] = []
+
+
+def pytest_configure() -> None:
+    """Without `mesh=`, a trainer of a test takes one device for each rank, unless the test asks for `all_devices`.
+
+    A test that says nothing of devices is then as small as its stages, however many devices there are.
+    """
+    from jaxpp_flax.trainers import setup
+
+    _RULE.append(setup.default_axes)
+    setup.default_axes = lambda num_ranks: {}
+
+
 def pytest_unconfigure() -> None:
     """Remove the compilation cache of this run."""
     if _RUN_CACHE is not None:

@@ -71,7 +71,7 @@ def main() -> None:
     trainer, measured = (
         PipelineTrainer(
             MLP(nnx.Rngs(0)), optax.sgd(0.01), loss_fn, num_stages=arguments.stages,
-            num_microbatches=arguments.microbatches, logging=Logging(metrics=metrics, progress=False),
+            num_microbatches=arguments.microbatches, mesh={}, logging=Logging(metrics=metrics, progress=False),
         )
         for metrics in (False, True)
     )  # fmt: skip

@@ -39,7 +39,7 @@ def trainer_of(arguments: Any, place: str | None) -> Any:
 
     return PipelineTrainer(
         Layers(nnx.Rngs(0)), optax.adam(1e-3), squared_error, num_stages=arguments.stages,
-        num_microbatches=arguments.microbatches, logging=False, memory=Memory(optimizer_state=place),
+        num_microbatches=arguments.microbatches, mesh={}, logging=False, memory=Memory(optimizer_state=place),
     )  # fmt: skip
 
 

@@ -372,8 +372,8 @@ def run_measured(options: argparse.Namespace) -> int:
     for name in ("1f1b", "zero_bubble", "zbv"):
         stages = options.ranks * (2 if name == "zbv" else 1)
         trainers[name] = PipelineTrainer(
-            Model(nnx.Rngs(0)), optax.sgd(1e-3), loss, num_stages=stages, mesh=MeshOptions(num_ranks=options.ranks),
-            num_microbatches=options.microbatches, schedule=name, logging=False,
+            Model(nnx.Rngs(0)), optax.sgd(1e-3), loss, num_stages=stages, num_microbatches=options.microbatches,
+            schedule=name, mesh=MeshOptions(num_ranks=options.ranks, axes={}), logging=False,
         )  # fmt: skip
     rows = options.rows * options.microbatches
     batch = np.random.default_rng(0).normal(size=(rows, width)).astype(np.float32)

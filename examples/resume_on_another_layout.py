@@ -63,7 +63,7 @@ def make_trainer(directory, asynchronous=True, **layout):
 
 
 def train_until_killed(directory):
-    trainer = make_trainer(directory, asynchronous=False, num_stages=4)
+    trainer = make_trainer(directory, asynchronous=False, num_stages=4, mesh={})
     for step, metrics in trainer.training_steps(batches()):
         print(f"4 stages           step {step:2}  loss {float(metrics['loss']):.4f}", flush=True)
         if step == 23:
@@ -89,7 +89,7 @@ def main():
         trainer = make_trainer(directory, num_stages=2, mesh={"data": 2})
         trainer.fit(batches(), steps=STEPS, resume=True)
         held_out = make_batch(STEPS)
-        pipelined = trainer.evaluate(held_out)["loss"]
+        pipelined = trainer.evaluate([held_out])["loss"]
         print(f"2 stages x 2 data  step {trainer.step}  held-out loss {pipelined:.6f}")
 
         plain = load_nnx(MLP(rngs=nnx.Rngs(1), marked=False), directory / str(STEPS))

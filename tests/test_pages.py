@@ -22,6 +22,8 @@ from tests.examples.running import load_example
 from tests.helpers import python_blocks
 from tests.running import ROOT
 
+pytestmark = pytest.mark.usefixtures("all_devices")
+
 
 def run_page(name: str, blocks: int, **given: object) -> dict[str, object]:
     """Run the page's blocks of Python, of which there are at least so many, in one namespace with what is given.
@@ -76,7 +78,7 @@ class Model(nnx.Module):
 
 def test_the_ten_lines_for_a_model_of_another_package_run():
     [block, *_] = python_blocks(ROOT / "docs" / "start" / "own_model.md")
-    batches = [np.ones((4, 4), np.float32)] * 5
+    batches = [np.ones((16, 4), np.float32)] * 5
     given = {"Block": Block, "Model": Model, "batches": batches, "loss_fn": lambda model, x: jnp.mean(model(x) ** 2)}
     exec(compile(block, "own_model.md", "exec"), given)
     assert given["trainer"].step == 5
@@ -180,7 +182,7 @@ def test_the_page_about_pretrained_weights_runs(
     export_pretrained(nnx.state(model, nnx.Param), tmp_path / "llama", map=example.NAMES, config=config)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(ROOT / "examples" / "pretrained"))
-    tokens = np.arange(4 * 6, dtype=np.int32).reshape(4, 6) % 16
+    tokens = np.arange(8 * 6, dtype=np.int32).reshape(8, 6) % 16
     batches = [{"inputs": tokens, "targets": tokens}] * 2
     run_page("guides/pretrained.md", blocks=3, batches=batches, loss_fn=next_token_loss)
     assert "blocks/*/up/kernel <- model.layers.*.mlp.up_proj.weight, transpose (1, 0)" in capsys.readouterr().out

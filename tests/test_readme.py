@@ -13,6 +13,8 @@ from flax import nnx
 from tests.helpers import python_blocks
 from tests.running import ROOT
 
+pytestmark = pytest.mark.usefixtures("all_devices")
+
 
 class Block(nnx.Module):
     """What the README leaves to the reader: a layer of the model."""
@@ -28,7 +30,7 @@ def test_the_example_trains(capsys: pytest.CaptureFixture[str]):
     """The batches repeat, so the loss of the last step is below a uniform guess's only if the model learns them."""
     (block,) = python_blocks(ROOT / "README.md")
     vocabulary, steps = 7, 40
-    tokens = np.random.default_rng(0).integers(0, vocabulary, (16, 4)).astype(np.int32)
+    tokens = np.random.default_rng(0).integers(0, vocabulary, (32, 4)).astype(np.int32)
     batch = {"tokens": tokens, "targets": tokens}
     code = block.replace("steps=1000", f"steps={steps}").replace("adamw(3e-4)", "adamw(1e-2)")
     assert f"steps={steps}" in code

@@ -26,6 +26,7 @@ from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.checkpoint.owner import Ownership
 from jaxpp_flax.checkpoint.shared_directory import check_shared
 from jaxpp_flax.checkpoint.writing import complete, save_failed, step_arguments, step_registry, to_tree
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.processes.comparison import do_in_process_0, exchange_values
 from jaxpp_flax.processes.group import process_group
 from jaxpp_flax.processes.waits import print_notice
@@ -67,9 +68,8 @@ class CheckpointStore:
         asynchronous: bool = True,
     ) -> None:
         self.directory = absolute(directory)
-        check_interval("every", every)
-        check_interval("keep", keep)
-        self._every, self._keep, self.ranking, self._asynchronous = every, keep, best, asynchronous
+        self._every, self._keep = check_interval("every", every), check_interval("keep", keep)
+        self.ranking, self._asynchronous = best, asynchronous
         self._manager: ocp.CheckpointManager | None = None
         self._writing: tuple[int, frozenset[str]] | None = None
         self._saving = -1  # the last step whose save was begun
@@ -184,8 +184,10 @@ class CheckpointStore:
         """Begin a save, after the end of an earlier save; return when the arrays may change.
 
         Args:
-          metrics: of this step, for `best` and for Orbax's policies; written if one of these is set.
+          metrics: of this step, for `best`, for Orbax's policies, and for whoever reads the checkpoint.
         """
+        if metrics is None and (self._keep is None or isinstance(self._keep, int)):
+            metrics = {}  # else Orbax prints a warning; a policy of the user's may look into metrics that exist
         self.wait()
         try:
             latest = max((of for of in self._list() if of >= step), default=None)
@@ -312,8 +314,7 @@ class CheckpointStore:
                     options=ocp.CheckpointManagerOptions(
                         save_decision_policy=policies.FixedIntervalPolicy(every) if isinstance(every, int) else every,
                         preservation_policy=keep,
-                        # Orbax writes metrics if this is set; the policy alone decides about checkpoints.
-                        best_fn=None if isinstance(keep, policies.LatestN) else lambda _: 0.0,
+                        best_fn=lambda _: 0.0,  # so that Orbax writes metrics; the policy alone decides what is kept
                         create=False,
                         cleanup_tmp_directories=True,
                         # Synchronous saves also write in the background and wait: so both kinds fail in the same way.
@@ -340,7 +341,8 @@ class CheckpointStore:
             complete(under_way(self.directory / str(step)), leaves)
 
 
-def check_interval(name: str, value: object) -> None:
-    """Refuse a number that is not a count."""
-    if isinstance(value, (bool, float)) or (isinstance(value, int) and value < 1):
-        raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1, a policy, or None.")
+def check_interval(name: str, value: Any) -> Any:
+    """Return a count as an int, and a policy or None unchanged; refuse a number that is not a count."""
+    if hasattr(value, "__float__"):
+        return check_count(name, value, ", a policy, or None")
+    return value

@@ -20,6 +20,7 @@ from jaxpp_flax.checkpoint.errors import CheckpointMismatchError, CheckpointSave
 from jaxpp_flax.checkpoint.format.leaves import is_key
 from jaxpp_flax.checkpoint.format.orbax_io import absolute
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.pretrained.name_map import IDENTITY, Fill, NameMap
 from jaxpp_flax.pretrained.safetensors_file import Tensor, create_file, dtype_name, lay_out
@@ -71,8 +72,7 @@ def export_pretrained(
       >>> sorted(file.name for file in path.iterdir())
       ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors', 'model.safetensors.index.json']
     """
-    if max_shard_bytes < 1:
-        raise ValueError(f"max_shard_bytes={max_shard_bytes}: it must be at least 1.")
+    max_shard_bytes = check_count("max_shard_bytes", max_shard_bytes)
     target = absolute(directory)
     leaves = _leaves_to_write(tree)
     wanted = choose(only)

@@ -16,6 +16,7 @@ from jaxpp_flax.checkpoint import (
     CorruptCheckpointError,
     UnfinishedCheckpointError,
 )
+from jaxpp_flax.checkpoint.best import read_metrics
 from jaxpp_flax.checkpoint.checkpoint_store import CheckpointStore
 from jaxpp_flax.checkpoint.format.integrity import describe_checkpoint
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten, nest, shortened
@@ -71,7 +72,7 @@ class Checkpointing:
     - `state`: the `TrainState` (parameters, optimizer, other variables, keys of random numbers, step), by logical path;
     - `data`: the position of the run in its data;
     - `callbacks`: the states of the callbacks of `fit`, such as the patience of `EarlyStopping`;
-    - `metrics`: those of the step and of its evaluation, for `Checkpoints(best=)` or a policy of Orbax;
+    - `metrics`: those of the step and of its evaluation;
     - `about`: the name of the model.
 
     Args:
@@ -318,6 +319,12 @@ class Checkpointing:
         return exchange_values(
             process_group(), "whether the last step is saved", self.held.step in self.need_store("fit").steps()
         )[0]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the step in memory, from its checkpoint as process 0 sees it; {} without them."""
+        store = self.need_store("fit(resume=True)")
+        found = read_metrics(store.directory / str(self.held.step)) or self.measured.at(self.held.step) or {}
+        return dict(exchange_values(process_group(), "the metrics of the last step", dict(found))[0])
 
     def need_store(self, what: str) -> CheckpointStore:
         """Return the trainer's directory of checkpoints; refuse the call `what` without one."""

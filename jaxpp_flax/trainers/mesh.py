@@ -13,11 +13,37 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.trainers.errors import MeshError
 
-__all__ = ["BATCH_AXES", "STAGE_AXIS", "batch_spec", "build_mesh", "inner_sizes", "num_batch_shards", "wrap_mesh"]
+__all__ = [
+    "BATCH_AXES", "STAGE_AXIS", "batch_spec", "build_mesh", "default_axes", "describe_mesh", "inner_sizes",
+    "num_batch_shards", "wrap_mesh",
+]  # fmt: skip
 
 STAGE_AXIS = "stage"
 BATCH_AXES = ("data", "fsdp")
 """The axes of a mesh that divide the examples of a microbatch."""
+
+
+def default_axes(num_ranks: int) -> dict[str, int]:
+    """Return the axes inside a rank if the user names none: all devices are used, and those of a rank share its work.
+
+    Raises:
+      MeshError: if the ranks cannot divide the devices evenly.
+
+    Example:
+      >>> default_axes(len(jax.devices()))
+      {}
+    """
+    count = len(jax.devices())
+    if count > num_ranks and count % num_ranks:
+        fits = [ranks for ranks in range(1, count + 1) if count % ranks == 0]
+        each = count // num_ranks
+        raise MeshError(
+            f"{count} devices ({jax.devices()[0].platform}) cannot be divided evenly among {num_ranks} ranks: "
+            f"{', '.join(map(str, fits))} ranks would do (num_stages=; or MeshOptions(num_ranks=) with an interleaved "
+            f"schedule). Or say how many devices each rank takes: mesh={{'data': {each}}} takes {each * num_ranks} of "
+            f"the {count}{'' if each == 1 else ', and mesh={} one for each rank'}."
+        )
+    return {"data": count // num_ranks} if count >= 2 * num_ranks else {}
 
 
 def build_mesh(num_ranks: int, axes: Mapping[str, int] | None = None) -> MpmdMesh:
@@ -124,6 +150,24 @@ def inner_sizes(mesh: MpmdMesh) -> dict[str, int]:
       {'data': 2}
     """
     return {axis: size for axis, size in mesh.jax_mesh.shape.items() if axis != mesh.mpmd_axis_name}
+
+
+def describe_mesh(mesh: MpmdMesh) -> str:
+    """Return the ranks, the axes inside them and the devices, for messages.
+
+    Example:
+      >>> text = describe_mesh(build_mesh(2, {"data": 2}))
+      >>> text.partition(",")[0]
+      '2 ranks x data 2'
+    """
+    devices = list(mesh.jax_mesh.devices.flat)
+    count, platform = len(jax.devices(devices[0].platform)), devices[0].platform
+    axes = "".join(f" x {name} {size}" for name, size in inner_sizes(mesh).items())
+    if len(devices) == count:
+        used = f"all {count} devices"
+    else:
+        used = f"{len(devices)} of {count} devices: {', '.join(str(device.id) for device in devices)}"
+    return f"{mesh.mpmd_dim} ranks{axes}, {used} ({platform})"
 
 
 def _batch_axes(mesh: MpmdMesh) -> tuple[str, ...]:

@@ -199,7 +199,7 @@ def _check_memory_options(memory: Memory, scheduling: Scheduling, assignment: As
     if mesh is None and devices.fsdp != "microbatch":
         raise MeshError(
             f"MeshOptions(fsdp={devices.fsdp!r}) gathers parameters that are sharded inside a stage, but one stage "
-            "without mesh axes runs under plain jax.jit on one device. Leave fsdp= out, or give axes={'fsdp': ...}."
+            "on one device runs under plain jax.jit. Leave fsdp= out, or give axes={'fsdp': ...}."
         )
 
 

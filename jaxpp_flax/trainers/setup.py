@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from flax import nnx
 
@@ -17,7 +16,7 @@ from jaxpp_flax.engine.arrays.memory_kinds import computes_on
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.schedules import Schedule, by_name
 from jaxpp_flax.trainers.errors import ModelError
-from jaxpp_flax.trainers.mesh import build_mesh, wrap_mesh
+from jaxpp_flax.trainers.mesh import build_mesh, default_axes, wrap_mesh
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import asked_for
 from jaxpp_flax.trainers.model.factory import call_factory, check_module, check_variables, trace_factory
@@ -26,19 +25,7 @@ from jaxpp_flax.trainers.model.nnx_model import NnxModel
 from jaxpp_flax.trainers.model.sharding import annotations_of, unboxed
 from jaxpp_flax.trainers.state.initializer import Initializer
 
-__all__ = ["check_count", "check_functions", "check_parameters", "choose_model", "choose_ranks"]
-
-
-def is_whole(value: Any) -> bool:
-    """Return True for whole numbers, of Python or NumPy; False for booleans too."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def check_count(name: str, value: Any) -> int:
-    """Return `value` as an int; refuse all but whole numbers of at least 1."""
-    if not is_whole(value) or value < 1:
-        raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1.")
-    return int(value)
+__all__ = ["check_functions", "check_parameters", "choose_model", "choose_ranks"]
 
 
 def check_functions(**functions: Any) -> None:
@@ -219,7 +206,7 @@ def choose_ranks(
     mesh: Any,
     mesh_axes: Mapping[str, int] | None,
 ) -> tuple[Schedule | None, MpmdMesh | None]:
-    """Return the schedule and the mesh; both None if one stage runs under plain `jax.jit`.
+    """Return the schedule and the mesh; both None if one stage on one device runs under plain `jax.jit`.
 
     Raises:
       ValueError: if the schedule is unknown, or does not fit stages, ranks or microbatches.
@@ -247,6 +234,7 @@ def choose_ranks(
     made.check(num_microbatches)
     if mesh is not None:
         return made, wrap_mesh(mesh, made.num_ranks)
-    if num_stages == 1 and mesh_axes is None:
+    axes = default_axes(made.num_ranks) if mesh_axes is None else mesh_axes
+    if num_stages == 1 and not axes:
         return None, None
-    return made, build_mesh(made.num_ranks, mesh_axes)
+    return made, build_mesh(made.num_ranks, axes)

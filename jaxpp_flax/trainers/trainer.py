@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxpp_flax.assignment import Plan
 from jaxpp_flax.assignment.resolution import AssignmentLike
 from jaxpp_flax.checkpoint.format.paths import PathFilter
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.layers.remat import check_remat
 from jaxpp_flax.pretrained import IDENTITY, NameMap
@@ -47,7 +48,7 @@ from jaxpp_flax.trainers.options import (
     RandomStreams,
 )
 from jaxpp_flax.trainers.parts import make_core, make_parts
-from jaxpp_flax.trainers.setup import check_count, check_functions
+from jaxpp_flax.trainers.setup import check_functions
 from jaxpp_flax.trainers.state.pretrained import SHARD_BYTES, PretrainedWeights
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.state.weights import Weights
@@ -81,12 +82,13 @@ class PipelineTrainer:
         An abstract module (`nnx.eval_shape`) needs values before training: `restore`, `fit(resume=True)`.
       tx: an Optax optimizer. An optimizer whose update asks for `value` gets the loss of the whole batch.
       loss_fn: as above. The function is traced and never runs eagerly.
-      num_stages: stages to cut the model into. One stage without a mesh runs under plain `jax.jit`.
+      num_stages: stages to cut the model into. One stage on one device runs under plain `jax.jit`.
       num_microbatches: parts of a batch.
       schedule: a name (`jaxpp_flax.schedules.names()`) or a `Schedule`; "auto" (or an `AutoSchedule`) measures the
         first steps and continues with the best schedule that a search finds.
-      mesh: a `jax.sharding.Mesh` with an axis "stage", or an `MpmdMesh`. None: a mesh over `jax.devices()`. A mapping
-        such as `{"data": 2}` adds axes to that mesh. `MeshOptions` has more: groups of devices, sharding rules.
+      mesh: None: all of `jax.devices()`, and those of a stage share the examples of a microbatch. A mapping says what
+        each stage takes: `{"data": 2}` two devices, `{}` one. A `jax.sharding.Mesh` with an axis "stage", or an
+        `MpmdMesh`, names the devices. `MeshOptions` has more: groups of devices, sharding rules.
       assignment: which blocks form a stage: "auto" (even or balanced, by the estimated step), "even", "balanced",
         sizes such as `[3, 2, 3]`, a mapping of names (globs) to stages, a `Plan` or its JSON file, or a policy.
         `Assignment` and `Balanced` add costs and a memory limit.
@@ -198,12 +200,12 @@ class PipelineTrainer:
 
     @property
     def schedule(self) -> Schedule | None:
-        """The schedule; None if one stage runs under plain `jax.jit`."""
+        """The schedule; None if one stage on one device runs under plain `jax.jit`."""
         return self._core.scheduling.schedule
 
     @property
     def mesh(self) -> MpmdMesh | None:
-        """The mesh of the ranks; None if one stage runs under plain `jax.jit`."""
+        """The mesh of the ranks; None if one stage on one device runs under plain `jax.jit`."""
         return self._core.scheduling.mesh
 
     @property

@@ -12,6 +12,7 @@ from tests.architecture.source import NAME, Source
 MAY_IMPORT = {
     "_compat": set(),
     "_compat_executables": {"_compat"},
+    "counts": set(),
     "globs": set(),
     "messages": set(),
     "error_codes": set(),
@@ -22,8 +23,8 @@ MAY_IMPORT = {
     "assignment": {"engine", "schedules", "globs", "messages", "error_codes"},
     "linen": {"layers"},
     "mpmd": {"engine", "schedules", "messages"},
-    "checkpoint": {"engine", "processes", "globs", "error_codes"},
-    "pretrained": {"checkpoint", "engine", "processes", "globs"},
+    "checkpoint": {"engine", "processes", "counts", "globs", "error_codes"},
+    "pretrained": {"checkpoint", "engine", "processes", "counts", "globs"},
     "trainers": {
         "layers",
         "assignment",
@@ -32,6 +33,7 @@ MAY_IMPORT = {
         "schedules",
         "engine",
         "processes",
+        "counts",
         "globs",
         "messages",
         "error_codes",

@@ -39,7 +39,8 @@ def make_trainer(
     loss: Callable[..., Any] = squared_error,
     **options: Any,
 ) -> PipelineTrainer:
-    options = {"num_stages": stages, "num_microbatches": 2, "logging": Logging(progress=False, every=1), **options}
+    defaults = {"num_microbatches": 2, "mesh": {}, "logging": Logging(progress=False, every=1)}
+    options = {"num_stages": stages, **defaults, **options}
     return PipelineTrainer(
         MLP(depth, rngs=nnx.Rngs(0)), optax.sgd(0.1, momentum=0.9), loss, checkpoints=checkpoints, **options
     )

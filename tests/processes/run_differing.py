@@ -79,4 +79,4 @@ case("two directories", lambda: trainer(checkpoints=Checkpoints(f"{saved}{ME}", 
 case("two files", lambda: trainer().save(f"{FOLDER}/of{ME}/file"))
 case("restore", restored)
 case("same directory", lambda: trainer(checkpoints=Checkpoints(saved, every=2)).fit(BATCHES))
-case("one process alone", lambda: trainer(num_stages=1).fit(BATCHES) if ME == 0 else None)
+case("one process alone", lambda: trainer(num_stages=1, mesh={}).fit(BATCHES) if ME == 0 else None)

@@ -100,7 +100,7 @@ class Life:
         """Return the trainer, before its first call."""
         return PipelineTrainer(
             lambda rngs: self.model(width, rngs), optax.adam(1e-2), deep_loss, num_stages=self.stages,
-            num_microbatches=self.ranks, mesh=MeshOptions(num_ranks=self.ranks),
+            num_microbatches=self.ranks, mesh=MeshOptions(num_ranks=self.ranks, axes={}),
             schedule="1f1b" if self.ranks == self.stages else "interleaved_1f1b", logging=False, **self.options,
         )  # fmt: skip
 

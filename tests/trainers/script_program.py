@@ -77,7 +77,8 @@ def make_trainer(
     return PipelineTrainer(
         Model(), _hashing(), loss_fn, num_stages=stages, checkpoints=checkpoints,
         inference=Inference(predict_fn=lambda model, batch: model(batch["x"])), parameters=Parameters(ema_decay=0.5),
-        logging=Logging(progress=False, every=1, tracker=tracker), **{"num_microbatches": MICROBATCHES, **options},
+        logging=Logging(progress=False, every=1, tracker=tracker), mesh={},
+        **{"num_microbatches": MICROBATCHES, **options},
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint import CheckpointNotFoundError
-from jaxpp_flax.trainers import Checkpoints, Inference, Logging
+from jaxpp_flax.trainers import Checkpoints, Inference
 from jaxpp_flax.trainers.callbacks import EarlyStopping
 
 DATA = [jnp.ones((4, 2))] * 6
@@ -105,8 +105,41 @@ def test_a_failed_last_evaluation_loses_no_step(tmp_path):
     assert steps(tmp_path) == [4]
 
 
-def test_data_of_unknown_length_say_that_a_checkpoint_lacks_its_evaluation(tmp_path, capsys):
-    t = trainer(Checkpoints(tmp_path, every=2), Logging(progress=True))
-    t.fit((batch for batch in DATA[:4]), eval_data=DATA[:1])
-    assert t.step == 4
-    assert "step 4 was saved before its evaluation" in " ".join(capsys.readouterr().out.split())
+class Loader:
+    """Leaves out a short batch, which its length counts, as loaders do."""
+
+    def __init__(self, fails=False):
+        self.fails = fails
+
+    def __len__(self):
+        return 5
+
+    def __iter__(self):
+        yield from DATA[:4]
+        if self.fails:
+            raise OSError("the disk is gone")
+
+
+def test_where_the_data_end_unforeseen_the_last_checkpoint_has_the_evaluation_after_it(tmp_path):
+    for name, data in [("generator", (batch for batch in DATA[:4])), ("loader", Loader())]:
+        t = trainer(Checkpoints(tmp_path / name, every=2, best="eval_loss"))
+        last = t.fit(data, eval_data=DATA[:1])
+        assert steps(tmp_path / name) == [2, 4]
+        assert last == {"loss": -3.0, "eval_loss": 2.0}
+        assert t.fit(data, steps=4, resume=True) == last
+        t.restore("best")
+        assert t.step == 4
+
+
+def test_a_save_that_waits_for_the_next_batch_is_not_lost_with_it(tmp_path):
+    t = trainer(Checkpoints(tmp_path, every=4))
+    with pytest.raises(OSError, match="the disk is gone"):
+        t.fit(Loader(fails=True), eval_data=DATA[:1])
+    assert steps(tmp_path) == [4]
+
+
+def test_a_finished_run_returns_the_metrics_of_its_checkpoint(tmp_path):
+    last = trainer(Checkpoints(tmp_path, every=4)).fit(DATA, eval_data=DATA[:1], eval_every=3)
+    assert last == {"loss": -5.0, "eval_loss": 5.0}
+    for limit in ({"steps": 6}, {"steps": 4}, {"epochs": 1}):
+        assert trainer(Checkpoints(tmp_path, every=4)).fit(DATA, resume=True, **limit) == last

@@ -332,7 +332,7 @@ def test_data_that_cannot_go_there_may_be_refused(after_four: Path, tmp_path: Pa
 
 
 def test_resuming_a_finished_run_and_an_empty_directory(after_four: Path, tmp_path: Path):
-    assert make_trainer(checkpoints=after_four).fit(BATCHES, steps=4, resume=True) == {}
+    assert make_trainer(checkpoints=after_four).fit(BATCHES, steps=4, resume=True)["loss"] > 0
     trainer = program.make_trainer(tmp_path / "fresh", stages=1)
     trainer.fit(OTHER, steps=1, resume=True)
     assert trainer.step == 1

@@ -222,7 +222,7 @@ def test_a_limit_needs_a_pipeline():
     with pytest.raises(ValueError, match=r"memory_limit=10 of the assignment needs a pipeline"):
         trainer_of(Assignment(memory_limit=10), num_stages=1)
     with pytest.raises(ValueError, match="memory_limit"):  # a pipeline of one rank
-        trainer_of(Assignment(memory_limit=10), num_stages=1, mesh={}).compile(m.make_batch(512))
+        trainer_of(Assignment(memory_limit=10), num_stages=1, mesh={"data": 1}).compile(m.make_batch(512))
 
 
 @pytest.mark.parametrize(

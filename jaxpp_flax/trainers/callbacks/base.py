@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxpp_flax.counts import is_whole
+
 __all__ = ["Callback", "CallbackStates", "end_callbacks", "named"]
 
 
@@ -31,9 +33,9 @@ class Callback:
 
     def _checked_count(self, name: str, value: Any) -> int:
         """Return an argument that counts steps; refuse all but whole numbers of at least 1."""
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_whole(value) or value < 1:
             raise ValueError(f"{type(self).__name__}({name}={value!r}): it must be a whole number of at least 1.")
-        return value
+        return int(value)
 
     def wants(self, step: int) -> bool:
         """Return True if the hooks run at `step`."""

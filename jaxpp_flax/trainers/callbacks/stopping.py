@@ -39,7 +39,7 @@ class EarlyStopping(Callback):
         mode: Literal["min", "max"] = "min",
     ) -> None:
         super().__init__()
-        self._checked_count("patience", patience)
+        patience = self._checked_count("patience", patience)
         if not 0 <= min_delta < math.inf:
             raise ValueError(f"EarlyStopping(min_delta={min_delta!r}): it must be a number of at least 0.")
         if mode not in ("min", "max"):

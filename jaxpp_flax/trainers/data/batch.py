@@ -5,6 +5,7 @@ A leaf is an array of examples, of shape (batch, ...), or a scalar: a constant o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -117,7 +118,8 @@ def split_batch(batch: Any, num_microbatches: int, shards: int = 1) -> Any:
         raise BatchError(
             f"a microbatch of {each} examples ({size} in num_microbatches={num_microbatches} parts) cannot be shared "
             f"evenly by the {shards} data-parallel devices of a stage. Make the batch a multiple of "
-            f"{num_microbatches * shards}."
+            f"{num_microbatches * shards}, use fewer microbatches, or give each stage devices that divide {each}: "
+            f"mesh={{'data': {math.gcd(each, shards)}}}."
         )
 
     def reshape(leaf: Any) -> Any:

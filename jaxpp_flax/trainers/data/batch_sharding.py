@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh, MpmdSharding
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.trainers.data.batch import (
@@ -33,7 +34,6 @@ from jaxpp_flax.trainers.data.batch import (
 )
 from jaxpp_flax.trainers.errors import BatchError
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
-from jaxpp_flax.trainers.setup import check_count
 
 InferenceKind = Literal["evaluate", "predict"]  # the calls that do not change the state
 
@@ -89,7 +89,7 @@ class BatchSharding:
         """Return the batch; or the shapes of the whole batch, if `batch` has only this process's rows."""
         if global_batch_size is None:
             return batch
-        check_count("global_batch_size", global_batch_size)
+        global_batch_size = check_count("global_batch_size", global_batch_size)
         if not self.is_across:
             size = batch_size(batch)
             if size != global_batch_size:

@@ -97,9 +97,11 @@ class Drawn:
 
     batches: int = 0
     examples: int | None = 0  # None if batches are not arrays
+    batch_size: int | None = None  # of the first batch of the first pass
 
     def add(self, batch: Any) -> None:
         size = examples_in(batch)
+        self.batch_size = size if self.batch_size is None else self.batch_size
         self.batches += 1
         self.examples = None if size is None or self.examples is None else self.examples + size
 
@@ -112,7 +114,7 @@ def seek(iterator: Iterator[Any], position: DataPosition, how: ResumeData, meter
     """
     if has_own_state(iterator, position):
         iterator.set_state(position.iterator)  # pyright: ignore[reportAttributeAccessIssue]
-        drawn.batches, drawn.examples = position.in_epoch, position.examples
+        drawn.batches, drawn.examples, drawn.batch_size = position.in_epoch, position.examples, position.batch_size
         return
     left = _left(position, drawn)
     if not left:

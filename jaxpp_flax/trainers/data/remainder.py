@@ -1,4 +1,4 @@
-"""The rule for a smaller last batch: leave it out, fill it with examples that do not count, or refuse it."""
+"""The rule for a last batch smaller than the first: leave it out, fill it with uncounted examples, or refuse it."""
 
 from __future__ import annotations
 
@@ -27,16 +27,18 @@ _CHOICES = (
 
 @dataclass(kw_only=True)
 class RemainderRule:
-    """The rule for a batch that is smaller than the batches before.
+    """The rule for a batch that is smaller than the first one. A larger one is refused.
+
+    Even if such a batch can be cut into microbatches, a step of its size would be compiled, and each of its examples
+    would weigh more.
 
     Example:
-      >>> rule = RemainderRule(how="drop", divisor=4)
+      >>> rule = RemainderRule(how="drop")
       >>> [size for size in (8, 8, 5, 4) if rule.fitted(np.zeros(size), 8) is not None]
-      [8, 8, 4]
+      [8, 8]
     """
 
     how: Remainder | None  # None: "error" if all sizes are known before the first step, else "drop"
-    divisor: int  # the size of a batch must be a multiple of this number
     meter: Meter = field(default_factory=Meter)  # prints a message about the first batch that is left out
     _has_told: bool = field(default=False, init=False)
 
@@ -45,56 +47,58 @@ class RemainderRule:
             raise ValueError(f'remainder={self.how!r}: it must be "drop", "pad" or "error".')
 
     @classmethod
-    def of(
-        cls, remainder: Remainder | None, global_batch_size: int | None, divisor: int, meter: Meter
-    ) -> RemainderRule:
+    def of(cls, remainder: Remainder | None, global_batch_size: int | None, meter: Meter) -> RemainderRule:
         """Make the rule from the arguments of `fit`, or raise a `ValueError` if they contradict each other."""
         if global_batch_size is not None and remainder is not None:
             raise ValueError(
                 f"remainder={remainder!r} and global_batch_size={global_batch_size}: every batch then has so many "
                 "examples, of which a process sees a part alone. Let the data leave out or fill smaller ones."
             )
-        return cls(how=remainder if global_batch_size is None else "error", divisor=divisor, meter=meter)
+        return cls(how=remainder if global_batch_size is None else "error", meter=meter)
 
     def left_out(self, data: Any, begin: int, end: int | None) -> int:
         """Before the first step, count the batches of a pass, from `begin` to `end`, that will be left out.
 
-        For data that is not a list or tuple the count is 0. Refuse a batch that can neither be cut nor left out.
+        For data that is not a list or tuple the count is 0. Refuse a batch of another size than the first one that
+        can be neither left out nor filled.
         """
-        if not isinstance(data, (list, tuple)) or self.how == "pad":  # another sequence may load each batch anew
+        if not isinstance(data, (list, tuple)) or not data:  # another sequence may load each batch anew
             return 0
-        sizes = {index: examples_in(data[index]) for index in range(begin, len(data) if end is None else end)}
-        wrong = {index: size for index, size in sizes.items() if size is not None and size % self.divisor}
-        # The step refuses a first batch of a wrong size, with a message for any size.
-        wrong.pop(begin, None)
-        if self.how == "drop" or not wrong:
-            return len(wrong)
-        index, size = next(iter(wrong.items()))
-        raise BatchError(
-            f"batch {index} of the {len(data)} in data has {size} examples, and a batch must be a multiple of "
-            f"{self.divisor} (num_microbatches times the data-parallel devices of a stage). {_CHOICES}."
-        )
+        full, count = examples_in(data[0]), 0
+        for index in range(begin, len(data) if end is None else end):
+            size = examples_in(data[index])
+            if not size or not full or size == full:
+                continue
+            if size > full or self.how in ("error", None):
+                raise BatchError(f"batch {index} of the {len(data)} in data has {size} examples. {_rule(size, full)}")
+            count += self.how == "drop"
+        return count
 
     def fitted(self, batch: Any, full: int | None) -> Any:
         """Return the batch to train on: unchanged or filled; None to leave the batch out.
 
-        `full` is the number of examples of the first batch of the pass; None for the first batch itself.
+        `full` is the number of examples of the first batch; None if it is not known.
         """
         size = examples_in(batch)
-        if not size or full is None or size >= full:
-            return batch  # the step refuses larger batches that cannot be cut
+        if not size or not full or size == full:
+            return batch
+        if size > full or self.how == "error":
+            raise BatchError(f"data gave a batch of {size} examples. {_rule(size, full)}")
         if self.how == "pad":
             return filled(batch, full)
-        if size % self.divisor == 0 or self.how == "error":
-            return batch
         if not self._has_told:
             self._has_told = True
             also = "" if self.how == "drop" else f". {_CHOICES}"
             self.meter.message(
-                f"a batch of {size} examples is left out, as are others like it: {size} is no multiple of "
-                f"{self.divisor}{also}"
+                f"a batch of {size} examples is left out, as are others like it: the first one has {full}{also}"
             )
         return None
+
+
+def _rule(size: int, full: int) -> str:
+    """Return the rest of the message about a batch of another size than the first one."""
+    remedy = _CHOICES if size < full else "Only smaller ones can be left out or filled: put a full batch first"
+    return f"The first one has {full}, and all need its size. {remedy}. `train_step` takes batches of any size."
 
 
 def filled(batch: Any, size: int) -> Any:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.trainers.data.position import (
     DataPosition,
     Drawn,
     ResumeData,
     check_batch_size,
-    examples_in,
-    has_own_state,
     seek,
     state_of,
 )
@@ -35,7 +34,7 @@ class Batches(Iterator[Any]):
       resume_data: how to reach the position if `data` has no `set_state`.
       meter: shows the progress towards the position.
       drawn: from `drawn_from`, if `data` is an iterator that has been used before.
-      remainder: the rule for smaller batches; None: smaller batches are not changed.
+      remainder: the rule for batches of another size than the first one; None: batches are not changed.
 
     Example:
       >>> list(Batches([1, 2, 3], steps=5)), list(Batches([1, 2], epochs=2))
@@ -61,7 +60,9 @@ class Batches(Iterator[Any]):
         drawn: Drawn | None = None,
         remainder: RemainderRule | None = None,
     ) -> None:
-        first = _iterator_of(data, steps, epochs)
+        steps = None if steps is None else check_count("steps", steps)
+        epochs = None if epochs is None else check_count("epochs", epochs)
+        first = _iterator_of(data, epochs)
         if resume_data not in ("fast_forward", "refuse", "restart"):
             raise ValueError(f"resume_data={resume_data!r}: it must be 'fast_forward', 'refuse' or 'restart'.")
         start = None if resume_data == "restart" else position
@@ -77,18 +78,24 @@ class Batches(Iterator[Any]):
             self.left_out = remainder.left_out(data, begin if once else 0, begin + steps if once and steps else None)
         self.given = 0
         self._taken = 0  # counts the batches that are left out too
-        self._full = start.batch_size if start is not None and start.in_epoch else None
         self._before = start.batches if start is not None else 0
         self._epoch = start.epoch if start is not None else 0
         self._drawn = drawn or Drawn()  # in the current pass
-        # The size of the first batch given in the pass. An iterator's own state counts batches of this size.
-        self._batch_size = start.batch_size if start is not None and has_own_state(first, start) else None
         self._position = self._position_before = start or self._here()
         self._run = self._generate()
 
     def __next__(self) -> Any:
         with process_group().waiting("the next batch of the data"):
             return next(self._run)
+
+    def steps_left(self) -> int | None:
+        """Return the number of batches that will be given, if that is known before the first one."""
+        if not isinstance(self._data, Sized):
+            return self._steps
+        whole = (len(self._data) - self.left_out) * (self._epochs or 1) - (self._before - self._epoch * self.left_out)
+        if self._steps is None:
+            return whole
+        return self._steps if self._epochs is None else min(self._steps, whole)
 
     def position(self) -> DataPosition:
         """Return the position after all given batches."""
@@ -109,7 +116,7 @@ class Batches(Iterator[Any]):
             epoch=self._epoch,
             in_epoch=self._drawn.batches,
             examples=self._drawn.examples,
-            batch_size=self._batch_size,
+            batch_size=self._drawn.batch_size if self._drawn.batches else None,
             iterator=state_of(self._iterator),
         )
 
@@ -125,7 +132,8 @@ class Batches(Iterator[Any]):
                 self._drawn.add(drawn)
                 if self._start is not None and not self._taken:
                     check_batch_size(self._iterator, self._start, drawn)
-                batch = self._take(drawn)
+                self._taken += 1
+                batch = drawn if self._remainder is None else self._remainder.fitted(drawn, self._drawn.batch_size)
                 if batch is None:
                     continue
                 self.given += 1
@@ -145,26 +153,13 @@ class Batches(Iterator[Any]):
                     stacklevel=4,
                 )
                 return
-            self._epoch, self._batch_size, self._full, self._drawn = self._epoch + 1, None, None, Drawn()
+            self._epoch, self._drawn = self._epoch + 1, Drawn(batch_size=self._drawn.batch_size)
             self._iterator = iter(self._data)
             self._position = self._here()
 
-    def _take(self, drawn: Any) -> Any:
-        """Return the batch to train on, or None."""
-        batch = drawn if self._remainder is None else self._remainder.fitted(drawn, self._full)
-        self._taken += 1
-        if self._full is None or self._taken == 1:  # in a resumed run, batches may have another size now
-            self._full = None if batch is None else examples_in(drawn)
-        if self._batch_size is None and batch is not None:
-            self._batch_size = examples_in(drawn)
-        return batch
 
-
-def _iterator_of(data: Iterable[Any], steps: int | None, epochs: int | None) -> Iterator[Any]:
+def _iterator_of(data: Iterable[Any], epochs: int | None) -> Iterator[Any]:
     """Return an iterator over `data`, after checks of the arguments."""
-    for name, value in (("steps", steps), ("epochs", epochs)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r}: it must be a whole number of at least 1.")
     check_batches("data", data)
     first = iter(data)
     if first is data and epochs is not None and epochs > 1:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.ambient_mesh import trace_settings
 from jaxpp_flax.trainers.generation.decoding import DecodingModel
 from jaxpp_flax.trainers.generation.linen_decoding import decode_linen
@@ -23,7 +24,6 @@ from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.nnx_model import NnxModel
-from jaxpp_flax.trainers.setup import check_count
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.step.builder import ForwardOnly

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpp_flax.trainers.setup import check_count, is_whole
+from jaxpp_flax.counts import check_count, is_whole
 
 __all__ = ["Sampling", "read_end_tokens"]
 

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.trainers.callbacks.base import Callback
 from jaxpp_flax.trainers.callbacks.stopping import EarlyStopping
 from jaxpp_flax.trainers.checkpoints import Resume, check_resume
 from jaxpp_flax.trainers.data.position import ResumeData
 from jaxpp_flax.trainers.data.remainder import Remainder
 from jaxpp_flax.trainers.data.stream import check_batches
-from jaxpp_flax.trainers.setup import check_count
 
 __all__ = ["FitArguments"]
 
@@ -46,8 +46,9 @@ class FitArguments:
             if self.eval_data is None and isinstance(callback, EarlyStopping):
                 raise ValueError("EarlyStopping counts evaluations: pass eval_data= and eval_every=.")
         check_resume(self.resume)
-        if self.eval_every is not None:
-            check_count("eval_every", self.eval_every)
+        for name in ("steps", "epochs", "global_batch_size", "eval_every", "eval_global_batch_size"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, check_count(name, value))
         if self.eval_data is not None:
             check_batches("eval_data", self.eval_data)
         if self.eval_every is not None and isinstance(self.eval_data, Iterator):

@@ -14,6 +14,7 @@ from jaxpp_flax.trainers.data.batch_sharding import BatchSharding, compared_rows
 from jaxpp_flax.trainers.loop.nonfinite import StepsUnderWay
 from jaxpp_flax.trainers.loop.process_synchronization import BatchComparison, await_same_end
 from jaxpp_flax.trainers.loop.progress import Display
+from jaxpp_flax.trainers.mesh import describe_mesh
 from jaxpp_flax.trainers.metrics.clock import Clock, timed
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps, stage_table
@@ -53,7 +54,7 @@ class TrainStep:
           global_batch_size: as in `fit`.
 
         Returns:
-          The compiled step: see `jaxpp_flax.engine` (or JAX, for one stage without a mesh).
+          The compiled step: see `jaxpp_flax.engine` (or JAX, for one stage on one device).
 
         Raises:
           ValueError, TypeError: if model, loss, batch, stages, schedule or devices do not fit.
@@ -66,7 +67,7 @@ class TrainStep:
         with display.meter.phase(f"compiling {scheduling.num_stages} stages, {count:,} parameters"):
             compiled = self.executables.for_training(microbatches)
         if scheduling.mesh is not None:
-            title = f"{scheduling.num_stages} stages on {scheduling.mesh.mpmd_dim} ranks, {scheduling.schedule!r}"
+            title = f"{scheduling.num_stages} stages on {describe_mesh(scheduling.mesh)}, {scheduling.schedule!r}"
             memory = {of.rank: of.argument_bytes + of.peak_bytes for of in compiled.memory_analysis()}
             plan = self.assigner.plan_of(scheduling.schedule, scheduling.num_microbatches)
             display.message(stage_table(compiled.stages, memory, title, plan))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -151,9 +151,9 @@ class TrainingLoop:
           global_batch_size: None: each process passes the whole batches (leaves that it does not read may be shapes). A
             number: the number of examples in a batch; each process passes only the examples that it reads, `rows_read`.
           remainder: the rule for a batch with fewer examples than the first one, such as the last one of a pass. "drop"
-            leaves out a batch that cannot be cut into microbatches. "pad" repeats the last example, and the loss
-            ignores these copies by `batch["mask"]` (see `docs/guides/data.md`). "error" refuses the batch. None: an
-            error before the first step if data is a list, else "drop", with a message.
+            leaves it out. "pad" repeats the last example, and the loss ignores these copies by `batch["mask"]` (see
+            `docs/guides/data.md`). "error" refuses the batch. None: an error before the first step if data is a list,
+            else "drop", with a message. A batch with more examples than the first one is refused.
           eval_data: data to evaluate at the end, and every `eval_every` steps.
           eval_global_batch_size: as `global_batch_size`, for `eval_data`: see `evaluate`.
           callbacks: see `jaxpp_flax.trainers.callbacks`.
@@ -164,7 +164,8 @@ class TrainingLoop:
             drops them, "refuse" raises, "restart" begins the data again.
 
         Returns:
-          The last metrics, as floats; the metrics of the last evaluation as `eval_loss`, ...
+          The last metrics, as floats; the metrics of the last evaluation as `eval_loss`, ... A resumed run that has no
+          step left returns those that its checkpoint has.
 
         Raises:
           ValueError, TypeError: for arguments that do not fit, before the first step.
@@ -175,11 +176,10 @@ class TrainingLoop:
         trainer.measures.begin()
         self.saving.agree_on_fit(arguments.common(), evaluates=arguments.eval_data is not None)
         with self.saving.owned():
-            position = None
+            position = self.checkpoints.resume(arguments.resume) if arguments.resume else None
             if not arguments.resume:
                 self.saving.refuse_later_checkpoints()
-            else:
-                position = self.checkpoints.resume(arguments.resume)
+            begin = trainer.step
             try:
                 result = self._fit(trainer, data, arguments, position)
             except BaseException:
@@ -187,6 +187,8 @@ class TrainingLoop:
                     self.held.load()
                 raise
             self.held.load()  # a checkpoint that no step has read
+            if arguments.resume and trainer.step == begin:
+                return {**self.checkpoints.metrics(), **result}
             return result
 
     def _fit(
@@ -207,11 +209,10 @@ class TrainingLoop:
             )
         )  # fmt: skip
         trainer.stopping = None
-        total = _steps_left(data, source, steps, arguments.epochs, position)
         tracked = TrackedRun(trainer, self.config)
         arguments = replace(arguments, callbacks=(tracked, *arguments.callbacks))
         self.callbacks.begin(arguments.callbacks, resumed=bool(arguments.resume))
-        run = _Fit(self, trainer, arguments, total).run
+        run = _Fit(self, trainer, arguments, source.steps_left()).run
         try:
             return run(source, lambda batch: self._check_filling(rule, batch), tracked.close)
         finally:
@@ -224,8 +225,7 @@ class TrainingLoop:
         return ProcessGroup(None, 0, 1) if alone else process_group()
 
     def _rule(self, remainder: Remainder | None, global_batch_size: int | None) -> RemainderRule:
-        parts = self.rows.num_microbatches * self.rows.batch_shards
-        return RemainderRule.of(remainder, global_batch_size, parts, self.display.meter)
+        return RemainderRule.of(remainder, global_batch_size, self.display.meter)
 
     def _check_filling(self, rule: RemainderRule, batch: Any) -> None:
         """Before a first step, make sure that the loss ignores the examples that `rule` adds to batches."""
@@ -254,6 +254,7 @@ class _Fit:
             trainer, callbacks=arguments.callbacks, total=self._total, meter=self._meter,
             ranking=None if store is None else store.ranking,
         )  # fmt: skip
+        self._held_back: StepRecord | None = None  # a step whose save waits until a further batch comes
         self._evaluation = LoopHook()
         if arguments.eval_data is not None:
             self._evaluation = Evaluate(
@@ -324,7 +325,7 @@ class _Fit:
         interrupt = lambda _: self._interruption.raise_requested()  # noqa: E731
         # The row of the step before comes first: a tracker such as W&B takes no step that is lower than another one.
         hooks = (show, self._log, self._call, interrupt, self._evaluation, self._ending, self._save)
-        source = trainer.measures.clock.each(source, "data")
+        source = self._saved(trainer.measures.clock.each(source, "data"))
         steps = run_steps(trainer, source, size, hooks, begin=begin, within=self._interruption.step)
         try:
             for _ in steps:
@@ -352,23 +353,38 @@ class _Fit:
                 callback.on_step(self._trainer, record.step)
 
     def _save(self, record: StepRecord) -> None:
-        """Save if a save is due. An evaluation after the last step comes first, so that the checkpoint has it too."""
-        is_last = record.step == self._total or self._ending.reason is not None
-        self._loop.saving.after_step(record, saves=not (is_last and self._evaluation.is_due_at_end))
+        """Save if a save is due. A step that an evaluation would follow at the end of the data waits for that end."""
+        if self._evaluation.is_due_at_end:
+            self._held_back = record
+        self._loop.saving.after_step(record, saves=self._held_back is None)
+
+    def _saved(self, source: Iterable[Any]) -> Iterator[Any]:
+        """Give the batches; a further batch shows that the step before was not the last, so its save is due now."""
+        iterator = iter(source)
+        while True:
+            try:
+                batch = next(iterator, None)
+            except Exception:
+                if self._is_alone:  # other processes would not come
+                    self._save_held_back()
+                raise
+            if batch is None:
+                return
+            self._save_held_back()
+            yield batch
+
+    def _save_held_back(self) -> None:
+        record, self._held_back = self._held_back, None
+        if record is not None:
+            self._loop.saving.after_step(record)
 
     def _evaluate_at_end(self) -> None:
         """Evaluate after the last step, where that is due."""
-        saving, evaluates = self._loop.saving, self._evaluation.is_due_at_end
-        if evaluates and self._total is None and saving.has_saved_last():
-            self._meter.message(
-                f"step {self._trainer.step} was saved before its evaluation, which its checkpoint lacks: nothing told "
-                "that this step is the last. Pass steps="
-            )
         try:
             self._evaluation.end()
         except Exception:
             if self._is_alone:  # other processes would not come
-                saving.end(lambda: False)
+                self._loop.saving.end(lambda: False)
             raise
 
     def _goes_on(self, *, stepped: bool) -> bool:
@@ -382,16 +398,3 @@ class _Fit:
         said = "stopped after step" if stepped else "nothing to do after step"
         self._meter.message(f"{said} {trainer.step}: {reason.text}")
         return stepped
-
-
-def _steps_left(
-    data: Iterable[Any], source: Batches, steps: int | None, epochs: int | None, position: DataPosition | None
-) -> int | None:
-    """Return the number of remaining steps, if known."""
-    if not isinstance(data, Sized):
-        return steps
-    done = 0 if position is None else position.batches - position.epoch * source.left_out
-    whole = (len(data) - source.left_out) * (epochs or 1) - done
-    if steps is None:
-        return whole
-    return min(steps, whole) if epochs is not None else steps

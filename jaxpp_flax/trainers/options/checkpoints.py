@@ -56,8 +56,8 @@ class Checkpoints:
     def __post_init__(self) -> None:
         if not isinstance(self.directory, (str, os.PathLike)):
             raise misfit("directory", self.directory, "a path")
-        check_interval("every", self.every)
-        check_interval("keep", self.keep)
+        object.__setattr__(self, "every", check_interval("every", self.every))
+        object.__setattr__(self, "keep", check_interval("keep", self.keep))
         _ = self.ranking
         if self.preemption_deadline is not None and not self.preemption_deadline > 0:
             raise ValueError(f"preemption_deadline={self.preemption_deadline!r}: it must be seconds above 0, or None.")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast, get_args
 
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.trainers.loop.progress import Meter
 from jaxpp_flax.trainers.loop.tracked_run import as_config
 from jaxpp_flax.trainers.loop.trackers import Tracker
@@ -13,7 +14,6 @@ from jaxpp_flax.trainers.metrics.run_metrics import RunMetric, RunMetrics
 from jaxpp_flax.trainers.metrics.throughput import Throughput
 from jaxpp_flax.trainers.metrics.utilization import peak_flops
 from jaxpp_flax.trainers.options.base import Options
-from jaxpp_flax.trainers.setup import check_count
 from jaxpp_flax.trainers.step.learning_rate import find_learning_rate
 from jaxpp_flax.trainers.step.metrics import StepMetric, StepMetrics
 
@@ -66,7 +66,7 @@ class Logging(Options):
     peak_flops: float | None = None
 
     def __post_init__(self) -> None:
-        check_count("every", self.every)
+        object.__setattr__(self, "every", check_count("every", self.every))
         as_config(self.config)
         self._check_metrics()
         if not isinstance(self.throughput, Throughput):

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from jax.sharding import Mesh
 
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.schedules.gathers import check_fsdp
 from jaxpp_flax.trainers.model.sharding import AxisRulesLike, MeshAxes, as_pairs
@@ -25,8 +26,8 @@ class MeshOptions:
 
     Args:
       mesh: a `jax.sharding.Mesh` with an axis "stage", or an `MpmdMesh`. None: a mesh over `jax.devices()`.
-      axes: other axes of the mesh over `jax.devices()`, e.g. `{"data": 2}`; -1 takes the remaining devices. Each
-        microbatch is divided along "data" and "fsdp".
+      axes: other axes of the mesh over `jax.devices()`: `{"data": 2}` takes two devices for each rank, `{}` one; -1
+        takes the remaining devices. Each microbatch is divided along "data" and "fsdp". None: `{"data": -1}`.
       num_ranks: the number of groups of devices, for schedules with several stages on each group. Default: the number
         of stages.
       sharding_rules: pairs (name, mesh axis or None) for the axis names in the annotations of the model's parameters.
@@ -51,6 +52,8 @@ class MeshOptions:
 
     def __post_init__(self) -> None:
         check_fsdp(self.fsdp)
+        if self.num_ranks is not None:
+            object.__setattr__(self, "num_ranks", check_count("num_ranks", self.num_ranks))
         if self.mesh is not None and self.axes is not None:
             raise ValueError("both mesh= and axes= are given; a mesh already says which axes it has.")
         _ = self.rules

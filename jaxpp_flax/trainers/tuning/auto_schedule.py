@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any, Protocol, TypeVar
 
 from jaxpp_flax.assignment import AssignmentError
+from jaxpp_flax.counts import is_whole
 from jaxpp_flax.schedules import Costs, Found, Schedule, ScheduleError, Transfer, by_name, names, search, simulate
 from jaxpp_flax.schedules.planning import Choice
 from jaxpp_flax.trainers.data.batch import signature
@@ -57,7 +58,7 @@ class AutoSchedule:
 
     def __post_init__(self) -> None:
         for name, value in (("steps", self.steps), *(("stages_per_rank", of) for of in self.stages_per_rank)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if not is_whole(value) or value < 1:
                 raise ValueError(f"AutoSchedule: {name} has {value!r}; it must be a whole number of at least 1.")
         if not 0.0 <= self.minimum_gain < 1.0:
             raise ValueError(f"AutoSchedule: minimum_gain={self.minimum_gain!r} is a share of a step: 0 to 1, less 1.")

@@ -18,7 +18,7 @@ class Scheduling:
     The arguments are those of the trainer; `residuals` is the field of its `memory=`.
 
     Example:
-      >>> scheduling = Scheduling(4, "1f1b", num_stages=2)
+      >>> scheduling = Scheduling(4, "1f1b", num_stages=2, mesh_axes={})
       >>> scheduling.use("interleaved_1f1b", num_stages=4)
       >>> scheduling.num_stages, scheduling.schedule.num_ranks, scheduling.batch_shards
       (4, 2, 1)
@@ -86,6 +86,6 @@ class Scheduling:
 def no_pipeline(what: str) -> str:
     """Return the message for a call that needs ranks, if there are none."""
     return (
-        f"{what} needs a pipeline, but with num_stages=1 and without a mesh the step runs under plain jax.jit. Give "
-        "num_stages=2 or more, or mesh={} for a pipeline of one rank."
+        f"{what} needs a pipeline, but with num_stages=1 on one device the step runs under plain jax.jit. Give "
+        "num_stages=2 or more, or mesh={'data': 1} for a pipeline of one rank."
     )

@@ -39,7 +39,7 @@ def keep_gradients() -> optax.GradientTransformation:
 
 def pipelined_step(model: Any, loss_fn: Any, batch: Any, **options: Any) -> tuple[float, Any, Any]:
     """Loss and gradients of one step, and the trainer."""
-    plan = {"num_stages": 4, "num_microbatches": 4, "logging": False} | options
+    plan = {"num_stages": 4, "num_microbatches": 4, "mesh": {}, "logging": False} | options
     trainer = PipelineTrainer(model, keep_gradients(), loss_fn, **plan)
     loss = float(trainer.train_step(batch)["loss"])
     return loss, jax.tree.map(np.asarray, trainer.state.opt_state), trainer

@@ -60,8 +60,12 @@ def assert_equal(one, other):
 
 def test_a_list_with_such_a_batch_is_refused_before_the_first_step():
     it = trainer()
-    with pytest.raises(BatchError, match=r'batch 2 of the 3 in data has 5 examples.*multiple of 4.*remainder="drop"'):
+    with pytest.raises(BatchError, match=r'batch 2 of the 3 in data has 5 examples.*first one has 8.*remainder="drop"'):
         it.fit(data(8, 8, 5))
+    with pytest.raises(BatchError, match=r"batch 1 of the 2 in data has 4 examples.*first one has 8"):
+        it.fit(data(8, 4))  # which could be cut
+    with pytest.raises(BatchError, match=r"batch 1 of the 2 in data has 8 examples.*first one has 4.*full batch first"):
+        it.fit(data(4, 8), remainder="drop")
     assert it.step == 0
     it.fit(data(8, 8, 5), steps=2)  # which never reaches that batch
     assert it.step == 2
@@ -85,16 +89,39 @@ def test_data_of_unknown_sizes_is_not_refused_after_hours_but_told(capsys):
     assert 'remainder="drop"' in said
 
 
-def test_a_smaller_batch_that_can_be_cut_is_used():
-    it = trainer()
-    it.fit(stream(data(8, 4)), remainder="drop")
+def test_a_smaller_batch_that_can_be_cut_is_left_out_too(capsys):
+    it = trainer(progress=True)
+    for how in ("drop", None):
+        it.fit(stream(data(8, 4)), remainder=how)
+        assert "a batch of 4 examples is left out" in " ".join(capsys.readouterr().out.split())
     assert it.step == 2
+    assert len(it._core.executables.compiled) == 1
 
 
-def test_error_is_an_error_at_that_batch_where_sizes_are_unknown():
+@pytest.mark.parametrize("size", [5, 4])
+def test_error_is_an_error_at_that_batch_where_sizes_are_unknown(size):
     it = trainer()
-    with pytest.raises(BatchError, match="a batch of 5 examples"):
-        it.fit(stream(data(8, 5)), remainder="error")
+    with pytest.raises(BatchError, match=f"a batch of {size} examples.*first one has 8"):
+        it.fit(stream(data(8, size)), remainder="error")
+
+
+def test_a_batch_larger_than_the_first_is_refused():
+    it = trainer()
+    with pytest.raises(BatchError, match=r"a batch of 8 examples.*first one has 4.*full batch first"):
+        it.fit(stream(data(4, 8)))
+
+
+def test_a_pass_that_begins_with_the_smaller_batch_leaves_out_that_one():
+    class Shuffled:
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return iter(data(8, 4) if self.passes == 1 else data(4, 8))
+
+    it = trainer()
+    it.fit(Shuffled(), epochs=2)
+    assert it.step == 2
 
 
 def test_a_first_batch_that_cannot_be_cut_is_refused():
@@ -125,7 +152,8 @@ def test_pad_keeps_a_mask_that_the_data_has():
     padded, shorter = trainer(masked_loss), trainer(masked_loss)
     padded.fit([first, last], remainder="pad")
     four = {name: leaf[1:] for name, leaf in last.items()}
-    shorter.fit([first, four])
+    shorter.fit([first])
+    shorter.train_step(four)
     for mine, theirs in zip(weights(padded), weights(shorter), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-7)
 
@@ -163,7 +191,7 @@ def test_training_steps_leaves_out_too():
 @pytest.mark.parametrize("how", ["drop", "pad"])
 def test_a_resumed_run_goes_on_at_the_right_batch(tmp_path, how):
     loss = masked_loss if how == "pad" else mean_loss
-    passes = data(8, 8, 5, mask=how == "pad")
+    passes = data(8, 8, 4, mask=how == "pad")
     whole = trainer(loss)
     whole.fit(passes, epochs=2, remainder=how)
     for steps in range(1, whole.step):

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -17,6 +18,7 @@ from jaxpp_flax import Checkpoints, PipelineTrainer
 from jaxpp_flax.trainers import (
     Assignment,
     Balanced,
+    Callback,
     DictTracker,
     Inference,
     Logging,
@@ -151,6 +153,8 @@ REFUSED = {
     "directory": (lambda: Checkpoints(3), TypeError, "directory must be a path, got int: 3"),
     "checkpoints": (lambda: Checkpoints.of(3), TypeError, "checkpoints must be a directory, or Checkpoints("),
     "every": (lambda: Checkpoints("run", every=0), ValueError, "every=0: it must be a whole number of at least 1"),
+    "every is a float": (lambda: Checkpoints("run", every=np.float32(2)), ValueError, "every="),
+    "ranks": (lambda: MeshOptions(num_ranks=0), ValueError, "num_ranks=0: it must be a whole number of at least 1"),
     "keep": (lambda: Checkpoints("run", keep=2.5), ValueError, "keep=2.5: it must be a whole number of at least 1"),
     "deadline": (lambda: Checkpoints("run", preemption_deadline=0), ValueError, "preemption_deadline=0: it must be"),
     "loss_scale": (lambda: Precision(loss_scale="auto"), ValueError, "loss_scale='auto': use None, 'dynamic'"),
@@ -181,6 +185,22 @@ REFUSED = {
     "progress": (lambda: Logging(progress="bar"), TypeError, "progress='bar' (str): it must be True, False or a Meter"),
     "logging": (lambda: Logging.of("run.jsonl"), TypeError, "logging must be Logging(...), got str: 'run.jsonl'"),
 }
+
+
+@pytest.mark.parametrize("number", [np.int64(2), jnp.int32(2)], ids=["NumPy", "JAX"])
+def test_every_count_takes_whole_numbers_of_other_libraries(number, tmp_path):
+    """Each becomes an int at once: what a policy, a comparison or JSON does with another type is nobody's concern."""
+    options = [Checkpoints(tmp_path, every=number, keep=number), Logging(every=number), MeshOptions(num_ranks=number)]
+    found = [options[0].every, options[0].keep, options[1].every, options[2].num_ranks, Callback(every=number).every]
+    assert [type(value) for value in found] == [int] * 5
+    trainer = PipelineTrainer(
+        m.Model(2, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, num_stages=number, num_microbatches=number,
+        checkpoints=options[0], logging=False,
+    )  # fmt: skip
+    data = [m.make_batch(4, seed) for seed in range(3)]
+    trainer.fit(data, steps=number, eval_data=data, eval_every=number, global_batch_size=np.int64(4))
+    assert trainer.fit(data, epochs=number, resume=True)["loss"] > 0
+    assert trainer.step == 6
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -94,7 +94,7 @@ def test_a_resume_that_never_trains_still_gives_the_state(tmp_path: Path):
     first.fit([BATCH], steps=2)
     first.save()
     second = make_trainer(checkpoints=tmp_path / "run")
-    assert second.fit([BATCH], steps=2, resume=True) == {}
+    assert second.fit([BATCH], steps=2, resume=True)["loss"] > 0
     assert second.step == 2
     np.testing.assert_array_equal(second.model(BATCH), first.model(BATCH))
     np.testing.assert_array_equal(second.predict(BATCH), first.predict(BATCH))
