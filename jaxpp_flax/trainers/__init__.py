@@ -14,6 +14,7 @@ from jaxpp_flax.trainers.errors import (
     MeshError,
     ModelError,
     NonFiniteLossError,
+    UnusedParametersWarning,
 )
 from jaxpp_flax.trainers.loop.hooks import Evaluate, LogMetrics, LoopHook, StepHook, StepRecord
 from jaxpp_flax.trainers.loop.progress import Meter
@@ -90,5 +91,6 @@ __all__ = [
     "Throughput",
     "Tracker",
     "TrainState",
+    "UnusedParametersWarning",
     "WandbTracker",
 ]

@@ -18,6 +18,7 @@ from jaxpp_flax.trainers.model.frozen import check_frozen
 from jaxpp_flax.trainers.options.base import Options, misfit
 from jaxpp_flax.trainers.setup import check_functions
 from jaxpp_flax.trainers.step.optimizer_update import DynamicLossScale
+from jaxpp_flax.trainers.step.unused_parameters import OnUnused
 
 __all__ = ["Inference", "Parameters", "Precision", "RandomStreams"]
 
@@ -84,6 +85,8 @@ class Parameters(Options):
       wrt: filter of the NNX variables to train; the other variables are not changed.
       frozen: parameters that are not changed: globs on their paths (`"embed/*"`), or a function of the path.
       ema_decay: keeps a moving average of the trained parameters: `ema_model`.
+      unused: what becomes of trained parameters that the loss does not use. Their gradients are zero, as under
+        `jax.grad`. "warn" trains with these and names them once; "error" refuses them.
 
     Raises:
       TypeError, ValueError: naming the field that does not fit.
@@ -96,8 +99,11 @@ class Parameters(Options):
     wrt: nnx.filterlib.Filter = nnx.Param
     frozen: NameFilter | None = None
     ema_decay: float | None = None
+    unused: OnUnused = "warn"
 
     def __post_init__(self) -> None:
+        if self.unused not in get_args(OnUnused):
+            raise ValueError(f'unused={self.unused!r}: it must be "warn" or "error".')
         if self.frozen is not None:
             check_frozen(self.frozen)
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:
