@@ -15,6 +15,7 @@ from jaxpp_flax.trainers.errors import (
     MicrobatchLossWarning,
     ModelError,
     NonFiniteLossError,
+    UnusedParametersWarning,
 )
 from jaxpp_flax.trainers.loop.hooks import Evaluate, LogMetrics, LoopHook, StepHook, StepRecord
 from jaxpp_flax.trainers.loop.progress import Meter
@@ -92,5 +93,6 @@ __all__ = [
     "Throughput",
     "Tracker",
     "TrainState",
+    "UnusedParametersWarning",
     "WandbTracker",
 ]

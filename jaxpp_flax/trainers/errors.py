@@ -11,6 +11,7 @@ __all__ = [
     "MicrobatchLossWarning",
     "ModelError",
     "NonFiniteLossError",
+    "UnusedParametersWarning",
 ]
 
 
@@ -52,3 +53,8 @@ class ModelError(ValueError):
 @documented("JPF104")
 class NonFiniteLossError(FloatingPointError):
     """A loss, or a parameter to save, is not finite."""
+
+
+@documented("JPF905")
+class UnusedParametersWarning(UserWarning):
+    """A loss does not depend on some of the trained parameters: their gradients are zero."""

@@ -137,7 +137,7 @@ def make_core(
     ranks = None if mesh is None else Ranks(mesh=mesh, specs=specs, kept=kept)
     held = StateHolder(first, update.tx.init, initializer=chosen.initializer, ranks=ranks, kept=kept)
     builder = StepBuilder(model=chosen.adapter, update=update, loss_fn=loss_fn, remat=remat)
-    builders = StepBuilderCache(builder, scheduling.num_microbatches)
+    builders = StepBuilderCache(builder, scheduling.num_microbatches, parameters.unused)
     rows = BatchSharding(mesh, scheduling.num_microbatches, scheduling.batch_shards)
     measures = _run_metrics(logging, held, builders, rows)
     return Core(

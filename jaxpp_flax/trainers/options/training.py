@@ -19,6 +19,7 @@ from jaxpp_flax.trainers.options.base import Options, misfit
 from jaxpp_flax.trainers.setup import check_functions
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.optimizer_update import DynamicLossScale
+from jaxpp_flax.trainers.step.unused_parameters import OnUnused
 
 __all__ = ["Inference", "Parameters", "Precision", "RandomStreams"]
 
@@ -86,6 +87,8 @@ class Parameters(Options):
       frozen: parameters that are not changed: globs on their paths (`"embed/*"`), or a function of the path.
       ema_decay: keeps a moving average of the trained parameters, in float32 or wider: `ema_model`, and
         `Inference(params=lambda state: state.ema)`.
+      unused: what becomes of trained parameters that the loss does not use. Their gradients are zero, as under
+        `jax.grad`. "warn" trains with these and names them once; "error" refuses them.
 
     Raises:
       TypeError, ValueError: naming the field that does not fit.
@@ -98,8 +101,11 @@ class Parameters(Options):
     wrt: nnx.filterlib.Filter = nnx.Param
     frozen: NameFilter | None = None
     ema_decay: float | None = None
+    unused: OnUnused = "warn"
 
     def __post_init__(self) -> None:
+        if self.unused not in get_args(OnUnused):
+            raise ValueError(f'unused={self.unused!r}: it must be "warn" or "error".')
         if self.frozen is not None:
             check_frozen(self.frozen)
         if self.ema_decay is not None and not 0 < self.ema_decay < 1:

@@ -19,9 +19,10 @@ from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.loss import LossTerms, read_loss, whole_batch
-from jaxpp_flax.trainers.step.loss_trace import LossTrace, check_used, trace_loss, warn_of_microbatches
+from jaxpp_flax.trainers.step.loss_trace import LossTrace, trace_loss, warn_of_microbatches
 from jaxpp_flax.trainers.step.metrics import check_apart
 from jaxpp_flax.trainers.step.optimizer_update import Update
+from jaxpp_flax.trainers.step.unused_parameters import OnUnused, of_used, report_unused, with_zeros
 
 StepFunction = Callable[[TrainState, Any], Any]
 
@@ -79,7 +80,6 @@ class StepBuilder:
 
     def train(self, loop: Loop) -> StepFunction:
         """Return `step(state, batch) -> (state, metrics)`: one optimizer step on the whole batch."""
-        check_used(self.unused)
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
             leaves, tree = jax.tree.flatten(state.model_state)
@@ -100,10 +100,11 @@ class StepBuilder:
                 if self.remat is not None:  # the engine divides this region into one for each stage
                     loss_of = jax.checkpoint(loss_of, policy=policy_of(self.remat))
                 (_, (terms, carry)), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
-                return carry, (terms, self.update.summand(grads))
+                return carry, (terms, self.update.summand(of_used(grads, self.unused)))
 
             before = [leaves[i] for i in self.carried]
             after, (terms, grads) = self._loop(body, before, loop, Add)
+            params, grads = with_zeros(grads, state.params, self.unused, self.update.summand)
             metrics, divisor = whole_batch(terms, loop.num_microbatches)
 
             def model_state(carry: Sequence[Any]) -> Any:
@@ -111,7 +112,7 @@ class StepBuilder:
 
             num_stages = 1 if loop.schedule is None else loop.schedule.num_stages
             new, more = self.update.apply(
-                state, grads, metrics["loss"], divisor, (before, after), model_state, num_stages
+                replace(state, params=params), grads, metrics["loss"], divisor, (before, after), model_state, num_stages
             )
             check_apart(metrics, more)
             return new, {**metrics, **more}
@@ -182,10 +183,12 @@ def _one_of(microbatches: Any) -> Any:
 class StepBuilderCache:
     """Returns the builder for a batch. The leaves that a loss writes or does not use depend on the batch."""
 
-    def __init__(self, untraced: StepBuilder, num_microbatches: int) -> None:
+    def __init__(self, untraced: StepBuilder, num_microbatches: int, on_unused: OnUnused = "warn") -> None:
         self._untraced, self._num_microbatches = untraced, num_microbatches
+        self._on_unused: OnUnused = on_unused
         self._traced: dict[Any, LossTrace] = {}
         self._has_warned = False
+        self._reported: set[str] = set()  # unused parameters
 
     def for_training(self, state: TrainState, microbatches: Any) -> StepBuilder:
         """Return the builder for batches with the structure, shapes and dtypes of `microbatches`."""
@@ -199,6 +202,9 @@ class StepBuilderCache:
             one = _one_of(microbatches)
             found = trace_loss(self._untraced.model, self._untraced.loss_fn, state, one)
             self._has_warned = self._has_warned or warn_of_microbatches(found, self._num_microbatches)
+            if not self._reported.issuperset(found.unused):
+                report_unused(found.unused, state.params, self._on_unused)
+                self._reported.update(found.unused)
             self._traced[key] = found
         return self._traced[key]
 

@@ -15,7 +15,7 @@ from jaxpp_flax.engine.analyses.joined_examples import Joins, find_joins
 from jaxpp_flax.engine.tracing.ir import Graph, Value, from_jaxpr
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.trainers.data.batch import shape_of
-from jaxpp_flax.trainers.errors import BatchStatisticsWarning, MicrobatchLossWarning, ModelError
+from jaxpp_flax.trainers.errors import BatchStatisticsWarning, MicrobatchLossWarning
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.calling import call_function
 from jaxpp_flax.trainers.model.frozen import path_text
@@ -137,18 +137,6 @@ def _warn_of_joins(divided: str | None, mixed: str | None, num_microbatches: int
         MicrobatchLossWarning,
         stacklevel=3,
     )
-
-
-def check_used(unused: Sequence[str]) -> None:
-    """Refuse parameters that the loss does not depend on: raise a `ModelError` that names them."""
-    if unused:
-        shown = shortened(unused, 5)
-        patterns = ", ".join(repr(path) for path in unused[:3])
-        raise ModelError(
-            f"the loss does not depend on {'these parameters' if len(unused) > 1 else 'the parameter'}: {shown}. No "
-            "stage uses what no stage computes with, and training would leave it as it is, or decay it. Use it in the "
-            f"model, remove it, or freeze it by choice: parameters=Parameters(frozen=[{patterns}])."
-        )
 
 
 def used_inputs(graph: Graph, wanted: Sequence[bool]) -> list[bool]:

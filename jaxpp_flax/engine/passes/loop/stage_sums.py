@@ -24,8 +24,8 @@ _sum_by_stage_p.multiple_results = True
 def sum_by_stage(scalars: Sequence[Any], parameters: Sequence[Any], num_stages: int) -> list[jax.Array]:
     """Add up one scalar for each parameter by the stage that reads the parameter, in the order of the parameters.
 
-    Use it in a step, outside the loop. A parameter of several stages counts for the first of them. Under plain
-    `jax.jit` all parameters belong to the first stage.
+    Use it in a step, outside the loop. A parameter of several stages counts for the first of them, one of no
+    stage for stage 0. Under plain `jax.jit` all parameters belong to the first stage.
 
     Args:
       scalars: scalars of one dtype.

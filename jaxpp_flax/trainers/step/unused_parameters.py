@@ -1,0 +1,137 @@
+"""Parameters that the loss does not use: their gradient is zero, and they lie beside their neighbours by path."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import takewhile
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxpp_flax.engine.tracing.hints import place_with
+from jaxpp_flax.globs import matches
+from jaxpp_flax.trainers.errors import ModelError, UnusedParametersWarning
+from jaxpp_flax.trainers.model.frozen import path_text
+
+OnUnused = Literal["warn", "error"]
+
+
+def report_unused(unused: Sequence[str], params: Any, rule: OnUnused) -> None:
+    """Warn of parameters that the loss does not depend on, or refuse them.
+
+    Args:
+      unused: their paths.
+      params: all trained parameters.
+      rule: "warn" or "error".
+
+    Raises:
+      ModelError: with the rule "error", or if the loss depends on no parameter.
+    """
+    paths = parameter_paths(params)
+    if len(unused) == len(paths):
+        raise ModelError(
+            f"the loss depends on no parameter of the {len(paths)}, so nothing would be trained. Return a loss that is "
+            "computed by the model that the loss function receives, without jax.lax.stop_gradient around it."
+        )
+    globs = covering_globs(unused, [path for path in paths if path not in set(unused)])
+    frozen = f"parameters=Parameters(frozen={(globs[0] if len(globs) == 1 else globs)!r})"
+    count = f"{len(unused)} of the {len(paths)} parameters: {', '.join(globs)}"
+    if rule == "error":
+        raise ModelError(
+            f"the loss does not depend on {count}. Their gradients would be zero, and weight decay would shrink them. "
+            f"Use them in the loss, remove them, freeze them, {frozen}, or leave unused='error' out."
+        )
+    warnings.warn(
+        f"the loss does not depend on {count}. Their gradients are zero, as under jax.grad, and the optimizer updates "
+        f"them with these: weight decay shrinks them. To leave them as they are, freeze them: {frozen}. To refuse such "
+        "a model, pass Parameters(unused='error'). If this is meant, ignore the category "
+        "jaxpp_flax.trainers.UnusedParametersWarning.",
+        UnusedParametersWarning,
+        stacklevel=2,
+    )
+
+
+def parameter_paths(params: Any) -> list[str]:
+    """Return the path of each leaf."""
+    return [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+
+
+def covering_globs(unused: Sequence[str], used: Sequence[str]) -> list[str]:
+    """Return few globs that match every unused path and no used one.
+
+    Example:
+      >>> covering_globs(["predictor/bias", "predictor/mlp/kernel", "token"], ["encoder/kernel"])
+      ['predictor/*', 'token']
+      >>> covering_globs(["layers/0/key/bias", "layers/1/key/bias"], ["layers/0/key/kernel", "layers/1/key/kernel"])
+      ['layers/*/key/bias']
+    """
+    found: list[str] = []
+    for path in unused:
+        if any(matches(path, glob) for glob in found):
+            continue
+        parts = path.split("/")
+        subtrees = ["/".join(parts[:length]) + "/*" for length in range(1, len(parts))]
+        in_all_layers = [re.sub(r"(^|/)\d+(?=/|$)", r"\1*", glob) for glob in (*subtrees, path)]
+        allowed = [glob for glob in (*subtrees, *in_all_layers) if not any(matches(other, glob) for other in used)]
+        found.append(max((path, *allowed), key=lambda glob: sum(matches(other, glob) for other in unused)))
+    return found
+
+
+def neighbours(unused: Sequence[str], used: Sequence[str], order: Sequence[str]) -> list[str]:
+    """Return for each unused path the used one that has most of the path in common; among equals, the nearest one.
+
+    Args:
+      unused, used: paths of parameters.
+      order: the paths of all parameters, as they stand in the model.
+
+    Example:
+      >>> order = ["embed", "head_a/kernel", "head_b/kernel", "norm/scale"]
+      >>> neighbours(["head_b/kernel"], ["embed", "head_a/kernel", "norm/scale"], order)
+      ['head_a/kernel']
+    """
+    position = {path: i for i, path in enumerate(order)}
+
+    def nearness(path: str, other: str) -> tuple[int, int, int]:
+        parts = _num_equal(path.split("/"), other.split("/"))
+        return parts, _num_equal(path, other), -abs(position[path] - position[other])
+
+    return [max(used, key=partial(nearness, path)) for path in unused]
+
+
+def _num_equal(first: Sequence[str], second: Sequence[str]) -> int:
+    """Return the number of equal items at the beginning."""
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))))
+
+
+def of_used(grads: Any, unused: Sequence[str]) -> list[Any]:
+    """Return the gradients of the used parameters, in order."""
+    left_out = set(unused)
+    return [
+        grad for path, grad in zip(parameter_paths(grads), jax.tree.leaves(grads), strict=True) if path not in left_out
+    ]
+
+
+def with_zeros(
+    grads: Sequence[Any], params: Any, unused: Sequence[str], summand: Callable[[Any], Any]
+) -> tuple[Any, Any]:
+    """Return the parameters and the gradients of all of them; `grads` are those of the used ones, in order.
+
+    The gradient of an unused parameter is zero. Both are on the rank of a neighbour's gradient, so the update of the
+    parameter, its optimizer state and its average are there too.
+    """
+    leaves, tree = jax.tree.flatten(params)
+    order, left_out = parameter_paths(params), set(unused)
+    of_path = dict(zip((path for path in order if path not in left_out), grads, strict=True))
+    beside = dict(zip(unused, neighbours(unused, list(of_path), order), strict=True))
+    all_grads: list[Any] = []
+    for i, path in enumerate(order):
+        if path in beside:
+            leaves[i] = place_with(leaves[i], of_path[beside[path]])
+            all_grads.append(place_with(summand(jnp.zeros_like(leaves[i])), leaves[i]))
+        else:
+            all_grads.append(of_path[path])
+    return jax.tree.unflatten(tree, leaves), jax.tree.unflatten(tree, all_grads)

@@ -1,0 +1,174 @@
+"""Parameters that the loss does not use: zero gradients as under plain JAX, and a place beside their neighbours."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.trainers import Checkpoints, Logging, ModelError, Parameters, Precision, UnusedParametersWarning
+from jaxpp_flax.trainers.step.unused_parameters import covering_globs
+from tests.helpers import tree_allclose
+from tests.trainers import models as m
+
+BATCH = m.make_batch(8)
+ONE, TWO = {name: BATCH[name] for name in ("tokens", "targets")}, BATCH  # a head for each of these structures
+TX = optax.chain(optax.clip_by_global_norm(0.05), optax.adamw(1e-2, weight_decay=0.5))
+ACCEPTED = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.UnusedParametersWarning")
+
+
+class TwoHeads(m.Model):
+    """`head` and `head_two` are for batches of different structures; `extra` of the blocks is for none."""
+
+    def __init__(self, marked=True):
+        super().__init__(2, rngs=nnx.Rngs(0), marked=marked)
+        self.head_two = nnx.Linear(m.WIDTH, m.VOCABULARY, rngs=nnx.Rngs(1))
+        for block in self.blocks:
+            block.extra = nnx.Linear(3, 4, rngs=nnx.Rngs(2))  # type: ignore[attr-defined]
+
+
+def head_loss(model, batch):
+    x = model.embed(batch["tokens"])
+    for block in model.blocks:
+        x = block(x)
+    logits = (model.head_two if "mask" in batch else model.head)(x)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+def metric_loss(model, batch):
+    """The last stage reads a part of the first block, for a metric alone."""
+    return head_loss(model, batch), {"extra": jnp.mean(model.blocks[0].extra(batch["tokens"][..., :3]) ** 2)}
+
+
+def trainer(model=None, loss_fn=head_loss, **options):
+    options = {"num_stages": 2, "num_microbatches": 2, "logging": False, **options}
+    return PipelineTrainer(model or TwoHeads(), options.pop("tx", TX), loss_fn, **options)
+
+
+def plain(batches, tx=TX, loss_fn=head_loss):
+    """The losses, and the parameters, optimizer state and average after steps under plain `jax.jit`."""
+    graphdef, params, rest = nnx.split(TwoHeads(marked=False), nnx.Param, ...)
+
+    @jax.jit
+    def step(params, opt_state, average, batch):
+        loss, grads = jax.value_and_grad(lambda params: loss_fn(nnx.merge(graphdef, params, rest), batch))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return loss, params, opt_state, optax.incremental_update(params, average, 0.1)
+
+    opt_state, average, losses = tx.init(params), params, []
+    for batch in batches:
+        loss, params, opt_state, average = step(params, opt_state, average, batch)
+        losses.append(float(loss))
+    return losses, params, opt_state, average
+
+
+def assert_equal(made, expected):
+    found = made.state.params, made.state.opt_state, made.state.ema
+    for mine, theirs in zip(found, expected, strict=True):
+        tree_allclose(jax.tree.map(np.asarray, jax.tree.leaves(mine)), jax.tree.leaves(theirs), rtol=1e-5)
+
+
+def places(made):
+    """The ranks of each parameter, of its moments and its average, by path."""
+    state = made.state
+    trees = [state.params, state.ema, *(s.mu for s in jax.tree.leaves(state.opt_state, is_leaf=_has_mu) if _has_mu(s))]
+    found = {}
+    for tree in trees:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+            found.setdefault(name, set()).add(leaf.mpmd_idxs)
+    return found
+
+
+def _has_mu(node):
+    return hasattr(node, "mu")
+
+
+BATCHES = [ONE, TWO, ONE, ONE, TWO]
+
+
+@ACCEPTED
+@pytest.mark.parametrize(
+    ("num_stages", "options"),
+    [
+        (1, {}),
+        (2, {"logging": Logging(metrics=("parameter_norm", "gradient_norm"), progress=False)}),
+        (2, {"mesh": {"data": 2}, "schedule": "zero_bubble", "precision": Precision(loss_scale=8.0)}),
+    ],
+)
+def test_steps_of_two_structures_equal_plain_jax(num_stages, options):
+    losses, *expected = plain(BATCHES)
+    made = trainer(num_stages=num_stages, parameters=Parameters(ema_decay=0.9), **options)
+    np.testing.assert_allclose([float(made.train_step(batch)["loss"]) for batch in BATCHES], losses, rtol=1e-5)
+    assert_equal(made, expected)
+    if num_stages == 2:
+        for path, ranks in places(made).items():
+            expected = (0,) if path.startswith(("embed", "blocks/0")) else (1,)
+            assert ranks == {expected}, f"{path}, its moments and its average lie beside its neighbours"
+
+
+@ACCEPTED
+def test_fit_and_its_checkpoints_have_them(tmp_path):
+    losses, *expected = plain(BATCHES)
+    parameters, checkpoints = Parameters(ema_decay=0.9), Checkpoints(tmp_path, every=3)
+    trainer(parameters=parameters, checkpoints=checkpoints).fit(BATCHES, steps=3)
+    restored = trainer(num_stages=1, parameters=parameters)
+    restored.restore(tmp_path / "3")
+    found = [float(restored.train_step(batch)["loss"]) for batch in BATCHES[3:]]
+    np.testing.assert_allclose(found, losses[3:], rtol=1e-5)
+    resumed = trainer(parameters=parameters, checkpoints=checkpoints)
+    resumed.fit(BATCHES, steps=5, resume=True)
+    for made in (restored, resumed):
+        assert_equal(made, expected)
+
+
+@ACCEPTED
+def test_a_parameter_that_only_a_metric_reads_is_right():
+    losses, *expected = plain([ONE, ONE])
+    made = trainer(loss_fn=metric_loss, parameters=Parameters(ema_decay=0.9))
+    np.testing.assert_allclose([float(made.train_step(ONE)["loss"]) for _ in range(2)], losses, rtol=1e-5)
+    assert_equal(made, expected)
+    assert places(made)["blocks/0/extra/kernel"] == {(0,), (0, 1)}, "the parameter is read elsewhere too"
+    np.testing.assert_allclose(made.evaluate([TWO])["loss"], head_loss(made.model, TWO), rtol=1e-5)
+
+
+def test_each_set_of_unused_parameters_is_told_once():
+    made = trainer()
+    with pytest.warns(UnusedParametersWarning) as told:
+        _ = [made.step_function(batch) for batch in (ONE, TWO, ONE)]
+    texts = [str(warning.message) for warning in told]
+    for text, head in zip(texts, ("head_two", "head"), strict=True):
+        assert (
+            f"does not depend on 6 of the 17 parameters: blocks/*/extra/*, {head}/*. Their gradients are zero" in text
+        )
+        assert f"parameters=Parameters(frozen=['blocks/*/extra/*', '{head}/*'])" in text
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer(parameters=Parameters(frozen=["blocks/*/extra/*", "head_two/*"])).step_function(ONE)
+
+
+def test_what_is_refused():
+    made = trainer(parameters=Parameters(unused="error"))
+    for batch, head in ((ONE, "head_two"), (ONE, "head_two"), (TWO, "head")):
+        with pytest.raises(ModelError, match=rf"depend on 6 of the 17 .*extra/\*, {head}/\*\. .*freeze them, param"):
+            made.step_function(batch)
+    with pytest.raises(ModelError, match="the loss depends on no parameter of the 17, so nothing would be trained"):
+        trainer(loss_fn=lambda model, batch: jnp.mean(batch["tokens"] * 1.0)).compile(ONE)
+    with pytest.raises(ValueError, match=r"unused='ignore': it must be \"warn\" or \"error\""):
+        Parameters(unused="ignore")  # type: ignore[arg-type]
+
+
+def test_one_glob_names_many():
+    used = [f"encoder/layers/{i}/{name}" for i in range(12) for name in ("query/kernel", "key/kernel")]
+    predictor = [f"predictor/layers/{i}/kernel" for i in range(38)] + ["predictor/mask_token"]
+    assert covering_globs(predictor, used) == ["predictor/*"]
+    biases = [f"encoder/layers/{i}/key/bias" for i in range(12)]
+    assert covering_globs(biases, used) == ["encoder/layers/*/key/bias"]
+    assert covering_globs(biases[:1], [*used, *biases[1:]]) == biases[:1]
