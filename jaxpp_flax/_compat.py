@@ -21,14 +21,13 @@ from jax.sharding import Sharding
 __all__ = [
     "ClusterPlace",
     "bind_cpu_collectives",
-    "compilation_cache",
-    "compiler",
     "context_on_mesh",
     "coordination_client",
     "coordinator_address",
     "copy_arrays",
     "copy_arrays_public",
     "detect_cluster",
+    "device_assignment_type",
     "device_list_type",
     "needs_devices",
     "poison",
@@ -37,7 +36,6 @@ __all__ = [
     "start_coordination_service",
     "trace_context",
     "why_one_process",
-    "xla_options",
 ]
 
 PUBLIC_API_ONLY = os.environ.get("JAXPP_FLAX_PUBLIC_API_ONLY", "") not in ("", "0")
@@ -74,9 +72,7 @@ _trace_context = _private("jax._src.config", "trace_context")
 
 # `jax.experimental.serialize_executable` loads executables for the same devices only: see `_compat_executables.py`.
 device_list_type = _private("jax._src.lib", "xla_client.DeviceList")
-xla_options = _private("jax._src.interpreters", "pxla")
-compilation_cache = _private("jax._src", "compilation_cache")
-compiler = _private("jax._src", "compiler")
+device_assignment_type = _private("jax._src.lib", "xla_client.DeviceAssignment")
 
 # The key-value store of `jax.distributed` has no public name. It tells who lives, and why a run ended.
 _distributed_state = _private("jax._src.distributed", "global_state")
@@ -96,7 +92,7 @@ def private_names_in_use() -> dict[str, bool]:
         "batched_copy": _batched_copy is not None,
         "coordination": _distributed_state is not None,
         "coordination_service": _runtime is not None,
-        "copies_of_executables": None not in (device_list_type, xla_options, compilation_cache),
+        "copies_of_executables": None not in (device_list_type, device_assignment_type),
         "device_primitives": bool(_device_primitives),
         "trace_context": _trace_context is not None,
     }

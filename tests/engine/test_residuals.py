@@ -21,7 +21,7 @@ from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import treduce
 from jaxpp_flax.schedules import GPipe, Interleaved1F1B, Schedule, ScheduleError, Std1F1B, ZeroBubble
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
-from tests.engine.toys import chain, mesh_of, sgd_step
+from tests.engine.toys import built, chain, mesh_of, sgd_step
 from tests.helpers import DIM, batch_of, tree_allclose
 
 OFFLOAD = StageResiduals(offload=1.0)
@@ -107,6 +107,25 @@ def test_with_rows_on_several_devices_of_a_rank():
         results[name] = numpy(step(*args))
         tree_allclose(results[name], expected, rtol=1e-5)
     jax.tree.map(np.testing.assert_array_equal, results["moved"], results["kept"])
+
+
+def test_a_function_gives_one_plan_for_a_compilation():
+    """It may measure, or count: all passes, of all loops, and the text afterwards have its first answer."""
+    answers = [ResidualPlan([StageResiduals(offload=1.0), KEEP]), *[ResidualPlan.keep(2)] * 9]
+    counted: list[ResidualPlan] = []
+
+    def residuals() -> ResidualPlan:
+        counted.append(answers[len(counted)])
+        return counted[-1]
+
+    def two_loops(params: Any, batch: Any) -> Any:
+        once = sgd_step(GPipe(2))
+        return once(once(params, batch)[0], batch)
+
+    made = built(two_loops, 2, chain(2), batch_of(4), residuals=residuals)
+    assert made.settings.residual_plan == made.settings.residuals == answers[0]
+    assert "offload" in made.as_text("offload")
+    assert len(counted) == 1
 
 
 def test_stage_table_and_text_tell_what_is_kept():

@@ -130,7 +130,7 @@ def built(
     num_ranks: int,
     *args: Any,
     donated: Sequence[bool] | None = None,
-    residuals: ResidualPlan | None = None,
+    residuals: ResidualPlan | Callable[[], ResidualPlan] | None = None,
     policy: CutPolicy = cut_at_every_mark,
 ) -> Built:
     """All passes over a step on a mesh of single devices, and nothing compiled."""

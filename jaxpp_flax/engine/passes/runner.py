@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,9 @@ class Settings:
     idle_ranks: frozenset[int] = frozenset({0})
     residuals: ResidualPlan | Callable[[], ResidualPlan | None] | None = None
 
-    @property
+    @cached_property
     def residual_plan(self) -> ResidualPlan | None:
-        """The value of `residuals`, or its result."""
+        """The value of `residuals`, or its result: a user's function is called once for a compilation."""
         return self.residuals() if callable(self.residuals) else self.residuals
 
 

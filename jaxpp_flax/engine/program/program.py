@@ -141,8 +141,8 @@ Instruction = Run | Transfer | Free | Wait
 class Program:
     """Instructions in one global order that agrees with the order of every rank.
 
-    `arguments[i]` and `results[i]` map ranks to slots; `indices` maps (rank, microbatch) to the slot of that index;
-    `constants` maps (position, rank) of the step's captured arrays to slots.
+    `arguments[i]` and `results[i]` map ranks to slots, and the step's captured arrays are its first arguments;
+    `indices` maps (rank, microbatch) to the slot of that index.
     """
 
     instructions: tuple[Instruction, ...]

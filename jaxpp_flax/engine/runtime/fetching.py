@@ -63,13 +63,13 @@ def bring(
         if target is not None:
             what = f"rank {rank}: argument{wanted.name} of the step, which rank {source} has"
             lies = _in_own_memory(leaf.sharding.local_sharding(source))
-            route = plan([Leaf(leaf.shape, leaf.dtype, lies, target)], jax.process_index(), what)
+            route = plan((Leaf(leaf.shape, leaf.dtype, lies, target),), jax.process_index())
             distributed.connection.connect(route.own_parcels())
             if part is not None and part.is_deleted():
                 raise RuntimeError(leaf._deleted_message(source))  # pyright: ignore[reportPrivateUsage]
             if part is not None and named_memory(part.sharding) is not None:  # only device memory is sent
                 part = jax.device_put(part, lies)
-            tag = distributed.tag(0, call, f"/argument-{argument}-to-{rank}")
+            tag = distributed.tag(0, call, what, part=f"/argument-{argument}-to-{rank}")
             (part,) = route.move(distributed.connection, [part], [True], tag)
         if part is not None and rank in wanted.mesh.local_ranks:
             found[rank] = part

@@ -60,8 +60,9 @@ class Runtime:
             _refuse_other_memory(program, executables)
         self._given_away = _given_away(program) if distributed is not None else {}
         self._awaiting = _awaiting(program) if distributed is not None else {}
-        # Slots are reused, so most instructions equal earlier ones, and share their functions and shardings.
+        # Slots are reused, so most instructions equal earlier ones, and share their functions, shardings and routes.
         self._step_of, self._transfer_of, self._shardings_of = cache(partial), cache(_bind_transfer), cache(_shardings)
+        self._route_of = cache(plan)
         local = set(mesh.local_ranks)
         self._bound = [self._bind(number, instr, local) for number, instr in enumerate(program.instructions)]
         self._steps = [step for step in self._bound if step is not None]
@@ -121,20 +122,20 @@ class Runtime:
         concerned = not local.isdisjoint((instruction.source, instruction.target))
         if not concerned and not connection.transport.needs_global_order:
             return None
-        specs = self._executables.source_specs[number]
-        leaves = [
-            Leaf(tuple(aval.shape), aval.dtype, NamedSharding(source, spec), sharding)
-            for aval, spec, sharding in zip(types, specs, shardings, strict=True)
-        ]
-        route = plan(leaves, jax.process_index(), self._awaiting[number])
+        origins = self._shardings_of(source, self._executables.source_specs[number], memories)
+        leaves = tuple(
+            Leaf(tuple(aval.shape), aval.dtype, origin, sharding)
+            for aval, origin, sharding in zip(types, origins, shardings, strict=True)
+        )
+        route = self._route_of(leaves, jax.process_index())
         self.parcels += route.own_parcels()
-        private = self._given_away[number]
+        private, what = self._given_away[number], self._awaiting[number]
         sent = instruction.sent if instruction.source in local else (None,) * len(leaves)
         self._crossings.append(number)
 
         def step(environment: Environment) -> None:
             arrays = [None if slot is None else environment[slot] for slot in sent]
-            arrived = route.move(connection, arrays, private, distributed.tag(number, self._calls))
+            arrived = route.move(connection, arrays, private, distributed.tag(number, self._calls, what))
             for slot, array in zip(instruction.received, arrived, strict=True):
                 environment[slot] = array
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import fields, replace
 
 import pytest
 
-from jaxpp_flax.engine.program.program import Free, Program, ProgramTask, Run, Transfer
+from jaxpp_flax.engine.program.program import Free, Program, ProgramTask, Run, Transfer, Wait
 from jaxpp_flax.engine.tracing.ir import VerificationError
 from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import built, by_hand, chain, identity, sgd_step
@@ -33,6 +34,13 @@ GIVING = replace(ONE, donate=frozenset({0}))
 def test_verify_finds(program: Program, says: str):
     with pytest.raises(VerificationError, match=says):
         program.verify()
+
+
+@pytest.mark.parametrize("kind", [ProgramTask, Run, Free, Wait, Program])
+def test_a_docstring_names_no_field_that_does_not_exist(kind: type):
+    named = set(re.findall(r"`(\w+)", kind.__doc__ or ""))
+    assert named
+    assert named <= {field.name for field in fields(kind)}  # pyright: ignore[reportArgumentType]
 
 
 def test_text():

@@ -30,6 +30,7 @@ class Tag:
       number: the place of the transfer in the program's one global list of instructions. It identifies the edge, the
         microbatch and the direction. The leaves of a transfer go in one parcel, in the program's order.
       call: the number of the program's call; None: one call for each step. After a restore, step numbers repeat.
+      what: for errors: a description of what the receiver waits for.
 
     Example:
       >>> tag = Tag(program="0f3a", step=7, number=12)
@@ -43,6 +44,12 @@ class Tag:
     step: int
     number: int
     call: int | None = None
+    what: str = ""
+
+    @property
+    def awaited(self) -> str:
+        """What the receiver waits for in one step."""
+        return f"{self.what}, in step {self.step}"
 
     def id(self, source: int, target: int) -> int:
         """Hash a transfer from process `source` to process `target` to 63 bits, so that no number comes twice."""
@@ -59,18 +66,12 @@ class Parcel:
       source, target: the processes.
       shapes: the types of the arrays, each with the sharding on its device of `target`.
       origins: for each array, the sharding on its device of `source`.
-      what: for errors: a description of what the receiver waits for.
     """
 
     source: int
     target: int
     shapes: tuple[jax.ShapeDtypeStruct, ...]
     origins: tuple[Sharding, ...]
-    what: str
-
-    def awaited(self, tag: Tag) -> str:
-        """Describe what the receiver waits for in one step."""
-        return f"{self.what}, in step {tag.step}"
 
 
 class Transport:

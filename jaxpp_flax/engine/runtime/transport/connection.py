@@ -109,10 +109,10 @@ class DistributedProgram:
     title: str
     name: str
 
-    def tag(self, number: int, call: int, part: str = "") -> Tag:
+    def tag(self, number: int, call: int, what: str, part: str = "") -> Tag:
         """Return the name of a transfer in one call; `part` names one that is no instruction of the program."""
         step = self.connection.group.step
-        return Tag(f"{self.name}{part}", call if step is None else step, number, call)
+        return Tag(f"{self.name}{part}", call if step is None else step, number, call, what)
 
 
 @cache

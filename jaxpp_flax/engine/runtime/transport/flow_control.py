@@ -53,7 +53,7 @@ class Window:
             self._pending.popleft()
 
     def _wait(self, array: Any, parcel: Parcel, tag: Tag, run: int) -> None:
-        what = parcel.awaited(tag)
+        what = tag.awaited
         try:
             with self._group.waiting(what, parcel.source, run):
                 array.block_until_ready()

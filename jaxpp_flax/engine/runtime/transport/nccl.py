@@ -153,11 +153,11 @@ class NcclTransport(Transport):
             communicator = self._pairs[pair].communicator
             moves = [(buffer.pointer, _nbytes(parcel.shapes[i])) for i, buffer in buffers]
             # NCCL connects the two ends at their first group, and may wait for the sender there.
-            with self._group.waiting(lambda: parcel.awaited(tag), on=parcel.source):
+            with self._group.waiting(lambda: tag.awaited, on=parcel.source):
                 self._move(communicator, moves, parcel, tag)
             queued.append((communicator, buffers))
         for communicator, buffers in queued:
-            with self._group.waiting(lambda: parcel.awaited(tag), on=parcel.source):
+            with self._group.waiting(lambda: tag.awaited, on=parcel.source):
                 self._wait(communicator, parcel, tag)
             for i, buffer in buffers:
                 shape = parcel.shapes[i]
@@ -181,7 +181,7 @@ class NcclTransport(Transport):
             failure = self._group.failure
             why = error if failure is None else self._group.describe(failure)
             raise TransportError(
-                f"NCCL could not move {parcel.awaited(tag)}, from process {parcel.source} to process "
+                f"NCCL could not move {tag.awaited}, from process {parcel.source} to process "
                 f"{parcel.target}: {why}. Look for the first error in the logs of both processes; NCCL_DEBUG=INFO "
                 "makes NCCL say more. Then start the run again, from its last checkpoint; "
                 "JAXPP_FLAX_TRANSPORT=device_put does without NCCL."

@@ -158,7 +158,7 @@ class Route:
         return [_joined(leaf, part, self.process, count) for leaf, part in zip(self.leaves, parts, strict=True)]
 
 
-def plan(leaves: Sequence[Leaf], process: int, what: str) -> Route:
+def plan(leaves: tuple[Leaf, ...], process: int) -> Route:
     """Plan a transfer as `process` sees it; all processes make the same parcels in the same order."""
     crossing: dict[tuple[int, int], list[_Hop]] = {}
     local: list[_Hop] = []
@@ -175,8 +175,8 @@ def plan(leaves: Sequence[Leaf], process: int, what: str) -> Route:
     for (source, target), hops in crossing.items():
         shapes = tuple(_wire_type(leaves[hop.leaf], hop) for hop in hops)
         origins = tuple(SingleDeviceSharding(hop.source) for hop in hops)
-        parcels.append((Parcel(source, target, shapes, origins, what), tuple(hops)))
-    return Route(tuple(leaves), tuple(parcels), tuple(local), process)
+        parcels.append((Parcel(source, target, shapes, origins), tuple(hops)))
+    return Route(leaves, tuple(parcels), tuple(local), process)
 
 
 def _hops(number: int, leaf: Leaf) -> list[_Hop]:

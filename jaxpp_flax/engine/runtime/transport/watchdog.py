@@ -68,7 +68,7 @@ class Watchdog:
     def _await(self, parcel: Parcel, tag: Tag, array: Any, run: int) -> None:
         # All earlier receives have arrived. So the wait for this one begins now.
         begun = time.monotonic()
-        with self._group.waiting(lambda: parcel.awaited(tag), parcel.source, run):
+        with self._group.waiting(lambda: tag.awaited, parcel.source, run):
             while not (self._stopped.is_set() or _arrived(array) or self._group.failed.wait(_POLL_SECONDS)):
                 waited = time.monotonic() - begun
                 if waited > self._deadline:
@@ -89,7 +89,7 @@ class Watchdog:
             array.block_until_ready()
         except RuntimeError as error:
             # The group describes the failure by the wait of this thread.
-            what = parcel.awaited(tag)
+            what = tag.awaited
             with self._group.waiting(what, on=parcel.source):
                 observe_broken_connection(self._group, parcel.source, what, error)
 

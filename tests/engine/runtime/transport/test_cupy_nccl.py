@@ -23,7 +23,7 @@ from jaxpp_flax.processes.failures import Failure
 from tests.engine.runtime.transport.fake_cupy import SIGNATURES, FakeCupy
 from tests.engine.runtime.transport.test_nccl import MemoryStore, on, parcel
 
-TAG = Tag("p", 3, 1)
+TAG = Tag("p", 3, 1, what="rank 1: what task fwd_1 needs of rank 0")
 
 
 def two_ends(cupy: FakeCupy, sent: Parcel, monkeypatch: pytest.MonkeyPatch) -> list[NcclTransport]:

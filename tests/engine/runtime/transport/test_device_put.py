@@ -20,7 +20,7 @@ def parcel(platform: str) -> Parcel:
     origin: Any = SimpleNamespace(device_set=[SimpleNamespace(platform=platform)])
     if platform == "cpu":
         origin = SingleDeviceSharding(jax.devices()[0])
-    return Parcel(0, 1, (), (origin,), "x")
+    return Parcel(0, 1, (), (origin,))
 
 
 def test_cpus_without_the_setting_are_refused_before_the_first_step():

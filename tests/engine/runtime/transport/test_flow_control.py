@@ -33,7 +33,7 @@ class Awaited:
             raise self.error
 
 
-PARCEL, TAG = Parcel(1, 0, (), (), "what task fwd_1 needs of rank 1"), Tag("p", 4, 1)
+PARCEL, TAG = Parcel(1, 0, (), ()), Tag("p", 4, 1, what="what task fwd_1 needs of rank 1")
 
 
 def test_tasks_wait_for_the_oldest_receive_once_too_many_hang_on_it():
@@ -49,11 +49,11 @@ def test_tasks_wait_for_the_oldest_receive_once_too_many_hang_on_it():
 def test_messages_name_the_step_that_the_user_counts():
     group = ProcessGroup(None, 0, 1)
     program = DistributedProgram(SimpleNamespace(group=group), "program 1", "program-1-0f")  # type: ignore[arg-type]
-    assert program.tag(7, call=1).step == 1  # nobody counts steps: the first call
+    assert program.tag(7, call=1, what="").step == 1  # nobody counts steps: the first call
     group.step = 13  # a run that goes on after step 12
-    assert program.tag(7, call=1) == Tag("program-1-0f", 13, 7, 1)
+    assert program.tag(7, call=1, what="a mean") == Tag("program-1-0f", 13, 7, 1, "a mean")
     # A restore takes the steps back, but no parcel may have the name of another.
-    assert program.tag(7, call=2).id(0, 1) != program.tag(7, call=1).id(0, 1)
+    assert program.tag(7, call=2, what="").id(0, 1) != program.tag(7, call=1, what="").id(0, 1)
 
 
 def test_what_does_not_arrive_is_named_with_what_to_do():

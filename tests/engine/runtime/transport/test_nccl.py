@@ -117,7 +117,7 @@ def parcel(values: Sequence[Any], devices: Sequence[tuple[int, int]], source: in
     """`values` from process 0's devices to process 1's, given by index."""
     at = [(SingleDeviceSharding(jax.devices()[a]), SingleDeviceSharding(jax.devices()[b])) for a, b in devices]
     shapes = tuple(jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=b) for v, (_, b) in zip(values, at, strict=True))
-    return Parcel(source, target, shapes, tuple(a for a, _ in at), "rank 1: what task fwd_1 needs of rank 0")
+    return Parcel(source, target, shapes, tuple(a for a, _ in at))
 
 
 def two_ends(*parcels: Parcel) -> tuple[FakeNccl, NcclTransport, NcclTransport]:
@@ -214,7 +214,7 @@ def test_a_failed_peer_ends_a_receive_and_the_error_names_what_was_awaited():
     receiver.connect([sent], 1.0)
     group.observe(Failure(0, "it was killed"))
     with pytest.raises(TransportError, match=r"(?s)task fwd_1 needs of rank 0.*step 4.*process 0: it was killed"):
-        receiver.recv(sent, Tag("p", 4, 1))
+        receiver.recv(sent, Tag("p", 4, 1, what="rank 1: what task fwd_1 needs of rank 0"))
 
 
 def test_an_error_of_nccl_is_told():

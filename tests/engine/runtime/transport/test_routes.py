@@ -108,7 +108,7 @@ def moved(array: Any, target: NamedSharding) -> Any:
         transport=SimpleNamespace(needs_global_order=False),
         window=SimpleNamespace(before_task=lambda: counted.append(None)),
     )
-    route = routes.plan([routes.Leaf(array.shape, array.dtype, array.sharding, target)], 0, "a test")
+    route = routes.plan((routes.Leaf(array.shape, array.dtype, array.sharding, target),), 0)
     (result,) = route.move(connection, [array], [True], Tag("test", 0, 0))
     to_each = Counter(device for hop in route.local for device in hop.targets)
     assert len(counted) == sum(hop.cut is not None for hop in route.local) + sum(n > 1 for n in to_each.values())

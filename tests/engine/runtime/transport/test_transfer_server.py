@@ -32,5 +32,5 @@ def test_a_process_out_of_reach_is_refused_before_the_first_step(source: int, ta
         server = TransferServer("127.0.0.1", group)
         message = rf"process 0 cannot reach process 1, .* {other}: .*refused.*in process 1: initialize\(bind_address"
         with pytest.raises(TransportError, match=message):
-            server.connect([Parcel(source, target, (), (), "x")], 5.0)
+            server.connect([Parcel(source, target, (), ())], 5.0)
         server.close()

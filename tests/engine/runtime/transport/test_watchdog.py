@@ -17,7 +17,7 @@ from jaxpp_flax.processes.failures import Failure
 from tests.engine.stores import MemoryStore
 from tests.running import wait_for
 
-TAG = Tag("p", 4, 1)
+TAG = Tag("p", 4, 1, what="what task fwd_1 needs of rank 1")
 
 
 class Awaited:
@@ -49,7 +49,7 @@ class Abandoning:
 
 
 def parcel(source: int) -> Parcel:
-    return Parcel(source, 0, (), (), "what task fwd_1 needs of rank 1")
+    return Parcel(source, 0, (), ())
 
 
 @pytest.fixture

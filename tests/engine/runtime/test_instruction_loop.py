@@ -1,0 +1,54 @@
+"""The instruction loop: what is made for a program's instructions before its first step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from jaxpp_flax.engine.jit import mpmd_jit_with_loop
+from jaxpp_flax.engine.program.program import Transfer
+from jaxpp_flax.engine.runtime import instruction_loop
+from jaxpp_flax.engine.runtime.transport import routes
+from jaxpp_flax.engine.tracing.treduce import treduce
+from jaxpp_flax.schedules import Std1F1B
+from tests.engine.toys import chain, chain_loss, mesh_of
+from tests.helpers import batch_of
+
+
+class OneRankHere:
+    """A mesh whose other ranks belong to other processes, as far as an instruction loop can tell."""
+
+    local_ranks = (1,)
+
+    def __init__(self, mesh: Any) -> None:
+        self.unstack = mesh.unstack
+
+
+def test_a_transfer_between_processes_is_planned_once_for_each_kind(monkeypatch: pytest.MonkeyPatch):
+    """All microbatches share the plan of an edge; before, each transfer of a step had its own."""
+    planned: list[Any] = []
+
+    def counted(*arguments: Any) -> routes.Route:
+        planned.append(arguments)
+        return routes.plan(*arguments)
+
+    monkeypatch.setattr(instruction_loop, "plan", counted)
+    counts = list[tuple[int, int]]()
+    for microbatches in (4, 12):
+
+        def step(params: Any, batch: Any) -> Any:
+            return treduce(lambda mb: jax.value_and_grad(chain_loss)(params, mb), batch, Std1F1B(3))
+
+        compiled = mpmd_jit_with_loop(step, mesh_of(3)).compile(chain(3), batch_of(microbatches))
+        window = SimpleNamespace(before_task=lambda: None)
+        connection = SimpleNamespace(window=window, transport=SimpleNamespace(needs_global_order=False))
+        here: Any = OneRankHere(mesh_of(3))
+        distributed: Any = SimpleNamespace(connection=connection)
+        planned.clear()
+        instruction_loop.Runtime(compiled.program, compiled._executables, here, distributed)
+        transfers = [i for i in compiled.program.instructions if isinstance(i, Transfer) and 1 in (i.source, i.target)]
+        counts.append((len(planned), len(transfers)))
+    assert counts == [(4, 16), (4, 48)]  # activations to the next rank, gradients to the one before
