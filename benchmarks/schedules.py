@@ -429,7 +429,7 @@ def main() -> int:
     four.add_argument("--width", type=int, default=512)
     four.add_argument("--rows", type=int, default=128, help="examples in a microbatch")
     four.add_argument("--steps", type=int, default=7)
-    four.add_argument("--draw", help="also draw the last steps to this file: .svg, .png, .json (Chrome trace) or .txt")
+    four.add_argument("--draw", help="also draw the last steps to this file: .svg, .json (Chrome trace) or .txt")
     options = parser.parse_args()
     if options.command == "measured":
         return run_measured(options)

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from jaxpp_flax.schedules import FusedTask, Schedule, TaskKind
+from jaxpp_flax.schedules.gathers import Fsdp
 from jaxpp_flax.schedules.planning.model import update_window
 
 __all__ = ["Held", "MemoryModel", "live_counts"]
@@ -27,7 +28,7 @@ class Held:
     Attributes:
       kind: "parameters", "gathered", "optimizer", "streamed", "gradients", "data", "activations" or "saved".
         Activations count once for each microbatch in flight; "saved" are those that a policy saves from recomputation.
-        "gathered" counts up to the limit of `fsdp`. "streamed" is on the host, and counts in windows after the loop.
+        "streamed" is on the host, and counts in windows after the loop.
       nbytes: the number of bytes.
       blocks: the blocks that need these bytes, in increasing order.
     """
@@ -99,7 +100,7 @@ class MemoryModel:
     rank_of: tuple[int, ...]
     live: tuple[tuple[tuple[int, ...], ...], ...]
     limits: tuple[float, ...]
-    fsdp: str | int = "step"
+    fsdp: Fsdp = "step"
     stream_window: float = math.inf
     left_out: tuple[float, ...] = ()
 
@@ -213,19 +214,16 @@ class MemoryModel:
         return all(max(held[here]) <= limit for here, limit in zip(self.slices, self.limits, strict=True))
 
     def _fixed(self, start: int, end: int) -> float:
-        gathered = self._sums[2][start][end - start]
-        return self._sums[0][start][end - start] + (
-            gathered if isinstance(self.fsdp, str) else min(gathered, self.fsdp)
-        )
+        return self._sums[0][start][end - start]
 
     def _active(self, start: int, end: int) -> float:
         return self._sums[1][start][end - start]
 
     @cached_property
     def _sums(self) -> tuple[list[list[float]], ...]:
-        """For (fixed, activations, gathered): the bytes of the n blocks from each start on."""
-        fixed = [h for h in self.held if h.kind not in (*_IN_FLIGHT, "gathered", "streamed")]
-        groups = fixed, *([h for h in self.held if h.kind == kind] for kind in ("activations", "gathered"))
+        """For (fixed, activations): the bytes of the n blocks from each start on."""
+        fixed = [h for h in self.held if h.kind not in (*_IN_FLIGHT, "streamed")]
+        groups = fixed, [h for h in self.held if h.kind == "activations"]
         return tuple(_range_sums(group, self.num_blocks) for group in groups)
 
 

@@ -61,8 +61,8 @@ class Holding:
       kind: "parameters" (and all other operands that the loop reads whole), "data" (indexed by the microbatch, held for
         all microbatches), "gradients" (accumulators), "activations" (made by a forward and read by a backward, or
         made by an input gradient and read by the weight gradient: held for each microbatch in flight), "saved"
-        (activations that a policy of the user saves), or "gathered" (whole copies of sharded parameters, with `fsdp=`;
-        under a limit in bytes, this counts all of them).
+        (activations that a policy of the user saves), or "gathered" (whole copies of sharded parameters, with
+        `fsdp="step"`).
       nbytes: bytes on each device of a rank.
       blocks: the blocks that need the value, in increasing order.
       argument: its position among the step's flat arguments, counted from the end (-1 is the last); or None.

@@ -33,7 +33,7 @@ from jaxpp_flax.engine.signature import Call, Parameters, Signature, not_an_arra
 from jaxpp_flax.engine.tracing.ir import from_jaxpr, in_memory
 from jaxpp_flax.engine.tracing.static_arguments import unwrapping
 from jaxpp_flax.engine.tracing.treduce import Last, treduce_i
-from jaxpp_flax.schedules.gathers import check_fsdp
+from jaxpp_flax.schedules.gathers import Fsdp, check_fsdp
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
 __all__ = ["MpmdFunction", "mpmd_jit", "mpmd_jit_with_loop", "one_pass"]
@@ -82,15 +82,14 @@ class MpmdFunction:
         gives the plan after `cut_policy` has chosen the cuts.
       fsdp: for parameters that are sharded over an axis that also shards the examples of a microbatch. "microbatch":
         each task gathers what it reads, and reduces its gradients. "step": a stage gathers them once, before its first
-        task, and their gradients are reduced and scattered once, after the loop. A number: as "step", with at most so
-        many bytes of gathered parameters on a device at one time.
+        task, and their gradients are reduced and scattered once, after the loop.
 
     A call takes arrays, NumPy arrays and `MpmdArray`s, and returns `MpmdArray`s.
 
     Raises (when it is compiled, before anything runs):
       ValueError: no `treduce`; too few or too many marks; a schedule that does not fit; a marker that cannot cut;
-        residuals for another number of stages, or on devices without `pinned_host` memory; an `fsdp=` that is unknown,
-        gathers nothing, or is a limit below a parameter.
+        residuals for another number of stages, or on devices without `pinned_host` memory; an `fsdp=` that is unknown
+        or gathers nothing.
       TypeError: an argument that is not an array.
 
     Example:
@@ -134,10 +133,10 @@ class MpmdFunction:
         cut_policy: CutPolicy = cut_at_every_mark,
         everywhere: Any = False,
         residuals: ResidualPlan | Callable[[], ResidualPlan | None] | None = None,
-        fsdp: str | int = "microbatch",
+        fsdp: Fsdp = "microbatch",
     ) -> None:
         _check_mesh(mpmd_mesh)
-        self._fsdp = check_fsdp(fsdp)
+        self._fsdp: Fsdp = check_fsdp(fsdp)
         functools.update_wrapper(self, fun)
         self.mpmd_mesh: MpmdMesh = mpmd_mesh
         self._fun = fun

@@ -17,21 +17,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from jaxpp_flax.mpmd import pipeline, pipeline_registry
 from jaxpp_flax.mpmd.config import MpmdConfig, make_config
 from jaxpp_flax.mpmd.jit import MpmdTraced, MpmdWrapped, jit
 from jaxpp_flax.mpmd.lowered import FunctionNamedShardings, MpmdCompiled, MpmdExecutable, MpmdLowered
-from jaxpp_flax.mpmd.ops import broadcast, call, enumerated_for, fori_loop, named_computation, named_tensor, reduce
-from jaxpp_flax.mpmd.options import PIPELINE_SCHEDULES, PartitioningOptions, make_partitioning_options
-from jaxpp_flax.mpmd.pipeline import (
-    FragmentInfo,
-    FragmentMergeRule,
-    FragmentMergeRules,
-    FragmentOrigin,
-    FragmentScheduleRule,
-    FragmentScheduleRules,
-    PipelineSchedule,
-)
+from jaxpp_flax.mpmd.missing import explain
+from jaxpp_flax.mpmd.ops import call, enumerated_for, fori_loop, named_computation, named_tensor
+from jaxpp_flax.mpmd.options import PIPELINE_SCHEDULES, PartitioningOptions
 from jaxpp_flax.mpmd.types import (
     FunctionIOMeshAssignment,
     MpmdJitShardingInfo,
@@ -49,12 +40,6 @@ __all__ = [
     "Compiled",
     "Config",
     "Executable",
-    "FragmentInfo",
-    "FragmentMergeRule",
-    "FragmentMergeRules",
-    "FragmentOrigin",
-    "FragmentScheduleRule",
-    "FragmentScheduleRules",
     "FunctionIOMeshAssignment",
     "FunctionMeshAssignment",
     "FunctionNamedShardings",
@@ -68,25 +53,19 @@ __all__ = [
     "MpmdWrapped",
     "NameToMeshAssignment",
     "PartitioningOptions",
-    "PipelineSchedule",
     "Topology",
-    "broadcast",
     "call",
     "enumerated_for",
     "fori_loop",
     "jit",
     "make_config",
-    "make_partitioning_options",
     "mesh_names",
     "named_computation",
     "named_tensor",
-    "pipeline",
-    "pipeline_registry",
-    "reduce",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name == "flax":  # imported where it is used, so that programs without Flax need none
         return importlib.import_module(".flax", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(explain(name, __all__))

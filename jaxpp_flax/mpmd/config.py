@@ -14,8 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxpp_flax.engine.arrays.mesh import Device, RankMeshes
 from jaxpp_flax.messages import known_names
-from jaxpp_flax.mpmd.options import PartitioningOptions, schedule_name, validate_and_merge_partitioning_options
-from jaxpp_flax.mpmd.pipeline import PipelineSchedule
+from jaxpp_flax.mpmd.options import PartitioningOptions, schedule_name
 from jaxpp_flax.schedules.schedule import Schedule
 
 __all__ = ["MpmdConfig", "Topology", "make_config", "mesh_and_memory", "topology_of"]
@@ -131,7 +130,7 @@ class MpmdConfig:
     output_mesh_assignment: Any = ()
     partitioning_options: PartitioningOptions = field(default_factory=PartitioningOptions)
     read_input_output_mesh_from_shardings: bool = False
-    pipeline_schedule: str | Schedule | PipelineSchedule | None = None
+    pipeline_schedule: str | Schedule | None = None
 
     @property
     def sharding_mesh(self) -> AbstractMesh:
@@ -152,26 +151,10 @@ class MpmdConfig:
             for name, mesh in self.name_to_mesh_assignment.items()
         }
 
-    @cached_property
-    def options(self) -> PartitioningOptions:
-        """The partitioning options, with those that a `PipelineSchedule` requires."""
-        if not isinstance(self.pipeline_schedule, PipelineSchedule):
-            return self.partitioning_options
-        required = self.pipeline_schedule.required_mpmd_options
-        return PartitioningOptions(validate_and_merge_partitioning_options(required, self.partitioning_options))
-
     @property
     def schedule(self) -> str | Schedule | None:
         """The schedule: `pipeline_schedule`, or else the one that the options name."""
-        if self.pipeline_schedule is None or isinstance(self.pipeline_schedule, PipelineSchedule):
-            return self.options.schedule
-        return self.pipeline_schedule
-
-    @property
-    def rules(self) -> PipelineSchedule | None:
-        """The `PipelineSchedule`, if it has builders of rules."""
-        found = self.pipeline_schedule
-        return found if isinstance(found, PipelineSchedule) and found.schedule_merge_rule_builders else None
+        return self.partitioning_options.schedule if self.pipeline_schedule is None else self.pipeline_schedule
 
     def mesh_of(self, name: str) -> str:
         """Return the mesh of a name, without a kind of memory."""
@@ -187,7 +170,7 @@ def make_config(
     output_mesh_assignment: Any = (),
     partitioning_options: Mapping[str, Any] | None = None,
     read_input_output_mesh_from_shardings: bool = False,
-    pipeline_schedule: str | Schedule | PipelineSchedule | None = None,
+    pipeline_schedule: str | Schedule | None = None,
 ) -> MpmdConfig:
     """Assign each named computation or array to a mesh.
 
@@ -199,15 +182,14 @@ def make_config(
         stage; with numbers, computations of one mesh and one number do.
       input_mesh_assignment, output_mesh_assignment: prefix trees of arguments and results with names of meshes; None:
         the mesh is inferred. `"m0#pinned_host"` is the host memory of mesh `"m0"`, `"m0#device"` its device memory.
-      partitioning_options: see `make_partitioning_options`; they can name the schedule.
+      partitioning_options: see `PartitioningOptions`; they can name the schedule.
       read_input_output_mesh_from_shardings: use the meshes of `in_shardings` and `out_shardings` as these assignments.
       pipeline_schedule: a schedule's name, or a schedule of `jaxpp_flax.schedules`; it replaces the options' schedule.
-        Or a `PipelineSchedule` of fragment rules, which are added to the schedule that its options name.
 
     Raises:
       TypeError: if a name, mesh or stage has a wrong type.
-      ValueError: if the topology is empty, a name is assigned to an unknown mesh, a stage is negative, an option
-        is unknown, or the options contradict those that the `PipelineSchedule` requires.
+      ValueError: if the topology is empty, a name is assigned to an unknown mesh, a stage is negative, or an
+        option is unknown.
 
     Example:
       >>> import jax, numpy as np
@@ -246,13 +228,12 @@ def make_config(
             )
     if isinstance(pipeline_schedule, str):
         pipeline_schedule = schedule_name(pipeline_schedule)
-    elif pipeline_schedule is not None and not isinstance(pipeline_schedule, (Schedule, PipelineSchedule)):
+    elif pipeline_schedule is not None and not isinstance(pipeline_schedule, Schedule):
         raise TypeError(
-            f"pipeline_schedule must be a name, a Schedule or a PipelineSchedule, got "
-            f"{type(pipeline_schedule).__name__}. "
+            f"pipeline_schedule must be a name or a Schedule, got {type(pipeline_schedule).__name__}. "
             'Pass e.g. "ONE_FWD_ONE_BWD" or `jaxpp_flax.schedules.Std1F1B(4)`.'
         )
-    config = MpmdConfig(
+    return MpmdConfig(
         topology=dict(topology),
         name_to_mesh_assignment=dict(name_to_mesh_assignment),
         name_to_stage_assignment=stages,
@@ -262,8 +243,6 @@ def make_config(
         read_input_output_mesh_from_shardings=read_input_output_mesh_from_shardings,
         pipeline_schedule=pipeline_schedule,
     )
-    _ = config.options  # raises if the schedule's options contradict the user's
-    return config
 
 
 def _check_mesh(mesh: Any, topology: Mapping[str, Mesh], what: str) -> None:

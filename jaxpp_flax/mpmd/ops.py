@@ -25,7 +25,6 @@ from jax.interpreters import ad, batching, mlir
 from jaxpp_flax.engine.tracing.canonical_form import COSMETIC
 
 __all__ = [
-    "broadcast",
     "call",
     "calls_in",
     "computation_scope",
@@ -35,7 +34,6 @@ __all__ = [
     "named_computation",
     "named_tensor",
     "named_tensor_p",
-    "reduce",
     "transposes_in",
 ]
 
@@ -227,31 +225,6 @@ def named_tensor(tensor: jax.typing.ArrayLike, name: str) -> jax.Array:
       Array([1., 1.], dtype=float32)
     """
     return named_tensor_p.bind(jnp.asarray(tensor), name=check_name(name))
-
-
-def reduce(arr: T) -> T:
-    """Say that `arr` may be reduced over meshes: a sum, product, maximum... of arrays that live on several meshes.
-
-    This package does not need the annotation: every unnamed computation, also a sum over meshes, is placed so that
-    few bytes are transferred. The function exists for programs that call it; it returns its argument.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> reduce(jnp.ones(2) + jnp.ones(2))
-      Array([2., 2.], dtype=float32)
-    """
-    return arr
-
-
-def broadcast(arr: T) -> T:
-    """Say that `arr` may be read on several meshes; return it, as `reduce` does: every array is sent to a mesh once.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> broadcast(jnp.ones(2))
-      Array([1., 1.], dtype=float32)
-    """
-    return arr
 
 
 def fori_loop(num_iterations: int, body_fun: Callable[[Any, T], T], init_val: T) -> T:

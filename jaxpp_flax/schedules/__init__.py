@@ -14,7 +14,7 @@ is a rank's second stage, and dots are idle time.
 
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.families.basic import Eager1F1B, GPipe, Std1F1B
-from jaxpp_flax.schedules.families.circular import Circular, CircularReversed, GPipe1F1BLast, LatencyHiding1F1B
+from jaxpp_flax.schedules.families.circular import Circular, CircularReversed, GPipe1F1BLast
 from jaxpp_flax.schedules.families.custom import CustomSchedule, normalize
 from jaxpp_flax.schedules.families.interleaved import Interleaved1F1B, InterleavedGPipe, KimiK2
 from jaxpp_flax.schedules.families.v_shaped import ZBV, DualPipeV
@@ -47,7 +47,6 @@ __all__ = [
     "Interleaved1F1B",
     "InterleavedGPipe",
     "KimiK2",
-    "LatencyHiding1F1B",
     "Link",
     "ResidualPlan",
     "Schedule",

@@ -8,7 +8,7 @@ from typing import Any
 from jaxpp_flax.messages import known_names
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.families.basic import Eager1F1B, GPipe, OneStagePerRank, Std1F1B
-from jaxpp_flax.schedules.families.circular import Circular, CircularReversed, GPipe1F1BLast, LatencyHiding1F1B
+from jaxpp_flax.schedules.families.circular import Circular, CircularReversed, GPipe1F1BLast
 from jaxpp_flax.schedules.families.interleaved import Interleaved1F1B, InterleavedGPipe, KimiK2
 from jaxpp_flax.schedules.families.v_shaped import ZBV, DualPipeV, VShaped
 from jaxpp_flax.schedules.families.zero_bubble import ZeroBubble, ZeroBubbleH2
@@ -18,7 +18,6 @@ _NAMED: dict[str, tuple[type[Schedule], dict[str, Any]]] = {
     "gpipe": (GPipe, {}),
     "1f1b": (Std1F1B, {}),
     "eager_1f1b": (Eager1F1B, {}),
-    "latency_hiding_1f1b": (LatencyHiding1F1B, {}),
     "gpipe_1f1b_last": (GPipe1F1BLast, {}),
     "interleaved_1f1b": (Interleaved1F1B, {}),
     "interleaved_gpipe": (InterleavedGPipe, {}),
@@ -32,20 +31,27 @@ _NAMED: dict[str, tuple[type[Schedule], dict[str, Any]]] = {
     "zbv": (ZBV, {}),
     "dualpipe_v": (DualPipeV, {}),
 }
+# Other names of an order: always, and where a rank has one stage.
+_ALIASES = {"latency_hiding_1f1b": "eager_1f1b"}
+_AT_ONE_STAGE_A_RANK = {"interleaved_1f1b": "eager_1f1b", "interleaved_gpipe": "gpipe", "circular": "gpipe"}
 
 
 def names(num_stages: int | None = None, num_ranks: int | None = None) -> list[str]:
-    """Return every name that :func:`by_name` knows, or the names that fit the given counts.
+    """Return the name of every order, or of those that fit the given counts; :func:`by_name` knows more names.
 
     >>> "1f1b" in names()
     True
     >>> names(num_stages=8, num_ranks=4)[-2:]
     ['zbv', 'dualpipe_v']
+    >>> "circular" in names(num_stages=4)  # with one stage on each rank it is gpipe
+    False
     """
     if num_stages is None:
         return list(_NAMED)
     fitting: list[str] = []
     for name in _NAMED:
+        if name in _AT_ONE_STAGE_A_RANK and num_ranks in (None, num_stages):
+            continue
         try:
             by_name(name, num_stages, num_ranks)
         except ScheduleError:
@@ -62,7 +68,8 @@ def by_name(name: str, num_stages: int, num_ranks: int | None = None, **options:
     """Return the schedule called ``name``; case, dashes and underscores do not matter.
 
     Args:
-        name: one of :func:`names`, or the name of a class.
+        name: one of :func:`names`, the name of a class, or another name of an order, such as
+            ``latency_hiding_1f1b`` for ``eager_1f1b``, or ``circular`` for ``gpipe`` at one stage on each rank.
         num_stages: number of stages of the model.
         num_ranks: number of ranks; by default one for each stage, or one for two stages in a V.
         options: further arguments of the class, such as ``latency``.
@@ -73,12 +80,14 @@ def by_name(name: str, num_stages: int, num_ranks: int | None = None, **options:
     Traceback (most recent call last):
     ValueError: unknown schedule '1f1'. Did you mean '1f1b'? Known: gpipe, 1f1b, ...
     """
-    known = {_plain(cls.__name__): (cls, extra) for cls, extra in reversed(_NAMED.values())}
-    known |= {_plain(key): entry for key, entry in _NAMED.items()}
-    entry = known.get(_plain(str(name)))
-    if entry is None:
+    known = {_plain(cls.__name__): key for key, (cls, _) in reversed(_NAMED.items())}
+    known |= {_plain(key): key for key in _NAMED} | {_plain(alias): key for alias, key in _ALIASES.items()}
+    key = known.get(_plain(str(name)))
+    if key is None:
         raise ValueError(f"unknown schedule {name!r}.{known_names(str(name).lower(), _NAMED)}")
-    cls, extra = entry
+    if num_ranks in (None, num_stages) and not options:
+        key = _AT_ONE_STAGE_A_RANK.get(key, key)
+    cls, extra = _NAMED[key]
     unknown = set(options) - set(inspect.signature(cls.__init__).parameters)
     if unknown:
         raise ScheduleError(f"schedule {name!r} has no option {', '.join(map(repr, sorted(unknown)))}")

@@ -21,6 +21,7 @@ from jaxpp_flax.engine.passes.memory import stream_updates
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.messages import near_names
 from jaxpp_flax.schedules import Schedule
+from jaxpp_flax.schedules.gathers import Fsdp
 from jaxpp_flax.schedules.planning import Choice, Hardware
 from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.trainers.tuning.exact_bytes import ExactBytes
@@ -48,7 +49,7 @@ class Pipeline:
     num_microbatches: int
     mesh: MpmdMesh
     kept: Callable[[], Sequence[tuple[float, float]]]
-    fsdp: str | int = "microbatch"
+    fsdp: Fsdp = "microbatch"
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -98,7 +98,6 @@ def test_split_backward(schedule: Schedule):
 
 # By name, with the stages of each rank; with those above these are all. They share the executables of two ranks.
 OTHERS = {
-    "latency_hiding_1f1b": 1,
     "gpipe_1f1b_last": 1,
     "zero_bubble_h2": 1,
     "zero_bubble_h2_half_latency": 1,

@@ -77,7 +77,7 @@ def in_turn(blocks: int, meshes: int) -> dict[str, str]:
 
 
 def config(meshes: dict[str, Mesh], assignment: dict[str, str], schedule: str | None = None, **more: Any) -> Any:
-    options = mpmd.make_partitioning_options({"mpmd_pipeline_schedule": schedule} if schedule else {})
+    options = mpmd.PartitioningOptions({"mpmd_pipeline_schedule": schedule} if schedule else {})
     return mpmd.make_config(meshes, assignment, partitioning_options=options, **more)
 
 

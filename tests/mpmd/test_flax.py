@@ -111,7 +111,7 @@ def test_the_transformer_of_24_blocks_trains(expected, schedule: str, assign):
         topology=meshes,
         name_to_mesh_assignment=assignment,
         name_to_stage_assignment=stages,
-        partitioning_options=mpmd.make_partitioning_options({"mpmd_pipeline_schedule": schedule}),
+        partitioning_options=mpmd.PartitioningOptions(mpmd_pipeline_schedule=schedule),
     )
     state = state_of(Transformer(named=True), x)
     assert jax.tree.structure(state.params) == jax.tree.structure(plain.params), "a name changed a parameter's path"

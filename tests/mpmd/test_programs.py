@@ -311,7 +311,7 @@ def test_named_arrays_decide_where_a_shared_gradient_is_summed():
             return jnp.sum(mpmd.named_computation(lambda a: jnp.tanh(a @ shared), name="block_1")(a))
 
         value, grad = jax.value_and_grad(fun)(shared)
-        return value, shared - mpmd.named_tensor(mpmd.reduce(grad), name="where")
+        return value, shared - mpmd.named_tensor(grad, name="where")
 
     w, x = weights(1)[0], batches(1)[0]
     for mesh in ("m0", "m1"):

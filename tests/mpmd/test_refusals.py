@@ -71,7 +71,11 @@ def test_explicit_axes():
             {"input_mesh_assignment": ("m0",), "read_input_output_mesh_from_shardings": True},
             "both input_mesh_assignment and read_input_output_mesh_from_shardings",
         ),
-        ({"pipeline_schedule": 3}, "pipeline_schedule must be a name, a Schedule or a PipelineSchedule, got int"),
+        ({"pipeline_schedule": 3}, "pipeline_schedule must be a name or a Schedule, got int"),
+        (
+            {"partitioning_options": {"mpmd_fragment_remat": True}},
+            "partitioning option mpmd_fragment_remat changes nothing here, so leave it out",
+        ),
     ],
 )
 def test_options(more, message):

@@ -21,7 +21,7 @@ def schedules(draw: st.DrawFn, max_ranks: int = 5, max_per_rank: int = 3) -> Sch
     name = draw(st.sampled_from(names()))
     stages, ranks = shape_of(name, draw(st.integers(1, max_ranks)), draw(st.integers(1, max_per_rank)))
     options = {}
-    if name in ("latency_hiding_1f1b", "zero_bubble_h2"):
+    if name in ("eager_1f1b", "zero_bubble_h2"):
         options["latency"] = draw(st.sampled_from([0.0, 0.3, 0.5, 1.0, 2.5]))
     return by_name(name, stages, ranks, **options)
 

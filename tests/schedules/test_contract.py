@@ -3,6 +3,7 @@
 import pytest
 
 from jaxpp_flax.schedules import (
+    Circular,
     CustomSchedule,
     Eager1F1B,
     FusedTask,
@@ -119,6 +120,21 @@ def test_bad_counts_are_refused_with_a_remedy(make, text):
 def test_a_faulty_list_is_shown(lists, text):
     with pytest.raises(ScheduleError, match=text):
         validate(lists, 1)
+
+
+def test_one_order_has_one_schedule_whatever_its_name():
+    listed = [str(by_name(name, 3, 3).tasks(8)) for name in names(3, 3)]
+    assert len(set(listed)) == len(listed)
+    for name, other in (
+        ("latency_hiding_1f1b", "eager_1f1b"),
+        ("LatencyHiding1F1B", "eager_1f1b"),
+        ("interleaved_1f1b", "eager_1f1b"),
+        ("interleaved_gpipe", "gpipe"),
+        ("circular", "gpipe"),
+    ):
+        assert by_name(name, 3) == by_name(name, 3, 3) == by_name(other, 3)
+    assert by_name("latency_hiding_1f1b", 3, latency=2.5).tasks(9) != by_name("eager_1f1b", 3).tasks(9)
+    assert type(by_name("circular", 6, 3)) is Circular
 
 
 def test_schedules_are_equal_when_they_run_alike():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -181,24 +179,25 @@ def test_a_gpt_trains_with_sixty_percent_of_the_peak_in_at_most_1_05_of_the_step
     rng = np.random.default_rng(0)
     batches = [{k: rng.integers(0, 64, (32, 16)) for k in "xy"} for _ in range(2)]
 
-    def trainer_with(limit: float, hardware: Hardware, remat: Any = None) -> PipelineTrainer:
+    def trainer_with(limit: float, hardware: Hardware) -> PipelineTrainer:
         return PipelineTrainer(
-            GPT(64, 8, nnx.Rngs(0)), optax.sgd(0.1), next_token_loss, num_stages=4, num_microbatches=8, schedule="1f1b",
-            assignment=Assignment(memory_limit=limit, hardware=hardware), logging=False, remat=remat,
+            GPT(64, 8, nnx.Rngs(0)), optax.sgd(0.1), next_token_loss, num_stages=8, num_microbatches=16,
+            schedule="1f1b", assignment=Assignment(memory_limit=limit, hardware=hardware), logging=False,
         )  # fmt: skip
 
     card = Hardware(flops=400e12, host_bandwidth=50e9)
     full = trainer_with(1e12, card)
     stages = full.compile(batches[0]).stages
     prediction = full.plan.choice.prediction
-    seconds = prediction.seconds / (8 + 3)  # of a forward and a backward
+    seconds = prediction.seconds / (16 + 7)  # of a forward and a backward
     card = Hardware(flops=400e12, host_bandwidth=stages[0].activation_bytes / (0.79 * seconds))
     limit = 0.6 * max(prediction.peak_bytes)
-    trainer = trainer_with(limit, card, jax.checkpoint_policies.dots_saveable)
+    trainer = trainer_with(limit, card)
     losses = [float(trainer.train_step(batch)["loss"]) for batch in batches]
     assert max(trainer.plan.rank_bytes) <= limit
-    assert trainer.plan.choice.prediction.seconds <= 1.05 * prediction.seconds
-    expected, _ = m.plain_training(GPT(64, 8, nnx.Rngs(0)), optax.sgd(0.1), next_token_loss, batches, 8)
+    assert trainer.plan.choice.slowdown <= 1.05
+    assert any(stage.offload for stage in trainer.plan.residuals.stages)
+    expected, _ = m.plain_training(GPT(64, 8, nnx.Rngs(0)), optax.sgd(0.1), next_token_loss, batches, 16)
     tree_allclose(losses, expected, rtol=1e-5)
 
 
@@ -225,9 +224,7 @@ def test_a_limit_needs_a_pipeline():
         trainer_of(Assignment(memory_limit=10), num_stages=1, mesh={"data": 1}).compile(m.make_batch(512))
 
 
-@pytest.mark.parametrize(
-    ("fsdp", "rows"), [("step", 16), (20_000, 16), (None, 1024), (None, 16)], ids=["step", "window", "loop", "update"]
-)
+@pytest.mark.parametrize(("fsdp", "rows"), [("step", 16), (None, 1024), (None, 16)], ids=["step", "loop", "update"])
 def test_gathers_and_the_update_hold_the_predicted_bytes(fsdp, rows):
     """Above the prediction, the last rank holds the counter of steps (4 bytes) alone."""
     width, init = 64, nnx.initializers.lecun_normal()

@@ -126,7 +126,7 @@ PASSES: tuple[Pass, ...] = (
         "scatter_gradients",
         lambda step, settings: scatter_gradients(step, settings.specs, settings.fsdp),
         requires="accumulators that know their arguments",
-        ensures="with `fsdp=`, the sum of a sharded parameter's gradient is one reduce-scatter; gathers fit the limit",
+        ensures="with `fsdp=`, the sum of a sharded parameter's gradient is one reduce-scatter",
     ),
     Pass(
         "place",

@@ -66,7 +66,7 @@ class Loop:
     For each accumulator, `batch_dims` gives its dimension over the shards of the batch and the mesh axes of that
     dimension (see `defer_reductions`), or None; `like` gives the position of the step's argument that it updates, or
     None. `marks` are the marks of the body, and `cuts` the indices of the marks that cut. `gathers` are the operands of
-    tasks that are gathered from outer values, and `gather_limit` the bytes of them that a device holds at one time.
+    tasks that are gathered from outer values.
     """
 
     partition: Partition
@@ -81,7 +81,6 @@ class Loop:
     marks: tuple[Mark, ...] = ()
     cuts: tuple[int, ...] = ()
     gathers: Mapping[Value, Gather] = field(default_factory=dict[Value, Gather])
-    gather_limit: int | None = None
 
     @property
     def outputs(self) -> tuple[Value, ...]:

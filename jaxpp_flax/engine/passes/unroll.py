@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from jaxpp_flax.engine.passes.fsdp.windows import plan_gathers
 from jaxpp_flax.engine.passes.loop.loop_tasks import LoopTask
 from jaxpp_flax.engine.passes.placed import Loop, Move, Placed, Segment
 from jaxpp_flax.engine.program.program import Instruction, Program, ProgramTask, Run, Transfer
 from jaxpp_flax.engine.tracing.ir import Atom, Constant, Graph, Value, values
 from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.gathers import first_reads
 from jaxpp_flax.schedules.order import merge_order
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
 
@@ -169,7 +169,6 @@ class _LoopUnroller:
         self.accumulated = {a.result: a.state for a in self.part.accumulators}
         self.carried = {c.result: k for k, c in enumerate(self.part.carries)}
         self.shared: _Slots = {}  # of the operands and the accumulators
-        self.gather_tasks: dict[tuple[int, tuple[Value, ...]], int] = {}
         # The slots of each microbatch: its own values, and the carries with which it starts.
         self.values: list[_Slots] = [{} for _ in range(loop.length + 1)]
         self.carry_of = {i: self._carries_read(task) for i, task in enumerate(tasks)}
@@ -192,13 +191,15 @@ class _LoopUnroller:
         for k, carry in enumerate(self.part.carries):
             for rank in {self.rank[carry.task], *self._carry_readers(k)}:
                 self.values[0][k, rank] = slots[self.loop.carry_init[carry.leaf], rank]
-        wiring = [self._wire(i) for i in range(len(self.part.tasks))]
-        numbers = [self.program.add_task(self._program_task(i)) for i in range(len(self.part.tasks))]
+        tasks = self.part.tasks
+        wiring = [self._wire(i) for i in range(len(tasks))]
+        numbers = [self.program.add_task(self._program_task(i)) for i in range(len(tasks))]
         order = _scheduled(self.loop)
-        gathers = plan_gathers(self.loop, [task for task, _ in order])
-        for (task, microbatch), gathered in zip(order, gathers, strict=True):
-            if gathered:
-                self._gather(task, gathered)
+        # A parameter is gathered on each rank that reads it.
+        reads = [[(v, self.rank[i]) for v in tasks[i].graph.inputs if v in self.loop.gathers] for i, _ in order]
+        for (task, microbatch), new in zip(order, first_reads(reads), strict=True):
+            if new:
+                self._gather(task, tuple(value for value, _ in new))
             self._run_task(wiring[task], numbers[task], self.rank[task], microbatch)
         for value, accumulator in zip(self.loop.accumulator_results, self.part.accumulators, strict=True):
             rank = self.rank[accumulator.task]
@@ -230,15 +231,13 @@ class _LoopUnroller:
         rank, found = self.rank[index], [self.loop.gathers[value] for value in gathered]
         equations = tuple(gather.equation for gather in found)
         shards = tuple(value for e in equations for value in values(e.inputs))
-        key = rank, gathered
-        if key not in self.gather_tasks:
-            name = f"{self.name}gather_{self.part.tasks[index].stage}"
-            graph, specs = Graph(shards, gathered, equations), tuple(gather.spec for gather in found)
-            self.gather_tasks[key] = self.program.add_task(ProgramTask(name, rank, graph, out_specs=specs))
+        name = f"{self.name}gather_{self.part.tasks[index].stage}"
+        graph, specs = Graph(shards, gathered, equations), tuple(gather.spec for gather in found)
+        task = self.program.add_task(ProgramTask(name, rank, graph, out_specs=specs))
         outputs = self.program.new_slots(len(gathered))
         self.shared.update({(value, rank): slot for value, slot in zip(gathered, outputs, strict=True)})
         inputs = tuple(self.program.slots[shard, rank] for shard in shards)
-        self.program.instructions.append(Run(self.gather_tasks[key], -1, rank, inputs, outputs))
+        self.program.instructions.append(Run(task, -1, rank, inputs, outputs))
 
     def _program_task(self, index: int) -> ProgramTask:
         task = self.part.tasks[index]

@@ -15,12 +15,10 @@ from jaxpp_flax.messages import known_names
 from jaxpp_flax.mpmd.config import MpmdConfig, mesh_and_memory
 from jaxpp_flax.mpmd.partitioning.fragments import Fragment, fragments_of
 from jaxpp_flax.mpmd.partitioning.infer import Placement, infer
-from jaxpp_flax.mpmd.partitioning.keys import Halves, named_keys
+from jaxpp_flax.mpmd.partitioning.keys import Halves
 from jaxpp_flax.mpmd.partitioning.nodes import Node, Step, nodes_of
 from jaxpp_flax.mpmd.partitioning.program import unroll
-from jaxpp_flax.mpmd.partitioning.rules import infos_of, rules_of
 from jaxpp_flax.mpmd.partitioning.stages import Order, Stages, order_of, split_backward, stages_of
-from jaxpp_flax.schedules.errors import ScheduleError
 
 __all__ = ["Built", "build"]
 
@@ -58,14 +56,13 @@ def build(
     fixed = _fixed(step.nodes, config)
     constants = frozenset(step.inputs[:num_constants])
     given = {v: r for v, r in zip(step.inputs[num_constants:], argument_ranks, strict=True) if r is not None}
-    first_mesh = 0 if config.options.infers_transfers else None
+    first_mesh = 0 if config.partitioning_options.infers_transfers else None
     placement = infer(step, fixed, constants, given, result_ranks, mixed_results=first_mesh)
     stages = stages_of(step.nodes, fixed, config.name_to_stage_assignment, meshes.names)
     _number_calls(step.nodes)
     order = _order(step.nodes, stages, config)
-    step, placement, halves = _split(step, placement, stages, order, config)
-    rules = rules_of(infos_of(named_keys(step.nodes, placement, stages, halves), config), config)
-    fragments = fragments_of(step, placement, stages, order, halves, rules)
+    step, placement, halves = _split(step, placement, stages, order)
+    fragments = fragments_of(step, placement, stages, order, halves)
     rewrites = [onto_mesh(meshes.unstack, mesh.abstract_mesh) for mesh in meshes.unstack]
     unrolled = unroll(step, placement, fragments, rewrites, keep_unused=keep_unused)
     program = allocate_slots(unrolled, [False] * num_constants + list(donated))
@@ -75,18 +72,9 @@ def build(
     return Built(program, step, placement, tuple(fragments))
 
 
-def _split(
-    step: Step, placement: Placement, stages: Stages, order: Order | None, config: MpmdConfig
-) -> tuple[Step, Placement, Halves]:
-    """Split the backward work of the stages for which the schedule, or the options of fragment rules, ask for it."""
+def _split(step: Step, placement: Placement, stages: Stages, order: Order | None) -> tuple[Step, Placement, Halves]:
+    """Split the backward work of the stages for which the schedule asks for it."""
     split = order.split_stages if order is not None else frozenset[int]()
-    if config.rules is not None and config.options.splits_backward and not split:
-        if order is not None:
-            raise ScheduleError(
-                f"{order.name} does not split backward computations, but its fragment rules are to see them split "
-                "(mpmd_split_bwd_fragments=True). Use a ZERO_BUBBLE schedule, or leave one of the two out."
-            )
-        split = frozenset(range(len(stages.ranks)))
     if not split:
         return step, placement, Halves()
     nodes, halves, weights = split_backward(step.nodes, stages.of_name, split)

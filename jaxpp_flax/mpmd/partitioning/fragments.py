@@ -13,7 +13,6 @@ from jaxpp_flax.engine.tracing.ir import Value
 from jaxpp_flax.mpmd.partitioning.infer import Placement
 from jaxpp_flax.mpmd.partitioning.keys import Halves, Key, key_of
 from jaxpp_flax.mpmd.partitioning.nodes import Node, Origin, Step
-from jaxpp_flax.mpmd.partitioning.rules import Rules
 from jaxpp_flax.mpmd.partitioning.stages import Order, Stages
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.task import Task, TaskKind
@@ -31,10 +30,6 @@ class Fragment:
 
     key: Key
     nodes: list[Node] = field(default_factory=list)
-    first: Key = field(init=False)  # of the first piece
-
-    def __post_init__(self) -> None:
-        self.first = self.key
 
     @property
     def origins(self) -> tuple[Origin, ...]:
@@ -45,8 +40,6 @@ class Fragment:
     def label(self) -> str:
         """The fragment's name in profiles and listings."""
         key = self.key
-        if key.kind is None and self.origins:
-            return "merged"
         if key.stage is None or key.kind is None:
             return "inferred"
         directions = dict.fromkeys("bwd" if node.backward else "fwd" for node in self.nodes)
@@ -67,27 +60,17 @@ class _Piece:
 
 
 def fragments_of(
-    step: Step, placement: Placement, stages: Stages, order: Order | None, halves: Halves, rules: Rules
+    step: Step, placement: Placement, stages: Stages, order: Order | None, halves: Halves
 ) -> list[Fragment]:
     """Return the fragments in an order in which they can run: the schedule's, or program order if `order` is None.
 
     Raises:
-      ScheduleError: if the program's data cannot follow the schedule or the rules.
+      ScheduleError: if the program's data cannot follow the schedule.
     """
     pieces = _pieces(step, placement, stages, order, halves)
-    leading = _leading(pieces) if rules.before else set[int]()
-    edges = _ruled_edges(pieces, leading, rules) + _scheduled_edges(pieces, order)
-    barriers = _with_groups(pieces, edges, rules)
-    if rules.before and order is None:  # what follows a fragment's named work runs at once: else it would be cut off
-        for piece in pieces:
-            if piece.node.computation is None and piece.key.kind is not None and piece.index not in leading:
-                piece.position = -math.inf
-    fragments = _join(_sort(pieces, barriers, order, rules), order.fused if order is not None else frozenset(), rules)
-    of_groups = [rules.group_of[key] for fragment in fragments if (key := fragment.first) in rules.group_of]
-    for number in of_groups:
-        if of_groups.count(number) > 1:
-            raise ScheduleError(f"the program cannot run {rules.describe(number)}; please report this program.")
-    return fragments
+    if order is None:
+        return _join(_sort(pieces, (), ""), frozenset())
+    return _join(_sort(pieces, _scheduled_edges(pieces, order), order.name), order.fused)
 
 
 def _pieces(step: Step, placement: Placement, stages: Stages, order: Order | None, halves: Halves) -> list[_Piece]:
@@ -159,57 +142,8 @@ def _set_positions(pieces: Sequence[_Piece], readers: Sequence[Sequence[int]], o
             piece.position = min(r.position for r in following)
 
 
-def _leading(pieces: Sequence[_Piece]) -> set[int]:
-    """Find the unnamed work that leads to the named work of its own fragment."""
-    leading: set[int] = set()
-    for piece in reversed(pieces):
-        if piece.node.computation is not None or piece.index in leading:
-            leading.update(p for p in piece.before if pieces[p].key == piece.key)
-    return {p for p in leading if pieces[p].node.computation is None}
-
-
-def _ruled_edges(pieces: Sequence[_Piece], leading: set[int], rules: Rules) -> list[_Barrier]:
-    """Return the pieces that must run before others, by the schedule rules.
-
-    The unnamed work that leads to a fragment's named work waits with it. What follows the named work, such as a sum
-    over microbatches, keeps to its data.
-    """
-    named: dict[Key, list[int]] = {}
-    waiting: dict[Key, list[int]] = {}
-    for piece in pieces:
-        if piece.node.computation is not None:
-            named.setdefault(piece.key, []).append(piece.index)
-        if piece.node.computation is not None or piece.index in leading:
-            waiting.setdefault(piece.key, []).append(piece.index)
-    return [(named[a], waiting[b], f"{rules.labels[a]} before {rules.labels[b]}") for a, b in rules.before]
-
-
-def _with_groups(pieces: Sequence[_Piece], barriers: Sequence[_Barrier], rules: Rules) -> list[_Barrier]:
-    """Let all pieces of a merged group wait for everything that one of them waits for: then they run in a row."""
-    if not rules.merged:
-        return list(barriers)
-    group = [rules.group_of.get(piece.key) for piece in pieces]
-    members: dict[int, list[int]] = {}
-    for piece, number in zip(pieces, group, strict=True):
-        if number is not None:
-            members.setdefault(number, []).append(piece.index)
-    found: list[_Barrier] = []
-    for first, second, what in barriers:
-        touched = {number for p in second if (number := group[p]) is not None}
-        outside = [p for p in first if group[p] not in touched]
-        together = sorted({*second, *(m for number in touched for m in members[number])})
-        found += [(first, second, what)] if len(outside) < len(first) else []
-        found += [(outside, together, what)] if outside else []
-    for number, inside in members.items():
-        outside = sorted({p for m in inside for p in pieces[m].before if group[p] != number})
-        found += [(outside, inside, rules.describe(number))] if outside else []
-    return found
-
-
-def _scheduled_edges(pieces: Sequence[_Piece], order: Order | None) -> list[_Barrier]:
+def _scheduled_edges(pieces: Sequence[_Piece], order: Order) -> list[_Barrier]:
     """Return the pieces that must run before others, by the schedule: each mesh runs its tasks one after another."""
-    if order is None:
-        return []
     of_task: dict[Task, list[int]] = {}
     for piece in pieces:
         if piece.node.computation is not None and piece.key.task is not None:
@@ -221,14 +155,8 @@ def _scheduled_edges(pieces: Sequence[_Piece], order: Order | None) -> list[_Bar
     return edges
 
 
-def _sort(pieces: Sequence[_Piece], barriers: Sequence[_Barrier], order: Order | None, rules: Rules) -> list[_Piece]:
-    """Sort the pieces into one order that agrees with data, schedule and rules."""
-
-    def turn(piece: _Piece) -> tuple[float, int, int]:
-        """Return what decides between pieces that are ready: a merged group goes on before anything else begins."""
-        group = rules.group_of.get(piece.key)
-        return (piece.position, 0, piece.index) if group is None else (-math.inf, group, piece.index)
-
+def _sort(pieces: Sequence[_Piece], barriers: Sequence[_Barrier], schedule: str) -> list[_Piece]:
+    """Sort the pieces into one order that agrees with data and schedule; of those that are ready, the earliest goes."""
     count = len(pieces)
     after: list[list[int]] = [[] for _ in range(count + len(barriers))]
     waiting = [0] * (count + len(barriers))
@@ -243,38 +171,36 @@ def _sort(pieces: Sequence[_Piece], barriers: Sequence[_Barrier], order: Order |
             after[number].append(s)
             waiting[s] += 1
         waiting[number] = len(first)
-    gate = -math.inf, -1  # opens before anything else runs
-    ready = [turn(piece) for piece in pieces if not waiting[piece.index]]
+    ready = [(piece.position, piece.index) for piece in pieces if not waiting[piece.index]]
     heapq.heapify(ready)
     sorted_pieces: list[_Piece] = []
     while ready:
-        _, _, index = heapq.heappop(ready)
+        _, index = heapq.heappop(ready)
         if index < count:
             sorted_pieces.append(pieces[index])
         for reader in after[index]:
             waiting[reader] -= 1
             if not waiting[reader]:
-                heapq.heappush(ready, turn(pieces[reader]) if reader < count else (*gate, reader))
+                # A barrier opens before anything else runs.
+                heapq.heappush(ready, (pieces[reader].position if reader < count else -math.inf, reader))
     if len(sorted_pieces) < count:
         done = {p.index for p in sorted_pieces}
-        raise _stuck(pieces, done, barriers, order)
+        raise _stuck(pieces, done, barriers, schedule)
     return sorted_pieces
 
 
-def _stuck(
-    pieces: Sequence[_Piece], done: set[int], barriers: Sequence[_Barrier], order: Order | None
-) -> ScheduleError:
+def _stuck(pieces: Sequence[_Piece], done: set[int], barriers: Sequence[_Barrier], schedule: str) -> ScheduleError:
     blocked = [what for first, second, what in barriers if not done.issuperset(first) and not done.issuperset(second)]
     names = [str(p.node.origin) for p in pieces if p.index not in done and p.node.origin is not None]
     return ScheduleError(
-        f"the program cannot run by {order.name if order else 'its fragment rules'}: its computations wait for each "
-        f"other in a circle. Waiting: {', '.join(dict.fromkeys(names[:8]))}; wanted: {'; '.join(blocked[:4])}. "
+        f"the program cannot run by {schedule}: its computations wait for each other in a circle. Waiting: "
+        f"{', '.join(dict.fromkeys(names[:8]))}; wanted: {'; '.join(blocked[:4])}. "
         "If a computation of an earlier stage reads what a later stage makes, assign both to one stage; else change "
-        "the schedule or its rules."
+        "the schedule."
     )
 
 
-def _join(order: Sequence[_Piece], fused: frozenset[Task], rules: Rules) -> list[Fragment]:
+def _join(order: Sequence[_Piece], fused: frozenset[Task]) -> list[Fragment]:
     """Join pieces that follow each other on a mesh, as long as no data goes out and comes back in between."""
     fragments: list[Fragment] = []
     ancestors: list[int] = []  # of each fragment, as bits
@@ -283,20 +209,15 @@ def _join(order: Sequence[_Piece], fused: frozenset[Task], rules: Rules) -> list
     for piece in order:
         before = {home[p] for p in piece.before}
         current = open_.get(piece.rank)
-        group = rules.group_of.get(piece.key)
-        joins = current is not None and group == rules.group_of.get(fragments[current].first)
-        if current is not None and joins and group is None:
-            joins = _compatible(fragments[current].key, piece.key, fused)
+        joins = current is not None and _compatible(fragments[current].key, piece.key, fused)
         if current is not None and joins:
             joins = not any(f != current and ancestors[f] >> current & 1 for f in before)
         if current is None or not joins:
             fragments.append(Fragment(piece.key))
-            if group is not None:
-                fragments[-1].key = rules.key_of(group)
             ancestors.append(0 if current is None else ancestors[current] | 1 << current)
             current = open_[piece.rank] = len(fragments) - 1
-        elif group is None and fragments[current].key.stage is None:
-            fragments[current].key = fragments[current].first = piece.key
+        elif fragments[current].key.stage is None:
+            fragments[current].key = piece.key
         fragments[current].nodes.append(piece.node)
         home[piece.index] = current
         _add_ancestors(ancestors, current, before)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpp_flax.mpmd.partitioning.infer import Placement
 from jaxpp_flax.mpmd.partitioning.nodes import Node
 from jaxpp_flax.mpmd.partitioning.stages import Stages
 from jaxpp_flax.schedules.task import Task, TaskKind
 
-__all__ = ["Halves", "Key", "key_of", "named_keys"]
+__all__ = ["Halves", "Key", "key_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +42,6 @@ def key_of(node: Node, rank: int, stages: Stages, halves: Halves) -> Key:
         return Key(rank, call=node.call)
     stage = stages.of_name.get(node.computation)
     return Key(rank, stage, _kind(node, stage, halves), node.call)
-
-
-def named_keys(nodes: Sequence[Node], placement: Placement, stages: Stages, halves: Halves) -> dict[Key, list[Node]]:
-    """Return the named nodes of each key, in program order."""
-    found: dict[Key, list[Node]] = {}
-    for node in nodes:
-        if node.computation is not None:
-            for rank in placement.nodes[node]:
-                found.setdefault(key_of(node, rank, stages, halves), []).append(node)
-    return found
 
 
 def _kind(node: Node, stage: int | None, halves: Halves) -> TaskKind:

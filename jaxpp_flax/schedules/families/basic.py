@@ -92,8 +92,8 @@ class WarmedUpForLatency(WarmedUp):
 
     latency: float
 
-    def __init__(self, num_stages: int, latency: float) -> None:
-        super().__init__(num_stages)
+    def __init__(self, num_stages: int, latency: float, mpmd_dim: int | None = None) -> None:
+        super().__init__(num_stages, mpmd_dim)
         if not (math.isfinite(latency) and latency >= 0):
             raise ScheduleError(f"latency is a fraction of a forward's time, 0 or more, got {latency!r}")
         object.__setattr__(self, "latency", float(latency))
@@ -128,15 +128,24 @@ class Std1F1B(WarmedUp):
         return self.num_stages - 1 - stage
 
 
-class Eager1F1B(WarmedUp):
-    """1F1B with twice the warm-up: transfers hide behind forwards, at twice the memory.
+class Eager1F1B(WarmedUpForLatency):
+    """1F1B with more forwards ahead, so that transfers hide behind them, at more memory.
 
-    The idle time is that of :class:`Std1F1B` where transfers cost nothing. Where a transfer takes
-    time, each stage has a forward at hand while it waits. Stage ``s`` of ``p`` holds
-    ``min(m, 2(p - s) - 1)`` microbatches.
+    Two neighbours hold each other up: from a forward of stage ``s`` through ``s + 1`` and back to
+    the next forward that depends on it, a forward and a backward of each pass, and two transfers.
+    That hides behind other microbatches if stage ``s`` is ``1 + ceil(2 latency / 3)`` forwards
+    further ahead than its neighbour, where a backward is two forwards: twice the warm-up of
+    :class:`Std1F1B` for transfers of up to 1.5 forwards. Stage ``s`` of ``p`` holds
+    ``min(m, (p - 1 - s)(1 + ceil(2 latency / 3)) + 1)`` microbatches; with ``m`` large
+    the makespan is ``3 m + (p - 1)(3 + 2 latency)`` forwards.
 
     Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2023,
-    https://arxiv.org/abs/2211.05322.
+    https://arxiv.org/abs/2211.05322, with the amount made a parameter.
+
+    Args:
+        num_stages: number of stages, and of ranks.
+        mpmd_dim: the number of ranks again, as ``jaxpp.api`` takes it.
+        latency: the longest time of a transfer that hides, as a fraction of a stage's forward, 0 or more.
 
     >>> Eager1F1B(3).tasks(4)[1]
     [fwd_1__0, fwd_1__1, fwd_1__2, bwd_1__0, fwd_1__3, bwd_1__1, bwd_1__2, bwd_1__3]
@@ -149,5 +158,8 @@ class Eager1F1B(WarmedUp):
 
     fuses_last_stage = True
 
+    def __init__(self, num_stages: int, mpmd_dim: int | None = None, *, latency: float = 1.5) -> None:
+        super().__init__(num_stages, latency, mpmd_dim)
+
     def warmup(self, stage: int) -> int:
-        return 2 * (self.num_stages - 1 - stage)
+        return (self.num_stages - 1 - stage) * (1 + math.ceil(2 * self.latency / 3))

@@ -1,11 +1,10 @@
-"""Circular schedules, GPipe with 1F1B on the last rank, and 1F1B that hides transfers."""
+"""Circular schedules, and GPipe with 1F1B on the last rank."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
-from jaxpp_flax.schedules.families.basic import GPipe, WarmedUpForLatency
+from jaxpp_flax.schedules.families.basic import GPipe
 from jaxpp_flax.schedules.families.interleaved import InterleavedGPipe
 from jaxpp_flax.schedules.task import AnyTask, fused
 
@@ -81,39 +80,3 @@ class GPipe1F1BLast(GPipe):
         if rank < self.num_stages - 1:
             return super().rank_tasks(rank, num_microbatches)
         return (fused(rank, m) for m in range(num_microbatches))
-
-
-class LatencyHiding1F1B(WarmedUpForLatency):
-    """1F1B with just as many more forwards ahead as hide transfers of a known length.
-
-    Two neighbours hold each other up: from a forward of stage ``s`` through ``s + 1`` and back to
-    the next forward that depends on it, a forward and a backward of each pass, and two transfers.
-    That hides behind other microbatches if stage ``s`` is ``1 + ceil(2 latency / 3)`` forwards
-    further ahead than its neighbour, where ``latency`` is a fraction of a forward and a backward is
-    two forwards. So it is :class:`Std1F1B` at 0, and :class:`Eager1F1B` up to 1.5. Stage ``s`` of
-    ``p`` holds ``min(m, (p - 1 - s)(1 + ceil(2 latency / 3)) + 1)`` microbatches; with ``m`` large
-    the makespan is ``3 m + (p - 1)(3 + 2 latency)`` forwards.
-
-    The idea is that of Zhuang et al., "On Optimizing the Communication of Model Parallelism", 2023,
-    https://arxiv.org/abs/2211.05322, with the amount made a parameter.
-
-    Args:
-        num_stages: number of stages, one on each rank.
-        latency: time of a transfer as a fraction of a stage's forward, 0 or more.
-
-    >>> [LatencyHiding1F1B(4, latency=0.5).warmup(stage) for stage in range(4)]
-    [6, 4, 2, 0]
-    >>> from jaxpp_flax.schedules.tools.drawing import sketch
-    >>> print(sketch(LatencyHiding1F1B(3, latency=0.5), 5))
-    rank 0 |F0-F1-F2-F3-F4-......B0====...B1====...B2====...B3====...B4====
-    rank 1 |...F0-F1-F2-...B0====F3-B1====F4-B2====...B3====...B4====......
-    rank 2 |......F0-B0====F1-B1====F2-B2====F3-B3====F4-B4====............
-    """
-
-    fuses_last_stage = True
-
-    def __init__(self, num_stages: int, latency: float = 0.5) -> None:
-        super().__init__(num_stages, latency)
-
-    def warmup(self, stage: int) -> int:
-        return (self.num_stages - 1 - stage) * (1 + math.ceil(2 * self.latency / 3))

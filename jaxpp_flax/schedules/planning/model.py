@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.gathers import Gathers, check_fsdp
+from jaxpp_flax.schedules.gathers import Fsdp, Gathers, check_fsdp
 from jaxpp_flax.schedules.planning.loads import Hardware, StageLoad
 from jaxpp_flax.schedules.planning.transit import waiting_bytes
 from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals, host_copies
@@ -83,13 +83,13 @@ class StepModel:
       num_microbatches: the number of microbatches of a step.
       stages: the load of each stage.
       hardware: the devices and their links.
-      fsdp: how often parameters are gathered: "step", "microbatch" or a number of bytes; see `MeshOptions`.
+      fsdp: how often parameters are gathered: "step" or "microbatch"; see `MeshOptions`.
       stream_window: bytes of optimizer state on the host that the update fetches at one time. What one parameter has is
         fetched together.
 
     Raises:
       ScheduleError: if the number of loads is not the number of stages, and for less than 1 microbatch.
-      ValueError, TypeError: for another `fsdp`.
+      ValueError: for another `fsdp`.
 
     Example:
       >>> from jaxpp_flax.schedules import GPipe
@@ -109,7 +109,7 @@ class StepModel:
     num_microbatches: int
     stages: Sequence[StageLoad]
     hardware: Hardware
-    fsdp: str | int = "microbatch"
+    fsdp: Fsdp = "microbatch"
     stream_window: float = math.inf
 
     def __post_init__(self) -> None:
@@ -228,9 +228,9 @@ class StepModel:
         found: list[list[float]] = []
         for tasks in self.tasks:
             held = [0.0] * len(tasks)
-            for window in () if self.gathers is None else self.gathers.windows(tasks):
-                for position in range(window.gather_before, window.read_last + 1):
-                    held[position] += window.nbytes
+            for each in () if self.gathers is None else self.gathers.held(tasks):
+                for position in range(each.gather_before, each.read_last + 1):
+                    held[position] += each.nbytes
             found.append(held)
         return found
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxpp_flax.schedules.gathers import Gathers, GatherWindow
+from jaxpp_flax.schedules.gathers import GatheredParameter, Gathers
 from jaxpp_flax.schedules.simulation.costs import CostTable
 from jaxpp_flax.schedules.task import AnyTask
 
@@ -41,20 +41,18 @@ def with_gathers_inside(table: CostTable, gathers: Gathers | None) -> CostTable:
     if gathers is None:
         return table
     stages = range(len(table.forward))
-    gather = [gathers.seconds(gathers.inside(stage)) for stage in stages]
-    reduce = [gathers.seconds(gathers.reduced(stage)) for stage in stages]
-    both = [g + r for g, r in zip(gather, reduce, strict=True)]
+    moving = [gathers.seconds(gathers.in_every_task(stage)) for stage in stages]
 
-    def longer(times: Sequence[float], by: Sequence[float]) -> list[float]:
-        return [a + b for a, b in zip(times, by, strict=True)]
+    def longer(times: Sequence[float], turns: int = 1) -> list[float]:
+        return [a + turns * b for a, b in zip(times, moving, strict=True)]
 
     return replace(
         table,
-        forward=longer(table.forward, gather),
-        backward=longer(table.backward, both),
-        backward_input=longer(table.backward_input, gather),
-        backward_weight=longer(table.backward_weight, reduce),
-        fused_backward=longer(table.fused_backward, reduce),  # one program gathers once
+        forward=longer(table.forward),
+        backward=longer(table.backward, 2),  # parameters are gathered, gradients reduced
+        backward_input=longer(table.backward_input),
+        backward_weight=longer(table.backward_weight),
+        fused_backward=longer(table.fused_backward),  # one program gathers once
     )
 
 
@@ -70,19 +68,19 @@ class GatherTimes:
         self.gathers = gathers
         self.stages = [{task.stage for task in tasks} for tasks in ranks]
         self.position = [0] * len(ranks)
-        self.before: list[dict[int, list[GatherWindow]]] = [{} for _ in ranks]
-        self.after: list[dict[int, list[GatherWindow]]] = [{} for _ in ranks]
-        self.starts: list[dict[GatherWindow, float]] = [{} for _ in ranks]
+        self.before: list[dict[int, list[GatheredParameter]]] = [{} for _ in ranks]
+        self.after: list[dict[int, list[GatheredParameter]]] = [{} for _ in ranks]
+        self.starts: list[dict[GatheredParameter, float]] = [{} for _ in ranks]
         self.events: list[list[GatherEvent]] = [[] for _ in ranks]
         for rank, tasks in enumerate(ranks):
-            for window in () if gathers is None else gathers.windows(tasks):
-                self.before[rank].setdefault(window.gather_before, []).append(window)
-                self.after[rank].setdefault(window.read_last, []).append(window)
+            for each in () if gathers is None else gathers.held(tasks):
+                self.before[rank].setdefault(each.gather_before, []).append(each)
+                self.after[rank].setdefault(each.read_last, []).append(each)
 
     def seconds(self, rank: int, position: int) -> float:
         """Return the time of the gathers before a task."""
-        windows = self.before[rank].get(position, ())
-        return 0.0 if self.gathers is None else self.gathers.seconds(sum(window.nbytes for window in windows))
+        new = self.before[rank].get(position, ())
+        return 0.0 if self.gathers is None else self.gathers.seconds(sum(each.nbytes for each in new))
 
     def hold(self, rank: int, position: int, free: float) -> float:
         """Start the gathers before a task when the rank is free; return when the rank is free again."""
@@ -100,5 +98,5 @@ class GatherTimes:
         """Note the end of a rank's next task: what it read last is freed."""
         position = self.position[rank]
         self.position[rank] += 1
-        for window in self.after[rank].get(position, ()):
-            self.events[rank].append(GatherEvent(window.name, window.nbytes, self.starts[rank].pop(window), end))
+        for each in self.after[rank].get(position, ()):
+            self.events[rank].append(GatherEvent(each.name, each.nbytes, self.starts[rank].pop(each), end))

@@ -103,7 +103,7 @@ def _model(parser: argparse.ArgumentParser) -> None:
 
 
 def _pictures(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", "-o", help="also draw to this file: .svg, .png, .json (Chrome trace) or .txt")
+    parser.add_argument("--output", "-o", help="also draw to this file: .svg, .json (Chrome trace) or .txt")
     parser.add_argument("--width", type=int, help="columns of the drawing (default: the terminal's)")
     parser.add_argument("--no-colour", action="store_true", help="plain text even in a terminal")
 

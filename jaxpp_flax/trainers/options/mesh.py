@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.schedules.gathers import check_fsdp
+from jaxpp_flax.schedules.gathers import Fsdp, check_fsdp
 from jaxpp_flax.trainers.model.sharding import AxisRulesLike, MeshAxes, as_pairs
 from jaxpp_flax.trainers.options.base import misfit
 
@@ -33,7 +33,7 @@ class MeshOptions:
       sharding_rules: pairs (name, mesh axis or None) for the axis names in the annotations of the model's parameters.
         These rules come before the rules of Flax's `logical_axis_rules` that are active where the trainer is made.
       fsdp: how often a train step gathers parameters that are sharded over "data" or "fsdp": in each task
-        ("microbatch"), once ("step"), or once for as many tasks as a limit in bytes allows. See `mpmd_jit_with_loop`.
+        ("microbatch"), or once ("step"). See `mpmd_jit_with_loop`.
 
     Raises:
       ValueError: if both a mesh and axes are given, or for an unknown `fsdp`.
@@ -48,7 +48,7 @@ class MeshOptions:
     axes: Mapping[str, int] | None = None
     num_ranks: int | None = None
     sharding_rules: AxisRulesLike | None = None
-    fsdp: str | int = "microbatch"
+    fsdp: Fsdp = "microbatch"
 
     def __post_init__(self) -> None:
         check_fsdp(self.fsdp)

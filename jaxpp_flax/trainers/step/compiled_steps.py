@@ -19,6 +19,7 @@ from jaxpp_flax.engine.summary import StageSummary
 from jaxpp_flax.messages import amount
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.schedules import ResidualPlan
+from jaxpp_flax.schedules.gathers import Fsdp
 from jaxpp_flax.schedules.planning import describe
 from jaxpp_flax.trainers.assigner import Assigner, Pipeline
 from jaxpp_flax.trainers.data.batch import signature
@@ -51,13 +52,14 @@ class CompiledSteps:
         *,
         state_specs: TrainState | None,
         rules: AxisRules,
-        fsdp: str | int = "microbatch",
+        fsdp: Fsdp = "microbatch",
         memory: Memory | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.clock = clock or Clock()
         self._scheduling, self._assigner, self._builders, self._held = scheduling, assigner, builders, held
-        self.state_specs, self._rules, self._fsdp, self._memory = state_specs, rules, fsdp, Memory.of(memory)
+        self.state_specs, self._rules, self._memory = state_specs, rules, Memory.of(memory)
+        self._fsdp: Fsdp = fsdp
         self.compiled: dict[Any, Any] = {}  # by key, which begins with the kind of step
 
     def for_training(self, microbatches: Any) -> Any:
@@ -209,7 +211,7 @@ class _Form:
     out_specs: Any
     donated: tuple[int, ...]
     everywhere: Any
-    fsdp: str | int = "microbatch"
+    fsdp: Fsdp = "microbatch"
     residuals: Callable[[], ResidualPlan | None] | None = None
 
 

@@ -55,17 +55,15 @@ class StepProfile:
         *,
         width: int = 120,
         colour: bool = False,
-        memory: bool = False,
     ) -> str:
         """Draw the measured and the simulated timeline, one below the other, with one time scale; return the text.
 
         Args:
-          path: a `.svg`, `.png` (extra `plot`), `.json` (Chrome trace, for Perfetto) or `.txt` file to write too.
+          path: a `.svg`, `.json` (Chrome trace, for Perfetto) or `.txt` file to write too.
           width: columns of the text.
           colour: use terminal colours in the text.
-          memory: True if a PNG also shows each rank's activation memory.
         """
-        return draw(self.panels, path, width=width, colour=colour, memory=memory, microseconds=1e6)
+        return draw(self.panels, path, width=width, colour=colour, microseconds=1e6)
 
 
 def profile_of(

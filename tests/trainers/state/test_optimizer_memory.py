@@ -141,10 +141,10 @@ def test_training_is_the_same_and_the_devices_hold_less(
 def test_leaves_that_are_fetched_alone_are_updated_alike(
     monkeypatch: pytest.MonkeyPatch, optimizer: str, num_layers: int
 ):
-    """More programs of fewer leaves round as one program does, but for the choice of fused multiply-adds.
+    """XLA optimizes each program alone: last bits may differ from those of one program.
 
-    Nadam adds two products; which one is rounded first is LLVM's choice, and differs at some widths. Three updates of
-    size 1e-2 beside weights of size 1: 1e-7 covers their last bits, and 1e-5 those of moments made from such weights.
+    Three updates of size 1e-2 beside weights of size 1: 1e-7 covers their last bits, and 1e-5 those of moments made
+    from such weights.
     """
 
     def make_one(memory: Memory | None) -> PipelineTrainer:
@@ -156,12 +156,8 @@ def test_leaves_that_are_fetched_alone_are_updated_alike(
     trainer, batch = make_one(HOST), m.make_xy(8, 8)
     for _ in range(3):
         losses = [float(each.train_step(batch)["loss"]) for each in (trainer, plain)]
-        if optimizer == "nadam":
-            np.testing.assert_allclose(*losses, rtol=1e-6)
-            tree_allclose(*(jax.tree.map(np.asarray, t.state) for t in (trainer, plain)), rtol=1e-5, atol=1e-7)
-            continue
-        assert losses[0] == losses[1]
-        same(trainer.state, plain.state)
+        np.testing.assert_allclose(*losses, rtol=1e-6)
+        tree_allclose(*(jax.tree.map(np.asarray, t.state) for t in (trainer, plain)), rtol=1e-5, atol=1e-7)
     assert kinds(trainer.state.opt_state)[False] == {"pinned_host"}
     assert len(trainer.compile(batch).program.tasks) > len(plain.compile(batch).program.tasks) + 1
 

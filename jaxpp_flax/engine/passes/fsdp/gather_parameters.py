@@ -50,8 +50,7 @@ def gather_parameters(
       rule: the setting, or None.
 
     Raises:
-      ValueError: if no loop reads a parameter that is sharded over the axes of its batch, or if the limit is smaller
-        than such a parameter.
+      ValueError: if no loop reads a parameter that is sharded over the axes of its batch.
     """
     if rule is None:
         return step
@@ -64,7 +63,6 @@ def gather_parameters(
     if not any(loop.gathered for loop in found.loops):
         raise ValueError(_nothing_to_gather(step, spec_of, rule))
     warn_of_loops([loop.gathered for loop in found.loops], rule)
-    _check_limit(found, rule)
     return found
 
 
@@ -214,25 +212,11 @@ class _Pulling:
         return result, tails[0]
 
 
-def _check_limit(step: Opened, rule: FsdpRule) -> None:
-    if rule.limit is None:
-        return
-    gathers = [gather for loop in step.loops for gather in loop.gathered.values()]
-    largest = max(gathers, key=lambda gather: gather.nbytes)
-    if largest.nbytes > rule.limit:
-        operand, needed = largest.equation.inputs[0], largest.nbytes
-        raise ValueError(
-            f"fsdp={rule.limit}: {rule.name_of(operand)}, {operand.aval.str_short()}, takes {needed} bytes on a device "
-            f"once it is gathered, more than the limit. Use fsdp={needed} or more, or fsdp='microbatch'."
-        )
-
-
 def _nothing_to_gather(step: Opened, spec_of: Mapping[Value, PartitionSpec], rule: FsdpRule) -> str:
-    setting = "'step'" if rule.limit is None else str(rule.limit)
     read = [a for loop in step.loops for a in loop.constants if isinstance(a, Value)]
     found = sorted({str(spec) for a in read if (spec := spec_of.get(a)) is not None and any(spec.partitions)})
     return (
-        f"fsdp={setting} gathers parameters that are sharded over an axis that also shards the examples of a "
+        f"fsdp='step' gathers parameters that are sharded over an axis that also shards the examples of a "
         f"microbatch, but the step has none. The sharded arguments of its loops have the partitions "
         f"{', '.join(found) or '(none)'} inside a rank, whose mesh is {dict(rule.mesh.shape)}. Shard a parameter and "
         "the examples over one axis (in_specs, or the annotations of the model), or leave fsdp= out."

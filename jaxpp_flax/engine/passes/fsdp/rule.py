@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value
 from jaxpp_flax.error_codes import documented
+from jaxpp_flax.schedules.gathers import Fsdp
 
 __all__ = ["FsdpRule", "FsdpWarning", "Gather"]
 
@@ -24,12 +25,10 @@ class FsdpRule:
 
     Attributes:
       mesh: the submesh of a rank, without devices.
-      limit: the most bytes of gathered parameters on a device at one time; None for no limit.
       names: the names of the step's inputs, for messages.
     """
 
     mesh: AbstractMesh
-    limit: int | None
     names: Mapping[Value, str]
 
     def name_of(self, atom: Atom) -> str:
@@ -37,11 +36,9 @@ class FsdpRule:
         return self.names.get(atom, "a value made before the loop") if isinstance(atom, Value) else "a constant"
 
     @classmethod
-    def of(cls, fsdp: str | int, mesh: AbstractMesh, names: Mapping[Value, str]) -> FsdpRule | None:
+    def of(cls, fsdp: Fsdp, mesh: AbstractMesh, names: Mapping[Value, str]) -> FsdpRule | None:
         """Make the rule of a checked setting; None for "microbatch"."""
-        if fsdp == "microbatch":
-            return None
-        return cls(mesh=mesh, limit=None if isinstance(fsdp, str) else fsdp, names=names)
+        return cls(mesh=mesh, names=names) if fsdp == "step" else None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

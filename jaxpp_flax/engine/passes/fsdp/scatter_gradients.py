@@ -18,7 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_flax.engine.analyses.data_flow import ancestors, use_counts
 from jaxpp_flax.engine.arrays.mesh import axes_in
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpRule, FsdpWarning
-from jaxpp_flax.engine.passes.fsdp.windows import fit_gathers
 from jaxpp_flax.engine.passes.loop.loop_tasks import Accumulator
 from jaxpp_flax.engine.passes.loop.lower_loops import Lowered
 from jaxpp_flax.engine.passes.placed import Loop
@@ -39,13 +38,12 @@ def scatter_gradients(step: Lowered, specs: Sequence[PartitionSpec], rule: FsdpR
     """
     if rule is None:
         return step
-    nodes = tuple(fit_gathers(node, rule.limit) if isinstance(node, Loop) else node for node in step.nodes)
-    places = _Places(nodes, step, specs)
-    _warn_of_reductions(nodes, step.inputs, specs, rule)
+    places = _Places(step.nodes, step, specs)
+    _warn_of_reductions(step.nodes, step.inputs, specs, rule)
     made: list[Equation | Loop] = []
     sums: set[Equation] = set()
     skipped: set[Equation] = set()
-    for node in nodes:
+    for node in step.nodes:
         if isinstance(node, Loop) or node not in step.sums or (place := places.of(node)) is None:
             if node not in skipped:
                 made.append(node)

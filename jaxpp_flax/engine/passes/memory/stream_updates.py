@@ -2,26 +2,18 @@
 
 An optimizer whose state lies on the host moves each leaf to the devices, updates it and moves it back. One program for
 all of that may fetch every leaf before the first one leaves. So the equations around the fetches become several
-programs: each has the fetches of some leaves, and what depends on them. They run one after another, and round as one
-program does, with one exception. For that, one rule of XLA has to be held back: if nothing else in a program reads a
-number by which an array is divided, XLA multiplies by the reciprocal instead, and the last bit may differ. The
-exception is a choice of LLVM: of a sum of two products (Nadam's) it rounds one and fuses the other with the addition,
-and in a window it may choose the other one.
+programs: each has the fetches of some leaves, and what depends on them. They run one after another. XLA optimizes each
+alone, so a last bit may differ from that of one program.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-import jax
-import jax.numpy as jnp
-
-from jaxpp_flax.engine.analyses.data_flow import use_counts
 from jaxpp_flax.engine.passes.placed import Placed, Segment
-from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, emit, graph_of, memory_kind_of, values
+from jaxpp_flax.engine.tracing.ir import Equation, Graph, Value, graph_of, memory_kind_of, values
 
 __all__ = ["WINDOW_BYTES", "stream_updates"]
 
@@ -52,36 +44,11 @@ def _divided(segment: Segment) -> list[Segment]:
         pieces.setdefault(places[equation], []).append(equation)
     segments: list[Segment] = []
     read = set(values(segment.graph.outputs))
-    uses = use_counts(equations, segment.graph.outputs)
     for place in sorted(pieces, reverse=True):
-        graph = _as_in_one_program(graph_of(pieces[place], read), uses)
+        graph = graph_of(pieces[place], read)
         read.update(graph.inputs)
         segments.append(Segment(segment.rank, graph))
     return segments[::-1]
-
-
-def _as_in_one_program(graph: Graph, uses: Counter[Value]) -> Graph:
-    """Return the graph with divisions that XLA rounds as in the undivided program; `uses` are those of values there."""
-    own, equations = use_counts(graph.equations, graph.outputs), list[Equation]()
-    for equation in graph.equations:
-        if _divides_by_number(equation) and any(own[v] == 1 < uses[v] for v in values(equation.inputs[1:])):
-            equations += emit(_divide, equation.inputs, equation.outputs, like=equation)[0]
-        else:
-            equations.append(equation)
-    return replace(graph, equations=tuple(equations))
-
-
-def _divides_by_number(equation: Equation) -> bool:
-    """Return whether an equation divides an array of floats by a single number."""
-    if equation.name != "div" or equation.inputs[1].aval.shape:
-        return False
-    (result,) = equation.outputs
-    return bool(result.aval.shape) and jnp.issubdtype(result.aval.dtype, jnp.inexact)
-
-
-def _divide(array: jax.Array, number: jax.Array) -> jax.Array:
-    """Divide in a form that XLA does not change into a product: it cannot know that the divisor is one number."""
-    return array / jnp.where(array != array, jnp.ones_like(number), number)  # NaN stays NaN
 
 
 def _fetched_bytes(equation: Equation) -> int:
@@ -156,7 +123,7 @@ class _Grouping:
 
 
 def _move_to_readers(graph: Graph, places: dict[Equation, _Place]) -> None:
-    """Move shared work with one reading place to that place, where XLA fuses it with its reader."""
+    """Move shared work with one reading place to that place, so that its result is not held between programs."""
     results = set(values(graph.outputs))
     readers: dict[Value, set[_Place]] = {}
     for equation in reversed(graph.equations):

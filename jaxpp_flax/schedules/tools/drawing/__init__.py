@@ -1,4 +1,4 @@
-"""Pictures of timelines: text, SVG, PNG, Chrome trace."""
+"""Pictures of timelines: text, SVG, Chrome trace."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from pathlib import Path
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.simulation.simulate import Timeline
 from jaxpp_flax.schedules.tools.drawing.grid import grid, sketch
-from jaxpp_flax.schedules.tools.drawing.png import png
 from jaxpp_flax.schedules.tools.drawing.scene import Panels
 from jaxpp_flax.schedules.tools.drawing.svg import svg
 from jaxpp_flax.schedules.tools.drawing.trace import chrome_trace
 
-__all__ = ["chrome_trace", "draw", "grid", "png", "sketch", "svg"]
+__all__ = ["chrome_trace", "draw", "grid", "sketch", "svg"]
 
 
 def draw(
@@ -24,19 +23,17 @@ def draw(
     title: str = "schedule",
     width: int = 120,
     colour: bool = False,
-    memory: bool = False,
     microseconds: float = 1000.0,
 ) -> str:
     """Draw a simulated or measured step, or several under each other on one scale of time.
 
     Args:
         timeline: what :func:`simulate` or :func:`replay` returned, or ``(title, timeline)`` pairs.
-        path: where to write; its ending says what: ``.svg``, ``.png`` (needs the extra ``plot``),
-            ``.json`` (Chrome trace, for Perfetto), ``.txt``. None writes nothing.
+        path: where to write; its ending says what: ``.svg``, ``.json`` (Chrome trace, for Perfetto: with each rank's
+            activation memory), ``.txt``. None writes nothing.
         title: of a single timeline.
         width: columns of the text grid.
         colour: True if the text grid uses terminal colours.
-        memory: True if a PNG also shows each rank's activation memory.
         microseconds: length of one unit of time in a Chrome trace.
 
     Returns:
@@ -56,15 +53,13 @@ def draw(
         target = Path(path)
         if target.suffix == ".svg":
             target.write_text(svg(panels))
-        elif target.suffix == ".png":
-            png(panels, target, memory)
         elif target.suffix == ".json":
             target.write_text(chrome_trace(panels, microseconds))
         elif target.suffix == ".txt":
             target.write_text(grid(panels, width) + "\n")
         else:
             raise ScheduleError(
-                f"{os.fspath(path)}: cannot draw a {target.suffix!r} file. Use .svg, .png, .json (Chrome trace) or .txt"
+                f"{os.fspath(path)}: cannot draw a {target.suffix!r} file. Use .svg, .json (Chrome trace) or .txt"
             )
     return text
 

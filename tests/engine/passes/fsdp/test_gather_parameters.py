@@ -33,13 +33,13 @@ def step(params: Any, batch: jax.Array) -> Any:
     return treduce(lambda x: jax.value_and_grad(loss)(halves, x), batch, schedule=GPipe(2))
 
 
-def gathered(specs: dict[str, P], batch: P, limit: int | None = None) -> Opened:
+def gathered(specs: dict[str, P], batch: P) -> Opened:
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), tuple(AXES)).abstract_mesh
     params = {name: jnp.ones((4, 4)) for name in specs}
     graph, _ = from_jaxpr(jax.jit(step).trace(params, jnp.ones((2, 8, 4), jnp.bfloat16)).jaxpr)
     opened = open_loops(inline(graph, flatten=True), 2)
     names = dict(zip(opened.graph.inputs, [*specs, "batch"], strict=True))
-    rule = FsdpRule(mesh=mesh, limit=limit, names=names)
+    rule = FsdpRule(mesh=mesh, names=names)
     made = gather_parameters(opened, [*specs.values(), batch], ShardCounts(AXES), rule)
     made.verify()
     assert gather_parameters(opened, [*specs.values(), batch], ShardCounts(AXES), None) is opened
@@ -69,7 +69,7 @@ def test_a_part_of_the_batch_that_no_microbatch_reads():
     opened = open_loops(inline(graph, flatten=True), 2)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), tuple(AXES)).abstract_mesh
     specs = [P("fsdp"), P(None, "fsdp"), P(None, "fsdp")]
-    rule = FsdpRule(mesh=mesh, limit=None, names={})
+    rule = FsdpRule(mesh=mesh, names={})
     (loop,) = gather_parameters(opened, specs, ShardCounts(AXES), rule).loops
     assert [v.aval.shape for v in loop.gathered] == [(4, 4)]
 
@@ -79,8 +79,3 @@ def test_nothing_is_gathered(batch: P):
     specs = {"a": P("fsdp"), "b": P(), "c": P()}
     with pytest.raises(ValueError, match=r"fsdp='step' gathers .* but the step has none\. .*P\('fsdp',?\)"):
         gathered(specs, batch)
-
-
-def test_a_limit_names_the_largest():
-    with pytest.raises(ValueError, match=r"fsdp=8: a value made before the loop, bfloat16\[4,4\], takes 16 bytes"):
-        gathered(SPECS, P(None, "fsdp"), limit=8)

@@ -33,7 +33,7 @@ BATCH = ("data", "fsdp")
 def test_the_sum_of_parts(spec: P, collectives: set[str] | None):
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
     before = P(BATCH, *keep_axes(spec, lambda name: name not in BATCH).partitions)
-    rule = FsdpRule(mesh=mesh.abstract_mesh, limit=None, names={})
+    rule = FsdpRule(mesh=mesh.abstract_mesh, names={})
     parts = jnp.arange(4.0 * 8 * 8).reshape(4, 8, 8)  # whole numbers: any order of sums gives the same bits
     (total,), _ = emit(lambda x: jax.lax.reduce_sum(x, (0,)), [Value(jax.typeof(parts))])
     equations: Any = scatter_sum(total, total.outputs[0], (before, spec), rule)

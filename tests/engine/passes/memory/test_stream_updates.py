@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from importlib import import_module
 from typing import Any
 
@@ -14,8 +13,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes.placed import Segment
-from jaxpp_flax.engine.tracing.inline import inline
-from jaxpp_flax.engine.tracing.ir import from_jaxpr, memory_kind_of
+from jaxpp_flax.engine.tracing.ir import memory_kind_of
 from jaxpp_flax.schedules import Std1F1B
 from tests.engine.toys import chain, gradients, mesh_of
 from tests.helpers import batch_of, tree_allclose
@@ -53,7 +51,7 @@ def fetched(compiled: Any) -> list[int]:
     ]
 
 
-def test_each_program_fetches_a_window_and_nothing_changes(monkeypatch: pytest.MonkeyPatch):
+def test_each_program_fetches_a_window(monkeypatch: pytest.MonkeyPatch):
     pipelined, arguments = compiled_step()
     expected = jax.jit(step)(*arguments)
     whole = pipelined.compile(*arguments)
@@ -65,8 +63,8 @@ def test_each_program_fetches_a_window_and_nothing_changes(monkeypatch: pytest.M
     monkeypatch.setattr(stream_updates, "WINDOW_BYTES", 2 * weight)  # the moments of one weight
     divided, arguments = compiled_step()
     compiled = divided.compile(*arguments)
-    found = fetched(compiled)
-    assert (sum(found), max(found), len(found)) == (2 * each, 2 * weight, 8)
+    moved = fetched(compiled)
+    assert (sum(moved), max(moved), len(moved)) == (2 * each, 2 * weight, 8)
     # A leaf's moments leave in the program that fetched them.
     for task in compiled.program.tasks:
         counts = [
@@ -74,10 +72,9 @@ def test_each_program_fetches_a_window_and_nothing_changes(monkeypatch: pytest.M
         ]
         assert counts[0] == counts[1]
     results = divided(*arguments)
-    # The same operations on the same numbers: only the programs' borders differ.
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, results), at_once)
-    # A norm is summed in another order than in one program: 1e-6 is sixteen units in the last place.
-    tree_allclose(at_once, jax.tree.map(np.asarray, expected), rtol=1e-6)
+    # XLA optimizes each program alone, and sums a norm in another order: 1e-6 is sixteen units in the last place.
+    for found in (at_once, jax.tree.map(np.asarray, results)):
+        tree_allclose(found, jax.tree.map(np.asarray, expected), rtol=1e-6)
 
 
 def test_a_step_within_the_window_stays_as_it_is():
@@ -85,20 +82,3 @@ def test_a_step_within_the_window_stays_as_it_is():
     placed = pipelined.compile(*arguments)._plan.built.placed
     assert stream_updates.stream_updates(placed) is placed
     assert any(isinstance(each, Segment) for each in placed.steps)
-
-
-def test_only_divisions_of_floats_by_one_number_are_guarded():
-    """Beside an operation without results, and a division of integers, which is no product with a reciprocal."""
-
-    def work(x: Any, number: Any, count: Any, parts: Any) -> Any:
-        jax.debug.print("{}", count)
-        return x / number, jax.lax.div(count, jnp.broadcast_to(parts, (3,))), jax.lax.div(count, count * parts)
-
-    operands = jnp.arange(1.0, 4.0), jnp.float32(3), jnp.arange(6, 9), jnp.int32(2)
-    graph = inline(from_jaxpr(jax.jit(work).trace(*operands).jaxpr)[0], flatten=True)
-    guarded = stream_updates._as_in_one_program(graph, Counter(dict.fromkeys(graph.inputs, 2)))
-    names = Counter(equation.name for equation in guarded.equations)
-    assert names["ne"] == 1  # the guard of the first division
-    assert names["debug_print"] + names["debug_callback"] == 1
-    assert names["div"] == 3
-    jax.tree.map(np.testing.assert_array_equal, tuple(guarded.run(*operands)), work(*operands))

@@ -1,0 +1,43 @@
+"""Names of Shardy:MPMD that this package lacks, each with its replacement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jaxpp_flax.messages import near_names
+
+__all__ = ["REMEDIES", "explain"]
+
+_RULES = (
+    "fragment rules are not here. Write the order as a `jaxpp_flax.schedules.CustomSchedule`, and pass it as "
+    "`make_config(pipeline_schedule=)`"
+)
+REMEDIES: Mapping[str, str] = {
+    "FragmentInfo": _RULES,
+    "FragmentMergeRule": _RULES,
+    "FragmentMergeRules": _RULES,
+    "FragmentOrigin": _RULES,
+    "FragmentScheduleRule": _RULES,
+    "FragmentScheduleRules": _RULES,
+    "PipelineSchedule": _RULES,
+    "pipeline": _RULES,
+    "pipeline_registry": "pass the name of a schedule as `make_config(pipeline_schedule=)`; `PIPELINE_SCHEDULES` has "
+    "the names",
+    "reduce": "sums over meshes are inferred. Pass its argument itself",
+    "broadcast": "an array is sent to each mesh that reads it. Pass its argument itself",
+    "make_partitioning_options": "`PartitioningOptions` checks the options, and so does `make_config`",
+}
+
+
+def explain(name: str, known: Sequence[str]) -> str:
+    """Return the message for a missing `jaxpp_flax.mpmd.<name>`.
+
+    Example:
+      >>> explain("reduce", [])
+      'jaxpp_flax.mpmd has no reduce: sums over meshes are inferred. Pass its argument itself.'
+      >>> explain("named_tensors", ["named_tensor", "jit"])
+      "module 'jaxpp_flax.mpmd' has no attribute 'named_tensors'. Did you mean 'named_tensor'?"
+    """
+    if name in REMEDIES:
+        return f"jaxpp_flax.mpmd has no {name}: {REMEDIES[name]}."
+    return f"module 'jaxpp_flax.mpmd' has no attribute {name!r}.{near_names(name, known)}"
