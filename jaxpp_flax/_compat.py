@@ -322,8 +322,9 @@ def _device_list_for(source: Sharding, target: Sharding, shape: tuple[int, ...])
 def copy_arrays(arrays: Sequence[jax.Array], shardings: Sequence[Sharding]) -> list[jax.Array]:
     """Copy each array to the devices of its sharding, without waiting for any of them.
 
-    The results are independent of the sources, which may be donated or deleted as soon as this function returns, even
-    if source and target are the same devices. An array that differs from its target in partition is resharded.
+    The results are committed, and independent of the sources, which may be donated or deleted as soon as this function
+    returns, even if source and target are the same devices. An array that differs from its target in partition is
+    resharded.
 
     Measured with 4 arrays of 4 KiB on 2 busy CPU cores: 80 microseconds, where `copy_arrays_public` takes 320.
 
@@ -344,8 +345,9 @@ def copy_arrays(arrays: Sequence[jax.Array], shardings: Sequence[Sharding]) -> l
     others: list[int] = []
     for index, array in enumerate(arrays):
         devices = None
-        # A deleted array also takes the public way, which raises an error; the batched copy would crash.
-        if type(array) is _array_type and not array.is_deleted():
+        # A deleted array also takes the public way, which raises an error; the batched copy would crash. It would also
+        # leave an array uncommitted, whose next operation would move it to the first device.
+        if type(array) is _array_type and array.committed and not array.is_deleted():
             devices = _device_list_for(array.sharding, shardings[index], array.shape)
         if devices is None:
             others.append(index)

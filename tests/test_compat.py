@@ -61,6 +61,16 @@ def test_dtypes_and_shapes(copy: Copy, dtype: str, shape: tuple[int, ...]):
 
 
 @both_ways
+def test_a_copy_of_an_uncommitted_array_stays_on_its_device(copy: Copy):
+    first, second = (SingleDeviceSharding(device) for device in jax.devices()[:2])
+    for source in (jnp.uint32(3), jnp.arange(4), jax.random.key(3)):
+        [there] = copy([source], [second])
+        assert there.committed
+        assert there[None].sharding == second  # JAX takes the first device for what is not committed
+        assert copy([there], [first])[0].committed
+
+
+@both_ways
 def test_a_differently_partitioned_target_is_resharded(copy: Copy):
     arrays = [
         jax.device_put(jnp.arange(8.0).reshape(4, 2), NamedSharding(submesh(0), spec)) for spec in (P("data"), P())

@@ -22,10 +22,14 @@ def found(output: str) -> Any:
     return {key: np.asarray(value) if isinstance(value, list) else value for key, value in tree.items()}
 
 
-@pytest.mark.parametrize(("count", "arguments"), [(2, ()), (3, ()), (4, ("data",))], ids=["2", "3", "2x2"])
-def test_losses_metrics_and_weights(count: int, arguments: tuple[str, ...]):
-    with start_processes(1, "run_trainer.py", *arguments, devices=count) as one:
-        outputs = run_processes(count, "run_trainer.py", *arguments)
+@pytest.mark.parametrize(
+    ("count", "devices", "arguments"),
+    [(2, 1, ()), (3, 1, ()), (2, 2, ()), (4, 1, ("data",))],
+    ids=["2", "3", "2 with 2 devices", "2x2"],
+)
+def test_losses_metrics_and_weights(count: int, devices: int, arguments: tuple[str, ...]):
+    with start_processes(1, "run_trainer.py", *arguments, devices=count * devices) as one:
+        outputs = run_processes(count, "run_trainer.py", *arguments, devices=devices)
         (alone,) = one.wait(240.0)
     assert alone.code == 0, alone.output
     expected = found(alone.output)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 
 class ModelAdapter(Protocol):
@@ -42,3 +44,19 @@ def fold(key: jax.Array, *numbers: Any) -> jax.Array:
     for number in numbers:
         key = folded(key, number)
     return key
+
+
+def numbers_as_arrays(tree: Any) -> Any:
+    """Return the tree with an array for each Python number: it goes to devices and into checkpoints as others do.
+
+    The arrays are float32 or int32 (float64 or int64 with `jax_enable_x64`), in every trace and after a restore alike.
+
+    Example:
+      >>> numbers_as_arrays({"depth": 3, "scale": 0.5})
+      {'depth': Array(3, dtype=int32), 'scale': Array(0.5, dtype=float32)}
+    """
+
+    def one(leaf: Any) -> Any:
+        return jnp.asarray(np.asarray(leaf)) if isinstance(leaf, (int, float, complex)) else leaf
+
+    return jax.tree.map(one, tree)

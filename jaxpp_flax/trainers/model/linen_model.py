@@ -11,7 +11,7 @@ import jax
 from flax import core
 from flax import linen as nn
 
-from jaxpp_flax.trainers.model.adapter import fold
+from jaxpp_flax.trainers.model.adapter import fold, numbers_as_arrays
 from jaxpp_flax.trainers.model.frozen import frozen_filter, merge_frozen, path_text, split_frozen
 from jaxpp_flax.trainers.model.sharding import is_box
 
@@ -76,7 +76,7 @@ class LinenModel:
         cls, module: nn.Module, variables: Mapping[str, Any], key: jax.Array, rng_names: Sequence[str], frozen: Any
     ) -> tuple[LinenModel, Any, Any]:
         """Return the adapter, the `params` collection without the frozen parameters, and the rest."""
-        collections = core.unfreeze(dict(variables))  # type: ignore[arg-type]
+        collections = numbers_as_arrays(core.unfreeze(dict(variables)))  # type: ignore[arg-type]
         params = collections.pop("params")
         rest = {"collections": collections, "key": key}
         if frozen is not None:

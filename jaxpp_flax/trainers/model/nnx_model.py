@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxpp_flax.trainers.model.adapter import fold
+from jaxpp_flax.trainers.model.adapter import fold, numbers_as_arrays
 from jaxpp_flax.trainers.model.frozen import frozen_filter, path_text
 
 # Makes these keys differ from the streams of a module with the same seed.
@@ -33,7 +33,7 @@ class NnxModel:
             is_frozen = frozen_filter(frozen, [path_text(path) for path, _ in chosen])
             wrt = nnx.All(wrt, lambda path, _: not is_frozen(path_text(path)))
         graphdef, params, rest = nnx.split(module, wrt, ...)
-        return cls(graphdef=graphdef, wrt=wrt, seed=seed), params, rest
+        return cls(graphdef=graphdef, wrt=wrt, seed=seed), numbers_as_arrays(params), numbers_as_arrays(rest)
 
     def bind(self, params: Any, rest: Any, *, step: Any, microbatch: Any, training: bool) -> Any:
         """Make a new module for each microbatch: only a copy is legal inside the loop."""
