@@ -51,7 +51,7 @@ def test_sixty_percent_of_the_peak_trains_as_plain_jit_does(options, card, does)
     losses = [float(trainer.train_step(batch)["loss"]) for batch in batches]
     plan = trainer.plan
     assert max(plan.rank_bytes) <= limit
-    assert "estimated bytes on each device" in str(plan)  # the compiled step's are the exact ones, see below
+    assert "estimated bytes on each device" in plan.table().caption  # the compiled step's are the exact ones, see below
     assert any(does in describe(stage) for stage in plan.residuals.stages)
     expected, after = m.plain_training(m.Model(8, rngs=nnx.Rngs(0)), optax.sgd(0.1), m.mean_loss, batches, 8)
     tree_allclose(losses, expected, rtol=1e-5)
@@ -257,5 +257,5 @@ def test_gathers_and_the_update_hold_the_predicted_bytes(fsdp, rows):
     if (fsdp, rows) == (None, 16):  # weights, gradients and the fetched state enter the update; the batch stays beside
         own = [e for t, e in zip(compiled.program.tasks, compiled._executables.tasks, strict=True) if t.rank == 1]
         update = max(e.memory_analysis().argument_size_in_bytes for e in own)
-        live = update + batch["y"].nbytes + 4  # another program reads the counter
+        live = update + batch["y"].nbytes
     assert trainer.plan.rank_bytes[-1] + 4 == live
