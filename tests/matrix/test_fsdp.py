@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -19,6 +20,7 @@ from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.passes.fsdp.rule import FsdpWarning
 from jaxpp_flax.engine.program.program import Run
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.engine.tracing.treduce import Add, Concat, treduce
 from jaxpp_flax.schedules import Interleaved1F1B, Schedule, Std1F1B, ZeroBubble
 from tests.engine.test_memory import observe
 from tests.helpers import batch_of, slow, tree_allclose
@@ -105,6 +107,25 @@ def test_weights_are_gathered_and_gradients_scattered_once(microbatches: int):
     assert "gather_0" in names_before(compiled, "fwd_0")
     assert "gather_1" in names_before(compiled, "fwd_bwd_1")
     assert [stage.gathered_bytes for stage in compiled.stages] == [4 * (2 * DIM * 2 * DIM + 2 * DIM)] * 2
+
+
+def test_a_replicated_mask_of_the_gradient_changes_nothing():
+    mesh, params, batch = mesh_of(2, fsdp=4), parameters(2), batch_of(MICROBATCHES, ROWS, DIM, host=True)
+    masks = jax.tree.map(lambda p: (jnp.arange(p.size).reshape(p.shape) % 3 > 0).astype(p.dtype), params)
+
+    def step(params: Any, masks: Any, batch: Any) -> Any:
+        def loss_of(microbatch: Any) -> Any:
+            error = lambda params: jnp.mean((model(params, microbatch["x"]) - microbatch["y"]) ** 2)  # noqa: E731
+            return jax.value_and_grad(error)(params)
+
+        losses, grads = treduce(loss_of, batch, schedule=Std1F1B(2), operation=(Concat(), Add))
+        return jax.tree.map(lambda p, g, mask: p - 0.1 * g * mask, params, grads, masks), losses
+
+    specs = ([FSDP] * 2, None, {"x": P(None, "fsdp"), "y": P(None, "fsdp")})
+    pipelined = mpmd_jit_with_loop(step, mesh, in_specs=specs, fsdp="step")
+    tree_allclose(jax.tree.map(np.asarray, pipelined(params, masks, batch)), jax.jit(step)(params, masks, batch))
+    compiled = pipelined.compile(params, masks, batch)
+    assert executed(compiled, in_loop=False) == {"all-gather": 2 * LEAVES, "reduce-scatter": 2 * LEAVES}
 
 
 def test_bytes_are_those_of_real_buffers():

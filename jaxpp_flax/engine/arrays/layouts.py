@@ -45,7 +45,7 @@ def layout_of(leaf: Any, mesh: MpmdMesh, where: str = "an argument") -> Layout:
     """Return an argument's own partition, without the stage axis, and its memory.
 
     Raises:
-      ValueError: if no type of JAX can express its kind of memory.
+      ValueError: if no type of JAX can express its kind of memory, or its type tells of sums over a mesh axis.
     """
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
@@ -55,10 +55,16 @@ def layout_of(leaf: Any, mesh: MpmdMesh, where: str = "an argument") -> Layout:
         return Layout(leaf.spec, memory)
     if not isinstance(sharding, NamedSharding):
         return Layout(PartitionSpec(), memory)
-    return Layout(_within_submesh(sharding.spec, mesh), memory)
+    return Layout(_within_submesh(sharding.spec, mesh, where), memory)
 
 
-def _within_submesh(spec: PartitionSpec, mesh: MpmdMesh) -> PartitionSpec:
+def _within_submesh(spec: PartitionSpec, mesh: MpmdMesh, where: str) -> PartitionSpec:
+    if spec.unreduced or spec.reduced:
+        raise ValueError(
+            f"{where} has the spec {spec}. Types of sums (`reduced=`, `unreduced=`) are lost between tasks, and a "
+            "pipeline needs none: gradients of parameters that are replicated over a data axis are reduced once, after "
+            "the loop, without being told. Leave them out of the spec."
+        )
     names = set(mesh.jax_mesh.axis_names) - {mesh.mpmd_axis_name}
     return canonical(keep_axes(spec, names.__contains__))
 
@@ -67,7 +73,7 @@ def broadcast_layouts(prefix: Any, tree: Any, what: str, mesh: MpmdMesh) -> list
     """Return the request for each leaf of `tree`; a prefix may hold specs or shardings, and None for no request.
 
     Raises:
-      ValueError: if `prefix` is not a prefix of `tree`, or names an unknown axis or an unsupported kind of memory.
+      ValueError: if `prefix` is not a prefix of `tree`, or names an unknown axis, sums or an unsupported memory.
     """
     names = set(mesh.jax_mesh.axis_names)
     layouts: list[Layout] = []
@@ -79,7 +85,7 @@ def broadcast_layouts(prefix: Any, tree: Any, what: str, mesh: MpmdMesh) -> list
                     f"{where} is {spec}, but the mesh has no axis {name!r}: its axes are "
                     f"{sorted(names)}. Use one of these, or make a mesh that has it."
                 )
-        layouts.append(Layout(None if spec is None else _within_submesh(spec, mesh), memory_wanted(node, where)))
+        layouts.append(Layout(None if spec is None else _within_submesh(spec, mesh, where), memory_wanted(node, where)))
     return layouts
 
 

@@ -118,7 +118,7 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass(
         "updated_arguments",
-        lambda step, _: replace(step, nodes=tuple(find_relatives(step.nodes, step.inputs))),
+        lambda step, _: replace(step, nodes=tuple(find_relatives(step.nodes, step.inputs, step.outputs))),
         requires="lowered loops",
         ensures="each accumulator knows the argument that it updates, and so its sharding",
     ),

@@ -13,6 +13,7 @@ from flax import core
 from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.generation.decoding import DecodingModel
 from jaxpp_flax.trainers.model.calling import inference_arguments
+from jaxpp_flax.trainers.model.dense_general import checked_without_annotations
 from jaxpp_flax.trainers.model.linen_model import LinenModel
 from jaxpp_flax.trainers.model.sharding import unboxed
 
@@ -51,7 +52,8 @@ def decode_linen(adapter: LinenModel, *, batch_size: int, length: int, dtype: An
 
     def call(params: Any, rest: Any, cache: Any, tokens: Any) -> tuple[Any, Any]:
         variables = {**adapter.variables_of(params, rest), "cache": cache}
-        logits, written = module.apply(variables, tokens, mutable=["cache"], **arguments)
+        with checked_without_annotations():
+            logits, written = module.apply(variables, tokens, mutable=["cache"], **arguments)
         return logits, core.unfreeze(written["cache"])  # type: ignore[index]
 
     cache = jax.eval_shape(make_cache)

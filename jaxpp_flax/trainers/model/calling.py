@@ -15,6 +15,7 @@ from flax.errors import FlaxError
 
 from jaxpp_flax.trainers.errors import LossError, ModelError
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
+from jaxpp_flax.trainers.model.dense_general import checked_without_annotations
 from jaxpp_flax.trainers.model.linen_model import LinenCall
 
 # A first argument with one of these names is meant for parameters.
@@ -48,7 +49,8 @@ def call_function(
     if "rngs" in asked:
         extra["rngs"] = model.rngs(rest, step=step, microbatch=microbatch)
     try:
-        return function(bound, batch, **extra), bound
+        with checked_without_annotations():
+            return function(bound, batch, **extra), bound
     except (AttributeError, TypeError, FlaxError) as error:
         if taken := _taken_for_parameters(function, bound, error):
             raise LossError(taken) from error

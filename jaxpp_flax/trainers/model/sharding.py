@@ -116,7 +116,8 @@ def state_specs(
 
     An optimizer leaf belongs to the parameter with the same path, and has the parameter's spec. An optimizer leaf with
     only some of the parameter's dimensions, such as Adafactor's factored statistics, has the spec of these dimensions.
-    Where every axis except the stage axis has one device, names without a meaning are ignored: they cut nothing.
+    Where every axis except the stage axis has one device, names without a meaning are ignored: they cut nothing. So
+    they are where `data` is the only such axis, and nothing is annotated with it.
 
     Return None if nothing is annotated, or there is no mesh. `notes` are the annotations of parameters and of the
     model's other state.
@@ -204,6 +205,7 @@ class _Reader:
         self.undivided: str | None = None
         self.matters = math.prod(sizes.values()) > 1
         """True if a stage has several devices, so that an axis can cut a dimension."""
+        self.cuts = False  # whether a name stands for an axis
 
     def specs(self, tree: Any, notes: Sequence[Annotation | None]) -> list[PartitionSpec | None]:
         """Return the spec of each leaf; None for a leaf without an annotation."""
@@ -226,6 +228,7 @@ class _Reader:
             parts = name if isinstance(name, tuple) else (name,)
             axes = tuple(axis for part in parts for axis in self._axes(part, path, taken, pairs))
             taken.update(axes)
+            self.cuts = self.cuts or bool(axes)
             count = math.prod(self.sizes[axis] for axis in axes)
             if size % count:
                 self.undivided = self.undivided or (
@@ -258,7 +261,7 @@ class _Reader:
 
     def refuse_faults(self) -> None:
         """Refuse all names and axes without a meaning, unless they cannot cut anything; then uneven dimensions."""
-        if not self.matters:
+        if not self.matters or self._is_data_parallel:
             return
         stage = f"no axis of a stage: these are {dict(self.sizes)}"
         if self.unknown:
@@ -275,6 +278,14 @@ class _Reader:
             raise MeshError(f"{self._absent_text('')} These are no axes of a stage, which has {dict(self.sizes)}.")
         if self.undivided is not None:
             raise MeshError(self.undivided)
+
+    @property
+    def _is_data_parallel(self) -> bool:
+        """True if only examples are cut, and no annotation or rule is about this mesh: each device has all parameters.
+
+        A model that is annotated for other meshes then trains as it would without annotations.
+        """
+        return set(self.sizes) == {"data"} and not self.cuts and not self.absent
 
     def _absent_text(self, begin: str) -> str:
         if not self.absent:

@@ -53,6 +53,21 @@ def test_a_gradient_finds_its_parameter(name: str):
     assert found[2,] == [None], "the losses belong to no argument"
 
 
+@pytest.mark.parametrize(
+    "change", [lambda p, g, mask: p - 0.1 * g * mask, lambda p, g, mask: jnp.where(mask > 0, p - 0.1 * g, p)]
+)
+def test_a_mask_is_not_what_a_gradient_updates(change: Any):
+    params, batch = chain(2, DIM), batch_of(2, dim=DIM)
+
+    def step(mask: Any, params: Any, batch: Any) -> Any:
+        losses, grads = gradients(Std1F1B(2))(params, batch)
+        return jax.tree.map(change, params, grads, mask), losses
+
+    found = relatives(step, jax.tree.map(jnp.ones_like, params), params, batch)
+    assert sorted(found[DIM,]) == [4, 6]
+    assert sorted(found[DIM, DIM]) == [5, 7]
+
+
 def test_a_gradient_that_meets_no_argument():
     found = relatives(gradients(Std1F1B(2)), chain(2, DIM), batch_of(2, dim=DIM))
     assert {like for several in found.values() for like in several} == {None}

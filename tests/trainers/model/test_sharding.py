@@ -178,12 +178,13 @@ def test_rules_of_the_batch_for_examples_that_cannot_be_shared():
     np.testing.assert_allclose(*[t.evaluate([one])["loss"] for t in made], rtol=1e-5)
 
 
-NO_AXIS = r"names without a rule that are no axis of a stage: these are {'data': 2}\. The names: "
+NO_AXIS = r"names without a rule that are no axis of a stage: these are {'data': 2, 'fsdp': 2}\. The names: "
+BOTH = {"data": 2, "fsdp": 2}
 
 
 def test_refusals():
     with pytest.raises(MeshError, match=NO_AXIS + r"'tensor' \(of blocks/0/down/kernel\)\. Say what each stands for"):
-        trainer("nnx", (None, "tensor"), mesh={"data": 2})
+        trainer("nnx", (None, "tensor"), mesh=BOTH)
     with pytest.raises(MeshError, match=r"of shape \(32, 8\) cannot be cut into 3 equal parts"):
         trainer("nnx", (None, "fsdp"), mesh={"fsdp": 3})
     with pytest.raises(TypeError, match=r"sharding_rules holds 'embed'"):
@@ -197,7 +198,7 @@ def test_all_names_without_a_meaning_are_listed_at_once():
         r"'embed' \(of Dense_0/kernel\), 'mlp' \(of Dense_0/kernel\)\. Say .*rules=\[\('embed', None\), \('mlp', None"
     )
     with pytest.raises(MeshError, match=NO_AXIS + listed):
-        trainer("linen", mesh={"data": 2})
+        trainer("linen", mesh=BOTH)
     lacking = r"rules lead names to axes that the mesh lacks: 'embed' to 'fsdp' .*, 'mlp' to 'tensor' .*mesh={'fsdp'"
     with pytest.raises(MeshError, match=lacking):
         trainer("linen", mesh=MeshOptions(axes={"data": 2}, sharding_rules={"embed": "fsdp", "mlp": "tensor"}))
@@ -236,11 +237,61 @@ def test_rules_of_a_leaf_of_its_own():
     assert {*jax.tree.leaves(made._core.executables.state_specs.params)} == {P(None, "tensor")}
 
 
-@pytest.mark.parametrize(("kind", "axes"), [("linen", {"data": 1}), ("nnx", None)])
+@pytest.mark.parametrize(("kind", "axes"), [("linen", {"data": 1}), ("nnx", None), ("linen", {"data": 2})])
 def test_names_that_can_cut_nothing_are_passed_over(kind, axes):
-    """One device in each stage: neither unknown names, nor the constraints in the model, matter."""
-    with nn.logical_axis_rules([("batch", ("data", "fsdp")), ("embed", "fsdp")]):  # 'mlp' has no rule
+    """One device in each stage, or data parallelism alone: neither unknown names nor constraints matter."""
+    rules = [("batch", ("data", "fsdp")), *([] if axes == {"data": 2} else [("embed", "fsdp")])]
+    with nn.logical_axis_rules(rules):  # 'mlp' has no rule
         names = ("embed", "mlp")
         piped, plain = trainer(kind, names, mesh=axes), trainer(kind, names, stages=1)
     losses = [float(made.train_step(batch())["loss"]) for made in (piped, plain)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+class Projections(nn.Module):
+    """Layers whose kernels have three dimensions; Linen makes these of flat ones with two."""
+
+    logical: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        annotate = nn.with_logical_partitioning if self.logical else nn.with_partitioning
+        bias = annotate(nn.initializers.normal(), ("heads", "kv"))
+        for _ in range(STAGES):
+            y = nn.DenseGeneral((2, 4), kernel_init=annotate(_INIT, ("embed", "heads", "kv")), bias_init=bias)(x)
+            out = nn.DenseGeneral(WIDTH, axis=(-2, -1), kernel_init=annotate(_INIT, ("heads", "kv", "embed")))
+            x = mark_stage_end(x + out(jnp.tanh(y)))
+        return x
+
+
+WHOLE = [("embed", None), ("heads", None), ("kv", None)]
+SHARDED = P(None, "tensor")
+PROJECTIONS = [
+    ({}, P()),
+    ({"variables": "unboxed"}, P()),
+    ({"variables": "factory"}, P()),
+    ({"mesh": {"data": 2}}, P()),
+    ({"mesh": {"data": 2}, "variables": "unboxed"}, P()),
+    ({"mesh": MeshOptions(axes={"fsdp": 2}, sharding_rules=WHOLE)}, P()),
+    ({"mesh": MeshOptions(axes={"tensor": 2}, sharding_rules={"embed": None, "heads": "tensor", "kv": None})}, SHARDED),
+]
+
+
+@pytest.mark.parametrize("logical", [False, True])
+def test_projections_to_several_dimensions(logical):
+    module = Projections(logical)
+    boxed = module.init(jax.random.key(0), batch()["x"])
+    variables = {"unboxed": nn.meta.unbox(boxed), "factory": lambda key: module.init(key, batch()["x"])}
+    loss_of = lambda params: squared_error(lambda x: module.apply({"params": params}, x), batch())  # noqa: E731
+    loss, grads = jax.jit(jax.value_and_grad(loss_of))(nn.meta.unbox(boxed["params"]))
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, nn.meta.unbox(boxed["params"]), grads)
+    for options, spec in PROJECTIONS if not logical else PROJECTIONS[:1] + PROJECTIONS[-1:]:
+        given = {**options, "variables": variables.get(options.get("variables", ""), boxed)}
+        made = PipelineTrainer(
+            module, optax.sgd(0.1), squared_error, num_stages=STAGES, num_microbatches=2, logging=False, **given
+        )
+        np.testing.assert_allclose(float(made.train_step(batch())["loss"]), float(loss), rtol=1e-5)
+        tree_allclose(jax.tree.map(np.asarray, made.state.params), expected)
+        kernel = made.state.params["DenseGeneral_0"]["kernel"]
+        assert kernel.shape == (WIDTH, 2, 4)
+        assert kernel.spec == spec
