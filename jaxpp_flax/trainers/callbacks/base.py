@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -40,6 +40,10 @@ class Callback:
     def wants(self, step: int) -> bool:
         """Return True if the hooks run at `step`."""
         return step % self.every == 0
+
+    def state_name(self) -> str:
+        """Return the name of the state in checkpoints: another one for each callback of a `fit` that has a state."""
+        return type(self).__name__
 
     def get_state(self) -> Any:
         """Return this callback's state for a checkpoint, as JSON; None for no state."""
@@ -103,30 +107,39 @@ def end_callbacks(callbacks: Sequence[Callback], trainer: Any, error: BaseExcept
 
 
 def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """Name callbacks by class, with a number if a class occurs several times: another run gives the same names.
+    """Return the callbacks that may have a state by the names of their states, in whatever order they are passed.
+
+    Raises:
+      ValueError: if two of them have the same name; a checkpoint could not tell their states apart.
 
     Example:
-      >>> list(named([Callback(), Callback()]))
-      ['Callback', 'Callback_2']
+      >>> from jaxpp_flax.trainers.callbacks.stopping import EarlyStopping
+      >>> list(named([EarlyStopping("accuracy", mode="max"), Callback(), EarlyStopping("loss")]))
+      ['EarlyStopping(accuracy)', 'EarlyStopping(loss)']
     """
     found: dict[str, Callback] = {}
-    count = Counter[str]()
     for callback in callbacks:
-        name = type(callback).__name__
-        count[name] += 1
-        found[name if count[name] == 1 else f"{name}_{count[name]}"] = callback
+        if type(callback).get_state is Callback.get_state:
+            continue
+        name = callback.state_name()
+        if name in found:
+            raise ValueError(
+                f"two callbacks have a state named {name!r}, which a checkpoint could not tell apart: {found[name]!r} "
+                f"and {callback!r}. Leave one out, or give them different names: `state_name()` of a subclass."
+            )
+        found[name] = callback
     return found
 
 
 class CallbackStates:
-    """The states of the callbacks of the last `fit`, with names that are equal in another run.
+    """The states of the callbacks of the last `fit`, by the names of these callbacks.
 
     Example:
       >>> from jaxpp_flax.trainers.callbacks.stopping import EarlyStopping
       >>> states = CallbackStates()
       >>> states.begin([EarlyStopping(), Callback()], resumed=False)
       >>> states.to_json()
-      {'EarlyStopping': {'best': inf, 'bad': 0}}
+      {'EarlyStopping(loss)': {'best': inf, 'bad': 0}}
     """
 
     def __init__(self) -> None:
@@ -138,10 +151,24 @@ class CallbackStates:
         self._restored = states
 
     def begin(self, callbacks: Sequence[Callback], *, resumed: bool) -> None:
-        """Reset each callback, or restore its state from the checkpoint; without a checkpoint, keep its state."""
-        states = self._restored if resumed else {}
-        for name, callback in named(callbacks).items():
-            callback.set_state(callback.get_state() if states is None else states.get(name))
+        """Reset each callback, or restore its state from the checkpoint; without a checkpoint, keep its state.
+
+        A state in the checkpoint that none of the callbacks has is left out, with a warning.
+
+        Raises:
+          ValueError: as `named`.
+        """
+        states, own = self._restored if resumed else {}, named(callbacks)
+        names = {id(callback): name for name, callback in own.items()}
+        for callback in callbacks:
+            callback.set_state(callback.get_state() if states is None else states.get(names.get(id(callback), "")))
+        if left := [name for name in states or () if name not in own]:
+            anew = [name for name in own if name not in (states or ())]
+            warnings.warn(
+                f"the checkpoint has the states of callbacks that this `fit` does not have, and they are left out: "
+                f"{', '.join(left)}. These callbacks begin anew: {', '.join(anew) or 'none'}.",
+                stacklevel=2,
+            )
         self._callbacks = callbacks
 
     def to_json(self) -> dict[str, Any]:

@@ -48,6 +48,9 @@ class EarlyStopping(Callback):
         self._sign = 1 if mode == "min" else -1
         self.set_state(None)
 
+    def state_name(self) -> str:
+        return f"{type(self).__name__}({self._metric})"
+
     def get_state(self) -> dict[str, Any]:
         return {"best": self._best, "bad": self._bad}
 

@@ -10,7 +10,10 @@ from types import FrameType
 
 from jaxpp_flax.processes.waits import print_notice
 
-__all__ = ["Interruption"]
+__all__ = ["STEPS_AHEAD", "Interruption"]
+
+STEPS_AHEAD = 4
+"""A process is fewer steps than this ahead of another one, since each waits for the loss of two steps ago."""
 
 
 class Interruption:
@@ -80,4 +83,5 @@ class Interruption:
         if self.requested or (self._raises and not self.within_step):
             signal.default_int_handler(number, frame)
         self.requested = True
-        print_notice("Ctrl-C ends the run after this step; a second one ends it at once")
+        end = "after this step" if self._raises else f"in all processes within {STEPS_AHEAD} steps"
+        print_notice(f"Ctrl-C ends the run {end}; a second one ends it at once")

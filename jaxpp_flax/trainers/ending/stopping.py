@@ -10,14 +10,11 @@ from typing import Any, Literal
 from jaxpp_flax.processes.comparison import exchange_values
 from jaxpp_flax.processes.group import ProcessGroup
 from jaxpp_flax.trainers.callbacks import Callback
-from jaxpp_flax.trainers.ending.interruption import Interruption
+from jaxpp_flax.trainers.ending.interruption import STEPS_AHEAD, Interruption
 from jaxpp_flax.trainers.ending.preemption import Preemption
 from jaxpp_flax.trainers.loop.hooks import StepRecord, TrainerProtocol
 
 __all__ = ["CommonStop", "Ending", "StopReason"]
-
-_STEPS_AHEAD = 4
-"""A process is fewer steps than this ahead of another one, since each waits for the loss of two steps ago."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class CommonStop:
             return requested
         if self._last is None:
             if requested is not None:
-                announcement = [step + _STEPS_AHEAD, *astuple(requested)]
+                announcement = [step + STEPS_AHEAD, *astuple(requested)]
                 self._group.values.announce(self._name, json.dumps(announcement).encode())
             announced = self._group.values.announcement(self._name)
             if announced is not None:

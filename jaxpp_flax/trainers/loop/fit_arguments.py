@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpp_flax.counts import check_count
-from jaxpp_flax.trainers.callbacks.base import Callback
+from jaxpp_flax.trainers.callbacks.base import Callback, named
 from jaxpp_flax.trainers.callbacks.stopping import EarlyStopping
 from jaxpp_flax.trainers.checkpoints import Resume, check_resume
 from jaxpp_flax.trainers.data.position import ResumeData
@@ -45,6 +45,7 @@ class FitArguments:
                 )
             if self.eval_data is None and isinstance(callback, EarlyStopping):
                 raise ValueError("EarlyStopping counts evaluations: pass eval_data= and eval_every=.")
+        named(self.callbacks)
         check_resume(self.resume)
         for name in ("steps", "epochs", "global_batch_size", "eval_every", "eval_global_batch_size"):
             if (value := getattr(self, name)) is not None:

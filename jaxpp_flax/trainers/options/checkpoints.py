@@ -33,7 +33,7 @@ class Checkpoints:
         end of `fit` names the best value that was logged.
       best_mode: "min" if smaller is better, "max" if larger is, as of an accuracy.
       asynchronous: write in the background.
-      preemption_deadline: SIGTERM ends `fit` after the current step with a checkpoint, within this many seconds. None
+      preemption_deadline: SIGTERM ends `fit` as `trainer.stop` does, with a checkpoint, within this many seconds. None
         does not handle the signal.
 
     Raises:

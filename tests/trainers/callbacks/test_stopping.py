@@ -11,8 +11,9 @@ import pytest
 from flax import nnx
 
 from jaxpp_flax import PipelineTrainer
-from jaxpp_flax.trainers import Evaluate, LogMetrics
+from jaxpp_flax.trainers import Checkpoints, Evaluate, Inference, LogMetrics
 from jaxpp_flax.trainers.callbacks import Callback, EarlyStopping, StopOnFile, TimeLimit
+from jaxpp_flax.trainers.callbacks.base import CallbackStates
 
 DATA = [jnp.ones((4, 2))] * 3
 
@@ -117,3 +118,43 @@ def test_a_callback_that_only_fit_runs_is_refused_in_a_hook():
     it = trainer()
     with pytest.raises(ValueError, match="a hook holds a TimeLimit, which works in on_fit_start"):
         next(iter(it.training_steps(DATA, hooks=[LogMetrics(it, callbacks=[TimeLimit(5)])])))
+
+
+def test_a_resumed_run_finds_states_by_metric_in_whatever_order(tmp_path):
+    """By position, each would go on with the other one's best value, and stop the run too early."""
+
+    def eval_loss_fn(model, x):
+        return (model(x) ** 2).mean(), {"score": x.max() * 0.0}
+
+    def states_after(steps, order, folder, **options):
+        trainer = PipelineTrainer(
+            nnx.Linear(2, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), lambda model, x: (model(x) ** 2).mean(),
+            num_stages=1, num_microbatches=2, logging=False, checkpoints=Checkpoints(tmp_path / folder, every=9),
+            inference=Inference(eval_loss_fn=eval_loss_fn),
+        )  # fmt: skip
+        watched = [EarlyStopping("eval_loss", patience=9), EarlyStopping("score", patience=9)]
+        callbacks = [watched[i] for i in order]
+        trainer.fit(DATA * 2, steps=steps, callbacks=callbacks, eval_data=DATA[:1], eval_every=1, **options)
+        return [callback.get_state() for callback in watched]
+
+    expected = states_after(5, [0, 1], "whole")
+    assert expected[0]["bad"] < expected[1]["bad"]
+    states_after(3, [0, 1], "parts")
+    assert states_after(5, [1, 0], "parts", resume=True) == expected
+
+
+def test_states_that_a_checkpoint_could_not_tell_apart_are_refused():
+    says = (
+        r"two callbacks have a state named 'EarlyStopping\(loss\)', which a checkpoint could not tell apart.*state_name"
+    )
+    with pytest.raises(ValueError, match=says):
+        trainer().fit(iter(()), callbacks=[EarlyStopping(), EarlyStopping(patience=5)], eval_data=DATA, eval_every=1)
+
+
+def test_states_of_callbacks_that_are_gone_are_left_out_with_a_warning():
+    """Names of an older version, which counted callbacks of a class, are among them."""
+    states, callback = CallbackStates(), EarlyStopping()
+    states.restored({"EarlyStopping": {"best": 1.0, "bad": 2}})
+    with pytest.warns(UserWarning, match=r"left out: EarlyStopping\. .* begin anew: EarlyStopping\(loss\)\."):
+        states.begin([callback], resumed=True)
+    assert callback.get_state()["bad"] == 0

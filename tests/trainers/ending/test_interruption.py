@@ -12,6 +12,7 @@ import pytest
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.trainers import Checkpoints
 from jaxpp_flax.trainers.callbacks import Callback
+from jaxpp_flax.trainers.ending.interruption import STEPS_AHEAD, Interruption
 from jaxpp_flax.trainers.loop.hooks import LogMetrics
 from jaxpp_flax.trainers.state.weights import to_ordinary
 from tests.checkpoint import program
@@ -78,6 +79,16 @@ def test_the_step_is_finished_and_saved(within: bool, tmp_path: Path, monkeypatc
     monkeypatch.undo()
     trainer.fit(BATCHES, steps=4, resume=True)
     tree_allclose(to_ordinary(trainer.state), uninterrupted, rtol=0, atol=0)
+
+
+def test_with_several_processes_the_notice_and_stop_say_when_all_of_them_end(capfd: Any):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with Interruption(raises=False) as interruption, interruption.step():
+        signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+    assert interruption.requested
+    assert f"Ctrl-C ends the run in all processes within {STEPS_AHEAD} steps;" in capfd.readouterr().err
+    assert {4: "up to four steps later"}[STEPS_AHEAD] in (PipelineTrainer.stop.__doc__ or "")
 
 
 def test_without_a_directory_the_state_in_memory_goes_on(monkeypatch: Any, uninterrupted: Any):
