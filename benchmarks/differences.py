@@ -94,7 +94,7 @@ def main() -> None:
             optimizer.update(model, nnx.grad(loss_fn)(model, batch))
 
         trainer = PipelineTrainer(
-            model, tx, loss_fn, num_stages=arguments.stages, num_microbatches=microbatches, logging=False
+            model, tx, loss_fn, num_stages=arguments.stages, num_microbatches=microbatches, mesh={}, logging=False
         )
         for batch in batches:
             step(plain, optimizer, batch)

@@ -267,6 +267,7 @@ class Checkpointing:
 
     def _take_position(self, step: int, position: DataPosition | None) -> None:
         self.held.step = step
+        self.measured.clear()
         self.tracking.restored(position)
         self.under_way.clear()
 

@@ -12,6 +12,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint import CheckpointNotFoundError
+from jaxpp_flax.checkpoint.best import read_metrics
 from jaxpp_flax.trainers import Checkpoints, Inference
 from jaxpp_flax.trainers.callbacks import EarlyStopping
 
@@ -143,3 +144,14 @@ def test_a_finished_run_returns_the_metrics_of_its_checkpoint(tmp_path):
     assert last == {"loss": -5.0, "eval_loss": 5.0}
     for limit in ({"steps": 6}, {"steps": 4}, {"epochs": 1}):
         assert trainer(Checkpoints(tmp_path, every=4)).fit(DATA, resume=True, **limit) == last
+
+
+def test_metrics_of_a_step_that_a_restore_has_undone_are_forgotten(tmp_path):
+    t = trainer(Checkpoints(tmp_path, every=1))
+    t.fit(DATA, steps=2)
+    t.restore(1)
+    (tmp_path / "2").rename(tmp_path / "two")
+    t.train_step(DATA[0] * 2)  # another second step
+    t.save()
+    assert read_metrics(tmp_path / "two") == {"loss": -1.0}
+    assert read_metrics(tmp_path / "2") == {}

@@ -99,7 +99,10 @@ class Scripts(RuleBasedStateMachine):
             ),
         )  # fmt: skip
         assert self.tracker.metrics.get("loss", {}) == expected.losses
-        assert result == (None if expected.errors else expected.result)
+        if call.resume and not expected.losses and not expected.errors:  # no step: with the metrics of the checkpoint
+            assert result.items() >= expected.result.items()
+        else:
+            assert result == (None if expected.errors else expected.result)
         self.writing = False
         self._interrupt_within(None)
         if self.run.stream is not before:

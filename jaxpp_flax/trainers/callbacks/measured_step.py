@@ -33,6 +33,10 @@ class MeasuredStep(Callback):
             self._step, self._metrics = step, {}
         self._metrics = {**self._metrics, **metrics}
 
+    def clear(self) -> None:
+        """Forget the metrics: the state is another one now, perhaps of the same step."""
+        self._step, self._metrics = -1, {}
+
     def on_evaluate(self, trainer: Any, step: int, metrics: Mapping[str, Any]) -> None:
         self.add(step, {f"eval_{name}": value for name, value in metrics.items()})
 
