@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 # Names are imported when they are first used: the launcher, its coordination service and the tools for schedules need
@@ -105,20 +106,8 @@ _HOME = {
     "Tracker": "trainers",
     "TrainState": "trainers",
 }
-# What `import jaxpp_flax` alone gives as attributes too.
-_PACKAGES = (
-    "api",
-    "assignment",
-    "checkpoint",
-    "compat",
-    "engine",
-    "layers",
-    "pretrained",
-    "schedules",
-    "tasks",
-    "trainers",
-)
 
+# After `import jaxpp_flax` alone, its packages and modules are attributes too.
 if not TYPE_CHECKING:  # type checkers see the imports above, and would take any name for one of these
 
     def __getattr__(name: str) -> object:
@@ -128,9 +117,11 @@ if not TYPE_CHECKING:  # type checkers see the imports above, and would take any
             return value
         if name == "__version__":
             return version("jaxpp_flax")
-        if name in _PACKAGES:
+        if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
             return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_HOME, *_PACKAGES})
+        from pkgutil import iter_modules  # no program calls this, and each one would import it
+
+        return sorted({*globals(), *_HOME, *(module.name for module in iter_modules(__path__))})

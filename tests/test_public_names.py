@@ -33,9 +33,17 @@ def test_a_name_is_the_one_of_its_module(name: str):
     assert name in dir(jaxpp_flax)
 
 
+def test_the_modules_are_attributes_without_an_import_of_their_own():
+    """Other tests have imported some: ask what finds those that no one has."""
+    for name in ("doctor", "launch", "linen", "mpmd", "tasks", "trainers"):
+        assert jaxpp_flax.__getattr__(name) is import_module(f"jaxpp_flax.{name}")
+        assert name in dir(jaxpp_flax)
+
+
 def test_a_name_that_does_not_exist():
     with pytest.raises(AttributeError, match="'jaxpp_flax' has no attribute 'PipelineTrainr'"):
         _ = jaxpp_flax.PipelineTrainr  # type: ignore[attr-defined]
+    assert not hasattr(jaxpp_flax, "__wrapped__"), "which tools ask every module for"
     with pytest.raises(ImportError, match="PipelineTrainr"):
         exec("from jaxpp_flax import PipelineTrainr")
 
@@ -51,5 +59,5 @@ def test_nothing_is_imported_before_it_is_used():
 
 @pytest.mark.processes
 def test_the_packages_are_attributes_too():
-    parts = ("checkpoint", "engine", "layers", "schedules", "trainers")
+    parts = ("checkpoint", "doctor", "engine", "launch", "layers", "linen", "mpmd", "schedules", "trainers")
     loaded_after(f"import jaxpp_flax\n{'; '.join(f'jaxpp_flax.{part}' for part in parts)}")

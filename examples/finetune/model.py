@@ -17,6 +17,7 @@ from settings import Settings
 
 from jaxpp_flax.layers import add_lora
 
+# In a copy of this folder, llama.py lies beside this file.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "pretrained"))
 from llama import NAMES, Llama, LlamaConfig
 

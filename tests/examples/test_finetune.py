@@ -86,6 +86,15 @@ def documents(recipe: SimpleNamespace, text: Path) -> list[str]:
     return recipe.data.read_documents(text)
 
 
+def test_a_copy_as_the_page_makes_it_needs_nothing_else(tmp_path: Path):
+    page = (ROOT / "docs" / "guides" / "finetuning.md").read_text()
+    (command,) = re.findall(r"`(cp [^`]*)`", page)
+    subprocess.run(command.replace(" mine", f" {tmp_path / 'mine'}"), shell=True, check=True, cwd=ROOT)
+    program = "import sys; sys.path.insert(0, sys.argv[1]); import model; print(sys.modules['llama'].__file__)"
+    found = run_python("-c", program, str(tmp_path / "mine")).stdout
+    assert found.strip() == str(tmp_path / "mine" / "llama.py")
+
+
 # ---------------------------------------------------------------- the data
 def test_documents_are_read_and_split(recipe: SimpleNamespace, documents: list[str], tmp_path: Path):
     assert len(documents) > 100
