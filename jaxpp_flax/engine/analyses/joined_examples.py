@@ -6,8 +6,8 @@ the table of primitives which operations a sum passes. The first other operation
 sqrt of a mean, the product of two means, softmax over the batch. So does an operation that reads two examples at once,
 such as `z @ z.T`.
 
-What the search cannot follow (some gathers, loops, comparisons and indices that are made of sums) counts as joining
-nothing. So it names no mean over examples, and it may miss a function that is none.
+What the search cannot follow (some gathers, loops, complex sums, comparisons and indices that are made of sums) counts
+as joining nothing. So it names no mean over examples, and it may miss a function that is none.
 """
 
 from __future__ import annotations
@@ -118,6 +118,8 @@ class _Search:
         """Return whether an equation is linear in operands that are sums over the examples, as far as is known."""
         if equation.name == "select_n":
             return 0 not in at
+        if any(jnp.issubdtype(atom.aval.dtype, jnp.complexfloating) for atom in equation.inputs):
+            return True  # the table does not tell a real part, which is linear, from a modulus
         facts = facts_of(equation.primitive)
         rule = facts.linear
         if rule is None:

@@ -72,6 +72,7 @@ MEANS: dict[str, Callable[..., Any]] = {
     "tokens of all examples": lambda x, y, m, w, t, k: jnp.tanh(x.reshape(-1, WIDTH) @ w).reshape(x.shape).mean(),
     "two terms": lambda x, y, m, w, t, k: x.mean() - jnp.mean(attention(x)) / 3 + (entropy(x, y) + x.sum()).mean(),
     "guards": lambda x, y, m, w, t, k: jnp.nan_to_num(jnp.where(jnp.isfinite(x.mean()), x.mean(), 0.0)),
+    "real part": lambda x, y, m, w, t, k: (jnp.abs(jnp.fft.fft(x)) ** 2).mean() + (jnp.fft.fft(x) ** 2).mean().real,
     "decay": lambda x, y, m, w, t, k: x.mean() + jnp.linalg.norm(w) / jnp.sqrt((w**2).sum()),
     "gradient by the input": lambda x, y, m, w, t, k: (
         (jnp.linalg.norm(jax.grad(lambda x: jnp.tanh(x @ w).sum())(x), axis=(1, 2)) - 1) ** 2
