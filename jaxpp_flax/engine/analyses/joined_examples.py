@@ -6,8 +6,8 @@ the table of primitives which operations a sum passes. The first other operation
 sqrt of a mean, the product of two means, softmax over the batch. So does an operation that reads two examples at once,
 such as `z @ z.T`.
 
-What the search cannot follow (some gathers, loops, complex sums, comparisons and indices that are made of sums) counts as joining
-nothing. So it names no mean over examples, and it may miss a function that is none.
+What the search cannot follow (some gathers, loops, complex sums, comparisons and indices that are made of sums) counts
+as joining nothing. So it names no mean over examples, and it may miss a function that is none.
 """
 
 from __future__ import annotations
