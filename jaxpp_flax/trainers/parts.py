@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxpp_flax.engine.arrays.memory_kinds import check_devices
+from jaxpp_flax.layers.remat import check_remat
 from jaxpp_flax.trainers.assigner import Assigner
 from jaxpp_flax.trainers.callbacks.base import CallbackStates
 from jaxpp_flax.trainers.callbacks.measured_step import MeasuredStep
@@ -40,7 +41,7 @@ from jaxpp_flax.trainers.options import (
     Precision,
     RandomStreams,
 )
-from jaxpp_flax.trainers.setup import check_memory, check_parameters, choose_model
+from jaxpp_flax.trainers.setup import check_functions, check_memory, check_parameters, choose_model
 from jaxpp_flax.trainers.state.holder import StateHolder
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.state.optimizer_memory import OptimizerMemory
@@ -121,7 +122,7 @@ def make_core(
       ModelError, AssignmentError, TypeError, ValueError: for a model, optimizer or assignment that does not fit.
     """
     skips, kept = precision.rule == "skip", OptimizerMemory(memory.optimizer_state)
-    _check_memory_options(memory, scheduling, assignment, devices)
+    _check_options(loss_fn, remat, memory, scheduling, assignment, devices)
     update = Update(
         tx=tx, loss_scale=precision.scale, gradient_dtype=precision.gradient_dtype, ema_decay=parameters.ema_decay,
         skips_nonfinite=skips, kept=kept,
@@ -175,8 +176,17 @@ def _run_metrics(logging: Logging, held: StateHolder, builders: StepBuilderCache
     return logging.run_metrics(devices, flops)
 
 
-def _check_memory_options(memory: Memory, scheduling: Scheduling, assignment: Assignment, devices: MeshOptions) -> None:
-    """Refuse options of memory that the devices, the mesh or one another do not allow."""
+def _check_options(
+    loss_fn: Any,
+    remat: Any,
+    memory: Memory,
+    scheduling: Scheduling,
+    assignment: Assignment,
+    devices: MeshOptions,
+) -> None:
+    """Refuse a loss or remat of another form, and options that the devices, the mesh or one another do not allow."""
+    check_functions(loss_fn=loss_fn)
+    check_remat(remat, "PipelineTrainer")
     mesh = scheduling.mesh
     used = jax.local_devices()[:1] if mesh is None else mesh.jax_mesh.devices.flat
     check_devices(memory.optimizer_state, used, "Memory(optimizer_state=)")
@@ -236,7 +246,7 @@ def make_parts(core: Core, inference: Inference, logging: Logging, options: Chec
         deadline=None if options is None else options.preemption_deadline,
         trace=lambda microbatches: core.builders.trace(held.memory, microbatches), await_same_end=train_step.end,
     )  # fmt: skip
-    weights = Weights(core.adapter, held, inference_weights, core.meet)
+    weights = Weights(core.adapter, held, inference_weights, mesh, core.update.tx.init, core.meet)
     return Parts(
         weights=weights,
         pretrained=PretrainedWeights(held, inference_weights, core.update, mesh, core.meet, weights.abstract_model),

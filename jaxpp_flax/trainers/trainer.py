@@ -19,7 +19,6 @@ from jaxpp_flax.assignment.resolution import AssignmentLike
 from jaxpp_flax.checkpoint.format.paths import PathFilter
 from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
-from jaxpp_flax.layers.remat import check_remat
 from jaxpp_flax.pretrained import IDENTITY, NameMap
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.trainers.callbacks import Callback
@@ -48,7 +47,6 @@ from jaxpp_flax.trainers.options import (
     RandomStreams,
 )
 from jaxpp_flax.trainers.parts import make_core, make_parts
-from jaxpp_flax.trainers.setup import check_functions
 from jaxpp_flax.trainers.state.pretrained import SHARD_BYTES, PretrainedWeights
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.state.weights import Weights
@@ -154,8 +152,6 @@ class PipelineTrainer:
         checkpoints: str | os.PathLike[str] | Checkpoints | None = None,
         memory: Memory | None = None,
     ) -> None:
-        check_functions(loss_fn=loss_fn)
-        check_remat(remat, "PipelineTrainer")
         devices, logged, memory = MeshOptions.of(mesh), Logging.of(logging), Memory.of(memory)
         self._core = make_core(
             model,
@@ -246,6 +242,10 @@ class PipelineTrainer:
     @described_by(Weights.variables)
     def variables(self) -> dict[str, Any]:
         return self._parts.weights.variables()
+
+    @described_by(Weights.set)
+    def set_weights(self, weights: Any) -> None:
+        self._parts.weights.set(weights)
 
     # ------------------------------------------------------------------ training
 

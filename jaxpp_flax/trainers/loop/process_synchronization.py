@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
+from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.processes.comparison import (
     compare_hashes,
     compare_lines,
@@ -74,6 +75,17 @@ def compare_initial_states(
         begins = "what the optimizer begins with (its hyperparameters and keys of random numbers)"
         hashes[begins] = hash_of_init(init, state.params)
         compare_hashes(process_group(), "the initial state", hashes, _STATE_REMEDY)
+
+
+def compare_weights(mesh: MpmdMesh | None, weights: Mapping[str, Any]) -> None:
+    """Make sure that every process gives `trainer.set_weights` the same values; arrays on ranks are not compared.
+
+    Raises:
+      ValuesMismatchError: the message names the first leaf that differs, and the processes.
+    """
+    if mesh is not None and mesh.jax_mesh.is_multi_process:
+        hashes = {path: None if isinstance(of, MpmdArray) else value_text(of) for path, of in weights.items()}
+        compare_hashes(process_group(), "the weights of set_weights", hashes, _STATE_REMEDY)
 
 
 class BatchComparison:

@@ -23,7 +23,7 @@ from jaxpp_flax.trainers.errors import ModelError
 from jaxpp_flax.trainers.state.optimizer_memory import ON_DEVICES, OptimizerMemory
 from jaxpp_flax.trainers.state.train_state import TrainState
 
-__all__ = ["Ranks", "balanced_order", "fitting", "put_on_ranks"]
+__all__ = ["Ranks", "balanced_order", "fitting", "on_parts", "put_on_ranks"]
 
 # With several processes, leaves of so many bytes in all move together.
 _SMALL_GROUP = 1 << 20
@@ -160,7 +160,7 @@ def _moved(mesh: MpmdMesh, leaves: list[Any], targets: list[MpmdSharding], donat
     if not leaves:
         return []
     is_key = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and mesh.jax_mesh.is_multi_process for leaf in leaves]
-    data = [_on_parts(leaf, jax.random.key_data) if key else leaf for leaf, key in zip(leaves, is_key, strict=True)]
+    data = [on_parts(leaf, jax.random.key_data) if key else leaf for leaf, key in zip(leaves, is_key, strict=True)]
     order = balanced_order(leaves, targets) if donate else range(len(leaves))
     # One group adds one leaf to a device. With several processes each group is compiled, so small leaves share one.
     threshold = max(map(_nbytes, data)) if donate else 0
@@ -170,7 +170,7 @@ def _moved(mesh: MpmdMesh, leaves: list[Any], targets: list[MpmdSharding], donat
     )
     found = dict(zip(order, placed, strict=True))
     return [
-        _on_parts(found[i], functools.partial(jax.random.wrap_key_data, impl=key_impl(leaf.dtype))) if key else found[i]
+        on_parts(found[i], functools.partial(jax.random.wrap_key_data, impl=key_impl(leaf.dtype))) if key else found[i]
         for i, (leaf, key) in enumerate(zip(leaves, is_key, strict=True))
     ]
 
@@ -205,7 +205,8 @@ def balanced_order(leaves: Sequence[Any], targets: Sequence[MpmdSharding]) -> li
     return order
 
 
-def _on_parts(leaf: MpmdArray, function: Callable[[jax.Array], jax.Array]) -> MpmdArray:
+def on_parts(leaf: MpmdArray, function: Callable[[jax.Array], jax.Array]) -> MpmdArray:
+    """Apply a function to the array on each rank of this process."""
     result = jax.eval_shape(function, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     parts = {rank: function(part) for rank, part in leaf._partially_addressable_arrays.items()}  # pyright: ignore[reportPrivateUsage]
     return MpmdArray(parts, leaf.sharding, shape=result.shape, dtype=result.dtype)

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from flax import nnx
 
 from jaxpp_flax.checkpoint.errors import CorruptCheckpointError
-from jaxpp_flax.checkpoint.format.leaves import is_key
 from jaxpp_flax.checkpoint.format.paths import PathFilter, choose, flatten
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.layers.lora import find_adapters
@@ -23,13 +21,16 @@ from jaxpp_flax.trainers.state.holder import StateHolder, copied
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.state.merged_adapters import merge_leaves
 from jaxpp_flax.trainers.state.placement import put_on_ranks
-from jaxpp_flax.trainers.state.train_state import TrainState, first_average, is_abstract, model_part, shapes_of
+from jaxpp_flax.trainers.state.train_state import (
+    TrainState,
+    first_average,
+    is_abstract,
+    leaves_of_model,
+    model_part,
+    own_path,
+    shapes_of,
+)
 from jaxpp_flax.trainers.step.optimizer_update import Update
-
-# The beginnings of paths in a state that a model's own paths do not have.
-_HOLDERS = ("params/", "model_state/collections/", "model_state/frozen/", "model_state/")
-# Variables that are no weights: random streams, and the cache of an attention that decodes.
-_NO_WEIGHTS = (nnx.RngState, nnx.Cache)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class PretrainedWeights:
             )
         self.held.load()
         state = self.held.memory
-        plan = plan_load(source, _weights_of(state), map=map, cast=cast, untie=untie, keep=keep)
+        plan = plan_load(source, leaves_of_model(state), map=map, cast=cast, untie=untie, keep=keep)
         traceable = is_abstract(state.opt_state) or not jax.tree.leaves(state.opt_state)
         if self.held.owns_arrays:
             self.held.restored(self._read_in_place(plan, state))
@@ -129,7 +130,7 @@ class PretrainedWeights:
         self.meet("trainer.export_pretrained")
         if ema and self.held.memory.ema is None:
             raise ValueError("export_pretrained(ema=True) needs an average: parameters=Parameters(ema_decay=0.999).")
-        leaves = _weights_of(self.weights.for_export(average=ema))
+        leaves = leaves_of_model(self.weights.for_export(average=ema))
         if merge_adapters:
             leaves = self._merged(leaves, only)
         return export_pretrained(leaves, directory, map=map, only=only, config=config, max_shard_bytes=max_shard_bytes)
@@ -148,15 +149,15 @@ class PretrainedWeights:
     def _read(self, plan: LoadPlan, state: TrainState, shardings: TrainState | None) -> TrainState:
         """Make the first state from the files: with these shardings, or on the devices of `state`."""
         leaves, structure = flatten(model_part(state.params, state.model_state))
-        unmade = {path for path, leaf in leaves.items() if is_abstract(leaf) and _name(path) not in plan.filled}
+        unmade = {path for path, leaf in leaves.items() if is_abstract(leaf) and own_path(path) not in plan.filled}
         if shardings is None or self.mesh is None:
             made = self.held.make_model_leaves(unmade, None) if unmade else {}
             model = jax.tree.unflatten(structure, _filled(leaves | made, dict(plan.arrays())).values())
             return self.update.first_state(model["params"], model["model_state"])
         places = flatten(model_part(shardings.params, shardings.model_state))[0]
         made = self.held.make_model_leaves(unmade, places) if unmade else {}
-        arrays = dict(plan.arrays({_name(path): place for path, place in places.items()}))
-        others = {path: leaf for path, leaf in leaves.items() if _name(path) not in arrays and path not in made}
+        arrays = dict(plan.arrays({own_path(path): place for path, place in places.items()}))
+        others = {path: leaf for path, leaf in leaves.items() if own_path(path) not in arrays and path not in made}
         placed = put_on_ranks(self.mesh, others, {path: places[path] for path in others})
         model = jax.tree.unflatten(structure, _filled(leaves | made | placed, arrays).values())
         return self._with_training_part(replace(state, **model), shardings)
@@ -166,12 +167,12 @@ class PretrainedWeights:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.held.target())
         places = flatten(model_part(shardings.params, shardings.model_state))[0]
         leaves, structure = flatten(model_part(state.params, state.model_state))
-        replaced = [leaf for path, leaf in leaves.items() if _name(path) in plan.filled]
+        replaced = [leaf for path, leaf in leaves.items() if own_path(path) in plan.filled]
         for leaf in [*replaced, *jax.tree.leaves((state.opt_state, state.ema))]:
             if not is_abstract(leaf):
                 leaf.delete()
         try:
-            arrays = dict(plan.arrays({_name(path): place for path, place in places.items()}))
+            arrays = dict(plan.arrays({own_path(path): place for path, place in places.items()}))
             model = jax.tree.unflatten(structure, _filled(leaves, arrays).values())
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{error} The weights before are gone: load some before training.") from error
@@ -187,23 +188,5 @@ class PretrainedWeights:
         return self.held.training_part_on_ranks(self.mesh, state, shardings)
 
 
-def _name(path: str) -> str:
-    """Return the model's own path of a leaf of the state.
-
-    >>> _name("params/head/kernel"), _name("model_state/collections/batch_stats/mean")
-    ('head/kernel', 'batch_stats/mean')
-    """
-    return path.removeprefix(next((holder for holder in _HOLDERS if path.startswith(holder)), ""))
-
-
-def _weights_of(state: TrainState) -> dict[str, Any]:
-    """Return the leaves of the model, by the model's own paths, without random streams and caches."""
-    tree = model_part(state.params, state.model_state)
-    weights = jax.tree.map(
-        lambda node: None if isinstance(node, _NO_WEIGHTS) else node, tree, is_leaf=lambda x: isinstance(x, _NO_WEIGHTS)
-    )
-    return {_name(path): leaf for path, leaf in flatten(weights)[0].items() if not is_key(leaf)}
-
-
 def _filled(leaves: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {path: arrays.get(_name(path), leaf) for path, leaf in leaves.items()}
+    return {path: arrays.get(own_path(path), leaf) for path, leaf in leaves.items()}

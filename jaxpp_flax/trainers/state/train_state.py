@@ -7,9 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
+from jaxpp_flax.checkpoint.format.leaves import is_key
+from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.messages import listed
 from jaxpp_flax.trainers.model.frozen import path_text
+
+# The beginnings of paths in a state that a model's own paths do not have.
+_HOLDERS = ("params/", "model_state/collections/", "model_state/frozen/", "model_state/")
+# Variables that are no weights: random streams, and the cache of an attention that decodes.
+_NO_WEIGHTS = (nnx.RngState, nnx.Cache)
 
 WIDENED = "ema/*"
 """The leaves of a state that a checkpoint may hold in a narrower type: old averages had the parameters' own."""
@@ -86,3 +94,26 @@ def target_of(state: TrainState, shardings: TrainState) -> TrainState:
 def model_part(params: Any, rest: Any) -> dict[str, Any]:
     """Return the weights and the rest of a model under the names of `TrainState`."""
     return {"params": params, "model_state": rest}
+
+
+def own_path(path: str) -> str:
+    """Return the model's own path of a leaf of the state.
+
+    >>> own_path("params/head/kernel"), own_path("model_state/collections/batch_stats/mean")
+    ('head/kernel', 'batch_stats/mean')
+    """
+    return path.removeprefix(next((holder for holder in _HOLDERS if path.startswith(holder)), ""))
+
+
+def leaves_of_model(state: TrainState) -> dict[str, Any]:
+    """Return the leaves of the model, by the model's own paths, without random streams and caches."""
+    found = weight_leaves(model_part(state.params, state.model_state))
+    return {own_path(path): leaf for path, leaf in found.items()}
+
+
+def weight_leaves(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a tree by path, without random streams and caches."""
+    weights = jax.tree.map(
+        lambda node: None if isinstance(node, _NO_WEIGHTS) else node, tree, is_leaf=lambda x: isinstance(x, _NO_WEIGHTS)
+    )
+    return {path: leaf for path, leaf in flatten(weights)[0].items() if not is_key(leaf)}

@@ -2,31 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax import nnx
 
+from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.device_memory import shortage
+from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.arrays.mpmd_array import MpmdArray
 from jaxpp_flax.engine.arrays.placing import on_every_process
-from jaxpp_flax.messages import amount
+from jaxpp_flax.messages import amount, listed
 from jaxpp_flax.trainers.errors import ModelError
+from jaxpp_flax.trainers.loop.process_synchronization import compare_weights
 from jaxpp_flax.trainers.model.adapter import ModelAdapter
 from jaxpp_flax.trainers.model.linen_model import LinenModel
+from jaxpp_flax.trainers.model.sharding import unboxed
 from jaxpp_flax.trainers.state.holder import StateHolder, copied
 from jaxpp_flax.trainers.state.inference_weights import InferenceWeights, average_of
-from jaxpp_flax.trainers.state.train_state import shapes_of
+from jaxpp_flax.trainers.state.optimizer_state import copies_in
+from jaxpp_flax.trainers.state.placement import on_parts, put_on_ranks
+from jaxpp_flax.trainers.state.train_state import (
+    TrainState,
+    is_abstract,
+    leaves_of_model,
+    model_part,
+    own_path,
+    shapes_of,
+    weight_leaves,
+)
+
+_OF_MODEL = ("params/", "model_state/")
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Copies the weights of a state for the user, for the attributes of `PipelineTrainer`."""
+    """Copies the weights of a state for the user, and takes the user's, for `PipelineTrainer`.
+
+    `init` makes the optimizer's state from parameters.
+    """
 
     adapter: ModelAdapter
     held: StateHolder
     inference: InferenceWeights
+    mesh: MpmdMesh | None
+    init: Callable[[Any], Any]
     meet: Callable[[str], None]  # waits until every process has made the call of this name
 
     def model(self) -> Any:
@@ -71,6 +96,58 @@ class Weights:
         self.meet("trainer.variables")
         return self.adapter.variables_of(to_ordinary(state.params), to_ordinary(state.model_state))
 
+    def set(self, weights: Any) -> None:
+        """Give the model the weights of a module or a tree; they are copied, and leaves that it lacks keep theirs.
+
+        Leaves are found by the model's own paths, whether they are trained, frozen or other variables here or there:
+        trainers of one model with different `frozen=` take each other's weights, `a.set_weights(b.state.params)`. The
+        step, random streams and moments of the optimizer stay. Copies of parameters (their average, `z` of
+        schedule-free) get the new values too.
+
+        Args:
+          weights: a module (`other.model`), an `nnx.State`, Linen's variables or parameters, a nested dict, or the
+            state of another trainer, or its `params`, whatever its stages.
+
+        Raises:
+          ModelError: the message lists the leaves whose path, shape or dtype does not fit; nothing has changed then.
+        """
+        self.meet("trainer.set_weights")
+        self.held.load()
+        new = checked_weights(weights, leaves_of_model(self.held.memory))
+        compare_weights(self.mesh, new)
+        state = self.held.weights()
+        leaves, structure = flatten(state)
+        values = {path: new[own_path(path)] for path in leaves if path.startswith(_OF_MODEL) and own_path(path) in new}
+        given = {path.removeprefix("params/"): value for path, value in values.items() if path.startswith("params/")}
+        values |= self._copies(given, state, leaves)
+        values = {path: _owned(value, leaves[path].dtype) for path, value in values.items()}
+        places = {path: leaves[path].sharding for path in values if isinstance(leaves[path], MpmdArray)}
+        placed: dict[str, Any] = {}
+        if places and self.mesh is not None:
+            placed = put_on_ranks(self.mesh, {path: values[path] for path in places}, places)
+        ordinary = {path: to_ordinary(value) for path, value in values.items() if path not in placed}
+        state = jax.tree.unflatten(structure, (leaves | ordinary | placed).values())
+        if self.mesh is None and not is_abstract(state.opt_state):
+            state = replace(state, opt_state=self.held.kept.on_default_device(state.opt_state))
+        self.held.restored(state)
+
+    def _copies(self, given: Mapping[str, Any], state: TrainState, leaves: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the new values of copies of parameters; what is not made yet will be made of the new parameters."""
+        copies = copies_in(self.init, state.params) if given else {}
+        made = {f"opt_state/{path}".rstrip("/"): of for path, of in copies.items()}  # one leaf alone has no path
+        made |= {f"ema/{path}": path for path in given if state.ema is not None}
+        found: dict[str, Any] = {}
+        for path, of in made.items():
+            if is_abstract(leaves[path]) or (of is not None and of not in given):
+                continue
+            if of is None or (path.startswith("opt_state") and leaves[path].dtype != leaves[f"params/{of}"].dtype):
+                raise ModelError(
+                    f"trainer.set_weights: the optimizer made {path} of parameters, other than by copying them, so it "
+                    "would keep what was made of the old ones. Nothing has changed. Make a new trainer with them."
+                )
+            found[path] = given[of]
+        return found
+
     def _check(self, what: str) -> None:
         """Refuse a copy of all weights on one device that cannot take them."""
         state, device = self.held.memory, jax.local_devices()[0]
@@ -83,6 +160,48 @@ class Weights:
                 f"{amount(short.free, 'B')} free. Nothing was copied. Write them from their ranks with trainer.save(), "
                 "and read the file where there is room; trainer.abstract_model has the shapes."
             )
+
+
+def checked_weights(weights: Any, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves of a module or a tree by the model's own paths; `known` has the model's leaves.
+
+    Raises:
+      ModelError: the message lists the leaves that do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> checked_weights({"params": {"w": jnp.ones(2)}}, {"w": jnp.zeros(2), "b": jnp.zeros(2)})
+      {'w': Array([1., 1.], dtype=float32)}
+    """
+    if isinstance(weights, nnx.Module):
+        weights = nnx.state(weights)
+    elif isinstance(weights, nn.Module):
+        weights = weights.variables
+    elif isinstance(weights, TrainState):
+        weights = model_part(weights.params, weights.model_state)
+    leaves = weight_leaves(unboxed(weights))
+    found = {path if path in known else own_path(path): leaf for path, leaf in leaves.items()}
+    faults = [] if found else ["it has no weights"]
+    for path, leaf in found.items():
+        if path not in known:
+            faults.append(f"{path}: the model has no such leaf")
+        elif np.shape(leaf) != known[path].shape:
+            faults.append(f"{path}: shape {np.shape(leaf)}, and the model has {known[path].shape}")
+        elif (dtype := getattr(leaf, "dtype", np.result_type(type(leaf)))) != known[path].dtype:
+            faults.append(f"{path}: dtype {dtype}, and the model has {known[path].dtype}")
+    if faults:
+        raise ModelError(
+            f"trainer.set_weights got a {type(weights).__name__} that does not fit, and nothing has changed. "
+            f"{listed(faults, 8, str)}. Paths are those of the model: {listed(list(known), 4, str)}."
+        )
+    return found
+
+
+def _owned(value: Any, dtype: Any) -> Any:
+    """Return a value of this type. What is not on the devices of an array of the user is a copy."""
+    if isinstance(value, MpmdArray):
+        return on_parts(value, lambda part: jnp.array(part, dtype=dtype, copy=True))
+    return value.astype(dtype) if isinstance(value, jax.Array) else np.array(value, dtype=dtype)
 
 
 def to_ordinary(tree: Any) -> Any:

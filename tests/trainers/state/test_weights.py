@@ -1,0 +1,157 @@
+"""`trainer.set_weights`: weights in memory, checked by path, shape and dtype, whatever is frozen here or there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jaxpp_flax import PipelineTrainer
+from jaxpp_flax.checkpoint.format.paths import flatten
+from jaxpp_flax.trainers import Memory, ModelError, Parameters
+from tests.helpers import slow_but, tree_allclose
+from tests.trainers import models as m
+
+BATCH, TEST = m.make_xy(4), m.make_xy(4, seed=9)
+ADAM = optax.adam(0.1)
+
+
+def make(seed: int = 0, stages: int = 2, tx: Any = ADAM, model: Any = None, **options: Any) -> PipelineTrainer:
+    options = {"num_microbatches": 2, "logging": False, **options}
+    made = model or m.Layers(4, rngs=nnx.Rngs(seed))
+    return PipelineTrainer(made, tx, m.squared_error, num_stages=stages, **options)
+
+
+def weights(trainer: PipelineTrainer) -> Any:
+    return {path: np.array(leaf) for path, leaf in flatten(nnx.state(trainer.model, nnx.Param))[0].items()}
+
+
+FORMS: dict[str, Any] = {
+    "module": lambda trainer: trainer.model,
+    "arrays on ranks": lambda trainer: trainer.state.params,
+    "state": lambda trainer: trainer.state,
+    "numpy": lambda trainer: jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(trainer.model))),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_another_trainer(form: str):
+    """Into trainers of other stages, made, placed and trained; the moments stay, and both trainers go on alone."""
+    source = make(1)
+    source.train_step(BATCH)
+    wanted = weights(source)
+    for target in (make(2), make(2, 4), make(2, 1), make(2, model=lambda rngs: m.Layers(4, rngs=rngs))):
+        for trained in (False, True):
+            if trained:
+                target.train_step(BATCH)
+            before = jax.tree.map(np.array, target.state.opt_state) if trained else None
+            given = FORMS[form](source)
+            target.set_weights(given)
+            tree_allclose(weights(target), wanted, rtol=0, atol=0)
+            if trained:
+                tree_allclose(jax.tree.map(np.array, target.state.opt_state), before, rtol=0, atol=0)
+        assert np.isfinite(target.train_step(BATCH)["loss"])  # which donates its own arrays alone
+        jax.tree.map(np.array, nnx.state(given) if isinstance(given, nnx.Module) else given)
+        tree_allclose(weights(source), wanted, rtol=0, atol=0)
+
+
+def test_the_first_step_is_that_of_a_trainer_made_with_these_weights():
+    model = m.Layers(4, rngs=nnx.Rngs(1))
+    given, made = make(2, parameters=Parameters(ema_decay=0.5)), make(model=model, parameters=Parameters(ema_decay=0.5))
+    given.set_weights(model)
+    for trainer in (given, made):
+        trainer.train_step(BATCH)
+    found, wanted = (jax.tree.map(np.array, trainer.state) for trainer in (given, made))
+    tree_allclose(found, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize("options", slow_but([{}, {"stages": 1}, {"memory": "pinned_host"}], {}))
+def test_copies_of_parameters_follow_them(options: dict[str, Any]):
+    options = {"stages": 2, **options}
+    memory = Memory(optimizer_state=options.pop("memory", None))
+    tx = optax.contrib.schedule_free_sgd(0.1)
+    source, target = make(1), make(2, tx=tx, parameters=Parameters(ema_decay=0.9), memory=memory, **options)
+    target.train_step(BATCH)
+    target.set_weights(source.model)
+    wanted = weights(source)
+    for tree in (target.state.ema, target.state.opt_state.z):
+        tree_allclose({path: np.array(leaf) for path, leaf in flatten(tree)[0].items()}, wanted, rtol=0, atol=0)
+    target.train_step(BATCH)
+
+
+def test_halves_that_alternate_need_no_files():
+    """Each trainer freezes the other's half: their leaves have one path, whoever trains them."""
+
+    def half(frozen: str) -> PipelineTrainer:
+        return make(0, tx=optax.sgd(0.1), parameters=Parameters(frozen=[frozen]))
+
+    first, second, plain = half("layers/[23]/*"), half("layers/[01]/*"), m.Layers(4)
+    for seed in range(2):
+        batch = m.make_xy(4, seed=seed)
+        for trainer, other, layers in ((first, second, "01"), (second, first, "23")):
+            trainer.train_step(batch)
+            other.set_weights(trainer.state.params)  # the leaves that it has trained
+            grads = nnx.grad(m.squared_error)(plain, batch)
+            for i in map(int, layers):
+                for name in ("kernel", "bias"):
+                    leaf = getattr(plain.layers[i], name)
+                    leaf[...] = leaf[...] - 0.1 * getattr(grads.layers[i], name)[...]
+            expected = {path: np.array(leaf) for path, leaf in flatten(nnx.state(plain, nnx.Param))[0].items()}
+            tree_allclose(weights(other), expected, rtol=1e-5)
+
+
+def test_linen_with_frozen_parameters_and_statistics():
+    tokens, batch = m.make_batch(4)["tokens"], m.make_batch(4)
+
+    def linen(seed: int, **parameters: Any) -> PipelineTrainer:
+        module = m.LinenModel(2, batch_norm=True)
+        return PipelineTrainer(
+            module, optax.sgd(0.1), m.mean_loss, variables=module.init(jax.random.key(seed), tokens), num_stages=2,
+            num_microbatches=1, logging=False, parameters=Parameters(**parameters),
+        )  # fmt: skip
+
+    source, target = linen(0), linen(1, frozen=["Embed_0/*"])
+    source.train_step(batch)
+    wanted = jax.tree.map(np.array, source.variables)
+    for form in (source.variables, source.model, source.state):
+        target = linen(1, frozen=["Embed_0/*"])
+        target.set_weights(form)
+        tree_allclose(jax.tree.map(np.array, target.variables), wanted, rtol=0, atol=0)
+    target = linen(1, frozen=["Embed_0/*"])
+    target.set_weights(source.variables["params"])
+    tree_allclose(jax.tree.map(np.array, target.variables["params"]), wanted["params"], rtol=0, atol=0)
+
+
+def test_the_given_arrays_may_change_afterwards():
+    target, given = make(0), {"layers": {0: {"bias": np.ones(4, np.float32)}}}
+    target.set_weights(given)
+    given["layers"][0]["bias"][:] = 7.0
+    target.train_step(BATCH)
+    assert np.all(np.asarray(target.model.layers[0].bias[...]) < 2)
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing():
+    target = make(0)
+    before = weights(target)
+    bias = lambda value: {"layers": {0: {"bias": value}, 1: {"bias": np.full(4, 5.0, np.float32)}}}  # noqa: E731
+    for given, text in (
+        (bias(np.zeros(3, np.float32)), r"layers/0/bias: shape \(3,\), and the model has \(4,\)\."),
+        (bias(jnp.zeros(4, jnp.bfloat16)), r"layers/0/bias: dtype bfloat16, and the model has float32\."),
+        (
+            {"layers": {7: {"bias": np.zeros(4)}}},
+            r"layers/7/bias: the model has no such leaf\. Paths .* layers/0/bias,",
+        ),
+        ({}, "a dict that does not fit, and nothing has changed. it has no weights"),
+    ):
+        with pytest.raises(ModelError, match=text):
+            target.set_weights(given)
+        tree_allclose(weights(target), before, rtol=0, atol=0)
+    sized = make(0, tx=optax.GradientTransformation(lambda p: optax.tree.norm(p), lambda g, s, p=None: (g, s)))
+    sized.train_step(BATCH)
+    with pytest.raises(ModelError, match=r"the optimizer made opt_state of parameters, other than by"):
+        sized.set_weights(target.model)
