@@ -70,13 +70,13 @@ LAYOUTS: dict[str, Any] = {
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, "plain jit", "2 stages", "host"))
 def test_schedule_free_evaluates_its_own_weights(layout: str, tmp_path: Path):
     trainer, test = make(**LAYOUTS[layout]), m.make_xy(8, seed=9)
-    np.testing.assert_allclose(trainer.evaluate(test)["loss"], plain_loss(trained_plainly(0)[0], test), rtol=1e-5)
+    np.testing.assert_allclose(trainer.evaluate([test])["loss"], plain_loss(trained_plainly(0)[0], test), rtol=1e-5)
     for batch in BATCHES:
         trainer.train_step(batch)
     wanted, raw = trained_plainly(3)
     assert abs(plain_loss(wanted, test) / plain_loss(raw, test) - 1) > 1e-3
     for _ in range(2):  # the first call and one with the same programs
-        np.testing.assert_allclose(trainer.evaluate(test)["loss"], plain_loss(wanted, test), rtol=1e-5)
+        np.testing.assert_allclose(trainer.evaluate([test])["loss"], plain_loss(wanted, test), rtol=1e-5)
     graph = nnx.split(m.Layers())[0]
     np.testing.assert_allclose(trainer.predict(test), nnx.merge(graph, wanted)(test["x"]), rtol=1e-4, atol=1e-5)
     tree_allclose(jax.tree.map(np.asarray, trainer.state.params), jax.tree.map(np.asarray, raw), rtol=1e-4)
@@ -120,7 +120,7 @@ def test_linen_with_frozen_parameters():
     )  # fmt: skip
     params = {name: tree if name == "Embed_0" else halved(tree) for name, tree in variables["params"].items()}
     expected = m.mean_loss(lambda x: module.apply({"params": params}, x), m.make_batch(4))
-    np.testing.assert_allclose(trainer.evaluate(m.make_batch(4))["loss"], expected, rtol=1e-5)
+    np.testing.assert_allclose(trainer.evaluate([m.make_batch(4)])["loss"], expected, rtol=1e-5)
 
 
 def halved(tree: Any) -> Any:
@@ -144,7 +144,7 @@ def test_the_best_checkpoint_is_that_of_these_weights(tmp_path: Path):
     trainer.fit(BATCHES, steps=3, eval_data=[test], eval_every=1)
     trainer.restore("best")
     losses = [plain_loss(trained_plainly(step)[0], test) for step in (1, 2, 3)]
-    np.testing.assert_allclose(trainer.evaluate(test)["loss"], min(losses), rtol=1e-5)
+    np.testing.assert_allclose(trainer.evaluate([test])["loss"], min(losses), rtol=1e-5)
     assert trainer.step == 1 + int(np.argmin(losses))
 
 
@@ -160,8 +160,8 @@ def test_a_line_says_which_weights_are_used(tmp_path: Path, capsys: pytest.Captu
     for options, text in cases:
         trainer = make(stages=1, **{**options, "logging": Logging()})
         capsys.readouterr()
-        trainer.evaluate(test)
-        trainer.evaluate(test)
+        trainer.evaluate([test])
+        trainer.evaluate([test])
         assert capsys.readouterr().out.count(f"inference and export {text}" if text else "inference") == bool(text)
     trainer = make(stages=1, parameters=with_average, logging=Logging())
     trainer.export_pretrained(tmp_path / "average", ema=True)
@@ -189,7 +189,7 @@ def test_weights_of_other_types_get_those_of_the_parameters(tmp_path: Path):
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(wanted))} == {jnp.dtype(jnp.bfloat16)}
     assert {leaf.dtype for leaf in jax.tree.leaves(trainer.state.ema)} == {jnp.dtype(jnp.float32)}
     test = m.make_xy(8, seed=9)
-    np.testing.assert_allclose(trainer.evaluate(test)["loss"], float(m.squared_error(wanted, test)), rtol=1e-2)
+    np.testing.assert_allclose(trainer.evaluate([test])["loss"], float(m.squared_error(wanted, test)), rtol=1e-2)
     for name, options in {"one": {"ema": True}, "two": {}}.items():
         path = trainer.export_pretrained(tmp_path / name, **options)
         again = make(optax.sgd(0.1), params=None, model=m.Layers(rngs=nnx.Rngs(3), param_dtype=jnp.bfloat16))
