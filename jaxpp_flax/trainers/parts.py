@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.memory_kinds import check_devices
 from jaxpp_flax.layers.remat import check_remat
 from jaxpp_flax.trainers.assigner import Assigner
@@ -55,7 +56,7 @@ from jaxpp_flax.trainers.step.learning_rate import NO_LEARNING_RATE
 from jaxpp_flax.trainers.step.optimizer_update import Update
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling, no_pipeline
 
-__all__ = ["Core", "Parts", "make_core", "make_parts"]
+__all__ = ["Core", "Parts", "make_core", "make_parts", "make_scheduling"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,21 @@ class Parts:
     train_step: TrainStep
     loop: TrainingLoop
     inputs: ProcessInputs
+
+
+def make_scheduling(
+    num_stages: Any, num_microbatches: Any, schedule: Any, devices: MeshOptions, memory: Memory
+) -> Scheduling:
+    """Make the schedule and the mesh from the arguments of a trainer; refuse counts that are no whole numbers."""
+    return Scheduling(
+        check_count("num_microbatches", num_microbatches),
+        schedule,
+        check_count("num_stages", num_stages),
+        devices.num_ranks,
+        devices.mesh,
+        devices.axes,
+        memory.residuals,
+    )
 
 
 def make_core(

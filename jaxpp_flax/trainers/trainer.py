@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from jaxpp_flax.assignment import Plan
 from jaxpp_flax.assignment.resolution import AssignmentLike
 from jaxpp_flax.checkpoint.format.paths import PathFilter
-from jaxpp_flax.counts import check_count
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.pretrained import IDENTITY, NameMap
 from jaxpp_flax.schedules import Schedule
@@ -46,7 +45,7 @@ from jaxpp_flax.trainers.options import (
     Precision,
     RandomStreams,
 )
-from jaxpp_flax.trainers.parts import make_core, make_parts
+from jaxpp_flax.trainers.parts import make_core, make_parts, make_scheduling
 from jaxpp_flax.trainers.state.pretrained import SHARD_BYTES, PretrainedWeights
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.state.weights import Weights
@@ -157,10 +156,7 @@ class PipelineTrainer:
             model,
             tx,
             loss_fn,
-            scheduling=Scheduling(
-                check_count("num_microbatches", num_microbatches), schedule, check_count("num_stages", num_stages),
-                devices.num_ranks, devices.mesh, devices.axes, memory.residuals,
-            ),
+            scheduling=make_scheduling(num_stages, num_microbatches, schedule, devices, memory),
             devices=devices,
             assignment=Assignment.of(assignment),
             variables=variables,
