@@ -205,16 +205,16 @@ def test_it_may_be_the_loss_of_the_evaluation_alone():
 
 def test_both_passes_have_the_stages_that_training_has():
     """Stages are chosen by the work of training, and the first pass has the same; tables tell of the second."""
-    costs = {"image_0": 9.0, "image_1": 1.0, "text_0": 1.0, "text_1": 1.0}
-    trainer = t.trainer_of(num_stages=2, assignment=Assignment("balanced", cost=costs, memory_limit=1e6))
+    trainer = t.trainer_of(num_stages=2, assignment=Assignment("balanced", memory_limit=1e6))
     compiled = trainer.compile(BATCH)
+    assert all(block.backward for block in trainer.plan.blocks)
     first, second = compiled.as_text("choose_cuts").split("loop over")[1:]
-    assert first.splitlines()[0].endswith("image_0 (cuts), image_1, text_0, text_1")
-    assert second.splitlines()[0].endswith("image_0 (cuts), image_1, text_0, text_1")
+    cuts = [text.splitlines()[0].partition("marks: ")[2] for text in (first, second)]
+    assert cuts == ["image_0, image_1 (cuts), text_0, text_1"] * 2
     assert "ForwardOnly" in first
     assert "Std1F1B" in second
-    assert [stage.blocks for stage in compiled.stages] == [("image_0",), ("image_1", "text_0", "text_1")]
-    assert all(stage.activation_bytes for stage in compiled.stages[:1])
+    assert compiled.stages[0].blocks == ("image_0", "image_1")
+    assert compiled.stages[0].activation_bytes > 0
 
 
 def test_between_the_passes_only_embeddings_and_their_gradients_are_kept():
