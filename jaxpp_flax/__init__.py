@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         PipelineTrainer,
         Tracker,
         TrainState,
+        WholeBatchLoss,
     )
 
     __version__: str
@@ -40,6 +41,7 @@ __all__ = [
     # training a Flax model
     "PipelineTrainer",
     "TrainState",
+    "WholeBatchLoss",
     "Checkpoints",
     "Callback",
     "Tracker",
@@ -105,6 +107,7 @@ _HOME = {
     "PipelineTrainer": "trainers",
     "Tracker": "trainers",
     "TrainState": "trainers",
+    "WholeBatchLoss": "trainers",
 }
 
 # After `import jaxpp_flax` alone, its packages and modules are attributes too.

@@ -58,7 +58,7 @@ class Built:
                 f"no pass is called {name!r}. Use one of {known}; or 'tasks' (after partition), 'placed' (after place) "
                 "or 'program' (as it runs)."
             )
-        chosen = iter([loop.cuts for loop in self.loops])
+        chosen = iter([loop.cuts for loop in reversed(self.loops)])  # the order in which `choose_cuts` asks
         settings = replace(self.settings, choose_cuts=lambda loop: next(chosen))
         with warnings.catch_warnings(), jax.enable_x64(self.x64), context_mesh(self.mesh):
             warnings.simplefilter("ignore")  # the first run has warned

@@ -78,8 +78,8 @@ class MemoryAnalysis:
 
 
 def summarise_stages(built: Built, program: Program, mesh: MpmdMesh) -> tuple[StageSummary, ...]:
-    """Return a row for each stage of the first loop."""
-    loop = built.loops[0]
+    """Return a row for each stage of the last loop: an earlier one computes what the last one trains on."""
+    loop = built.loops[-1]
     part, blocks = loop.partition, _blocks(loop)
     rows: list[StageSummary] = []
     for stage in range(part.num_stages):

@@ -44,6 +44,7 @@ from jaxpp_flax.trainers.options import (
 )
 from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.optimizer_update import DynamicLossScale
+from jaxpp_flax.trainers.step.whole_batch import WholeBatchLoss
 from jaxpp_flax.trainers.trainer import PipelineTrainer
 from jaxpp_flax.trainers.tuning.auto_schedule import AutoSchedule, ScheduleReport
 from jaxpp_flax.trainers.tuning.step_profile import StepProfile
@@ -95,4 +96,5 @@ __all__ = [
     "TrainState",
     "UnusedParametersWarning",
     "WandbTracker",
+    "WholeBatchLoss",
 ]

@@ -78,7 +78,7 @@ class PipelineTrainer:
         parameters, nothing) and is traced; each leaf is made on its ranks, with the bits of the ordinary construction.
         An abstract module (`nnx.eval_shape`) needs values before training: `restore`, `fit(resume=True)`.
       tx: an Optax optimizer. An optimizer whose update asks for `value` gets the loss of the whole batch.
-      loss_fn: as above. The function is traced and never runs eagerly.
+      loss_fn: as above; or a `WholeBatchLoss`. The function is traced and never runs eagerly.
       num_stages: stages to cut the model into. One stage on one device runs under plain `jax.jit`.
       num_microbatches: parts of a batch.
       schedule: a name (`jaxpp_flax.schedules.names()`) or a `Schedule`; "auto" (or an `AutoSchedule`) measures the

@@ -82,7 +82,7 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass(
         "choose_cuts",
-        lambda step, settings: step.each(lambda loop: choose_cuts(loop, settings.choose_cuts)),
+        lambda step, settings: choose_cuts(step, settings.choose_cuts),
         requires="bodies in their last form",
         ensures="one cutting mark fewer than the schedule has stages",
     ),

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, producers, values
 from jaxpp_flax.engine.tracing.markers import FORWARD, Mark, marker_p
-from jaxpp_flax.engine.tracing.treduce import Op
+from jaxpp_flax.engine.tracing.treduce import AddOp, Op
 
 __all__ = ["LoopBody", "sliced_by_index"]
 
@@ -87,6 +87,11 @@ class LoopBody:
     def markers(self) -> tuple[Equation, ...]:
         """The forward markers in program order."""
         return tuple(e for e in self.equations if e.primitive is marker_p and e.params["direction"] == FORWARD)
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether some result is added up over the microbatches, as gradients are."""
+        return any(isinstance(operation, AddOp) for operation in self.operations)
 
     @cached_property
     def marks(self) -> tuple[Mark, ...]:

@@ -152,10 +152,13 @@ class InferencePart:
     is_shared: bool = True  # the data-parallel devices of a stage divide each microbatch; else each computes all of it
 
 
-def split_for_inference(batch: Any, num_microbatches: int, shards: int = 1) -> list[InferencePart]:
+def split_for_inference(
+    batch: Any, num_microbatches: int, shards: int = 1, *, together: bool = False
+) -> list[InferencePart]:
     """Cut a batch of any size into at most `num_microbatches` parts that the shards divide, and the remaining examples.
 
-    The remaining examples are fewer than the shards. They are not padded, since padding would change a mean.
+    The remaining examples are fewer than the shards. They are not padded, since padding would change a mean. With
+    `together`, none remain: if the shards cannot divide the batch, each of them computes all of it.
 
     Example:
       >>> [part.microbatches.shape for part in split_for_inference(np.zeros((6, 3)), 4)]
@@ -166,7 +169,7 @@ def split_for_inference(batch: Any, num_microbatches: int, shards: int = 1) -> l
     size = batch_size(batch)
     if size == 0:
         raise BatchError(f"the batch has no examples: {describe_batch(batch)}. Leave it out.")
-    shared = size - size % shards
+    shared = 0 if together and size % shards else size - size % shards
     parts: list[InferencePart] = []
     if shared:
         fits = (n for n in range(min(num_microbatches, shared), 0, -1) if shared % n == 0 and shared // n % shards == 0)

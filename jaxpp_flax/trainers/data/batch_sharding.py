@@ -73,9 +73,12 @@ class BatchSharding:
         shardings, read = compiled.in_shardings[0][1], compiled.read_here[0][1]
         return jax.tree.map(rows, batch, shardings, read)
 
-    def inference_parts(self, whole: Any, *, rows_only: bool) -> list[InferencePart]:
-        """Cut a batch for inference; with `rows_only`, each process that shares the batch passes only its rows."""
-        parts = split_for_inference(whole, self.num_microbatches, self.batch_shards)
+    def inference_parts(self, whole: Any, *, rows_only: bool, together: bool = False) -> list[InferencePart]:
+        """Cut a batch for inference; with `rows_only`, each process that shares the batch passes only its rows.
+
+        With `together`, all examples are in one part.
+        """
+        parts = split_for_inference(whole, self.num_microbatches, self.batch_shards, together=together)
         if rows_only and self.is_across and not all(part.is_shared for part in parts):
             size = batch_size(whole)
             raise BatchError(

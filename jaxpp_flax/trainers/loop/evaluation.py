@@ -21,6 +21,7 @@ from jaxpp_flax.trainers.state.inference_weights import InferenceWeights
 from jaxpp_flax.trainers.step.builder import ForwardOnly, Loop, StepBuilderCache
 from jaxpp_flax.trainers.step.compiled_steps import CompiledSteps
 from jaxpp_flax.trainers.step.loss import LossTerms
+from jaxpp_flax.trainers.step.whole_batch import WholeBatchLoss
 from jaxpp_flax.trainers.tuning.scheduling import Scheduling
 
 __all__ = ["Average", "Evaluation"]
@@ -118,7 +119,8 @@ class Evaluation:
         for batch in awaited(data, "the next batch to evaluate"):
             whole = self.rows.whole(batch, global_batch_size)
             own = batch if whole is not batch else None
-            for part in self.rows.inference_parts(whole, rows_only=own is not None):
+            together = isinstance(self.eval_loss_fn, WholeBatchLoss)
+            for part in self.rows.inference_parts(whole, rows_only=own is not None, together=together):
                 compiled, taken = self._ready("evaluate", part, own, alike)
                 terms = compiled(state_for(compiled), taken)
                 if pending is not None:

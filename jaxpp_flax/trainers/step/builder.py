@@ -23,6 +23,14 @@ from jaxpp_flax.trainers.step.loss_trace import LossTrace, trace_loss, warn_of_m
 from jaxpp_flax.trainers.step.metrics import check_apart
 from jaxpp_flax.trainers.step.optimizer_update import Update
 from jaxpp_flax.trainers.step.unused_parameters import OnUnused, of_used, report_unused, with_zeros
+from jaxpp_flax.trainers.step.whole_batch import (
+    WholeBatchLoss,
+    embedding_operations,
+    loss_and_cotangents,
+    loss_of_all,
+    second_pass,
+    summed,
+)
 
 StepFunction = Callable[[TrainState, Any], Any]
 
@@ -82,42 +90,88 @@ class StepBuilder:
         """Return `step(state, batch) -> (state, metrics)`: one optimizer step on the whole batch."""
 
         def step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
+            loss = self._in_two_passes(loop)
+            if loss is None:
+                carried, (terms, grads) = self._accumulate(state, batch, loop)
+            else:
+                carried, (terms, grads) = self._accumulate_in_two_passes(loss, state, batch, loop)
+            metrics, divisor = whole_batch(terms, loop.num_microbatches if loss is None else 1)
             leaves, tree = jax.tree.flatten(state.model_state)
 
-            def body(carry: Sequence[Any], index: Any) -> tuple[Sequence[Any], Any]:
-                rest = jax.tree.unflatten(tree, self._with_carry(leaves, carry))
-                microbatch = _at(batch, index)
-
-                def loss_of(params: Any) -> tuple[Any, Any]:
-                    output, bound = call_function(
-                        self.loss_fn, self.model, params, rest, microbatch,
-                        step=state.step, microbatch=index, training=True,
-                    )  # fmt: skip
-                    terms = read_loss(output)
-                    after = jax.tree.leaves(self.model.rest_of(bound, rest))
-                    return self.update.scaled(terms.total, state), (terms, [after[i] for i in self.carried])
-
-                if self.remat is not None:  # the engine divides this region into one for each stage
-                    loss_of = jax.checkpoint(loss_of, policy=policy_of(self.remat))
-                (_, (terms, carry)), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
-                return carry, (terms, self.update.summand(of_used(grads, self.unused)))
-
-            before = [leaves[i] for i in self.carried]
-            after, (terms, grads) = self._loop(body, before, loop, Add)
             params, grads = with_zeros(grads, state.params, self.unused, self.update.summand)
-            metrics, divisor = whole_batch(terms, loop.num_microbatches)
 
             def model_state(carry: Sequence[Any]) -> Any:
                 return jax.tree.unflatten(tree, self._with_carry(leaves, carry))
 
             num_stages = 1 if loop.schedule is None else loop.schedule.num_stages
             new, more = self.update.apply(
-                replace(state, params=params), grads, metrics["loss"], divisor, (before, after), model_state, num_stages
+                replace(state, params=params), grads, metrics["loss"], divisor, carried, model_state, num_stages
             )
             check_apart(metrics, more)
             return new, {**metrics, **more}
 
         return step
+
+    def _accumulate(self, state: TrainState, batch: Any, loop: Loop) -> tuple[tuple[Any, Any], tuple[LossTerms, Any]]:
+        """Return the carried leaves before and after the loop, and the summed terms and gradients."""
+        leaves, tree = jax.tree.flatten(state.model_state)
+
+        def body(carry: Sequence[Any], index: Any) -> tuple[Sequence[Any], Any]:
+            rest = jax.tree.unflatten(tree, self._with_carry(leaves, carry))
+            microbatch = _at(batch, index)
+
+            def loss_of(params: Any) -> tuple[Any, Any]:
+                output, bound = call_function(
+                    self.loss_fn, self.model, params, rest, microbatch,
+                    step=state.step, microbatch=index, training=True,
+                )  # fmt: skip
+                terms = read_loss(output)
+                after = jax.tree.leaves(self.model.rest_of(bound, rest))
+                return self.update.scaled(terms.total, state), (terms, [after[i] for i in self.carried])
+
+            if self.remat is not None:  # the engine divides this region into one for each stage
+                loss_of = jax.checkpoint(loss_of, policy=policy_of(self.remat))
+            (_, (terms, carry)), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+            return carry, (terms, self.update.summand(of_used(grads, self.unused)))
+
+        before = [leaves[i] for i in self.carried]
+        after, sums = self._loop(body, before, loop, Add)
+        return (before, after), sums
+
+    def _in_two_passes(self, loop: Loop) -> WholeBatchLoss | None:
+        """Return the loss, if it has two parts and the batch several; one microbatch is the whole batch."""
+        return self.loss_fn if isinstance(self.loss_fn, WholeBatchLoss) and loop.num_microbatches > 1 else None
+
+    def _accumulate_in_two_passes(
+        self, loss: WholeBatchLoss, state: TrainState, batch: Any, loop: Loop
+    ) -> tuple[tuple[Any, Any], tuple[LossTerms, Any]]:
+        """Return what `_accumulate` returns, with the terms of the whole batch."""
+        stacked = self._embed_all(loss, state, batch, loop, training=True)
+        terms, cotangents = loss_and_cotangents(loss, stacked, batch, lambda total: self.update.scaled(total, state))
+        # The gradients of the embeddings are scaled already. The carried leaves begin as in the first pass.
+        second = replace(self, loss_fn=second_pass(loss), update=replace(self.update, loss_scale=None))
+        carried, (products, grads) = second._accumulate(state, (batch, cotangents), loop)
+        # The engine would drop a forward whose loss nobody reads, and `remat` recomputes from its marks.
+        total, _ = jax.lax.optimization_barrier((terms.total, products.total))
+        return carried, (replace(terms, total=total), grads)
+
+    def _embed_all(self, loss: WholeBatchLoss, state: TrainState, batch: Any, loop: Loop, *, training: bool) -> Any:
+        """Return the embeddings of a `WholeBatchLoss`, stacked by microbatch: a pass without a backward."""
+        leaves, tree = jax.tree.flatten(state.model_state)
+
+        def embed(carry: Sequence[Any], index: Any, microbatch: Any) -> tuple[Sequence[Any], Any]:
+            rest = jax.tree.unflatten(tree, self._with_carry(leaves, carry))
+            embeddings, bound = call_function(
+                loss.embed_fn, self.model, state.params, rest, microbatch,
+                step=state.step, microbatch=index, training=training,
+            )  # fmt: skip
+            after = jax.tree.leaves(self.model.rest_of(bound, rest))
+            return [after[i] for i in self.carried], embeddings
+
+        before = [leaves[i] for i in self.carried]
+        forward = replace(loop, schedule=loop.schedule and ForwardOnly(loop.schedule))
+        operations = embedding_operations(embed, before, batch)
+        return self._loop(lambda carry, i: embed(carry, i, _at(batch, i)), before, forward, operations)[1]
 
     def count_flops(self, state: TrainState, microbatch: Any) -> float:
         """Count the operations of the loss and its gradients for one microbatch, arrays or shapes.
@@ -139,6 +193,10 @@ class StepBuilder:
         """Return `evaluate(state, batch) -> LossTerms`: sums over the microbatches; writes to the state are dropped."""
 
         def evaluate(state: TrainState, batch: Any) -> LossTerms:
+            if (loss := self._in_two_passes(loop)) is not None:
+                stacked = self._embed_all(loss, state, batch, loop, training=False)
+                return summed(loss_of_all(loss, stacked, batch), loop.num_microbatches)
+
             def body(index: Any) -> LossTerms:
                 return read_loss(self._infer(self.loss_fn, state, batch, index))
 
@@ -201,6 +259,8 @@ class StepBuilderCache:
         if key not in self._traced:
             one = _one_of(microbatches)
             found = trace_loss(self._untraced.model, self._untraced.loss_fn, state, one)
+            if isinstance(self._untraced.loss_fn, WholeBatchLoss):  # its comparisons see the whole batch
+                found = replace(found, divided=None, mixed=None)
             self._has_warned = self._has_warned or warn_of_microbatches(found, self._num_microbatches)
             if not self._reported.issuperset(found.unused):
                 report_unused(found.unused, state.params, self._on_unused)

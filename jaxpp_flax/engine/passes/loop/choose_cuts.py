@@ -1,21 +1,29 @@
-"""Choose the marks of a loop body that cut: ask the policy, and check its answer."""
+"""Choose the marks that cut, for each loop: ask the policy, and check its answer.
+
+The last loop of a step is asked for first: it is the one that trains, and earlier ones compute what it trains on. A
+policy that gives all loops the same stages then decides by the work of training.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop
+from jaxpp_flax.engine.passes.loop.open_loops import Opened, OpenLoop
 
 __all__ = ["choose_cuts"]
 
 
-def choose_cuts(loop: OpenLoop, choose: Callable[[OpenLoop], Sequence[int]]) -> OpenLoop:
-    """Ask the cut policy for the marks that cut.
+def choose_cuts(step: Opened, choose: Callable[[OpenLoop], Sequence[int]]) -> Opened:
+    """Ask the cut policy for the marks that cut each loop, beginning with the last one.
 
     Raises:
       ValueError: if the chosen marks do not make as many stages as the schedule has.
     """
+    return replace(step, loops=tuple(_cut(loop, choose) for loop in reversed(step.loops))[::-1])
+
+
+def _cut(loop: OpenLoop, choose: Callable[[OpenLoop], Sequence[int]]) -> OpenLoop:
     cuts, stages = tuple(choose(loop)), loop.schedule.num_stages
     legal = len(cuts) == stages - 1 and list(cuts) == sorted({*cuts})
     marks = len(loop.body.marks)

@@ -1,0 +1,283 @@
+"""Losses in two parts: loss, gradients and state are those of plain `jax.jit` with the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+from jaxpp_flax import WholeBatchLoss
+from jaxpp_flax.schedules import ResidualPlan, StageResiduals
+from jaxpp_flax.trainers import (
+    Assignment,
+    DynamicLossScale,
+    Inference,
+    LossError,
+    Memory,
+    MeshOptions,
+    Parameters,
+    Precision,
+)
+from tests.helpers import slow_but, tree_allclose
+from tests.trainers import two_towers as t
+
+BATCH = t.pairs()
+BATCH_NORM = pytest.mark.filterwarnings("ignore::jaxpp_flax.trainers.BatchStatisticsWarning")
+
+
+def explicit_mesh() -> jax.sharding.Mesh:
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    return jax.sharding.Mesh(devices, ("stage", "data"), axis_types=(AxisType.Explicit,) * 2)
+
+
+def residuals(recompute: bool, offload: float) -> Memory:
+    each = StageResiduals(recompute=recompute, offload=offload)
+    return Memory(residuals=ResidualPlan(stages=(each, each)))
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one stage": {"num_stages": 1},
+    "1f1b": {"num_stages": 4},
+    "gpipe": {"num_stages": 2, "schedule": "gpipe"},
+    "interleaved": {"num_stages": 4, "schedule": "interleaved_1f1b", "mesh": MeshOptions(num_ranks=2)},
+    "zero_bubble": {"num_stages": 2, "schedule": "zero_bubble"},
+    "zbv": {"num_stages": 4, "schedule": "zbv", "mesh": MeshOptions(num_ranks=2)},
+    "data": {"num_stages": 2, "mesh": {"data": 2}},
+    "one stage with data": {"num_stages": 1, "mesh": {"data": 2}},
+    "remat": {"num_stages": 2, "remat": "full"},
+    "remat, one stage": {"num_stages": 1, "remat": "full"},
+    "recomputed": {"num_stages": 2, "memory": residuals(recompute=True, offload=0.0)},
+    "one microbatch": {"num_stages": 2, "num_microbatches": 1},
+    "weights": {"num_stages": 2, "loss": WholeBatchLoss(t.embed, t.weighted_info_nce)},
+}
+
+
+def parameters_of(trainer: Any) -> list[Any]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state.params)]
+
+
+def check_step(trainer: Any, before: Any, expected: tuple[Any, Any, Any], batch: Any = BATCH) -> dict[str, Any]:
+    """Compare one step of SGD with rate 1 with the loss and the gradients of the whole batch."""
+    metrics = trainer.train_step(batch)
+    np.testing.assert_allclose(float(metrics["loss"]), float(expected[0]), rtol=1e-5)
+    found = [np.asarray(b) - a for b, a in zip(jax.tree.leaves(before), parameters_of(trainer), strict=True)]
+    tree_allclose(found, list(map(np.asarray, jax.tree.leaves(expected[1]))), rtol=1e-5, atol=1e-6)
+    return metrics
+
+
+@pytest.mark.parametrize("layout", slow_but(LAYOUTS, "one stage", "1f1b", "data", "remat", "weights"))
+def test_equals_the_whole_batch(layout):
+    options = dict(LAYOUTS[layout])
+    loss = options.pop("loss", t.CONTRASTIVE)
+    expected = t.whole_batch_step(loss, BATCH)
+    trainer = t.trainer_of(loss, **options)
+    metrics = check_step(trainer, nnx.state(t.TwoTowers(), nnx.Param), expected)
+    if "weights" in layout:
+        assert float(metrics["weight"]) == BATCH["weight"].sum()
+    else:
+        np.testing.assert_allclose(float(metrics["found"]), float(loss(t.TwoTowers(), BATCH)[1]["found"]))
+    # The microbatches alone have another loss: fewer examples to tell apart.
+    parts = [loss(t.TwoTowers(), jax.tree.map(lambda x, i=i: np.split(x, 4)[i], BATCH)) for i in range(4)]
+    alone = [float(a) if isinstance(b, dict) else float(a / b) for a, b in parts]
+    assert abs(np.mean(alone) / float(expected[0]) - 1) > 0.1
+
+
+def test_explicit_meshes():
+    trainer = t.trainer_of(num_stages=2, mesh=explicit_mesh())
+    check_step(trainer, nnx.state(t.TwoTowers(), nnx.Param), t.whole_batch_step(t.CONTRASTIVE, BATCH))
+
+
+@BATCH_NORM
+@pytest.mark.parametrize("stages", slow_but((1, 4), 4))
+@pytest.mark.parametrize("option", ["dropout", "batch_norm", "counted"])
+def test_both_passes_have_the_same_keys_and_state_which_advances_once(option, stages):
+    options: dict[str, Any] = {option: 0.5 if option == "dropout" else True}
+    make = lambda: t.TwoTowers(**options)  # noqa: E731
+    expected = t.whole_batch_step(t.CONTRASTIVE, BATCH, make())
+    trainer = t.trainer_of(model=make(), num_stages=stages)
+    check_step(trainer, nnx.state(make(), nnx.Param), expected)
+    if option != "dropout":
+        state = [np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state.model_state)]
+        tree_allclose(state, list(map(np.asarray, jax.tree.leaves(expected[2]))), rtol=1e-5, atol=1e-6)
+    if option == "counted":
+        assert all(leaf == t.MICROBATCHES for leaf in state)
+
+
+def test_linen():
+    module, loss = t.LinenTowers(dropout=0.5), WholeBatchLoss(t.embed_linen, t.info_nce)
+    variables = module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, BATCH)
+    expected = t.whole_batch_step(loss, BATCH, module, variables=variables)
+    trainer = t.trainer_of(loss, module, variables=variables, num_stages=2)
+    check_step(trainer, variables["params"], expected)
+    plain = loss.loss_fn(module.apply({"params": trainer.variables["params"]}, BATCH, training=False), BATCH)
+    np.testing.assert_allclose(trainer.evaluate([BATCH])["loss"], float(plain[0]), rtol=1e-5)
+
+
+def test_a_scaled_loss_and_its_average_and_a_step_that_is_skipped():
+    expected = t.whole_batch_step(t.CONTRASTIVE, BATCH)
+    precision = Precision(loss_scale=DynamicLossScale(initial=1024.0), gradient_dtype=jnp.float32)
+    trainer = t.trainer_of(num_stages=2, precision=precision, parameters=Parameters(ema_decay=0.75))
+    before = nnx.state(t.TwoTowers(), nnx.Param)
+    check_step(trainer, before, expected)
+    average = [
+        0.75 * np.asarray(b) + 0.25 * a for b, a in zip(jax.tree.leaves(before), parameters_of(trainer), strict=True)
+    ]
+    tree_allclose([np.asarray(leaf) for leaf in jax.tree.leaves(trainer.state.ema)], average)
+    kept = parameters_of(trainer)
+    metrics = trainer.train_step(BATCH | {"image": BATCH["image"] * np.float32(np.nan)})
+    assert (float(metrics["skipped_step"]), float(trainer.state.loss_scale["scale"])) == (1.0, 512.0)
+    tree_allclose(parameters_of(trainer), kept, rtol=0, atol=0)
+
+
+def test_a_loss_scale_reaches_the_gradients_of_narrow_embeddings():
+    """Without it, a gradient of an embedding below the smallest float16 would be zero."""
+
+    def embed(model: Any, batch: Any) -> Any:
+        return model.image(batch["image"]).astype(jnp.float16)
+
+    loss = WholeBatchLoss(embed, lambda image, batch: 1e-8 * image.astype(jnp.float32).sum())
+    made = [
+        t.trainer_of(
+            loss,
+            tx=optax.sgd(1e8),
+            precision=Precision(loss_scale=scale),
+            parameters=Parameters(frozen=["text/*", "log_scale"]),
+        )
+        for scale in (None, 2.0**16)
+    ]
+    moved = []
+    for trainer in made:
+        before = parameters_of(trainer)
+        trainer.train_step(BATCH)
+        moved.append(max(np.abs(a - b).max() for a, b in zip(parameters_of(trainer), before, strict=True)))
+    assert moved[0] == 0.0
+    assert moved[1] > 0.1
+
+
+def test_integers_constants_of_the_batch_and_a_single_array():
+    """Embeddings may hold what has no gradient; the second part gets scalars of the batch as scalars."""
+
+    def embed(model: Any, batch: Any) -> Any:
+        return {"image": model.image(batch["image"]), "class": jnp.argmax(batch["image"], -1)}
+
+    def loss_fn(found: Any, batch: Any) -> Any:
+        assert (batch["margin"].shape, found["class"].shape) == ((), batch["image"].shape[:1])
+        same = found["class"][:, None] == found["class"]
+        distances = jnp.square(found["image"][:, None] - found["image"]).sum(-1)
+        return jnp.where(same, distances, jnp.maximum(batch["margin"] - distances, 0)).mean(), {}
+
+    loss, batch = WholeBatchLoss(embed, loss_fn), {**BATCH, "margin": np.float32(1.5)}
+    frozen = Parameters(frozen=["text/*", "log_scale"])
+    expected = t.whole_batch_step(loss, batch, parameters=frozen)
+    trainer = t.trainer_of(loss, num_stages=2, parameters=frozen)
+    before = t.trainer_of(loss, parameters=frozen).state.params
+    check_step(trainer, before, expected, batch)
+
+
+@pytest.mark.parametrize("options", [{"num_stages": 1}, {"num_stages": 2, "mesh": {"data": 2}}], ids=str)
+def test_an_evaluation_compares_all_examples_of_a_batch(options):
+    """Also where neither the microbatches nor the data-parallel devices divide the batch; batches count by size."""
+    trainer, sizes = t.trainer_of(**options), (16, 10, 7)
+    batches = [t.pairs(size, seed) for seed, size in enumerate(sizes)]
+    losses = [[float(x) for x in jax.tree.leaves(t.CONTRASTIVE(t.TwoTowers(), batch))] for batch in batches]
+    found = trainer.evaluate(batches)
+    expected = np.average(losses, axis=0, weights=sizes)
+    np.testing.assert_allclose([found["loss"], found["found"]], expected, rtol=1e-5)
+
+
+def test_it_may_be_the_loss_of_the_evaluation_alone():
+    mean = lambda model, batch: jnp.mean((model.image(batch["image"]) - model.text(batch["text"])) ** 2)  # noqa: E731
+    trainer = t.trainer_of(
+        mean, num_stages=2, inference=Inference(eval_loss_fn=t.CONTRASTIVE), parameters=Parameters(frozen=["log_scale"])
+    )
+    expected = t.CONTRASTIVE(t.TwoTowers(), BATCH)[0]
+    np.testing.assert_allclose(trainer.evaluate([BATCH])["loss"], float(expected), rtol=1e-5)
+    with_weights = t.trainer_of(WholeBatchLoss(t.embed, t.weighted_info_nce), num_stages=2)
+    total, weight = t.weighted_info_nce(t.embed(t.TwoTowers(), BATCH), BATCH)
+    np.testing.assert_allclose(with_weights.evaluate([BATCH])["loss"], float(total / weight), rtol=1e-5)
+
+
+def test_both_passes_have_the_stages_that_training_has():
+    """Stages are chosen by the work of training, and the first pass has the same; tables tell of the second."""
+    trainer = t.trainer_of(num_stages=2, assignment=Assignment("balanced", memory_limit=1e6))
+    compiled = trainer.compile(BATCH)
+    assert all(block.backward for block in trainer.plan.blocks)
+    first, second = compiled.as_text("choose_cuts").split("loop over")[1:]
+    cuts = [text.splitlines()[0].partition("marks: ")[2] for text in (first, second)]
+    assert cuts == ["image_0, image_1 (cuts), text_0, text_1"] * 2
+    assert "ForwardOnly" in first
+    assert "Std1F1B" in second
+    assert compiled.stages[0].blocks == ("image_0", "image_1")
+    assert compiled.stages[0].activation_bytes > 0
+
+
+def test_between_the_passes_only_embeddings_and_their_gradients_are_kept():
+    """Neither activations of the first pass nor the matrix of all pairs wait for the end of the second one."""
+
+    def mean(model: Any, batch: Any) -> Any:
+        image, text, scale = t.embed(model, batch)
+        return jnp.mean(image * text * scale)
+
+    examples, peaks = 256, []
+    for loss in (mean, t.CONTRASTIVE):
+        trainer = t.trainer_of(loss, num_stages=2, num_microbatches=8)
+        peaks.append([rank.peak_bytes for rank in trainer.compile(t.pairs(examples)).memory_analysis()])
+    embeddings = 2 * examples * t.WIDTH * 4
+    assert peaks[1][0] <= peaks[0][0]
+    assert peaks[1][1] - peaks[0][1] <= embeddings + 64  # the matrix has 256 KiB
+
+
+@pytest.mark.parametrize(
+    ("embed", "said"),
+    [
+        (lambda m, b: m.image(b["image"]).T, "embed_fn returned with shape (8, 4) for a microbatch of 4 examples"),
+        (lambda m, b: {"e": m.image(b["image"]), "m": m.image(b["image"]).mean()}, "embed_fn returned ['m'], a scalar"),
+    ],
+    ids=["shape", "scalar"],
+)
+def test_embeddings_that_do_not_fit_are_refused_before_the_first_step(embed, said):
+    loss = WholeBatchLoss(embed, lambda e, batch: sum(map(jnp.sum, jax.tree.leaves(e)), start=jnp.float32(0)))
+    trainer = t.trainer_of(loss, num_stages=2, parameters=Parameters(frozen=["text/*", "log_scale"]))
+    for call in (trainer.compile, lambda batch: trainer.evaluate([batch])):
+        with pytest.raises(LossError) as error:
+            call(BATCH)
+        assert said in str(error.value)
+
+
+def test_an_evaluation_without_embeddings_is_refused():
+    nothing = Inference(eval_loss_fn=WholeBatchLoss(lambda model, batch: (), lambda embeddings, batch: 0.0))
+    trainer = t.trainer_of(num_stages=2, inference=nothing)
+    with pytest.raises(LossError, match=r"embed_fn returned no array: \(\)\. Return the embeddings"):
+        trainer.evaluate([BATCH])
+
+
+def test_parts_that_are_no_functions_of_two_arguments_are_refused():
+    nothing: Any = None
+    of_the_model: Any = lambda model, embeddings, batch: embeddings  # noqa: E731
+    with pytest.raises(TypeError, match=r"embed_fn must be a function of \(model, microbatch\), got NoneType"):
+        WholeBatchLoss(nothing, t.info_nce)
+    with pytest.raises(TypeError, match=r"called as embed_fn\(model, microbatch\), but .* takes \(model\)"):
+        WholeBatchLoss(lambda model: model, t.info_nce)
+    with pytest.raises(TypeError, match=r"called as loss_fn\(embeddings, batch\), .* is returned by embed_fn"):
+        WholeBatchLoss(t.embed, of_the_model)
+
+
+def test_embed_fn_gets_what_it_asks_for():
+    def embed(model: Any, batch: Any, *, training: bool, rngs: nnx.Rngs) -> Any:
+        image = model.image(batch["image"])
+        return image + jax.random.normal(rngs(), image.shape) if training else image
+
+    loss = WholeBatchLoss(embed_fn=embed, loss_fn=lambda e, batch: jnp.mean(jnp.square(e @ e.T)) * 10)
+    frozen = Parameters(frozen=["text/*", "log_scale"])
+    one, two = (t.trainer_of(loss, num_stages=stages, parameters=frozen) for stages in (1, 2))
+    found = [trainer.train_step(BATCH)["loss"] for trainer in (one, two)]
+    np.testing.assert_allclose(*map(float, found), rtol=1e-5)
+    plain = loss(t.TwoTowers(), BATCH, training=False, rngs=None)
+    assert abs(float(found[0]) / float(plain) - 1) > 0.1
+    np.testing.assert_allclose(t.trainer_of(loss, parameters=frozen).evaluate([BATCH])["loss"], float(plain), rtol=1e-5)
