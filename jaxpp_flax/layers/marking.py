@@ -8,6 +8,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 import jax
+from flax import linen as nn
+from flax import nnx
 
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.layers.remat import check_remat, rematerialized
@@ -42,10 +44,21 @@ def marked(function: F, name: str | None = None, remat: Any = None) -> F:
         block = _name_of(owner, method_name, name, function)
         with jax.named_scope(block):  # the name in a profile
             result = (function if chosen is None else rematerialized(function, chosen))(*args, **kwargs)
+        if isinstance(result, (nn.Module, nnx.Module)):
+            raise TypeError(_makes_a_module(block, result))
         return mark_stage_end(result, block, closes_block=True)
 
     setattr(call, _TOKEN, token)
     return call  # type: ignore[return-value]
+
+
+def _makes_a_module(block: str, module: Any) -> str:
+    kind = type(module).__name__
+    where = "jaxpp_flax.linen.PipelineStage" if isinstance(module, nn.Module) else "PipelineStage"
+    return (
+        f"{block!r} is marked as a block, but returns the module {kind}: a mark stands on the arrays that a block "
+        f"computes, so nothing is marked here. Decorate the class {kind}, or mark what is made: `{where}(module)`."
+    )
 
 
 def _name_of(owner: Any, method_name: str, name: str | None, function: Any) -> str:
@@ -69,8 +82,8 @@ def pipeline_stage(target: None = None, *, name: str | None = None, remat: Any =
 def pipeline_stage(target: Any = None, *, name: str | None = None, remat: Any = None) -> Any:
     """Mark a function, a method, or a Module class (NNX or Linen) as one block of a pipeline.
 
-    Each call ends with a mark: the model may be cut into stages at a mark. Outside a pipeline the decorator changes
-    nothing; parameters keep their paths.
+    Each call ends with a mark: the model may be cut into stages at a mark. Outside a pipeline results are the same, and
+    `remat` recomputes there too; parameters keep their paths.
 
     Args:
       target: a function or method with any arguments and any pytree of arrays as its result; or a class with
@@ -85,7 +98,8 @@ def pipeline_stage(target: Any = None, *, name: str | None = None, remat: Any = 
       The marked function or class; without `target`, a decorator.
 
     Raises:
-      TypeError: if `target` is an instance of a Module, or cannot be called; if `remat` is another value.
+      TypeError: if `target` is an instance of a Module, or cannot be called; if `remat` is another value. When it is
+        called: if its result is a Module.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -30,7 +30,8 @@ class PipelineStage(nnx.Module, metaclass=StageMeta):
     Wrap a module, `PipelineStage(Block(...), name="block_0")`, or write a subclass, `class Block(PipelineStage)`.
     Wrapping returns the same module with a changed class: a subclass of both its old class and `PipelineStage`. So the
     paths of parameters, the tree of states and checkpoints are the same as in the unmarked model. Outside a pipeline,
-    the module has the same results as the unmarked module.
+    the module has the same results as the unmarked module: its jaxpr has markers, which do nothing there, and `remat`
+    recomputes there too. Another model that shares the module has it marked as well: it is the same object.
 
     Args:
       module: the NNX module to mark; it is changed in place, and returned.

@@ -16,6 +16,7 @@ from flax import linen as nn
 from flax import nnx
 
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
+from jaxpp_flax.layers.marking import is_marked
 
 __all__ = ["join_layers", "join_scanned", "scan", "split_layers", "split_scanned"]
 
@@ -39,7 +40,7 @@ def scan(target: Any, *, stages: int | Sequence[int], length: int | None = None,
 
     Raises:
       TypeError: if `target` is not a Module class.
-      ValueError: if the parts do not add up to the layers, or an option ties all layers together.
+      ValueError: if the parts do not add up to the layers, an option ties all layers together, or `target` is marked.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -59,6 +60,12 @@ def scan(target: Any, *, stages: int | Sequence[int], length: int | None = None,
     if length is None:
         raise ValueError(
             "scan cannot divide a stack of unknown length into stages: give length=, its number of layers."
+        )
+    if is_marked(target.__call__):
+        raise ValueError(
+            f"scan got {target.__name__}, each of whose layers ends with a mark; a scan cannot be cut between its "
+            "layers. Pass the class without @pipeline_stage or PipelineStage: scan marks the end of each part. For a "
+            "cut after every layer, give stages= as many parts as there are layers."
         )
     lengths = _lengths(stages, length)
     _check_options(options)

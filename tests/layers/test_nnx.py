@@ -219,3 +219,30 @@ def test_a_mark_inside_of_a_scan_is_refused_with_the_users_line():
 def test_refusals(call, text):
     with pytest.raises(TypeError, match=text):
         call()
+
+
+def test_a_function_that_makes_a_module_is_refused():
+    @pipeline_stage
+    def make_block():
+        return nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+
+    with pytest.raises(
+        TypeError, match=r"'make_block' is marked .* returns the module Linear.*`PipelineStage\(module\)`"
+    ):
+        make_block()
+    with pytest.raises(TypeError, match=r"returns the module Dense.*`jaxpp_flax\.linen\.PipelineStage\(module\)`"):
+        pipeline_stage(lambda: nn.Dense(4))()
+
+
+def test_outside_a_pipeline_remat_recomputes_and_results_stay():
+    """As the docstring says; and a module that two models share is one object."""
+    block, x = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jnp.ones((2, 4))
+    loss = lambda model, x: jnp.sum(jnp.tanh(model(x)) ** 2)  # noqa: E731
+    plain = nnx.grad(loss)(block, x)
+    shared = PipelineStage(block, remat="full")
+    assert shared is block
+    tree_allclose(jax.tree.leaves(nnx.grad(loss)(block, x)), jax.tree.leaves(plain))
+    graphdef, state = nnx.split(block)
+    text = str(jax.make_jaxpr(lambda state, x: nnx.merge(graphdef, state)(x))(state, x))
+    assert "stage_marker" in text
+    assert "checkpoint" in text or "remat" in text

@@ -129,6 +129,14 @@ def test_a_function_is_refused():
         pipeline.scan(body, stages=2, **AXES)
 
 
+def test_a_marked_layer_is_refused_with_what_to_do():
+    decorated = pipeline.pipeline_stage(type("Decorated", (Layer,), {"__call__": lambda self, x, scale: (x, scale)}))
+    subclass = type("Subclass", (pipeline.PipelineStage,), {"__call__": lambda self, x, scale: (x, scale)})
+    for marked in (decorated, subclass, nn.remat(subclass)):
+        with pytest.raises(ValueError, match=r"each of whose layers ends with a mark.* Pass the class without @pipe"):
+            pipeline.scan(marked, stages=2, **AXES)
+
+
 def test_optimizer_states_and_boxes_are_divided_too():
     box = nn.LogicallyPartitioned(jnp.arange(12.0).reshape(6, 2), names=("layers", "embed"))
     params = {"decoder": {"layers": {"scale": box}, "bias": jnp.ones(2)}}

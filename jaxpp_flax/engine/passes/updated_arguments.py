@@ -38,11 +38,10 @@ def find_relatives(
         while queue:
             value, depth = queue.popleft()
             for equation in users.get(value, ()):
-                for read in values(equation.inputs):
-                    if read in position and tuple(read.aval.shape) == shape:
-                        if read in renewed:
-                            return position[read]
-                        combined.append(read)
+                read = [v for v in values(equation.inputs) if v in position and tuple(v.aval.shape) == shape]
+                combined += read
+                if not renewed.isdisjoint(read):
+                    return next(position[v] for v in read if v in renewed)
                 for output in equation.outputs:
                     if tuple(output.aval.shape) in (shape, whole) and output not in seen and depth < _SEARCH_DEPTH:
                         seen.add(output)
