@@ -313,10 +313,7 @@ class PipelineTrainer:
         return self._core.measures
 
     def stop(self, reason: str) -> None:
-        """End `fit` or `training_steps` after the current step; callbacks call it.
-
-        Several processes end together, after a step that none of them has reached: up to four steps later.
-        """
+        """End `fit` or `training_steps` after this step; several processes end together, up to four steps later."""
         self.stopping = reason
 
     def message(self, text: str) -> None:
