@@ -60,6 +60,9 @@ class Counts(Callback):
         super().__init__()
         self.by, self.count = by, 0
 
+    def state_name(self) -> str:
+        return f"Counts({self.by})"
+
     def get_state(self) -> Any:
         return {"count": self.count}
 
@@ -73,9 +76,9 @@ class Counts(Callback):
 def test_several_of_a_kind_are_told_apart(tmp_path: Path):
     first = make_trainer(Checkpoints(tmp_path / "run", every=2))
     first.fit(BATCHES, steps=2, callbacks=[Counts(1), Counts(10)])
-    counts = [Counts(1), Counts(10), Counts(100)]
+    counts = [Counts(100), Counts(10), Counts(1)]  # in another order
     make_trainer(tmp_path / "run").fit(BATCHES, steps=4, callbacks=counts, resume=True)
-    assert [c.count for c in counts] == [4, 40, 200]
+    assert [c.count for c in counts] == [200, 40, 4]
 
 
 @pytest.mark.parametrize("state", [None, {"best": float("inf"), "bad": 0}])
