@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax import nnx
+from jax.sharding import SingleDeviceSharding
 
 from jaxpp_flax.checkpoint.format.paths import flatten
 from jaxpp_flax.engine.arrays.device_memory import shortage
@@ -209,12 +210,13 @@ def to_ordinary(tree: Any) -> Any:
 
     If the ranks belong to several processes, all of them must call this function.
     """
-    device = jax.local_devices()[0]
+    # Without the name, an array of an Explicit mesh would keep the mesh in its type.
+    there = SingleDeviceSharding(jax.local_devices()[0])
 
     def one(leaf: Any) -> Any:
         if not isinstance(leaf, MpmdArray):
             return copied(leaf)
         several = leaf.sharding.mpmd_mesh.jax_mesh.is_multi_process
-        return copied(jax.device_put(on_every_process(leaf) if several else leaf.as_jax_array(), device))
+        return copied(jax.device_put(on_every_process(leaf) if several else leaf.as_jax_array(), there))
 
     return jax.tree.map(one, tree)

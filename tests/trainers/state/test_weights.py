@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.checkpoint.format.paths import flatten
@@ -58,6 +59,15 @@ def test_weights_of_another_trainer(form: str):
         assert np.isfinite(target.train_step(BATCH)["loss"])  # which donates its own arrays alone
         jax.tree.map(np.array, nnx.state(given) if isinstance(given, nnx.Module) else given)
         tree_allclose(weights(source), wanted, rtol=0, atol=0)
+
+
+def test_the_model_of_an_explicit_mesh_is_an_ordinary_one():
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh = jax.sharding.Mesh(devices, ("stage", "data"), axis_types=(AxisType.Explicit,) * 2)
+    trainer, plain = make(mesh=mesh), make()
+    for each in (trainer, plain):
+        each.train_step(BATCH)
+    tree_allclose(trainer.model(TEST["x"]), plain.model(TEST["x"]), rtol=1e-5, atol=1e-6)
 
 
 def test_the_first_step_is_that_of_a_trainer_made_with_these_weights():
