@@ -342,7 +342,7 @@ class CheckpointStore:
 
 
 def check_interval(name: str, value: Any) -> Any:
-    """Return a count as an int, and a policy or None unchanged; refuse a number that is not a count."""
-    if hasattr(value, "__float__"):
-        return check_count(name, value, ", a policy, or None")
-    return value
+    """Return a count as an int, and a policy or None unchanged; refuse anything else."""
+    if value is None or hasattr(value, "should_save" if name == "every" else "should_preserve"):
+        return value
+    return check_count(name, value, ", a policy, or None")

@@ -161,7 +161,7 @@ _KERNELS = """
     householder_product linear_call lu lu_pivots_to_permutation ormqr philox2x32 philox4x32 pmax pmin ppermute qr
     ragged_all_to_all random_bits random_gamma reduce reduce_scatter reduce_window reduce_window_max reduce_window_min
     reduce_window_sum rng_bit_generator rng_uniform schur select_and_gather_add select_and_scatter
-    select_and_scatter_add svd symmetric_product threefry2x32 threefry4x32 top_k triangular_solve tridiagonal
+    select_and_scatter_add svd symmetric_product threefry2x32 threefry4x32 triangular_solve tridiagonal
     tridiagonal_solve unreduced_psum unreduced_reduce_scatter
 """
 
@@ -221,6 +221,7 @@ def _rows() -> Iterator[tuple[str, Facts]]:
     )  # fmt: skip
     yield from rows("cumlogsumexp cummax cummin cumprod cumsum", kernel, Batch.ALONG, along="axis")
     yield from rows("sort", reading, Batch.ALONG, along="dimension")
+    yield from rows("top_k", kernel, Batch.ALONG, along="axis")
     yield from rows("psum psum_invariant", kernel, sums_over_devices=True)
     yield from rows("dot_general", product, Batch.DOT, linear=Linear(Operands.EITHER, contracted), summed=(0, 1))
     yield from rows("conv_general_dilated", product, Batch.CONVOLUTION)

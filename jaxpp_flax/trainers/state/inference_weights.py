@@ -104,6 +104,9 @@ def weights_of(state: TrainState, function: Callable[[TrainState], Any]) -> Any:
       ValueError: Inference(params=) must return a tree like state.params, and these leaves differ: v, w. ...
     """
     made = function(state)
+    if made is None:
+        without = "" if state.ema is not None else " state.ema is None without parameters=Parameters(ema_decay=0.999)."
+        raise ValueError(f"Inference(params=) returned None. Return a tree like state.params.{without}")
     wanted = {path_text(path): leaf for path, leaf in jax.tree.leaves_with_path(state.params)}
     found = {path_text(path): jnp.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(made)}
     shapes, found_shapes = ({path: leaf.shape for path, leaf in tree.items()} for tree in (wanted, found))

@@ -86,6 +86,9 @@ MEANS: dict[str, Callable[..., Any]] = {
     "experts by sorted tokens": lambda x, y, m, w, t, k: x.reshape(-1, WIDTH)[
         jnp.argsort(x.argmax(-1).reshape(-1))
     ].mean(),
+    "best classes of each token": lambda x, y, m, w, t, k: (
+        jax.nn.softmax(jax.lax.top_k(x @ w, 2)[0]) * jax.lax.top_k(x @ w, 2)[1]
+    ).mean(),
     "conditions": lambda x, y, m, w, t, k: jax.lax.cond(t > 0, lambda: x.mean(), lambda: x.sum()),
     "metrics": lambda x, y, m, w, t, k: ((x.std(), x / x.sum(), x[:, 0] @ x[:, 0].T, x.max()), x.mean())[1],
 }
@@ -119,6 +122,7 @@ MIXED: dict[str, Callable[..., Any]] = {
     "standardization": lambda x, y, m, w, t, k: jnp.tanh((x - x.mean(0)) / x.std(0)).mean(),
     "covariance": lambda x, y, m, w, t, k: ((jnp.einsum("btd,bte->de", x, x) / BATCH - w) ** 2).sum(),
     "largest": lambda x, y, m, w, t, k: entropy(x, y).max(),
+    "hardest examples": lambda x, y, m, w, t, k: jax.lax.top_k(entropy(x, y), 2)[0].mean(),
     "median": lambda x, y, m, w, t, k: jnp.median(entropy(x, y)),
     "remat": lambda x, y, m, w, t, k: jax.checkpoint(lambda x: jnp.exp(jnp.mean(x @ w)))(x),
 }

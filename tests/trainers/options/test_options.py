@@ -153,6 +153,12 @@ REFUSED = {
     "directory": (lambda: Checkpoints(3), TypeError, "directory must be a path, got int: 3"),
     "checkpoints": (lambda: Checkpoints.of(3), TypeError, "checkpoints must be a directory, or Checkpoints("),
     "every": (lambda: Checkpoints("run", every=0), ValueError, "every=0: it must be a whole number of at least 1"),
+    "every is a text": (
+        lambda: Checkpoints("run", every="2"),
+        ValueError,
+        "every='2': it must be a whole number of at least 1, a policy, or None",
+    ),
+    "keep is a text": (lambda: Checkpoints("run", keep="2"), ValueError, "keep='2'"),
     "every is a float": (lambda: Checkpoints("run", every=np.float32(2)), ValueError, "every="),
     "ranks": (lambda: MeshOptions(num_ranks=0), ValueError, "num_ranks=0: it must be a whole number of at least 1"),
     "keep": (lambda: Checkpoints("run", keep=2.5), ValueError, "keep=2.5: it must be a whole number of at least 1"),

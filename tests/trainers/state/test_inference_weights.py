@@ -172,7 +172,8 @@ def test_a_line_says_which_weights_are_used(tmp_path: Path, capsys: pytest.Captu
     ("params", "error", "text"),
     [
         (lambda state: {"layers": 0}, ValueError, r"a tree like state.params, .* layers, layers/0/bias, .* and 2 more"),
-        (lambda state: state.ema, ValueError, r"these leaves differ: layers/0/bias"),
+        (lambda state: state.ema, ValueError, r"returned None.* without parameters=Parameters\(ema_decay="),
+        (lambda state: print(end=""), ValueError, r"returned None\. Return a tree like state\.params"),
         ("ema", TypeError, r"params must be a function of the state, such as .* got str: 'ema'"),
     ],
 )
