@@ -149,6 +149,8 @@ class Assigner:
 
         def train(marks: Sequence[Mark], num_stages: int) -> tuple[int, ...]:
             key, marks = (pipeline.schedule, pipeline.num_microbatches), cast(Marks, marks)
+            if key in self._plans and any(cut >= len(marks) for cut in self._plans[key][0]):
+                return tuple(self._policy(marks, num_stages))  # for this batch, the loss calls the model less often
             if key in self._plans and not marks.blocks.body.has_sums:
                 return self._plans[key][0]  # the first pass of a `WholeBatchLoss`: the stages of the second
             self._last, self._is_new = (marks, pipeline), key not in self._plans
