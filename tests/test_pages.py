@@ -223,7 +223,7 @@ def unmarked() -> dict[str, object]:
     ("page", "blocks", "marked"),
     [
         ("index.md", 1, False),
-        ("guides/choosing.md", 2, True),
+        ("guides/choosing.md", 1, True),
         ("guides/when_not_to_pipeline.md", 1, False),
         ("coming_from/plain_flax.md", 2, False),
         ("coming_from/torch.md", 1, False),
