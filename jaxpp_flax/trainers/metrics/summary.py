@@ -57,7 +57,7 @@ def summarise_run(
     stepping = max(stepping_seconds(seconds), 1e-9)
     compiling = sum(seconds.get(part, 0.0) for part in _NAMED["compiling"])
     lines = [
-        f"{steps} steps, up to step {step}, in {hours}:{rest // 60:02d}:{rest % 60:02d}",
+        f"{steps} step{'' if steps == 1 else 's'}, up to step {step}, in {hours}:{rest // 60:02d}:{rest % 60:02d}",
         f"after compiling: {stepping / max(steps, 1):.3g} s a step, {units[0] / stepping:,.0f} {units[1]}/s; "
         f"compiling took {compiling:.3g} s",
         f"time: {', '.join(f'{name} {share:.0%}' for share, name in shares)}",

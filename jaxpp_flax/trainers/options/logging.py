@@ -72,6 +72,12 @@ class Logging(Options):
         if not isinstance(self.throughput, Throughput):
             kind = type(self.throughput).__name__
             raise TypeError(f"throughput={self.throughput!r} ({kind}): it must be a Throughput.")
+        rate = self.learning_rate
+        if rate is not None and not callable(rate) and not hasattr(rate, "__float__"):
+            kind = type(rate).__name__
+            raise TypeError(
+                f"learning_rate={rate!r} ({kind}): it must be a number, or a schedule: a function of the step."
+            )
         if self.peak_flops is not None and not self.peak_flops > 0:
             raise ValueError(f"peak_flops={self.peak_flops!r}: it must be above 0, or None.")
         if not isinstance(self.progress, (bool, Meter)):

@@ -113,6 +113,8 @@ def test_utilization_needs_a_peak():
         )
     made = PipelineTrainer(m.Layers(), optax.sgd(0.1), m.squared_error, logging=Logging(metrics=True), **options)
     assert made.measures.names == ("step_time", "goodput", "skipped_steps")
+    with pytest.raises(TypeError, match=r"learning_rate='1e-3' \(str\): it must be a number, or a schedule"):
+        Logging(learning_rate="1e-3")
     with pytest.raises(ValueError, match=r"peak_flops=0: it must be above 0"):
         Logging(peak_flops=0)
     with pytest.raises(TypeError, match=r"throughput='tokens' \(str\): it must be a Throughput"):

@@ -67,6 +67,10 @@ def test_the_rate_and_the_seconds_of_a_step_leave_compilation_out():
     ]
 
 
+def test_one_step_is_no_plural():
+    assert summarise_run(1, 1, {}, (1, "examples"), None, None).startswith("1 step, up to step 1, in ")
+
+
 def test_every_part_of_the_clock_has_a_word_in_the_summary():
     for part in get_args(Part):
         line = summarise_run(1, 1, {part: 1.0}, (1, "examples"), None, None).splitlines()[2]
