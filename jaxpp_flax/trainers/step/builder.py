@@ -30,6 +30,7 @@ from jaxpp_flax.trainers.step.whole_batch import (
     loss_of_all,
     second_pass,
     summed,
+    warn_of_mixing,
 )
 
 StepFunction = Callable[[TrainState, Any], Any]
@@ -258,9 +259,12 @@ class StepBuilderCache:
         key = signature(microbatches)
         if key not in self._traced:
             one = _one_of(microbatches)
-            found = trace_loss(self._untraced.model, self._untraced.loss_fn, state, one)
-            if isinstance(self._untraced.loss_fn, WholeBatchLoss):  # its comparisons see the whole batch
+            model, loss_fn = self._untraced.model, self._untraced.loss_fn
+            found = trace_loss(model, loss_fn, state, one)
+            if isinstance(loss_fn, WholeBatchLoss):  # its comparisons see the whole batch
                 found = replace(found, divided=None, mixed=None)
+                if self._num_microbatches > 1 and not self._has_warned:
+                    self._has_warned = warn_of_mixing(loss_fn, model, state, one, self._num_microbatches)
             self._has_warned = self._has_warned or warn_of_microbatches(found, self._num_microbatches)
             if not self._reported.issuperset(found.unused):
                 report_unused(found.unused, state.params, self._on_unused)

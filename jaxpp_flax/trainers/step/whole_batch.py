@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +23,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxpp_flax.engine.tracing.hints import place_with
 from jaxpp_flax.engine.tracing.ir import from_jaxpr
 from jaxpp_flax.engine.tracing.treduce import Concat, Last
-from jaxpp_flax.trainers.errors import LossError
-from jaxpp_flax.trainers.model.calling import asked_for
+from jaxpp_flax.trainers.data.batch import shape_of
+from jaxpp_flax.trainers.errors import LossError, MicrobatchLossWarning
+from jaxpp_flax.trainers.model.adapter import ModelAdapter
+from jaxpp_flax.trainers.model.calling import asked_for, call_function
+from jaxpp_flax.trainers.state.train_state import TrainState
 from jaxpp_flax.trainers.step.loss import LossTerms, read_loss
-from jaxpp_flax.trainers.step.loss_trace import used_inputs
+from jaxpp_flax.trainers.step.loss_trace import trace_loss, used_inputs
 
 __all__ = ["WholeBatchLoss"]
 
@@ -197,6 +201,31 @@ def second_pass(loss: WholeBatchLoss) -> Callable[..., Any]:
         return sum(jnp.sum((e * g).real, dtype=jnp.float32) for e, g in zip(embeddings, gradients, strict=True))
 
     return weighed
+
+
+def warn_of_mixing(loss: WholeBatchLoss, model: ModelAdapter, state: TrainState, microbatch: Any, count: int) -> bool:
+    """Warn of an `embed_fn` that combines examples: it sees those of one of `count` microbatches; return whether."""
+
+    def embed(params: Any, rest: Any, step: Any, batch: Any) -> Any:
+        return call_function(loss.embed_fn, model, params, rest, batch, step=step, microbatch=0, training=True)[0]
+
+    shapes = jax.eval_shape(embed, *jax.tree.map(shape_of, (state.params, state.model_state, state.step, microbatch)))
+    gradients = [leaf for leaf in jax.tree.leaves(shapes) if _has_gradient(leaf)]
+    size = next(leaf.shape[0] for leaf in jax.tree.leaves(microbatch) if leaf.shape)
+    if any(leaf.shape and leaf.shape[0] != size for leaf in gradients):
+        return False  # these are refused: see `embedding_operations`
+    # An embedding times a gradient for each example is a sum over examples, unless it reads other examples too.
+    found = trace_loss(model, second_pass(loss), state, (microbatch, gradients))
+    mixes = not found.batch_statistics and bool(found.mixed or found.divided)
+    if mixes:
+        warnings.warn(
+            f"embed_fn combines the examples of a microbatch. It sees one of {count} microbatches, so the loss and "
+            "its gradients are not those of the whole batch. Combine examples in loss_fn, which gets the embeddings of "
+            "the whole batch. If this is meant, ignore the category jaxpp_flax.trainers.MicrobatchLossWarning.",
+            MicrobatchLossWarning,
+            stacklevel=2,
+        )
+    return mixes
 
 
 def summed(terms: LossTerms, num_microbatches: int) -> LossTerms:

@@ -21,6 +21,7 @@ from jaxpp_flax.trainers import (
     LossError,
     Memory,
     MeshOptions,
+    MicrobatchLossWarning,
     Parameters,
     Precision,
 )
@@ -230,7 +231,8 @@ def test_between_the_passes_only_embeddings_and_their_gradients_are_kept():
         peaks.append([rank.peak_bytes for rank in trainer.compile(t.pairs(examples)).memory_analysis()])
     embeddings = 2 * examples * t.WIDTH * 4
     assert peaks[1][0] <= peaks[0][0]
-    assert peaks[1][1] - peaks[0][1] <= embeddings + 64  # the matrix has 256 KiB
+    # Beside them wait a few numbers, as many as a version of JAX makes; the matrix has 256 KiB.
+    assert peaks[1][1] - peaks[0][1] <= embeddings + 1024
 
 
 @pytest.mark.parametrize(
@@ -266,6 +268,22 @@ def test_parts_that_are_no_functions_of_two_arguments_are_refused():
         WholeBatchLoss(lambda model: model, t.info_nce)
     with pytest.raises(TypeError, match=r"called as loss_fn\(embeddings, batch\), .* is returned by embed_fn"):
         WholeBatchLoss(t.embed, of_the_model)
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [lambda h: h - h.mean(0), lambda h: h / h.sum(0), lambda h: jax.nn.softmax(h, axis=0)],
+    ids=["centred", "divided", "softmax"],
+)
+def test_an_embed_fn_that_combines_examples_is_warned_of(mix: Any):
+    def embed(model: Any, batch: Any) -> Any:
+        return jax.tree.map(lambda h: mix(h) if h.ndim else h, t.embed(model, batch))
+
+    trainer = t.trainer_of(WholeBatchLoss(embed, t.info_nce), num_stages=2)
+    said = r"embed_fn combines the examples of a microbatch\. It sees one of 4 microbatches"
+    with pytest.warns(MicrobatchLossWarning, match=said) as found:
+        trainer.train_step(BATCH)
+    assert len(found) == 1
 
 
 def test_embed_fn_gets_what_it_asks_for():
