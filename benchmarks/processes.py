@@ -124,12 +124,12 @@ def round_trips(arguments: Any) -> dict[str, dict[str, float]]:
     for name, nbytes in SIZES.items():
         value = jax.device_put(jnp.ones(nbytes // 4, jnp.float32), devices[me])
         shapes = [jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=place) for place in places]
-        parcels = [Parcel(a, 1 - a, (shapes[1 - a],), (places[a],), "a round trip") for a in (0, 1)]
+        parcels = [Parcel(a, 1 - a, (shapes[1 - a],), (places[a],)) for a in (0, 1)]
         link.connect([parcels[0], parcels[1]])
         rounds = arguments.repeats if nbytes > 1 << 20 else 10 * arguments.repeats
 
         def ours(number: int, x: Any, parcels: Any = parcels, name: str = name) -> Any:
-            tags = [Tag(f"bench-{name}", number, way) for way in (0, 1)]
+            tags = [Tag(f"bench-{name}", number, way, what="a round trip") for way in (0, 1)]
             if me == 0:
                 link.transport.send([x], parcels[0], tags[0])
                 return link.recv(parcels[1], tags[1])[0]

@@ -132,7 +132,7 @@ def whole_batch_step(loss: WholeBatchLoss, batch: Any, model: Any = None, **opti
 
     The embeddings of each part of the batch have the random keys and the state that the trainer documents.
     """
-    trainer = trainer_of(loss, model, **options)
+    trainer = trainer_of(loss, model, **{"mesh": {}, **options})  # its state lies in this process alone
     adapter, state, count = trainer._core.adapter, trainer.state, trainer.num_microbatches
 
     def total(params: Any) -> tuple[Any, Any]:
