@@ -270,7 +270,9 @@ class Scripts(RuleBasedStateMachine):
             raise AssertionError(f"expected {names}, got {error!r}") from error
         if isinstance(error, SystemExit):
             assert error.code == PREEMPTED_STATUS
-        texts = [str(warning.message) for warning in caught]
+        # A run without `EarlyStopping` may resume one that had it.
+        left_out = "the checkpoint has the states of callbacks that this `fit` does not have"
+        texts = [text for warning in caught if not (text := str(warning.message)).startswith(left_out)]
         assert [text for text in texts if "data ended after" not in text] == []
         assert bool(texts) == expected.warns
         return result

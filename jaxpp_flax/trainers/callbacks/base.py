@@ -163,10 +163,11 @@ class CallbackStates:
         for callback in callbacks:
             callback.set_state(callback.get_state() if states is None else states.get(names.get(id(callback), "")))
         if left := [name for name in states or () if name not in own]:
-            anew = [name for name in own if name not in (states or ())]
+            anew = [name for name, of in own.items() if name not in (states or ()) and of.get_state() is not None]
+            begins = f" These callbacks begin anew: {', '.join(anew)}." if anew else ""
             warnings.warn(
                 f"the checkpoint has the states of callbacks that this `fit` does not have, and they are left out: "
-                f"{', '.join(left)}. These callbacks begin anew: {', '.join(anew) or 'none'}.",
+                f"{', '.join(left)}.{begins}",
                 stacklevel=2,
             )
         self._callbacks = callbacks
