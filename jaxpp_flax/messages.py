@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["amount", "known_names", "listed", "near_names"]
+__all__ = ["amount", "known_names", "listed", "missing_name", "near_names"]
 
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"))
 
@@ -59,3 +59,15 @@ def amount(value: float | None, unit: str) -> str:
         if abs(value) >= factor * (1 - 1e-9) and (unit or factor >= 1):
             return f"{value / factor:.3g} {prefix}{unit}".strip()
     return f"{value:.3g} {unit}".strip()
+
+
+def missing_name(module: str, name: str, remedies: Mapping[str, str], known: Sequence[str]) -> str:
+    """Return the message for a name that a module lacks: what to do instead, or the known names near it.
+
+    Example:
+      >>> missing_name("a.b", "old", {"old": "call `new`"}, [])
+      'a.b has no old: call `new`.'
+    """
+    if name in remedies:
+        return f"{module} has no {name}: {remedies[name]}."
+    return f"module {module!r} has no attribute {name!r}.{near_names(name, known)}"

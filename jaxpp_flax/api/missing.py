@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jaxpp_flax.messages import near_names
+from jaxpp_flax.messages import missing_name
 
 __all__ = ["REMEDIES", "explain"]
 
@@ -31,6 +31,4 @@ def explain(name: str, known: Sequence[str]) -> str:
       >>> explain("treduced", ["treduce", "Add"])
       "module 'jaxpp_flax.api' has no attribute 'treduced'. Did you mean 'treduce'?"
     """
-    if name in REMEDIES:
-        return f"jaxpp_flax.api has no {name}: {REMEDIES[name]}."
-    return f"module 'jaxpp_flax.api' has no attribute {name!r}.{near_names(name, known)}"
+    return missing_name("jaxpp_flax.api", name, REMEDIES, known)

@@ -184,7 +184,7 @@ class CheckpointStore:
         """Begin a save, after the end of an earlier save; return when the arrays may change.
 
         Args:
-          metrics: of this step, for `best`, for Orbax's policies, and for whoever reads the checkpoint.
+          metrics: of this step, for `best`, for Orbax's policies, and for readers of the checkpoint.
         """
         if metrics is None and (self._keep is None or isinstance(self._keep, int)):
             metrics = {}  # else Orbax prints a warning; a policy of the user's may look into metrics that exist

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from jaxpp_flax.messages import near_names
+from jaxpp_flax.messages import missing_name
 
 __all__ = ["REMEDIES", "explain"]
 
@@ -38,6 +38,4 @@ def explain(name: str, known: Sequence[str]) -> str:
       >>> explain("named_tensors", ["named_tensor", "jit"])
       "module 'jaxpp_flax.mpmd' has no attribute 'named_tensors'. Did you mean 'named_tensor'?"
     """
-    if name in REMEDIES:
-        return f"jaxpp_flax.mpmd has no {name}: {REMEDIES[name]}."
-    return f"module 'jaxpp_flax.mpmd' has no attribute {name!r}.{near_names(name, known)}"
+    return missing_name("jaxpp_flax.mpmd", name, REMEDIES, known)
