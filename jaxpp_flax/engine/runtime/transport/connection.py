@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -25,15 +25,13 @@ from jaxpp_flax.processes.waits import seconds_from_environment
 
 __all__ = ["Connection", "DistributedProgram", "Settings", "process_connection"]
 
-_NAMES = ("transfer", "device_put", "nccl")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Settings of the connection; each field is read from the environment, and is the same on every process.
 
     Args:
-      transport: "transfer", "device_put" or "nccl"; None: "transfer" on CPU, else "device_put"
+      transport: a name in the table at the end of this file; None: "transfer" on CPU, else "device_put"
         (`JAXPP_FLAX_TRANSPORT`).
       bind_address: the address that this process listens on; None: its own address towards the coordinator, which is
         loopback if the coordinator's is (`JAXPP_FLAX_BIND_ADDRESS`).
@@ -60,8 +58,8 @@ class Settings:
           ValueError: for an unknown transport, or a time that is not a positive number.
         """
         transport = environment.get("JAXPP_FLAX_TRANSPORT") or None
-        if transport is not None and transport not in _NAMES:
-            raise ValueError(f"JAXPP_FLAX_TRANSPORT={transport!r}: it must be one of {', '.join(_NAMES)}.")
+        if transport is not None and transport not in _TRANSPORTS:
+            raise ValueError(f"JAXPP_FLAX_TRANSPORT={transport!r}: it must be one of {', '.join(_TRANSPORTS)}.")
         return cls(
             transport=transport,
             bind_address=environment.get("JAXPP_FLAX_BIND_ADDRESS") or None,
@@ -138,8 +136,18 @@ def _end(connection: Connection, *, end_watch: bool) -> None:
 
 def _make(settings: Settings, group: ProcessGroup) -> Transport:
     name = settings.transport or ("transfer" if jax.default_backend() == "cpu" else "device_put")
-    if name == "transfer":
-        # Without a coordinator, there is only one process, or this JAX hides the coordinator.
-        address = settings.bind_address or own_address(_compat.coordinator_address() or "127.0.0.1:1")
-        return TransferServer(address, group)
-    return CrossHostDevicePut() if name == "device_put" else NcclTransport(group=group)
+    return _TRANSPORTS[name](settings, group)
+
+
+def _transfer(settings: Settings, group: ProcessGroup) -> Transport:
+    # Without a coordinator, there is only one process, or this JAX hides the coordinator.
+    address = settings.bind_address or own_address(_compat.coordinator_address() or "127.0.0.1:1")
+    return TransferServer(address, group)
+
+
+# How to make each transport; the keys are the values of `JAXPP_FLAX_TRANSPORT`.
+_TRANSPORTS: dict[str, Callable[[Settings, ProcessGroup], Transport]] = {
+    "transfer": _transfer,
+    "device_put": lambda _settings, _group: CrossHostDevicePut(),
+    "nccl": lambda _settings, group: NcclTransport(group=group),
+}
