@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+
+from step_figure import svg_of_passes
 
 from jaxpp_flax import schedules
 from jaxpp_flax.schedules.tools.drawing import svg
@@ -108,7 +111,12 @@ def schedule_found() -> Panels:
     return [(f"the best named schedule, {best.name}", named), ("the one found", found.timeline)]
 
 
-FIGURES = (
+def passes() -> str:
+    """The passes of the compiler, and the structures between them."""
+    return svg_of_passes()
+
+
+FIGURES: tuple[Callable[[], Panels | str], ...] = (
     bubble,
     orders,
     stages,
@@ -118,6 +126,7 @@ FIGURES = (
     schedule_zero_bubble,
     schedule_v,
     schedule_found,
+    passes,
 )
 
 
@@ -127,7 +136,8 @@ def main(arguments: list[str] | None = None) -> int:
     check = parser.parse_args(arguments).check
     stale = []
     for draw in FIGURES:
-        path, text = IMAGES / f"{draw.__name__}.svg", svg(draw())
+        drawn = draw()
+        path, text = IMAGES / f"{draw.__name__}.svg", drawn if isinstance(drawn, str) else svg(drawn)
         if not check:
             path.write_text(text, encoding="utf-8")
         elif not path.is_file() or path.read_text(encoding="utf-8") != text:

@@ -1,4 +1,4 @@
-"""The four additions in CONTRIBUTING.md: each is one file and one line of a table, in a copy of the package that runs."""
+"""The four additions in CONTRIBUTING.md: each is one file and one line of a table, in a copy of the package."""
 
 from __future__ import annotations
 
