@@ -1,4 +1,4 @@
-"""The optimum of a small case, proved: the yardstick of `jaxpp_flax.schedules.search`.
+"""The optimum of a small case, proved: the yardstick of `jaxpp_flax.planning.search`.
 
 A mixed-integer program with one start time for each task and one 0/1 variable for each pair of
 passes on a rank whose order is open, solved with HiGHS through SciPy. It grows fast: 3 ranks and
@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from jaxpp_flax.schedules.tools.automatic.problem import Problem, Words, evaluate
+from jaxpp_flax.planning.schedule_search.problem import Problem, Words, evaluate
 
 _INFEASIBLE = 2  # of scipy.optimize.milp's status codes
 

@@ -8,7 +8,7 @@ scores), from "Reducing Activation Recomputation in Large Transformer Models", a
 from the rest by norms, GELU and dropout's masks: a policy of `jax.checkpoint` in the model need not save them, and the
 backward makes them again. A backward takes twice the forward. The limit is a share of the residuals that the fullest
 rank holds if all stay on the devices; parameters, gradients and optimizer come on top of it. Nothing is measured: it is
-the model of `jaxpp_flax.schedules.planning`.
+the model of `jaxpp_flax.planning`.
 
 It exits with 1 if a promise does not hold: with 60 % of the residuals, every schedule, with the policy or without,
 takes at most 1.05 times the step without either; without a limit all residuals stay on the devices.
@@ -31,8 +31,8 @@ import time
 from pathlib import Path
 
 from jaxpp_flax.messages import amount
+from jaxpp_flax.planning import Hardware, LimitError, Prediction, StageLoad, StepModel, choose_residuals
 from jaxpp_flax.schedules import Interleaved1F1B, Schedule, Std1F1B
-from jaxpp_flax.schedules.planning import Hardware, LimitError, Prediction, StageLoad, StepModel, choose_residuals
 
 LAYERS, WIDTH, LENGTH = 32, 4096, 4096
 FORWARD_FLOPS = 24 * LENGTH * WIDTH**2 + 4 * LENGTH**2 * WIDTH  # of a layer

@@ -25,6 +25,8 @@ import time
 from dataclasses import dataclass, field
 from statistics import median
 
+from jaxpp_flax.planning import search
+from jaxpp_flax.planning.schedule_search.search import problems_of
 from jaxpp_flax.schedules import (
     Costs,
     Interleaved1F1B,
@@ -35,11 +37,9 @@ from jaxpp_flax.schedules import (
     Transfer,
     by_name,
     names,
-    search,
     summarize,
     validate,
 )
-from jaxpp_flax.schedules.tools.automatic.search import problems_of
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from step_figure import svg_of_passes
 
-from jaxpp_flax import schedules
+from jaxpp_flax import planning, schedules
 from jaxpp_flax.schedules.tools.drawing import svg
 from jaxpp_flax.schedules.tools.drawing.scene import Panels
 
@@ -103,7 +103,7 @@ def schedule_v() -> Panels:
 def schedule_found() -> Panels:
     """A search beats the named schedules where one link is slow."""
     links = schedules.Transfer(schedules.Link(0.05), {(1, 2): schedules.Link(1.5), (2, 1): schedules.Link(1.5)})
-    search = partial(schedules.search, 4, 8, stages_per_rank=2, transfer=links)
+    search = partial(planning.search, 4, 8, stages_per_rank=2, transfer=links)
     best = search(evaluations=1).named[0]
     found = search(memory_limit=max(best.peak_memory))
     schedule = schedules.by_name(best.name, num_stages=8, num_ranks=4)

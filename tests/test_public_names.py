@@ -59,5 +59,5 @@ def test_nothing_is_imported_before_it_is_used():
 
 @pytest.mark.processes
 def test_the_packages_are_attributes_too():
-    parts = ("checkpoint", "doctor", "engine", "launch", "layers", "linen", "mpmd", "schedules", "trainers")
+    parts = ("checkpoint", "doctor", "engine", "launch", "layers", "linen", "mpmd", "planning", "schedules", "trainers")
     loaded_after(f"import jaxpp_flax\n{'; '.join(f'jaxpp_flax.{part}' for part in parts)}")

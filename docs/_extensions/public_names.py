@@ -29,7 +29,7 @@ MODULES = (
     "jaxpp_flax.linen",
     "jaxpp_flax.assignment",
     "jaxpp_flax.schedules",
-    "jaxpp_flax.schedules.planning",
+    "jaxpp_flax.planning",
     "jaxpp_flax.checkpoint",
     "jaxpp_flax.pretrained",
     "jaxpp_flax.tasks",

@@ -16,7 +16,7 @@ from jaxpp_flax.assignment.memory import MemoryModel
 from jaxpp_flax.assignment.policies import AssignmentError
 from jaxpp_flax.assignment.simulated_step import StepTime, both_passes
 from jaxpp_flax.messages import amount
-from jaxpp_flax.schedules.planning import Choice, Hardware, StageLoad, StepModel, best_mixture, describe
+from jaxpp_flax.planning import Choice, Hardware, StageLoad, StepModel, best_mixture, describe
 
 __all__ = ["LimitedPlan", "LimitedStep", "balance_within", "too_large"]
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from jaxpp_flax.planning.model import update_window
 from jaxpp_flax.schedules import FusedTask, Schedule, TaskKind
 from jaxpp_flax.schedules.gathers import Fsdp
-from jaxpp_flax.schedules.planning.model import update_window
 
 __all__ = ["Held", "MemoryModel", "live_counts"]
 

@@ -18,8 +18,8 @@ from jaxpp_flax.assignment.policies import AssignmentError, by_name, segment_nam
 from jaxpp_flax.assignment.stages_choice import StagesChoice
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.messages import amount, listed, near_names
+from jaxpp_flax.planning import Choice, describe, why_chosen
 from jaxpp_flax.schedules import ScheduleError
-from jaxpp_flax.schedules.planning import Choice, describe, why_chosen
 from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals
 
 __all__ = ["Plan", "PlannedBlock"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxpp_flax.schedules.planning import Hardware
+from jaxpp_flax.planning import Hardware
 
 __all__ = ["flops_per_byte", "hardware_of"]
 

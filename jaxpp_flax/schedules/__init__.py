@@ -12,6 +12,9 @@ is a rank's second stage, and dots are idle time.
 [fwd_0__0, fwd_0__1, bwd_0__0, bwd_0__1]
 """
 
+from typing import Any
+
+from jaxpp_flax.messages import missing_name
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.families.basic import Eager1F1B, GPipe, Std1F1B
 from jaxpp_flax.schedules.families.circular import Circular, CircularReversed, GPipe1F1BLast
@@ -27,7 +30,6 @@ from jaxpp_flax.schedules.simulation.costs import Costs, Link, Transfer
 from jaxpp_flax.schedules.simulation.measured import measured_costs
 from jaxpp_flax.schedules.simulation.simulate import Event, Summary, Timeline, replay, simulate, summarize
 from jaxpp_flax.schedules.task import FusedTask, Task, TaskKind
-from jaxpp_flax.schedules.tools.automatic import Found, search
 from jaxpp_flax.schedules.tools.drawing import draw
 from jaxpp_flax.schedules.tools.table import read_csv, write_csv
 from jaxpp_flax.schedules.validate import validate
@@ -40,7 +42,6 @@ __all__ = [
     "DualPipeV",
     "Eager1F1B",
     "Event",
-    "Found",
     "FusedTask",
     "GPipe",
     "GPipe1F1BLast",
@@ -69,9 +70,14 @@ __all__ = [
     "normalize",
     "read_csv",
     "replay",
-    "search",
     "simulate",
     "summarize",
     "validate",
     "write_csv",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    moved = {"Found", "planning", "search"}
+    remedies = dict.fromkeys(moved, "what plans stands in `jaxpp_flax.planning`")
+    raise AttributeError(missing_name(__name__, name, remedies, __all__))

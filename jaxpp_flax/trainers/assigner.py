@@ -20,9 +20,9 @@ from jaxpp_flax.engine.blocks import Marks, Work
 from jaxpp_flax.engine.passes.memory import stream_updates
 from jaxpp_flax.engine.tracing.markers import Mark
 from jaxpp_flax.messages import near_names
+from jaxpp_flax.planning import Choice, Hardware
 from jaxpp_flax.schedules import Schedule
 from jaxpp_flax.schedules.gathers import Fsdp
-from jaxpp_flax.schedules.planning import Choice, Hardware
 from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.trainers.tuning.exact_bytes import ExactBytes
 from jaxpp_flax.trainers.tuning.shared_block_times import shared_block_times

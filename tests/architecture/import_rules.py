@@ -20,13 +20,15 @@ MAY_IMPORT = {
     "processes": {"_compat", "error_codes"},
     "engine": {"schedules", "processes", "error_codes", "_compat", "_compat_executables"},
     "layers": {"engine", "globs"},
-    "assignment": {"engine", "schedules", "globs", "messages", "error_codes"},
+    "planning": {"engine", "schedules", "messages", "error_codes"},
+    "assignment": {"planning", "engine", "schedules", "globs", "messages", "error_codes"},
     "linen": {"layers"},
     "mpmd": {"engine", "schedules", "messages"},
     "checkpoint": {"engine", "processes", "counts", "globs", "error_codes"},
     "pretrained": {"checkpoint", "engine", "processes", "counts", "globs"},
     "trainers": {
         "layers",
+        "planning",
         "assignment",
         "checkpoint",
         "pretrained",
@@ -51,6 +53,7 @@ ENGINE_FOLDERS = ("tracing", "arrays", "analyses", "program", "passes", "runtime
 ENGINE_MAY_USE_OF_SCHEDULES = {"task", "schedule", "errors", "order", "residuals", "gathers"}
 FORBIDDEN_LIBRARIES = {
     "schedules": {"jax", "jaxlib", "flax", "optax", "orbax"},
+    "planning": {"flax", "optax", "orbax"},
     "engine": {"flax", "optax", "orbax"},
     "mpmd": {"flax", "optax", "orbax"},
     "tasks": {"flax", "optax", "orbax"},

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from jaxpp_flax.assignment.limited import LimitedStep, balance_within
 from jaxpp_flax.assignment.memory import Held, MemoryModel, live_counts
 from jaxpp_flax.assignment.simulated_step import StepTime
+from jaxpp_flax.planning import Hardware
 from jaxpp_flax.schedules import by_name
-from jaxpp_flax.schedules.planning import Hardware
 from jaxpp_flax.schedules.residuals import ResidualPlan
 
 

@@ -11,8 +11,8 @@ from rich.console import Console
 from jaxpp_flax.assignment import AssignmentError, Plan, PlannedBlock, resolve
 from jaxpp_flax.engine.blocks import Work
 from jaxpp_flax.engine.tracing.markers import Mark
+from jaxpp_flax.planning import Hardware, StageLoad, StepModel, choose_residuals
 from jaxpp_flax.schedules import Std1F1B
-from jaxpp_flax.schedules.planning import Hardware, StageLoad, StepModel, choose_residuals
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
 
 MARKS = [Mark(name, True, "m.py:1") for name in ("embed", "block_0", "block_1", "block_2", "head")]

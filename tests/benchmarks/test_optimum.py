@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from jaxpp_flax.schedules import Costs, Transfer, search
-from jaxpp_flax.schedules.tools.automatic.problem import evaluate
-from jaxpp_flax.schedules.tools.automatic.search import problems_of
+from jaxpp_flax.planning import search
+from jaxpp_flax.planning.schedule_search.problem import evaluate
+from jaxpp_flax.planning.schedule_search.search import problems_of
+from jaxpp_flax.schedules import Costs, Transfer
 from tests.running import ROOT, run_python
 
 

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpp_flax.assignment.memory import live_counts
+from jaxpp_flax.planning.schedule_search.greedy import construct, rules
+from jaxpp_flax.planning.schedule_search.problem import Problem, evaluate, in_dependency_order
 from jaxpp_flax.schedules import Costs, ScheduleError, Transfer, simulate
 from jaxpp_flax.schedules.dependencies import needs, results
 from jaxpp_flax.schedules.progress import advance
 from jaxpp_flax.schedules.schedule import peak_live
 from jaxpp_flax.schedules.task import Task, TaskKind
-from jaxpp_flax.schedules.tools.automatic.greedy import construct, rules
-from jaxpp_flax.schedules.tools.automatic.problem import Problem, evaluate, in_dependency_order
 from tests.schedules.helpers import costs_for, schedules
 
 

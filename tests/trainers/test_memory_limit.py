@@ -12,8 +12,8 @@ from flax import nnx
 from jaxpp_flax import PipelineStage, PipelineTrainer
 from jaxpp_flax.assignment import AssignmentError
 from jaxpp_flax.messages import amount
+from jaxpp_flax.planning import Hardware, describe
 from jaxpp_flax.schedules import ResidualPlan, StageResiduals
-from jaxpp_flax.schedules.planning import Hardware, describe
 from jaxpp_flax.trainers import Assignment, Balanced, Memory, MeshOptions
 from jaxpp_flax.trainers.step.compiled_steps import stage_table
 from jaxpp_flax.trainers.tuning.exact_bytes import ExactBytes

@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
 
 from jaxpp_flax import PipelineStage, PipelineTrainer
+from jaxpp_flax.planning import Hardware
 from jaxpp_flax.schedules import ResidualPlan, StageResiduals
-from jaxpp_flax.schedules.planning import Hardware
 from jaxpp_flax.trainers import Assignment, Memory
 
 POLICIES = jax.checkpoint_policies

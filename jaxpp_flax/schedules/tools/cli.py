@@ -1,4 +1,4 @@
-"""Showing, comparing, searching and checking schedules from a terminal."""
+"""Showing, comparing and checking schedules from a terminal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from pathlib import Path
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.names import by_name, names
 from jaxpp_flax.schedules.schedule import Schedule
-from jaxpp_flax.schedules.simulation.costs import Costs, Link, Transfer
+from jaxpp_flax.schedules.simulation.costs import Costs
 from jaxpp_flax.schedules.simulation.simulate import simulate
-from jaxpp_flax.schedules.tools.automatic import search
 from jaxpp_flax.schedules.tools.drawing import draw
-from jaxpp_flax.schedules.tools.table import read_csv, write_csv
+from jaxpp_flax.schedules.tools.drawing.scene import Panels
+from jaxpp_flax.schedules.tools.table import read_csv
+
+__all__ = ["add_counts", "add_model", "add_pictures", "costs_of", "draw_panels", "main", "run"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,7 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     F forward -  B backward =  . idle
     0
     """
-    options = _parser().parse_args(arguments)
+    return run(_parser(), arguments)
+
+
+def run(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
+    """Parse the arguments and run their command; an error of the user's goes to stderr in one line."""
+    options = parser.parse_args(arguments)
     try:
         return options.run(options)
     except (ValueError, OSError) as error:
@@ -40,42 +47,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m jaxpp_flax.schedules", description="Show, compare, search and check pipeline schedules."
+        prog="python -m jaxpp_flax.schedules",
+        description="Show, compare and check pipeline schedules. python -m jaxpp_flax.planning search finds one.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
 
     show = commands.add_parser("show", help="draw one schedule")
     show.add_argument("schedule", help=f"a CSV file, or one of: {', '.join(names())}")
-    _counts(show)
-    _model(show)
-    _pictures(show)
+    add_counts(show)
+    add_model(show)
+    add_pictures(show)
     show.set_defaults(run=_show)
 
     compare = commands.add_parser("compare", help="a table of all named schedules that fit, at equal total work")
     compare.add_argument("--ranks", type=int, default=4, help=_RANKS)
     compare.add_argument("--microbatches", type=int, default=8, help=_MICROBATCHES)
     compare.add_argument("--stages-per-rank", default="1,2", help="numbers with commas between (default: 1,2)")
-    _model(compare)
+    add_model(compare)
     compare.set_defaults(run=_compare)
-
-    find = commands.add_parser("search", help="find a schedule for these costs, links and memory")
-    _counts(find)
-    _model(find)
-    find.add_argument(
-        "--memory-limit", type=float, help="activation memory of each rank: in activations, or as --costs counts it"
-    )
-    find.add_argument("--whole-backward", action="store_true", help="do not split the backward")
-    find.add_argument(
-        "--evaluations", type=int, default=4000, help="schedules that the local search tries (default: 4000)"
-    )
-    find.add_argument("--csv", help="write the schedule here")
-    _pictures(find)
-    find.set_defaults(run=_search)
 
     check = commands.add_parser("check", help="validate a schedule in a CSV file")
     check.add_argument("file", help="a row for each rank, cells such as 0F0, 1B0, 1I0, 1W0, empty where it idles")
-    _model(check)
-    _pictures(check)
+    add_model(check)
+    add_pictures(check)
     check.set_defaults(run=_check)
     return parser
 
@@ -84,13 +78,15 @@ _RANKS = "groups of devices, each of which runs its own stages (default: 4)"
 _MICROBATCHES = "parts of a batch (default: 8)"
 
 
-def _counts(parser: argparse.ArgumentParser) -> None:
+def add_counts(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ranks, microbatches and stages."""
     parser.add_argument("--ranks", type=int, default=4, help=_RANKS)
     parser.add_argument("--microbatches", type=int, default=8, help=_MICROBATCHES)
     parser.add_argument("--stages-per-rank", type=int, help="default: 1, or 2 for `show` with a schedule in a V")
 
 
-def _model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the options of times, which `costs_of` reads."""
     parser.add_argument(
         "--forward", default="1", help="time of a forward: one number, or one for each stage with commas (default: 1)"
     )
@@ -102,13 +98,15 @@ def _model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--latency", type=float, default=0.0, help="time of every transfer between ranks (default: 0)")
 
 
-def _pictures(parser: argparse.ArgumentParser) -> None:
+def add_pictures(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a drawing, which `draw_panels` reads."""
     parser.add_argument("--output", "-o", help="also draw to this file: .svg, .json (Chrome trace) or .txt")
     parser.add_argument("--width", type=int, help="columns of the drawing (default: the terminal's)")
     parser.add_argument("--no-colour", action="store_true", help="plain text even in a terminal")
 
 
-def _costs(options: argparse.Namespace) -> Costs:
+def costs_of(options: argparse.Namespace) -> Costs:
+    """Return the costs that the options name."""
     if options.costs:
         try:
             return Costs(**json.loads(Path(options.costs).read_text()))
@@ -142,7 +140,8 @@ def _named(options: argparse.Namespace) -> tuple[Schedule, int]:
     return by_name(options.schedule, options.ranks * per_rank, options.ranks), options.microbatches
 
 
-def _draw(options: argparse.Namespace, panels: list) -> None:
+def draw_panels(options: argparse.Namespace, panels: Panels) -> None:
+    """Print the timelines, and write the file that the options name."""
     width = options.width or shutil.get_terminal_size((120, 24)).columns
     colour = sys.stdout.isatty() and not options.no_colour
     print(draw(panels, options.output, width=width, colour=colour))
@@ -152,13 +151,13 @@ def _draw(options: argparse.Namespace, panels: list) -> None:
 
 def _show(options: argparse.Namespace) -> int:
     schedule, microbatches = _named(options)
-    step = simulate(schedule, _costs(options), options.latency, num_microbatches=microbatches)
-    _draw(options, [(options.schedule, step)])
+    step = simulate(schedule, costs_of(options), options.latency, num_microbatches=microbatches)
+    draw_panels(options, [(options.schedule, step)])
     return 0
 
 
 def _compare(options: argparse.Namespace) -> int:
-    whole = _costs(options)
+    whole = costs_of(options)
     rows: list[tuple[float, str]] = []
     for per_rank in [int(part) for part in options.stages_per_rank.split(",")]:
         costs = _shared_out(whole, per_rank)
@@ -194,26 +193,6 @@ def _shared_out(costs: Costs, per_rank: int) -> Costs:
     return Costs(**fields, sent=costs.sent)  # type: ignore[arg-type]
 
 
-def _search(options: argparse.Namespace) -> int:
-    costs = _costs(options)
-    found = search(
-        options.ranks,
-        options.microbatches,
-        options.stages_per_rank or 1,
-        costs,
-        Transfer(Link(options.latency)),
-        options.memory_limit,
-        split_backward=not options.whole_backward,
-        evaluations=options.evaluations,
-    )
-    print(found.summary() + "\n")
-    _draw(options, [("found", found.timeline)])
-    if options.csv:
-        write_csv(found.schedule, options.csv)
-        print(f"wrote {options.csv}")
-    return 0
-
-
 def _check(options: argparse.Namespace) -> int:
     schedule = read_csv(options.file)
     print(
@@ -221,6 +200,6 @@ def _check(options: argparse.Namespace) -> int:
         f"{schedule.num_microbatches} microbatches, "
         f"{'split' if schedule.splits_backward else 'whole'} backward"
     )
-    step = simulate(schedule, _costs(options), options.latency, num_microbatches=schedule.num_microbatches)
-    _draw(options, [(options.file, step)])
+    step = simulate(schedule, costs_of(options), options.latency, num_microbatches=schedule.num_microbatches)
+    draw_panels(options, [(options.file, step)])
     return 0

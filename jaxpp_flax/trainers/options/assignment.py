@@ -9,8 +9,8 @@ from typing import Any
 
 from jaxpp_flax.assignment.resolution import AssignmentLike
 from jaxpp_flax.messages import near_names
-from jaxpp_flax.schedules.planning import Hardware
-from jaxpp_flax.schedules.planning.limits import check_memory_limit
+from jaxpp_flax.planning import Hardware
+from jaxpp_flax.planning.limits import check_memory_limit
 from jaxpp_flax.trainers.options.base import misfit
 
 __all__ = ["Assignment", "Balanced"]
@@ -56,7 +56,7 @@ class Assignment:
             _check_cost(self.cost)
         check_memory_limit(self.memory_limit)
         if self.hardware is not None and not isinstance(self.hardware, Hardware):
-            raise misfit("hardware", self.hardware, "a jaxpp_flax.schedules.planning.Hardware")
+            raise misfit("hardware", self.hardware, "a jaxpp_flax.planning.Hardware")
 
     @classmethod
     def of(cls, value: Assignment | AssignmentLike) -> Assignment:

@@ -17,10 +17,10 @@ from jaxpp_flax.engine.jit import mpmd_jit_with_loop
 from jaxpp_flax.engine.runtime.debug_switches import refuse_disabled_jit
 from jaxpp_flax.engine.summary import StageSummary
 from jaxpp_flax.messages import amount
+from jaxpp_flax.planning import describe
 from jaxpp_flax.processes import process_group
 from jaxpp_flax.schedules import ResidualPlan
 from jaxpp_flax.schedules.gathers import Fsdp
-from jaxpp_flax.schedules.planning import describe
 from jaxpp_flax.trainers.assigner import Assigner, Pipeline
 from jaxpp_flax.trainers.data.batch import signature
 from jaxpp_flax.trainers.loop.process_synchronization import compare_compilations

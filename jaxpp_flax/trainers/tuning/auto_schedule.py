@@ -10,8 +10,8 @@ from typing import Any, Protocol, TypeVar
 
 from jaxpp_flax.assignment import AssignmentError
 from jaxpp_flax.counts import is_whole
-from jaxpp_flax.schedules import Costs, Found, Schedule, ScheduleError, Transfer, by_name, names, search, simulate
-from jaxpp_flax.schedules.planning import Choice
+from jaxpp_flax.planning import Choice, Found, search
+from jaxpp_flax.schedules import Costs, Schedule, ScheduleError, Transfer, by_name, names, simulate
 from jaxpp_flax.trainers.data.batch import signature
 from jaxpp_flax.trainers.tuning.limited_schedules import Candidate, LimitedSchedules, PlanWith, with_modelled_bytes
 from jaxpp_flax.trainers.tuning.step_profile import StepProfile, task_costs
@@ -28,7 +28,7 @@ class AutoSchedule:
 
     The first steps are ordinary training steps, and their times are measured. They run 1F1B, and a schedule that splits
     the backward, so that input and weight gradients are timed apart. Then the same two schedules run with more stages
-    on each rank, if the model has marks for them. Each schedule is compiled. Then `jaxpp_flax.schedules.search` looks
+    on each rank, if the model has marks for them. Each schedule is compiled. Then `jaxpp_flax.planning.search` looks
     for the best schedule, and the training continues with it. The results of the training do not depend on the choice.
 
     With the `memory_limit=` of an assignment, the candidates are the named schedules and those that the search finds.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpp_flax.assignment import AssignmentError, Plan
-from jaxpp_flax.schedules.planning import Choice, describe
-from jaxpp_flax.schedules.planning.limits import limits_of
+from jaxpp_flax.planning import Choice, describe
+from jaxpp_flax.planning.limits import limits_of
 
 __all__ = ["ExactBytes"]
 

@@ -8,8 +8,8 @@ from statistics import median
 
 from jaxpp_flax.assignment import AssignmentError
 from jaxpp_flax.assignment.limited import LimitedPlan
+from jaxpp_flax.planning import Choice, describe
 from jaxpp_flax.schedules import Costs, Event, FusedTask, Schedule, Task, TaskKind, Transfer, simulate
-from jaxpp_flax.schedules.planning import Choice, describe
 
 __all__ = ["Candidate", "LimitedSchedules", "PlanWith"]
 

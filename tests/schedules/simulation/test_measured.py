@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxpp_flax.schedules import Costs, Event, ScheduleError, Std1F1B, ZeroBubble, measured_costs, search, simulate
+from jaxpp_flax.planning import search
+from jaxpp_flax.schedules import Costs, Event, ScheduleError, Std1F1B, ZeroBubble, measured_costs, simulate
 from jaxpp_flax.schedules.task import forward
 
 

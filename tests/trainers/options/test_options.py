@@ -174,7 +174,7 @@ REFUSED = {
     "negative cost": (lambda: Assignment(cost=[1, -1]), ValueError, "cost= holds -1"),
     "limit": (lambda: Balanced(memory_limit=0), ValueError, "memory_limit=0: it must be a number of bytes above 0"),
     "limit type": (lambda: Balanced(memory_limit="16GB"), ValueError, "memory_limit='16GB'"),
-    "hardware": (lambda: Balanced(hardware="gpu"), TypeError, "hardware must be a jaxpp_flax.schedules.planning.Hard"),
+    "hardware": (lambda: Balanced(hardware="gpu"), TypeError, "hardware must be a jaxpp_flax.planning.Hard"),
     "nested": (lambda: Assignment(Balanced()), TypeError, "holds another assignment"),
     "two meshes": (lambda: MeshOptions(mesh=build_mesh(2), axes={"data": 2}), ValueError, "both mesh= and axes= are"),
     "rules": (lambda: MeshOptions(sharding_rules=["embed"]), TypeError, "sharding_rules holds 'embed'"),

@@ -11,9 +11,9 @@ from flax import nnx
 from jaxpp_flax import PipelineTrainer
 from jaxpp_flax.assignment import AssignmentError
 from jaxpp_flax.assignment.limited import LimitedPlan
+from jaxpp_flax.planning import Choice, Hardware, StageLoad, StepModel
+from jaxpp_flax.planning.choice import best_mixture
 from jaxpp_flax.schedules import ResidualPlan, StageResiduals, by_name, names, simulate
-from jaxpp_flax.schedules.planning import Choice, Hardware, StageLoad, StepModel
-from jaxpp_flax.schedules.planning.choice import best_mixture
 from jaxpp_flax.trainers import Assignment, AutoSchedule
 from jaxpp_flax.trainers.tuning.auto_schedule import ScheduleTuner
 from jaxpp_flax.trainers.tuning.limited_schedules import LimitedSchedules

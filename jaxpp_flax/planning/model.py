@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from jaxpp_flax.planning.loads import Hardware, StageLoad
+from jaxpp_flax.planning.transit import waiting_bytes
 from jaxpp_flax.schedules.errors import ScheduleError
 from jaxpp_flax.schedules.gathers import Fsdp, Gathers, check_fsdp
-from jaxpp_flax.schedules.planning.loads import Hardware, StageLoad
-from jaxpp_flax.schedules.planning.transit import waiting_bytes
 from jaxpp_flax.schedules.residuals import ResidualPlan, StageResiduals, host_copies
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.simulation.costs import Costs, CostTable

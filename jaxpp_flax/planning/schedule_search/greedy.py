@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jaxpp_flax.planning.schedule_search.problem import Problem, Words
 from jaxpp_flax.schedules.task import TaskKind
-from jaxpp_flax.schedules.tools.automatic.problem import Problem, Words
 
 _F, _W = TaskKind.FORWARD, TaskKind.BACKWARD_WEIGHT
 

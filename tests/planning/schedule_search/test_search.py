@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpp_flax.schedules import Costs, ScheduleError, Transfer, search, simulate, validate
-from jaxpp_flax.schedules.tools.automatic.greedy import construct, rules
-from jaxpp_flax.schedules.tools.automatic.problem import Problem, evaluate, lower_bound
+from jaxpp_flax.planning import search
+from jaxpp_flax.planning.schedule_search.greedy import construct, rules
+from jaxpp_flax.planning.schedule_search.problem import Problem, evaluate, lower_bound
+from jaxpp_flax.schedules import Costs, ScheduleError, Transfer, simulate, validate
 from tests.schedules.helpers import brute_force, costs_for
 
 

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from jaxpp_flax.planning import choice as module
+from jaxpp_flax.planning.choice import OPTIONS, LimitError, best_mixture, choose_residuals
+from jaxpp_flax.planning.model import Hardware, Prediction, StageLoad, StepModel
 from jaxpp_flax.schedules import Interleaved1F1B, ScheduleError, Std1F1B
-from jaxpp_flax.schedules.planning import choice as module
-from jaxpp_flax.schedules.planning.choice import OPTIONS, LimitError, best_mixture, choose_residuals
-from jaxpp_flax.schedules.planning.model import Hardware, Prediction, StageLoad, StepModel
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan
 from jaxpp_flax.schedules.task import FusedTask
-from tests.schedules.planning.test_model import models
+from tests.planning.test_model import models
 
 # With 16 simulations, the greedy plan and the local search found the best step of 66 random models that need a change,
 # of up to three stages. The margin is for models that were not drawn.

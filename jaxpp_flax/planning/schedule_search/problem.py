@@ -252,18 +252,6 @@ def _one_machine(jobs: list[tuple[float, float, float]]) -> float:
     return bound
 
 
-def memory_limits(memory_limit: float | Sequence[float] | None, num_ranks: int) -> list[float]:
-    """Return one limit for each rank, from the user's argument."""
-    if memory_limit is None:
-        return [math.inf] * num_ranks
-    limits = list(memory_limit) if isinstance(memory_limit, Sequence) else [memory_limit] * num_ranks
-    if len(limits) != num_ranks:
-        raise ScheduleError(
-            f"memory_limit has {len(limits)} numbers for {num_ranks} ranks: give one for each rank, or one for all"
-        )
-    return [float(limit) for limit in limits]
-
-
 def check_limits(problem: Problem) -> None:
     """Refuse limits that are too small for even one microbatch at a time."""
     for rank, limit in enumerate(problem.limits):

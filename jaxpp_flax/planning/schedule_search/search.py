@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from jaxpp_flax.schedules.families.custom import CustomSchedule
-from jaxpp_flax.schedules.names import by_name, names
-from jaxpp_flax.schedules.schedule import Schedule
-from jaxpp_flax.schedules.simulation.costs import Costs, Transfer
-from jaxpp_flax.schedules.simulation.simulate import Timeline, simulate
-from jaxpp_flax.schedules.tools.automatic.greedy import construct, rules
-from jaxpp_flax.schedules.tools.automatic.local import improve
-from jaxpp_flax.schedules.tools.automatic.problem import (
+from jaxpp_flax.planning.limits import limits_of
+from jaxpp_flax.planning.schedule_search.greedy import construct, rules
+from jaxpp_flax.planning.schedule_search.local import improve
+from jaxpp_flax.planning.schedule_search.problem import (
     Problem,
     Words,
     check_counts,
@@ -20,8 +16,12 @@ from jaxpp_flax.schedules.tools.automatic.problem import (
     evaluate,
     in_dependency_order,
     lower_bound,
-    memory_limits,
 )
+from jaxpp_flax.schedules.families.custom import CustomSchedule
+from jaxpp_flax.schedules.names import by_name, names
+from jaxpp_flax.schedules.schedule import Schedule
+from jaxpp_flax.schedules.simulation.costs import Costs, Transfer
+from jaxpp_flax.schedules.simulation.simulate import Timeline, simulate
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def problems_of(
 ) -> list[Problem]:
     """Return the problems for the arguments of :func:`search`: each placement, with split and whole backwards."""
     check_counts(num_ranks, num_microbatches, stages_per_rank)
-    limits = memory_limits(memory_limit, num_ranks)
+    limits = limits_of(memory_limit, num_ranks)
     problems = [
         Problem.make(placement, num_microbatches, splits=splits, costs=costs, transfer=links, limits=limits)
         for placement in placements(num_ranks, stages_per_rank)

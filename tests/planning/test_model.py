@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpp_flax.planning.model import Hardware, StageLoad, StepModel
 from jaxpp_flax.schedules import Costs, ScheduleError, Std1F1B, simulate
-from jaxpp_flax.schedules.planning.model import Hardware, StageLoad, StepModel
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals, host_copies
 from tests.schedules.helpers import schedules
 

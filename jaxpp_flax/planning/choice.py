@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from jaxpp_flax.error_codes import documented
 from jaxpp_flax.messages import amount
+from jaxpp_flax.planning.limits import limits_of
+from jaxpp_flax.planning.model import Prediction, StepModel
 from jaxpp_flax.schedules.errors import ScheduleError
-from jaxpp_flax.schedules.planning.limits import limits_of
-from jaxpp_flax.schedules.planning.model import Prediction, StepModel
 from jaxpp_flax.schedules.residuals import KEEP, ResidualPlan, StageResiduals
 from jaxpp_flax.schedules.task import FusedTask
 
@@ -101,7 +101,7 @@ def choose_residuals(model: StepModel, memory_limit: float | Sequence[float] | N
 
     Example:
       >>> from jaxpp_flax.schedules import Std1F1B
-      >>> from jaxpp_flax.schedules.planning.model import Hardware, StageLoad
+      >>> from jaxpp_flax.planning.model import Hardware, StageLoad
       >>> load = StageLoad(forward=1.0, backward=2.0, residual_bytes=10.0, input_bytes=1.0)
       >>> model = StepModel(schedule=Std1F1B(4), num_microbatches=8, stages=[load] * 4,
       ...                   hardware=Hardware(flops=1.0, host_bandwidth=10.0))
@@ -166,7 +166,7 @@ def why_chosen(choice: Choice) -> str:
     """Say why this choice was made, in a line.
 
     Example:
-      >>> from jaxpp_flax.schedules.planning.model import Prediction
+      >>> from jaxpp_flax.planning.model import Prediction
       >>> fits = Prediction(seconds=1.0, peak_bytes=(8.0,), host_bytes=(0.0,), stages=())
       >>> why_chosen(Choice(residuals=ResidualPlan([KEEP]), prediction=fits, keep=fits, excess=0.0, exact=True))
       'all residuals fit within memory_limit: predicted step 1 s'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 
-from jaxpp_flax.schedules.tools.automatic.problem import Problem, Words, evaluate
+from jaxpp_flax.planning.schedule_search.problem import Problem, Words, evaluate
 
 
 def critical_moves(problem: Problem, words: Words, ends: list[list[float]]) -> list[tuple[int, int]]:

@@ -1,0 +1,7 @@
+"""The command line: ``python -m jaxpp_flax.planning search``."""
+
+import sys
+
+from jaxpp_flax.planning.cli import main
+
+sys.exit(main())

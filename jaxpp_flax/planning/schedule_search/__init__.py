@@ -1,0 +1,1 @@
+"""The search of a schedule for given costs, links and memory."""
