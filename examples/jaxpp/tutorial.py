@@ -150,8 +150,8 @@ def main():
     for rank in (2, 3):
         print([str(task) for task in schedule.tasks(NUM_MB)[rank]])
     lines = str(step.closed_jaxpr).splitlines()
-    first = next(number for number, line in enumerate(lines) if "task_name=fwd_0" in line)
-    print("\n".join(lines[first - 5 : first + 20]))
+    first = next(number for number, line in enumerate(lines) if " = fwd_0__0(" in line)
+    print("\n".join(lines[first : first + 20]))
 
     print("Two stages on each of 4 ranks")
     schedule = jaxpp.Interleaved1F1B(num_stages=NUM_LAYERS, mpmd_dim=NUM_STAGES)

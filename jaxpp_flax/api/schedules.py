@@ -17,7 +17,6 @@ Example:
 from __future__ import annotations
 
 import abc
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -37,7 +36,6 @@ __all__ = [
     "Interleaved1F1B",
     "InterleavedBaseSchedule",
     "InterleavedGPipe",
-    "InterleavedZeroBubble",
     "KimiK2",
     "ScheduleTasks",
     "Std1F1B",
@@ -110,10 +108,9 @@ class InterleavedBaseSchedule(BaseSchedule):
 
 
 @dataclass(frozen=True)
-class _OneStageEach(BaseSchedule):
-    """One of this package's schedules, of one stage on each rank. `mpmd_dim` is a parameter of ROCm's version."""
+class _MadeOfOurs(BaseSchedule):
+    """One of this package's schedules, with JaxPP's tasks."""
 
-    mpmd_dim: int | None = None
     made_by: ClassVar[type[schedules.Schedule]]
 
     def __post_init__(self) -> None:
@@ -123,10 +120,25 @@ class _OneStageEach(BaseSchedule):
         object.__setattr__(self, "is_partial_bwd", schedule.splits_backward)
 
     def own(self) -> schedules.Schedule:
-        return self.made_by(self.num_stages, self.mpmd_dim)
+        return self.made_by(self.num_stages, self.mpmd_dim)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def get_mpmd_idx(self, stage_id: int) -> int:
+        return self.own().rank_of(stage_id)
 
     def tasks(self, n_mubatches: int) -> ScheduleTasks:
         return [_listed(tasks, self.is_partial_bwd) for tasks in self.own().tasks(n_mubatches)]
+
+
+@dataclass(frozen=True)
+class _OneStageEach(_MadeOfOurs):
+    """A schedule of one stage on each rank. `mpmd_dim` is a parameter of ROCm's version."""
+
+    mpmd_dim: int | None = None
+
+
+@dataclass(frozen=True)
+class _SeveralStagesEach(_MadeOfOurs, InterleavedBaseSchedule):
+    """A schedule of several stages on each rank."""
 
 
 class Std1F1B(_OneStageEach):
@@ -151,26 +163,6 @@ class ZeroBubble(_OneStageEach):
     """`jaxpp_flax.schedules.ZeroBubble`, with JaxPP's tasks."""
 
     made_by = schedules.ZeroBubble
-
-
-@dataclass(frozen=True)
-class _SeveralStagesEach(InterleavedBaseSchedule):
-    """One of this package's schedules, of several stages on each rank."""
-
-    made_by: ClassVar[type[schedules.Schedule]]
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "is_partial_bwd", self.own().splits_backward)
-
-    def own(self) -> schedules.Schedule:
-        return self.made_by(self.num_stages, self.mpmd_dim)
-
-    def get_mpmd_idx(self, stage_id: int) -> int:
-        return self.own().rank_of(stage_id)
-
-    def tasks(self, n_mubatches: int) -> ScheduleTasks:
-        return [_listed(tasks, self.is_partial_bwd) for tasks in self.own().tasks(n_mubatches)]
 
 
 @dataclass(frozen=True)
@@ -203,40 +195,6 @@ class InterleavedGPipe(_SeveralStagesEach):
     made_by = schedules.InterleavedGPipe
 
 
-class InterleavedZeroBubble(InterleavedBaseSchedule):
-    """Several stages on each rank with a split backward: `Interleaved1F1B` in which weight gradients fill the bubbles.
-
-    Raises:
-      ScheduleError: as `InterleavedBaseSchedule`; by `tasks`, if the microbatches are no multiple of `mpmd_dim`.
-
-    Source: JaxPP's versions up to May 2025, after ZB-H1 (arXiv:2401.10241).
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "is_partial_bwd", True)
-
-    def tasks(self, n_mubatches: int) -> ScheduleTasks:
-        if n_mubatches % self.mpmd_dim:
-            raise ScheduleError(
-                f"InterleavedZeroBubble takes a multiple of mpmd_dim={self.mpmd_dim} microbatches, got {n_mubatches}. "
-                "Use another number of microbatches, or Interleaved1F1B"
-            )
-        lists = schedules.Interleaved1F1B(self.num_stages, self.mpmd_dim).tasks(n_mubatches)
-        return [self._rank_tasks(rank, list(own.flatten(tasks))) for rank, tasks in enumerate(lists)]
-
-    def _rank_tasks(self, rank: int, tasks: list[own.Task]) -> list[Task | FusedTask | None]:
-        forwards = [t for t in tasks if t.kind is own.TaskKind.FORWARD]
-        backwards = [t for t in tasks if t.kind is not own.TaskKind.FORWARD]
-        waiting = {
-            TaskType.FWD: deque(forwards), TaskType.BWD_I: deque(backwards), TaskType.BWD_W: deque(backwards)
-        }  # fmt: skip
-        warmup = [TaskType.FWD] * (self.num_stages - rank) + [TaskType.BWD_I, TaskType.FWD] * rank
-        steady = [TaskType.BWD_I, TaskType.BWD_W, TaskType.FWD] * len(tasks)
-        taken = ((type_, waiting[type_].popleft()) for type_ in [*warmup, *steady] if waiting[type_])
-        return [Task.make(task.stage, task.microbatch, type_) for type_, task in taken]
-
-
 class DualPipeV(_SeveralStagesEach):
     """`jaxpp_flax.schedules.DualPipeV`, with JaxPP's tasks.
 
@@ -260,7 +218,7 @@ class DualPipeV(_SeveralStagesEach):
 
 
 # A user's subclass is not here: it may list other tasks.
-_OVER_OURS = (Std1F1B, Eager1F1B, GPipe, ZeroBubble, Interleaved1F1B, KimiK2, InterleavedGPipe, DualPipeV)
+_OURS = (Std1F1B, Eager1F1B, GPipe, ZeroBubble, Interleaved1F1B, KimiK2, InterleavedGPipe, DualPipeV)
 
 
 def own_schedule(schedule: Any, num_microbatches: int) -> Any:
@@ -279,7 +237,7 @@ def own_schedule(schedule: Any, num_microbatches: int) -> Any:
     """
     if isinstance(schedule, schedules.Schedule) or not hasattr(schedule, "get_mpmd_idx"):
         return schedule
-    if type(schedule) in _OVER_OURS:
+    if type(schedule) in _OURS:
         schedule.check(num_microbatches)
         return schedule.own()
     name, listed = type(schedule).__name__, schedule.tasks(num_microbatches)

@@ -22,8 +22,6 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
-from jaxpp_flax.engine.tracing.canonical_form import COSMETIC
-
 __all__ = [
     "call",
     "calls_in",
@@ -177,7 +175,6 @@ def call(fn: F, *, call_counter: int | None = None) -> F:
 
 
 named_tensor_p = jex_core.Primitive("named_tensor")
-setattr(named_tensor_p, COSMETIC, ("name",))
 
 
 @named_tensor_p.def_impl

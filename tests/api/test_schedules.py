@@ -12,7 +12,7 @@ import pytest
 
 import jaxpp_flax.api as jaxpp
 from jaxpp_flax.api.schedules import own_schedule
-from jaxpp_flax.schedules import CustomSchedule, ScheduleError, validate
+from jaxpp_flax.schedules import CustomSchedule, ScheduleError
 from tests.engine.toys import chain, chain_loss, mesh_of
 from tests.helpers import tree_allclose
 
@@ -102,24 +102,16 @@ def test_fields_are_those_of_jaxpp():
     assert SkewedGPipe(3) == SkewedGPipe(num_stages=3) != SkewedGPipe(2)
     assert len({SkewedGPipe(3), SkewedGPipe(3), jaxpp.GPipe(3)}) == 2
     assert not jaxpp.Std1F1B(2).is_partial_bwd
-    for splits in (jaxpp.ZeroBubble(2), jaxpp.DualPipeV(4, 2), jaxpp.InterleavedZeroBubble(4, 2)):
+    for splits in (jaxpp.ZeroBubble(2), jaxpp.DualPipeV(4, 2)):
         assert splits.is_partial_bwd
     assert [jaxpp.DualPipeV(4, 2).get_mpmd_idx(stage) for stage in range(4)] == [0, 1, 1, 0]
     assert issubclass(jaxpp.KimiK2, jaxpp.InterleavedBaseSchedule)
     assert not isinstance(jaxpp.GPipe(2), jaxpp.InterleavedBaseSchedule)
 
 
-@pytest.mark.parametrize(("stages", "ranks"), [(2, 2), (4, 2), (6, 3), (8, 4), (8, 2)])
-@pytest.mark.parametrize("rounds", [1, 2, 3])
-def test_interleaved_zero_bubble_is_legal(stages: int, ranks: int, rounds: int):
-    made = own_schedule(jaxpp.InterleavedZeroBubble(stages, ranks), ranks * rounds)
-    validate(made, ranks * rounds)
-    assert made.splits_backward
-
-
 @pytest.mark.parametrize(
     "schedule",
-    [SkewedGPipe(2), Folded(4, 2), LateBackward(2), jaxpp.InterleavedZeroBubble(4, 2), jaxpp.ZeroBubble(2)],
+    [SkewedGPipe(2), Folded(4, 2), LateBackward(2), jaxpp.ZeroBubble(2)],
     ids=lambda schedule: type(schedule).__name__,
 )
 def test_a_schedule_written_for_jaxpp_runs(schedule: Any):
@@ -172,8 +164,6 @@ def test_what_is_refused():
         jaxpp.DualPipeV(num_stages=4, mpmd_dim=4)
     with pytest.raises(ScheduleError, match="DualPipeV requires n_mubatches=5 >= num_stages=6"):
         own_schedule(jaxpp.DualPipeV(num_stages=6, mpmd_dim=3), 5)
-    with pytest.raises(ScheduleError, match="takes a multiple of mpmd_dim=2 microbatches, got 3"):
-        own_schedule(jaxpp.InterleavedZeroBubble(4, 2), 3)
 
 
 def test_this_packages_schedules_stay_as_they_are():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, ClassVar, cast
 
 from jaxpp_flax.api.steps.array import MpmdArray
-from jaxpp_flax.api.steps.listing import ProgramListing
 from jaxpp_flax.engine import jit as engine
 from jaxpp_flax.engine.arrays.mesh import MpmdMesh
 from jaxpp_flax.engine.compiled import Compiled
@@ -19,9 +18,9 @@ class CompiledStep(Compiled):
     """The engine's `Compiled`, which JaxPP's programs print."""
 
     @property
-    def closed_jaxpr(self) -> ProgramListing:
-        """The program as JaxPP prints it: one equation for each task, transfer and deletion."""
-        return ProgramListing(self.program, self._executables.transfer_specs, self.mpmd_mesh)
+    def closed_jaxpr(self) -> str:
+        """The program as text, which JaxPP prints in its own form: a line for each task, transfer and deletion."""
+        return self.as_text()
 
 
 class StepFunction(engine.MpmdFunction):
@@ -79,9 +78,9 @@ class PlacedStep:
         return self._plan.in_shardings
 
     @property
-    def closed_jaxpr(self) -> ProgramListing:
-        """The program as text, without the partitions of transferred values, which compiling finds."""
-        return ProgramListing(self._plan.built.program, {}, self._plan.mesh)
+    def closed_jaxpr(self) -> str:
+        """The program as text: a line for each task, transfer and deletion."""
+        return self._plan.built.program.as_text()
 
     def infer_intermediate_shardings(self) -> PlacedStep:
         """Return the same step: the partitions of values between tasks are found when the tasks are compiled."""

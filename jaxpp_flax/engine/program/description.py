@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 
 from jaxpp_flax.engine.arrays.mesh import RankMeshes
 from jaxpp_flax.engine.program.program import Program
-from jaxpp_flax.engine.tracing.canonical_form import Operand, Result, canonical_form, is_jaxpr, telling_params
-from jaxpp_flax.engine.tracing.ir import Constant, Equation, Graph, from_jaxpr
+from jaxpp_flax.engine.tracing.graph_text import GraphText
+from jaxpp_flax.engine.tracing.ir import Graph, memory_kind_of
 from jaxpp_flax.processes import value_hash
 
 __all__ = ["describe_graph", "describe_program", "describe_ranks"]
@@ -52,28 +52,8 @@ def describe_program(
 
 def describe_graph(graph: Graph) -> Iterator[str]:
     """Yield a graph as lines: its inputs, its equations with all parameters, its outputs."""
-    return _lines(graph, lambda equation: f" at {_place(equation.where)}")
-
-
-def _lines(graph: Graph, place: Callable[[Equation], str]) -> Iterator[str]:
-    form = canonical_form(graph)
-    yield "inputs " + ", ".join(map(_result, form.inputs))
-    for equation, operands, results in form.equations:
-        telling = ", ".join(f"{name}={_text(value)}" for name, value in telling_params(equation))
-        made, read = ", ".join(map(_result, results)), ", ".join(map(_operand, operands))
-        yield f"{made} = {equation.name}[{telling}]({read}){place(equation)}"
-    yield "outputs " + ", ".join(map(_operand, form.outputs))
-
-
-def _result(result: Result) -> str:
-    number, facts = result
-    spec = getattr(facts.sharding, "spec", None)
-    weak = "~" if facts.weak_type else ""
-    return f"%{number}:{weak}{facts.dtype}{list(facts.shape)}{spec or ''}{facts.memory_kind or ''}"
-
-
-def _operand(operand: Operand) -> str:
-    return _text(operand.value) if isinstance(operand, Constant) else f"%{operand}"
+    places = ["", *(f" at {_place(equation.where)}" for equation in graph.equations), ""]
+    return (line + place for line, place in zip(_Description().lines(graph), places, strict=True))
 
 
 def _place(where: str) -> str:
@@ -81,23 +61,21 @@ def _place(where: str) -> str:
     return where.rpartition("/")[2]
 
 
-def _text(value: Any) -> str:
-    """Return a parameter as text that is equal in every process."""
-    if is_jaxpr(value):
-        inner, captured = from_jaxpr(value)
-        # JAX caches inner jaxprs: two processes may have traced them at different places.
-        return "{" + "; ".join([*map(_text, captured), *_lines(inner, lambda _: "")]) + "}"
-    if isinstance(value, (tuple, list)):
-        return "(" + ", ".join(map(_text, value)) + ")"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{k}: {_text(v)}" for k, v in sorted(value.items(), key=lambda kv: str(kv[0]))) + "}"
-    if isinstance(value, (set, frozenset)):
-        return "{" + ", ".join(sorted(map(_text, value))) + "}"
-    if isinstance(value, (np.ndarray, jax.Array)):
-        # No hash if this process has only a part of the array.
-        return f"{value.dtype}{list(value.shape)}#{value_hash(value)}"
-    if value is None or isinstance(value, (bool, int, float, complex, str, np.generic, np.dtype)):
-        return str(value)
-    if callable(value) and hasattr(value, "__qualname__"):
-        return str(value.__qualname__)
-    return _ADDRESS.sub("", str(value))
+class _Description(GraphText):
+    """Writes graphs as every process does; inner graphs without places, as processes may have traced them elsewhere."""
+
+    def type(self, aval: Any) -> str:
+        spec = getattr(getattr(aval, "sharding", None), "spec", None)
+        weak = "~" if getattr(aval, "weak_type", False) else ""
+        shape = list(getattr(aval, "shape", ()))
+        return f"{weak}{getattr(aval, 'dtype', aval)}{shape}{spec or ''}{memory_kind_of(aval) or ''}"
+
+    def leaf(self, value: Any) -> str:
+        if isinstance(value, (np.ndarray, jax.Array)):
+            # No hash if this process has only a part of the array.
+            return f"{value.dtype}{list(value.shape)}#{value_hash(value)}"
+        if value is None or isinstance(value, (bool, int, float, complex, str, np.generic, np.dtype)):
+            return str(value)
+        if callable(value) and hasattr(value, "__qualname__"):
+            return str(value.__qualname__)
+        return _ADDRESS.sub("", str(value))

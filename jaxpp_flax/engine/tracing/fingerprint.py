@@ -1,20 +1,17 @@
-"""Structural keys: two tasks with the same key compute the same function; names of variables do not matter.
-
-So identical stages share one lowering. The key covers primitives, parameters (recursing into inner jaxprs), wiring
-and types; it leaves out the names of calls, sources and debug information.
-"""
+"""Structural keys: two tasks with the same key compute the same function, so identical stages share one lowering."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import jax
 import numpy as np
 
-from jaxpp_flax.engine.tracing.canonical_form import Operand, canonical_form, is_jaxpr, telling_params, type_facts
-from jaxpp_flax.engine.tracing.ir import Constant, Equation, Graph, from_jaxpr
+from jaxpp_flax.engine.tracing.graph_text import GraphText
+from jaxpp_flax.engine.tracing.ir import Equation, Graph
 from jaxpp_flax.engine.tracing.static_arguments import types_within
 
 __all__ = ["Fingerprinter"]
@@ -22,7 +19,7 @@ __all__ = ["Fingerprinter"]
 
 @dataclass(frozen=True, eq=False)
 class _Same:
-    """The identity of an unhashable value; the value is kept alive, so that no other value gets its address."""
+    """The identity of a value that cannot be compared; it is kept alive, so that no other value gets its address."""
 
     value: Any
 
@@ -33,69 +30,61 @@ class _Same:
         return id(self.value)
 
 
-class Fingerprinter:
-    """Makes keys, and remembers those of graphs, inner jaxprs and parameters, which tasks share by identity."""
+class Fingerprinter(GraphText):
+    """Makes keys, and remembers those of graphs, inner jaxprs and parameters, which tasks share by identity.
+
+    Every type and every parameter is written as the number of all that are equal to it.
+    """
 
     def __init__(self) -> None:
         self._graphs = WeakKeyDictionary[Graph, int]()
-        self._jaxprs: dict[int, tuple[Any, Hashable]] = {}
-        self._operations: dict[tuple[Any, int, int], tuple[Equation, int]] = {}
-        self._interned: dict[Hashable, int] = {}
+        self._bodies: dict[int, tuple[Any, str]] = {}
+        self._operations: dict[tuple[Any, int, int], tuple[Equation, str]] = {}
+        self._numbers: dict[Hashable, int] = {}
 
     def graph(self, graph: Graph) -> int:
         key = self._graphs.get(graph)
         if key is None:
-            form = canonical_form(graph)
-            equations = [
-                (self._operation(e), self._operands(operands), results) for e, operands, results in form.equations
-            ]
-            key = self._graphs[graph] = self._intern((form.inputs, self._operands(form.outputs), *equations))
+            key = self._graphs[graph] = self._number("\n".join(self.lines(graph)))
         return key
 
-    def _intern(self, key: Hashable) -> int:
-        return self._interned.setdefault(key, len(self._interned))
+    def type(self, aval: Any) -> str:
+        return f"#{self._number(aval)}"
 
-    def _operation(self, equation: Equation) -> int:
-        """Return the key of an equation without its operands."""
+    def leaf(self, value: Any) -> str:
+        return f"#{self._number(_comparable(value))}"
+
+    def operation(self, equation: Equation) -> str:
         identity = equation.primitive, id(equation.params), id(equation.context)
         known = self._operations.get(identity)
         if known is None:
-            telling = tuple((name, self._value(value)) for name, value in telling_params(equation))
-            key = self._intern((equation.primitive, telling, self._value(equation.context)))
+            # Two primitives can share a name.
+            text = f"{self.leaf(equation.primitive)}{self.leaf(equation.context)}[{self.parameters(equation)}]"
             # The reference to the equation keeps both identities from being reused.
-            known = self._operations[identity] = equation, key
+            known = self._operations[identity] = equation, f"#{self._number(text)}"
         return known[1]
 
-    def _operands(self, operands: tuple[Operand, ...]) -> Hashable:
-        return tuple([self._constant(o.value, o.aval) if isinstance(o, Constant) else o for o in operands])
+    def body(self, jaxpr: Any) -> str:
+        if id(jaxpr) not in self._bodies:
+            # The reference to the jaxpr keeps its identity from being reused.
+            self._bodies[id(jaxpr)] = jaxpr, f"#{self._number(super().body(jaxpr))}"
+        return self._bodies[id(jaxpr)][1]
 
-    def _constant(self, value: Any, aval: Any) -> Hashable:
+    def _number(self, key: Hashable) -> int:
+        return self._numbers.setdefault(key, len(self._numbers))
+
+
+def _comparable(value: Any) -> Hashable:
+    """Return what is equal for equal values alone: 1, 1.0 and True are equal for Python, and so are 0.0 and -0.0."""
+    if isinstance(value, (np.ndarray, jax.Array, np.generic, float, complex)):
         try:
             array = np.asarray(value)
-        except TypeError:  # typed PRNG keys have no NumPy form
+        except (TypeError, RuntimeError):  # typed PRNG keys have no NumPy form, and this process may hold a part alone
             return _Same(value)
-        return ("constant", type_facts(aval), array.tobytes())
-
-    def _value(self, value: Any) -> Hashable:
-        if is_jaxpr(value):
-            return self._jaxpr(value)
-        if isinstance(value, (tuple, list)):
-            return (type(value), *map(self._value, value))
-        if isinstance(value, Mapping):
-            items = sorted(value.items(), key=lambda kv: str(kv[0]))
-            return ("dict", *((self._value(k), self._value(v)) for k, v in items))
-        if isinstance(value, np.ndarray):
-            return ("array", value.shape, str(value.dtype), value.tobytes())
-        try:
-            hash(value)
-        except TypeError:
-            return _Same(value)
-        return (value, types_within(value))  # 1, 1.0 and True are equal, and so are 0.0 and -0.0
-
-    def _jaxpr(self, jaxpr: Any) -> Hashable:
-        if id(jaxpr) not in self._jaxprs:
-            graph, captured = from_jaxpr(jaxpr)
-            constants = tuple(self._constant(c, getattr(c, "aval", None)) for c in captured)
-            # The reference to the jaxpr keeps its identity from being reused.
-            self._jaxprs[id(jaxpr)] = (jaxpr, ("jaxpr", self.graph(graph), constants))
-        return self._jaxprs[id(jaxpr)][1]
+        kind = type(value) if isinstance(value, (np.generic, float, complex)) else np.ndarray
+        return kind, str(array.dtype), array.shape, array.tobytes()
+    try:
+        hash(value)
+    except TypeError:
+        return _Same(value)
+    return value, types_within(value)

@@ -17,8 +17,6 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
-from jaxpp_flax.engine.tracing.canonical_form import COSMETIC
-
 __all__ = [
     "BACKWARD",
     "FORWARD",
@@ -41,7 +39,6 @@ _identifiers = itertools.count()
 
 marker_p = jex_core.Primitive("stage_marker")
 marker_p.multiple_results = True
-setattr(marker_p, COSMETIC, ("name", "identifier"))
 
 
 marker_p.def_impl(lambda *operands, **_: list(operands))

@@ -192,7 +192,8 @@ def _rows() -> Iterator[tuple[str, Facts]]:
     yield from rows("copy stop_gradient", view, elementwise, linear=_first(moved))
     yield from rows("copy_p", view, elementwise)
     yield from rows("name", view, elementwise, linear=_first(moved), unread=("name",))
-    yield from rows("stage_marker optimization_barrier", view, Batch.EACH)
+    yield from rows("optimization_barrier", view, Batch.EACH)
+    yield from rows("stage_marker named_tensor", view, Batch.EACH, unread=("name", "identifier"))
     yield from rows("iota", view)
 
     # Moved data.

@@ -100,7 +100,7 @@ class TestPlacedStep:
         assert [sorted(sharding.mesh_ids) for sharding in state["params"]] == [[0], [1], [2]]
         assert (sorted(state["step"].mesh_ids), sorted(state["unread"].mesh_ids)) == ([0, 1, 2], [])
         assert (sorted(batch.mesh_ids), kwargs, placed.mpmd_mesh) == ([0], {}, MESH)
-        assert "task_name=fwd_0" in str(placed.closed_jaxpr)
+        assert " = fwd_0__0(" in placed.closed_jaxpr
         compiled = placed.infer_intermediate_shardings().mpmdify()
         assert compiled is step.compile(STATE, BATCH), "the plan is used again"
         assert jax.tree.leaves(compiled.in_shardings) == jax.tree.leaves(placed.in_shardings)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxpp_flax.engine.program.description import describe_graph, describe_program
 from jaxpp_flax.engine.runtime.startup import start
 from jaxpp_flax.engine.runtime.transport.connection import DistributedProgram
-from jaxpp_flax.engine.tracing.ir import from_jaxpr
+from jaxpp_flax.engine.tracing.ir import Constant, Graph, from_jaxpr
 from jaxpp_flax.processes import BarrierTimeoutError, ProcessGroup
 from jaxpp_flax.processes.comparison import ProgramMismatchError, ValuesMismatchError, compare_lines
 from jaxpp_flax.schedules import GPipe, Std1F1B
@@ -99,6 +99,15 @@ def test_a_parameter_called_name_shows_where_it_is_not_a_calls():
         return list(describe_graph(from_jaxpr(jax.make_jaxpr(lambda x: mine.bind(x, **params))(1.0))[0]))
 
     assert lines_of(name="a") != lines_of(name="b")
+
+
+def test_the_type_of_a_literal_shows():
+    """Two processes that return 1 as an integer and as a float are not equal."""
+    whole, broken = (
+        list(describe_graph(Graph((), (Constant(1, jax.core.ShapedArray((), dtype)),), ())))
+        for dtype in (jnp.int32, jnp.float32)
+    )
+    assert whole != broken
 
 
 def test_no_addresses_and_no_folders():

@@ -14,6 +14,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import mlir
 
 from jaxpp_flax.engine.jit import mpmd_jit
+from jaxpp_flax.engine.program.description import describe_graph
 from jaxpp_flax.engine.tracing.fingerprint import Fingerprinter
 from jaxpp_flax.engine.tracing.ir import Constant, Graph, from_jaxpr
 from jaxpp_flax.engine.tracing.markers import mark_stage_end
@@ -97,7 +98,10 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 @pytest.mark.parametrize("pair", EQUAL.values(), ids=EQUAL)
 def test_equal(pair: tuple[Any, Any]):
-    assert same(*(graph_of(fun, X) for fun in pair))
+    graphs = [graph_of(fun, X) for fun in pair]
+    assert same(*graphs)
+    one, other = ([line.rpartition(" at ")[0] for line in describe_graph(graph)] for graph in graphs)
+    assert one == other, "what is compiled once is described alike"
 
 
 @pytest.mark.parametrize("pair", DIFFERENT.values(), ids=DIFFERENT)
