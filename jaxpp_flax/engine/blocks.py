@@ -18,7 +18,7 @@ from jaxpp_flax.engine.analyses.data_flow import makers_of
 from jaxpp_flax.engine.analyses.work import count_flops, work_of
 from jaxpp_flax.engine.passes.fsdp.rule import Gather
 from jaxpp_flax.engine.passes.loop.carries import CarryError
-from jaxpp_flax.engine.passes.loop.label import label
+from jaxpp_flax.engine.passes.loop.label import Labels, label
 from jaxpp_flax.engine.passes.loop.loop_tasks import Partition
 from jaxpp_flax.engine.passes.loop.partition import partition
 from jaxpp_flax.engine.passes.memory.recompute import saved_by_policies
@@ -101,14 +101,18 @@ class Blocks:
     gathered: Mapping[Value, Gather] = field(default_factory=dict[Value, Gather])
 
     @cached_property
+    def labels(self) -> Labels:
+        """The phases of the body cut at every mark."""
+        return label(self.body, range(len(self.body.marks)))
+
+    @cached_property
     def partition(self) -> Partition:
         """The body cut at every mark, with forward and backward apart: block k is stage k.
 
         Raises:
           ValueError: if the body cannot be cut at some mark.
         """
-        labels = label(self.body, range(len(self.body.marks)))
-        return partition(labels, fuse_last=False, split_backward=self.split_backward)
+        return partition(self.labels, fuse_last=False, split_backward=self.split_backward)
 
     def can_cut(self, cuts: Sequence[int]) -> bool:
         """Return whether the body can be cut at these marks; it cannot where a carry is used by two stages."""
@@ -204,7 +208,7 @@ class Blocks:
         part, found = self.partition, dict[Value, set[int]]()
         for task in part.tasks:
             if task.kind is not TaskKind.FORWARD:
-                for value in saved_by_policies([task.graph], self.body):
+                for value in saved_by_policies([task.graph], self.labels.marked):
                     found.setdefault(value, set()).add(task.stage)
         return found
 

@@ -138,7 +138,7 @@ def test_stage_table_and_text_tell_what_is_kept():
     # What the backward reads of the forwards: stage 0 reads the batch alone, stage 1 what stage 0 has sent.
     assert [stage.activation_bytes for stage in again.stages] == [0, row]
     assert all(k.activation_bytes > a.activation_bytes for k, a in zip(kept.stages, again.stages, strict=True))
-    assert again.as_text("recompute").count("tanh") == 2 * kept.as_text("recompute").count("tanh")
+    assert again.as_text("partition").count("tanh") == 2 * kept.as_text("partition").count("tanh")
 
 
 def test_debug_nans_and_profile_walk_through_the_copies():

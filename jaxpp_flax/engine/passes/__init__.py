@@ -19,7 +19,6 @@ from jaxpp_flax.engine.passes.loop.lower_loops import lower_loops
 from jaxpp_flax.engine.passes.loop.open_loops import OpenLoop, open_loops
 from jaxpp_flax.engine.passes.loop.stage_sums import resolve_stage_sums
 from jaxpp_flax.engine.passes.memory.offload import offload
-from jaxpp_flax.engine.passes.memory.recompute import recompute
 from jaxpp_flax.engine.passes.memory.stream_updates import stream_updates
 from jaxpp_flax.engine.passes.place import place
 from jaxpp_flax.engine.passes.runner import Pass
@@ -94,15 +93,10 @@ PASSES: tuple[Pass, ...] = (
     ),
     Pass(
         "partition",
-        lambda step, _: step.each(OpenLoop.parted),
+        lambda step, settings: step.each(lambda loop: loop.parted(settings.residual_plan)),
         requires="labels",
-        ensures="tasks, accumulators and carries; each labelled equation stands in one task",
-    ),
-    Pass(
-        "recompute",
-        lambda step, settings: step.each(lambda loop: recompute(loop, settings.residual_plan)),
-        requires="tasks",
-        ensures="stages that recompute keep the inputs of their forward instead",
+        ensures="tasks, accumulators and carries; each labelled equation stands in one task, or in the backward of a "
+        "stage that recomputes as well",
     ),
     Pass(
         "lower_loops",

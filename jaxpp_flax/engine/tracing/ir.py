@@ -6,10 +6,12 @@ classes differ between JAX versions. `Graph.run` runs a `Graph` anywhere, under 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
+from itertools import chain
 from typing import Any
 
 import jax
@@ -124,6 +126,16 @@ class Graph:
     inputs: tuple[Value, ...]
     outputs: tuple[Atom, ...]
     equations: tuple[Equation, ...]
+
+    @cached_property
+    def producer(self) -> dict[Value, Equation]:
+        """The equation that makes each value."""
+        return producers(self.equations)
+
+    @cached_property
+    def reads(self) -> Counter[Value]:
+        """The number of reads of each value, by equations and as an output."""
+        return Counter(values(chain(*(equation.inputs for equation in self.equations), self.outputs)))
 
     def run(self, *operands: Any) -> list[Any]:
         """Evaluate on arrays or tracers; one operand for each of `inputs`."""

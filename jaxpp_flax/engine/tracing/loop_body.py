@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, producers, values
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, values
 from jaxpp_flax.engine.tracing.markers import FORWARD, Mark, marker_p
 from jaxpp_flax.engine.tracing.treduce import AddOp, Op
 
@@ -77,11 +77,6 @@ class LoopBody:
     def graph(self) -> Graph:
         """The body as a function."""
         return Graph(self.inputs, self.outputs, self.equations)
-
-    @cached_property
-    def producer(self) -> dict[Value, Equation]:
-        """The equation that makes each value."""
-        return producers(self.equations)
 
     @cached_property
     def markers(self) -> tuple[Equation, ...]:

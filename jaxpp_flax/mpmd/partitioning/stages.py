@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxpp_flax.engine.analyses.data_flow import needed_by
+from jaxpp_flax.engine.analyses.data_flow import makers_of
 from jaxpp_flax.engine.tracing.ir import Value
 from jaxpp_flax.messages import listed
 from jaxpp_flax.mpmd.partitioning.nodes import Node
@@ -196,7 +196,7 @@ def split_backward(
         if name is None or not node.backward or node.call is None or stage_of.get(name) not in stages:
             found.append(node)
             continue
-        needed = needed_by(node.equations, leads.intersection(node.outputs))
+        needed = makers_of(node.equations, leads.intersection(node.outputs))
         for late in (False, True):
             if equations := tuple(e for e in node.equations if (e not in needed) == late):
                 half = node.with_equations(equations)

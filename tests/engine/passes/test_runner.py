@@ -35,7 +35,6 @@ SHOWS = {
     "choose_cuts": r"marks: layer_0 \(cuts\)\n",
     "label": r"(?m)^   3  .* = dot_general",
     "partition": r"task bwd_0 \(stage 0\)",
-    "recompute": r"task bwd_0 \(stage 0\)",
     "lower_loops": r"(?m)^loop over 2 microbatches: GPipe$",
     "stage_sums": r"loop over 2 microbatches",
     "updated_arguments": r"its accumulators update .*argument 0.*argument 3",

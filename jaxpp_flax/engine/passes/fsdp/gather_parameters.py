@@ -185,7 +185,7 @@ class _Pulling:
     """Exchanges the placing of a gradient with the elementwise operations behind it; `added` follow an equation."""
 
     def __init__(self, body: LoopBody, axes: set[str]) -> None:
-        self.producer, self.axes = body.producer, axes
+        self.producer, self.axes = body.graph.producer, axes
         self.users = use_counts(body.equations, body.outputs)
         self.added: dict[Equation, list[Equation]] = {}
 

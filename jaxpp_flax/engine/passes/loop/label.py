@@ -18,11 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
-from jaxpp_flax.engine.analyses.data_flow import ancestors, use_counts
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, VerificationError, bodies, producers, values
+from jaxpp_flax.engine.analyses.data_flow import ancestors
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, VerificationError, bodies, producers, values
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.markers import FORWARD, marker_p
 from jaxpp_flax.engine.tracing.primitives import Cost, facts_of
@@ -39,49 +38,38 @@ _TINY = 64  # elements
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """The result of labelling: a phase for each equation; free equations and markers have none."""
+    """The result of labelling: a phase for each equation but the free ones.
+
+    Attributes:
+      num_stages: the number of stages.
+      body: the loop's body without its markers: equations read what a marker reads.
+      phase: the phase of each equation that is not free.
+      free: the equations that every task may compute for itself.
+      counters: the leaves of the carry of which each stage keeps its own copy.
+      marked: the values that pass a forward marker.
+    """
 
     num_stages: int
     body: LoopBody
     phase: dict[Equation, int]
     free: frozenset[Equation]
-    alias: dict[Value, Atom]
     counters: frozenset[int]
-
-    def resolve(self, atom: Atom) -> Atom:
-        """Follow an atom back through markers, which are identities."""
-        while isinstance(atom, Value) and atom in self.alias:
-            atom = self.alias[atom]
-        return atom
-
-    def operands(self, equation: Equation) -> list[Value]:
-        """Return the values that an equation reads, looking through markers."""
-        return values(map(self.resolve, equation.inputs))
-
-    @cached_property
-    def users(self) -> dict[Value, int]:
-        """The number of reads of each value, looking through markers; an output counts as a read."""
-        equations = [e for e in self.body.equations if e.primitive is not marker_p]
-        return use_counts(equations, self.body.outputs, self.resolve)
+    marked: frozenset[Value]
 
     def verify(self) -> None:
         """Check that no equation runs in an earlier phase than its operands."""
         made: dict[Value, int] = {}
-        for equation, phase in self.phase.items():
-            made.update(dict.fromkeys(equation.outputs, phase))
         for equation in self.body.equations:
-            if equation.primitive is marker_p:
-                continue
             if (equation in self.phase) == (equation in self.free):
                 raise VerificationError(f"{equation.name} at {equation.where} has no label, or two")
-            for value in self.operands(equation):
-                if made.get(value, 0) > self.phase.get(equation, 2 * self.num_stages):
-                    raise VerificationError(f"{equation.name} at {equation.where} runs before its operand is made")
+            phase = self.phase.get(equation, 0)
+            if any(made.get(value, 0) > phase for value in values(equation.inputs)):
+                raise VerificationError(f"{equation.name} at {equation.where} runs before its operand is made")
+            made.update(dict.fromkeys(equation.outputs, phase))
 
     def as_text(self) -> str:
         """Return the body as text, each equation with its phase; `free` ones run in every task that needs them."""
-        marks = {e: "mark" for e in self.body.equations if e.primitive is marker_p}
-        return self.body.graph.as_text({**dict.fromkeys(self.free, "free"), **self.phase, **marks})
+        return self.body.graph.as_text({**dict.fromkeys(self.free, "free"), **self.phase})
 
 
 def _match_backward(body: LoopBody, cutting: Sequence[int]) -> dict[Equation, int]:
@@ -137,13 +125,27 @@ def label(body: LoopBody, cutting: Sequence[int]) -> Labels:
     """Assign a phase to every equation of an inlined body; `cutting` holds the indices of the marks that cut."""
     cut_of = {body.markers[index]: k for k, index in enumerate(cutting)}
     free, counters = _find_free(body)
-    markers = [e for e in body.equations if e.primitive is marker_p]
-    alias = {out: operand for e in markers for out, operand in zip(e.outputs, e.inputs, strict=True)}
     labeller = _Labeller(body, cut_of, _match_backward(body, cutting), free)
     labeller.own_by_marker()
     labeller.follow_operands()
     labeller.run_late()
-    return Labels(len(cutting) + 1, body, labeller.phase, free, alias, counters)
+    passed: dict[Atom, Atom] = {}  # what a marker returns, and what it reads
+    plain: dict[Equation, Equation] = {}
+    for equation in body.equations:
+        operands = tuple(passed.get(atom, atom) for atom in equation.inputs)
+        if equation.primitive is marker_p:
+            passed.update(zip(equation.outputs, operands, strict=True))
+        else:
+            plain[equation] = equation.reading(operands)
+    outputs = tuple(passed.get(atom, atom) for atom in body.outputs)
+    return Labels(
+        num_stages=len(cutting) + 1,
+        body=body.rewritten(Graph(body.inputs, outputs, tuple(plain.values()))),
+        phase={plain[equation]: phase for equation, phase in labeller.phase.items()},
+        free=frozenset(plain[equation] for equation in free),
+        counters=counters,
+        marked=frozenset(values(passed[out] for marker in body.markers for out in marker.outputs)),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +195,7 @@ class _Labeller:
 
     def run_late(self) -> None:
         """Run recomputed and unanchored equations in the phase that first needs them, in reverse program order."""
-        phase, producer = self.phase, self.body.producer
+        phase, producer = self.phase, self.body.graph.producer
         # The latest phase that may make each value.
         results = [v for v in values(self.body.results) if v in producer]
         needed = {v: self.stages if producer[v].transposed else self.stages - 1 for v in results}

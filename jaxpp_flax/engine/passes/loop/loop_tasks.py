@@ -12,7 +12,9 @@ from jaxpp_flax.engine.tracing.ir import Graph, Value, VerificationError
 from jaxpp_flax.engine.tracing.loop_body import sliced_by_index
 from jaxpp_flax.schedules.task import TaskKind
 
-__all__ = ["Accumulator", "Carry", "LoopTask", "Partial", "Partition"]
+__all__ = ["UNNUMBERED", "Accumulator", "Carry", "LoopTask", "Partial", "Partition"]
+
+UNNUMBERED = -1  # the task of an accumulator or a carry while the loop is cut: tasks get their numbers last
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,8 @@ from jaxpp_flax.engine.tracing.inline import count_marks, inline
 from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value
 from jaxpp_flax.engine.tracing.loop_body import LoopBody
 from jaxpp_flax.engine.tracing.treduce import treduce_p
+from jaxpp_flax.schedules.errors import ScheduleError
+from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.schedules.schedule import Schedule
 from jaxpp_flax.schedules.task import FusedTask
 
@@ -79,13 +81,22 @@ class OpenLoop:
         """Return the loop with labels; its cuts are chosen."""
         return replace(self, labels=label(self.body, self.cuts))
 
-    def parted(self) -> OpenLoop:
-        """Return the loop with the tasks that its schedule runs; its body is labelled."""
+    def parted(self, residuals: ResidualPlan | None) -> OpenLoop:
+        """Return the loop with the tasks that its schedule runs; its body is labelled.
+
+        Raises:
+          ScheduleError: if the plan of residuals has entries for another number of stages than the loop.
+        """
         schedule, last = self.schedule, self.schedule.num_stages - 1
+        try:
+            if residuals is not None:
+                residuals.check(schedule.num_stages)
+        except ScheduleError as error:
+            raise ScheduleError(f"residuals= of the treduce at {self.equation.where}: {error}") from error
         tasks = [t for rank in schedule.tasks(self.body.length) for t in rank if t.stage == last]
-        labels = self.labels or label(self.body, self.cuts)
         fuse_last = all(isinstance(t, FusedTask) for t in tasks)
-        parts = partition(labels, fuse_last=fuse_last, split_backward=schedule.splits_backward)
+        labels = self.labels or label(self.body, self.cuts)
+        parts = partition(labels, fuse_last=fuse_last, split_backward=schedule.splits_backward, residuals=residuals)
         return replace(self, partition=parts)
 
     @property

@@ -8,23 +8,22 @@ stages has one partial accumulator for each stage; these are added up once after
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpp_flax.engine.analyses.data_flow import needed_by
+from jaxpp_flax.engine.analyses.data_flow import makers_of
 from jaxpp_flax.engine.passes.check_supported import refuse_ordered_effects
 from jaxpp_flax.engine.passes.loop.carries import write_carries
 from jaxpp_flax.engine.passes.loop.label import Labels
-from jaxpp_flax.engine.passes.loop.loop_tasks import Accumulator, LoopTask, Partial, Partition
+from jaxpp_flax.engine.passes.loop.loop_tasks import UNNUMBERED, Accumulator, LoopTask, Partial, Partition
 from jaxpp_flax.engine.passes.loop.task_drafts import Key, TaskDrafts
+from jaxpp_flax.engine.passes.memory.recompute import recompute
 from jaxpp_flax.engine.tracing.ir import (
     Atom,
-    Equation,
     Graph,
     Value,
     VerificationError,
@@ -34,76 +33,78 @@ from jaxpp_flax.engine.tracing.ir import (
     struct_of,
     values,
 )
-from jaxpp_flax.engine.tracing.markers import marker_p
 from jaxpp_flax.engine.tracing.primitives import facts_of
 from jaxpp_flax.engine.tracing.treduce import AddOp, Concat, MaxOp, Op
+from jaxpp_flax.schedules.residuals import ResidualPlan
 from jaxpp_flax.schedules.task import TaskKind
 
 __all__ = ["partition", "verify_effects"]
 
 
-# A task, and a function that makes its accumulator or carry, once the task has a number.
-_Drafts: TypeAlias = Sequence[tuple[Key, Callable[..., Any]]]
-
-
-def partition(labels: Labels, *, fuse_last: bool, split_backward: bool) -> Partition:
+def partition(
+    labels: Labels, *, fuse_last: bool, split_backward: bool, residuals: ResidualPlan | None = None
+) -> Partition:
     """Build the tasks of a labelled body.
 
     Args:
       labels: the result of `label`.
       fuse_last: run the last stage's forward and backward as one task.
       split_backward: split each backward task but the first stage's into input and weight gradients.
+      residuals: the stages that compute their residuals again; None for none.
 
     Raises:
       CarryError: if a phase reads a leaf of the carry, and a later phase writes it.
+      ValueError: if an operation with side effects would run twice.
     """
     body, last = labels.body, labels.num_stages - 1
     key_of = {e: (last if fuse_last and phase == last + 1 else phase, 0) for e, phase in labels.phase.items()}
-    drafts = TaskDrafts(labels, key_of, fused=(last, 0) if fuse_last else None)
+    drafts = TaskDrafts(labels, key_of, list(body.equations), fused=(last, 0) if fuse_last else None)
     if split_backward:
         _split(drafts)
-    results, accumulators, roots = _reduce(drafts)
-    _drop_unneeded(drafts, [*map(labels.resolve, body.next_carry), *roots])
-    for equation in body.equations:
-        if equation in drafts.key_of:
-            drafts.equations.setdefault(drafts.key_of[equation], []).append(equation)
-            drafts.wanted.setdefault(drafts.key_of[equation], []).extend(labels.operands(equation))
-    return _number(drafts, results, accumulators, write_carries(drafts))
+    results, accumulators = _reduce(drafts)
+    drafts.drop_unneeded(body.next_carry)  # sums over several stages that were split
+    carries = write_carries(drafts)
+    if residuals is not None:
+        recompute(drafts, residuals)
+    graphs = drafts.graphs()
+    number = {key: number for number, key in enumerate(graphs)}
+    of_turn = {value: number[key] for value, key in drafts.returns.items()}
+    return Partition(
+        drafts.stages,
+        body.constants,
+        body.index,
+        tuple(_task(drafts, key, graphs) for key in graphs),
+        tuple(replace(a, task=of_turn[a.result]) for a in accumulators),
+        tuple(replace(c, task=of_turn[c.result]) for c in carries),
+        tuple(results),
+    )
 
 
-def _reduce(drafts: TaskDrafts) -> tuple[list[Partial | int], _Drafts, list[Atom]]:
-    """Make an accumulator for each result, or several with their sum; return the accumulated values too."""
-    labels, accumulators, roots = drafts.labels, list[tuple[Key, Callable[..., Any]]](), list[Atom]()
-
-    traced = _TracedOps(drafts.body.length)
+def _reduce(drafts: TaskDrafts) -> tuple[list[Partial | int], list[Accumulator]]:
+    """Make an accumulator for each result, or several for its parts; return each result's accumulator, or their sum."""
+    body, accumulators = drafts.labels.body, list[Accumulator]()
+    traced = _TracedOps(body.length)
 
     def place(tree: Any, op: Op) -> Partial | int:
         if isinstance(tree, tuple):
             return Partial(place(tree[0], op), place(tree[1], op))
         accumulators.append(_accumulate(drafts, tree, op, traced))
-        roots.append(tree)
-        return len(roots) - 1
+        return len(accumulators) - 1
 
-    results: list[Partial | int] = []
-    for atom, op in zip(map(labels.resolve, labels.body.results), labels.body.operations, strict=True):
-        tree = _split_sums(labels, atom) if type(op) is AddOp and isinstance(atom, Value) else atom
-        results.append(place(tree, op))
-    return results, accumulators, roots
+    results = zip(body.results, body.operations, strict=True)
+    return [place(_split_sums(drafts.labels, a) if type(op) is AddOp else a, op) for a, op in results], accumulators
 
 
-def _split_sums(labels: Labels, value: Value) -> Any:
-    """Split a sum over several stages into a nested pair of addends; return any other value itself."""
-    equation = labels.body.producer.get(value)
-    if equation is None or not facts_of(equation.primitive).adds or equation not in labels.phase:
-        return value
-    operands = labels.operands(equation)
-    alike = [v for v in operands if v.aval.shape == value.aval.shape]
-    if labels.users.get(value, 0) > 1 or len(alike) < len(equation.inputs):
-        return value
-    phases = [labels.phase.get(made) if (made := labels.body.producer.get(v)) else None for v in operands]
-    if None in phases or phases[0] == phases[1]:
-        return value
-    return tuple(_split_sums(labels, v) for v in operands)
+def _split_sums(labels: Labels, atom: Atom) -> Any:
+    """Split a sum over several stages into a nested pair of addends; return any other atom itself."""
+    equation = labels.body.graph.producer.get(atom) if isinstance(atom, Value) else None
+    if equation is None or not facts_of(equation.primitive).adds or labels.body.graph.reads[atom] > 1:  # type: ignore[index]
+        return atom
+    phases = [labels.phase.get(labels.body.graph.producer.get(a)) for a in equation.inputs]  # type: ignore[arg-type]
+    alike = all(a.aval.shape == atom.aval.shape for a in equation.inputs)
+    if equation in labels.free or not alike or None in phases or phases[0] == phases[1]:
+        return atom
+    return tuple(_split_sums(labels, a) for a in equation.inputs)
 
 
 @dataclass(frozen=True)
@@ -140,122 +141,54 @@ class _TracedOps:
         return initial, update
 
 
-def _accumulate(drafts: TaskDrafts, atom: Atom, op: Op, traced: _TracedOps) -> tuple[Key, Callable[..., Accumulator]]:
-    """Append `op`'s update of an accumulator to the task that makes `atom`."""
-    key = drafts.home(atom)
+def _accumulate(drafts: TaskDrafts, atom: Atom, op: Op, traced: _TracedOps) -> Accumulator:
+    """Let the task that makes `atom` update an accumulator of `op`."""
     initial, update = traced.of(op, atom.aval)
     init = applied(initial, [])  # arrays that a user's operation captures become part of the program
     state = Value(init.outputs[0].aval)
-    drafts.states.append(state)
-    graph = applied(update, [state, atom, drafts.body.index])
+    graph = applied(update, [state, atom, drafts.labels.body.index])
     refuse_ordered_effects(graph)
-    drafts.extra.setdefault(key, []).extend(graph.equations)
-    (result,) = graph.outputs
-    if isinstance(result, Value) and any(result in e.outputs for e in graph.equations):
-        drafts.returns.setdefault(key, []).append(result)
-    else:
-        result = drafts.return_copy(key, result)  # the operation returns its operand unchanged
-    drafts.wanted.setdefault(key, []).extend(v for e in graph.equations for v in values(e.inputs))
+    result = drafts.add(drafts.home(atom), graph)
     # A subclass may do something else: it is a user's own operation.
     ordered = type(op) not in (AddOp, MaxOp, Concat)
-    return key, partial(Accumulator, state=state, result=result, init=init, ordered=ordered)
-
-
-def _number(drafts: TaskDrafts, results: Sequence[Partial | int], accumulators: _Drafts, carries: _Drafts) -> Partition:
-    """Build the finished tasks in the order of phases."""
-    keys = sorted({*drafts.equations, *drafts.extra, *drafts.returns})
-    position = {key: i for i, key in enumerate(keys)}
-    graphs = _graphs(drafts, keys)
-    return Partition(
-        drafts.stages,
-        drafts.body.constants,
-        drafts.body.index,
-        tuple(_task(drafts, key, graph) for key, graph in zip(keys, graphs, strict=True)),
-        tuple(make(task=position[key]) for key, make in accumulators),
-        tuple(make(task=position[key]) for key, make in carries),
-        tuple(results),
-    )
+    return Accumulator(UNNUMBERED, state, result, init, ordered)
 
 
 def _split(drafts: TaskDrafts) -> None:
     """Split backward tasks for zero-bubble: work that no cotangent leaving the stage needs gets a task of its own."""
-    key_of, labels = drafts.key_of, drafts.labels
-    leaving: set[Value] = set()
-    for equation, key in key_of.items():
-        for value in labels.operands(equation):
-            made = drafts.body.producer.get(value)
-            if made is not None and key_of.get(made, key)[0] != key[0]:
-                leaving.add(value)
+    key_of, producer = drafts.key_of, drafts.labels.body.graph.producer
+    read = ((v, key) for e, key in key_of.items() for v in values(e.inputs))
+    leaving = [v for v, key in read if v in producer and key_of.get(producer[v], key) != key]
     phases = range(drafts.stages, 2 * drafts.stages - 1)
-    backward = [e for e in drafts.body.equations if e in key_of and key_of[e][0] in phases]
-    needed = needed_by(backward, leaving, labels.resolve)
+    backward = [e for e in drafts.equations if e in key_of and key_of[e][0] in phases]
+    needed = set(makers_of(backward, leaving))
     key_of.update({e: (key_of[e][0], 1) for e in backward if e not in needed})
 
 
-def _drop_unneeded(drafts: TaskDrafts, roots: Sequence[Atom]) -> None:
-    """Drop equations that nothing needs any more: sums over several stages that were split."""
-    needed = set(values(roots))
-    for equation in reversed(drafts.body.equations):
-        if equation.primitive is marker_p:
-            continue
-        if equation.effects or not needed.isdisjoint(equation.outputs):
-            needed.update(drafts.labels.operands(equation))
-        else:
-            drafts.key_of.pop(equation, None)
-
-
-def _graphs(drafts: TaskDrafts, keys: Sequence[Key]) -> list[Graph]:
-    order = {e: i for i, e in enumerate(drafts.body.equations)}
-    position = {v: i for i, v in enumerate((*drafts.body.inputs, *drafts.states))}
-
-    def input_order(value: Value) -> Key:
-        """Give a task's inputs a stable order: the loop's inputs, the accumulators, then edges by definition."""
-        made = drafts.body.producer.get(value)
-        return (0, position[value]) if made is None else (1, order[made] * 1000 + made.outputs.index(value))
-
-    inside: list[tuple[list[Equation], list[Value]]] = []
-    outside: set[Value] = set()
-    for key in keys:
-        own = drafts.equations.get(key, [])
-        extra = drafts.extra.get(key, [])
-        defined = {v for e in (*own, *extra) for v in e.outputs}
-        free, read = drafts.free_closure([v for e in (*own, *extra) for v in drafts.labels.operands(e)])
-        ordered = [*sorted((*own, *free), key=order.__getitem__), *extra]
-        inputs = sorted(read - defined, key=input_order)
-        inside.append((ordered, inputs))
-        outside.update(inputs)
-    graphs: list[Graph] = []
-    for key, (equations, inputs) in zip(keys, inside, strict=True):
-        own = [v for e in drafts.equations.get(key, []) for v in e.outputs if v in outside]
-        outputs = [*dict.fromkeys((*own, *drafts.returns.get(key, [])))]
-        resolved = [e.reading(tuple(map(drafts.labels.resolve, e.inputs))) for e in equations]
-        if key == drafts.fused:
-            resolved = _shield_recomputation(resolved)
-        graphs.append(Graph(tuple(inputs), tuple(outputs), tuple(resolved)))
-    return graphs
-
-
-def _task(drafts: TaskDrafts, key: Key, graph: Graph) -> LoopTask:
-    stage = drafts.stage_of(key)
+def _task(drafts: TaskDrafts, key: Key, graphs: Mapping[Key, Graph]) -> LoopTask:
+    stage, graph = drafts.stage_of(key), graphs[key]
+    if key == drafts.fused:
+        return LoopTask(stage, TaskKind.FORWARD, _shield_recomputation(graph), fused=True)
     if key[0] < drafts.stages:
-        return LoopTask(stage, TaskKind.FORWARD, graph, fused=key == drafts.fused)
+        return LoopTask(stage, TaskKind.FORWARD, graph)
     if key[1] == 1:
         return LoopTask(stage, TaskKind.BACKWARD_WEIGHT, graph)
-    whole = (key[0], 1) not in drafts.equations
+    whole = (key[0], 1) not in graphs
     return LoopTask(stage, TaskKind.BACKWARD if whole else TaskKind.BACKWARD_INPUT, graph)
 
 
-def _shield_recomputation(equations: Sequence[Equation]) -> list[Equation]:
+def _shield_recomputation(graph: Graph) -> Graph:
     """Keep XLA from merging recomputed work with the original inside one fused task: that would undo remat."""
+    equations = graph.equations
     first = next((i for i, e in enumerate(equations) if e.late), len(equations))
     after = {v for e in equations[first:] for v in e.outputs}
     entering = [*dict.fromkeys(v for e in equations if e.late for v in values(e.inputs) if v not in after)]
     if not entering:
-        return list(equations)
+        return graph
     (barrier,), _ = emit(lambda *xs: jax.lax.optimization_barrier(xs), entering)
     shielded: dict[Atom, Value] = dict(zip(entering, barrier.outputs, strict=True))
     read_shielded = [e.reading(tuple(shielded.get(a, a) for a in e.inputs)) if e.late else e for e in equations[first:]]
-    return [*equations[:first], barrier, *read_shielded]
+    return replace(graph, equations=(*equations[:first], barrier, *read_shielded))
 
 
 def verify_effects(labels: Labels, partitioned: Partition) -> None:

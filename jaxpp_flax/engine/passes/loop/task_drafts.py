@@ -1,15 +1,13 @@
-"""The tasks of a loop while they are cut: the equations of each task, its results, and its additional work."""
+"""The tasks of a loop while they are cut: each equation of the body has a task, and so has each one that is added."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import jax
-
+from jaxpp_flax.engine.analyses.data_flow import ancestors
 from jaxpp_flax.engine.passes.loop.label import Labels
-from jaxpp_flax.engine.tracing.ir import Atom, Equation, Value, emit, values
-from jaxpp_flax.engine.tracing.loop_body import LoopBody
+from jaxpp_flax.engine.tracing.ir import Atom, Equation, Graph, Value, producers, values, with_outputs
 
 __all__ = ["Key", "TaskDrafts"]
 
@@ -19,31 +17,21 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class TaskDrafts:
-    """The unfinished tasks; `partition` and its helpers fill the dicts.
+    """The unfinished tasks. What a task reads, and what it makes for others, follows from its equations at any time.
 
     Attributes:
       labels: the labels of the loop's body.
-      key_of: the task of each labelled equation.
-      equations: the labelled equations of each task, in program order.
-      extra: a task's additional equations: updates of accumulators, copies.
-      returns: a task's additional results, besides the values that other tasks read.
-      wanted: the values that a task reads.
-      states: the accumulators that tasks read.
+      key_of: the task of each equation; free equations have none.
+      equations: all equations in executable order, free ones included.
+      returns: the task of each result that goes from microbatch to microbatch: accumulators and carries.
       fused: the last stage's task, if its forward and backward run as one.
     """
 
     labels: Labels
     key_of: dict[Equation, Key]
-    equations: dict[Key, list[Equation]] = field(default_factory=dict)
-    extra: dict[Key, list[Equation]] = field(default_factory=dict)
-    returns: dict[Key, list[Value]] = field(default_factory=dict)
-    wanted: dict[Key, list[Value]] = field(default_factory=dict)
-    states: list[Value] = field(default_factory=list)
+    equations: list[Equation]
+    returns: dict[Value, Key] = field(default_factory=dict)
     fused: Key | None = None
-
-    @property
-    def body(self) -> LoopBody:
-        return self.labels.body
 
     @property
     def stages(self) -> int:
@@ -55,32 +43,57 @@ class TaskDrafts:
 
     def home(self, atom: Atom) -> Key:
         """Return the task that makes a result; the last stage's forward for a result that any task can compute."""
-        equation = self.body.producer.get(atom) if isinstance(atom, Value) else None
-        return self.key_of.get(equation, (self.stages - 1, 0)) if equation is not None else (self.stages - 1, 0)
+        made = self.labels.body.graph.producer.get(atom) if isinstance(atom, Value) else None
+        return (self.stages - 1, 0) if made is None else self.key_of.get(made, (self.stages - 1, 0))
 
-    def return_copy(self, key: Key, atom: Atom) -> Value:
-        """Let a task copy an atom to a new value, and return it."""
-        (copy,), _ = emit(jax.lax.copy_p.bind, [atom])
-        (result,) = copy.outputs
-        self.extra.setdefault(key, []).append(copy)
-        self.wanted.setdefault(key, []).extend(values([atom]))
-        self.returns.setdefault(key, []).append(result)
+    def add(self, key: Key, graph: Graph) -> Value:
+        """Let a task run a graph of one output as well, and return the output in a value of its own."""
+        result = Value(graph.outputs[0].aval)
+        equations = with_outputs(graph, [result])
+        self.equations.extend(equations)
+        self.key_of.update(dict.fromkeys(equations, key))
+        self.returns[result] = key
         return result
 
-    def free_closure(self, wanted: Sequence[Value]) -> tuple[set[Equation], set[Value]]:
-        """Return the free equations that compute the wanted values, and the other values that are read then."""
-        equations: set[Equation] = set()
-        read: set[Value] = set()
-        stack = list(wanted)
-        while stack:
-            resolved = self.labels.resolve(stack.pop())
-            if not isinstance(resolved, Value):
-                continue
-            made = self.body.producer.get(resolved)
-            if made is not None and made in self.labels.free:
-                if made not in equations:
-                    equations.add(made)
-                    stack.extend(values(made.inputs))
+    def drop_unneeded(self, wanted: Iterable[Atom] = ()) -> None:
+        """Drop equations that neither make the results nor other wanted values, and have no side effects."""
+        needed = {*self.returns, *wanted}
+        for equation in reversed(self.equations):
+            if equation.effects or not needed.isdisjoint(equation.outputs):
+                needed.update(equation.inputs)
             else:
-                read.add(resolved)
-        return equations, read
+                self.key_of.pop(equation, None)
+
+    def by_task(self) -> dict[Key, list[Equation]]:
+        """Return the equations of each task in executable order, without free ones; tasks in the order of phases."""
+        found: dict[Key, list[Equation]] = {}
+        for equation in self.equations:
+            if equation in self.key_of:
+                found.setdefault(self.key_of[equation], []).append(equation)
+        return dict(sorted(found.items()))
+
+    def graphs(self) -> dict[Key, Graph]:
+        """Return each task as a graph: with the free equations that it needs, and with what others read of it."""
+        free = producers(self.labels.free)
+        place = {equation: number for number, equation in enumerate(self.equations)}
+        # A stable order of a task's inputs: the loop's inputs, then as the body and its additions read and make them.
+        known = (*self.labels.body.inputs, *(v for e in self.equations for v in (*values(e.inputs), *e.outputs)))
+        number = {value: number for number, value in enumerate(dict.fromkeys(known))}
+        inside: dict[Key, tuple[list[Equation], list[Value]]] = {}
+        for key, own in self.by_task().items():
+            needed = [*ancestors((a for e in own for a in e.inputs), free)]
+            equations = sorted({*own, *(free[v] for v in needed if v in free)}, key=place.__getitem__)
+            made = {v for e in equations for v in e.outputs}
+            inside[key] = equations, sorted((v for v in needed if v not in made), key=number.__getitem__)
+        read = {v for _, inputs in inside.values() for v in inputs}
+        returned: dict[Key, list[Value]] = {}
+        for value, key in self.returns.items():
+            returned.setdefault(key, []).append(value)
+        return {
+            key: Graph(
+                tuple(inputs),
+                (*(v for e in equations if e in self.key_of for v in e.outputs if v in read), *returned.get(key, ())),
+                tuple(equations),
+            )
+            for key, (equations, inputs) in inside.items()
+        }

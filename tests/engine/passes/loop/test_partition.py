@@ -20,7 +20,7 @@ from jaxpp_flax.engine.passes.loop.loop_tasks import Partial, Partition
 from jaxpp_flax.engine.passes.loop.partition import partition, verify_effects
 from jaxpp_flax.engine.tracing.inline import inline
 from jaxpp_flax.engine.tracing.ir import Graph, VerificationError, from_jaxpr
-from jaxpp_flax.engine.tracing.markers import mark_stage_end, marker_p
+from jaxpp_flax.engine.tracing.markers import mark_stage_end
 from jaxpp_flax.engine.tracing.treduce import Add, Last, treduce, treduce_i
 from jaxpp_flax.schedules.task import TaskKind
 from tests.engine.toys import chain, chain_loss, count, gradients, kinds, opened, partition_of
@@ -311,11 +311,11 @@ def total(part: Partition, results: dict[Any, Any], tree: Partial | int) -> Any:
 def check_each_equation_once(labels: Labels, part: Partition) -> None:
     """What has an effect stands in one task; what is free in as many as like; what has none in none."""
     stands = Counter(v for t in part.tasks for e in t.graph.equations for v in e.outputs)
-    needed = {labels.resolve(a) for a in labels.body.outputs}
+    needed = set(labels.body.outputs)
     for equation in reversed(labels.body.equations):
-        if equation.primitive is marker_p or needed.isdisjoint(equation.outputs):
+        if needed.isdisjoint(equation.outputs):
             continue
-        needed.update(map(labels.resolve, equation.inputs))
+        needed.update(equation.inputs)
         times = {stands[v] for v in equation.outputs}
         if equation in labels.free:
             assert min(times) >= 1 or equation.outputs[0] not in needed
