@@ -151,7 +151,12 @@ def test_the_reference_has_every_name_that_a_public_package_exports(public_names
     assert missing == []
 
 
-@pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+# A contributor's example adds to the inside of the package.
+@pytest.mark.parametrize(
+    "page",
+    [page for page in (*PAGES, *OTHER_PAGES) if page.name != "CONTRIBUTING.md"],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_a_name_that_a_page_imports_is_in_the_reference(page: Path, public_names: ModuleType):
     found = imports(page.read_text(encoding="utf-8"))
     assert [pair for pair in sorted(found) if not is_described(*pair, public_names.MODULES)] == []
